@@ -1,0 +1,39 @@
+"""What can end a command, and with which exit code.
+
+    UserError     2   bad config, data or usage: every problem at once, as sentences with the remedy
+      NothingFits 3   no layout fits the memory (and what would)
+    NonFinite     4   training went non-finite
+    Interrupted  75   stopped by a signal; a checkpoint was saved
+
+Anything else that escapes is a bug of ours and exits with 1.
+"""
+
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Something that the user must mend; `problems` holds one sentence each, with numbers and a remedy."""
+
+    exit_code = 2
+
+    def __init__(self, problems: str | Iterable[str]) -> None:
+        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class NothingFits(UserError):
+    """No layout fits the memory at hand; the sentences say what would."""
+
+    exit_code = 3
+
+
+class NonFinite(RuntimeError):
+    """Loss or gradients were not finite for too many steps in a row."""
+
+    exit_code = 4
+
+
+class Interrupted(RuntimeError):
+    """A signal asked the run to stop; its checkpoint is saved and it can be resumed."""
+
+    exit_code = 75

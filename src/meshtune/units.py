@@ -1,0 +1,31 @@
+"""Units, and numbers as people read them."""
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+TERA = 10**12
+
+
+def human(size: float) -> str:
+    """Bytes as text: `human(1.25 * GIB) == "1.25 GiB"`."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(size) >= unit:
+            return f"{size / unit:.2f} {name}"
+    return f"{size:.0f} B"
+
+
+def count(number: float) -> str:
+    """A large count as text: `count(1_234_567) == "1.23 M"`."""
+    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if abs(number) >= unit:
+            return f"{number / unit:.2f} {name}"
+    return f"{number:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as text: `duration(192) == "3 min 12 s"`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"
