@@ -1,0 +1,333 @@
+"""The settings of a run: one strict tree, read from YAML and `section.key=value`.
+
+    config = load("run.yaml", ["train.max_steps=100"])
+
+Defaults < file < command line. An unknown key names its nearest neighbour, names that other trainers use are answered with
+ours, and every problem is said at once. The tree stops at train/build.py: below it functions take what they use.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from meshtune.errors import UserError
+from meshtune.layout import PartialLayout
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Precision = Literal["fp32", "bf16", "bf16-pure", "fp64"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    """Which model, and how it is read."""
+
+    name: str = Field(min_length=1, description="hub id or local folder")
+    init: Literal["pretrained", "random"] = "pretrained"
+    attention: Literal["auto", "meshtune", "sdpa", "eager"] = "auto"
+    revision: str | None = None
+    trust_remote_code: bool = False
+    freeze: tuple[str, ...] = Field((), description="patterns of parameter names, such as model.embed_tokens.*")
+
+
+class LoraConfig(Section):
+    r: Positive = 16
+    alpha: float = Field(32, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+
+
+class SourceConfig(Section):
+    """One source of rows; what it leaves out is the data section's."""
+
+    path: str = Field(min_length=1)
+    weight: float = Field(1.0, gt=0, description="passes through this source per epoch")
+    split: str | None = None
+    format: str | None = None
+    columns: dict[str, str] | None = None
+
+
+Sources = tuple[SourceConfig, ...]
+
+
+class DataConfig(Section):
+    train: Sources = ()
+    eval: Sources = ()
+    eval_split: float = Field(0, ge=0, description="below 1: a fraction of the documents; else how many")
+    format: Literal["auto", "text", "prompt_completion", "alpaca", "messages", "sharegpt"] = "auto"
+    columns: dict[str, str] = {}
+    chat_template: str | None = Field(None, description="none, a built-in's name or a file; null: the tokenizer's own")
+    separator: str = Field("\n", description="between prompt and completion where no chat template is in force")
+    seq_len: Annotated[int, Field(ge=2)] = 2048
+    packing: bool = True
+    train_on: Literal["assistant", "completion", "all"] = "completion"
+    overlong: Literal["cut", "drop", "error"] = "cut"
+    on_bad_row: Literal["error", "skip"] = "error"
+    streaming: bool = False
+    cache: str = Field("~/.cache/meshtune", description="folder of the tokenised, packed data")
+
+    @field_validator("train", "eval", mode="before")
+    @classmethod
+    def _sources(cls, value: Any) -> Any:
+        """A path, a mapping, or a list of either."""
+        each = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        return tuple({"path": item} if isinstance(item, str) else item for item in each)
+
+
+class TrainConfig(Section):
+    global_batch_size: Positive | None = Field(None, description="sequences per optimizer step; default 64")
+    global_batch_tokens: Positive | None = Field(None, description="the same in tokens: / seq_len")
+    max_steps: Positive | None = None
+    num_epochs: float | None = Field(None, gt=0)
+    learning_rate: float = Field(1.0e-5, gt=0)
+    lr_scheduler: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_ratio: Fraction = 0.03
+    warmup_steps: NonNegative | None = Field(None, description="instead of warmup_ratio")
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, ge=0, description="0: no clipping")
+    precision: Precision = "bf16"
+    reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="gradients of several micro-batches add up in it")
+    optimizer: Literal["adamw"] = "adamw"
+    adam_betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    adam_eps: float = Field(1.0e-8, gt=0)
+    seed: NonNegative = 42
+    compile: bool = False
+    max_nonfinite_steps: Positive = Field(5, description="in a row, then the run stops with exit code 4")
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+
+    @model_validator(mode="after")
+    def _one_of(self) -> "TrainConfig":
+        problems = []
+        if self.global_batch_size and self.global_batch_tokens:
+            problems.append("train.global_batch_size and train.global_batch_tokens are two names for one thing; keep one.")
+        if self.max_steps and self.num_epochs:
+            problems.append("train.max_steps and train.num_epochs both say how long to train; keep one.")
+        if problems:
+            raise UserError(problems)
+        return self
+
+
+class EvalConfig(Section):
+    every: NonNegative = Field(0, description="in steps; 0: at the end only")
+    at_start: bool = False
+    samples: NonNegative = Field(0, description="held-out prompts answered greedily and shown")
+    exact_match: NonNegative = Field(0, description="held-out prompts whose greedy answer is compared word for word")
+    max_new_tokens: Positive = 64
+    keep_best: bool = Field(False, description="model/ is the checkpoint with the lowest evaluation loss")
+    early_stopping: NonNegative = Field(0, description="evaluations without a better loss; 0: never")
+
+
+class CheckpointConfig(Section):
+    every: NonNegative = Field(100, description="in steps; 0: at the end only")
+    keep: Positive = 3
+    async_save: bool = True
+    save_on_signal: bool = True
+    resume: Literal["auto", "never"] = "auto"
+
+
+class LogConfig(Section):
+    every: Positive = 1
+    to: tuple[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"], ...] = ("console", "jsonl", "tensorboard")
+
+
+class HubConfig(Section):
+    push_to: str | None = Field(None, description="hub id that model/ is uploaded to at the end")
+    private: bool = True
+
+
+class Config(Section):
+    """Every setting of a run."""
+
+    model: ModelConfig
+    method: Literal["full", "lora"] = "full"
+    lora: LoraConfig = LoraConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    layout: Any = "auto"
+    cluster: Any = "auto"
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    hub: HubConfig = HubConfig()
+    output: str = "runs/run"
+
+    @field_validator("layout")
+    @classmethod
+    def _layout(cls, value: Any) -> Any:
+        if not isinstance(value, str | Mapping):
+            raise ValueError(f"layout is {value!r}; write auto, a layout string such as zero3x4-mb2, or a mapping of its fields.")
+        PartialLayout.parse(value)
+        return value
+
+    @property
+    def partial_layout(self) -> PartialLayout:
+        return PartialLayout.parse(self.layout)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences per optimizer step; raises UserError where the tokens asked for do not make whole sequences."""
+        if tokens := self.train.global_batch_tokens:
+            size, rest = divmod(tokens, self.data.seq_len)
+            if rest or not size:
+                near = max(1, round(tokens / self.data.seq_len)) * self.data.seq_len
+                raise UserError(
+                    f"train.global_batch_tokens = {tokens} is no multiple of data.seq_len = {self.data.seq_len}; try {near}."
+                )
+            return size
+        return self.train.global_batch_size or 64
+
+    def to_yaml(self) -> str:
+        """The whole resolved tree, so that the file repeats the run."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+# What other trainers call it -> what it is called here (axolotl, LLaMA-Factory, TRL, Hugging Face, torchtune, Megatron).
+ALIASES = {
+    "base_model": "model.name", "model_name_or_path": "model.name", "pretrained_model_name_or_path": "model.name",
+    "datasets": "data.train", "dataset": "data.train", "train_file": "data.train", "dataset_name": "data.train",
+    "test_datasets": "data.eval", "val_set_size": "data.eval_split", "val_size": "data.eval_split",
+    "sequence_len": "data.seq_len", "cutoff_len": "data.seq_len", "max_length": "data.seq_len",
+    "max_seq_len": "data.seq_len", "max_seq_length": "data.seq_len", "seq_length": "data.seq_len",
+    "sample_packing": "data.packing", "neat_packing": "data.packing", "packed": "data.packing",
+    "train_on_inputs": "data.train_on", "assistant_only_loss": "data.train_on", "completion_only_loss": "data.train_on",
+    "template": "data.chat_template",
+    "micro_batch_size": "layout.micro_batch_size", "per_device_train_batch_size": "layout.micro_batch_size",
+    "local_batch_size": "layout.micro_batch_size", "batch_size": "train.global_batch_size",
+    "train_micro_batch_size_per_gpu": "layout.micro_batch_size", "train_batch_size": "train.global_batch_size",
+    "gradient_accumulation_steps": "layout.gradient_accumulation_steps",
+    "gradient_checkpointing": "layout.recompute", "activation_checkpointing": "layout.recompute",
+    "recompute_granularity": "layout.recompute",
+    "tensor_parallel_size": "layout.tp", "tp_size": "layout.tp", "tensor_model_parallel_size": "layout.tp",
+    "pipeline_parallel_size": "layout.pp", "context_parallel_size": "layout.cp", "cp_size": "layout.cp",
+    "dp_shard_size": "layout.dp_shard", "dp_replicate_size": "layout.dp_replicate",
+    "num_train_epochs": "train.num_epochs", "epochs": "train.num_epochs", "num_epochs": "train.num_epochs",
+    "max_steps": "train.max_steps", "steps": "train.max_steps", "train_iters": "train.max_steps",
+    "lr": "train.learning_rate", "learning_rate": "train.learning_rate",
+    "lr_scheduler_type": "train.lr_scheduler", "lr_scheduler": "train.lr_scheduler",
+    "warmup_ratio": "train.warmup_ratio", "warmup_steps": "train.warmup_steps", "weight_decay": "train.weight_decay",
+    "clip_grad": "train.max_grad_norm", "max_grad_norm": "train.max_grad_norm", "gradient_clipping": "train.max_grad_norm",
+    "bf16": "train.precision", "fp16": "train.precision", "dtype": "train.precision", "mixed_precision": "train.precision",
+    "optim": "train.optimizer", "seed": "train.seed", "torch_compile": "train.compile",
+    "adapter": "method", "finetuning_type": "method", "use_peft": "method",
+    "lora_r": "lora.r", "lora_rank": "lora.r", "rank": "lora.r", "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout", "lora_target_modules": "lora.target_modules", "lora_target": "lora.target_modules",
+    "eval_steps": "eval.every", "evals_per_epoch": "eval.every", "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep", "resume_from_checkpoint": "checkpoint.resume",
+    "logging_steps": "log.every", "report_to": "log.to", "output_dir": "output", "push_to_hub": "hub.push_to",
+}  # fmt: skip
+
+
+def load(file: str | Path | None = None, overrides: Sequence[str] = (), defaults: Mapping[str, Any] | None = None) -> Config:
+    """The settings in `file` (YAML), changed by `section.key=value`s; either may be missing.
+
+    Raises UserError with every problem at once: unreadable file, unknown keys, wrong types and values.
+    """
+    tree = merge(dict(defaults or {}), read_yaml(Path(file)) if file else {})
+    for each in overrides:
+        key, equals, text = each.partition("=")
+        if not equals or not key:
+            raise UserError(f"'{each}' is no setting; write section.key=value, such as train.max_steps=100.")
+        try:
+            value = yaml.safe_load(text) if text else None
+        except yaml.YAMLError as error:
+            raise UserError(f"The value of '{each}' is not YAML: {first_line(error)}") from None
+        tree = merge(tree, nest(key.strip().split("."), value))
+    if "model" not in tree:
+        raise UserError("No model is named; add model: {name: …} to the config, or model.name=… to the command.")
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(sentences(error)) from None
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """A YAML file's mapping. Raises UserError when it is missing, no YAML, or no mapping."""
+    try:
+        tree = yaml.load(file.read_text(encoding="utf-8"), Loader=Numbers)
+    except OSError as error:
+        raise UserError(f"Config {file} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise UserError(f"Config {file} is not UTF-8 text.") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"Config {file} is not YAML: {first_line(error)}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise UserError(f"Config {file} holds a {type(tree).__name__}, not sections such as 'model:' and 'data:'.")
+    return tree
+
+
+class Numbers(yaml.SafeLoader):
+    """YAML that refuses a key written twice in one mapping: the earlier value would be lost without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"'{key.value}' is written twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def first_line(error: yaml.YAMLError) -> str:
+    return " ".join(str(error).split())
+
+
+def nest(keys: Sequence[str], value: Any) -> dict[str, Any]:
+    for key in reversed(keys):
+        value = {key: value}
+    return value
+
+
+def merge(base: Any, change: Any) -> Any:
+    """`change` laid over `base`, mapping by mapping; neither is altered."""
+    if not (isinstance(base, Mapping) and isinstance(change, Mapping)):
+        return change
+    return {**base, **{key: merge(base[key], value) if key in base else value for key, value in change.items()}}
+
+
+def sentences(error: ValidationError) -> Iterator[str]:
+    """pydantic's findings as sentences with a remedy."""
+    for found in error.errors():
+        path = [str(part) for part in found["loc"] if part not in ("str", "tuple[str, ...]", "literal['all-linear']")]
+        key, inner = ".".join(path), found.get("ctx", {}).get("error")
+        if isinstance(inner, UserError):
+            yield from inner.problems
+        elif found["type"] == "extra_forbidden":
+            yield unknown_key(path)
+        elif found["type"] == "missing":
+            yield f"{key} is missing."
+        elif isinstance(inner, ValueError):
+            yield str(inner)
+        else:
+            message = found["msg"][0].lower() + found["msg"][1:]
+            yield f"{key} = {found['input']!r}: {message}."
+
+
+def unknown_key(path: Sequence[str]) -> str:
+    name, key = path[-1], ".".join(path)
+    known = list(keys(Config))
+    if name in ALIASES:
+        return f"{key} is no setting; did you mean {ALIASES[name]}?"
+    if exact := [k for k in known if k.rsplit(".", 1)[-1] == name]:
+        return f"{key} is no setting; did you mean {exact[0]}?"
+    siblings = [k for k in known if k.rsplit(".", 1)[0] == ".".join(path[:-1])] if len(path) > 1 else []
+    near = difflib.get_close_matches(key, siblings or known, n=1, cutoff=0.5) or difflib.get_close_matches(key, known, n=1)
+    return f"{key} is no setting" + (f"; did you mean {near[0]}?" if near else f"; sections: {', '.join(Config.model_fields)}.")
+
+
+def keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every key of the tree, dotted."""
+    for name, info in section.model_fields.items():
+        yield prefix + name
+        for kind in (info.annotation, *get_args(info.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from keys(kind, f"{prefix}{name}.")

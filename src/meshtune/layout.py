@@ -1,0 +1,220 @@
+"""The parallel plan as one frozen value.
+
+    Layout.parse("dp2-zero3x4-tp2-sp-pp2-1f1b-mb2-ga8-full").world == 32
+
+A layout string is tokens joined by `-`. One table, `TOKENS`, says how each is read and written. A `PartialLayout` is what
+a config or a command line may say: any field may be left out or `auto`, and `complete` fills it in.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, NamedTuple
+
+from meshtune.errors import UserError
+
+CP_METHODS = ("allgather", "ulysses")
+SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "zb", "zbv", "dualpipev")
+VIRTUAL_SCHEDULES = ("interleaved1f1b", "loopedbfs", "zb")  # the ones that take v > 1
+RECOMPUTE = ("none", "attention", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who holds what and in which order things run; raises UserError when the fields contradict each other."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    zero: int = 0  # what dp_shard shards: 1 optimizer state, 2 + gradients, 3 + parameters
+    cp: int = 1
+    cp_method: str = "allgather"
+    tp: int = 1
+    sp: bool = False
+    pp: int = 1
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    micro_batch_size: int = 1
+    gradient_accumulation_steps: int = 1
+    recompute: str = "none"
+
+    def __post_init__(self) -> None:
+        if problems := list(contradictions(self)):
+            raise UserError(problems)
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world(self) -> int:
+        return self.data_ranks * self.cp * self.tp * self.pp
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences in one optimizer step."""
+        return self.micro_batch_size * self.gradient_accumulation_steps * self.data_ranks
+
+    def __str__(self) -> str:
+        return "-".join(text for token in TOKENS if (text := token.write(self)))
+
+    @classmethod
+    def parse(cls, text: str) -> "Layout":
+        """The layout that `text` names; what it leaves out is 1 (or `none`, or 1f1b)."""
+        return cls(**parse_fields(text))
+
+
+class Token(NamedTuple):
+    """One kind of token: `read` turns the regular expression's groups into fields, `write` gives the token or ''."""
+
+    example: str
+    pattern: str
+    read: Callable[..., dict[str, Any]]
+    write: Callable[[Layout], str]
+
+
+TOKENS = (
+    Token("dp2", r"dp(\d+)", lambda n: {"dp_replicate": int(n)},
+          lambda x: f"dp{x.dp_replicate}" if x.dp_replicate > 1 else ""),
+    Token("zero3x4", r"zero([123])x(\d+)", lambda z, n: {"zero": int(z), "dp_shard": int(n)},
+          lambda x: f"zero{x.zero}x{x.dp_shard}" if x.dp_shard > 1 else ""),
+    Token("cp2", r"(cp|ulysses)(\d+)",
+          lambda kind, n: {"cp": int(n), "cp_method": "ulysses" if kind == "ulysses" else "allgather"},
+          lambda x: f"{'ulysses' if x.cp_method == 'ulysses' else 'cp'}{x.cp}" if x.cp > 1 else ""),
+    Token("tp2", r"tp(\d+)", lambda n: {"tp": int(n)}, lambda x: f"tp{x.tp}" if x.tp > 1 else ""),
+    Token("sp", r"sp", lambda: {"sp": True}, lambda x: "sp" if x.sp else ""),
+    Token("pp2", r"pp(\d+)", lambda n: {"pp": int(n)}, lambda x: f"pp{x.pp}" if x.pp > 1 else ""),
+    Token("1f1b", "(" + "|".join(SCHEDULES) + ")", lambda name: {"schedule": name},
+          lambda x: x.schedule if x.pp > 1 else ""),
+    Token("v2", r"v(\d+)", lambda n: {"virtual_stages": int(n)},
+          lambda x: f"v{x.virtual_stages}" if x.virtual_stages > 1 else ""),
+    Token("mb1", r"mb(\d+)", lambda n: {"micro_batch_size": int(n)}, lambda x: f"mb{x.micro_batch_size}"),
+    Token("ga4", r"ga(\d+)", lambda n: {"gradient_accumulation_steps": int(n)},
+          lambda x: f"ga{x.gradient_accumulation_steps}"),
+    Token("full", "(" + "|".join(RECOMPUTE) + ")", lambda name: {"recompute": name},
+          lambda x: x.recompute if x.recompute != "none" else ""),
+)  # fmt: skip
+
+
+def parse_fields(text: str) -> dict[str, Any]:
+    """The fields that a layout string names. Raises UserError for unknown and repeated tokens, all at once."""
+    found: dict[str, Any] = {}
+    problems = []
+    for word in text.strip().split("-"):
+        for token in TOKENS:
+            if match := re.fullmatch(token.pattern, word):
+                named = token.read(*match.groups())
+                if repeated := found.keys() & named.keys():
+                    problems.append(f"Layout '{text}' sets {', '.join(sorted(repeated))} twice.")
+                found |= named
+                break
+        else:
+            examples = [token.example for token in TOKENS]
+            near = difflib.get_close_matches(word, [*examples, *SCHEDULES, *RECOMPUTE], n=1, cutoff=0.5)
+            hint = f"did you mean '{near[0]}'?" if near else f"tokens look like {', '.join(examples)}."
+            problems.append(f"Layout '{text}': '{word}' is no token; {hint}")
+    if problems:
+        raise UserError(problems)
+    return found
+
+
+def contradictions(layout: Layout) -> Iterator[str]:
+    """What is wrong with a layout whatever the model and the machine, as sentences with the remedy."""
+    for each in fields(layout):
+        value = getattr(layout, each.name)
+        if each.name != "zero" and each.type in (int, "int") and value < 1:
+            yield f"{each.name} is {value}; it must be at least 1."
+    if layout.zero not in (0, 1, 2, 3):
+        yield f"zero is {layout.zero}; it must be 0, 1, 2 or 3."
+    elif (layout.zero == 0) != (layout.dp_shard == 1):
+        yield (
+            f"zero={layout.zero} with dp_shard={layout.dp_shard}: zero says what dp_shard shards, so it is 0 exactly "
+            "when dp_shard is 1; write zero3x4 for ZeRO-3 over 4 ranks, dp4 for plain data parallel."
+        )
+    for name, allowed in (("cp_method", CP_METHODS), ("schedule", SCHEDULES), ("recompute", RECOMPUTE)):
+        if getattr(layout, name) not in allowed:
+            yield f"{name} is '{getattr(layout, name)}'; it must be one of {', '.join(allowed)}."
+    if layout.sp and layout.tp == 1:
+        yield "sp splits the sequence over the tensor-parallel ranks and needs tp > 1; add tp2 or leave sp out."
+    if layout.cp == 1 and layout.cp_method != "allgather":
+        yield f"cp_method={layout.cp_method} needs cp > 1; write ulysses2, or leave it out."
+    if layout.pp == 1 and layout.schedule != "1f1b":
+        yield f"schedule {layout.schedule} needs pp > 1; add pp2, or leave the schedule out."
+    if layout.virtual_stages > 1 and (layout.pp == 1 or layout.schedule not in VIRTUAL_SCHEDULES):
+        yield (
+            f"v{layout.virtual_stages} needs pp > 1 and one of {', '.join(VIRTUAL_SCHEDULES)}; "
+            "zbv and dualpipev always have two stages a rank."
+        )
+
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class PartialLayout:
+    """A layout of which only some fields are fixed: `fixed` maps field names to values; `auto` names the open ones.
+
+    A string fixes the sizes of all axes (what it leaves out is 1) and leaves micro-batch and accumulation open;
+    `auto` fixes nothing; a mapping fixes what it names, and a field it leaves out is as in a string.
+    """
+
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    open_axes: bool = False  # True: the data-parallel size is for us to choose
+
+    @classmethod
+    def parse(cls, value: "str | Mapping[str, Any]") -> "PartialLayout":
+        if value == AUTO:
+            return cls(open_axes=True)
+        if isinstance(value, str):
+            fixed = parse_fields(value)
+        else:
+            names = [each.name for each in fields(Layout)]
+            if unknown := [name for name in value if name not in names]:
+                near = {name: difflib.get_close_matches(name, names, n=1, cutoff=0.4) for name in unknown}
+                raise UserError(
+                    f"layout.{name} is no field of a layout; "
+                    + (f"did you mean {near[name][0]}?" if near[name] else f"fields: {', '.join(names)}.")
+                    for name in unknown
+                )
+            fixed = {name: each for name, each in value.items() if each != AUTO}
+            open_axes = any(value.get(name) == AUTO for name in ("dp_replicate", "dp_shard"))
+            Layout(**fixed)
+            return cls(fixed, open_axes)
+        Layout(**fixed)  # contradictions are said at once, before anything is loaded
+        return cls(fixed)
+
+    def complete(self, *, devices: int, global_batch_size: int) -> Layout:
+        """The whole layout: data parallel over all devices where open, mb the largest <= 4 that divides, ga the rest.
+
+        Raises UserError when micro-batch, accumulation and data ranks cannot make `global_batch_size` sequences.
+        """
+        layout = Layout(**self.fixed)
+        if self.open_axes:
+            inner = layout.cp * layout.tp * layout.pp * layout.dp_shard
+            layout = replace(layout, dp_replicate=self.fixed.get("dp_replicate", max(1, devices // inner)))
+        each_rank, rest = divmod(global_batch_size, layout.data_ranks)
+        if rest:
+            raise UserError(
+                f"The global batch of {global_batch_size} sequences does not divide over {layout.data_ranks} data ranks "
+                f"(dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}); "
+                f"set train.global_batch_size to {max(1, each_rank) * layout.data_ranks}, or change the layout."
+            )
+        micro, accumulation = (self.fixed.get(n) for n in ("micro_batch_size", "gradient_accumulation_steps"))
+        if micro is None:
+            micro = each_rank // accumulation if accumulation else max(n for n in range(1, 5) if each_rank % n == 0)
+        if accumulation is None:
+            accumulation = each_rank // micro
+        if micro * accumulation != each_rank or micro < 1:
+            near = max(n for n in range(1, each_rank + 1) if each_rank % n == 0 and n <= max(1, micro))
+            raise UserError(
+                f"micro_batch_size {micro} x gradient_accumulation_steps {accumulation} x {layout.data_ranks} data ranks = "
+                f"{micro * accumulation * layout.data_ranks} sequences, but train.global_batch_size is "
+                f"{global_batch_size}; try mb{near}-ga{each_rank // near}."
+            )
+        return replace(layout, micro_batch_size=micro, gradient_accumulation_steps=accumulation)
+
+
+def as_mapping(layout: Layout) -> dict[str, Any]:
+    """A layout's fields as plain values, for YAML and JSON."""
+    return asdict(layout)
