@@ -1,0 +1,175 @@
+"""The run folder: what its files are called, how rows are written and read.
+
+    runs/my-run/
+      config.yaml        every resolved setting; `meshtune train runs/my-run/config.yaml` repeats the run
+      plan.yaml          layout and prediction
+      metrics.jsonl      one row a line, {"kind": "run" | "train" | "eval" | "end", "step": …}
+      samples.jsonl      what the model answered, and when: {"step", "prompt", "expected", "answer"}
+      checkpoints/       step-<N>/
+      model/             the final Hugging Face folder
+      logs/              what trackers write (TensorBoard's event files …)
+      report.html
+
+A row is one line of strict JSON: NaN and infinities become null, because the parsers of browsers and of most
+languages refuse them. A line counts only once its newline is there: the torn last line of a killed run is no
+row, readers pass it over and the next writer cuts it off.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshtune.errors import UserError
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """One run's folder; nothing is created before `create`, `append` or a writer asks for it."""
+
+    path: Path
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        object.__setattr__(self, "path", Path(path))
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def plan_file(self) -> Path:
+        return self.path / "plan.yaml"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples_file(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def report_file(self) -> Path:
+        return self.path / "report.html"
+
+    def create(self) -> "RunDir":
+        """Make the folder and its parents; UserError when it can't be."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = f"The run folder {self.path} can't be made: {error.strerror}"
+            raise UserError(f"{reason}; choose another `output`.") from error
+        return self
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add one row to metrics.jsonl."""
+        append_line(self.metrics_file, row)
+
+    def append_sample(self, row: Mapping[str, Any]) -> None:
+        """Add one row to samples.jsonl."""
+        append_line(self.samples_file, row)
+
+    def rows(self, kind: str | None = None) -> list[Row]:
+        """The rows of metrics.jsonl in the order written, of one kind or all; empty when there is no file."""
+        return [row for row in read_lines(self.metrics_file) if kind is None or row.get("kind") == kind]
+
+    def samples(self) -> list[Row]:
+        """The rows of samples.jsonl in the order written; empty when there is no file."""
+        return list(read_lines(self.samples_file))
+
+    def drop_after(self, step: int) -> None:
+        """Remove the rows and samples of later steps, as on resuming from the checkpoint of `step`.
+
+        Rows without a step (what the run is) stay. Files are written aside and renamed.
+        """
+        for file in (self.metrics_file, self.samples_file):
+            if file.exists():
+                kept = [row for row in read_lines(file) if row.get("step") is None or row["step"] <= step]
+                write_text_atomically(file, "".join(map(json_line, kept)))
+
+
+def json_line(row: Mapping[str, Any]) -> str:
+    """One row as a line of strict JSON, newline included; floats keep every bit, NaN becomes null."""
+    return json.dumps(_finite(row), allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def append_line(file: Path, row: Mapping[str, Any]) -> None:
+    """Add a row to a jsonl file in one write; a torn last line (killed run, full disk) is cut off first."""
+    line = json_line(row).encode("utf-8", "backslashreplace")  # a lone surrogate becomes its JSON escape
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "ab+", buffering=0) as stream:
+        end = stream.seek(0, os.SEEK_END)
+        if end:
+            stream.seek(end - 1)
+            if stream.read(1) != b"\n":
+                stream.seek(0)
+                stream.truncate(stream.read().rfind(b"\n") + 1)
+        written = stream.write(line)
+        if written != len(line):  # a full disk may take half a line: say so now, the next append mends it
+            raise OSError(f"{file}: only {written} of {len(line)} bytes could be written")
+
+
+def read_lines(file: Path) -> Iterator[Row]:
+    """The rows of a jsonl file; a torn last line is passed over, a broken one before it raises UserError."""
+    if not file.exists():
+        return
+    *lines, _torn = file.read_bytes().split(b"\n")  # what follows the last newline: nothing, or a torn line
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(
+                f"{file}, line {number} is not JSON ({error}); mend or remove that line."
+            ) from error
+        if not isinstance(row, dict):
+            raise UserError(f"{file}, line {number} is not a JSON object; mend or remove that line.")
+        yield row
+
+
+def write_text_atomically(file: Path, text: str) -> None:
+    """Write aside, flush to the disk, rename: `file` holds the old text or the new, never half."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        with open(aside, "w", encoding="utf-8", newline="\n") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(aside, file)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def _finite(value: Any) -> Any:
+    """The same value with every NaN and infinity replaced by None."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case Mapping():
+            return {key: _finite(item) for key, item in value.items()}
+        case str() | bytes():
+            return value
+        case Iterable():
+            return [_finite(item) for item in value]
+        case _:
+            return value

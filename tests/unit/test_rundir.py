@@ -1,0 +1,104 @@
+import json
+import math
+import os
+
+import pytest
+
+from meshtune.errors import UserError
+from meshtune.rundir import RunDir, write_text_atomically
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDir(tmp_path / "runs" / "one").create()
+
+
+def test_file_names_are_those_of_the_contract(run):
+    names = [run.config_file, run.plan_file, run.metrics_file, run.checkpoints, run.model, run.report_file]
+    assert [file.name for file in names] == [
+        "config.yaml", "plan.yaml", "metrics.jsonl", "checkpoints", "model", "report.html"
+    ]  # fmt: skip
+    assert all(file.parent == run.path for file in names)
+
+
+def test_rows_come_back_in_order_and_by_kind(run):
+    rows = [
+        {"kind": "train", "step": 1, "loss": 2.5},
+        {"kind": "eval", "step": 1},
+        {"kind": "train", "step": 2},
+    ]
+    for row in rows:
+        run.append(row)
+    assert run.rows() == rows
+    assert run.rows("train") == [rows[0], rows[2]]
+
+
+def test_a_folder_without_rows_has_none(run):
+    assert run.rows() == []
+    assert run.samples() == []
+
+
+def test_floats_keep_every_bit(run):
+    loss = 0.1 + 0.2
+    run.append({"loss": loss})
+    assert run.rows()[0]["loss"].hex() == loss.hex()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_written_as_null_in_strict_json(run, value):
+    run.append({"loss": value, "inner": {"norms": [1.0, value]}})
+    line = run.metrics_file.read_text()
+    assert json.loads(line, parse_constant=pytest.fail) == {"loss": None, "inner": {"norms": [1.0, None]}}
+
+
+def test_a_row_is_one_line_whatever_it_holds(run):
+    run.append_sample({"step": 0, "answer": "two\nlines, ünï\u2028code \udcff"})
+    assert run.samples_file.read_bytes().count(b"\n") == 1
+    assert run.samples() == [{"step": 0, "answer": "two\nlines, ünï\u2028code \udcff"}]
+
+
+def test_a_torn_last_line_is_no_row_and_the_next_append_cuts_it_off(run):
+    run.append({"step": 1})
+    with open(run.metrics_file, "a") as stream:
+        stream.write('{"step": 2, "lo')
+    assert run.rows() == [{"step": 1}]
+    run.append({"step": 3})
+    assert run.metrics_file.read_text() == '{"step": 1}\n{"step": 3}\n'
+
+
+def test_a_file_of_one_torn_line_starts_anew(run):
+    run.metrics_file.write_text('{"st')
+    run.append({"step": 1})
+    assert run.metrics_file.read_text() == '{"step": 1}\n'
+
+
+def test_a_broken_line_inside_is_named(run):
+    run.metrics_file.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2 is not JSON"):
+        run.rows()
+
+
+def test_drop_after_removes_later_steps_from_rows_and_samples_and_keeps_what_has_no_step(run):
+    for row in [{"kind": "run"}, {"step": 1}, {"step": 2}, {"step": 3}]:
+        run.append(row)
+        run.append_sample(row)
+    with open(run.metrics_file, "a") as stream:
+        stream.write('{"step": 4')
+    run.drop_after(2)
+    assert run.rows() == run.samples() == [{"kind": "run"}, {"step": 1}, {"step": 2}]
+    assert run.metrics_file.read_bytes().endswith(b"\n")
+    assert sorted(os.listdir(run.path)) == ["metrics.jsonl", "samples.jsonl"]
+
+
+def test_a_failed_write_leaves_the_old_text_and_nothing_beside_it(run):
+    write_text_atomically(run.config_file, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_text_atomically(run.config_file, "new \ud800")
+    assert run.config_file.read_text() == "old"
+    assert os.listdir(run.path) == ["config.yaml"]
+
+
+def test_an_output_under_a_file_is_a_user_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="choose another `output`"):
+        RunDir(tmp_path / "file" / "run").create()
