@@ -1,0 +1,35 @@
+"""Calls newer than the oldest torch we support (2.11), each with its fallback."""
+
+from inspect import signature
+
+from torch import Tensor
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    boundaries: Tensor,
+    longest: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+) -> Tensor:
+    """`torch.nn.attention.varlen.varlen_attn` over documents that are both queries and keys.
+
+    [tokens, heads, head_dim] with k and v of fewer heads where the model groups them -> [tokens, heads, head_dim];
+    boundaries [documents + 1] int32. Grouped heads need torch 2.12; before, keys and values are expanded.
+    """
+    from torch.nn.attention.varlen import varlen_attn  # CUDA only: not imported where it can't be used
+
+    grouped = q.shape[1] != k.shape[1]
+    options = {}
+    if grouped and "enable_gqa" in signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
+    elif grouped:
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    out = varlen_attn(
+        q, k, v, boundaries, boundaries, longest, longest, scale=scale, window_size=window_size, **options
+    )
+    assert isinstance(out, Tensor)
+    return out

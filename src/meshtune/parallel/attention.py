@@ -1,0 +1,554 @@
+"""Causal attention over packed documents, for any Hugging Face model that uses `AttentionInterface`.
+
+    model.set_attn_implementation("meshtune")
+    model(input_ids, position_ids=..., documents=((5, 3), (8,)), use_cache=False)
+
+`documents[b]` holds the lengths of row b's documents from column 0 on; what lies beyond their sum is padding. A
+token sees the earlier tokens of its own document (of the last `sliding_window` ones, itself included), nothing
+else; padding gives zeros. No mask of seq × seq is ever built, and keys and values are never expanded to the number
+of query heads.
+
+    CPU                one fused call per document, straight into one output buffer    `_Documents`
+      with a softcap   the same with our own blockwise kernel (`meshtune::capped_attention`)
+    CUDA, 16 bit       one variable-length flash call for the micro-batch              `_varlen`
+      with a softcap   flex attention with a block mask                                `_flex`
+    anything else      scaled_dot_product_attention per document                       `_one_by_one`
+    (dropout, fp32 on CUDA, a head size that the kernels refuse)
+
+"meshtune_recompute" is the same function, but what happens inside is recomputed in the backward.
+
+A family that does not pass `documents` down to its attention raises: it must never be silently wrong. So does any
+argument that we do not know.
+"""
+
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from meshtune.compat import varlen_attention
+
+Lengths = tuple[tuple[int, ...], ...]
+
+PADDING_PIECE = (
+    128  # tokens; for varlen, padding is cut into documents of this length, so that it costs little
+)
+CAPPED_BLOCK = 256  # queries whose scores exist at a time in `capped_attention`
+WINDOW_BLOCK = 512  # queries of one masked call, at most, in a document longer than its window
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Which queries see which keys
+# ---------------------------------------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """One kernel call: these rows' queries see these keys, causally (window None) or in a band as well."""
+
+    rows: slice
+    queries: slice
+    keys: slice
+    window: int | None
+
+
+def _checked(documents: Sequence[Sequence[int]], batch: int, seq: int) -> Lengths:
+    lengths = tuple(tuple(row) for row in documents)
+    if len(lengths) != batch:
+        raise ValueError(f"`documents` describes {len(lengths)} rows, the micro-batch has {batch}.")
+    for row, inside in enumerate(lengths):
+        if sum(inside) > seq or any(length < 1 for length in inside):
+            raise ValueError(
+                f"`documents[{row}]` is {inside}: every length must be at least 1 and their sum at most {seq}."
+            )
+    return lengths
+
+
+@lru_cache(maxsize=32)
+def _runs(documents: Lengths, window: int | None) -> tuple[Run, ...]:
+    """The kernel calls of a micro-batch; neighbouring rows that are cut alike share theirs."""
+    runs, row = [], 0
+    for lengths, alike in groupby(documents):
+        rows = slice(row, row + len(list(alike)))
+        row = rows.stop
+        for stop in accumulate(lengths):
+            start = stop - lengths[0]
+            lengths = lengths[1:]
+            runs.extend(_document_runs(rows, start, stop, window))
+    return tuple(runs)
+
+
+def _document_runs(rows: slice, start: int, stop: int, window: int | None) -> list[Run]:
+    if window is None or stop - start <= window:
+        return [Run(rows, slice(start, stop), slice(start, stop), None)]
+    # Blocks of queries, each with the keys that its window reaches: time and mask grow with length × window.
+    size = min(max(window, 64), WINDOW_BLOCK)
+    blocks = [(first, min(first + size, stop)) for first in range(start, stop, size)]
+    return [
+        Run(rows, slice(first, last), slice(max(start, first - window + 1), last), window)
+        for first, last in blocks
+    ]
+
+
+def _band(run: Run, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """The additive mask [queries, keys] of a run in a band; None when plain causal attention says the same.
+
+    Hugging Face counts the query itself: a window of w sees keys i - w + 1 ... i.
+    """
+    if run.window is None:
+        return None
+    queries = torch.arange(run.queries.start, run.queries.stop, device=device)[:, None]
+    keys = torch.arange(run.keys.start, run.keys.stop, device=device)[None, :]
+    hidden = (keys > queries) | (keys <= queries - run.window)
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# CPU: one kernel call per run, into one output
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None):
+    """[batch, heads, queries, head_dim] -> output of the same shape, log-sum-exp [batch, heads, queries]."""
+    if softcap is not None:
+        return torch.ops.meshtune.capped_attention(q, k, v, mask, scale, softcap)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale
+    )
+
+
+def _kernel_backward(grad, q, k, v, out, lse, mask: Tensor | None, scale: float, softcap: float | None):
+    if softcap is not None:
+        return torch.ops.meshtune.capped_attention_backward(grad, q, k, v, out, lse, mask, scale, softcap)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, mask is None, attn_mask=mask, scale=scale
+    )
+
+
+class _Documents(torch.autograd.Function):
+    """Attention run by run. Saves q, k, v, the output and its log-sum-exp, each once.
+
+    Autograd over slices would instead save every document's output beside their concatenation and fill a gradient
+    of the whole length for every slice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q, k, v, runs: tuple[Run, ...], padded: bool, scale: float, softcap: float | None):
+        batch, heads, seq, head_dim = q.shape
+        if len(runs) == 1 and not padded:
+            out, lse = _kernel(q, k, v, None, scale, softcap)
+        else:
+            # Tokens before heads: what the output projection reads without a copy.
+            out = (q.new_zeros if padded else q.new_empty)(batch, seq, heads, head_dim).transpose(1, 2)
+            lse_dtype = torch.promote_types(q.dtype, torch.float32)
+            lse = q.new_empty(batch, seq, heads, dtype=lse_dtype).transpose(1, 2)
+            for run in runs:
+                mask = _band(run, q.dtype, q.device)
+                part = q[run.rows, :, run.queries], k[run.rows, :, run.keys], v[run.rows, :, run.keys]
+                out[run.rows, :, run.queries], lse[run.rows, :, run.queries] = _kernel(
+                    *part, mask, scale, softcap
+                )
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.runs, ctx.padded, ctx.scale, ctx.softcap = runs, padded, scale, softcap
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
+        q, k, v, out, lse = ctx.saved_tensors
+        runs, scale, softcap = ctx.runs, ctx.scale, ctx.softcap
+        if grad.stride(-1) != 1:
+            grad = grad.contiguous()
+        if len(runs) == 1 and not ctx.padded:
+            grads = _kernel_backward(grad, q, k, v, out, lse, None, scale, softcap)
+            return *grads, None, None, None, None
+        # Blocks of one windowed document share keys, so their gradients add up; otherwise each is written once.
+        shared = any(run.window is not None for run in runs)
+        grad_q = (torch.zeros_like if ctx.padded else torch.empty_like)(q)
+        grad_k, grad_v = ((torch.zeros_like if ctx.padded or shared else torch.empty_like)(t) for t in (k, v))
+        for run in runs:
+            mask = _band(run, q.dtype, q.device)
+            rows, queries, keys = run.rows, run.queries, run.keys
+            gq, gk, gv = _kernel_backward(
+                grad[rows, :, queries],
+                q[rows, :, queries],
+                k[rows, :, keys],
+                v[rows, :, keys],
+                out[rows, :, queries],
+                lse[rows, :, queries],
+                mask,
+                scale,
+                softcap,
+            )
+            grad_q[rows, :, queries] = gq
+            if run.window is None:
+                grad_k[rows, :, keys], grad_v[rows, :, keys] = gk, gv
+            else:
+                grad_k[rows, :, keys] += gk
+                grad_v[rows, :, keys] += gv
+        return grad_q, grad_k, grad_v, None, None, None, None
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# CPU with a softcap: scores = softcap · tanh(scale · q kᵀ / softcap), which no fused CPU kernel offers
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def _capped_blocks(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, softcap: float):
+    """Yield (queries, keys seen, q block, capped scores with -inf where hidden), one block of queries at a time.
+
+    Query heads of one key head are laid behind one another, [batch, kv_heads, group · queries, head_dim], so that
+    grouped-query attention is a plain batched product and nothing is expanded.
+    """
+    batch, heads, length, head_dim = q.shape
+    kv_heads, keys = k.shape[1], k.shape[2]
+    grouped = q.reshape(batch, kv_heads, heads // kv_heads, length, head_dim)
+    for start in range(0, length, CAPPED_BLOCK):
+        stop = min(start + CAPPED_BLOCK, length)
+        seen = stop if mask is None else keys
+        block = grouped[:, :, :, start:stop].to(torch.promote_types(q.dtype, torch.float32))
+        block = block.reshape(batch, kv_heads, -1, head_dim)
+        scores = (block @ k[:, :, :seen].to(block.dtype).transpose(-1, -2)).mul_(scale / softcap)
+        scores = scores.tanh_().mul_(softcap).view(batch, kv_heads, heads // kv_heads, stop - start, seen)
+        if mask is None:
+            later = torch.ones(stop - start, seen, dtype=torch.bool, device=q.device).triu_(start + 1)
+            scores.masked_fill_(later, float("-inf"))
+        else:
+            scores += mask[start:stop]
+        yield slice(start, stop), slice(0, seen), block, scores
+
+
+@torch.library.custom_op("meshtune::capped_attention", mutates_args=())
+def capped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """Soft-capped attention, causal or with an additive mask [queries, keys]; scores of one block at a time.
+
+    [batch, heads, queries, head_dim] -> the same, and the log-sum-exp [batch, heads, queries] (Gemma 2,
+    https://arxiv.org/abs/2408.00118, section 2).
+    """
+    batch, heads, length, _ = q.shape
+    out = q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
+    lse = q.new_empty(batch, heads, length, dtype=torch.promote_types(q.dtype, torch.float32))
+    for queries, keys, _, scores in _capped_blocks(q, k, mask, scale, softcap):
+        total = scores.logsumexp(-1)  # [batch, kv_heads, group, queries]
+        weights = scores.sub_(total[..., None]).exp_().flatten(2, 3)
+        part = weights @ v[:, :, keys].to(weights.dtype)
+        out[:, :, queries] = part.view(batch, heads, -1, v.shape[-1])
+        lse[:, :, queries] = total.flatten(1, 2)
+    return out, lse
+
+
+@torch.library.custom_op("meshtune::capped_attention_backward", mutates_args=())
+def capped_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; scores are computed again, block by block (FlashAttention, algorithm 4)."""
+    batch, heads, length, head_dim = q.shape
+    kv_heads, group = k.shape[1], heads // k.shape[1]
+    grad_q = torch.empty_like(q)
+    grad_k, grad_v = (torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in (k, v))
+    for queries, keys, block, scores in _capped_blocks(q, k, mask, scale, softcap):
+        rows = scores.shape[-2]
+
+        def grouped(t: Tensor, rows: int = rows) -> Tensor:
+            return t.to(lse.dtype).reshape(batch, kv_heads, group * rows, -1)
+
+        flat = scores.flatten(2, 3)
+        weights = (flat - grouped(lse[:, :, queries])).exp_()
+        part = grouped(grad[:, :, queries])
+        grad_v[:, :, keys] += weights.transpose(-1, -2) @ part
+        weights_grad = part @ v[:, :, keys].to(part.dtype).transpose(-1, -2)
+        weights_grad -= (part * grouped(out[:, :, queries])).sum(-1, keepdim=True)
+        # Where hidden, the weight is 0 and the slope infinite: the slope is made 0 instead.
+        slope = flat.div_(softcap).square_().neg_().add_(1).masked_fill_(flat.isinf(), 0)
+        scores_grad = weights_grad.mul_(weights).mul_(slope).mul_(scale)
+        grad_q[:, :, queries] = (scores_grad @ k[:, :, keys].to(part.dtype)).view(
+            batch, heads, rows, head_dim
+        )
+        grad_k[:, :, keys] += scores_grad.transpose(-1, -2) @ block
+    return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
+
+
+@capped_attention.register_fake
+def _(q, k, v, mask, scale, softcap):
+    batch, heads, length, _ = q.shape
+    lse = q.new_empty(batch, heads, length, dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2), lse
+
+
+@capped_attention_backward.register_fake
+def _(grad, q, k, v, out, lse, mask, scale, softcap):
+    return torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# CUDA
+# ---------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=8)
+def _boundaries(documents: Lengths, seq: int, device: torch.device) -> tuple[Tensor, int]:
+    """cu_seqlens [documents + 1] of the flattened micro-batch, padding as documents of its own; the longest."""
+    lengths: list[int] = []
+    for row in documents:
+        rest = seq - sum(row)
+        lengths += [*row, *[PADDING_PIECE] * (rest // PADDING_PIECE), rest % PADDING_PIECE]
+    lengths = [length for length in lengths if length]
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device), max(lengths)
+
+
+@lru_cache(maxsize=8)
+def _document_ids(documents: Lengths, seq: int, device: torch.device) -> Tensor:
+    """[batch, seq]: the number of each token's document in its row, -1 for padding."""
+    rows = [
+        [number for number, length in enumerate(row) for _ in range(length)] + [-1] * (seq - sum(row))
+        for row in documents
+    ]
+    return torch.tensor(rows, device=device)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, window: int | None) -> Tensor:
+    batch, heads, seq, head_dim = q.shape
+    boundaries, longest = _boundaries(documents, seq, q.device)
+    flat = (t.transpose(1, 2).reshape(batch * seq, -1, head_dim) for t in (q, k, v))
+    left = -1 if window is None or window >= longest else window - 1
+    out = varlen_attention(*flat, boundaries, longest, scale=scale, window_size=(left, 0))
+    out = out.view(batch, seq, heads, head_dim).transpose(1, 2)
+    if any(sum(row) < seq for row in documents):
+        out = out.masked_fill((_document_ids(documents, seq, q.device) < 0)[:, None, :, None], 0)
+    return out
+
+
+@cache
+def _compiled_flex():
+    from torch.nn.attention.flex_attention import (
+        flex_attention,
+    )  # imports the compiler: only where it is used
+
+    return torch.compile(flex_attention)
+
+
+@lru_cache(maxsize=8)
+def _block_mask(documents: Lengths, seq: int, window: int | None, device: torch.device):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    ids = _document_ids(documents, seq, device)
+
+    def visible(b, h, i, j):
+        seen = (ids[b, i] == ids[b, j]) & (j <= i) & (ids[b, i] >= 0)
+        return seen if window is None else seen & (j > i - window)
+
+    return create_block_mask(visible, len(documents), None, seq, seq, device=str(device))
+
+
+def _flex(q, k, v, documents: Lengths, scale: float, softcap: float | None, window: int | None) -> Tensor:
+    def capped(score, b, h, i, j):
+        return score if softcap is None else softcap * torch.tanh(score / softcap)
+
+    mask = _block_mask(documents, q.shape[2], window, q.device)
+    return _compiled_flex()(
+        q, k, v, score_mod=capped, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Anywhere: plain autograd, document by document
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def _plain(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float, softcap: float | None, run: Run
+) -> Tensor:
+    """One document, [batch, heads, length, head_dim]; keeps its scores for the backward when capped."""
+    mask = _band(run, q.dtype, q.device)
+    gqa = q.shape[1] != k.shape[1]
+    if gqa and (softcap is not None or q.is_cuda):  # the memory-efficient CUDA kernel knows no grouped heads
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        gqa = False
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=gqa
+        )
+    scores = softcap * torch.tanh((q @ k.transpose(-1, -2)) * (scale / softcap))
+    if mask is None:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    else:
+        scores = scores + mask
+    weights = scores.to(torch.promote_types(q.dtype, torch.float32)).softmax(-1).to(q.dtype)
+    return F.dropout(weights, dropout) @ v
+
+
+def _one_by_one(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Lengths,
+    scale: float,
+    dropout: float,
+    softcap: float | None,
+    window: int | None,
+) -> Tensor:
+    seq, groups = q.shape[2], [(lengths, len(list(alike))) for lengths, alike in groupby(documents)]
+    outs = []
+    # Split and cat, not slices: the gradient of a split is written once, that of n slices n times.
+    for (lengths, _), *rows in zip(
+        groups, *(t.split([n for _, n in groups]) for t in (q, k, v)), strict=True
+    ):
+        padding = seq - sum(lengths)
+        pieces = [t.split([*lengths, padding], dim=2) for t in rows]
+        parts = []
+        for length, *document in zip(lengths, *pieces, strict=False):
+            whole = slice(0, length)
+            banded = window if window is not None and window < length else None
+            parts.append(_plain(*document, scale, dropout, softcap, Run(whole, whole, whole, banded)))
+        last = rows[0].new_zeros(*rows[0].shape[:2], padding, rows[2].shape[-1])
+        outs.append(torch.cat([*parts, last], dim=2))
+    return torch.cat(outs)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The function that Hugging Face calls
+# ---------------------------------------------------------------------------------------------------------------
+
+# What families pass besides, and why it changes nothing here.
+HARMLESS = {
+    "position_ids",  # already in the rotary embedding; the documents say where positions restart
+    "position_embeddings",
+    "cache_position",
+    "num_items_in_batch",
+}
+# What would change nothing only as long as it says no.
+MUST_BE_OFF = {
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "head_mask",
+    "past_key_values",
+    "return_dict",
+}
+
+
+def _refuse_unknown(
+    module: nn.Module, attention_mask: Any, is_causal: bool | None, others: dict[str, Any]
+) -> None:
+    problems = [
+        f"{name}={value!r}" if isinstance(value, bool | int | float | str) else name
+        for name, value in others.items()
+        if name not in HARMLESS and value is not None and not (name in MUST_BE_OFF and value is False)
+    ]
+    if attention_mask is not None:
+        problems.append("attention_mask (describe padding by `documents`)")
+    if is_causal is False:
+        problems.append("is_causal=False")
+    if problems:
+        raise NotImplementedError(
+            f"{type(module).__name__} asks of its attention what meshtune's does not do: {', '.join(problems)}. "
+            "Use model.attention=sdpa, without packing."
+        )
+
+
+def _core(
+    q, k, v, documents: Lengths, scale: float, dropout: float, softcap: float | None, window: int | None
+):
+    """[batch, heads, seq, head_dim] -> the same, by the fastest way that can do it."""
+    if dropout or q.shape[-1] != v.shape[-1]:
+        return _one_by_one(q, k, v, documents, scale, dropout, softcap, window)
+    if q.is_cuda:
+        if softcap is not None:
+            return _flex(q, k, v, documents, scale, softcap, window)
+        if q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
+            return _varlen(q, k, v, documents, scale, window)
+        return _one_by_one(q, k, v, documents, scale, dropout, softcap, window)
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    padded = any(sum(row) < q.shape[2] for row in documents)
+    return _Documents.apply(q, k, v, _runs(documents, window), padded, scale, softcap)
+
+
+def document_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    documents: Sequence[Sequence[int]] | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    recompute: bool = False,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention inside each document, as Hugging Face's modules call it.
+
+    query [batch, heads, seq, head_dim], key and value [batch, kv_heads, seq, head_dim] -> [batch, seq, heads,
+    head_dim] and no weights. `scaling` defaults to 1/sqrt(head_dim), `dropout` is a probability.
+
+    Raises ValueError without `documents`, or if they do not fit; NotImplementedError for arguments that would
+    change the result and are not known here.
+    """
+    _refuse_unknown(module, attention_mask, is_causal, others)
+    if documents is None:
+        raise ValueError(
+            f"{type(module).__name__} called meshtune's attention without `documents`: either the model was called "
+            "without them, or this family does not pass keyword arguments down to its attention; then use "
+            "model.attention=sdpa, without packing."
+        )
+    lengths = _checked(documents, query.shape[0], query.shape[2])
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    arguments = (query, key, value, lengths, scale, dropout, softcap, sliding_window)
+    if recompute and torch.is_grad_enabled():
+        out = checkpoint(_core, *arguments, use_reentrant=False, preserve_rng_state=dropout > 0)
+    else:
+        out = _core(*arguments)
+    return out.transpose(1, 2), None
+
+
+def recomputed_document_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """`document_attention` that keeps only query, key and value for the backward."""
+    return document_attention(module, *args, recompute=True, **kwargs)
+
+
+def no_mask(*, attention_mask: Tensor | None = None, use_vmap: bool = False, **_: Any) -> None:
+    """The mask function of both: nothing is ever built (`documents`, window and causality say it all).
+
+    Raises NotImplementedError for what they cannot say: a padding mask, or a model's own pattern laid over the
+    causal one (Hugging Face sets `use_vmap` exactly then).
+    """
+    if attention_mask is not None or use_vmap:
+        what = (
+            "an attention_mask: describe padding by `documents`"
+            if attention_mask is not None
+            else "a pattern"
+        )
+        raise NotImplementedError(
+            f"meshtune's attention was given {what}. Use model.attention=sdpa otherwise."
+        )
+
+
+def register() -> None:
+    """Make both names known to transformers; importing this module does it once."""
+    for name, function in (
+        ("meshtune", document_attention),
+        ("meshtune_recompute", recomputed_document_attention),
+    ):
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, no_mask)
+
+
+register()
