@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from meshtune.errors import UserError
@@ -168,7 +168,7 @@ class Metrics:
         peak_flops_per_second: float | None = None,
         console: Console | None = None,
     ) -> None:
-        self.trackers = tuple(trackers)
+        self.trackers: tuple[Tracker, ...] = tuple(trackers)
         self.every = every
         self.total_steps = total_steps
         self.world = world
@@ -202,27 +202,30 @@ class Metrics:
         if problems := tracker_problems(names):
             raise UserError(problems)
         console = console or Console(stderr=True)
-        trackers: list[Tracker] = []
-        for name in names:
-            match name:
-                case "console":
-                    trackers.append(ConsoleTracker(console, total_steps=total_steps, start_step=start_step))
-                case "jsonl":
-                    trackers.append(JsonlTracker(run))
-                case "tensorboard":
-                    trackers.append(TensorBoardTracker(run.logs / "tensorboard", start_step=start_step))
-                case "wandb":
-                    trackers.append(WandbTracker(run, settings or {}))
-                case "mlflow":
-                    trackers.append(MlflowTracker(run, settings or {}))
-        return cls(
-            trackers,
+        start = {
+            "console": lambda: ConsoleTracker(console, total_steps=total_steps, start_step=start_step),
+            "jsonl": lambda: JsonlTracker(run),
+            "tensorboard": lambda: TensorBoardTracker(run.logs / "tensorboard", start_step=start_step),
+            "wandb": lambda: WandbTracker(run, settings or {}),
+            "mlflow": lambda: MlflowTracker(run, settings or {}),
+        }
+        metrics = cls(
+            (),
             every=every,
             total_steps=total_steps,
             world=world,
             peak_flops_per_second=peak_flops_per_second,
             console=console,
         )
+        for name in names:
+            try:
+                metrics.trackers += (start[name](),)
+            except Exception as error:  # no network, no login, a full disk: whatever a tracker stumbles over
+                metrics.close(failed=True)
+                raise UserError(
+                    f"log.to: {name} could not start ({error}); leave it out to go on."
+                ) from error
+        return metrics
 
     def __enter__(self) -> "Metrics":
         return self
@@ -338,22 +341,15 @@ class ConsoleTracker:
         self.total_steps = total_steps
         self.start_step = start_step
         self.seconds = seconds
+        self._progress: Progress | None = (
+            None  # starts with the first row, so that what comes before prints freely
+        )
+        self._task = TaskID(0)
         self._began: float | None = (
             None  # when the first row came: the first step's compiling is no guide to the rest
         )
         self._first_step = start_step
         self._last_line = -math.inf
-        self._progress: Progress | None = None
-        if console.is_terminal:
-            columns = (
-                TextColumn("[bold]train"),
-                BarColumn(bar_width=24),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[numbers]}"),
-            )
-            self._progress = Progress(*columns, console=console, transient=True, refresh_per_second=5)
-            self._task = self._progress.add_task("train", total=total_steps, completed=start_step, numbers="")
-            self._progress.start()
 
     def log(self, row: Row) -> None:
         match row["kind"]:
@@ -374,11 +370,24 @@ class ConsoleTracker:
         left = pace * (self.total_steps - step) if step > self._first_step else None
         if row.get("skipped"):
             self._line(f"step {step}: not applied, loss {row['loss']}, gradient norm {row['grad_norm']}")
-        if self._progress is not None:
+        if self.console.is_terminal:
+            self._progress = self._progress or self._bar()
             self._progress.update(self._task, completed=step, numbers=train_line(row, left))
         elif now - self._last_line >= self.seconds or step == self.total_steps:
             self._last_line = now
             self._line(f"step {step}/{self.total_steps}  {train_line(row, left)}")
+
+    def _bar(self) -> Progress:
+        columns = (
+            TextColumn("[bold]train"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+        )
+        progress = Progress(*columns, console=self.console, transient=True, refresh_per_second=5)
+        self._task = progress.add_task("train", total=self.total_steps, completed=self.start_step, numbers="")
+        progress.start()
+        return progress
 
     def _line(self, text: str) -> None:
         self.console.print(Text(text), soft_wrap=True)
