@@ -34,6 +34,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from meshtune.compat import varlen_attention
 
+NAMES = ("meshtune", "meshtune_recompute")
+
 Lengths = tuple[tuple[int, ...], ...]
 
 PADDING_PIECE = (
@@ -43,9 +45,9 @@ CAPPED_BLOCK = 256  # queries whose scores exist at a time in `capped_attention`
 WINDOW_BLOCK = 512  # queries of one masked call, at most, in a document longer than its window
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Which queries see which keys
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Run(NamedTuple):
@@ -108,9 +110,9 @@ def _band(run: Run, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # CPU: one kernel call per run, into one output
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None):
@@ -193,9 +195,9 @@ class _Documents(torch.autograd.Function):
         return grad_q, grad_k, grad_v, None, None, None, None
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # CPU with a softcap: scores = softcap · tanh(scale · q kᵀ / softcap), which no fused CPU kernel offers
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _capped_blocks(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, softcap: float):
@@ -294,9 +296,9 @@ def _(grad, q, k, v, out, lse, mask, scale, softcap):
     return torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # CUDA
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=8)
@@ -364,9 +366,9 @@ def _flex(q, k, v, documents: Lengths, scale: float, softcap: float | None, wind
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Anywhere: plain autograd, document by document
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _plain(
@@ -420,9 +422,9 @@ def _one_by_one(
     return torch.cat(outs)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The function that Hugging Face calls
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 
 # What families pass besides, and why it changes nothing here.
 HARMLESS = {
@@ -543,10 +545,7 @@ def no_mask(*, attention_mask: Tensor | None = None, use_vmap: bool = False, **_
 
 def register() -> None:
     """Make both names known to transformers; importing this module does it once."""
-    for name, function in (
-        ("meshtune", document_attention),
-        ("meshtune_recompute", recomputed_document_attention),
-    ):
+    for name, function in zip(NAMES, (document_attention, recomputed_document_attention), strict=True):
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, no_mask)
 

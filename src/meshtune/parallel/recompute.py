@@ -1,0 +1,81 @@
+"""Recompute activations in the backward instead of keeping them: `Layout.recompute`, block by block.
+
+    none       keep everything
+    attention  keep query, key and value; run the attention core again
+    selective  keep the outputs of matrix products and of attention; run the cheap rest of each block again
+    full       keep each block's input; run the whole block again
+
+Gradients are the same in every mode. Random numbers are put back before a block runs again, so dropout repeats
+exactly. Names of modules and parameters stay what they are.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+
+from meshtune.model.anatomy import Anatomy
+
+Mode = Literal["none", "attention", "selective", "full"]
+
+# What `selective` keeps. Attention appears as the kernels that it dispatches to; plain batched products are not
+# here, since a block's only ones are the scores of an attention without a fused kernel: far too large to keep.
+KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._flash_attention_forward.default,
+    torch.ops.meshtune.capped_attention.default,
+}
+
+
+def recompute_blocks(model: PreTrainedModel, anatomy: Anatomy, mode: Mode) -> None:
+    """Make every block of `model` keep for its backward only what `mode` says. In place; call it once.
+
+    It goes on before blocks are sharded, so that the hooks of sharding sit outside the recomputed part.
+    Raises ValueError for an unknown mode, or for `attention` with a model that does not run meshtune's attention.
+    """
+    match mode:
+        case "none":
+            pass
+        case "attention":
+            _recompute_attention(model)
+        case "selective":
+            _recompute_each_block(model, anatomy, partial(create_selective_checkpoint_contexts, _policy))
+        case "full":
+            _recompute_each_block(model, anatomy, None)
+        case _:
+            raise ValueError(f"recompute={mode!r} is none of none, attention, selective, full.")
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _recompute_attention(model: PreTrainedModel) -> None:
+    if model.config._attn_implementation not in ("meshtune", "meshtune_recompute"):
+        raise ValueError(
+            f"recompute=attention needs model.attention=meshtune, not {model.config._attn_implementation}; "
+            "recompute=selective and full work with any."
+        )
+    model.set_attn_implementation("meshtune_recompute")
+
+
+def _recompute_each_block(model: nn.Module, anatomy: Anatomy, contexts: Callable[[], Any] | None) -> None:
+    options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+    for block in model.get_submodule(anatomy.blocks).children():
+        # A partial of the bound method, and no closure: a deep copy of the model then runs its own blocks.
+        block.forward = partial(_checkpointed, block.forward, options)  # type: ignore[method-assign]
+
+
+def _checkpointed(forward: Callable[..., Any], options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **options, **kwargs)

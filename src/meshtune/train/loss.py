@@ -1,0 +1,212 @@
+"""The sum of the token losses of a micro-batch, with logits only where there is a label, a chunk at a time.
+
+    body (all tokens) -> hidden -> labelled rows -> chunks -> the model's own head -> cross entropy -> sum
+
+Logits are by far the largest tensor of a step (128 k words × 4 bytes × 3 copies a token), so they never exist as
+a whole. Each chunk's loss AND its gradients are computed in the forward, while its logits are there; the backward
+only multiplies by the incoming gradient. Nothing is recomputed and no logits are kept.
+
+The head is the model's own `forward`, its body replaced for the call by a stub that returns the chunk: bias, logit
+scale (Cohere, Granite), soft-capping (Gemma 2) and adapters on the head are right for every family, without a table.
+
+Gradients of 16-bit weights are summed over the chunks in fp32 and cast once: a sum of many small terms in bf16
+would lose those below 1/256 of it. One chunk needs no such buffer.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from meshtune.data.loader import IGNORE, MicroBatch
+from meshtune.model.anatomy import Anatomy
+from meshtune.parallel.attention import NAMES
+
+
+def body_forward(model: nn.Module, anatomy: Anatomy, micro_batch: MicroBatch) -> Tensor:
+    """The model without its head: hidden states [batch, seq, hidden] after the last norm.
+
+    Without our attention Hugging Face itself keeps the documents apart, by the positions that restart (it does
+    so only without a cache and without an attention mask).
+    """
+    body = model.get_submodule(anatomy.body)
+    packed = {"documents": micro_batch.documents} if body.config._attn_implementation in NAMES else {}
+    return body(
+        input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids, use_cache=False, **packed
+    ).last_hidden_state
+
+
+def summed_loss(
+    model: nn.Module, anatomy: Anatomy, micro_batch: MicroBatch, *, chunk_tokens: int = 1024
+) -> Tensor:
+    """Sum of the token losses of a micro-batch: a scalar in fp32 (fp64 for an fp64 model), with its gradients.
+
+    At most `chunk_tokens` rows of logits exist at a time. Its backward can run once. Without any label the loss is
+    0 and the gradients are zeros, so that ranks that share parameters still agree on which of them have one.
+    """
+    hidden = body_forward(model, anatomy, micro_batch)
+    return head_loss(
+        model,
+        anatomy,
+        hidden,
+        micro_batch.labels,
+        label_tokens=micro_batch.label_tokens,
+        chunk_tokens=chunk_tokens,
+    )
+
+
+def head_loss(
+    model: nn.Module,
+    anatomy: Anatomy,
+    hidden: Tensor,
+    labels: Tensor,
+    *,
+    label_tokens: int,
+    chunk_tokens: int = 1024,
+) -> Tensor:
+    """`summed_loss` from the hidden states [batch, seq, hidden] and shifted labels [batch, seq] (-100: none).
+
+    `label_tokens` is the number of labels: given, so that a GPU need not be waited for.
+    """
+    flat = labels.flatten()
+    labelled = flat != IGNORE
+    torch._assert_async(
+        labelled.sum() == label_tokens, "MicroBatch.label_tokens is not the number of its labels"
+    )
+    rows = torch.nonzero_static(labelled, size=label_tokens).flatten()
+    targets = flat[rows]
+    chunks = -(-label_tokens // chunk_tokens)
+    size = -(-label_tokens // chunks) if chunks else 1  # equal chunks: the smallest peak for their number
+    parameters = _head_parameters(model, anatomy)
+    with _headed(model, anatomy) as logits_of:
+        if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
+            return _ChunkedLoss.apply(hidden, logits_of, rows, targets, size, *parameters)
+        total = _zero(hidden)
+        for own_rows, own_targets in zip(rows.split(size), targets.split(size), strict=True):
+            loss, _ = _cross_entropy(logits_of(hidden.flatten(0, 1)[own_rows]), own_targets, gradient=False)
+            total += loss
+        return total
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Loss and, already in the forward, the gradients of the hidden states and of the head's parameters."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden: Tensor,
+        logits_of: Callable[[Tensor], Tensor],
+        rows: Tensor,
+        targets: Tensor,
+        size: int,
+        *parameters: Tensor,
+    ) -> Tensor:
+        total = _zero(hidden)
+        source = hidden.flatten(0, 1)
+        hidden_grad = torch.zeros_like(source) if ctx.needs_input_grad[0] else None
+        sums: list[Tensor | None] = [None] * len(parameters)
+        for own_rows, own_targets in zip(rows.split(size), targets.split(size), strict=True):
+            with torch.enable_grad():
+                chunk = source[own_rows].detach().requires_grad_(hidden_grad is not None)
+                logits = logits_of(chunk)
+            loss, logits_grad = _cross_entropy(logits.detach(), own_targets, gradient=True)
+            total += loss
+            inputs = [*parameters] if hidden_grad is None else [*parameters, chunk]
+            grads = list(torch.autograd.grad(logits, inputs, logits_grad, allow_unused=True))
+            if hidden_grad is not None:
+                hidden_grad.index_copy_(0, own_rows, grads.pop())
+            several = len(rows) > size
+            for index, grad in enumerate(grads):
+                if grad is None:
+                    continue
+                if sums[index] is None:
+                    sums[index] = grad.to(torch.promote_types(grad.dtype, torch.float32)) if several else grad
+                else:
+                    sums[index] += grad
+        ctx.grads = [
+            None if hidden_grad is None else hidden_grad.view_as(hidden),
+            *(
+                torch.zeros_like(parameter) if grad is None else grad.to(parameter.dtype)
+                for parameter, grad in zip(parameters, sums, strict=True)
+            ),
+        ]
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, incoming: Tensor):  # type: ignore[override]
+        if ctx.grads is None:
+            raise RuntimeError("The backward of summed_loss ran twice; it hands its gradients out once.")
+        # In place: a second copy of the head's gradient would be the largest tensor of the backward.
+        hidden_grad, *grads = (None if grad is None else grad.mul_(incoming) for grad in ctx.grads)
+        ctx.grads = None
+        return hidden_grad, None, None, None, None, *grads
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, *, gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """Summed cross entropy of [tokens, vocabulary] in fp32 or better, and softmax − onehot in the logits' dtype."""
+    log_probabilities = torch.log_softmax(
+        logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32)
+    )
+    loss = -log_probabilities.gather(1, targets[:, None]).sum()
+    if not gradient:
+        return loss, None
+    slope = log_probabilities.exp_()
+    slope.scatter_add_(1, targets[:, None], slope.new_full((len(targets), 1), -1.0))
+    return loss, slope.to(logits.dtype)
+
+
+def _zero(hidden: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
+
+
+def _head_parameters(model: nn.Module, anatomy: Anatomy) -> list[Tensor]:
+    """What is trained outside the body; tied weights are both: named by the head too, so they are here."""
+    inside = f"{anatomy.body}."
+    named = model.named_parameters(remove_duplicate=False)
+    return list({p: None for name, p in named if p.requires_grad and not name.startswith(inside)})
+
+
+class _BodyOutput(BaseModelOutputWithPast):
+    """Hidden states and nothing else: what some bodies return besides (cross attentions, ...) is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class _Stub(nn.Module):
+    """Stands for the body while the model's forward runs only its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: Tensor | None = None
+
+    def forward(self, *_: Any, **__: Any) -> _BodyOutput:
+        return _BodyOutput(last_hidden_state=self.hidden)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _headed(model: nn.Module, anatomy: Anatomy) -> Iterator[Callable[[Tensor], Tensor]]:
+    """While open, gives hidden [tokens, hidden] -> logits [tokens, vocabulary], by the model's own forward.
+
+    `forward` and not a call: hooks on the model, such as those of a sharded root, have run or will run around all
+    of this.
+    """
+    parent_path, _, name = anatomy.body.rpartition(".")
+    parent = model.get_submodule(parent_path)
+    body, stub = parent._modules[name], _Stub()
+
+    def logits_of(hidden: Tensor) -> Tensor:
+        stub.hidden = hidden[None]
+        return model.forward(use_cache=False, return_dict=True).logits[0]
+
+    parent._modules[name] = stub
+    try:
+        yield logits_of
+    finally:
+        parent._modules[name] = body
