@@ -1,0 +1,48 @@
+# `make quickstart` and `make test` do all of their own set-up in .venv; nothing is installed elsewhere.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: quickstart quickstart-lora test test-all lint benchmark gpu-check clean
+
+# The main job on the embedded model and data: fine-tune, evaluate, write a Hugging Face folder and a report.
+quickstart: $(STAMP)
+	$(BIN)/meshtune train examples/quickstart.yaml
+
+quickstart-lora: $(STAMP)
+	$(BIN)/meshtune train examples/quickstart-lora.yaml
+
+# Lint, types, import arrows, then the default tests.
+test: $(STAMP) lint
+	$(BIN)/python -m pytest -n 2
+
+# The default tests and the slow ones.
+test-all: $(STAMP) lint
+	$(BIN)/python -m pytest -n 2 -m "not gpu"
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+# Speed and memory on one device against the hand-written loop, transformers.Trainer and TRL.
+benchmark: $(STAMP)
+	$(BIN)/pip install -q -c constraints.txt -e ".[bench]"
+	$(BIN)/python benchmarks/single_device.py
+
+# Everything that waits for a GPU, with the Python that has CUDA; no network, no installation.
+gpu-check:
+	PYTHONPATH=src $(PYTHON) benchmarks/gpu_check.py
+
+# torch first, from the constraints file: a looser requirement would fetch another build.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("meshtune needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache

@@ -1,0 +1,171 @@
+"""The command line: one thin function per command.
+
+What a command needs is imported inside it, so that `meshtune --help` answers at once.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from meshtune.errors import Interrupted, NonFinite, UserError
+
+app = typer.Typer(
+    name="meshtune",
+    help="Plan, train and measure the fine-tuning of Hugging Face language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+Settings = Annotated[
+    list[str] | None, typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="a config file, section.key=value, or both")
+]
+Target = Annotated[
+    list[str], typer.Argument(metavar="TARGET [KEY=VALUE]...", help="a run folder, a model folder or a config file")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout, all else on stderr")]
+
+
+def main() -> None:
+    """The console script: runs the command and turns what ends it into an exit code (errors.py)."""
+    try:
+        app()
+    except (UserError, NonFinite, Interrupted) as error:
+        problems = error.problems if isinstance(error, UserError) else (str(error),)
+        for problem in problems:
+            print(f"meshtune: {problem}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def split(settings: list[str] | None) -> tuple[str | None, list[str]]:
+    """The config file, if one is named, and the key=value overrides. Raises UserError for a second file."""
+    words = settings or []
+    files = [word for word in words if "=" not in word]
+    if len(files) > 1:
+        raise UserError(f"Several config files are named: {', '.join(files)}; name one, and change it by section.key=value.")
+    return (files[0] if files else None), [word for word in words if "=" in word]
+
+
+def show_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+@app.command()
+def train(
+    settings: Settings = None,
+    nproc: Annotated[int | None, typer.Option(help="local ranks to start; default: what the layout needs")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fine-tune a model: full or LoRA, from data files to a Hugging Face folder and a report."""
+    file, overrides = split(settings)
+    from meshtune import config
+
+    resolved = config.load(file, overrides)
+    from meshtune.train import build, loop
+
+    summary = loop.train(build.build(resolved, ranks=nproc))
+    if as_json:
+        show_json(summary)
+
+
+@app.command()
+def data(
+    settings: Settings = None,
+    samples: Annotated[int, typer.Option(help="documents to show, labelled parts in colour")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Show what training would see: rows, tokens, labelled share, lengths, packing, samples. Trains nothing."""
+    file, overrides = split(settings)
+    from meshtune import config
+
+    resolved = config.load(file, overrides)
+    from meshtune.data import inspect
+    from meshtune.train import build
+
+    description = build.describe_data(resolved, samples=samples)
+    if as_json:
+        show_json(description)
+    else:
+        from rich.console import Console
+
+        inspect.show(description, Console())
+
+
+@app.command("eval")
+def evaluate(target: Target, as_json: AsJson = False) -> None:
+    """Loss and perplexity on held-out data, with answers compared word for word where asked (eval.exact_match=N)."""
+    from meshtune.train import build
+
+    result = build.evaluate_target(*split(target))
+    if as_json:
+        show_json(result)
+    else:
+        from meshtune.report import tables
+
+        tables.show_evaluation(result)
+
+
+@app.command()
+def generate(
+    target: Target,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="may be repeated; else lines of stdin")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0: greedy")] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Answer prompts, wrapped as in training (chat template, or prompt and separator)."""
+    prompts = prompt or [line.rstrip("\n") for line in sys.stdin]
+    from meshtune.train import build
+
+    found = build.generate_target(*split(target), prompts, max_new_tokens=max_new_tokens, temperature=temperature)
+    if as_json:
+        show_json([{"prompt": p, "answer": a} for p, a in zip(prompts, found, strict=True)])
+    else:
+        for answer in found:
+            print(answer)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="a run folder, or an adapter folder")],
+    to: Annotated[Path, typer.Argument(help="the folder to write")],
+    merge: Annotated[bool, typer.Option("--merge", help="fold the LoRA adapter into the weights")] = False,
+    step: Annotated[int | None, typer.Option(help="export this checkpoint instead of the final model")] = None,
+    push_to: Annotated[str | None, typer.Option(help="hub id to upload the folder to")] = None,
+) -> None:
+    """Write a Hugging Face folder from a run: the final model or a checkpoint, an adapter or merged."""
+    from meshtune.train import build
+
+    print(build.export_run(run, to, merge=merge, step=step, push_to=push_to))
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(help="a run folder")]) -> None:
+    """Write the run's report.html again from what the run folder holds."""
+    from meshtune.report import page
+    from meshtune.rundir import RunDir
+
+    print(page.write_report(RunDir(run)))
+
+
+@app.command()
+def env(
+    model: Annotated[str | None, typer.Option(help="a hub id or folder: what this family supports")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Versions, devices, and what a model's family supports."""
+    from meshtune.train import build
+
+    description = build.describe_environment(model)
+    if as_json:
+        show_json(description)
+    else:
+        from meshtune.report import tables
+
+        tables.show_environment(description)

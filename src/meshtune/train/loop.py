@@ -1,0 +1,192 @@
+"""The training loop, in the order things happen."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshtune.data.loader import Batch, Loader
+from meshtune.errors import Interrupted, NonFinite
+from meshtune.rundir import RunDir
+from meshtune.train.checkpoint import Checkpoints
+from meshtune.train.evaluate import Evaluation
+from meshtune.train.memory import PhaseMemory
+from meshtune.train.metrics import Metrics
+from meshtune.train.optim import Optimizer
+from meshtune.train.signals import StopRequest
+
+
+@dataclass
+class Progress:
+    """What must survive a restart, beside tensors: it is saved with every checkpoint and read back."""
+
+    step: int = 0  # updates done
+    data: dict[str, Any] | None = None  # the loader's state
+    best_loss: float = math.inf  # of the evaluations so far
+    best_step: int = 0
+    stale: int = 0  # evaluations since the best one
+
+
+@dataclass
+class Run:
+    """The parts of a run, made by build.build; below this line nobody reads the config."""
+
+    folder: RunDir
+    steps: int
+    loader: Loader
+    forward_backward: Callable[[Batch, Any], Tensor]
+    optimizer: Optimizer
+    learning_rate: Callable[[int], float]
+    max_grad_norm: float
+    max_nonfinite_steps: int
+    evaluation: Evaluation
+    evaluate_every: int
+    keep_best: bool
+    early_stopping: int
+    checkpoints: Checkpoints
+    checkpoint_every: int
+    metrics: Metrics
+    memory: PhaseMemory
+    flops: Callable[[Batch], dict[str, float | None]]
+    finish: Callable[["Run"], dict[str, Any]]  # the model folder, the report; returns the summary
+    stop: StopRequest
+    progress: Progress = field(default_factory=Progress)
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Run to the last step; returns the summary. Raises NonFinite and Interrupted with the last good checkpoint saved."""
+    now, nonfinite = run.progress, 0
+    with run.metrics, run.stop, out_of_memory_explained(run):
+        if now.step == 0 and run.evaluation.at_start:
+            evaluate(run)
+        batches = iter(run.loader)
+        while now.step < run.steps and not exhausted_patience(run):
+            started = time.perf_counter()
+            batch, now.data = next(batches)
+            data_seconds = time.perf_counter() - started
+
+            now.step += 1
+            with run.memory.watching(now.step):
+                loss = float(run.forward_backward(batch, run.memory.phase))
+                norm = float(run.optimizer.gradient_norm())
+                rate = run.learning_rate(now.step)
+                finite = math.isfinite(loss) and math.isfinite(norm)
+                if finite:
+                    run.optimizer.clip(norm, run.max_grad_norm)
+                    with run.memory.phase("optimizer"):
+                        run.optimizer.step(rate)
+                else:
+                    run.optimizer.zero_grad()
+            step_seconds = time.perf_counter() - started
+
+            run.metrics.train(
+                step=now.step, loss=loss, grad_norm=norm, learning_rate=rate, tokens=batch.tokens,
+                label_tokens=batch.label_tokens, step_seconds=step_seconds, data_seconds=data_seconds,
+                peak_memory_bytes=run.memory.peak_bytes(), skipped=not finite, **run.flops(batch),
+            )  # fmt: skip
+            if line := run.memory.line(now.step):
+                run.metrics.say(line)
+            nonfinite = 0 if finite else nonfinite + 1
+            if not finite:
+                run.metrics.say(f"Step {now.step} was not applied: loss {loss}, gradient norm {norm}. Batch: {batch.origin}.")
+            if nonfinite >= run.max_nonfinite_steps:
+                raise NonFinite(stopped_nonfinite(run, nonfinite, batch))
+
+            if due(now.step, run.evaluate_every, run.steps):
+                evaluate(run)
+            if due(now.step, run.checkpoint_every, run.steps) and finite or run.stop.requested:
+                save(run)
+            if run.stop.requested:
+                run.checkpoints.wait()
+                raise Interrupted(
+                    f"Stopped by {run.stop.requested} after step {now.step} of {run.steps}; the checkpoint is saved. "
+                    f"Run the same command again to go on."
+                )
+        return run.finish(run)
+
+
+def due(step: int, every: int, last: int) -> bool:
+    """Whether something happens after this step: every `every` steps (0: never), and at the last one."""
+    return step == last or bool(every) and step % every == 0
+
+
+def evaluate(run: Run) -> None:
+    """Log a held-out evaluation; keep the best step's checkpoint where asked."""
+    now = run.progress
+    loss = run.evaluation.run(now.step, run.metrics)
+    if loss is None or now.step == 0:
+        return
+    if loss < now.best_loss:
+        now.best_loss, now.best_step, now.stale = loss, now.step, 0
+        if run.keep_best:
+            save(run)
+    else:
+        now.stale += 1
+
+
+def exhausted_patience(run: Run) -> bool:
+    stop = bool(run.early_stopping) and run.progress.stale >= run.early_stopping
+    if stop:
+        run.metrics.say(
+            f"Stopping early after step {run.progress.step}: {run.progress.stale} evaluations without a lower loss than "
+            f"{run.progress.best_loss:.4f} (step {run.progress.best_step})."
+        )
+    return stop
+
+
+def save(run: Run) -> None:
+    """Save a checkpoint of this step, once."""
+    now = run.progress
+    protect = {now.best_step} if run.keep_best and now.best_step else set()
+    tensors = run.optimizer.state() | random_state()
+    run.checkpoints.save(now.step, tensors, vars(now).copy(), protect=protect)
+
+
+def restore(run: Run, step: int) -> None:
+    """Put the run where the checkpoint of `step` left it."""
+    tensors = run.optimizer.state(materialise=True) | random_state()
+    values = run.checkpoints.load(step, tensors)
+    run.optimizer.publish()
+    set_random_state(tensors)
+    run.progress = Progress(**values)
+
+
+def random_state() -> dict[str, Tensor]:
+    """The states of torch's random number generators, which draw dropout."""
+    found = {"random.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        found["random.cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def set_random_state(tensors: dict[str, Tensor]) -> None:
+    torch.set_rng_state(tensors["random.cpu"])
+    if "random.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["random.cuda"])
+
+
+def stopped_nonfinite(run: Run, steps: int, batch: Batch) -> str:
+    kept = run.checkpoints.steps()
+    last = f"The last good checkpoint is step {kept[-1]}." if kept else "No checkpoint was saved yet."
+    return (
+        f"Loss or gradients were not finite for {steps} steps in a row, up to step {run.progress.step} ({batch.origin}). {last} "
+        "Try a lower train.learning_rate, a longer warm-up, or train.precision=fp32; `meshtune data` shows the rows."
+    )
+
+
+@contextmanager
+def out_of_memory_explained(run: Run) -> Iterator[None]:
+    """Turn the allocator's refusal into what was largest and what would fit."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise run.memory.explain(str(error)) from error
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):  # how the CPU allocator says it
+            raise
+        raise run.memory.explain(str(error)) from error

@@ -1,0 +1,186 @@
+"""AdamW over parameters that may compute in a lower precision than they are trained in.
+
+    precision   parameters  masters  gradients                           exp_avg, exp_avg_sq
+    fp32, fp64  fp32, fp64  -        as the parameters                   as the parameters
+    bf16        bf16        fp32     bf16, summed in fp32 if accumulated fp32
+    bf16-pure   bf16        -        bf16, summed in fp32 if accumulated bf16
+
+Masters are the parameters as they were read: the model is loaded in fp32, its storage becomes the master and the module
+gets a rounded copy, so nothing is held twice. `step` turns gradients into fp32 one bucket at a time and frees them as it
+goes; the bf16 parameters are rounded from the masters once per step, never in the forward pass.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+BUCKET_ELEMENTS = 64 * 2**20  # 256 MiB of fp32 gradients at a time
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay acts: on matrices only, not on norms and biases (as transformers.Trainer)."""
+    return parameter.ndim >= 2 and not name.endswith("bias")
+
+
+@dataclass
+class Bucket:
+    """Parameters that are stepped together; `trained` are the masters, or the parameters themselves."""
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+    trained: list[Tensor]
+    adamw: torch.optim.AdamW
+
+
+class Optimizer:
+    """AdamW with decoupled weight decay on the trainable ones of `named_parameters`.
+
+    compute_dtype: dtype that the parameters get for forward and backward passes, while what they hold now becomes the
+    master weights; None trains the parameters as they are.
+    sum_dtype: dtype in which the gradients of several micro-batches add up; None leaves that to autograd, which adds in
+    the parameters' own dtype.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        compute_dtype: torch.dtype | None = None,
+        sum_dtype: torch.dtype | None = None,
+    ) -> None:
+        trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
+        self.buckets = [
+            self._bucket(names_and_parameters, betas, eps, weight_decay, compute_dtype)
+            for names_and_parameters in buckets(trainable, BUCKET_ELEMENTS if compute_dtype else None)
+        ]
+        self.sums: dict[nn.Parameter, Tensor] = {}
+        self.has_masters = compute_dtype is not None
+        if sum_dtype is not None:
+            for _, parameter in trainable:
+                if parameter.dtype != sum_dtype:
+                    parameter.register_post_accumulate_grad_hook(lambda p: self._add(p, sum_dtype))
+
+    @staticmethod
+    def _bucket(
+        named: list[tuple[str, nn.Parameter]],
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        compute_dtype: torch.dtype | None,
+    ) -> Bucket:
+        names, parameters = [name for name, _ in named], [p for _, p in named]
+        trained = [p.data for p in parameters] if compute_dtype else parameters
+        if compute_dtype:
+            for parameter in parameters:
+                parameter.data = parameter.data.to(compute_dtype)
+        groups = [
+            {
+                "params": [t for n, t in zip(names, trained, strict=True) if decays(n, t) == decay],
+                "weight_decay": weight_decay if decay else 0.0,
+            }
+            for decay in (True, False)
+        ]
+        groups = [group for group in groups if group["params"]]
+        return Bucket(names, parameters, trained, torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True))
+
+    def _add(self, parameter: Tensor, dtype: torch.dtype) -> None:
+        """After a micro-batch's backward: add its gradient to the sum, and free it."""
+        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+        if parameter in self.sums:
+            self.sums[parameter].add_(parameter.grad)
+        else:
+            self.sums[parameter] = parameter.grad.to(dtype)
+        parameter.grad = None
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients of this step, in the dtype they add up in."""
+        found = (self.sums.get(p, p.grad) for bucket in self.buckets for p in bucket.parameters)
+        return [gradient for gradient in found if gradient is not None]
+
+    def gradient_norm(self) -> Tensor:
+        """The 2-norm of all gradients as one vector (a scalar tensor)."""
+        gradients = self.gradients()
+        if not gradients:
+            return torch.zeros(())
+        dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+        return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, dtype=dtype) for g in gradients]))
+
+    def clip(self, norm: float, max_norm: float) -> None:
+        """Scale the gradients so that their norm is at most `max_norm` (torch.nn.utils.clip_grad_norm_'s formula)."""
+        scale = max_norm / (norm + 1e-6)
+        if scale < 1:
+            torch._foreach_mul_(self.gradients(), scale)
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        """One update; the gradients are used up."""
+        for bucket in self.buckets:
+            for group in bucket.adamw.param_groups:
+                group["lr"] = learning_rate
+            if self.has_masters:
+                for parameter, master in zip(bucket.parameters, bucket.trained, strict=True):
+                    gradient = self.sums.pop(parameter, parameter.grad)
+                    master.grad = None if gradient is None else gradient.to(master.dtype)
+                    parameter.grad = gradient = None
+            else:
+                for parameter in bucket.parameters:
+                    if parameter in self.sums:
+                        parameter.grad = self.sums.pop(parameter).to(parameter.dtype)
+            bucket.adamw.step()
+            for trained in bucket.trained:
+                trained.grad = None
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the parameters, as after a step and after a checkpoint was read into the masters."""
+        if self.has_masters:
+            for bucket in self.buckets:
+                torch._foreach_copy_(bucket.parameters, bucket.trained)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients, as when a step is not applied."""
+        self.sums.clear()
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                parameter.grad = None
+
+    def state(self, *, materialise: bool = False) -> dict[str, Tensor]:
+        """What is trained and AdamW's state, by name: `model.<parameter>`, `optimizer.<parameter>.exp_avg` …; live tensors.
+
+        With masters, `model.<parameter>` is the master: `publish` makes the parameters from it.
+
+        Before the first step there is no AdamW state; `materialise` makes it (zeros), as loading a checkpoint needs.
+        """
+        found: dict[str, Tensor] = {}
+        for bucket in self.buckets:
+            for name, trained in zip(bucket.names, bucket.trained, strict=True):
+                found[f"model.{name}"] = trained
+                state = bucket.adamw.state[trained] if trained in bucket.adamw.state or materialise else {}
+                if materialise and not state:
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=trained.device)
+                    for moment in ("exp_avg", "exp_avg_sq"):
+                        state[moment] = torch.zeros_like(trained, memory_format=torch.preserve_format)
+                found |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
+        return found
+
+
+def buckets(
+    named: list[tuple[str, nn.Parameter]], elements: int | None
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Split parameters into runs of about `elements` elements (None: a single run)."""
+    run: list[tuple[str, nn.Parameter]] = []
+    size = 0
+    for name, parameter in named:
+        if run and elements and size + parameter.numel() > elements:
+            yield run
+            run, size = [], 0
+        run.append((name, parameter))
+        size += parameter.numel()
+    if run:
+        yield run

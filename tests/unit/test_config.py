@@ -1,0 +1,96 @@
+"""The settings tree: strict, said all at once, replayable."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from meshtune import config
+from meshtune.errors import UserError
+
+
+def problems(*overrides: str, file: Path | None = None) -> str:
+    with pytest.raises(UserError) as refused:
+        config.load(file, ["model.name=x", *overrides])
+    return "\n".join(refused.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.learning_rte=1", "did you mean train.learning_rate?"),
+        ("train.micro_batch_size=1", "did you mean layout.micro_batch_size?"),
+        ("data.sequence_len=1", "did you mean data.seq_len?"),
+        ("base_model=x", "did you mean model.name?"),
+        ("data.lora_r=1", "did you mean lora.r?"),
+        ("trian.seed=1", "did you mean train?"),
+        ("checkpoint.save_steps=5", "did you mean checkpoint.every?"),
+        ("optimizer=adamw", "did you mean train.optimizer?"),
+    ],
+)
+def test_unknown_setting_suggests_the_nearest_name(override: str, said: str) -> None:
+    assert said in problems(override)
+
+
+def test_every_problem_is_said_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("data: {seq_len: 1, packing: perhaps}\ntrain: {precision: fp7}\nlayout: tpp2\nbogus: 1\n")
+    said = problems(file=file)
+    for part in ("data.seq_len = 1", "data.packing = 'perhaps'", "train.precision = 'fp7'", "tpp2", "bogus"):
+        assert part in said
+
+
+def test_file_is_laid_over_defaults_and_the_command_line_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("model: {name: a}\ntrain: {seed: 1, max_steps: 5}\n")
+    read = config.load(file, ["train.seed=2", "lora.target_modules=[q_proj, v_proj]"])
+    assert (read.model.name, read.train.seed, read.train.max_steps) == ("a", 2, 5)
+    assert read.lora.target_modules == ("q_proj", "v_proj")
+
+
+def test_the_resolved_yaml_reads_back_as_the_same_settings(tmp_path: Path) -> None:
+    first = config.load(None, ["model.name=x", "data.train=[{path: a, weight: 2}, b]", "layout=zero3x2-tp2"])
+    file = tmp_path / "resolved.yaml"
+    file.write_text(first.to_yaml())
+    assert config.load(file) == first
+    assert [each.path for each in first.data.train] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: {name: x\n", "is not YAML"),
+        ("- a\n", "holds a list"),
+        ("train: {seed: 1, seed: 2}\n", "'seed' is written twice"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=said):
+        config.load(file)
+
+
+def test_a_missing_file_and_a_missing_model_are_said() -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        config.load("nowhere.yaml")
+    with pytest.raises(UserError, match="No model is named"):
+        config.load(None, ["train.seed=1"])
+
+
+def test_two_names_for_one_thing_are_refused() -> None:
+    assert "keep one" in problems("train.max_steps=1", "train.num_epochs=1")
+    assert "keep one" in problems("train.global_batch_size=1", "train.global_batch_tokens=1")
+
+
+def test_a_batch_in_tokens_must_be_whole_sequences() -> None:
+    read = config.load(None, ["model.name=x", "data.seq_len=128", "train.global_batch_tokens=1024"])
+    assert read.global_batch_size == 8
+    with pytest.raises(UserError, match="try 1024"):
+        _ = config.load(None, ["model.name=x", "data.seq_len=128", "train.global_batch_tokens=1000"]).global_batch_size
+
+
+@pytest.mark.parametrize("file", sorted(Path("examples").glob("*.yaml")), ids=lambda file: file.name)
+def test_every_example_is_valid(file: Path) -> None:
+    assert yaml.safe_load(file.read_text())
+    config.load(file)

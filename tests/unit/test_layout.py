@@ -1,0 +1,102 @@
+"""Layout: one frozen value that prints, parses, and refuses contradictions."""
+
+from dataclasses import fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshtune.errors import UserError
+from meshtune.layout import SCHEDULES, VIRTUAL_SCHEDULES, Layout, PartialLayout
+
+sizes = st.integers(1, 8)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    dp_shard, cp, tp, pp = (draw(sizes) for _ in range(4))
+    schedule = draw(st.sampled_from(SCHEDULES)) if pp > 1 else "1f1b"
+    return Layout(
+        dp_replicate=draw(sizes),
+        dp_shard=dp_shard,
+        zero=draw(st.integers(1, 3)) if dp_shard > 1 else 0,
+        cp=cp,
+        cp_method=draw(st.sampled_from(("allgather", "ulysses"))) if cp > 1 else "allgather",
+        tp=tp,
+        sp=draw(st.booleans()) if tp > 1 else False,
+        pp=pp,
+        schedule=schedule,
+        virtual_stages=draw(sizes) if schedule in VIRTUAL_SCHEDULES and pp > 1 else 1,
+        micro_batch_size=draw(sizes),
+        gradient_accumulation_steps=draw(sizes),
+        recompute=draw(st.sampled_from(("none", "attention", "selective", "full"))),
+    )
+
+
+@given(layouts())
+def test_parse_reads_what_str_writes(layout: Layout) -> None:
+    assert Layout.parse(str(layout)) == layout
+
+
+def test_the_documented_example() -> None:
+    layout = Layout.parse("dp2-zero3x4-tp2-sp-pp2-1f1b-mb2-ga8-full")
+    assert layout.world == 32
+    assert layout.data_ranks == 8
+    assert layout.global_batch_size == 128
+    assert str(layout) == "dp2-zero3x4-tp2-sp-pp2-1f1b-mb2-ga8-full"
+    assert str(Layout()) == "mb1-ga1"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tpp2-mb1", "did you mean 'tp2'"),
+        ("tp2-tp4", "twice"),
+        ("sp-mb1", "needs tp > 1"),
+        ("pp1-gpipe", "needs pp > 1"),
+        ("pp2-1f1b-v2", "v2 needs"),
+        ("tp0", "at least 1"),
+        ("zero3x1", "zero"),
+    ],
+)
+def test_a_wrong_layout_is_refused_with_the_remedy(text: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Layout.parse(text)
+
+
+def test_every_contradiction_is_said_at_once() -> None:
+    with pytest.raises(UserError) as refused:
+        Layout(sp=True, cp_method="ulysses", micro_batch_size=0)
+    assert len(refused.value.problems) == 3
+
+
+@pytest.mark.parametrize("micro", [1, 2, 3, 4, 6, 12])
+def test_a_completed_layout_makes_the_global_batch(micro: int) -> None:
+    layout = PartialLayout.parse(f"dp2-mb{micro}").complete(devices=2, global_batch_size=24)
+    assert layout.global_batch_size == 24
+    assert layout.micro_batch_size == micro
+
+
+def test_auto_is_data_parallel_over_all_devices_with_the_largest_micro_batch_up_to_four() -> None:
+    assert str(PartialLayout.parse("auto").complete(devices=4, global_batch_size=24)) == "dp4-mb3-ga2"
+
+
+def test_a_product_that_is_not_the_global_batch_is_refused_with_one_that_is() -> None:
+    with pytest.raises(UserError, match="try mb4-ga4"):
+        PartialLayout.parse({"micro_batch_size": 5}).complete(devices=1, global_batch_size=16)
+    with pytest.raises(UserError, match=r"does not divide over 3 data ranks.*set train.global_batch_size to 15"):
+        PartialLayout.parse("dp3").complete(devices=3, global_batch_size=16)
+
+
+def test_a_mapping_may_fix_some_fields_and_leave_others_auto() -> None:
+    partial = PartialLayout.parse({"dp_replicate": "auto", "recompute": "full"})
+    assert str(partial.complete(devices=2, global_batch_size=4)) == "dp2-mb2-ga1-full"
+    with pytest.raises(UserError, match="did you mean micro_batch_size"):
+        PartialLayout.parse({"micro_batch": 2})
+
+
+def test_every_field_has_a_token() -> None:
+    from meshtune.layout import parse_fields
+
+    named = parse_fields("dp2-zero3x4-ulysses2-tp2-sp-pp2-zb-v2-mb2-ga8-full")
+    assert set(named) == {each.name for each in fields(Layout)}
