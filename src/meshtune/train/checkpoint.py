@@ -8,11 +8,12 @@
         manifest.json    size and hash of each file above, written last; names of tied tensors
       .tmp-step-30/      being written; renamed to step-30 when every byte is on the disk
 
-The loop pays for one copy of the tensors into host memory; a thread writes that copy. What goes wrong there (a
-full disk) is told at the next `save` or `wait` and never ends the run: the checkpoints before it are whole.
+The loop pays for one copy of the tensors into host memory; a thread writes that copy. What goes wrong there
+(a full disk) is told at the next `save` or `wait` and never ends the run: the checkpoints before it are
+whole.
 
-The hashes find damage, not malice: who can change a file can change the manifest. So nothing in a checkpoint is
-trusted to be harmless either: see unpickle.py.
+The hashes find damage, not malice: who can change a file can change the manifest. So nothing in a checkpoint
+is trusted to be harmless either: see unpickle.py.
 """
 
 import hashlib
@@ -57,9 +58,9 @@ class Checkpoints:
     """The checkpoints of one run.
 
     `keep` is how many of the newest stay. With `asynchronous`, `save` returns after copying the tensors.
-    `process_group` (of a CPU backend such as gloo, used by nobody else) joins the ranks whose tensors make one
-    checkpoint; None means that this process holds everything. `report` gets one sentence for each thing that went
-    wrong without ending the run, always in the caller's thread.
+    `process_group` (of a CPU backend such as gloo, used by nobody else) joins the ranks whose tensors make
+    one checkpoint; None means that this process holds everything. `report` gets one sentence for each thing
+    that went wrong without ending the run, always in the caller's thread.
     """
 
     def __init__(
@@ -79,10 +80,9 @@ class Checkpoints:
         self._writing: Future[str | None] | None = None
         self._reserving: Future[None] | None = None
         self._buffers: dict[str, Tensor] = {}
-        warnings.filterwarnings(
-            "ignore", message="torch.distributed is disabled"
-        )  # one process is what we mean
         self._checked: set[int] = set()  # steps found whole by this object: hashing them once is enough
+        # One process is what we mean. Not around the calls: catch_warnings is not safe beside other threads.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
     # Saving #
 
@@ -96,9 +96,9 @@ class Checkpoints:
     ) -> list[str]:
         """Write the checkpoint of `step`, then remove old ones beyond `keep`, but no step in `protect`.
 
-        `values` must survive JSON (keys are text, tuples come back as lists). Tensors that share their memory are
-        written once. A save waits for the one before it. Returns, and reports, what went wrong since the last
-        `save` or `wait`: with `asynchronous` that is about the save before this one.
+        `values` must survive JSON (keys are text, tuples come back as lists). Tensors that share their memory
+        are written once. A save waits for the one before it. Returns, and reports, what went wrong since the
+        last `save` or `wait`: with `asynchronous` that is about the save before this one.
         """
         text = json.dumps({"step": step, **values})
         problems = self.wait()
@@ -113,17 +113,22 @@ class Checkpoints:
 
     def wait(self) -> list[str]:
         """Wait until the last save is on the disk; returns, and reports, why it is not if it failed."""
+        reserving, self._reserving = self._reserving, None
+        if reserving:
+            reserving.result()
         writing, self._writing = self._writing, None
         return self._tell(writing.result()) if writing else []
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
-        """Make memory for the host copies in the background, so that the first save is as short as later ones.
+        """Make memory for the host copies in the background, so that the first save is no longer than others.
 
-        Touching fresh memory takes the operating system longer than the copy. Call it when the optimizer state
-        exists. Only shapes, types and devices are read.
+        Touching fresh memory takes the operating system longer than the copy. Call it when the optimizer
+        state exists. Only shapes, types and devices are read.
         """
         if self._asynchronous:
-            self._reserving = self._thread.submit(self._prepare, {n: _local(t) for n, t in tensors.items()})
+            tied = _tied(tensors)
+            pieces = {name: _local(tensor) for name, tensor in tensors.items() if name not in tied}
+            self._reserving = self._thread.submit(self._prepare, pieces, touch=True)
 
     def clear_leftovers(self) -> None:
         """Remove what killed runs left half-written. Each save does it too; only the run that writes may."""
@@ -136,7 +141,7 @@ class Checkpoints:
             self._report(sentence)
         return problems
 
-    def _prepare(self, tensors: Mapping[str, Tensor]) -> None:
+    def _prepare(self, tensors: Mapping[str, Tensor], *, touch: bool = False) -> None:
         """Let `_buffers` hold host memory for each of these (local) tensors, and for no others."""
         for name in self._buffers.keys() - tensors.keys():
             del self._buffers[name]
@@ -144,14 +149,12 @@ class Checkpoints:
             old = self._buffers.get(name)
             if old is None or (old.shape, old.dtype) != (tensor.shape, tensor.dtype):
                 pinned = tensor.is_cuda and tensor.numel() > 0  # page-locked: copied at the bus's speed
-                self._buffers[name] = torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+                fresh = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+                self._buffers[name] = fresh.zero_() if touch else fresh
 
     @torch.no_grad()
     def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of this rank's pieces in host memory, in buffers that are used again by the next save."""
-        if self._reserving:
-            self._reserving.result()
-            self._reserving = None
         pieces = {name: _local(tensor) for name, tensor in tensors.items()}
         self._prepare(pieces)
         for name, piece in pieces.items():
@@ -171,9 +174,8 @@ class Checkpoints:
     ) -> str | None:
         """Write one checkpoint aside and rename it; returns the sentence that says why it was not saved."""
         aside = self.folder / f".tmp-step-{step}"
-        size_bytes = sum(
-            _local(tensor).nbytes + 2048 for tensor in tensors.values()
-        )  # headers: 1 to 2 KiB each
+        header = 2048  # torch's own, of each tensor, at most
+        size_bytes = sum(_local(tensor).nbytes + header for tensor in tensors.values())
         try:
             self._together(lambda: self._make_room(aside, size_bytes))
             # A rank whose piece of a tied tensor is empty cannot see that it is tied: others can.
@@ -189,8 +191,9 @@ class Checkpoints:
             kept = ", ".join(str(other) for other in self.steps()) or "none"
             free = human(_free_bytes(self.folder))
             return (
-                f"The checkpoint of step {step} was not saved: {error}. It needs about {human(size_bytes)}, and "
-                f"{free} are free in {self.folder}. The earlier ones are whole (steps: {kept}) and the run goes on. "
+                f"The checkpoint of step {step} was not saved: {error}. "
+                f"It needs about {human(size_bytes)}, and {free} are free in {self.folder}. "
+                f"The earlier ones are whole (steps: {kept}) and the run goes on. "
                 "Free some space, or keep fewer (checkpoint.keep) or write elsewhere (output)."
             )
         return None
@@ -228,7 +231,7 @@ class Checkpoints:
         _write_text(aside / "manifest.json", manifest)
         _sync_folder(aside)
         if self._path(step).exists():
-            self._remove(step)
+            self._set_aside(step)
         aside.rename(self._path(step))
         _sync_folder(self.folder)
         # Later steps are of a run that this one did not continue: going on from them would mix two histories.
@@ -236,12 +239,12 @@ class Checkpoints:
         old = [other for other in self.steps() if other <= step][: -self._keep]
         for other in stale + old:
             if other not in protect:
-                self._remove(other)
+                self._set_aside(other)
+        self.clear_leftovers()
 
-    def _remove(self, step: int) -> None:
-        """Rename first: a kill in the middle of deleting must not leave half a checkpoint under its name."""
-        gone = self._path(step).rename(self.folder / f".tmp-gone-step-{step}")
-        shutil.rmtree(gone, ignore_errors=True)
+    def _set_aside(self, step: int) -> None:
+        """Take the name of what is to be deleted: a kill while deleting must not leave half a checkpoint."""
+        self._path(step).rename(self.folder / f".tmp-gone-step-{step}")
 
     def _together(self, work: Callable[[], Result]) -> list[Result]:
         """What `work` returned on every rank; when the disk failed one rank, all raise _NotSaved."""
@@ -299,7 +302,7 @@ class Checkpoints:
         return problems
 
     def values(self, step: int) -> dict[str, Any]:
-        """What `save` was given as `values`, with `step`. Raises UserError when the checkpoint is not whole."""
+        """What `save` was given as `values`, with `step`. Raises UserError unless the checkpoint is whole."""
         self.wait()
         if problems := self.problems(step):
             raise UserError(problems)
@@ -309,9 +312,10 @@ class Checkpoints:
     def load(self, step: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Copy the checkpoint of `step` into `tensors`, in place, and return its values.
 
-        The tensors may lie on any device, be sharded otherwise than when saved, and be of another floating-point
-        type; the checkpoint may hold more than is asked for. Raises UserError, before anything is written into a
-        tensor, when a file is damaged, or naming every tensor that is missing or has another shape or kind.
+        The tensors may lie on any device, be sharded otherwise than when saved, and be of another
+        floating-point type; the checkpoint may hold more than is asked for. Raises UserError, before anything
+        is written into a tensor, when a file is damaged, or naming every tensor that is missing or has
+        another shape or kind.
         """
         values = self.values(step)
         manifest = self._manifest(step)
@@ -362,7 +366,7 @@ class Checkpoints:
 
 
 class _FromCopies(DefaultSavePlanner):
-    """Plans by the live tensors, whose shapes and shardings don't change, and reads the copies of their data."""
+    """Plans by the live tensors, whose shapes and shardings don't change; reads the copies of their data."""
 
     def __init__(self, copies: Mapping[str, Tensor]) -> None:
         super().__init__()
