@@ -1,6 +1,7 @@
 """This rank's micro-batches, step after step.
 
-    sequences()    in the order of seed and epoch, each with the state that goes on after it
+    shuffled()     sequences in the order of seed and epoch, each with the state that goes on after it
+    streamed()     the same for a stream, window after window
     Loader         the next global_batch_size of them: the same list in every layout
     deal()         sorted by length, longest first, cut into micro-batches, dealt to the data ranks
     micro_batch()  tokens -> input_ids, shifted labels, positions, document lengths
@@ -15,8 +16,10 @@ sequences of 16 global batches at a time are grouped by length, so that those of
 long, and the batches are shuffled again.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -24,9 +27,11 @@ import numpy as np
 import torch
 
 from meshtune.data.pack import LABELLED, Dataset, permutation
+from meshtune.data.stream import Stream
 from meshtune.errors import UserError
 
 IGNORE = -100  # the label of a position that is not to be predicted
+State = dict[str, Any]  # JSON-able
 GROUPED = 16  # global batches whose sequences are sorted together when there is no packing
 
 
@@ -73,20 +78,24 @@ class Loader:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Dataset | Stream,
         *,
         global_batch_size: int,
         micro_batch_size: int,
         seed: int,
         data_rank: int = 0,
         data_ranks: int = 1,
-        state: dict[str, Any] | None = None,
+        state: State | None = None,
         epochs: int | None = None,
         multiple: int = 1,
     ) -> None:
         _check_sizes(global_batch_size, micro_batch_size, data_ranks)
-        if not len(dataset):
-            raise UserError("There is no sequence to train on; `meshtune data` shows what was left out.")
+        self._identity = {"seed": seed, "data": dataset.digest}
+        if state is None:
+            place = {"window": dataset.start(), "drawn": 0} if isinstance(dataset, Stream) else {}
+            state = {"epoch": 0, "position": 0, **place, **self._identity}
+        _check_state(state, self._identity)
+        self._start = state
         self.dataset = dataset
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
@@ -94,85 +103,100 @@ class Loader:
         self.data_ranks = data_ranks
         self.epochs = epochs
         self.multiple = multiple
-        self.seed = seed
-        self._identity = {"seed": seed, "data": dataset.digest}
-        self._start = dict(state) if state else {"epoch": 0, "position": 0, **self._identity}
-        _check_state(self._start, self._identity)
+        group = None if dataset.packed else global_batch_size
+        order = streamed if isinstance(dataset, Stream) else shuffled
+        self._order = partial(order, dataset, seed, group=group)
 
     @property
-    def steps_per_epoch(self) -> int:
-        """Batches that hold at least one sequence of an epoch begun at a batch's start."""
+    def steps_per_epoch(self) -> int | None:
+        """Batches with a sequence of the first epoch; None for a stream, whose length nobody knows."""
+        if isinstance(self.dataset, Stream):
+            return None
         return -(-len(self.dataset) // self.global_batch_size)
 
     @property
     def steps(self) -> int | None:
-        """Batches of a whole run of `epochs` epochs; None when it has no end."""
-        return None if self.epochs is None else -(-self.epochs * len(self.dataset) // self.global_batch_size)
+        """Batches of a whole run of `epochs` epochs; None when it has no end, or none that is known."""
+        if self.epochs is None or isinstance(self.dataset, Stream):
+            return None
+        return -(-self.epochs * len(self.dataset) // self.global_batch_size)
 
-    def __iter__(self) -> Iterator[tuple[Batch, dict[str, Any]]]:
-        group = None if self.dataset.packed else self.global_batch_size
-        order = sequences(self.dataset, self.seed, self._start, group=group)
+    def __iter__(self) -> Iterator[tuple[Batch, State]]:
         state = self._start
-        while self.epochs is None or state["epoch"] < self.epochs:
-            origin = f"epoch {state['epoch'] + 1}, sequences from position {state['position']}"
-            picked = list(islice(order, self.global_batch_size))
-            state = picked[-1][1] | self._identity
-            yield self._batch([sequence for sequence, _ in picked], origin), state
+        with closing(self._order(state)) as order:
+            while self.epochs is None or state["epoch"] < self.epochs:
+                picked = list(islice(order, self.global_batch_size))
+                where = f"epoch {state['epoch'] + 1}, from sequence {state['position']} on"
+                state = picked[-1][2] | self._identity
+                yield self._batch(picked, where), state
 
-    def _batch(self, picked: list[int], origin: str) -> Batch:
-        numbers = np.array(picked)
-        tokens = self.dataset.sequence_tokens[numbers]
+    def _batch(self, picked: Sequence["Pick"], where: str) -> Batch:
+        tokens = np.array([data.sequence_tokens[number] for data, number, _ in picked])
+        labels = sum(int(data.sequence_labels[number]) for data, number, _ in picked)
         hands = deal(tokens, self.micro_batch_size, self.data_ranks)[self.data_rank]
         fixed = self.dataset.width if self.dataset.packed else 0
-        rows = [[self.dataset.documents(sequence) for sequence in numbers[hand]] for hand in hands]
+        rows = [[picked[i][0].documents(picked[i][1]) for i in hand] for hand in hands]
         return Batch(
             micro_batches=tuple(micro_batch(hand, fixed, self.multiple) for hand in rows),
             tokens=int(tokens.sum()),
-            label_tokens=int(self.dataset.sequence_labels[numbers].sum()),
-            origin=f"{origin}: {_some(picked, str)}; rows {_some(picked, self._place)}",
+            label_tokens=labels,
+            origin=f"{where}: {_some([data.places(number)[0] for data, number, _ in picked])}",
         )
 
-    def _place(self, sequence: int) -> str:
-        return self.dataset.places(sequence)[0]
+
+Pick = tuple[Dataset, int, State]  # a sequence by its number, and the state that goes on after it
 
 
-def sequences(
-    dataset: Dataset, seed: int, state: dict[str, Any], *, group: int | None
-) -> Iterator[tuple[int, dict[str, int]]]:
-    """Sequence numbers without end from `state` on, each with the state after it (`group`: see epoch_order)."""
+def shuffled(dataset: Dataset, seed: int, state: State, *, group: int | None) -> Generator[Pick, None, None]:
+    """The sequences of epoch after epoch without end, from `state` on (`group`: see grouped)."""
     epoch, position = state["epoch"], state["position"]
     while True:
-        order = epoch_order(dataset.sequence_tokens, seed, epoch, group=group)
+        order = permutation(len(dataset), "order", seed, epoch)
+        if group:
+            order = grouped(order, dataset.sequence_tokens, group, epoch * len(dataset), seed)
         for at in range(position, len(order)):
             last = at + 1 == len(order)
-            yield int(order[at]), {"epoch": epoch + last, "position": 0 if last else at + 1}
+            yield dataset, int(order[at]), {"epoch": epoch + last, "position": 0 if last else at + 1}
         epoch, position = epoch + 1, 0
 
 
-def epoch_order(sequence_tokens: np.ndarray, seed: int, epoch: int, *, group: int | None) -> np.ndarray:
-    """The order of one epoch's sequences, a function of seed and epoch (and of `group`, where it is given).
+def streamed(stream: Stream, seed: int, state: State, *, group: int | None) -> Generator[Pick, None, None]:
+    """The sequences of window after window without end, shuffled inside it (`group`: see grouped)."""
+    position, drawn = state["position"], state["drawn"]  # drawn: sequences before this window
+    with closing(stream.windows(state["window"])) as windows:
+        for dataset, place, after in windows:
+            order = permutation(len(dataset), "order", seed, *place["rows"], *place["passes"])
+            if group:
+                order = grouped(order, dataset.sequence_tokens, group, drawn, seed)
+            for at in range(position, len(order)):
+                there = {"position": at + 1, "window": place, "drawn": drawn}
+                if at + 1 == len(order):
+                    there = {"position": 0, "window": after, "drawn": drawn + len(order)}
+                yield dataset, int(order[at]), {"epoch": min(there["window"]["passes"]), **there}
+            position, drawn = 0, drawn + len(order)
 
-    `group` is the global batch size where batches are to hold sequences of about one length: the shuffled
-    sequences are cut into parts of GROUPED batches, each part is sorted by length and cut into batches, and
-    all batches are shuffled. The epoch's first sequences complete the last batch of the epoch before, so they
-    are left as shuffled, and so are the last ones, which do not fill a batch.
+
+def grouped(order: np.ndarray, sequence_tokens: np.ndarray, batch: int, drawn: int, seed: int) -> np.ndarray:
+    """`order` changed so that each global batch of `batch` sequences holds ones of about the same length.
+
+    GROUPED batches at a time are sorted by length and cut into batches, then all batches are shuffled.
+    `drawn` sequences came before these: the first ones complete a batch that was begun, and stay as they are;
+    so do the last ones, which do not fill one.
     """
-    size = len(sequence_tokens)
-    order = permutation(size, "order", seed, epoch)
-    if group is None or group == 1:
+    if batch == 1:
         return order
-    head = min(size, -epoch * size % group)
-    full = (size - head) // group
-    middle = order[head : head + full * group]
-    parts = [middle[i : i + GROUPED * group] for i in range(0, len(middle), GROUPED * group)]
-    by_length = [part[np.argsort(sequence_tokens[part], kind="stable")] for part in parts]
-    batches = np.concatenate([*by_length, order[:0]]).reshape(full, group)
-    batches = batches[permutation(full, "batches", seed, epoch)]
-    return np.concatenate([order[:head], batches.reshape(-1), order[head + full * group :]])
+    head = min(len(order), -drawn % batch)
+    full = (len(order) - head) // batch
+    middle = order[head : head + full * batch].copy()
+    for begin in range(0, len(middle), GROUPED * batch):
+        part = middle[begin : begin + GROUPED * batch]
+        part[:] = part[np.argsort(sequence_tokens[part], kind="stable")]
+    middle = middle.reshape(full, batch)[permutation(full, "batches", seed, drawn)]
+    return np.concatenate([order[:head], middle.reshape(-1), order[head + full * batch :]])
 
 
 def deal(tokens: np.ndarray, micro_batch_size: int, data_ranks: int) -> list[list[np.ndarray]]:
-    """Which sequences of a global batch go where: result[rank][j], their positions, is micro-batch j of a rank.
+    """Which sequences of a global batch go where: result[rank][j] is micro-batch j of that rank (positions).
 
     The rule: sort by length, longest first (what needs the most memory comes first; equal ones stay in
     order); cut into micro-batches; deal these round the ranks, forth and back (0 1 2, 2 1 0, ...), so that
@@ -247,25 +271,25 @@ def _check_sizes(global_batch_size: int, micro_batch_size: int, data_ranks: int)
         divisors = [size for size in range(1, min(per_rank, 64) + 1) if rest == 0 and per_rank % size == 0]
         other = f", or a micro-batch of {' or '.join(map(str, divisors))}" if divisors else ""
         raise UserError(
-            f"The global batch of {global_batch_size} sequences is not a multiple of micro-batch x data ranks "
-            f"= {micro_batch_size} x {data_ranks} = {at_once}; use a global batch of {sizes}{other}."
+            f"The global batch of {global_batch_size} sequences is not a multiple of micro-batch x data "
+            f"ranks = {micro_batch_size} x {data_ranks} = {at_once}; use a global batch of {sizes}{other}."
         )
 
 
 def _check_state(state: dict[str, Any], identity: dict[str, Any]) -> None:
     if state["seed"] != identity["seed"]:
         raise UserError(
-            f"The checkpoint was made with train.seed = {state['seed']}, this run has {identity['seed']}: the "
-            "order of samples would not go on. Use that seed, or start a new run in another output folder."
+            f"The checkpoint was made with train.seed = {state['seed']}, this run has {identity['seed']}: "
+            "the order of samples would not go on. Use that seed, or start a new run in another folder."
         )
     if state["data"] != identity["data"]:
         raise UserError(
-            "The checkpoint was made with other data (rows, tokenizer, template, seq_len or packing): its place "
-            "in the data means nothing here. Use those settings, or start a new run in another output folder."
+            "The checkpoint was made with other data (rows, tokenizer, template, seq_len or packing): its "
+            "place in the data means nothing here. Use those settings, or start a new run in another folder."
         )
 
 
-def _some(things: list[int], name: Any, most: int = 8) -> str:
-    """The first few by name, and how many more there are."""
-    more = f" and {len(things) - most} more" if len(things) > most else ""
-    return ", ".join(name(thing) for thing in things[:most]) + more
+def _some(names: list[str], most: int = 8) -> str:
+    """The first few, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

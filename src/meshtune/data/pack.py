@@ -80,7 +80,8 @@ class Dataset:
     def documents(self, sequence: int) -> list[np.ndarray]:
         """The stored tokens of one sequence, document by document (views, not copies)."""
         members = self.members[self.starts[sequence] : self.starts[sequence + 1]]
-        return [self.tokens[self.offsets[d] : self.offsets[d + 1]] for d in members]
+        begins, ends = self.offsets[members].tolist(), self.offsets[members + 1].tolist()
+        return [self.tokens[begin:end] for begin, end in zip(begins, ends, strict=True)]
 
     def places(self, sequence: int) -> list[str]:
         """Where the documents of one sequence came from, as file:line."""
@@ -88,7 +89,7 @@ class Dataset:
         return [f"{self.files[file]}:{line}" for file, line in self.origins[members].tolist()]
 
 
-def pack(lengths: np.ndarray, seq_len: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def pack(lengths: np.ndarray, seq_len: int, seed: int, *key: int) -> tuple[np.ndarray, np.ndarray]:
     """Best-fit decreasing: longest document first, each into the fullest sequence that still has room for it.
 
     `lengths` int [documents], each from 1 to `seq_len`. Returns (members, starts) as in `Dataset`: positions
@@ -99,7 +100,7 @@ def pack(lengths: np.ndarray, seq_len: int, seed: int) -> tuple[np.ndarray, np.n
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     assert len(lengths) == 0 or 0 < lengths.min() <= lengths.max() <= seq_len, "documents must fit"
-    mixed = permutation(len(lengths), "pack", seed)  # which of two equally long documents goes first
+    mixed = permutation(len(lengths), "pack", seed, *key)  # which of two equally long documents goes first
     mixed = mixed[np.argsort(-lengths[mixed], kind="stable")]
     ends = np.flatnonzero(np.diff(lengths[mixed], append=0)) + 1  # where each run of equal lengths ends
 

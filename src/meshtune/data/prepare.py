@@ -1,0 +1,455 @@
+"""Sources -> tokenised, packed data on disk, made once and memory-mapped by every process after that.
+
+    read ─1000 rows─> encode ──> overlong? labelled? ──> tokens.npy    (streams through: memory is bounded)
+                                                            │ lengths
+                             eval_split, weights, packing <─┘ ──> members and starts of train and eval
+
+The folder's name is the fingerprint of everything that decides its content. It is written beside under
+another name, flushed to the disk and renamed, so it is whole or absent: of two processes that make it at
+once, one wins and the other takes what the winner made. A lock lets the second wait instead of doing the work
+twice; where a file system has no locks, only that is lost. manifest.json holds the size of each file and the
+figures that are shown; a folder that does not match its manifest is removed and made again. No file here can
+hold code: arrays load with allow_pickle=False.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from meshtune.data.documents import ROWS_AT_ONCE, SHOWN, Overlong, Tally, Usable, usable
+from meshtune.data.pack import Dataset, pack, permutation, singles, stored
+from meshtune.data.source import Source, fingerprint, read
+from meshtune.data.stream import Stream
+from meshtune.errors import UserError
+
+if TYPE_CHECKING:
+    from meshtune.data.template import Encoder
+
+CACHE_VERSION = 1  # of the files' format and of everything here that decides their content
+STALE_SECONDS = 24 * 3600  # a folder being written for longer than this was left behind by a killed process
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `prepare` returns; `stats` is JSON-able: `sentences` says it."""
+
+    train: Dataset | Stream
+    eval: Dataset | None
+    stats: dict[str, Any]
+
+
+def prepare(
+    sources: Sequence[Source],
+    encoder: "Encoder",
+    *,
+    seq_len: int,
+    packing: bool = True,
+    overlong: Overlong = "cut",
+    seed: int = 0,
+    eval_split: float = 0,
+    eval_sources: Sequence[Source] = (),
+    on_bad_row: Literal["error", "skip"] = "error",
+    cache_dir: str | Path,
+    streaming: bool = False,
+) -> Prepared:
+    """Training and held-out data from the cache, made first if it is not there.
+
+    `eval_split` below 1 is a fraction of the training documents, else how many; they are taken by the seed
+    and are not trained on. `eval_sources` are held-out data of their own. A source of weight w is passed
+    through w times an epoch (the fraction of a pass is a part fixed by the seed). With `streaming` the
+    training data is a Stream, and only `eval_sources` are put on the disk. Raises UserError for bad rows and
+    settings, overlong documents under overlong="error", a cache folder that cannot be written, and when
+    nothing is left.
+    """
+    _check_settings(sources, eval_split, eval_sources, seq_len, streaming)
+    if streaming:
+        stream = Stream(tuple(sources), encoder, seq_len, packing, overlong, seed, on_bad_row)
+        stats = Tally().values() | {"seq_len": seq_len, "train": None, "eval": None}
+        if not eval_sources:
+            return Prepared(stream, None, stats)
+        held_out = prepare(
+            eval_sources,
+            encoder,
+            seq_len=seq_len,
+            packing=packing,
+            overlong=overlong,
+            seed=seed,
+            on_bad_row=on_bad_row,
+            cache_dir=cache_dir,
+        )
+        assert isinstance(held_out.train, Dataset)
+        return Prepared(stream, held_out.train, stats | {"eval": held_out.stats["train"]})
+    recipe = {
+        "version": CACHE_VERSION,
+        "sources": [_identity(source) for source in sources],
+        "eval_sources": [_identity(source) for source in eval_sources],
+        "encoder": encoder.fingerprint,
+        "settings": [seq_len, packing, overlong, seed, eval_split, on_bad_row],
+    }
+    key = hashlib.blake2b(json.dumps(recipe, sort_keys=True).encode(), digest_size=16).hexdigest()
+    folder = Path(cache_dir).expanduser() / key
+    started = time.perf_counter()
+    prepared = _open(folder)
+    if prepared is None:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with _lock(folder):
+                prepared = _open(folder)  # made by the process that held the lock before
+                if prepared is None:
+                    _discard(folder)
+                    build = _Build(encoder, seq_len, packing, overlong, seed, eval_split, on_bad_row)
+                    _make(folder, build, sources, eval_sources)
+                    prepared = _open(folder)
+        except OSError as error:
+            if error.filename is not None and not str(error.filename).startswith(str(folder.parent)):
+                raise
+            raise UserError(
+                f"The data cache in {folder.parent} cannot be written ({error.strerror or error}): make room "
+                "there, or name another folder by data.cache."
+            ) from error
+        assert prepared is not None, "a cache that was just written must open"
+        prepared.stats["cache"] = "made"
+    else:
+        prepared.stats["cache"] = "found"
+    prepared.stats["seconds"] = time.perf_counter() - started
+    return prepared
+
+
+def sentences(stats: dict[str, Any]) -> list[str]:
+    """What happened to the data, as lines for the log: nothing is cut or left out without being said."""
+    lines = []
+    for name in ("train", "eval"):
+        part = stats[name]
+        if part:
+            how = (
+                f"packed into {part['sequences']:,} sequences of {stats['seq_len']:,}"
+                if part["packed"]
+                else "one a sequence"
+            )
+            full = f", {part['efficiency']:.1%} of their tokens real" if part["packed"] else ""
+            lines.append(
+                f"{name}: {part['documents']:,} documents, {part['tokens']:,} tokens, "
+                f"{part['label_tokens'] / part['tokens']:.1%} labelled; {how}{full}"
+            )
+    cut = stats["cut"]
+    if cut["documents"]:
+        lines.append(
+            f"cut to {stats['seq_len']:,} tokens: {cut['documents']:,} documents, which lost "
+            f"{cut['tokens']:,} tokens ({cut['label_tokens']:,} of them labelled)"
+        )
+    for reason, lost in stats["dropped"].items():
+        lines.append(f"left out, {reason}: {lost['documents']:,} documents ({lost['tokens']:,} tokens)")
+    for reason, rows in stats["bad_rows"].items():
+        lines.append(f"bad rows skipped, {reason}: {rows:,}")
+    return lines
+
+
+@dataclass(frozen=True)
+class _Build:
+    """How the data is made; the settings of `prepare`."""
+
+    encoder: "Encoder"
+    seq_len: int
+    packing: bool
+    overlong: Overlong
+    seed: int
+    eval_split: float
+    on_bad_row: Literal["error", "skip"]
+
+
+def _make(folder: Path, build: _Build, sources: Sequence[Source], eval_sources: Sequence[Source]) -> None:
+    """Write the folder beside, flush it and rename it; another process's finished one stays as it is."""
+    for left in folder.parent.glob(f".{folder.name}.*"):
+        if left.is_dir() and time.time() - left.stat().st_mtime > STALE_SECONDS:
+            shutil.rmtree(left, ignore_errors=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        _write(aside, build, sources, eval_sources)
+        _flush(aside)
+        try:
+            aside.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+            return  # made by another process meanwhile, from the same recipe
+        _flush(folder.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _write(aside: Path, build: _Build, sources: Sequence[Source], eval_sources: Sequence[Source]) -> None:
+    tally = Tally()
+    files: dict[str, int] = {}
+    lengths, labels, origins, source_of = [], [], [], []
+    with _Array(aside / "tokens.npy", np.dtype(np.uint32)) as tokens:
+        for number, source in enumerate([*sources, *eval_sources]):
+            for batch in _documents(source, build, tally):
+                tokens.append(np.concatenate([stored(ids, labelled) for _, ids, labelled in batch]))
+                lengths.append(np.array([len(ids) for _, ids, _ in batch], dtype=np.int64))
+                labels.append(np.array([labelled.sum() for *_, labelled in batch], dtype=np.int64))
+                places = [(files.setdefault(o.file, len(files)), o.line) for o, *_ in batch]
+                origins.append(np.array(places, dtype=np.int64))
+                source_of.append(np.full(len(batch), number))
+    if tally.overlong:
+        raise UserError([*tally.overlong, "Raise data.seq_len, or set data.overlong to cut or drop."])
+    if not lengths:
+        raise UserError(["No document is left to train on.", *sentences(_stats(tally, build, {}))])
+    length, label, source_number = (np.concatenate(parts) for parts in (lengths, labels, source_of))
+    offsets = np.concatenate([[0], np.cumsum(length)])
+    for name, array in (("offsets", offsets), ("labels", label), ("origins", np.concatenate(origins))):
+        _save(aside / f"{name}.npy", array)
+    train, held_out = _split(source_number, len(sources), build)
+    parts = {}
+    passes = list(_passes(train, source_number, [source.weight for source in sources], build.seed))
+    for name, rounds in (("train", passes), ("eval", [held_out] if len(held_out) else [])):
+        if not rounds:
+            continue
+        members, starts = _sequences(rounds, length, build)
+        _save(aside / f"{name}_members.npy", members)
+        _save(aside / f"{name}_starts.npy", starts)
+        parts[name] = {
+            "digest": _digest(tokens.digest, offsets, members, starts),
+            "packed": build.packing,
+            "documents": len(members),
+            "sequences": len(starts) - 1,
+            "tokens": int(length[members].sum()),
+            "label_tokens": int(label[members].sum()),
+        }
+        widest = int(np.diff(np.concatenate([[0], np.cumsum(length[members])])[starts]).max())
+        parts[name]["efficiency"] = parts[name]["tokens"] / (parts[name]["sequences"] * widest)
+    manifest = {
+        "version": CACHE_VERSION,
+        "sizes": {path.name: path.stat().st_size for path in sorted(aside.iterdir())},
+        "files": list(files),
+        "stats": _stats(tally, build, parts),
+    }
+    with (aside / "manifest.json").open("w") as file:
+        json.dump(manifest, file)
+        _flush(file)
+
+
+def _documents(source: Source, build: _Build, tally: Tally) -> Iterator[list[Usable]]:
+    """The source's usable documents, some at a time."""
+    examples = read(
+        source,
+        on_bad_row=build.on_bad_row,
+        needs_answer=build.encoder.train_on != "all",
+        dropped=tally.bad_rows,
+    )
+    while rows := list(islice(examples, ROWS_AT_ONCE)):
+        batch = usable(rows, build.encoder, seq_len=build.seq_len, overlong=build.overlong, tally=tally)
+        if len(tally.overlong) >= SHOWN:
+            return
+        if batch:
+            yield batch
+
+
+def _split(source_number: np.ndarray, sources: int, build: _Build) -> tuple[np.ndarray, np.ndarray]:
+    """(documents to train on, documents held out), each in the order they were read."""
+    candidates = np.flatnonzero(source_number < sources)
+    held_out = np.flatnonzero(source_number >= sources)
+    if build.eval_split:
+        wanted = build.eval_split * len(candidates) if build.eval_split < 1 else build.eval_split
+        count = max(1, round(wanted))
+        taken = np.zeros(len(candidates), dtype=bool)
+        taken[permutation(len(candidates), "split", build.seed)[:count]] = True
+        candidates, held_out = candidates[~taken], candidates[taken]
+    if not len(candidates):
+        raise UserError(
+            f"No document is left to train on: {len(held_out):,} are held out (data.eval_split "
+            f"= {build.eval_split:g}); lower it, or add training data."
+        )
+    return candidates, held_out
+
+
+def _passes(
+    documents: np.ndarray, source_number: np.ndarray, weights: Sequence[float], seed: int
+) -> Iterator[np.ndarray]:
+    """The documents of each pass of an epoch: the sources whose weight is more than the passes before it."""
+    remaining = dict(enumerate(weights))
+    while any(weight > 0 for weight in remaining.values()):
+        chosen = [documents[:0]]
+        for source, weight in remaining.items():
+            own = documents[source_number[documents] == source]
+            if weight >= 1:
+                chosen.append(own)
+            elif weight > 0:
+                part = permutation(len(own), "weight", seed, source)[: max(1, round(weight * len(own)))]
+                chosen.append(own[np.sort(part)])
+            remaining[source] = weight - 1
+        yield np.concatenate(chosen)
+
+
+def _sequences(
+    rounds: Sequence[np.ndarray], lengths: np.ndarray, build: _Build
+) -> tuple[np.ndarray, np.ndarray]:
+    """(members, starts); each pass is packed by itself, so that a document and its copy never share one."""
+    members, starts = [], [np.zeros(1, dtype=np.int64)]
+    for turn, documents in enumerate(rounds):
+        if build.packing:
+            inner, begins = pack(lengths[documents], build.seq_len, build.seed, turn)
+        else:
+            inner, begins = singles(len(documents))
+        members.append(documents[inner])
+        starts.append(begins[1:] + starts[-1][-1])
+    return np.concatenate(members), np.concatenate(starts)
+
+
+def _stats(tally: Tally, build: _Build, parts: dict[str, Any]) -> dict[str, Any]:
+    return tally.values() | {"seq_len": build.seq_len, "train": parts.get("train"), "eval": parts.get("eval")}
+
+
+def _open(folder: Path) -> Prepared | None:
+    """The cache, or None when it is absent or damaged: a file is missing or not of the size written."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        if any((folder / name).stat().st_size != size for name, size in manifest["sizes"].items()):
+            return None
+        arrays = {
+            name.removesuffix(".npy"): np.load(folder / name, mmap_mode="r", allow_pickle=False).view(
+                np.ndarray
+            )
+            for name in manifest["sizes"]
+        }
+        stats = manifest["stats"]
+        parts = {
+            name: Dataset(
+                tokens=arrays["tokens"],
+                offsets=arrays["offsets"],
+                labels=arrays["labels"],
+                origins=arrays["origins"],
+                files=tuple(manifest["files"]),
+                members=arrays[f"{name}_members"],
+                starts=arrays[f"{name}_starts"],
+                seq_len=stats["seq_len"],
+                packed=stats[name]["packed"],
+                digest=stats[name]["digest"],
+            )
+            for name in ("train", "eval")
+            if stats[name]
+        }
+        return Prepared(train=parts["train"], eval=parts.get("eval"), stats=stats)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Hold folder's lock file; the system releases it when the process dies."""
+    with (folder.parent / f".{folder.name}.lock").open("wb") as file:
+        with suppress(OSError):  # a network file system without locks: the rename is what keeps it whole
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _discard(folder: Path) -> None:
+    """Remove a damaged folder: renamed first, so that a process never opens one that is half gone."""
+    if folder.exists():
+        away = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        folder.rename(away / "damaged")
+        shutil.rmtree(away, ignore_errors=True)
+
+
+class _Array:
+    """An .npy file of one dimension that grows: numpy pads the header, so the final size can be filled in."""
+
+    def __init__(self, path: Path, dtype: np.dtype) -> None:
+        self._file = path.open("wb")
+        self._dtype = dtype
+        self._size = 0
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._write_header()
+        self._begin = self._file.tell()
+
+    def _write_header(self) -> None:
+        header = {"descr": self._dtype.str, "fortran_order": False, "shape": (self._size,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+    def append(self, values: np.ndarray) -> None:
+        data = np.ascontiguousarray(values, dtype=self._dtype).data
+        self._file.write(data)
+        self._hash.update(data)
+        self._size += len(values)
+
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+    def __enter__(self) -> "_Array":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._file:
+            self._file.seek(0)
+            self._write_header()
+            assert self._file.tell() == self._begin, "the final header must have the size of the first"
+            _flush(self._file)
+
+
+def _save(path: Path, array: np.ndarray) -> None:
+    with path.open("wb") as file:
+        np.save(file, array, allow_pickle=False)
+        _flush(file)
+
+
+def _flush(what: Any) -> None:
+    """fsync an open file, or a folder (its entries)."""
+    if isinstance(what, Path):
+        handle = os.open(what, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    else:
+        what.flush()
+        os.fsync(what.fileno())
+
+
+def _digest(tokens: str, *arrays: np.ndarray) -> str:
+    digest = hashlib.blake2b(tokens.encode(), digest_size=16)
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array, dtype=np.int64).data)
+    return digest.hexdigest()
+
+
+def _identity(source: Source) -> list[Any]:
+    return [fingerprint(source), source.format, source.split, source.weight, source.columns]
+
+
+def _check_settings(
+    sources: Sequence[Source],
+    eval_split: float,
+    eval_sources: Sequence[Source],
+    seq_len: int,
+    streaming: bool,
+) -> None:
+    problems = [f"{s.path}: weight {s.weight:g} must be above 0." for s in sources if s.weight <= 0]
+    if not sources:
+        problems.append("There is no training data: name a file, a folder or a hub data set in data.train.")
+    if eval_split and eval_sources:
+        problems.append(f"Give data.eval or data.eval_split ({eval_split:g}), not both.")
+    if eval_split < 0 or (eval_split > 1 and eval_split != int(eval_split)):
+        problems.append(
+            f"data.eval_split = {eval_split:g} must be a fraction below 1, or a whole number of documents."
+        )
+    if eval_split and streaming:
+        problems.append(
+            f"data.eval_split = {eval_split:g} needs all documents, and data.streaming never knows them; "
+            "give data.eval."
+        )
+    if seq_len < 2:
+        problems.append(f"data.seq_len = {seq_len} must be at least 2: one token, and one that it predicts.")
+    if problems:
+        raise UserError(problems)

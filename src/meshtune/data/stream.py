@@ -1,0 +1,167 @@
+"""Data that is tokenised and packed while it is read, for what does not fit on the disk.
+
+    source 1 ─┐
+    source 2 ─┼─ window: some documents of each, by weight ──pack──> sequences, shuffled inside it ──> Loader
+    source 3 ─┘     (the next one is made in a thread meanwhile)
+
+A window starts at a row of each source; that is its whole state, so going on reads one window again and
+nothing before it. Every rank reads the same windows, and so knows every count of the global batch; what it
+pays for that is the tokenising of all ranks' rows. A source that ends begins again. A weight says how many
+rows of a source come in proportion to the others', not how many passes, since nobody knows how long a stream
+is.
+"""
+
+import hashlib
+import json
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from meshtune.data.documents import ROWS_AT_ONCE, Overlong, Tally, Usable, usable
+from meshtune.data.pack import Dataset, in_memory, pack, singles
+from meshtune.data.source import Example, Source, read
+from meshtune.errors import UserError
+
+if TYPE_CHECKING:
+    from meshtune.data.template import Encoder
+
+Place = dict[
+    str, list[int]
+]  # rows: next row of each source; passes: its ended ones; taken: its examples so far
+
+Readers = dict[int, Iterator[tuple[Example, bool]]]  # an open source, and whether an example is its last
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Sources, and how their documents are made; settings as in `prepare`. `tally` counts as it goes on."""
+
+    sources: tuple[Source, ...]
+    encoder: "Encoder"
+    seq_len: int
+    packed: bool
+    overlong: Overlong
+    seed: int
+    on_bad_row: Literal["error", "skip"]
+    window: int = 2000  # examples
+    tally: Tally = field(default_factory=Tally, compare=False)
+
+    @property
+    def digest(self) -> str:
+        """Names the stream that a state belongs to; not its rows, which nobody knows beforehand."""
+        recipe = [
+            [(s.path, s.split, s.format, s.weight, s.columns) for s in self.sources],
+            [
+                self.encoder.fingerprint,
+                self.seq_len,
+                self.packed,
+                self.overlong,
+                self.on_bad_row,
+                self.window,
+            ],
+        ]
+        return hashlib.blake2b(json.dumps(recipe).encode(), digest_size=16).hexdigest()
+
+    @property
+    def width(self) -> int:
+        """Every packed sequence is made this wide, so that shapes never change."""
+        return self.seq_len
+
+    def start(self) -> Place:
+        """The place of the first window."""
+        nothing = [0] * len(self.sources)
+        return {"rows": nothing, "passes": nothing, "taken": nothing}
+
+    def windows(self, place: Place) -> Generator[tuple[Dataset, Place, Place], None, None]:
+        """Windows without end from `place` on: (its sequences, its place, the place after it).
+
+        Raises UserError for bad rows and overlong documents that are errors, and when a whole pass gives no
+        document.
+        """
+        readers: Readers = {}
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            coming = thread.submit(self._window, place, readers)
+            while True:
+                dataset, after = coming.result()
+                coming = thread.submit(self._window, after, readers)
+                yield dataset, place, after
+                place = after
+
+    def _window(self, place: Place, readers: Readers) -> tuple[Dataset, Place]:
+        documents: list[Usable] = []
+        after = place
+        while not documents:
+            documents, after = self._documents(after, readers)
+            if not documents and min(after["passes"]) > min(place["passes"]) + 1:
+                raise UserError(
+                    "A whole pass through the stream gave no document to train on: check its rows."
+                )
+        return self._pack(documents, place), after
+
+    def _documents(self, place: Place, readers: Readers) -> tuple[list[Usable], Place]:
+        """A window's usable documents, and the place after it; an ended source begins again in the next."""
+        rows, passes, taken = (list(place[name]) for name in ("rows", "passes", "taken"))
+        total, weight = sum(taken) + self.window, sum(source.weight for source in self.sources)
+        documents: list[Usable] = []
+        for number, source in enumerate(self.sources):
+            wanted = max(1, round(total * source.weight / weight) - taken[number])
+            if number not in readers:
+                readers[number] = with_last(self._read(source, rows[number]))
+            pairs = list(islice(readers[number], wanted))
+            examples = [example for example, _ in pairs]
+            taken[number] += len(examples)
+            if not pairs or pairs[-1][1]:
+                del readers[number]
+                rows[number], passes[number] = 0, passes[number] + 1
+            else:
+                rows[number] = examples[-1].origin.row + 1
+            for begin in range(0, len(examples), ROWS_AT_ONCE):
+                some = examples[begin : begin + ROWS_AT_ONCE]
+                documents += usable(
+                    some, self.encoder, seq_len=self.seq_len, overlong=self.overlong, tally=self.tally
+                )
+        if self.tally.overlong:
+            raise UserError(
+                [*self.tally.overlong, "Raise data.seq_len, or set data.overlong to cut or drop."]
+            )
+        return documents, {"rows": rows, "passes": passes, "taken": taken}
+
+    def _read(self, source: Source, start: int) -> Iterator[Example]:
+        return read(
+            source,
+            on_bad_row=self.on_bad_row,
+            streaming=True,
+            start=start,
+            needs_answer=self.encoder.train_on != "all",
+            dropped=self.tally.bad_rows,
+        )
+
+    def _pack(self, documents: Sequence[Usable], place: Place) -> Dataset:
+        lengths = np.array([len(ids) for _, ids, _ in documents])
+        if self.packed:
+            members, starts = pack(lengths, self.seq_len, self.seed, *place["rows"])
+        else:
+            members, starts = singles(len(documents))
+        files: dict[str, int] = {}
+        origins = [(files.setdefault(origin.file, len(files)), origin.line) for origin, *_ in documents]
+        return in_memory(
+            [(ids, labelled) for _, ids, labelled in documents],
+            members,
+            starts,
+            seq_len=self.seq_len,
+            packed=self.packed,
+            origins=np.array(origins),
+            files=tuple(files),
+        )
+
+
+def with_last(examples: Iterator[Example]) -> Iterator[tuple[Example, bool]]:
+    """Each example, and whether it is the last one: a pass ends with its last example, not after it."""
+    ahead = next(examples, None)
+    while ahead is not None:
+        example, ahead = ahead, next(examples, None)
+        yield example, ahead is None
