@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart quickstart-lora test test-all lint benchmark gpu-check clean
+.PHONY: quickstart quickstart-lora test test-slow lint benchmark gpu-check clean
 
 # The main job on the embedded model and data: fine-tune, evaluate, write a Hugging Face folder and a report.
 quickstart: $(STAMP)
@@ -17,9 +17,9 @@ quickstart-lora: $(STAMP)
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -n 2
 
-# The default tests and the slow ones.
-test-all: $(STAMP) lint
-	$(BIN)/python -m pytest -n 2 -m "not gpu"
+# The tests that take longer.
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -m "slow and not gpu"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
