@@ -1,0 +1,254 @@
+"""The numbers of a model as one value: its matrices, its attention, its parameters by kind, its FLOPs.
+
+    config ──meta build, one traced forward──> Census ──> step_flops, palm_flops (here), memory, plans …
+
+`Census` is plain numbers, made without torch where the numbers are already known. `census` derives it from
+any Hugging Face config: the model is built on meta and one forward of a few tokens is traced (trace.py).
+Whatever multiplies a parameter is a matrix of the census, with autograd's own answer to whether its input
+needs a gradient; an attention function that stands in for the real one reports heads, sizes and window of
+each layer. A multiplication that the trace cannot name makes `unsupported` say so, and then there are no
+FLOPs at all rather than wrong ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(\..+)?")  # the names of LoRA's parameters
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A parameter that every token is multiplied with, `count` times (of experts: as many as are active).
+
+    input_gradient: whether backward needs the gradient of this matrix's input (something before it is
+    trainable).
+    """
+
+    name: str  # inside its block, such as self_attn.q_proj.weight
+    kind: str  # attention | mlp | head | adapter | other
+    rows: int  # output features
+    cols: int  # input features
+    count: float = 1
+    trainable: bool = True
+    input_gradient: bool = True
+
+    @property
+    def forward(self) -> float:
+        """FLOPs per token: one multiply and one add per element."""
+        return 2 * self.rows * self.cols * self.count
+
+    @property
+    def backward(self) -> float:
+        """FLOPs per token: as many as forward for the input's gradient and for the weight's, where needed."""
+        return self.forward * (self.input_gradient + self.trainable)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One layer's attention core.
+
+    window: a token attends to itself and the window - 1 tokens before it; None: to all before it.
+    """
+
+    query_heads: int
+    key_heads: int
+    qk_dim: int
+    v_dim: int
+    window: int | None = None
+    gradients: tuple[bool, bool, bool] = (True, True, True)  # whether queries, keys, values need theirs
+
+    def forward(self, pairs: int) -> float:
+        """FLOPs of QKᵀ and PV over `pairs` (query, key) pairs."""
+        return 2 * pairs * self.query_heads * (self.qk_dim + self.v_dim)
+
+    def backward(self, pairs: int) -> float:
+        """FLOPs of dQ, dK, dV and dP. Flash kernels compute QKᵀ again: recomputation, not counted."""
+        q, k, v = self.gradients
+        sizes = self.qk_dim * (q + k) + self.v_dim * (v + (q or k))
+        return 2 * pairs * self.query_heads * sizes
+
+
+@dataclass(frozen=True)
+class Parameters:
+    kind: str  # embedding | attention | mlp | norm | head | adapter | other
+    count: int
+    trainable: int
+
+
+@dataclass(frozen=True)
+class Block:
+    matrices: tuple[Matrix, ...]
+    attention: tuple[Attention, ...]
+    parameters: tuple[Parameters, ...]
+
+
+@dataclass(frozen=True)
+class Census:
+    family: str  # transformers' model_type
+    hidden: int
+    vocabulary: int
+    blocks: tuple[Block, ...]
+    outside: tuple[Matrix, ...]  # multiplied with every token, but in no block
+    head: Matrix | None
+    parameters_outside: tuple[Parameters, ...]  # embedding, last norm, a head of its own …
+    tied: bool  # head and embedding are one parameter, counted as embedding
+    unsupported: str | None = None  # why the FLOPs of this model are unknown
+
+    @cached_property
+    def parameters(self) -> dict[str, Parameters]:
+        """By kind, over the whole model."""
+        in_blocks = (p for block in self.blocks for p in block.parameters)
+        return {p.kind: p for p in merged([*self.parameters_outside, *in_blocks])}
+
+    @cached_property
+    def total(self) -> int:
+        return sum(p.count for p in self.parameters.values())
+
+    @cached_property
+    def trainable(self) -> int:
+        return sum(p.trainable for p in self.parameters.values())
+
+    @cached_property
+    def matmul(self) -> tuple[float, float]:
+        """(forward, backward) FLOPs per token of every matrix but the head."""
+        matrices = [*self.outside, *(m for block in self.blocks for m in block.matrices)]
+        return sum(m.forward for m in matrices), sum(m.backward for m in matrices)
+
+    @cached_property
+    def attentions(self) -> Counter[Attention]:
+        """How many layers have each kind of attention core."""
+        return Counter(attention for block in self.blocks for attention in block.attention)
+
+
+# FLOPs #
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """The FLOPs that one global batch needs, by part."""
+
+    matmul_forward: float
+    matmul_backward: float
+    attention_forward: float
+    attention_backward: float
+    head_forward: float
+    head_backward: float
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+
+def attended_pairs(lengths: Iterable[int], window: int | None = None) -> int:
+    """(query, key) pairs of causal attention in documents of these lengths: Σ n(n + 1)/2, a window aside."""
+    pairs = 0
+    for n, times in Counter(lengths).items():
+        w = n if window is None else min(n, window)
+        pairs += times * (w * (w + 1) // 2 + (n - w) * w)
+    return pairs
+
+
+def step_flops(census: Census, documents: Collection[int], label_tokens: int) -> StepFlops | None:
+    """The FLOPs of one forward and backward pass over documents of these lengths; None where unknown.
+
+    The head counts at labelled positions alone, attention once per attended pair, recomputation never
+    (docs/mfu.md).
+    """
+    if census.unsupported or census.head is None:
+        return None
+    tokens = sum(documents)
+    forward, backward = census.matmul
+    lengths = Counter(documents)
+    cores = [
+        (attention, layers, attended_pairs(lengths.elements(), attention.window))
+        for attention, layers in census.attentions.items()
+    ]
+    return StepFlops(
+        matmul_forward=tokens * forward,
+        matmul_backward=tokens * backward,
+        attention_forward=sum(layers * attention.forward(pairs) for attention, layers, pairs in cores),
+        attention_backward=sum(layers * attention.backward(pairs) for attention, layers, pairs in cores),
+        head_forward=label_tokens * census.head.forward,
+        head_backward=label_tokens * census.head.backward,
+    )
+
+
+def palm_flops(census: Census, tokens: int, seq_len: int) -> float:
+    """The common figure, (6N + 12·L·h·s) FLOPs per token (Chowdhery et al. 2022, PaLM, appendix B).
+
+    N: parameters without the input embedding (a tied head stays); h: query heads × head size, which most
+    models choose equal to the hidden size. Attention counts without causality, every weight as trainable, the
+    head at every position.
+    """
+    embedding = census.parameters["embedding"].count if "embedding" in census.parameters else 0
+    head = census.vocabulary * census.hidden if census.tied else 0
+    widths = sum(layers * a.query_heads * a.qk_dim for a, layers in census.attentions.items())
+    return tokens * (6 * (census.total - embedding + head) + 12 * widths * seq_len)
+
+
+def merged(parameters: Iterable[Parameters]) -> tuple[Parameters, ...]:
+    """One entry per kind, in the order of their names."""
+    counts: Counter[str] = Counter()
+    trainable: Counter[str] = Counter()
+    for p in parameters:
+        counts[p.kind] += p.count
+        trainable[p.kind] += p.trainable
+    return tuple(Parameters(kind, counts[kind], trainable[kind]) for kind in sorted(counts))
+
+
+# Derivation from a Hugging Face config or model #
+
+
+def census(
+    config: PretrainedConfig, *, frozen: Collection[str] = (), adapters: Mapping[str, int] | None = None
+) -> Census:
+    """The census of the causal LM that transformers builds from `config`.
+
+    frozen: names of parameters without gradient. adapters: rank of the LoRA pair beside each module named.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from meshtune.model.trace import trace
+
+    def build(attention: str) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention)
+
+    return trace(build, frozenset(frozen), dict(adapters or {}))
+
+
+def census_of(model: PreTrainedModel) -> Census:
+    """The census of an existing model as it stands, frozen parameters and LoRA included.
+
+    To be called before the model is wrapped, sharded or cut.
+    """
+    from meshtune.model.trace import trace
+
+    adapters: dict[str, int] = {}
+    frozen: set[str] = set()
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, parameter in model.named_parameters():
+        if found := ADAPTER.fullmatch(name):
+            if found["which"] == "A":
+                adapters[found["module"]] = parameter.shape[0]
+            continue
+        shapes[name] = tuple(parameter.shape)
+        if not parameter.requires_grad:
+            frozen.add(name)
+
+    def build(attention: str) -> PreTrainedModel:
+        built = type(model)._from_config(copy.deepcopy(model.config), attn_implementation=attention)
+        same = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()} == shapes
+        assert same, "census_of wants the model as its config builds it"
+        return built
+
+    return trace(build, frozenset(frozen), adapters)
