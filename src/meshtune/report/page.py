@@ -23,7 +23,7 @@ SHOWN = {  # facts of the "run" row that say what was run; the others are its en
     "trainable_parameters": "Trainable",
     "data": "Data",
     "layout": "Layout",
-    "world": "GPUs",
+    "world": "Devices",
     "global_batch_size": "Global batch",
     "seq_len": "Sequence length",
     "total_steps": "Steps",
@@ -55,8 +55,9 @@ def page(run: RunDir) -> str:
             "Environment", list(_leaves({key: value for key, value in facts.items() if key not in SHOWN}))
         ),
     ]
+    last = max(summary.steps, 1)
     drawings = {
-        panel.key: plotly_figure(panel, height=320 if index == 0 else 240)
+        panel.key: plotly_figure(panel, last_step=last, height=320 if index == 0 else 230)
         for index, panel in enumerate(figures)
     }
     scripts = ""
@@ -84,6 +85,8 @@ def _subtitle(summary: Summary, facts: Row) -> str:
         parts.append(f"{count(summary.tokens)} tokens")
     if summary.seconds:
         parts.append(duration(summary.seconds))
+    if summary.skipped:
+        parts.append(f"{summary.skipped:,} of the steps not applied (not finite)")
     return " · ".join([*parts, _text(summary.status)])
 
 
@@ -102,7 +105,7 @@ def _headline(s: Summary) -> str:
         tiles.append(("Training loss", f"{s.last_loss:.4f}", f"from {s.first_loss:.4f}"))
     if s.tokens_per_second_per_gpu is not None:
         mfu = "median" if s.mfu is None else f"MFU {s.mfu:.1%}"
-        tiles.append(("Tokens/s/GPU", f"{s.tokens_per_second_per_gpu:,.0f}", mfu))
+        tiles.append((s.speed_unit.capitalize(), f"{s.tokens_per_second_per_gpu:,.0f}", mfu))
     if s.peak_memory_bytes is not None:
         tiles.append(("Peak memory", human(s.peak_memory_bytes), ""))
     if not tiles:
@@ -167,12 +170,14 @@ def _leaves(facts: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, s
     for key, value in facts.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{key}.")
-        else:
+        elif value is not None:
             yield f"{prefix}{key}", _fact(value)
 
 
 def _fact(value: Any) -> str:
     """A fact as text; large counts get a short form beside the exact one."""
+    if isinstance(value, list):
+        return ", ".join(map(_fact, value))
     if isinstance(value, int) and not isinstance(value, bool) and value >= 10**6:
         return f"{value:,} ({count(value)})"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
@@ -232,7 +237,9 @@ h2 { font-size: 17px; letter-spacing: -0.005em; margin: 44px 0 12px; }
 small { color: var(--soft); font-size: 13px; font-weight: 400; }
 code, pre, .samples td { font-family: var(--mono); font-size: 13px; }
 
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: 12px; margin: 32px 0 8px; }
+.tiles {
+  display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: 12px; margin: 32px 0 8px;
+}
 .tile { background: var(--card); border-radius: 8px; padding: 14px 16px 12px; }
 .tile dt { color: var(--soft); font-size: 13px; }
 .tile dd { margin: 2px 0 0; font-size: 25px; line-height: 1.25; font-weight: 600; letter-spacing: -0.02em; }
@@ -255,6 +262,8 @@ th { text-align: left; font-weight: 500; color: var(--soft); font-size: 13px; }
 .samples .right { color: var(--right); }
 .samples .right::after { content: " ✓"; }
 .samples .wrong { color: var(--soft); }
+.facts { font-size: 14px; }
+.facts th { width: 150px; }
 .facts th, .facts td { padding: 4px 28px 4px 0; vertical-align: top; overflow-wrap: anywhere; }
 .facts th { white-space: nowrap; }
 pre { background: var(--card); border-radius: 8px; padding: 14px 16px; overflow-x: auto; line-height: 1.5; }

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshtune.report.summary import of_kind
+from meshtune.report.summary import of_kind, unit_of_speed
 from meshtune.rundir import Row
 from meshtune.units import GIB
 
@@ -52,7 +52,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot over steps; `form` is the d3/Python format of its values."""
+    """One plot over steps; `form` formats its values (d3's language and Python's agree on these)."""
 
     key: str
     title: str
@@ -72,24 +72,26 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
     def held_out(column: str) -> Line:
         return line("held out", "other", evals, column)
 
-    speed = "tokens_per_second_per_gpu"
+    speed, speed_unit = "tokens_per_second_per_gpu", unit_of_speed(rows)
+    warm = train[1:] if len(train) > 10 else train  # compiling in the first step would flatten all the others
+    of_warm = "seconds" if warm is train else "seconds, without the first"
     losses = (*smoothed("train", train, "loss"), held_out("loss"))
     mfu = (one("MFU", "mfu"), one("6N + 12·L·h·s", "mfu_6n", role="other"))
     seconds = (
-        *smoothed("step", train, "step_seconds"),
-        one("waiting for data", "data_seconds", role="other"),
+        *smoothed("step", warm, "step_seconds"),
+        line("waiting for data", "other", warm, "data_seconds"),
     )
     peak_memory = one("peak memory", "peak_memory_bytes", unit=GIB)
     made = [
         Panel("loss", "Loss", "per label token", ".4f", losses),
         Panel("exact_match", "Exact match", "of held-out prompts", ".1%", (held_out("exact_match"),), True),
-        Panel("speed", "Speed", "tokens/s/GPU", ",.0f", smoothed("tokens/s/GPU", train, speed), True),
+        Panel("speed", "Speed", speed_unit, ",.0f", smoothed(speed_unit, train, speed), True),
         Panel("mfu", "Model FLOPs utilisation", "of the device's peak", ".1%", mfu, True),
         Panel(
             "grad_norm", "Gradient norm", "before clipping", ".3f", smoothed("norm", train, "grad_norm"), True
         ),
         Panel("learning_rate", "Learning rate", "", ".2e", (one("learning rate", "learning_rate"),), True),
-        Panel("time", "Step time", "seconds", ".3f", seconds, True),
+        Panel("time", "Step time", of_warm, ".3f", seconds, True),
         Panel("memory", "Peak memory", "GiB", ".2f", (peak_memory,), True),
     ]
     filled = (replace(panel, lines=tuple(one for one in panel.lines if one.steps)) for panel in made)
@@ -145,11 +147,14 @@ def thinned(one: Line, most: int = MOST_POINTS) -> Line:
 # plotly #
 
 
-def plotly_figure(panel: Panel, *, colours: dict[str, str] = LIGHT, height: int = 260) -> dict[str, Any]:
+def plotly_figure(
+    panel: Panel, *, last_step: int | None = None, colours: dict[str, str] = LIGHT, height: int = 260
+) -> dict[str, Any]:
     """A panel as plotly's JSON (`plotly.graph_objects.Figure(spec)` takes it); its title belongs to the
     page around it.
 
-    Each trace's `meta` is its role, by which the page recolours it for the reader's theme.
+    The x axis ends at `last_step`, which plots side by side should share. Each trace's `meta` is its role, by
+    which the page recolours it for the reader's theme.
     """
     traces = []
     for one in map(thinned, panel.lines):
@@ -173,14 +178,14 @@ def plotly_figure(panel: Panel, *, colours: dict[str, str] = LIGHT, height: int 
         "linecolor": colours["grid"],
         "zeroline": False,
         "ticks": "",
-        "automargin": True,
-        "fixedrange": False,
+        "exponentformat": "e",
     }
+    last = max((one.steps[-1] for one in panel.lines), default=1) if last_step is None else last_step
     return {
         "data": traces,
         "layout": {
             "height": height,
-            "margin": {"l": 8, "r": 12, "t": 8 if len(traces) == 1 else 30, "b": 8},
+            "margin": {"l": 48, "r": 8, "t": 28, "b": 24},
             "paper_bgcolor": "rgba(0,0,0,0)",
             "plot_bgcolor": "rgba(0,0,0,0)",
             "font": {"family": "system-ui, sans-serif", "size": 12, "color": colours["ink"]},
@@ -188,19 +193,27 @@ def plotly_figure(panel: Panel, *, colours: dict[str, str] = LIGHT, height: int 
             "hoverlabel": {"bgcolor": colours["paper"], "bordercolor": colours["grid"]},
             "showlegend": len(traces) > 1,
             "legend": {"orientation": "h", "x": 1, "xanchor": "right", "y": 1.02, "yanchor": "bottom"},
-            "xaxis": {**axis, "showgrid": False, "hoverformat": ",d", "tickformat": ",d"},
+            "xaxis": {
+                **axis,
+                "range": [-0.015 * last, 1.015 * last],
+                "showgrid": False,
+                "hoverformat": ",d",
+                "tickformat": ",d",
+            },
             "yaxis": {
                 **axis,
-                "tickformat": _tick_form(panel),
+                "tickformat": tick_form(panel.form),
                 "rangemode": "tozero" if panel.from_zero else "normal",
             },
         },
     }
 
 
-def _tick_form(panel: Panel) -> str:
-    """Ticks are round numbers, so they need fewer digits than values."""
-    return {"%": ".0%", "e": ".1e", "f": "~f"}[panel.form[-1]] if "," not in panel.form else "~s"
+def tick_form(form: str) -> str:
+    """The d3 format of round tick values: fewer digits than the values; "" is plotly's choice."""
+    if form.startswith(","):
+        return "~s"
+    return ".0%" if form.endswith("%") else ""
 
 
 # matplotlib #
@@ -212,7 +225,8 @@ def matplotlib_figure(rows: Sequence[Row], *, dark: bool = False) -> "Figure":
     from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
     drawn, colours = panels(rows), DARK if dark else LIGHT
-    lines_of_rest = (len(drawn) - 1 + 1) // 2
+    lines_of_rest = len(drawn) // 2  # of two plots each, below the first
+    last = max((row["step"] for row in rows if row.get("step")), default=1)
     figure = Figure(figsize=(9, 3 + 2.1 * lines_of_rest), layout="constrained", facecolor=colours["paper"])
     grid = figure.add_gridspec(1 + lines_of_rest, 2, height_ratios=[1.35] + [1] * lines_of_rest)
     for index, panel in enumerate(drawn):
@@ -236,6 +250,7 @@ def matplotlib_figure(rows: Sequence[Row], *, dark: bool = False) -> "Figure":
         axes.tick_params(colors=colours["ink"], length=0, labelsize=8)
         axes.grid(axis="y", color=colours["grid"], linewidth=0.8)
         axes.set_axisbelow(True)
+        axes.set_xlim(-0.015 * last, 1.015 * last)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
         if panel.from_zero:
             axes.set_ylim(bottom=0)

@@ -18,6 +18,8 @@ class Summary:
     name: str
     status: str  # running | finished | what the run's last word was
     steps: int  # updates done
+    skipped: int  # of these, not applied because loss or gradients were not finite
+    speed_unit: str
     first_loss: float | None
     last_loss: float | None
     first_eval_loss: float | None
@@ -66,6 +68,8 @@ def summarise(run: RunDir) -> Summary:
         name=run.path.resolve().name,
         status=end.get("status", "finished" if end else "running"),
         steps=steps,
+        skipped=sum(bool(row.get("skipped")) for row in train),
+        speed_unit=unit_of_speed(rows),
         first_loss=at(losses, 0),
         last_loss=at(losses, -1),
         first_eval_loss=at(values(evals, "loss"), 0),
@@ -106,6 +110,12 @@ def facts_of(run: RunDir) -> Row:
     {}.
     """
     return {key: value for key, value in (run.rows("run") or [{}])[-1].items() if key not in ("kind", "step")}
+
+
+def unit_of_speed(rows: Sequence[Row]) -> str:
+    """How `tokens_per_second_per_gpu` is called: per GPU once there are several."""
+    world = max((row.get("world", 1) for row in of_kind(rows, "run")), default=1)
+    return "tokens/s" if world == 1 else "tokens/s/GPU"
 
 
 def of_kind(rows: Sequence[Row], kind: str) -> list[Row]:

@@ -46,12 +46,14 @@ def headline(summary: Summary) -> list[tuple[str, str]]:
         lines.append(("held-out loss", change(first, s.last_eval_loss, ".4f") + best))
     if s.tokens_per_second_per_gpu is not None:
         mfu = f" · MFU {s.mfu:.1%}" if s.mfu is not None else ""
-        lines.append(("speed", f"{s.tokens_per_second_per_gpu:,.0f} tokens/s/GPU (median){mfu}"))
+        lines.append(("speed", f"{s.tokens_per_second_per_gpu:,.0f} {s.speed_unit} (median){mfu}"))
     if s.seconds is not None:
         tokens = f" · {count(s.tokens)} tokens" if s.tokens else ""
         lines.append(("time", duration(s.seconds) + tokens))
     if s.peak_memory_bytes is not None:
         lines.append(("peak memory", human(s.peak_memory_bytes)))
+    if s.skipped:
+        lines.append(("not applied", f"{s.skipped:,} steps, whose loss or gradients were not finite"))
     if s.status != "finished":
         lines.append(("status", s.status))
     return lines
@@ -63,7 +65,7 @@ def change(first: float | None, last: float, form: str) -> str:
 
 
 def samples_table(run: RunDir, *, limit: int = 5) -> RenderableType:
-    """Held-out prompts with the expected answer and the model's, before and after; right answers are green."""
+    """Held-out prompts with the expected answer and the model's, before and after; green where right."""
     samples = samples_of(run)[:limit]
     if not samples:
         return Text("No samples were taken (eval.samples says how many).", style="dim")

@@ -203,7 +203,9 @@ class Metrics:
             raise UserError(problems)
         console = console or Console(stderr=True)
         start = {
-            "console": lambda: ConsoleTracker(console, total_steps=total_steps, start_step=start_step),
+            "console": lambda: ConsoleTracker(
+                console, total_steps=total_steps, start_step=start_step, world=world
+            ),
             "jsonl": lambda: JsonlTracker(run),
             "tensorboard": lambda: TensorBoardTracker(run.logs / "tensorboard", start_step=start_step),
             "wandb": lambda: WandbTracker(run, settings or {}),
@@ -329,25 +331,22 @@ class JsonlTracker:
 
 
 class ConsoleTracker:
-    """A progress bar on a terminal, else plain lines; evaluations and skipped steps always get a line.
+    """A progress bar on a terminal, else plain lines; an evaluation always gets a line.
 
-    Plain lines (a log file, a pipe) come at most one a second, the first and the last step always among them.
+    Plain lines (a log file, a pipe) come at most one a second, later on one per hundredth of the time gone,
+    up to a minute; the first and the last step are always among them.
     """
 
-    def __init__(
-        self, console: Console, *, total_steps: int, start_step: int = 0, seconds: float = 1.0
-    ) -> None:
+    def __init__(self, console: Console, *, total_steps: int, start_step: int = 0, world: int = 1) -> None:
         self.console = console
         self.total_steps = total_steps
         self.start_step = start_step
-        self.seconds = seconds
-        self._progress: Progress | None = (
-            None  # starts with the first row, so that what comes before prints freely
-        )
+        self.speed_unit = "tokens/s" if world == 1 else "tokens/s/GPU"
+        # Bar and clock start with the first row: what comes before prints freely, and compiling in the
+        # first step is no guide to the time left.
+        self._progress: Progress | None = None
         self._task = TaskID(0)
-        self._began: float | None = (
-            None  # when the first row came: the first step's compiling is no guide to the rest
-        )
+        self._began: float | None = None
         self._first_step = start_step
         self._last_line = -math.inf
 
@@ -368,14 +367,13 @@ class ConsoleTracker:
             self._began, self._first_step = now, step
         pace = (now - self._began) / max(1, step - self._first_step)
         left = pace * (self.total_steps - step) if step > self._first_step else None
-        if row.get("skipped"):
-            self._line(f"step {step}: not applied, loss {row['loss']}, gradient norm {row['grad_norm']}")
-        if self.console.is_terminal:
+        pause = min(60.0, max(1.0, 0.01 * (now - self._began)))
+        if self.console.is_interactive:
             self._progress = self._progress or self._bar()
-            self._progress.update(self._task, completed=step, numbers=train_line(row, left))
-        elif now - self._last_line >= self.seconds or step == self.total_steps:
+            self._progress.update(self._task, completed=step, numbers=train_line(row, left, self.speed_unit))
+        elif now - self._last_line >= pause or step == self.total_steps:
             self._last_line = now
-            self._line(f"step {step}/{self.total_steps}  {train_line(row, left)}")
+            self._line(f"step {step}/{self.total_steps}  {train_line(row, left, self.speed_unit)}")
 
     def _bar(self) -> Progress:
         columns = (
@@ -393,9 +391,9 @@ class ConsoleTracker:
         self.console.print(Text(text), soft_wrap=True)
 
 
-def train_line(row: Row, seconds_left: float | None) -> str:
+def train_line(row: Row, seconds_left: float | None, speed_unit: str = "tokens/s") -> str:
     """A train row as the terminal shows it: loss, speed, utilisation if known, time left if known."""
-    parts = [f"loss {row['loss']:.4f}", f"{count(row['tokens_per_second_per_gpu'])} tokens/s/GPU"]
+    parts = [f"loss {row['loss']:.4f}", f"{count(row['tokens_per_second_per_gpu'])} {speed_unit}"]
     if row["mfu"] is not None:
         parts.append(f"MFU {row['mfu']:.1%}")
     if row["peak_memory_bytes"] is not None:

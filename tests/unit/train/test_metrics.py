@@ -43,7 +43,9 @@ def run(tmp_path):
 
 
 def console(*, terminal: bool = False) -> Console:
-    return Console(file=io.StringIO(), width=110, force_terminal=terminal, color_system=None)
+    return Console(
+        file=io.StringIO(), width=110, force_terminal=terminal, force_interactive=terminal, color_system=None
+    )
 
 
 def text(of: Console) -> str:
@@ -270,7 +272,7 @@ def test_plain_lines_come_at_most_one_a_second_with_the_first_and_the_last():
         tracker.log(train_row(step=step, **NUMBERS))
     lines = text(out).splitlines()
     assert len(lines) <= 3
-    assert lines[0].startswith("step 1/500  loss 2.5000 · 2,000 tokens/s/GPU")
+    assert lines[0].startswith("step 1/500  loss 2.5000 · 2,000 tokens/s")
     assert lines[-1].startswith("step 500/500")
 
 
@@ -291,10 +293,16 @@ def test_a_terminal_gets_a_bar_with_loss_speed_and_time_left_and_lines_above_it(
         metrics.evaluate(step=2, loss=2.0, label_tokens=10, exact_match=0.25)
     shown = text(out)
     assert "2/4" in shown
-    assert "loss 2.5000 · 2,000 tokens/s/GPU" in shown
+    assert "loss 2.5000 · 2,000 tokens/s" in shown
     assert "left" in shown
     assert "Saved [checkpoints] step-2.\n" in shown
     assert "eval at step 2: loss 2.0000 · perplexity 7.389 · exact match 25.0%\n" in shown
+
+
+def test_speed_is_per_gpu_once_there_are_several():
+    out = console()
+    ConsoleTracker(out, total_steps=1, world=8).log(train_row(step=1, **NUMBERS, world=8))
+    assert "250 tokens/s/GPU" in text(out)
 
 
 def test_time_left_does_not_count_the_steps_before_a_resume(monkeypatch):
