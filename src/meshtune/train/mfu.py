@@ -1,11 +1,16 @@
-"""Model FLOPs utilisation: the share of the device's peak that the model's own arithmetic takes (docs/mfu.md)."""
+"""Model FLOPs utilisation: the share of the peak that the model's own arithmetic takes (docs/mfu.md)."""
 
 import tomllib
 from functools import cache
 from importlib.resources import files
 
-TF32, FP32 = "tf32", "fp32"
-COLUMNS = {"fp32": FP32, "tf32": TF32, "bf16": "bf16", "bf16-pure": "bf16"}  # precision -> column of peak.toml
+COLUMNS = {
+    "fp32": "fp32",
+    "tf32": "tf32",
+    "bf16": "bf16",
+    "bf16-pure": "bf16",
+}  # precision -> column of peak.toml
+OTHERS = {"MIG", "Laptop", "D"}  # a slice of a GPU, and slower chips that share a name
 
 
 @cache
@@ -14,23 +19,23 @@ def _peaks() -> dict[str, dict]:
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Dense peak FLOP/s of a device as its driver names it; None when unknown, for any CPU, and for a slice of a GPU.
+    """Dense peak FLOP/s of a device as its driver names it; None when unknown, as for any CPU or slice of a GPU.
 
-    precision: fp32, tf32 (fp32 with TensorFloat-32 products allowed), bf16 or bf16-pure; others have no figure.
+    precision: fp32, tf32 (fp32 with TensorFloat-32 products allowed), bf16, bf16-pure; others have no figure.
     """
-    if " MIG " in device_name or precision not in COLUMNS:
+    words = set(device_name.replace("-", " ").split())
+    if words & OTHERS or precision not in COLUMNS:
         return None
-    named = [entry for entry in _peaks().values() if all(word in device_name for word in entry["words"])]
+    named = [entry for entry in _peaks().values() if words.issuperset(entry["words"])]
     if not named:
         return None
-    best = max(named, key=lambda entry: len("".join(entry["words"])))  # the most exact name
-    return 1e12 * best[COLUMNS[precision]]
+    return 1e12 * max(named, key=lambda entry: len(entry["words"]))[COLUMNS[precision]]
 
 
 def mfu(flops: float | None, seconds: float, peak: float | None, devices: int = 1) -> float | None:
     """FLOPs / (seconds × peak × devices), where all are known.
 
-    A share above 1 cannot be: then the peak, or the clock, is not what it is taken for, and there is no figure.
+    A share above 1 cannot be: then the peak or the clock is not what it is taken for, and there is none.
     """
     if flops is None or peak is None or seconds <= 0:
         return None

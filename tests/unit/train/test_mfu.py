@@ -1,0 +1,63 @@
+"""Peak rates by device name, and a share that is never above one."""
+
+import tomllib
+from importlib.resources import files
+
+import pytest
+
+from meshtune.train.mfu import mfu, peak_flops
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+        ("NVIDIA A100-PCIE-40GB", "fp32", 19.5),
+        ("NVIDIA H100 80GB HBM3", "bf16-pure", 989.4),
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA H100 NVL", "tf32", 417.5),
+        ("NVIDIA H200", "bf16", 989.4),
+        ("NVIDIA GB200", "bf16", 2500),
+        ("NVIDIA B200", "bf16", 2250),
+        ("NVIDIA L4", "bf16", 121),
+        ("NVIDIA L40S", "bf16", 362.05),
+        ("NVIDIA GeForce RTX 3090 Ti", "bf16", 80),
+        ("AMD Instinct MI300X", "bf16", 1307.4),
+    ],
+)
+def test_a_driver_name_gives_the_datasheets_dense_rate(name, precision, tflops):
+    assert peak_flops(name, precision) == pytest.approx(tflops * 1e12)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cpu",
+        "Intel(R) Xeon(R)",
+        "NVIDIA H200 MIG 1g.18gb",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA L40",
+    ],
+)
+def test_an_unknown_device_or_a_slice_of_one_has_no_peak(name):
+    assert peak_flops(name, "bf16") is None
+
+
+def test_a_precision_without_a_figure_has_no_peak():
+    assert peak_flops("NVIDIA H200", "fp64") is None
+
+
+def test_every_peak_has_its_source_and_the_usual_order():
+    peaks = tomllib.loads(files("meshtune.train").joinpath("peak.toml").read_text("utf-8"))
+    for entry in peaks.values():
+        assert entry["source"]
+        assert entry["fp32"] <= entry["tf32"] <= entry["bf16"] or entry["fp32"] == entry["tf32"]
+
+
+def test_mfu_is_flops_over_what_the_devices_could_do():
+    assert mfu(6e14, 2.0, 1e15, devices=3) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("case", [(1e15, 0.5, 1e15), (None, 1.0, 1e15), (1e15, 1.0, None), (1e15, 0.0, 1e15)])
+def test_without_a_share_that_can_be_there_is_none(case):
+    assert mfu(*case) is None
