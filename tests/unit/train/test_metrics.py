@@ -284,7 +284,8 @@ def test_plain_lines_hold_no_control_characters_and_stay_on_one_line():
     assert text(out).strip().isprintable()
 
 
-def test_a_terminal_gets_a_bar_with_loss_speed_and_time_left_and_lines_above_it():
+def test_a_terminal_gets_a_bar_with_loss_speed_and_time_left_and_lines_above_it(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
     out = console(terminal=True)
     with Metrics([ConsoleTracker(out, total_steps=4)], console=out) as metrics:
         for step in (1, 2):
