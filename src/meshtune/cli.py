@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from meshtune.errors import Interrupted, NonFinite, UserError
+from meshtune.rundir import RunDir
 
 app = typer.Typer(
     name="meshtune",
@@ -52,6 +53,22 @@ def split(settings: list[str] | None) -> tuple[str | None, list[str]]:
     return (files[0] if files else None), [word for word in words if "=" in word]
 
 
+def show_run(run: RunDir, *, as_json: bool) -> None:
+    """Write the run's report and print what it came to, also when it was stopped."""
+    from rich.console import Console
+
+    from meshtune.report import page, summary, tables
+
+    page.write_report(run)
+    if as_json:
+        show_json(summary.summarise(run).as_dict())
+    else:
+        console = Console()
+        console.print(tables.run_summary(run))
+        if run.samples():
+            console.print(tables.samples_table(run))
+
+
 def show_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False))
 
@@ -69,9 +86,11 @@ def train(
     resolved = config.load(file, overrides)
     from meshtune.train import build, loop
 
-    summary = loop.train(build.build(resolved, ranks=nproc))
-    if as_json:
-        show_json(summary)
+    run = build.build(resolved, ranks=nproc)
+    try:
+        loop.train(run)
+    finally:
+        show_run(run.folder, as_json=as_json)
 
 
 @app.command()
@@ -86,9 +105,9 @@ def data(
 
     resolved = config.load(file, overrides)
     from meshtune.data import inspect
-    from meshtune.train import build
+    from meshtune.train import commands
 
-    description = build.describe_data(resolved, samples=samples)
+    description = commands.describe_data(resolved, samples=samples)
     if as_json:
         show_json(description)
     else:
@@ -100,15 +119,17 @@ def data(
 @app.command("eval")
 def evaluate(target: Target, as_json: AsJson = False) -> None:
     """Loss and perplexity on held-out data, with answers compared word for word where asked (eval.exact_match=N)."""
-    from meshtune.train import build
+    from meshtune.train import commands
 
-    result = build.evaluate_target(*split(target))
+    result = commands.evaluate_target(*split(target))
     if as_json:
         show_json(result)
     else:
+        from rich.console import Console
+
         from meshtune.report import tables
 
-        tables.show_evaluation(result)
+        Console().print(tables.facts_table(result, title="evaluation"))
 
 
 @app.command()
@@ -121,9 +142,9 @@ def generate(
 ) -> None:
     """Answer prompts, wrapped as in training (chat template, or prompt and separator)."""
     prompts = prompt or [line.rstrip("\n") for line in sys.stdin]
-    from meshtune.train import build
+    from meshtune.train import commands
 
-    found = build.generate_target(*split(target), prompts, max_new_tokens=max_new_tokens, temperature=temperature)
+    found = commands.generate_target(*split(target), prompts, max_new_tokens=max_new_tokens, temperature=temperature)
     if as_json:
         show_json([{"prompt": p, "answer": a} for p, a in zip(prompts, found, strict=True)])
     else:
@@ -140,16 +161,15 @@ def export(
     push_to: Annotated[str | None, typer.Option(help="hub id to upload the folder to")] = None,
 ) -> None:
     """Write a Hugging Face folder from a run: the final model or a checkpoint, an adapter or merged."""
-    from meshtune.train import build
+    from meshtune.train import commands
 
-    print(build.export_run(run, to, merge=merge, step=step, push_to=push_to))
+    print(commands.export_run(run, to, merge=merge, step=step, push_to=push_to))
 
 
 @app.command()
 def report(run: Annotated[Path, typer.Argument(help="a run folder")]) -> None:
     """Write the run's report.html again from what the run folder holds."""
     from meshtune.report import page
-    from meshtune.rundir import RunDir
 
     print(page.write_report(RunDir(run)))
 
@@ -160,12 +180,18 @@ def env(
     as_json: AsJson = False,
 ) -> None:
     """Versions, devices, and what a model's family supports."""
-    from meshtune.train import build
+    from meshtune.train import commands
 
-    description = build.describe_environment(model)
+    description = commands.describe_environment(model)
     if as_json:
         show_json(description)
     else:
+        from rich.console import Console
+
         from meshtune.report import tables
 
-        tables.show_environment(description)
+        console = Console()
+        console.print(tables.facts_table(description["versions"] | description["devices"], title="environment"))
+        if model:
+            rows = [(row["feature"], row["supported"], row["why"]) for row in description["features"]]
+            console.print(tables.capability_table(rows, title=f"{model} ({description['type']})"))

@@ -19,20 +19,22 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 
 from meshtune.model.anatomy import Anatomy
+from meshtune.parallel.attention import NAMES
 
 Mode = Literal["none", "attention", "selective", "full"]
 
-# What `selective` keeps. Attention appears as the kernels that it dispatches to; plain batched products are not
-# here, since a block's only ones are the scores of an attention without a fused kernel: far too large to keep.
+# What `selective` keeps, by name: some exist only once their module is imported. Attention appears as the kernels
+# that it dispatches to. Plain batched products are not here: a block's only ones are the scores of an attention
+# without a fused kernel, far too large to keep.
 KEPT = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._flash_attention_forward.default,
-    torch.ops.meshtune.capped_attention.default,
+    "aten.mm.default",
+    "aten.addmm.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "torch_attn._varlen_attn.default",
+    "meshtune.capped_attention.default",
 }
 
 
@@ -56,16 +58,16 @@ def recompute_blocks(model: PreTrainedModel, anatomy: Anatomy, mode: Mode) -> No
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if str(op) in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _recompute_attention(model: PreTrainedModel) -> None:
-    if model.config._attn_implementation not in ("meshtune", "meshtune_recompute"):
+    if model.config._attn_implementation not in NAMES:
         raise ValueError(
             f"recompute=attention needs model.attention=meshtune, not {model.config._attn_implementation}; "
             "recompute=selective and full work with any."
         )
-    model.set_attn_implementation("meshtune_recompute")
+    model.set_attn_implementation(NAMES[1])
 
 
 def _recompute_each_block(model: nn.Module, anatomy: Anatomy, contexts: Callable[[], Any] | None) -> None:

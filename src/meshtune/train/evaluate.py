@@ -94,7 +94,7 @@ def questions(
     A document labelled throughout (plain text) is asked to go on after its first quarter.
     """
     found: list[Question] = []
-    for document in range(len(dataset.offsets) - 1):
+    for document in np.unique(dataset.members).tolist():  # its own documents, in the order they were read
         if len(found) == number:
             break
         stored = np.asarray(dataset.tokens[dataset.offsets[document] : dataset.offsets[document + 1]])

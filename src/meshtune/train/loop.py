@@ -15,6 +15,7 @@ from meshtune.errors import Interrupted, NonFinite
 from meshtune.rundir import RunDir
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.evaluate import Evaluation
+from meshtune.train.export import Exporter
 from meshtune.train.memory import PhaseMemory
 from meshtune.train.metrics import Metrics
 from meshtune.train.optim import Optimizer
@@ -30,6 +31,7 @@ class Progress:
     best_loss: float = math.inf  # of the evaluations so far
     best_step: int = 0
     stale: int = 0  # evaluations since the best one
+    saved_step: int = 0  # of the newest checkpoint
 
 
 @dataclass
@@ -53,13 +55,14 @@ class Run:
     metrics: Metrics
     memory: PhaseMemory
     flops: Callable[[Batch], dict[str, float | None]]
-    finish: Callable[["Run"], dict[str, Any]]  # the model folder, the report; returns the summary
+    exporter: Exporter
     stop: StopRequest
     progress: Progress = field(default_factory=Progress)
+    lock: int | None = None  # keeps other processes out of the folder
 
 
-def train(run: Run) -> dict[str, Any]:
-    """Run to the last step; returns the summary. Raises NonFinite and Interrupted with the last good checkpoint saved."""
+def train(run: Run) -> None:
+    """Run to the last step and write the model. Raises NonFinite and Interrupted with the last good checkpoint on the disk."""
     now, nonfinite = run.progress, 0
     with run.metrics, run.stop, out_of_memory_explained(run):
         if now.step == 0 and run.evaluation.at_start:
@@ -95,6 +98,8 @@ def train(run: Run) -> dict[str, Any]:
             if not finite:
                 run.metrics.say(f"Step {now.step} was not applied: loss {loss}, gradient norm {norm}. Batch: {batch.origin}.")
             if nonfinite >= run.max_nonfinite_steps:
+                run.checkpoints.wait()
+                run.metrics.end(step=now.step, status="stopped: loss or gradients were not finite")
                 raise NonFinite(stopped_nonfinite(run, nonfinite, batch))
 
             if due(now.step, run.evaluate_every, run.steps):
@@ -102,12 +107,8 @@ def train(run: Run) -> dict[str, Any]:
             if due(now.step, run.checkpoint_every, run.steps) and finite or run.stop.requested:
                 save(run)
             if run.stop.requested:
-                run.checkpoints.wait()
-                raise Interrupted(
-                    f"Stopped by {run.stop.requested} after step {now.step} of {run.steps}; the checkpoint is saved. "
-                    f"Run the same command again to go on."
-                )
-        return run.finish(run)
+                raise interrupted(run)
+        finish(run)
 
 
 def due(step: int, every: int, last: int) -> bool:
@@ -142,6 +143,9 @@ def exhausted_patience(run: Run) -> bool:
 def save(run: Run) -> None:
     """Save a checkpoint of this step, once."""
     now = run.progress
+    if now.saved_step == now.step:
+        return
+    now.saved_step = now.step
     protect = {now.best_step} if run.keep_best and now.best_step else set()
     tensors = run.optimizer.state() | random_state()
     run.checkpoints.save(now.step, tensors, vars(now).copy(), protect=protect)
@@ -168,6 +172,29 @@ def set_random_state(tensors: dict[str, Tensor]) -> None:
     torch.set_rng_state(tensors["random.cpu"])
     if "random.cuda" in tensors:
         torch.cuda.set_rng_state(tensors["random.cuda"])
+
+
+def finish(run: Run) -> None:
+    """Write model/: the last step's weights, or the best evaluation's where asked."""
+    now = run.progress
+    run.checkpoints.wait()
+    if run.keep_best and now.best_step not in (0, now.step):
+        weights = {name: tensor for name, tensor in run.optimizer.state().items() if name.startswith("model.")}
+        run.checkpoints.load(now.best_step, weights)
+        run.optimizer.publish()
+        run.metrics.say(f"The model is step {now.best_step}'s, with the lowest held-out loss: {now.best_loss:.4f}.")
+    run.exporter.write(run.folder.model)
+    run.metrics.end(step=now.step, status="finished", early=now.step < run.steps)
+    if address := run.exporter.push(run.folder.model):
+        run.metrics.say(f"Uploaded to {address}.")
+
+
+def interrupted(run: Run) -> Interrupted:
+    """What a signal ends with, once the checkpoint is on the disk."""
+    problems, step = run.checkpoints.wait(), run.progress.step
+    saved = "The checkpoint could not be saved." if problems else "The checkpoint is saved; the same command goes on from it."
+    run.metrics.end(step=step, status=f"stopped by {run.stop.requested}")
+    return Interrupted(f"Stopped by {run.stop.requested} after step {step} of {run.steps}. {saved}")
 
 
 def stopped_nonfinite(run: Run, steps: int, batch: Batch) -> str:

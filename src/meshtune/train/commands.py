@@ -1,0 +1,233 @@
+"""What the commands beside `train` do: from a target and settings to plain values.
+
+A target is a run folder, a model or adapter folder, a hub id, or a config file:
+
+    runs/x        its config.yaml, with the weights of model/ (or of a checkpoint)
+    an adapter    the base model that it names, with the adapter on it
+    a model       as it is
+    config.yaml   the model it names, before training
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from meshtune import config as settings
+from meshtune.config import Config
+from meshtune.data import inspect
+from meshtune.data.source import Example, Origin
+from meshtune.data.template import Encoder
+from meshtune.errors import UserError
+from meshtune.model.anatomy import anatomy, capabilities
+from meshtune.model.load import load, load_config, load_tokenizer, resize_embeddings
+from meshtune.model.lora import merge_lora
+from meshtune.model.save import adapter_base, load_adapter
+from meshtune.rundir import RunDir
+from meshtune.train import build
+from meshtune.train.checkpoint import Checkpoints
+from meshtune.train.evaluate import Evaluation
+from meshtune.train.export import Exporter, push, recipe
+from meshtune.train.generate import answers
+from meshtune.train.metrics import Metrics
+from meshtune.units import human
+
+
+@dataclass(frozen=True)
+class Target:
+    """Settings, and where the weights are: a whole model or an adapter's folder, or a checkpoint of a run."""
+
+    config: Config
+    folder: Path | None = None  # model or adapter; None: config.model.name as it is
+    run: RunDir | None = None
+    step: int | None = None  # of the run's checkpoint to use
+
+
+def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = None) -> Target:
+    """What a target's name stands for. Raises UserError where nothing usable is there."""
+    path = Path(name).expanduser() if name else None
+    if path is None or path.is_file():
+        return Target(settings.load(path, overrides))
+    if (path / "config.yaml").exists():
+        run = RunDir(path)
+        config = settings.load(run.config_file, overrides)
+        if step is None and run.model.exists():
+            return Target(config, run.model, run)
+        found: list[str] = []
+        step = Checkpoints(run.checkpoints, report=found.append).newest_good() if step is None else step
+        if step is None:
+            raise UserError([f"{path} holds neither model/ nor a whole checkpoint; train first.", *found])
+        return Target(config, None, run, step)
+    if step is not None:
+        raise UserError(f"--step {step}: {name} is no run folder.")
+    folder = path if path.is_dir() else None
+    adapter = folder is not None and (folder / "adapter_config.json").exists()
+    base = adapter_base(folder) if adapter and folder else str(name)
+    precision = {torch.float32: "fp32", torch.float64: "fp64"}.get(load_config(base).dtype or torch.bfloat16, "bf16-pure")
+    defaults = {"model": {"name": base}, "train": {"precision": precision}}
+    return Target(settings.load(None, overrides, defaults), folder if adapter else None)
+
+
+def open_model(target: Target) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Encoder]:
+    """The target's model in evaluation mode, its tokenizer and encoder."""
+    config, device = target.config, build.device_of(target.config)
+    attention = build.attention_of(config)
+    if target.step is not None and target.run is not None:
+        tokenizer, encoder = build.tokenizer_of(config)
+        model = build.model_of(config, tokenizer, attention, device)
+        weights = {f"model.{name}": p.data for name, p in model.named_parameters() if p.requires_grad}
+        Checkpoints(target.run.checkpoints).load(target.step, weights)
+        return model.eval(), tokenizer, encoder
+    compute, _ = build.PRECISIONS[config.train.precision]
+    trust = config.model.trust_remote_code
+    adapter = target.folder is not None and (target.folder / "adapter_config.json").exists()
+    whole = str(target.folder) if target.folder and not adapter else config.model.name
+    model = load(
+        whole,
+        init="pretrained" if target.folder and not adapter else config.model.init,
+        dtype=compute,
+        device=device,
+        attention=attention,
+        trust_remote_code=trust,
+        revision=None if target.folder and not adapter else config.model.revision,
+        seed=config.train.seed,
+    )
+    tokenizer = load_tokenizer(str(target.folder or config.model.name), trust_remote_code=trust)
+    encoder = Encoder(
+        tokenizer,
+        train_on=config.data.train_on,
+        chat_template=config.data.chat_template,
+        separator=config.data.separator,
+        on_bad_row=config.data.on_bad_row,
+    )
+    resize_embeddings(model, tokenizer)
+    if adapter and target.folder:
+        load_adapter(model, target.folder)
+    return model.eval(), tokenizer, encoder
+
+
+def describe_data(config: Config, *, samples: int) -> dict[str, Any]:
+    """What `meshtune data` shows; see data/inspect.py."""
+    _, encoder = build.tokenizer_of(config)
+    return inspect.describe(build.data_of(config, encoder), encoder.tokenizer, samples=samples)
+
+
+def evaluate_target(name: str | None, overrides: Sequence[str]) -> dict[str, Any]:
+    """Held-out loss and perplexity, and exact match where eval.exact_match asks for it."""
+    target = target_of(name, overrides)
+    config = target.config
+    if not config.data.eval and not config.data.eval_split:
+        raise UserError("There is nothing to evaluate on; add data.eval=FILE (or data.eval_split) to the command.")
+    model, tokenizer, encoder = open_model(target)
+    if not config.data.train:  # only held-out data was named: prepare it as such
+        data = config.data.model_copy(update={"train": config.data.eval, "eval": ()})
+        held_out = build.data_of(config.model_copy(update={"data": data}), encoder).train
+    else:
+        held_out = build.data_of(config, encoder).eval
+    evaluation = Evaluation(
+        model=model,
+        tokenizer=tokenizer,
+        anatomy=anatomy(model),
+        device=model.device,
+        dataset=held_out,
+        micro_batch_size=4,
+        exact_match=config.eval.exact_match,
+        max_new_tokens=config.eval.max_new_tokens,
+        stop_ids=encoder.stop_ids,
+    )
+    rows = Rows()
+    evaluation.run(target.step or 0, Metrics([rows]))
+    return {key: value for key, value in rows.last.items() if key not in ("kind", "step")}
+
+
+class Rows:
+    """A tracker that keeps the last row."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, Any] = {}
+
+    def log(self, row: dict[str, Any]) -> None:
+        self.last = row
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+def generate_target(
+    name: str | None,
+    overrides: Sequence[str],
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+) -> list[str]:
+    """One answer per prompt, each wrapped as its run's training prompts were."""
+    if not prompts:
+        raise UserError("No prompt is given; use --prompt, or write prompts to stdin, one a line.")
+    model, tokenizer, encoder = open_model(target_of(name, overrides))
+    origin = Origin("prompt", 1)
+    asked = [
+        Example(origin, messages=({"role": "user", "content": prompt},), tools=None, prompt=None, completion=None, text=None)
+        if encoder.templated
+        else Example(origin, messages=None, tools=None, prompt=prompt, completion="", text=None)
+        for prompt in prompts
+    ]
+    return answers(
+        model,
+        tokenizer,
+        [encoder.prompt_ids(example) for example in asked],
+        max_new_tokens=max_new_tokens,
+        stop_ids=encoder.stop_ids,
+        temperature=temperature,
+    )
+
+
+def export_run(name: Path, to: Path, *, merge: bool, step: int | None, push_to: str | None) -> Path:
+    """Write a Hugging Face folder from a run or an adapter folder; returns it. Raises UserError when `to` is taken."""
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise UserError(f"{to} exists and is not empty; name a new folder.")
+    target = target_of(str(name), (), step=step)
+    config = target.config
+    model, tokenizer, _ = open_model(target)
+    adapter = target.folder is not None and (target.folder / "adapter_config.json").exists()
+    adapted = adapter or (target.step is not None and config.method == "lora")
+    if merge and not adapted:
+        raise UserError(f"--merge: {name} holds no LoRA adapter; leave it out.")
+    if merge:
+        merge_lora(model)
+    exporter = Exporter(
+        model,
+        tokenizer,
+        base_name=config.model.name,
+        adapter=config.lora.model_dump() if adapted and not merge else None,
+        recipe=recipe(config, target.step or (target.run.rows("train")[-1]["step"] if target.run else 0)),
+    )
+    exporter.write(to)
+    if push_to:
+        push(to, push_to, private=config.hub.private)
+    return to
+
+
+def describe_environment(model: str | None) -> dict[str, Any]:
+    """Versions and devices, and what a model's family supports."""
+    devices: dict[str, Any] = {
+        "cpu": f"{os.cpu_count()} cores, {human(psutil.virtual_memory().total)}",
+        "threads": torch.get_num_threads(),
+    }
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        devices[f"cuda:{index}"] = f"{properties.name}, {human(properties.total_memory)}"
+    found: dict[str, Any] = {"versions": build.versions() | {"executable": sys.executable}, "devices": devices}
+    if model:
+        config = load_config(model)
+        found["type"] = config.model_type
+        found["features"] = [
+            {"feature": feature, "supported": supported, "why": why} for feature, supported, why in capabilities(config)
+        ]
+    return found

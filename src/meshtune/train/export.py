@@ -1,0 +1,92 @@
+"""What a run leaves behind: a Hugging Face folder, or an adapter, that loads anywhere, with a card that says how it was made."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import meshtune
+from meshtune.config import Config
+from meshtune.errors import UserError
+from meshtune.model.save import save_adapter, save_model
+
+
+@dataclass(frozen=True)
+class Exporter:
+    """Writes the trained model; `adapter` holds LoRA's settings (r, alpha, dropout, target_modules), None for a whole model."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    base_name: str
+    adapter: dict[str, Any] | None
+    recipe: dict[str, str]  # for the card
+    push_to: str | None = None
+    private: bool = True
+
+    def write(self, folder: Path) -> Path:
+        """A folder that is whole or absent; one that is there already is replaced as a whole."""
+        if self.adapter is None:
+            save_model(folder, self.model, self.tokenizer, card=self.card())
+        else:
+            save_adapter(
+                folder, self.model, self.tokenizer, base_name=self.base_name, card=self.card(), **self.adapter
+            )
+        return folder
+
+    def push(self, folder: Path) -> str | None:
+        """Upload where asked; returns the address. Raises UserError when the hub refuses (the folder stays)."""
+        return push(folder, self.push_to, private=self.private) if self.push_to else None
+
+    def card(self) -> str:
+        """The model card: front matter that the hub reads, and the recipe as a table."""
+        library = "transformers" if self.adapter is None else "peft"
+        what = "fine-tuned" if self.adapter is None else "adapted (LoRA)"
+        rows = "\n".join(f"| {name} | {value} |" for name, value in self.recipe.items())
+        base = "" if Path(self.base_name).exists() else f"base_model: {self.base_name}\n"
+        return (
+            f"---\nlibrary_name: {library}\n{base}tags:\n- meshtune\n---\n\n"
+            f"# {shown(self.base_name)}, {what}\n\n"
+            f"Trained with [meshtune](https://pypi.org/project/meshtune) {meshtune.__version__}.\n\n"
+            f"| setting | value |\n| --- | --- |\n{rows}\n"
+        )
+
+
+def recipe(config: Config, steps: int) -> dict[str, str]:
+    """What a reader of the card wants to know of a run."""
+    train, data = config.train, config.data
+    return {
+        "base model": shown(config.model.name),
+        "method": config.method if config.method == "full" else f"LoRA r {config.lora.r}, alpha {config.lora.alpha:g}",
+        "data": ", ".join(shown(source.path) for source in data.train),
+        "labelled": data.train_on,
+        "sequence length": f"{data.seq_len}{', packed' if data.packing else ''}",
+        "steps": str(steps),
+        "global batch": f"{config.global_batch_size} sequences",
+        "learning rate": f"{train.learning_rate:g}, {train.lr_scheduler}",
+        "optimizer": f"AdamW, betas {train.adam_betas}, weight decay {train.weight_decay:g}",
+        "precision": train.precision,
+        "seed": str(train.seed),
+    }
+
+
+def shown(name: str) -> str:
+    """A hub id as it is; of a local path only its last part, which says nothing of the machine."""
+    return Path(name).name if Path(name).expanduser().exists() else name
+
+
+def push(folder: Path, repository: str, *, private: bool) -> str:
+    """Upload a folder to the hub; returns its address. Raises UserError when the hub refuses."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    try:
+        api = HfApi()
+        api.create_repo(repository, private=private, exist_ok=True)
+        return str(api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Trained with meshtune"))
+    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"{folder} is complete, but could not be uploaded to {repository}: {reason} Log in (hf auth login), "
+            "check the name, and run: meshtune export RUN FOLDER --push-to NAME"
+        ) from error

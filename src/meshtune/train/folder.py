@@ -1,0 +1,123 @@
+"""Which run folder a run gets: a fresh one, or the one that it goes on in.
+
+    the folder holds            then
+    nothing                     it is taken
+    an unfinished run, same     it goes on from the newest whole checkpoint, in any layout
+    an unfinished run, other    refused, naming the settings that differ
+    a finished run              the next free name (runs/x-2): nothing that was trained is overwritten
+"""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshtune.config import Config, read_yaml
+from meshtune.errors import UserError
+from meshtune.layout import Layout, as_mapping
+from meshtune.rundir import RunDir, write_text_atomically
+from meshtune.train.checkpoint import Checkpoints
+
+# Settings that may change between the parts of one run: they do not change what a step computes.
+FREE = ("train.max_steps", "train.num_epochs", "train.device", "eval", "checkpoint", "log", "hub", "layout", "cluster",
+        "output", "data.cache")  # fmt: skip
+
+
+def claim(config: Config, steps: int) -> tuple[RunDir, int | None]:
+    """(the run folder, the step to go on from or None). Raises UserError as the table above says; writes nothing."""
+    run = RunDir(Path(config.output).expanduser().absolute())
+    if run.path.exists() and not run.path.is_dir():
+        raise UserError(f"output = {config.output} is a file; name a folder.")
+    if not run.config_file.exists():
+        if run.path.exists() and any(run.path.iterdir()):
+            raise UserError(f"output = {config.output} is not empty and holds no run; name another folder.")
+        return run, None
+    if config.checkpoint.resume == "never":
+        return next_free(run), None
+    found: list[str] = []
+    step = Checkpoints(run.checkpoints, report=found.append).newest_good()
+    done = [row for row in run.rows("end") if row.get("status") == "finished"]
+    if done and (step is None or done[-1]["step"] >= steps or done[-1].get("early")):
+        return next_free(run), None
+    if differing := list(differences(settings(config), settings_of(run))):
+        raise UserError(
+            [
+                f"{run.path} holds an unfinished run with other settings; change `output`, or set checkpoint.resume=never:",
+                *differing,
+            ]
+        )
+    return run, step
+
+
+def next_free(run: RunDir) -> RunDir:
+    """runs/x-2, runs/x-3 …: the first that does not exist."""
+    number = 2
+    while (path := run.path.with_name(f"{run.path.name}-{number}")).exists():
+        number += 1
+    return RunDir(path)
+
+
+def begin(run: RunDir, config: Config, layout: Layout, resumed: int | None) -> int:
+    """Take the folder: lock it, write what is to run, and drop the rows of steps that will be done again.
+
+    Returns the lock's file descriptor; the system lets go of it when the process ends. Raises UserError when another
+    process is running there.
+    """
+    run.create()
+    lock = os.open(run.path / ".lock", os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"Another process is training in {run.path}; wait for it, or change `output`.") from None
+    write_text_atomically(run.config_file, resolved(config, run).to_yaml())
+    write_text_atomically(run.plan_file, yaml.safe_dump({"layout": str(layout), **as_mapping(layout)}, sort_keys=False))
+    run.drop_after(resumed or 0) if resumed else discard_rows(run)
+    return lock
+
+
+def discard_rows(run: RunDir) -> None:
+    """A run that was killed before its first checkpoint begins again, without the rows it left."""
+    for file in (run.metrics_file, run.samples_file):
+        file.unlink(missing_ok=True)
+
+
+def resolved(config: Config, run: RunDir) -> Config:
+    """The same settings with absolute paths, so that the file works from anywhere."""
+    data = config.data.model_copy(
+        update={
+            "train": tuple(each.model_copy(update={"path": absolute(each.path)}) for each in config.data.train),
+            "eval": tuple(each.model_copy(update={"path": absolute(each.path)}) for each in config.data.eval),
+            "chat_template": absolute(config.data.chat_template) if config.data.chat_template else None,
+        }
+    )
+    model = config.model.model_copy(update={"name": absolute(config.model.name)})
+    return config.model_copy(update={"data": data, "model": model, "output": str(run.path)})
+
+
+def absolute(name: str) -> str:
+    """A local path made absolute; a hub id or a built-in's name as it is."""
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.exists() else name
+
+
+def settings(config: Config) -> dict[str, Any]:
+    return resolved(config, RunDir(config.output)).model_dump(mode="json")
+
+
+def settings_of(run: RunDir) -> dict[str, Any]:
+    """The settings a run folder was made with, in today's tree."""
+    return Config.model_validate(read_yaml(run.config_file)).model_dump(mode="json")
+
+
+def differences(now: Any, before: Any, key: str = "") -> Iterator[str]:
+    """Sentences for each setting that differs and is not FREE."""
+    if key in FREE:
+        return
+    if isinstance(now, dict) and isinstance(before, dict):
+        for name in {**before, **now}:
+            yield from differences(now.get(name), before.get(name), f"{key}.{name}".lstrip("."))
+    elif now != before:
+        yield f"{key} is {now!r} here and {before!r} there."
