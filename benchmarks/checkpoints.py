@@ -48,7 +48,7 @@ def beside(work: Callable[[], object], run: Callable[[], object], until: Callabl
 
 
 def measure(tensors: dict[str, Tensor], folder: Path, repeats: int) -> dict[str, float]:
-    """Best times in seconds. Saves of both kinds take turns; what runs in the background is waited for outside."""
+    """Best times in seconds. Both kinds of save take turns; what runs beside the loop is not timed."""
     values = {"loader": {"epoch": 1, "index": 12}}
 
     def first(reserve: bool) -> float:

@@ -1,10 +1,10 @@
 """Read torch.distributed.checkpoint's `.metadata` without running what somebody may have put into it.
 
-`.metadata` is a pickle, and a pickle may call anything that it can name. A checkpoint holds few kinds of things,
-though: shapes, dtypes, and the dataclasses that say which piece of which tensor lies where. So the unpickler here
-knows exactly those names, and the reader then looks at what came out: only tensors (bytes entries would be pickles
-again), and every piece lies in a file of this folder whose name the caller vouches for. The tensors themselves are
-read by torch with `weights_only=True`.
+`.metadata` is a pickle, and a pickle may call anything that it can name. A checkpoint holds few kinds of
+things, though: shapes, dtypes, and the dataclasses that say which piece of which tensor lies where. So the
+unpickler here knows exactly those names, and the reader then looks at what came out: only tensors (bytes
+entries would be pickles again), and every piece lies in a file of this folder whose name the caller vouches
+for. The tensors themselves are read by torch with `weights_only=True`.
 """
 
 import io
@@ -45,8 +45,8 @@ class _Unpickler(pickle.Unpickler):
 def read_metadata(data: bytes, files: Collection[str], where: str) -> Metadata:
     """The content of a `.metadata` file, checked.
 
-    `files` are the names that data may lie in; `where` names the file in errors. Raises UserError when the bytes
-    are no pickle of plain checkpoint metadata, hold anything but tensors, or point to any other file.
+    `files` are the names that data may lie in; `where` names the file in errors. Raises UserError when the
+    bytes are no pickle of plain checkpoint metadata, hold anything but tensors, or point to any other file.
     """
     try:
         metadata = _Unpickler(io.BytesIO(data)).load()
