@@ -251,15 +251,19 @@ def matplotlib_figure(rows: Sequence[Row], *, dark: bool = False) -> "Figure":
         axes.grid(axis="y", color=colours["grid"], linewidth=0.8)
         axes.set_axisbelow(True)
         axes.set_xlim(-0.015 * last, 1.015 * last)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, steps=[1, 2, 5, 10]))
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
         if panel.from_zero:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.08 * max(value for one in panel.lines for value in one.values) or 1)
         if panel.form.endswith("%"):
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
         elif panel.form.startswith(","):
             axes.yaxis.set_major_formatter(EngFormatter(sep=""))
         if len(panel.lines) > 1:
             axes.legend(frameon=False, fontsize=8, labelcolor=colours["ink"])
+    engine = figure.get_layout_engine()
+    if engine is not None:
+        engine.set(h_pad=0.14, w_pad=0.14)  # inches
     return figure
 
 

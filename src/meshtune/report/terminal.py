@@ -1,8 +1,8 @@
 """Pictures made of characters: the loss curve under a finished run, and the README's picture of a terminal.
 
 5.60 ┤╮
-3.75 ┤╰─╮
-1.91 ┤  ╰──╮
+     │╰─╮
+     │  ╰──╮
 0.06 ┤     ╰───────────
      └ 1 ────────── 300
 """
@@ -69,12 +69,12 @@ def curve(values: Sequence[float], *, steps: tuple[int, int], width: int = 64, h
             cells[previous][column] = "╮" if level < previous else "╯"
             cells[level][column] = "╰" if level < previous else "╭"
         previous = level
-    labels = [f"{low + row / scale:.3g}" if scale else f"{low:.3g}" for row in range(height)]
-    margin = max(map(len, labels))
+    ends = {0: f"{low:.3g}", height - 1: f"{high:.3g}"}
+    margin = max(map(len, ends.values()))
     picture = Text()
     for row in reversed(range(height)):
-        shown = labels[row] if row in (0, height - 1) else ""
-        picture.append(f"{shown:>{margin}} ┤", style="dim").append("".join(cells[row]) + "\n", style="blue")
+        picture.append(f"{ends.get(row, ''):>{margin}} {'┤' if row in ends else '│'}", style="dim")
+        picture.append("".join(cells[row]) + "\n", style="blue")
     first, last = f" {steps[0]} ", f" {steps[1]}"
     axis = "└" + first + "─" * (width - len(first) - len(last)) + last
     return picture.append(" " * (margin + 1) + axis, style="dim")
@@ -87,7 +87,7 @@ def resampled(values: Sequence[float], width: int) -> list[float]:
     return [fmean(part) for part in slices]
 
 
-def terminal_picture(*shown: RenderableType, title: str = "meshtune", width: int = 92) -> str:
+def terminal_picture(*shown: RenderableType, title: str = "meshtune", width: int = 80) -> str:
     """What a terminal of `width` columns shows, as one SVG that needs nothing from elsewhere."""
     console = Console(
         record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor"

@@ -1,0 +1,54 @@
+import json
+
+from meshtune.report.summary import samples_of, summarise
+
+
+def test_headline_numbers_are_those_of_the_rows(run):
+    summary = summarise(run)
+    assert (summary.first_loss, summary.last_loss) == (4.0, 1.0)
+    assert (summary.first_eval_loss, summary.last_eval_loss) == (5.0, 2.0)
+    assert (summary.best_eval_loss, summary.best_eval_step) == (1.5, 2)
+    assert (summary.first_exact_match, summary.last_exact_match, summary.prompts) == (0.0, 0.75, 8)
+    assert (summary.steps, summary.seconds, summary.tokens) == (4, 12.0, 400)
+    assert summary.peak_memory_bytes == 4 * 2**20
+
+
+def test_the_first_step_does_not_count_for_speed(run):
+    assert summarise(run).tokens_per_second_per_gpu == 200.0
+
+
+def test_an_empty_folder_has_a_summary(empty):
+    summary = summarise(empty)
+    assert (summary.status, summary.steps, summary.last_loss, summary.model_folder) == (
+        "running",
+        0,
+        None,
+        None,
+    )
+    json.dumps(summary.as_dict(), allow_nan=False)
+
+
+def test_a_step_that_was_not_finite_is_counted_and_its_null_loss_passed_over(empty, train, evaluation):
+    empty.append(train(1))
+    empty.append(train(2, loss=None, grad_norm=None, skipped=True))
+    empty.append(evaluation(2, float("nan")))
+    summary = summarise(empty)
+    assert (summary.steps, summary.skipped, summary.last_loss, summary.best_eval_loss) == (2, 1, 4.0, None)
+
+
+def test_sums_are_not_made_of_every_tenth_row(empty, train):
+    for step in (1, 10, 20):
+        empty.append(train(step))
+    assert summarise(empty).tokens is None
+    assert summarise(empty).seconds is None
+
+
+def test_speed_is_called_per_gpu_once_there_are_several(empty):
+    empty.append({"kind": "run", "world": 8})
+    assert summarise(empty).speed_unit == "tokens/s/GPU"
+
+
+def test_a_sample_has_the_first_and_the_last_answer(run):
+    first, second = samples_of(run)
+    assert (first.prompt, first.expected, first.before, first.after) == ("2+2=", "4", "?", "4")
+    assert (second.before, second.after) == ("!", "7")
