@@ -1,0 +1,169 @@
+"""What `meshtune data` shows: the prepared data as figures, and a few samples with what is learnt in colour.
+
+prepare() ──> describe() ──> a JSON-able dict ──> show() on a terminal
+"""
+
+from os.path import commonprefix
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from meshtune.data.loader import Loader
+from meshtune.data.pack import LABELLED, Dataset, permutation
+from meshtune.data.prepare import Prepared, sentences
+from meshtune.data.stream import Stream
+
+BARS = 12  # of the histogram
+BAR_WIDTH = 40  # characters of the longest bar
+LEARNT = "bold green"
+
+
+def describe(
+    prepared: Prepared, tokenizer: PreTrainedTokenizerBase, *, samples: int = 3, seed: int = 0
+) -> dict[str, Any]:
+    """Figures and samples of prepared data, JSON-able.
+
+    rows, bad_rows, cut, dropped, seq_len, train, eval, seconds, cache are those of `Prepared.stats`; `train`
+    and `eval` gain label_share, mean_length, longest and histogram. `samples` are documents chosen by the
+    seed, each with its place and its `runs`: [text, labelled] pairs that joined give the whole text. Of a
+    stream, which has no length, the figures are those of its first window, and `of` says so.
+    """
+    if isinstance(prepared.train, Stream):
+        train, of = _first_window(prepared.train), f"the first {prepared.train.window:,} rows of a stream"
+        part = {
+            "digest": prepared.train.digest,
+            "packed": train.packed,
+            "documents": len(train.members),
+            "sequences": len(train),
+            "tokens": train.token_count,
+            "label_tokens": train.label_tokens,
+            "efficiency": train.efficiency,
+        }
+        stats = prepared.stats | prepared.train.tally.values() | {"train": part}
+    else:
+        train, of, stats = prepared.train, "all rows", dict(prepared.stats)
+    for name, dataset in (("train", train), ("eval", prepared.eval)):
+        if dataset is not None:
+            stats[name] = stats[name] | _lengths(dataset)
+    chosen = permutation(len(train.members), "samples", seed)[:samples]
+    return stats | {"of": of, "samples": [_sample(train, int(train.members[m]), tokenizer) for m in chosen]}
+
+
+def show(description: dict[str, Any], console: Console) -> None:
+    """Print a description: the figures, a histogram of document lengths, and the samples."""
+    console.print(_figures(description))
+    for line in sentences(description | {"train": None, "eval": None}):
+        console.print(f"[yellow]{line}[/]", highlight=False)
+    console.print(_histogram(description["train"]["histogram"]))
+    legend = Text("Samples; what is learnt is in ").append("this colour", LEARNT).append(".")
+    console.print(legend)
+    for sample in description["samples"]:
+        heading = f"{sample['place']}: {sample['tokens']:,} tokens, {sample['label_tokens']:,} labelled"
+        console.rule(Text(heading), align="left")
+        console.print(Text.assemble(*((text, LEARNT if on else "dim") for text, on in sample["runs"])))
+
+
+def padding_share(dataset: Dataset, *, global_batch_size: int, micro_batch_size: int, seed: int) -> float:
+    """Share of columns that are padding in one epoch on one data rank; reads every token once."""
+    loader = Loader(
+        dataset, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, seed=seed, epochs=1
+    )
+    made = [(m.tokens, m.input_ids.numel()) for batch, _ in loader for m in batch.micro_batches]
+    real, columns = np.array(made).sum(axis=0)
+    return 1 - float(real / columns)
+
+
+def runs(stored: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
+    """Stored tokens (see pack.py) as text cut where labelled begins or ends; joined, the text of the whole.
+
+    A cut is put where the text of the tokens before it ends. A piece decoded alone would lose the space
+    before its first word under some tokenizers, or half a character that two tokens share.
+    """
+    ids, labelled = (stored & ~LABELLED).astype(np.int64).tolist(), stored >= LABELLED
+    ends = [*(np.flatnonzero(np.diff(labelled)) + 1).tolist(), len(ids)]
+    whole, pieces, at = str(tokenizer.decode(ids)), [], 0
+    for end in ends:
+        cut = max(at, len(commonprefix([whole, str(tokenizer.decode(ids[:end]))])))
+        pieces.append((whole[at:cut], bool(labelled[end - 1])))
+        at = cut
+    return pieces
+
+
+def _first_window(stream: Stream) -> Dataset:
+    windows = stream.windows(stream.start())
+    dataset, *_ = next(windows)
+    windows.close()
+    return dataset
+
+
+def _lengths(dataset: Dataset) -> dict[str, Any]:
+    lengths = np.diff(dataset.offsets)[dataset.members]
+    counts, edges = np.histogram(lengths, bins=_edges(int(lengths.max())))
+    return {
+        "label_share": dataset.label_tokens / dataset.token_count,
+        "mean_length": float(lengths.mean()),
+        "longest": int(lengths.max()),
+        "histogram": [
+            {"from": int(low), "to": int(high) - 1, "documents": int(count)}
+            for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True)
+        ],
+    }
+
+
+def _edges(longest: int) -> np.ndarray:
+    """Edges of at most BARS equally wide bins from 1 to `longest`, of a width that people read easily."""
+    for width in (w * 10**power for power in range(9) for w in (1, 2, 5)):
+        if width * BARS >= longest:
+            return np.arange(1, longest + width + 1, width)
+    raise AssertionError("no document has 10**9 tokens")
+
+
+def _sample(dataset: Dataset, document: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    tokens = dataset.tokens[dataset.offsets[document] : dataset.offsets[document + 1]]
+    file, line = dataset.origins[document].tolist()
+    return {
+        "place": f"{dataset.files[file]}:{line}",
+        "tokens": len(tokens),
+        "label_tokens": int(dataset.labels[document]),
+        "runs": [list(run) for run in runs(tokens, tokenizer)],
+    }
+
+
+def _figures(description: dict[str, Any]) -> Table:
+    table = Table(
+        title=f"Data: {description['rows']:,} rows read ({description['of']})", title_justify="left"
+    )
+    table.add_column("")
+    parts = [name for name in ("train", "eval") if description[name]]
+    for name in parts:
+        table.add_column(name, justify="right")
+    for title, key, form in (
+        ("documents", "documents", "{:,}"),
+        ("sequences", "sequences", "{:,}"),
+        ("tokens", "tokens", "{:,}"),
+        ("labelled", "label_share", "{:.1%}"),
+        ("tokens a document", "mean_length", "{:,.0f}"),
+        ("longest document", "longest", "{:,}"),
+    ):
+        table.add_row(title, *(form.format(description[name][key]) for name in parts))
+    if any(description[name]["packed"] for name in parts):
+        title = f"real tokens in sequences of {description['seq_len']:,}"
+        table.add_row(title, *(f"{description[name]['efficiency']:.1%}" for name in parts))
+    return table
+
+
+def _histogram(bars: list[dict[str, int]]) -> Table:
+    most = max(bar["documents"] for bar in bars)
+    table = Table(title="Document lengths in tokens", title_justify="left", box=None, show_header=False)
+    table.add_column(justify="right")
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(justify="right")
+    for bar in bars:
+        full, part = divmod(round(bar["documents"] / most * BAR_WIDTH * 8), 8)
+        drawn = "█" * full + (" ▏▎▍▌▋▊▉"[part] if part else "")
+        table.add_row(f"{bar['from']:,}–{bar['to']:,}", drawn, f"{bar['documents']:,}")
+    return table

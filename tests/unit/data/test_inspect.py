@@ -1,0 +1,97 @@
+"""Descriptions: figures counted by hand, samples that are the text itself, and what the terminal shows."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from data_rows import Bytes, numbered, write_rows
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from meshtune.data.inspect import describe, padding_share, runs, show
+from meshtune.data.pack import stored
+from meshtune.data.prepare import prepare
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, as data_rows.Bytes encodes; the end (0) is <end>."""
+    vocabulary = {"<end>" if i == 0 else f"<0x{i:02X}>": i for i in range(256)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def described(tmp_path, tokenizer, rows, **settings):
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    arguments = {"seq_len": 64, "seed": 0, "cache_dir": tmp_path / "cache"} | settings
+    return describe(prepare([source], Bytes(), **arguments), tokenizer, samples=2)
+
+
+def test_the_figures_are_those_counted_by_hand(tmp_path, tokenizer) -> None:
+    #       tokens 3 + 2 = 5 (2 labelled), 2 + 7 = 9 (7 labelled)
+    found = described(tmp_path, tokenizer, [("abc", "d"), ("ab", "cdefgh")])
+
+    train = found["train"]
+    assert (train["documents"], train["tokens"], train["label_tokens"]) == (2, 14, 9)
+    assert (train["label_share"], train["mean_length"], train["longest"]) == (9 / 14, 7.0, 9)
+    assert [(b["from"], b["documents"]) for b in train["histogram"] if b["documents"]] == [(5, 1), (9, 1)]
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_every_document_is_in_one_bar(tmp_path, tokenizer) -> None:
+    found = described(tmp_path, tokenizer, numbered(500), seq_len=4096)["train"]
+
+    assert sum(bar["documents"] for bar in found["histogram"]) == 500
+    assert found["histogram"][-1]["to"] >= found["longest"]
+    assert len(found["histogram"]) <= 13
+
+
+def test_samples_are_the_text_cut_where_it_is_learnt(tmp_path, tokenizer) -> None:
+    found = described(tmp_path, tokenizer, [("What is é? ", "É!")])
+
+    (sample,) = found["samples"]
+    assert sample["runs"] == [["What is é? ", False], ["É!<end>", True]]
+    assert sample["place"].endswith("rows.jsonl:1")
+
+
+def test_runs_join_to_the_whole_even_where_a_character_is_cut_in_half(tokenizer) -> None:
+    ids = np.frombuffer("aéb".encode(), dtype=np.uint8)
+
+    pieces = runs(stored(ids, np.array([0, 0, 1, 1])), tokenizer)
+
+    assert [on for _, on in pieces] == [False, True]
+    assert pieces[1][0].endswith("b")
+    assert pieces[0][0].startswith("a")
+
+
+def test_the_terminal_shows_figures_bars_losses_and_samples(tmp_path, tokenizer) -> None:
+    rows = [*numbered(40), ("long", "[red]" + "y" * 200)]
+    found = described(tmp_path, tokenizer, rows, eval_split=4)
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+
+    show(found, console)
+
+    text = console.file.getvalue()
+    for part in ("train", "eval", "labelled", "█", "cut to 64 tokens", "Samples", "\x1b[1;32m"):
+        assert part in text
+
+
+def test_a_stream_is_described_by_its_first_window(tmp_path, tokenizer) -> None:
+    found = described(tmp_path, tokenizer, numbered(40), streaming=True)
+
+    assert found["train"]["documents"] == 40
+    assert found["rows"] >= 40
+    assert "stream" in found["of"]
+    show(found, Console(file=io.StringIO()))
+
+
+def test_padding_share_is_that_of_the_columns(tmp_path) -> None:
+    source = write_rows(tmp_path / "rows.jsonl", [("a", "b" * 2), ("a", "b" * 6)])  # 4 and 8 tokens
+    dataset = prepare(
+        [source], Bytes(), seq_len=64, packing=False, seed=0, cache_dir=tmp_path / "cache"
+    ).train
+
+    assert padding_share(dataset, global_batch_size=2, micro_batch_size=2, seed=0) == pytest.approx(4 / 16)

@@ -1,0 +1,359 @@
+"""The cache: whole or absent, made once, and what is cut, left out, held out and repeated."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_rows import Bytes, numbered, texts, write_rows
+
+from meshtune.data.prepare import prepare, sentences
+from meshtune.data.source import Source
+from meshtune.errors import UserError
+
+
+def made(tmp_path: Path, sources, encoder=None, **settings):
+    arguments = {"seq_len": 64, "seed": 0, "cache_dir": tmp_path / "cache"} | settings
+    return prepare(sources, encoder or Bytes(), **arguments)
+
+
+def rows_file(tmp_path: Path, count: int = 50, name: str = "rows.jsonl", start: int = 0) -> Source:
+    return write_rows(tmp_path / name, numbered(count, start))
+
+
+def folder_of(tmp_path: Path) -> Path:
+    (folder,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
+    return folder
+
+
+# What is in it #
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_every_document_is_there_as_it_was_encoded(tmp_path, packing: bool) -> None:
+    prepared = made(tmp_path, [rows_file(tmp_path, 2500)], packing=packing)
+
+    dataset = prepared.train
+    assert sorted(texts(dataset)) == sorted(p + c for p, c in numbered(2500))
+    labelled = sum(int((d >> 31).sum()) for s in range(len(dataset)) for d in dataset.documents(s))
+    assert labelled == dataset.label_tokens == sum(len(c) + 1 for _, c in numbered(2500))
+    assert dataset.token_count == sum(len(p + c) + 1 for p, c in numbered(2500))
+    assert (len(dataset) == 2500) is not packing
+
+
+def test_documents_know_the_line_they_came_from(tmp_path) -> None:
+    dataset = made(tmp_path, [rows_file(tmp_path, 20)], packing=False).train
+
+    assert dataset.places(7) == [f"{tmp_path / 'rows.jsonl'}:8"]
+
+
+def test_what_is_cut_is_counted_and_said(tmp_path) -> None:
+    #  100 + 1 tokens: loses 91, of which the labelled ones are 91; the second loses its whole answer
+    source = write_rows(tmp_path / "rows.jsonl", [("abc", "x" * 97), ("p" * 20, "yy"), ("a", "b")])
+
+    prepared = made(tmp_path, [source], seq_len=10, overlong="cut")
+
+    stats = prepared.stats
+    assert stats["cut"] == {"documents": 2, "tokens": 91 + 13, "label_tokens": 91 + 3}
+    assert stats["dropped"] == {
+        "nothing labelled left by the cut": {"documents": 1, "tokens": 10, "label_tokens": 0}
+    }
+    assert (stats["rows"], stats["train"]["documents"], stats["train"]["tokens"]) == (3, 2, 13)
+    assert texts(prepared.train) == ["abc" + "x" * 7, "ab"]
+    said = "\n".join(sentences(stats))
+    assert "cut to 10 tokens: 2 documents, which lost 104 tokens (94 of them labelled)" in said
+    assert "left out, nothing labelled left by the cut: 1 documents" in said
+
+
+def test_overlong_drop_leaves_out_and_counts(tmp_path) -> None:
+    source = write_rows(tmp_path / "rows.jsonl", [("abc", "x" * 97), ("a", "b")])
+
+    prepared = made(tmp_path, [source], seq_len=10, overlong="drop")
+
+    assert texts(prepared.train) == ["ab"]
+    assert prepared.stats["dropped"] == {
+        "longer than 10 tokens": {"documents": 1, "tokens": 101, "label_tokens": 98}
+    }
+
+
+def test_overlong_error_names_the_first_ten_rows_and_their_lengths(tmp_path) -> None:
+    source = write_rows(tmp_path / "rows.jsonl", [("abc", "x" * (i % 2 * 97)) for i in range(1, 40)])
+
+    with pytest.raises(UserError) as caught:
+        made(tmp_path, [source], seq_len=10, overlong="error", on_bad_row="skip")
+
+    assert len(caught.value.problems) == 11
+    assert "line 1: 101 tokens, more than data.seq_len = 10" in caught.value.problems[0]
+    assert "data.overlong" in caught.value.problems[-1]
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()], "nothing half made stays"
+
+
+def test_bad_rows_are_counted_by_reason(tmp_path) -> None:
+    source = rows_file(tmp_path, 5)
+    with Path(source.path).open("a") as file:
+        file.write('{"prompt": "a"}\nnot json\n')
+
+    prepared = made(tmp_path, [source], on_bad_row="skip")
+
+    assert sum(prepared.stats["bad_rows"].values()) == 2
+    assert prepared.stats["rows"] == 7
+    assert "bad rows skipped, broken JSON: 1" in "\n".join(sentences(prepared.stats))
+
+
+def test_no_document_left_is_an_error_that_says_where_they_went(tmp_path) -> None:
+    source = write_rows(tmp_path / "rows.jsonl", [("p" * 20, "yy")] * 3)
+
+    with pytest.raises(UserError, match="No document is left") as caught:
+        made(tmp_path, [source], seq_len=10)
+
+    assert "nothing labelled left by the cut: 3 documents" in str(caught.value)
+
+
+# Held out, weights #
+
+
+@pytest.mark.parametrize(("split", "count"), [(0.1, 5), (7, 7), (0.001, 1)])
+def test_eval_split_takes_documents_that_are_not_trained_on(tmp_path, split: float, count: int) -> None:
+    prepared = made(tmp_path, [rows_file(tmp_path)], eval_split=split)
+
+    held_out, trained = texts(prepared.eval), texts(prepared.train)
+    assert len(held_out) == count
+    assert sorted(held_out + trained) == sorted(p + c for p, c in numbered(50))
+
+
+def test_eval_split_depends_on_the_seed(tmp_path) -> None:
+    one, other = (made(tmp_path, [rows_file(tmp_path)], eval_split=10, seed=seed) for seed in (1, 2))
+
+    assert sorted(texts(one.eval)) != sorted(texts(other.eval))
+
+
+def test_eval_sources_are_held_out_whole(tmp_path) -> None:
+    test = rows_file(tmp_path, 7, "test.jsonl", start=1000)
+
+    prepared = made(tmp_path, [rows_file(tmp_path)], eval_sources=[test])
+
+    assert sorted(texts(prepared.eval)) == sorted(p + c for p, c in numbered(7, 1000))
+    assert len(texts(prepared.train)) == 50
+
+
+def test_an_eval_split_that_leaves_nothing_is_refused(tmp_path) -> None:
+    with pytest.raises(UserError, match="eval_split"):
+        made(tmp_path, [rows_file(tmp_path)], eval_split=50)
+
+
+def test_a_weight_is_passes_through_the_source(tmp_path) -> None:
+    once, often = rows_file(tmp_path, 20), rows_file(tmp_path, 20, "often.jsonl", start=100)
+    often = Source(often.path, weight=2.5)
+
+    found = texts(made(tmp_path, [once, often]).train)
+
+    times = [found.count(p + c) for p, c in numbered(20, 100)]
+    assert sorted(times) == [2] * 10 + [3] * 10
+    assert all(found.count(p + c) == 1 for p, c in numbered(20))
+
+
+def test_a_document_and_its_copy_never_share_a_sequence(tmp_path) -> None:
+    source = Source(rows_file(tmp_path, 30).path, weight=3)
+
+    dataset = made(tmp_path, [source], seq_len=128).train
+
+    for sequence in range(len(dataset)):
+        places = dataset.places(sequence)
+        assert len(set(places)) == len(places)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"eval_split": 0.5, "streaming": True}, "data.streaming"),
+        ({"eval_split": 1.5}, "whole number"),
+        ({"seq_len": 1}, "seq_len = 1"),
+    ],
+)
+def test_bad_settings_are_refused(tmp_path, settings: dict, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        made(tmp_path, [rows_file(tmp_path)], **settings)
+
+
+# The cache #
+
+
+def test_the_second_time_nothing_is_encoded(tmp_path) -> None:
+    source, encoder = rows_file(tmp_path), Bytes()
+
+    first, second = made(tmp_path, [source], encoder), made(tmp_path, [source], encoder)
+
+    assert encoder.encoded == 50
+    assert (first.stats["cache"], second.stats["cache"]) == ("made", "found")
+    assert first.train.digest == second.train.digest
+    assert texts(first.train) == texts(second.train)
+
+
+def test_everything_that_decides_the_data_decides_the_folder(tmp_path) -> None:
+    source = rows_file(tmp_path)
+    other_encoder = Bytes()
+    other_encoder.fingerprint = "other"
+    made(tmp_path, [source])
+    for settings in (
+        {"seq_len": 65},
+        {"packing": False},
+        {"overlong": "drop"},
+        {"seed": 1},
+        {"eval_split": 0.5},
+        {"on_bad_row": "skip"},
+        {"encoder": other_encoder},
+        {"sources": [Source(source.path, weight=2)]},
+        {"sources": [Source(source.path, format="prompt_completion")]},
+        {"eval_sources": [source]},
+    ):
+        assert made(tmp_path, **({"sources": [source]} | settings)).stats["cache"] == "made", settings
+    with Path(source.path).open("a") as file:
+        file.write('{"prompt": "new", "completion": "row"}\n')
+    assert made(tmp_path, [source]).stats["cache"] == "made"
+
+
+@pytest.mark.parametrize("name", ["tokens.npy", "train_starts.npy", "manifest.json"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "garbage"])
+def test_a_damaged_cache_is_made_again(tmp_path, name: str, damage: str) -> None:
+    source = rows_file(tmp_path)
+    expected = texts(made(tmp_path, [source]).train)
+    file = folder_of(tmp_path) / name
+    content = file.read_bytes()
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(content[: len(content) // 2] if damage == "cut" else b"\xff" * len(content))
+
+    again = made(tmp_path, [source])
+
+    assert again.stats["cache"] == "made"
+    assert texts(again.train) == expected
+    assert made(tmp_path, [source]).stats["cache"] == "found"
+
+
+def test_an_array_in_the_cache_that_holds_a_pickle_is_never_loaded(tmp_path) -> None:
+    source = rows_file(tmp_path)
+    made(tmp_path, [source])
+    canary = tmp_path / "canary"
+
+    class Bomb:
+        def __reduce__(self):
+            return (os.mkdir, (str(canary),))
+
+    file = folder_of(tmp_path) / "train_members.npy"
+    np.save(file, np.array([Bomb()], dtype=object), allow_pickle=True)
+    manifest = folder_of(tmp_path) / "manifest.json"
+    values = json.loads(manifest.read_text())
+    values["sizes"][file.name] = file.stat().st_size
+    manifest.write_text(json.dumps(values))
+
+    assert made(tmp_path, [source]).stats["cache"] == "made"
+    assert not canary.exists()
+
+
+def test_the_arrays_are_mapped_not_read(tmp_path) -> None:
+    dataset = made(tmp_path, [rows_file(tmp_path)]).train
+
+    assert isinstance(dataset.tokens.base, np.memmap)
+    assert not dataset.tokens.flags.writeable
+
+
+def _race(source: Source, cache: Path, start, results, locks: bool) -> None:
+    if not locks:  # as on a network file system without locks: both make it, and one rename wins
+        import fcntl
+
+        def refuse(*_):
+            raise OSError("no locks here")
+
+        fcntl.flock = refuse
+    encoder = Bytes()
+    start.wait()
+    prepared = prepare([source], encoder, seq_len=64, seed=0, cache_dir=cache)
+    results.put((prepared.train.digest, sorted(texts(prepared.train)), encoder.encoded))
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_processes_that_make_it_at_once_all_get_the_whole(tmp_path, locks: bool) -> None:
+    source = rows_file(tmp_path, 3000)
+    context = multiprocessing.get_context("fork")
+    start, results = context.Event(), context.Queue()
+    processes = [
+        context.Process(target=_race, args=(source, tmp_path / "cache", start, results, locks))
+        for _ in range(4)
+    ]
+    for process in processes:
+        process.start()
+
+    start.set()
+    found = [results.get(timeout=120) for _ in processes]
+    for process in processes:
+        process.join()
+
+    assert len({digest for digest, *_ in found}) == 1
+    assert all(seen == sorted(p + c for p, c in numbered(3000)) for _, seen, _ in found)
+    if locks:
+        assert sorted(encoded for *_, encoded in found) == [0, 0, 0, 3000], "the others waited"
+    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 1
+
+
+class Slow(Bytes):
+    def encode(self, examples):
+        time.sleep(0.2)
+        return super().encode(examples)
+
+
+def _make_slowly(source: Source, cache: Path) -> None:
+    prepare([source], Slow(), seq_len=64, seed=0, cache_dir=cache)
+
+
+def test_a_process_killed_while_writing_leaves_nothing_that_looks_whole(tmp_path) -> None:
+    source = rows_file(tmp_path, 8000)
+    process = multiprocessing.get_context("fork").Process(
+        target=_make_slowly, args=(source, tmp_path / "cache")
+    )
+    process.start()
+    while not list(tmp_path.glob("cache/.*/tokens.npy")):
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert list(tmp_path.glob("cache/.*/tokens.npy")), "it was killed half way"
+
+    prepared = made(tmp_path, [source])
+
+    assert prepared.stats["cache"] == "made"
+    assert len(texts(prepared.train)) == 8000
+
+
+def test_what_a_killed_process_left_long_ago_is_removed(tmp_path) -> None:
+    source = rows_file(tmp_path)
+    made(tmp_path, [source])
+    folder = folder_of(tmp_path)
+    left = folder.parent / f".{folder.name}.abc"
+    left.mkdir()
+    os.utime(left, (0, 0))
+    (folder / "tokens.npy").unlink()
+
+    made(tmp_path, [source])
+
+    assert not left.exists()
+
+
+def test_a_cache_folder_that_cannot_be_written_says_what_to_do(tmp_path) -> None:
+    (tmp_path / "cache").write_text("a file")
+
+    with pytest.raises(UserError, match=r"data\.cache"):
+        made(tmp_path, [rows_file(tmp_path)])
+
+
+def test_a_stream_puts_only_its_eval_sources_on_the_disk(tmp_path) -> None:
+    encoder, test = Bytes(), rows_file(tmp_path, 7, "test.jsonl")
+
+    prepared = made(tmp_path, [rows_file(tmp_path)], encoder, streaming=True, eval_sources=[test])
+
+    assert encoder.encoded == 7
+    assert len(texts(prepared.eval)) == 7
+    assert prepared.stats["train"] is None
