@@ -20,9 +20,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from meshtune.errors import UserError
 
 _METADATA = "torch.distributed.checkpoint.metadata"
+_CLASSES = ("Metadata", "MetadataIndex", "StorageMeta", "ChunkStorageMetadata", "TensorStorageMetadata")
+_CLASSES += ("BytesStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING")
 _ADMITTED = {
-    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "ChunkStorageMetadata")),
-    *((_METADATA, name) for name in ("TensorStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING")),
+    *((_METADATA, name) for name in _CLASSES),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),  # a table look-up: "torch.strided" -> torch.strided
