@@ -222,12 +222,17 @@ def tick_form(form: str) -> str:
 def matplotlib_figure(rows: Sequence[Row], *, dark: bool = False) -> "Figure":
     """All panels as one figure, two a row, the loss over the whole width."""
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
     drawn, colours = panels(rows), DARK if dark else LIGHT
     lines_of_rest = len(drawn) // 2  # of two plots each, below the first
     last = max((row["step"] for row in rows if row.get("step")), default=1)
-    figure = Figure(figsize=(9, 3 + 2.1 * lines_of_rest), layout="constrained", facecolor=colours["paper"])
+    figure = Figure(
+        figsize=(9, 3 + 2.1 * lines_of_rest),
+        layout=ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.12),
+        facecolor=colours["paper"],
+    )
     grid = figure.add_gridspec(1 + lines_of_rest, 2, height_ratios=[1.35] + [1] * lines_of_rest)
     for index, panel in enumerate(drawn):
         cell = grid[0, :] if index == 0 else grid[1 + (index - 1) // 2, (index - 1) % 2]
@@ -261,9 +266,6 @@ def matplotlib_figure(rows: Sequence[Row], *, dark: bool = False) -> "Figure":
             axes.yaxis.set_major_formatter(EngFormatter(sep=""))
         if len(panel.lines) > 1:
             axes.legend(frameon=False, fontsize=8, labelcolor=colours["ink"])
-    engine = figure.get_layout_engine()
-    if engine is not None:
-        engine.set(h_pad=0.14, w_pad=0.14)  # inches
     return figure
 
 

@@ -59,7 +59,8 @@ def test_plotly_takes_every_figure(run, train):
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_figures_are_written_as_files(run, tmp_path, suffix):
-    file = write_figure(run.rows(), tmp_path / f"run.{suffix}", dark=suffix == "svg")
+    few = [row for row in run.rows() if row["kind"] != "train"]  # two panels are drawn faster than seven
+    file = write_figure(few, tmp_path / f"run.{suffix}", dark=suffix == "svg")
     assert file.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml")
 
 
@@ -69,8 +70,6 @@ def test_matplotlib_draws_each_panel_once(run):
 
 
 def test_importing_the_report_loads_no_torch_and_no_plotting_library():
-    code = (
-        "import sys, meshtune.report.page, meshtune.report.tables, meshtune.report.plots; print(*sys.modules)"
-    )
+    code = "import sys; from meshtune.report import page, plots, tables; print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "transformers", "plotly", "matplotlib", "numpy"} & set(result.stdout.split())
