@@ -34,7 +34,7 @@ from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.evaluate import Evaluation
 from meshtune.train.export import Exporter, recipe
 from meshtune.train.loop import Run, restore
-from meshtune.train.memory import PhaseMemory
+from meshtune.train.memory import PhaseMemory, Workload
 from meshtune.train.metrics import Metrics
 from meshtune.train.mfu import peak_flops
 from meshtune.train.optim import Optimizer
@@ -119,7 +119,7 @@ def build(config: Config, *, ranks: int | None = None) -> Run:
         checkpoints=checkpoints,
         checkpoint_every=config.checkpoint.every,
         metrics=metrics,
-        memory=PhaseMemory(model, optimizer, device),
+        memory=PhaseMemory(model, optimizer, device, workload=workload_of(config, layout), census=census),
         flops=flops_of(census, config.data.seq_len),
         exporter=exporter_of(config, model, tokenizer, steps),
         stop=StopRequest(enabled=config.checkpoint.save_on_signal),
@@ -329,6 +329,19 @@ def schedule_of(config: Config, steps: int) -> Callable[[int], float]:
         kind=train.lr_scheduler,
         warmup_steps=warmup(steps, ratio=train.warmup_ratio, steps=train.warmup_steps),
         total_steps=steps,
+    )
+
+
+def workload_of(config: Config, layout: Layout) -> Workload:
+    """What decides the memory of a step, for the advice given when it runs out."""
+    return Workload(
+        micro_batch_size=layout.micro_batch_size,
+        gradient_accumulation_steps=layout.gradient_accumulation_steps,
+        seq_len=config.data.seq_len,
+        recompute=layout.recompute,
+        precision=config.train.precision,
+        method=config.method,
+        lora_r=config.lora.r,
     )
 
 
