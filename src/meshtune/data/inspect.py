@@ -3,7 +3,6 @@
 prepare() ──> describe() ──> a JSON-able dict ──> show() on a terminal
 """
 
-from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -87,10 +86,16 @@ def runs(stored: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> list[tuple[s
     ends = [*(np.flatnonzero(np.diff(labelled)) + 1).tolist(), len(ids)]
     whole, pieces, at = str(tokenizer.decode(ids)), [], 0
     for end in ends:
-        cut = max(at, len(commonprefix([whole, str(tokenizer.decode(ids[:end]))])))
+        cut = max(at, _shared(whole, str(tokenizer.decode(ids[:end]))))
         pieces.append((whole[at:cut], bool(labelled[end - 1])))
         at = cut
     return pieces
+
+
+def _shared(one: str, other: str) -> int:
+    """Length of the longest common prefix."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _first_window(stream: Stream) -> Dataset:

@@ -1,4 +1,4 @@
-"""What the tests of packing, cache and loader are fed with: an encoder of bytes, files of rows, data sets in memory."""
+"""What these tests are fed with: an encoder of bytes, files of rows, data sets in memory."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from meshtune.data.template import Document
 
 
 class Bytes:
-    """Encodes prompt + completion + end (0) as bytes; completion and end are labelled. Counts the examples it encodes."""
+    """Encodes prompt + completion + end (0) as bytes; completion and end are labelled. Counts examples."""
 
     fingerprint = "bytes"
     train_on = "completion"

@@ -1,4 +1,4 @@
-"""The order of samples, who gets which, and what a micro-batch holds, against counts by hand and a plain reference."""
+"""The order of samples, who gets which, and what a micro-batch holds."""
 
 import json
 from dataclasses import replace
@@ -17,12 +17,9 @@ LENGTHS = [int(n) for n in np.random.default_rng(0).integers(2, 30, 101)]
 
 
 def run(dataset, steps, *, ranks=1, micro=1, gbs=8, seed=3, state=None, **more):
-    """[[documents (by their first token) of each rank] of each step], batches of rank 0, and the last state."""
-    loaders = [
-        Loader(dataset, global_batch_size=gbs, micro_batch_size=micro, seed=seed, data_rank=r, data_ranks=ranks, state=state, **more)
-        for r in range(ranks)
-    ]  # fmt: skip
-    iterators = [iter(loader) for loader in loaders]
+    """[[each rank's rows] of each step], batches of rank 0, and the last state."""
+    settings = {"global_batch_size": gbs, "micro_batch_size": micro, "seed": seed, "state": state} | more
+    iterators = [iter(Loader(dataset, data_rank=r, data_ranks=ranks, **settings)) for r in range(ranks)]
     seen, batches = [], []
     for _ in range(steps):
         now = [next(iterator) for iterator in iterators]
@@ -102,7 +99,7 @@ def test_the_batch_counts_all_ranks() -> None:
 
     _, (batch,), _ = run(dataset, 1)
 
-    alone = [m for m in batch.micro_batches]
+    alone = batch.micro_batches
     assert batch.tokens == sum(m.tokens for m in alone)
     assert batch.label_tokens == sum(int((m.labels != -100).sum()) for m in alone)
     _, (quarter,), _ = run(dataset, 1, ranks=4)
