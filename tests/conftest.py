@@ -1,7 +1,111 @@
-"""Shared by every test: one thread a process, no network."""
+"""Shared by every test: one thread a process, no network; a tiny model folder and rows to train it on."""
 
+import json
 import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
+
+
+@pytest.fixture(scope="session")
+def gsm8k() -> Path:
+    """The folder of the GSM8K data set (train.jsonl, test.jsonl), which is not part of the project."""
+    if not (GSM8K / "train.jsonl").exists():
+        pytest.skip(f"GSM8K is not at {GSM8K}")
+    return GSM8K
+
+
+def make_tokenizer(texts: list[str], vocabulary: int) -> Any:
+    """A byte-level BPE tokenizer with bos, eos and pad, and no chat template, as base models have."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special, alphabet = ["<pad>", "<s>", "</s>"], pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def make_rows(number: int, seed: int = 0) -> list[dict[str, str]]:
+    """Questions and answers of very unequal lengths."""
+    draw = random.Random(seed)
+    words = "red green blue apple stone river seven eight window paper".split()
+    return [
+        {
+            "prompt": f"Say {draw.choice(words)} {draw.randint(0, 99)}" + " please" * draw.choice((0, 0, 1, 9)),
+            "completion": " ".join(draw.choice(words) for _ in range(draw.choice((1, 2, 3, 25)))),
+        }
+        for _ in range(number)
+    ]
+
+
+def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny random Llama and its tokenizer (`model/`), train.jsonl and test.jsonl."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny")
+    train, test = make_rows(120), make_rows(20, seed=1)
+    write_rows(folder / "train.jsonl", train)
+    write_rows(folder / "test.jsonl", test)
+    tokenizer = make_tokenizer([f"{row['prompt']}\n{row['completion']}" for row in train], 300)
+    tokenizer.save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    return folder
+
+
+@pytest.fixture
+def settings(tiny: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """Settings for a short fp32 run on the tiny model: `settings("train.max_steps=5", …)` as section.key=value."""
+
+    def of(*overrides: str) -> list[str]:
+        return [
+            f"model.name={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", f"data.eval={tiny / 'test.jsonl'}",
+            f"data.cache={tmp_path / 'cache'}", "data.seq_len=128", "train.global_batch_size=4", "train.max_steps=4",
+            "train.precision=fp32", "train.learning_rate=1e-3", "log.to=[jsonl]", "checkpoint.every=0",
+            f"output={tmp_path / 'run'}", *overrides,
+        ]  # fmt: skip
+
+    return of
+
+
+@pytest.fixture
+def train(settings: Callable[..., list[str]]) -> Callable[..., Any]:
+    """Train the tiny model in this process; returns the run that was trained."""
+
+    def run(*overrides: str) -> Any:
+        from meshtune import config
+        from meshtune.train import build, loop
+
+        made = build.build(config.load(None, settings(*overrides)))
+        loop.train(made)
+        return made
+
+    return run

@@ -72,6 +72,7 @@ def build(config: Config, *, ranks: int | None = None) -> Run:
     optimizer = optimizer_of(config, model, layout)
 
     run_folder, resumed = folder.claim(config, steps)
+    lock = folder.begin(run_folder, config, layout, resumed)
     metrics = Metrics.open(
         run_folder,
         config.log.to,
@@ -123,8 +124,8 @@ def build(config: Config, *, ranks: int | None = None) -> Run:
         flops=flops_of(census, config.data.seq_len),
         exporter=exporter_of(config, model, tokenizer, steps),
         stop=StopRequest(enabled=config.checkpoint.save_on_signal),
+        lock=lock,
     )
-    run.lock = folder.begin(run_folder, config, layout, resumed)
     if resumed is not None:
         restore(run, resumed)
         run.loader = loader_of(config, prepared.train, layout, state=run.progress.data)

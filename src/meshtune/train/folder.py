@@ -8,10 +8,9 @@
 """
 
 import fcntl
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -60,28 +59,26 @@ def next_free(run: RunDir) -> RunDir:
     return RunDir(path)
 
 
-def begin(run: RunDir, config: Config, layout: Layout, resumed: int | None) -> int:
+def begin(run: RunDir, config: Config, layout: Layout, resumed: int | None) -> IO[str]:
     """Take the folder: lock it, write what is to run, and drop the rows of steps that will be done again.
 
-    Returns the lock's file descriptor; the system lets go of it when the process ends. Raises UserError when another
-    process is running there.
+    Returns the lock: closing it, or the end of the process, lets go. Raises UserError when somebody else holds it.
     """
     run.create()
-    lock = os.open(run.path / ".lock", os.O_CREAT | os.O_RDWR)
+    lock = open(run.path / ".lock", "w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        lock.close()
         raise UserError(f"Another process is training in {run.path}; wait for it, or change `output`.") from None
     write_text_atomically(run.config_file, resolved(config, run).to_yaml())
     write_text_atomically(run.plan_file, yaml.safe_dump({"layout": str(layout), **as_mapping(layout)}, sort_keys=False))
-    run.drop_after(resumed or 0) if resumed else discard_rows(run)
+    if resumed is not None:
+        run.drop_after(resumed)
+    else:  # what a run left that was killed before its first checkpoint
+        for file in (run.metrics_file, run.samples_file):
+            file.unlink(missing_ok=True)
     return lock
-
-
-def discard_rows(run: RunDir) -> None:
-    """A run that was killed before its first checkpoint begins again, without the rows it left."""
-    for file in (run.metrics_file, run.samples_file):
-        file.unlink(missing_ok=True)
 
 
 def resolved(config: Config, run: RunDir) -> Config:

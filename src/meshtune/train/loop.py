@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -57,14 +57,14 @@ class Run:
     flops: Callable[[Batch], dict[str, float | None]]
     exporter: Exporter
     stop: StopRequest
+    lock: IO[str]  # keeps other processes out of the folder
     progress: Progress = field(default_factory=Progress)
-    lock: int | None = None  # keeps other processes out of the folder
 
 
 def train(run: Run) -> None:
     """Run to the last step and write the model. Raises NonFinite and Interrupted with the last good checkpoint on the disk."""
     now, nonfinite = run.progress, 0
-    with run.metrics, run.stop, out_of_memory_explained(run):
+    with run.lock, run.metrics, run.stop, out_of_memory_explained(run):
         if now.step == 0 and run.evaluation.at_start:
             evaluate(run)
         batches = iter(run.loader)

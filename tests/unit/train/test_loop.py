@@ -1,0 +1,272 @@
+"""A run from settings to its folder: exact accumulation, exact resumption, and everything that can stop it."""
+
+import json
+import math
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from meshtune import config
+from meshtune.errors import Interrupted, NonFinite, NothingFits, UserError
+from meshtune.rundir import RunDir
+from meshtune.train import build, loop
+
+Train = Callable[..., loop.Run]
+
+
+def losses(run: loop.Run) -> list[float]:
+    return [row["loss"] for row in run.folder.rows("train")]
+
+
+def weights(run: loop.Run) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in run.optimizer.state().items()}
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_loss_and_gradients_do_not_depend_on_how_the_global_batch_is_cut(
+    packing: str, settings: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    found = []
+    for micro in (8, 4, 2, 1):
+        run = build.build(
+            config.load(
+                None,
+                settings(f"layout=mb{micro}", "train.global_batch_size=8", f"data.packing={packing}",
+                         "data.seq_len=96", f"output={tmp_path / f'mb{micro}'}"),
+            )
+        )  # fmt: skip
+        batch, _ = next(iter(run.loader))
+        counts = [micro_batch.label_tokens for micro_batch in batch.micro_batches]
+        assert micro > 1 or max(counts) > 2 * min(counts), "the label counts must be unequal"
+        loss = run.forward_backward(batch, run.memory.phase)
+        found.append((float(loss), {b.names[i]: p.grad.clone() for b in run.optimizer.buckets
+                                    for i, p in enumerate(b.parameters)}))  # fmt: skip
+    for loss, gradients in found[1:]:
+        assert loss == pytest.approx(found[0][0], rel=1e-6)
+        for name, gradient in gradients.items():
+            error = (gradient - found[0][1][name]).norm() / found[0][1][name].norm()
+            assert error < 1e-6, name
+
+
+def test_a_run_leaves_a_folder_that_transformers_loads_with_the_trained_logits(train: Train) -> None:
+    run = train("train.max_steps=3")
+    files = {path.name for path in run.folder.path.iterdir()}
+    assert {"config.yaml", "plan.yaml", "metrics.jsonl", "checkpoints", "model"} <= files
+    loaded = AutoModelForCausalLM.from_pretrained(run.folder.model, dtype=torch.float32)
+    ids = AutoTokenizer.from_pretrained(run.folder.model)("Say red 7", return_tensors="pt").input_ids
+    run.evaluation.model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(loaded(ids).logits, run.evaluation.model.eval()(ids).logits, rtol=1e-6, atol=1e-6)
+
+
+def test_every_row_has_the_documented_fields(train: Train) -> None:
+    run = train("eval.exact_match=3", "eval.samples=2", "eval.max_new_tokens=4")
+    row = run.folder.rows("train")[-1]
+    assert {
+        "kind", "step", "loss", "grad_norm", "learning_rate", "tokens", "label_tokens", "step_seconds", "data_seconds",
+        "tokens_per_second_per_gpu", "mfu", "mfu_6n", "peak_memory_bytes",
+    } <= row.keys()  # fmt: skip
+    assert row["mfu"] is None and row["tflops_per_second"] > 0, "the peak of a CPU is unknown"
+    held_out = run.folder.rows("eval")[-1]
+    assert held_out["step"] == 4 and held_out["perplexity"] == pytest.approx(math.exp(held_out["loss"]))
+    assert held_out["prompts"] == 3 and len(run.folder.samples()) == 2
+
+
+def test_resuming_equals_never_stopping_bit_for_bit(train: Train, tmp_path: Path) -> None:
+    lasting = ("train.lr_scheduler=constant", "model.attention=meshtune")
+    whole = train("train.max_steps=8", f"output={tmp_path / 'whole'}", *lasting)
+    train("train.max_steps=5", f"output={tmp_path / 'parts'}", *lasting)
+    resumed = train("train.max_steps=8", f"output={tmp_path / 'parts'}", *lasting)
+    assert resumed.folder.path == tmp_path / "parts"
+    assert losses(whole) == losses(resumed)
+    for name, tensor in weights(whole).items():
+        assert torch.equal(tensor, weights(resumed)[name]), name
+
+
+def test_a_finished_run_is_not_overwritten_and_its_config_repeats_it(train: Train, tmp_path: Path) -> None:
+    first = train()
+    again = build.build(config.load(first.folder.config_file))
+    loop.train(again)
+    assert again.folder.path == tmp_path / "run-2"
+    assert losses(first) == losses(again)
+
+
+def test_an_unfinished_run_with_other_settings_is_refused_naming_them(
+    train: Train, settings: Callable[..., list[str]]
+) -> None:
+    run = train("train.max_steps=3")
+    rows = [row for row in run.folder.rows() if row["kind"] != "end"]
+    run.folder.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match=r"train.learning_rate is 0.5 here and 0.001 there"):
+        build.build(config.load(None, settings("train.max_steps=6", "train.learning_rate=0.5")))
+
+
+def test_two_processes_do_not_train_in_one_folder(settings: Callable[..., list[str]]) -> None:
+    first = build.build(config.load(None, settings()))
+    with pytest.raises(UserError, match="Another process is training"):
+        build.build(config.load(None, settings()))
+    loop.train(first)  # undisturbed
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_finishes_the_step_and_saves(
+    number: int, settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = build.build(config.load(None, settings("train.max_steps=50")))
+    step = run.optimizer.step
+
+    def interrupting(rate: float) -> None:
+        step(rate)
+        if run.progress.step == 3:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(run.optimizer, "step", interrupting)
+    with pytest.raises(Interrupted, match=f"{signal.Signals(number).name} after step 3 of 50"):
+        loop.train(run)
+    assert run.checkpoints.steps() == [3]
+    assert [row["step"] for row in run.folder.rows("train")] == [1, 2, 3]
+    assert Interrupted.exit_code == 75
+
+
+def test_a_non_finite_step_is_not_applied_and_several_in_a_row_stop_the_run(
+    settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = build.build(
+        config.load(None, settings("train.max_steps=9", "checkpoint.every=2", "train.max_nonfinite_steps=3"))
+    )
+    honest = run.forward_backward
+
+    def poisoned(batch: Any, phase: Any) -> torch.Tensor:
+        loss = honest(batch, phase)
+        return loss * float("nan") if run.progress.step in (3, 5, 6, 7) else loss
+
+    run.forward_backward = poisoned
+    before: dict[int, dict[str, torch.Tensor]] = {}
+    train_row = run.metrics.train
+
+    def noted(**numbers: Any) -> None:
+        before[numbers["step"]] = weights(run)
+        train_row(**numbers)
+
+    monkeypatch.setattr(run.metrics, "train", noted)
+    with pytest.raises(NonFinite, match=r"3 steps in a row, up to step 7 \(epoch .*last good checkpoint is step 4"):
+        loop.train(run)
+    assert all(torch.equal(before[2][name], before[3][name]) for name in before[2])
+    assert not torch.equal(before[3]["model.lm_head.weight"], before[4]["model.lm_head.weight"])
+    assert [row["step"] for row in run.folder.rows("train") if row.get("skipped")] == [3, 5, 6, 7]
+    assert NonFinite.exit_code == 4
+
+
+def test_the_best_evaluation_is_kept_and_patience_ends_the_run(settings: Callable[..., list[str]], tiny: Path) -> None:
+    run = build.build(
+        config.load(None, settings("train.max_steps=40", "eval.every=2", "eval.keep_best=true", "eval.early_stopping=2",
+                                   "train.learning_rate=0.3", "checkpoint.keep=1"))
+    )  # fmt: skip
+    loop.train(run)
+    rows = {row["step"]: row["loss"] for row in run.folder.rows("eval")}
+    best = min(rows, key=lambda step: rows[step])
+    assert run.progress.best_step == best
+    assert max(rows) == best + 4 < 40, "two evaluations without a better loss end it"
+    loaded = AutoModelForCausalLM.from_pretrained(run.folder.model, dtype=torch.float32)
+    trained = dict(run.evaluation.model.named_parameters())
+    assert all(torch.equal(p, trained[name]) for name, p in loaded.named_parameters())
+    from meshtune.train.evaluate import held_out_loss
+    from meshtune.data.loader import evaluation_batches
+
+    assert run.evaluation.dataset is not None
+    batches = evaluation_batches(run.evaluation.dataset, micro_batch_size=4)  # type: ignore[arg-type]
+    loss, _ = held_out_loss(run.evaluation.model, run.evaluation.anatomy, batches, run.evaluation.device)
+    assert loss == pytest.approx(rows[best], rel=1e-6)
+
+
+def test_lora_checkpoints_and_optimizer_hold_only_what_is_trained(train: Train) -> None:
+    run = train("method=lora", "lora.r=4", "lora.dropout=0.1", "checkpoint.every=2")
+    names = run.optimizer.state()
+    assert names and all("lora_" in name for name in names)
+    size = sum(file.stat().st_size for file in (run.folder.checkpoints / "step-4").iterdir())
+    assert size < 3 * sum(t.nbytes for t in names.values()) + 100_000
+    assert (run.folder.model / "adapter_config.json").exists()
+
+
+def test_lora_with_dropout_resumes_bit_for_bit(train: Train, tmp_path: Path) -> None:
+    lasting = ("train.lr_scheduler=constant", "method=lora", "lora.dropout=0.2", "lora.r=4")
+    whole = train("train.max_steps=6", f"output={tmp_path / 'whole'}", *lasting)
+    train("train.max_steps=3", f"output={tmp_path / 'parts'}", *lasting)
+    resumed = train("train.max_steps=6", f"output={tmp_path / 'parts'}", *lasting)
+    assert losses(whole) == losses(resumed)
+
+
+@pytest.mark.parametrize("recompute", ["attention", "selective", "full"])
+def test_recomputation_trains_the_same(recompute: str, train: Train, tmp_path: Path) -> None:
+    plain = train(f"output={tmp_path / 'plain'}")
+    again = train(f"layout={{recompute: {recompute}}}", f"output={tmp_path / 'again'}")
+    assert losses(again) == pytest.approx(losses(plain), rel=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
+def test_bf16_follows_fp32(precision: str, train: Train, tmp_path: Path) -> None:
+    exact = train("train.max_steps=6", f"output={tmp_path / 'fp32'}")
+    rounded = train("train.max_steps=6", f"train.precision={precision}", f"output={tmp_path / precision}")
+    assert losses(rounded) == pytest.approx(losses(exact), rel=0.01)
+    assert {p.dtype for p in rounded.evaluation.model.parameters()} == {torch.bfloat16}
+    state = {tensor.dtype for name, tensor in rounded.optimizer.state().items() if not name.endswith(".step")}
+    assert state == {torch.float32 if precision == "bf16" else torch.bfloat16}
+
+
+def test_memory_of_the_first_two_steps_is_said(settings: Callable[..., list[str]], capsys: pytest.CaptureFixture) -> None:
+    run = build.build(config.load(None, settings("log.to=[console]")))
+    loop.train(run)
+    said = capsys.readouterr().err
+    for step in (1, 2):
+        assert f"step {step} memory: forward" in said
+    assert "step 3 memory" not in said
+
+
+def test_out_of_memory_names_the_largest_part_and_what_would_fit(settings: Callable[..., list[str]]) -> None:
+    run = build.build(config.load(None, settings()))
+
+    def exhausted(batch: Any, phase: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.")
+
+    run.forward_backward = exhausted
+    with pytest.raises(NothingFits) as refused:
+        loop.train(run)
+    said = "\n".join(refused.value.problems)
+    assert "Tried to allocate 20.00 GiB" in said and "largest" in said
+
+
+def test_a_layout_for_several_devices_is_refused_before_anything_is_written(
+    settings: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="needs 4 devices; this version trains on one"):
+        build.build(config.load(None, settings("layout=zero3x2-tp2-mb1")))
+    assert not (tmp_path / "run").exists()
+
+
+def test_packing_is_refused_for_an_attention_that_cannot_keep_documents_apart(
+    settings: Callable[..., list[str]],
+) -> None:
+    with pytest.raises(UserError, match="can't keep packed documents apart"):
+        build.build(config.load(None, settings("model.attention=eager")))
+
+
+def test_a_folder_with_something_else_in_it_is_not_taken(settings: Callable[..., list[str]], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("all of it")
+    with pytest.raises(UserError, match="not empty and holds no run"):
+        build.build(config.load(None, settings()))
+    assert (tmp_path / "run" / "thesis.txt").read_text() == "all of it"
+
+
+def test_rows_after_the_restored_checkpoint_are_removed(train: Train, tmp_path: Path) -> None:
+    run = train("train.max_steps=4", "train.lr_scheduler=constant")
+    extra = {"kind": "train", "step": 5, "loss": 1.0}
+    RunDir(run.folder.path).append(extra)
+    more = train("train.max_steps=6", "train.lr_scheduler=constant")
+    assert [row["step"] for row in more.folder.rows("train")] == [1, 2, 3, 4, 5, 6]
+    assert more.folder.rows("train")[4]["loss"] != 1.0
