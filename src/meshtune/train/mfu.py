@@ -1,8 +1,14 @@
 """Model FLOPs utilisation: the share of the peak that the model's own arithmetic takes (docs/mfu.md)."""
 
 import tomllib
+from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
+
+import torch
+
+from meshtune.data.loader import Batch
+from meshtune.model.census import Census, palm_flops, step_flops
 
 COLUMNS = {
     "fp32": "fp32",
@@ -18,8 +24,17 @@ def _peaks() -> dict[str, dict]:
     return tomllib.loads(files("meshtune.train").joinpath("peak.toml").read_text("utf-8"))
 
 
-def peak_flops(device_name: str, precision: str) -> float | None:
-    """Dense peak FLOP/s of a device as its driver names it; None when unknown, as for any CPU or slice of a GPU.
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Dense peak FLOP/s of this device in a precision of the config; None when unknown, as for any CPU."""
+    if device.type != "cuda":
+        return None
+    if precision == "fp32" and torch.backends.cuda.matmul.allow_tf32:
+        precision = "tf32"
+    return datasheet_flops(torch.cuda.get_device_name(device), precision)
+
+
+def datasheet_flops(device_name: str, precision: str) -> float | None:
+    """Dense peak FLOP/s of a device as its driver names it; None when unknown, as for a slice of a GPU.
 
     precision: fp32, tf32 (fp32 with TensorFloat-32 products allowed), bf16, bf16-pure; others have no figure.
     """
@@ -41,3 +56,18 @@ def mfu(flops: float | None, seconds: float, peak: float | None, devices: int = 
         return None
     share = flops / (seconds * peak * devices)
     return share if share <= 1 else None
+
+
+def flops_of(census: Census, seq_len: int) -> Callable[[Batch], dict[str, float | None]]:
+    """Batch -> its FLOPs on this rank: `flops`, what had to be computed; `flops_6n`, the common figure."""
+
+    def flops(batch: Batch) -> dict[str, float | None]:
+        micro_batches = batch.micro_batches
+        documents = [length for micro in micro_batches for row in micro.documents for length in row]
+        found = step_flops(census, documents, sum(micro.label_tokens for micro in micro_batches))
+        return {
+            "flops": found.total if found else None,
+            "flops_6n": palm_flops(census, sum(documents), seq_len),
+        }
+
+    return flops

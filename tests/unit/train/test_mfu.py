@@ -4,8 +4,12 @@ import tomllib
 from importlib.resources import files
 
 import pytest
+import torch
+from families import FAMILIES
 
-from meshtune.train.mfu import mfu, peak_flops
+from meshtune.data.loader import Batch, MicroBatch
+from meshtune.model.census import census
+from meshtune.train.mfu import datasheet_flops, flops_of, mfu, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -26,7 +30,7 @@ from meshtune.train.mfu import mfu, peak_flops
     ],
 )
 def test_a_driver_name_gives_the_datasheets_dense_rate(name, precision, tflops):
-    assert peak_flops(name, precision) == pytest.approx(tflops * 1e12)
+    assert datasheet_flops(name, precision) == pytest.approx(tflops * 1e12)
 
 
 @pytest.mark.parametrize(
@@ -40,11 +44,15 @@ def test_a_driver_name_gives_the_datasheets_dense_rate(name, precision, tflops):
     ],
 )
 def test_an_unknown_device_or_a_slice_of_one_has_no_peak(name):
-    assert peak_flops(name, "bf16") is None
+    assert datasheet_flops(name, "bf16") is None
 
 
 def test_a_precision_without_a_figure_has_no_peak():
-    assert peak_flops("NVIDIA H200", "fp64") is None
+    assert datasheet_flops("NVIDIA H200", "fp64") is None
+
+
+def test_a_cpu_has_no_peak():
+    assert peak_flops(torch.device("cpu"), "fp32") is None
 
 
 def test_every_peak_has_its_source_and_the_usual_order():
@@ -61,3 +69,17 @@ def test_mfu_is_flops_over_what_the_devices_could_do():
 @pytest.mark.parametrize("case", [(1e15, 0.5, 1e15), (None, 1.0, 1e15), (1e15, 1.0, None), (1e15, 0.0, 1e15)])
 def test_without_a_share_that_can_be_there_is_none(case):
     assert mfu(*case) is None
+
+
+def test_a_batchs_flops_are_of_its_documents_and_labels():
+    c = census(FAMILIES["llama"]())
+    empty = torch.zeros(2, 10, dtype=torch.long)
+    rows = MicroBatch(empty, empty, empty, documents=((4, 6), (7,)), tokens=17, label_tokens=5)
+    found = flops_of(c, 10)(Batch((rows, rows), tokens=34, label_tokens=10, origin=""))
+    pairs = 2 * (4 * 5 // 2 + 6 * 7 // 2 + 7 * 8 // 2)
+    matrices = (
+        3 * 2 * 2 * (64 * 64 * 2 + 64 * 32 * 2 + 64 * 96 * 3)
+    )  # forward and 2 × backward, 2 FLOPs, 2 layers
+    attention = 3 * 2 * 2 * 2 * pairs * 64
+    assert found["flops"] == 34 * matrices + attention + 10 * 3 * 2 * 64 * 256
+    assert found["flops_6n"] == 34 * (6 * (c.total - 256 * 64) + 12 * 2 * 64 * 10)

@@ -1,0 +1,325 @@
+"""Bytes against hand counts, and that watching changes nothing."""
+
+import pytest
+import torch
+from families import FAMILIES
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+
+from meshtune.model.census import census
+from meshtune.train.memory import (
+    Ledger,
+    Peak,
+    PhaseMemory,
+    Workload,
+    activation_bytes,
+    block_bytes,
+    estimate,
+    explain_out_of_memory,
+    lora_parameters,
+    peak_resident_bytes,
+    state_bytes,
+    summary_line,
+)
+from meshtune.train.optim import Optimizer
+from meshtune.units import MIB
+
+CPU = torch.device("cpu")
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+@torch.library.custom_op("meshtune_test::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+double.register_autograd(lambda ctx, grad: 2 * grad)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(30, 50), nn.Linear(50, 7, bias=False)
+
+    def forward(self, x):
+        h = checkpoint(lambda y: Square.apply(self.first(y)).relu(), x, use_reentrant=False)
+        return self.second(double(nn.functional.dropout(h, 0.5)))
+
+
+def optimizer(model, **kwargs) -> Optimizer:
+    return Optimizer(model.named_parameters(), betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, **kwargs)
+
+
+def steps(
+    model, memory, opt, number: int = 2, forward=lambda model: model(torch.ones(16, 30)).square().sum()
+):
+    for step in range(1, number + 1):
+        with memory.watching(step):
+            with memory.phase("forward"):
+                loss = forward(model)
+            with memory.phase("backward"):
+                loss.backward()
+            with memory.phase("optimizer"):
+                opt.step(1e-3)
+        del loss
+        if number == 2 and step == 1:
+            first = dict(memory.peaks)
+    return first if number == 2 else None
+
+
+def watched(model, **kwargs):
+    opt = optimizer(model, **kwargs)
+    memory = PhaseMemory(model, opt, CPU)
+    return memory, opt
+
+
+PARAMETERS = 30 * 50 + 50 + 50 * 7
+
+
+def test_states_are_those_of_a_hand_count():
+    model = Model()
+    memory, opt = watched(model)
+    first = steps(model, memory, opt)
+    state = 2 * 4 * PARAMETERS + 3 * 4  # two moments, and each parameter's step counter
+    start = first["forward"].parts
+    assert (start["weights"], start.get("gradients", 0), start["optimizer"]) == (4 * PARAMETERS, 0, 0)
+    assert first["optimizer"].parts["gradients"] == 4 * PARAMETERS
+    assert first["optimizer"].parts["optimizer"] == state
+    assert memory.peaks["forward"].parts["optimizer"] == state  # there from the second step on
+
+
+def test_masters_are_optimizer_state():
+    model = Model()
+    memory, opt = watched(model, compute_dtype=torch.bfloat16, sum_dtype=torch.float32)
+    first = steps(model, memory, opt, forward=lambda m: m(torch.ones(16, 30, dtype=torch.bfloat16)).sum())
+    assert first["forward"].parts["weights"] == 2 * PARAMETERS
+    assert first["forward"].parts["optimizer"] == 4 * PARAMETERS
+    assert memory.peaks["forward"].parts["optimizer"] == 12 * PARAMETERS + 3 * 4
+
+
+def test_frozen_weights_have_no_gradients():
+    model = Model()
+    model.first.requires_grad_(False)
+    memory, opt = watched(model)
+    first = steps(model, memory, opt)
+    assert first["optimizer"].parts["gradients"] == 4 * 50 * 7
+
+
+def test_activations_are_those_of_a_hand_count():
+    model = nn.Linear(30, 50, bias=False)
+    memory, opt = watched(model)
+    first = steps(model, memory, opt, forward=lambda m: m(torch.ones(16, 30)).sigmoid().sum())
+    x, h, loss, weight = 16 * 30 * 4, 16 * 50 * 4, 4, 30 * 50 * 4
+    assert first["forward"].parts["activations"] == x + 2 * h  # the product is freed after the sigmoid
+    # the weight's gradient is made from x and the sigmoid's gradient, when the sigmoid's output is gone
+    assert first["backward"].parts["gradients"] == weight
+    assert first["backward"].parts["activations"] == x + h + 2 * loss  # and its gradient, 1
+
+
+def test_watching_changes_no_number():
+    found = []
+    for watch in (True, False):
+        torch.manual_seed(3)
+        model = Model()
+        memory, opt = watched(model)
+        memory.left = 2 if watch else 0
+        steps(model, memory, opt, number=3)
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*found)
+
+
+def test_only_the_first_two_steps_are_watched_and_have_a_line():
+    model = Model()
+    memory, _ = watched(model)
+    lines = []
+    for step in (5, 6, 7):  # as after a resume
+        with memory.watching(step), memory.phase("forward"):
+            model(torch.ones(16, 30))
+        lines.append(memory.line(step))
+    assert lines[0].startswith("step 5 memory: forward")
+    assert lines[1].startswith("step 6 memory: forward")
+    assert lines[2] is None
+
+
+def test_a_phase_keeps_its_highest_micro_batch():
+    model = Model()
+    memory, _ = watched(model)
+    with memory.watching(1):
+        for rows in (1, 64, 1):
+            with memory.phase("forward"):
+                model(torch.ones(rows, 30))
+    once, _ = watched(model)
+    with once.watching(1), once.phase("forward"):
+        model(torch.ones(64, 30))
+    assert memory.peaks["forward"].bytes == once.peaks["forward"].bytes
+
+
+def test_recomputation_shows_as_less_memory():
+    def peak(recompute: bool) -> int:
+        blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)
+        )
+        memory, _ = watched(blocks)
+        with memory.watching(1), memory.phase("forward"):
+            x = torch.ones(128, 64, requires_grad=True)
+            for block in blocks:
+                x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+        return memory.peaks["forward"].parts["activations"]
+
+    assert peak(True) < 0.5 * peak(False)
+
+
+def test_the_ledger_follows_views_in_place_operations_and_resizing():
+    with Ledger(CPU) as ledger:
+        a = torch.ones(1000)
+        b = a * 2
+        assert (ledger.total, ledger.peak) == (8000, 8000)
+        view = b[:10]
+        b.add_(1)
+        del b
+        assert ledger.total == 8000
+        del view
+        assert ledger.total == 4000
+        a.resize_(3000)
+        assert ledger.total == 12000
+        a.untyped_storage().resize_(0)
+        assert (ledger.total, ledger.peak) == (0, 12000)
+        a.untyped_storage().resize_(400)
+        assert ledger.total == 400
+        del a
+        assert ledger.total == 0
+
+
+def test_what_gets_its_category_later_had_it_at_the_peak_already():
+    with Ledger(CPU) as ledger:
+        kept = torch.ones(1000)
+        gone = torch.ones(500)
+        assert ledger.parts == {"activations": 6000}
+        del gone
+        later = torch.ones(100)
+        ledger.tag([kept, later], "gradients")
+        assert {k: v for k, v in ledger.parts.items() if v} == {"activations": 2000, "gradients": 4000}
+        assert ledger.live["gradients"] == 4400
+
+
+def test_the_resident_peak_grows_with_what_is_touched():
+    before = peak_resident_bytes()
+    filled = torch.ones(before // 4 + 64 * MIB // 4)
+    assert peak_resident_bytes() >= before + 32 * MIB
+    assert filled.numel()
+
+
+def test_the_line_names_each_phases_parts():
+    parts = {"weights": 107 * MIB, "gradients": 0, "optimizer": 0, "activations": 305 * MIB}
+    after = {"weights": 107 * MIB, "gradients": 107 * MIB, "optimizer": 214 * MIB, "activations": 3 * MIB}
+    line = summary_line(1, [Peak("forward", 412 * MIB, parts), Peak("optimizer", 431 * MIB, after)])
+    assert line == (
+        "step 1 memory: forward 412 MiB (weights 107, activations 305) · "
+        "optimizer 431 MiB (weights 107, gradients 107, optimizer 214, temporary 3)"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_blocks_saved_bytes_are_those_measured(dtype):
+    def kept(layers: int) -> int:
+        config = FAMILIES["llama"](num_hidden_layers=layers)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+        ids = torch.zeros(2, 32, dtype=torch.long)
+        with Ledger(CPU) as ledger:
+            ledger.tag(list(model.parameters()), "weights")
+            out = model.model(input_ids=ids, use_cache=False)
+            assert out.last_hidden_state.requires_grad
+            return ledger.live["activations"]
+
+    c = census(FAMILIES["llama"]())
+    measured = (kept(4) - kept(2)) / 2 / 64
+    reciprocal_roots = 2 * 4
+    assert block_bytes(c.hidden, c.blocks[0], dtype.itemsize) + reciprocal_roots == measured
+
+
+def test_the_textbook_bytes_per_parameter():
+    c = census(FAMILIES["llama"]())
+    sizes = {
+        precision: sum(state_bytes(c, Workload(1, 1, 8, "none", precision)).values()) / c.total
+        for precision in ("fp32", "bf16", "bf16-pure")
+    }
+    assert sizes == {"fp32": 16, "bf16": 16, "bf16-pure": 8}
+
+
+def test_lora_trains_the_adapters_alone():
+    c = census(FAMILIES["llama"]())
+    adapters = 2 * 8 * (4 * 64 + 64 + 32 + 64 + 32 + 3 * (64 + 96))  # q, o, k, v, then gate, up, down
+    assert lora_parameters(c, 8) == adapters
+    states = state_bytes(c, Workload(1, 1, 8, "none", "bf16", method="lora", lora_r=8))
+    assert states == {
+        "weights": 2 * (c.total + adapters),
+        "gradients": 2 * adapters,
+        "optimizer": 12 * adapters,
+    }
+
+
+LLAMA = census(FAMILIES["llama"](num_hidden_layers=4))
+WORKLOAD = Workload(4, 2, 512, "none", "fp32")
+
+
+def test_less_is_kept_the_more_is_recomputed():
+    kept = [
+        activation_bytes(LLAMA, Workload(4, 2, 512, mode, "fp32"))
+        for mode in ("none", "attention", "selective", "full")
+    ]
+    assert kept == sorted(kept, reverse=True)
+
+
+def test_running_out_names_the_largest_part_and_only_what_fits():
+    need = sum(estimate(LLAMA, WORKLOAD).values())
+    said = " ".join(explain_out_of_memory(int(0.9 * need), {}, WORKLOAD, LLAMA))
+    assert "The largest part is activations." in said
+    assert "What would fit, cheapest first: layout=mb2-ga4 (" in said
+
+
+def test_a_small_device_is_offered_more_than_a_smaller_micro_batch():
+    tiny = sum(estimate(LLAMA, Workload(1, 8, 512, "full", "bf16", "lora")).values())
+    said = " ".join(explain_out_of_memory(int(1.1 * tiny), {}, WORKLOAD, LLAMA))
+    assert "method=lora layout=mb1-ga8-full" in said
+    assert "layout=mb2-ga4 (" not in said
+
+
+def test_when_nothing_fits_it_says_so():
+    said = " ".join(explain_out_of_memory(1000, {}, WORKLOAD, LLAMA))
+    assert "Nothing tried here fits" in said
+
+
+def test_an_error_carries_where_it_happened_and_exit_code_3():
+    model = Model()
+    opt = optimizer(model)
+    memory = PhaseMemory(model, opt, CPU, workload=WORKLOAD, census=LLAMA)
+    with memory.watching(1), memory.phase("backward"):
+        pass
+    error = memory.explain("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+    assert error.exit_code == 3
+    assert "Out of memory in backward on cpu" in error.problems[0]
+    assert "Tried to allocate 2.00 GiB." in error.problems[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_peaks_contain_the_states():
+    model = nn.Linear(1024, 1024, bias=False, device="cuda")
+    opt = optimizer(model)
+    memory = PhaseMemory(model, opt, torch.device("cuda", 0))
+    first = steps(model, memory, opt, forward=lambda m: m(torch.ones(8, 1024, device="cuda")).sum())
+    assert first["optimizer"].parts["gradients"] == 4 * MIB
+    assert first["optimizer"].parts["weights"] == 4 * MIB
+    assert first["optimizer"].bytes >= 16 * MIB
