@@ -105,7 +105,7 @@ def _headline(s: Summary) -> str:
         tiles.append(("Training loss", f"{s.last_loss:.4f}", f"from {s.first_loss:.4f}"))
     if s.tokens_per_second_per_gpu is not None:
         mfu = "median" if s.mfu is None else f"MFU {s.mfu:.1%}"
-        tiles.append((s.speed_unit.capitalize(), f"{s.tokens_per_second_per_gpu:,.0f}", mfu))
+        tiles.append((s.speed_unit.replace("t", "T", 1), f"{s.tokens_per_second_per_gpu:,.0f}", mfu))
     if s.peak_memory_bytes is not None:
         tiles.append(("Peak memory", human(s.peak_memory_bytes), ""))
     if not tiles:

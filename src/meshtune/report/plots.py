@@ -66,32 +66,34 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
     """Every panel that the rows can fill, the most telling first."""
     train, evals = of_kind(rows, "train"), of_kind(rows, "eval")
 
-    def one(name: str, column: str, *, role: str = "main", unit: float = 1) -> Line:
-        return line(name, role, train, column, unit)
+    def one(name: str, column: str, *, unit: float = 1) -> Line:
+        return line(name, "main", train, column, unit)
 
     def held_out(column: str) -> Line:
         return line("held out", "other", evals, column)
 
+    def beside(name: str, column: str) -> Line:
+        return replace(
+            smoothed(name, warm, column)[-1], name=name, role="other"
+        )  # smoothed like its neighbour
+
     speed, speed_unit = "tokens_per_second_per_gpu", unit_of_speed(rows)
     warm = train[1:] if len(train) > 10 else train  # compiling in the first step would flatten all the others
-    of_warm = "seconds" if warm is train else "seconds, without the first"
+    of_warm = "" if warm is train else ", without the first step"
     losses = (*smoothed("train", train, "loss"), held_out("loss"))
-    mfu = (one("MFU", "mfu"), one("6N + 12·L·h·s", "mfu_6n", role="other"))
-    seconds = (
-        *smoothed("step", warm, "step_seconds"),
-        line("waiting for data", "other", warm, "data_seconds"),
-    )
+    mfu = (*smoothed("MFU", warm, "mfu"), beside("6N + 12·L·h·s", "mfu_6n"))
+    seconds = (*smoothed("step", warm, "step_seconds"), beside("waiting for data", "data_seconds"))
     peak_memory = one("peak memory", "peak_memory_bytes", unit=GIB)
     made = [
         Panel("loss", "Loss", "per label token", ".4f", losses),
         Panel("exact_match", "Exact match", "of held-out prompts", ".1%", (held_out("exact_match"),), True),
-        Panel("speed", "Speed", speed_unit, ",.0f", smoothed(speed_unit, train, speed), True),
-        Panel("mfu", "Model FLOPs utilisation", "of the device's peak", ".1%", mfu, True),
+        Panel("speed", "Speed", speed_unit + of_warm, ",.0f", smoothed("speed", warm, speed), True),
+        Panel("mfu", "Model FLOPs utilisation", "of the device's peak" + of_warm, ".1%", mfu, True),
         Panel(
             "grad_norm", "Gradient norm", "before clipping", ".3f", smoothed("norm", train, "grad_norm"), True
         ),
         Panel("learning_rate", "Learning rate", "", ".2e", (one("learning rate", "learning_rate"),), True),
-        Panel("time", "Step time", of_warm, ".3f", seconds, True),
+        Panel("time", "Step time", "seconds" + of_warm, ".3f", seconds, True),
         Panel("memory", "Peak memory", "GiB", ".2f", (peak_memory,), True),
     ]
     filled = (replace(panel, lines=tuple(one for one in panel.lines if one.steps)) for panel in made)
@@ -115,16 +117,20 @@ def smoothed(name: str, rows: Sequence[Row], column: str) -> tuple[Line, ...]:
 
 
 def running_mean(values: Sequence[float], window: int) -> tuple[float, ...]:
-    """Centred mean over `window` (odd) values; at the ends over as many as there are on both sides, so no
-    end is bent.
+    """Centred mean over `window` (odd) values.
+
+    Near the ends it narrows, to an eighth on each side: that neither bends a slope, as a one-sided mean does,
+    nor shows the last values' noise as the trend.
     """
     sums = [0.0]
     for value in values:
         sums.append(sums[-1] + value)
     means = []
     for middle in range(len(values)):
-        reach = min(window // 2, middle, len(values) - 1 - middle)
-        means.append((sums[middle + reach + 1] - sums[middle - reach]) / (2 * reach + 1))
+        to_end = min(middle, len(values) - 1 - middle)
+        reach = min(window // 2, max(window // 8, to_end))
+        start, end = max(0, middle - reach), min(len(values), middle + reach + 1)
+        means.append((sums[end] - sums[start]) / (end - start))
     return tuple(means)
 
 

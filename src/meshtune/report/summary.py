@@ -32,7 +32,7 @@ class Summary:
     tokens_per_second_per_gpu: float | None  # median
     mfu: float | None  # median, 0 to 1
     tokens: int | None
-    seconds: float | None
+    seconds: float | None  # of training steps
     peak_memory_bytes: int | None
     model_folder: str | None  # when it is there
     report: str | None  # likewise
@@ -56,7 +56,10 @@ def summarise(run: RunDir) -> Summary:
     """The headline numbers of a run; works on a run that is going on, and on an empty folder."""
     rows = run.rows()
     train, evals = of_kind(rows, "train"), of_kind(rows, "eval")
-    end: Row = (of_kind(rows, "end") or [{}])[-1]
+    last_word = ([row for row in rows if row.get("kind") in ("run", "end")] or [{}])[-1]
+    end: Row = (
+        last_word if last_word.get("kind") == "end" else {}
+    )  # a "run" row after it: the run was resumed
     losses = values(train, "loss")
     eval_losses = [row for row in evals if row.get("loss") is not None]
     best: Row = min(eval_losses, key=lambda row: row["loss"], default={})
@@ -81,8 +84,8 @@ def summarise(run: RunDir) -> Summary:
         prompts=at(values(evals, "prompts"), -1),
         tokens_per_second_per_gpu=middle(values(warm, "tokens_per_second_per_gpu")),
         mfu=middle(values(warm, "mfu")),
-        tokens=end.get("tokens") or (sum(values(train, "tokens")) if whole and train else None),
-        seconds=end.get("seconds") or (sum(values(train, "step_seconds")) if whole and train else None),
+        tokens=sum(values(train, "tokens")) if whole and train else end.get("tokens"),
+        seconds=sum(values(train, "step_seconds")) if whole and train else end.get("seconds"),
         peak_memory_bytes=max(values(train, "peak_memory_bytes"), default=None),
         model_folder=str(run.model) if run.model.exists() else None,
         report=str(run.report_file) if run.report_file.exists() else None,

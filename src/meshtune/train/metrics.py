@@ -378,7 +378,7 @@ class ConsoleTracker:
     def _bar(self) -> Progress:
         columns = (
             TextColumn("[bold]train"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=24, complete_style="blue", finished_style="blue"),
             MofNCompleteColumn(),
             TextColumn("{task.fields[numbers]}"),
         )

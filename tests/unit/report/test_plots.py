@@ -34,9 +34,16 @@ def test_a_long_run_has_its_mean_in_front_of_the_raw_values(train):
     assert mean.values[49] == pytest.approx(sum(4 / step for step in range(48, 53)) / 5)
 
 
-def test_running_mean_keeps_a_straight_line_straight_up_to_its_ends():
-    line = [3.0 * step + 1 for step in range(40)]
-    assert running_mean(line, 9) == pytest.approx(line)
+def test_running_mean_keeps_a_straight_line_straight_and_its_ends_in_place():
+    line = [3.0 * step + 1 for step in range(400)]
+    means = running_mean(line, 41)
+    assert means[5:-5] == pytest.approx(line[5:-5])
+    assert means[0] == pytest.approx(line[0], abs=3 * 41 / 8)
+
+
+def test_running_mean_is_the_mean_of_its_window():
+    values = [float(step % 5) for step in range(50)]
+    assert running_mean(values, 5)[20] == sum(values[18:23]) / 5
 
 
 def test_thinning_keeps_the_ends_and_every_spike():

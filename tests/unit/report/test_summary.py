@@ -9,7 +9,7 @@ def test_headline_numbers_are_those_of_the_rows(run):
     assert (summary.first_eval_loss, summary.last_eval_loss) == (5.0, 2.0)
     assert (summary.best_eval_loss, summary.best_eval_step) == (1.5, 2)
     assert (summary.first_exact_match, summary.last_exact_match, summary.prompts) == (0.0, 0.75, 8)
-    assert (summary.steps, summary.seconds, summary.tokens) == (4, 12.0, 400)
+    assert (summary.steps, summary.seconds, summary.tokens) == (4, 2.0, 400)
     assert summary.peak_memory_bytes == 4 * 2**20
 
 
@@ -41,6 +41,12 @@ def test_sums_are_not_made_of_every_tenth_row(empty, train):
         empty.append(train(step))
     assert summarise(empty).tokens is None
     assert summarise(empty).seconds is None
+
+
+def test_a_resumed_run_is_running_again(run):
+    assert summarise(run).status == "finished"
+    run.append({"kind": "run", "resumed_from": 4})
+    assert summarise(run).status == "running"
 
 
 def test_speed_is_called_per_gpu_once_there_are_several(empty):

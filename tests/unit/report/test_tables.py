@@ -18,7 +18,7 @@ def test_the_summary_says_what_changed_and_where_the_model_is(run):
     assert "4.0000 → 1.0000 in 4 steps" in text
     assert "5.0000 → 2.0000 (best 1.5000 at step 2)" in text
     assert "200 tokens/s (median)" in text
-    assert "12 s · 400 tokens" in text
+    assert "2.0 s · 400 tokens" in text
     assert str(run.model) in text
 
 
