@@ -155,7 +155,7 @@ def _json_lines(file: Path, row: int, start: int) -> Rows:
             if number == 0:
                 line = line.removeprefix(b"\xef\xbb\xbf")  # a byte order mark, as Windows editors write
             try:
-                text = line.decode()
+                text = line.rstrip(b"\r\n").decode()
             except UnicodeDecodeError as error:
                 detail = (
                     f"not UTF-8: byte 0x{line[error.start]:02x} at position {error.start + 1} of the line"
@@ -212,8 +212,8 @@ def _json_list(file: Path, row: int, start: int) -> Rows:
         lists = [key for key, inner in value.items() if isinstance(inner, list)]
         if len(lists) != 1:
             raise UserError(
-                f"{file} is one JSON object with {len(lists)} lists {lists}; expected a list of objects, or an "
-                "object with exactly one list."
+                f"{file} is one JSON object with {len(lists)} lists {lists}; expected a list of objects, or "
+                "an object with exactly one list."
             )
         value = value[lists[0]]
     if not isinstance(value, list):

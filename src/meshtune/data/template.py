@@ -407,8 +407,8 @@ class Encoder:
         if example.messages is not None:
             raise UserError(
                 f"{example.origin}: the row is a conversation, but the tokenizer has no chat template or "
-                f"data.chat_template is none. Set data.chat_template to one of {', '.join(built_in_templates())}, "
-                "or to a file."
+                "data.chat_template is none. Set data.chat_template to one of "
+                f"{', '.join(built_in_templates())}, or to a file."
             )
         assert example.prompt is not None
         assert example.completion is not None
@@ -438,21 +438,24 @@ class Encoder:
         documents: list[Document] = []
         problems: list[str] = []
         total = 0
-        for first in range(0, len(examples), ROWS_AT_ONCE):
-            some = examples[first : first + ROWS_AT_ONCE]
-            for example, result in zip(some, self._encode(some), strict=True):
-                if isinstance(result, Document):
-                    documents.append(result)
-                elif self.on_bad_row == "skip":
-                    self.dropped.counts[result.reason] += 1
-                else:
-                    total += 1
-                    problems += [f"{example.origin}: {result}."] if total <= SHOWN else []
+        for example, result in zip(examples, self.encode_each(examples), strict=True):
+            if isinstance(result, Document):
+                documents.append(result)
+            elif self.on_bad_row == "skip":
+                self.dropped.counts[result.reason] += 1
+            else:
+                total += 1
+                problems += [f"{example.origin}: {result}."] if total <= SHOWN else []
         if total:
             raise UserError(
                 [*problems, f"{total:,} of {len(examples):,} rows can't be labelled exactly. {_REMEDY}"]
             )
         return documents
+
+    def encode_each(self, examples: Sequence[Example]) -> Iterator[Document | BadRow]:
+        """For each example its document, or what keeps its labels from being exact."""
+        for first in range(0, len(examples), ROWS_AT_ONCE):
+            yield from self._encode(examples[first : first + ROWS_AT_ONCE])
 
     def _encode(self, examples: Sequence[Example]) -> list[Document | BadRow]:
         chats = [index for index, example in enumerate(examples) if self.templated and example.text is None]
@@ -552,8 +555,9 @@ class Encoder:
 # --- sentences ----------------------------------------------------------------------------------------------
 
 _REMEDY = (
-    "Label the last answer only with data.train_on=completion, use a template that writes every turn the same "
-    "whatever follows it (data.chat_template, for example chatml), or leave such rows out with data.on_bad_row=skip."
+    "Label the last answer only with data.train_on=completion, use a template that writes every turn the "
+    "same whatever follows it (data.chat_template, for example chatml), or leave such rows out with "
+    "data.on_bad_row=skip."
 )
 
 
@@ -572,7 +576,8 @@ def _differ(what: str, turn: int, prefix: str, full: str) -> str:
     start = max(0, at - 20)
     return (
         f"message {turn + 1} (assistant): the chat template writes {prefix[start : at + 30]!r} when {what} "
-        f"follows, but {full[start : at + 30]!r} in the whole conversation, so which part is the answer is not defined"
+        f"follows, but {full[start : at + 30]!r} in the whole conversation, so "
+        "which part is the answer is not defined"
     )
 
 

@@ -1,0 +1,312 @@
+"""Rows of every kind of file become the same examples, and bad rows are named."""
+
+import csv
+import gzip
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from meshtune.data.source import Dropped, Source, columns_of, detect, files, fingerprint, is_hub, read
+from meshtune.errors import UserError
+
+PAIRS = [{"prompt": f'question {n}, "é"\n', "completion": f"answer {n}"} for n in range(5)]
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+
+
+def write(folder, name, rows):
+    """`rows` under `name`, in the format of its suffix."""
+    file = folder / name
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    if name.endswith(".jsonl"):
+        file.write_text(lines)
+    elif name.endswith(".jsonl.gz"):
+        file.write_bytes(gzip.compress(lines.encode()))
+    elif name.endswith(".parquet"):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file, row_group_size=2)
+    elif name.endswith(".csv"):
+        with file.open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        file.write_text(json.dumps({"version": 1, "data": rows} if name == "wrapped.json" else rows))
+    return file
+
+
+def examples(path, **keywords):
+    settings = {name: keywords.pop(name) for name in ("columns", "format", "split") if name in keywords}
+    return list(read(Source(str(path), **settings), **{"on_bad_row": "error", **keywords}))
+
+
+def pairs(rows):
+    return [(row.prompt, row.completion) for row in rows]
+
+
+KINDS = ["a.jsonl", "a.jsonl.gz", "a.json", "wrapped.json", "a.parquet", "a.csv"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_file_gives_the_same_rows(tmp_path, name):
+    file = write(tmp_path, name, PAIRS)
+    assert pairs(examples(file)) == [(row["prompt"], row["completion"]) for row in PAIRS]
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("start", [0, 1, 3, 5, 9])
+def test_start_goes_on_at_a_row(tmp_path, name, start):
+    file = write(tmp_path, name, PAIRS)
+    rows = examples(file, start=start)
+    assert pairs(rows) == [(row["prompt"], row["completion"]) for row in PAIRS[start:]]
+    assert [row.origin.row for row in rows] == list(range(start, 5))
+
+
+def test_a_folder_is_read_in_sorted_order_and_numbered_through(tmp_path):
+    for number, name in enumerate(["b.parquet", "a.jsonl", "c.csv"]):
+        write(tmp_path, name, PAIRS[number : number + 2])
+    (tmp_path / "README.md").write_text("not data")
+    whole = examples(tmp_path)
+    assert [row.completion for row in whole] == [f"answer {n}" for n in (1, 2, 0, 1, 2, 3)]
+    assert [row.origin.row for row in whole] == list(range(6))
+    for row in whole:
+        assert examples(tmp_path, start=row.origin.row + 1) == whole[row.origin.row + 1 :]
+
+
+def test_a_folder_with_named_splits_gives_one_of_them(tmp_path):
+    write(tmp_path, "train.jsonl", PAIRS[:2])
+    write(tmp_path, "test.jsonl", PAIRS[2:])
+    assert [row.completion for row in examples(tmp_path)] == ["answer 0", "answer 1"]
+    assert len(examples(tmp_path, split="test")) == 3
+
+
+def test_json_lines_under_the_name_json_are_read_as_lines(tmp_path):
+    file = tmp_path / "rows.json"
+    file.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    assert len(examples(file)) == 5
+
+
+def test_reading_is_lazy(tmp_path):
+    file = write(tmp_path, "a.jsonl", PAIRS)
+    rows = read(Source(str(file)), on_bad_row="error")
+    next(rows)
+    file.write_text("gone")  # what was buffered is still there; nothing was parsed ahead
+    assert next(rows).completion == "answer 1"
+
+
+@pytest.mark.parametrize(
+    ("row", "shape"),
+    [
+        ({"text": "words"}, {"text": "words"}),
+        ({"prompt": "p", "completion": "c"}, {"prompt": "p", "completion": "c"}),
+        ({"instruction": "i", "input": "", "output": "o"}, {"prompt": "i", "completion": "o"}),
+        ({"instruction": "i", "input": "x", "output": "o"}, {"prompt": "i\n\nx", "completion": "o"}),
+        ({"instruction": "i", "output": "o"}, {"prompt": "i", "completion": "o"}),
+        ({"messages": TURNS, "id": 3}, {"messages": tuple(TURNS)}),
+        (
+            {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+            {"messages": tuple(TURNS)},
+        ),
+        ({"conversations": TURNS}, {"messages": tuple(TURNS)}),
+        ({"prompt": TURNS[:1], "completion": TURNS[1:]}, {"messages": tuple(TURNS)}),
+        (
+            {"system": "Be kind.", "conversations": TURNS},
+            {"messages": ({"role": "system", "content": "Be kind."}, *TURNS)},
+        ),
+    ],
+)
+def test_formats_are_detected_from_the_columns(rows_file, row, shape):
+    example = examples(rows_file([row]))[0]
+    got = {name: value for name, value in vars(example).items() if name != "origin" and value is not None}
+    assert got == shape
+
+
+def test_tool_calls_and_tools_are_kept(rows_file):
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}
+    turns = [TURNS[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    turns.append({"role": "tool", "tool_call_id": "1", "content": "3"})
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    for column in (tools, json.dumps(tools)):
+        example = examples(rows_file([{"messages": turns, "tools": column}]))[0]
+        assert example.tools == tools
+        assert example.messages[1] == {"role": "assistant", "tool_calls": [call]}
+        assert example.messages[2] == turns[2]
+
+
+def test_sharegpt_function_calls_become_tool_calls(rows_file):
+    value = json.dumps({"name": "add", "arguments": {"a": 1}})
+    turns = [{"from": "human", "value": "1?"}, {"from": "function_call", "value": value}]
+    message = examples(rows_file([{"conversations": turns}]))[0].messages[1]
+    assert message["role"] == "assistant"
+    assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+
+
+def test_columns_map_our_names_to_theirs(rows_file):
+    file = rows_file([{"question": "q", "answer": "a", "text": "t"}])
+    columns = (("prompt", "question"), ("completion", "answer"))
+    assert pairs(examples(file, columns=columns)) == [("q", "a")]
+    assert columns_of(Source(str(file))) == ["question", "answer", "text"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "settings", "sentence"),
+    [
+        (["question", "answer"], {}, "columns question, answer, which fit no format .*prompt and completion"),
+        (["text", "messages"], {}, "fit the formats text and messages; choose one with data.format"),
+        (["question"], {"format": "text"}, "Format text needs the columns text, but .*question"),
+        (["text"], {"format": "chat"}, "data.format=chat is unknown"),
+        (["text"], {"columns": (("prompt", "question"),)}, "maps prompt to question, but"),
+        (["text"], {"columns": (("promt", "text"),)}, "names promt, which is not one of"),
+    ],
+)
+def test_columns_that_fit_no_single_format_are_an_error_that_lists_them(columns, settings, sentence):
+    with pytest.raises(UserError, match=sentence):
+        detect(Source("rows.jsonl", **settings), columns)
+
+
+@pytest.mark.parametrize("name", ["prompt-completion", "prompt_completion", "prompt/completion"])
+def test_a_named_format_wins(name):
+    assert detect(Source("x", format=name), ["text", "prompt", "completion"]) == "prompt-completion"
+
+
+BAD_LINES = {
+    b'{"prompt": "a", "completion"': "broken JSON: .* at column 29",
+    b'{"prompt": "a"}': "column completion is missing .there are prompt.",
+    b'{"prompt": "a", "completion": "  "}': "column completion is empty",
+    b'{"prompt": "a", "completion": null}': "column completion is null",
+    b'{"prompt": 7, "completion": "b"}': "column prompt is a number .7., expected text",
+    b'["a", "b"]': "the row is a list, expected an object",
+    b'{"prompt": "\xff", "completion": "b"}': "not UTF-8: byte 0xff at position 13",
+    b'{"prompt": "\\ud800", "completion": "b"}': "not UTF-8: half of a surrogate pair",
+}
+GOOD_LINE = b'{"prompt": "a", "completion": "b"}'
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_a_bad_line_is_named_with_its_file_and_what_is_wrong(tmp_path, line):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(GOOD_LINE + b"\n\n" + line + b"\n" + GOOD_LINE)
+    with pytest.raises(UserError, match=rf"rows\.jsonl, line 3: {BAD_LINES[line]}") as caught:
+        examples(file)
+    assert "1 bad row in the 3 rows read so far" in caught.value.problems[-1]
+
+
+@pytest.mark.parametrize(
+    ("messages", "what"),
+    [
+        ([{"role": "robot", "content": "x"}], "message 1: the role is 'robot'"),
+        ([{"content": "x"}], "message 1: the role is missing"),
+        ([TURNS[0], {"role": "assistant", "content": " "}], r"message 2 \(assistant\) is empty"),
+        ([TURNS[0], {"role": "assistant"}], r"message 2 \(assistant\) has no content"),
+        ([{"role": "user", "content": 3}], "message 1: content is a number"),
+        (["Hi"], "message 1 is text, expected an object"),
+        ("Hi", "column messages is text that is not JSON"),
+        ([], "the conversation is empty"),
+        (TURNS[:1], "none of the 1 messages is the assistant's"),
+        ([{"from": "alien", "value": "x"}], "message 1 is from 'alien'"),
+    ],
+)
+def test_a_bad_conversation_says_which_message_is_wrong(rows_file, messages, what):
+    with pytest.raises(UserError, match=f"line 1: {what}"):
+        examples(rows_file([{"messages": messages}]))
+
+
+def test_a_conversation_without_an_answer_is_fine_where_everything_is_labelled(rows_file):
+    assert len(examples(rows_file([{"messages": TURNS[:1]}]), needs_answer=False)) == 1
+
+
+def test_the_first_ten_bad_rows_are_named_at_once_and_all_are_counted(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b"\n".join([GOOD_LINE, *[b"{"] * 14, GOOD_LINE]))
+    seen = []
+    with pytest.raises(UserError) as caught:
+        seen.extend(read(Source(str(file)), on_bad_row="error"))
+    assert len(seen) == 1
+    lines = [problem.split(":")[0].rsplit(" ", 1)[1] for problem in caught.value.problems[:10]]
+    assert lines == [str(n) for n in range(2, 12)]
+    assert len(caught.value.problems) == 11
+    assert caught.value.problems[-1].startswith("14 bad rows in the 16 rows")
+    assert "on_bad_row=skip" in caught.value.problems[-1]
+
+
+def test_skipping_drops_bad_rows_and_counts_them_by_reason(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b"\n".join([b"{", GOOD_LINE, *BAD_LINES, GOOD_LINE]))
+    dropped = Dropped()
+    assert len(examples(file, on_bad_row="skip", dropped=dropped)) == 2
+    assert dropped.total == 1 + len(BAD_LINES)
+    assert dropped.counts["broken JSON"] == 2
+    assert dropped.counts["not UTF-8"] == 2
+    assert dropped.counts["empty answer"] == 1
+    assert str(dropped).startswith("9 bad rows dropped: 2 ")
+
+
+def test_bad_rows_of_csv_are_named_by_their_line(tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_bytes(b'prompt,completion\n"two\nlines",b\nonly one\na,\xff\n')
+    with pytest.raises(UserError) as caught:
+        examples(file)
+    first, second, _ = caught.value.problems
+    assert "line 4: 1 fields, but the header names 2 columns" in first
+    assert "line 5: not UTF-8" in second
+
+
+def test_keys_that_arrow_filled_with_null_are_taken_out(tmp_path):
+    turns = [TURNS[0], {"role": "assistant", "content": "x", "name": "bob"}]
+    file = write(tmp_path, "a.parquet", [{"messages": turns}])
+    assert examples(file)[0].messages == tuple(turns)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("a.json", b'{"a": 1}', "0 lists"),
+        ("a.json", b"[1,\n2", "line 2"),
+        ("a.json", b"\n\xff", "line 2: not UTF-8"),
+        ("a.parquet", b"nonsense", "not a readable parquet file"),
+        ("a.jsonl.gz", b"nonsense", "can't be read"),
+        ("a.csv", b"", "is empty"),
+        ("a.xlsx", b"", "of no known kind"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, sentence):
+    file = tmp_path / name
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=sentence) as caught:
+        examples(file)
+    assert name in str(caught.value)
+
+
+def test_a_path_that_is_not_there_is_said(tmp_path):
+    with pytest.raises(UserError, match=r"no file or folder .*nowhere\.jsonl"):
+        examples(tmp_path / "nowhere.jsonl")
+    with pytest.raises(UserError, match="holds no data files"):
+        files(Source(str(tmp_path)))
+
+
+def test_only_an_id_that_is_no_path_means_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert is_hub("openai/gsm8k")
+    assert is_hub("openai/gsm8k:main")
+    assert not is_hub("data/train.jsonl")
+    assert not is_hub("/data/train")
+    assert not is_hub("train")
+    (tmp_path / "openai" / "gsm8k").mkdir(parents=True)
+    assert not is_hub("openai/gsm8k")
+
+
+def test_the_fingerprint_changes_with_the_files_and_the_settings(tmp_path):
+    file = write(tmp_path, "a.jsonl", PAIRS)
+    source = Source(str(file))
+    before = fingerprint(source)
+    assert fingerprint(source) == before
+    assert fingerprint(Source(str(file), format="text")) != before
+    write(tmp_path, "a.jsonl", PAIRS[:3])
+    assert fingerprint(source) != before
+
+
+def test_a_folder_saved_by_datasets_is_read(tmp_path):
+    import datasets
+
+    datasets.Dataset.from_list(PAIRS).save_to_disk(str(tmp_path / "saved"))
+    assert [row.completion for row in examples(tmp_path / "saved", start=3)] == ["answer 3", "answer 4"]
