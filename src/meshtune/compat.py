@@ -17,8 +17,9 @@ def varlen_attention(
 ) -> Tensor:
     """`torch.nn.attention.varlen.varlen_attn` over documents that are both queries and keys.
 
-    [tokens, heads, head_dim] with k and v of fewer heads where the model groups them -> [tokens, heads, head_dim];
-    boundaries [documents + 1] int32. Grouped heads need torch 2.12; before, keys and values are expanded.
+    [tokens, heads, head_dim] with k and v of fewer heads where the model groups them -> [tokens, heads,
+    head_dim]; boundaries [documents + 1] int32. Grouped heads need torch 2.12; before, keys and values are
+    expanded.
     """
     from torch.nn.attention.varlen import varlen_attn  # CUDA only: not imported where it can't be used
 

@@ -3,10 +3,10 @@
     model.set_attn_implementation("meshtune")
     model(input_ids, position_ids=..., documents=((5, 3), (8,)), use_cache=False)
 
-`documents[b]` holds the lengths of row b's documents from column 0 on; what lies beyond their sum is padding. A
-token sees the earlier tokens of its own document (of the last `sliding_window` ones, itself included), nothing
-else; padding gives zeros. No mask of seq × seq is ever built, and keys and values are never expanded to the number
-of query heads.
+`documents[b]` holds the lengths of row b's documents from column 0 on; what lies beyond their sum is padding.
+A token sees the earlier tokens of its own document (of the last `sliding_window` ones, itself included),
+nothing else; padding gives zeros. No mask of seq × seq is ever built, and keys and values are never expanded
+to the number of query heads.
 
     CPU                one fused call per document, straight into one output buffer    `_Documents`
       with a softcap   the same with our own blockwise kernel (`meshtune::capped_attention`)
@@ -17,8 +17,8 @@ of query heads.
 
 "meshtune_recompute" is the same function, but what happens inside is recomputed in the backward.
 
-A family that does not pass `documents` down to its attention raises: it must never be silently wrong. So does any
-argument that we do not know.
+A family that does not pass `documents` down to its attention raises: it must never be silently wrong. So does
+any argument that we do not know.
 """
 
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ def _checked(documents: Sequence[Sequence[int]], batch: int, seq: int) -> Length
     for row, inside in enumerate(lengths):
         if sum(inside) > seq or any(length < 1 for length in inside):
             raise ValueError(
-                f"`documents[{row}]` is {inside}: every length must be at least 1 and their sum at most {seq}."
+                f"`documents[{row}]` is {inside}: lengths must be at least 1 and their sum at most {seq}."
             )
     return lengths
 
@@ -135,8 +135,8 @@ def _kernel_backward(grad, q, k, v, out, lse, mask: Tensor | None, scale: float,
 class _Documents(torch.autograd.Function):
     """Attention run by run. Saves q, k, v, the output and its log-sum-exp, each once.
 
-    Autograd over slices would instead save every document's output beside their concatenation and fill a gradient
-    of the whole length for every slice.
+    Autograd over slices would instead save every document's output beside their concatenation and fill a
+    gradient of the whole length for every slice.
     """
 
     @staticmethod
@@ -168,7 +168,8 @@ class _Documents(torch.autograd.Function):
         if len(runs) == 1 and not ctx.padded:
             grads = _kernel_backward(grad, q, k, v, out, lse, None, scale, softcap)
             return *grads, None, None, None, None
-        # Blocks of one windowed document share keys, so their gradients add up; otherwise each is written once.
+        # Blocks of one windowed document share keys, so their gradients add up; otherwise each is written
+        # once.
         shared = any(run.window is not None for run in runs)
         grad_q = (torch.zeros_like if ctx.padded else torch.empty_like)(q)
         grad_k, grad_v = ((torch.zeros_like if ctx.padded or shared else torch.empty_like)(t) for t in (k, v))
@@ -201,10 +202,10 @@ class _Documents(torch.autograd.Function):
 
 
 def _capped_blocks(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, softcap: float):
-    """Yield (queries, keys seen, q block, capped scores with -inf where hidden), one block of queries at a time.
+    """Yield (queries, keys seen, q block, capped scores with -inf where hidden), block of queries by block.
 
-    Query heads of one key head are laid behind one another, [batch, kv_heads, group · queries, head_dim], so that
-    grouped-query attention is a plain batched product and nothing is expanded.
+    Query heads of one key head are laid behind one another, [batch, kv_heads, group · queries, head_dim], so
+    that grouped-query attention is a plain batched product and nothing is expanded.
     """
     batch, heads, length, head_dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
@@ -258,7 +259,7 @@ def capped_attention_backward(
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; scores are computed again, block by block (FlashAttention, algorithm 4)."""
-    batch, heads, length, head_dim = q.shape
+    batch, heads, _, head_dim = q.shape
     kv_heads, group = k.shape[1], heads // k.shape[1]
     grad_q = torch.empty_like(q)
     grad_k, grad_v = (torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in (k, v))
@@ -303,7 +304,7 @@ def _(grad, q, k, v, out, lse, mask, scale, softcap):
 
 @lru_cache(maxsize=8)
 def _boundaries(documents: Lengths, seq: int, device: torch.device) -> tuple[Tensor, int]:
-    """cu_seqlens [documents + 1] of the flattened micro-batch, padding as documents of its own; the longest."""
+    """cu_seqlens [documents + 1] of the flattened micro-batch, padding as own documents; the longest."""
     lengths: list[int] = []
     for row in documents:
         rest = seq - sum(row)
@@ -325,9 +326,9 @@ def _document_ids(documents: Lengths, seq: int, device: torch.device) -> Tensor:
 def _varlen(q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, window: int | None) -> Tensor:
     batch, heads, seq, head_dim = q.shape
     boundaries, longest = _boundaries(documents, seq, q.device)
-    flat = (t.transpose(1, 2).reshape(batch * seq, -1, head_dim) for t in (q, k, v))
+    flat_q, flat_k, flat_v = (t.transpose(1, 2).reshape(batch * seq, -1, head_dim) for t in (q, k, v))
     left = -1 if window is None or window >= longest else window - 1
-    out = varlen_attention(*flat, boundaries, longest, scale=scale, window_size=(left, 0))
+    out = varlen_attention(flat_q, flat_k, flat_v, boundaries, longest, scale=scale, window_size=(left, 0))
     out = out.view(batch, seq, heads, head_dim).transpose(1, 2)
     if any(sum(row) < seq for row in documents):
         out = out.masked_fill((_document_ids(documents, seq, q.device) < 0)[:, None, :, None], 0)
@@ -407,16 +408,16 @@ def _one_by_one(
     seq, groups = q.shape[2], [(lengths, len(list(alike))) for lengths, alike in groupby(documents)]
     outs = []
     # Split and cat, not slices: the gradient of a split is written once, that of n slices n times.
-    for (lengths, _), *rows in zip(
-        groups, *(t.split([n for _, n in groups]) for t in (q, k, v)), strict=True
-    ):
+    split_rows = zip(*(t.split([count for _, count in groups]) for t in (q, k, v)), strict=True)
+    for (lengths, _), rows in zip(groups, split_rows, strict=True):
         padding = seq - sum(lengths)
-        pieces = [t.split([*lengths, padding], dim=2) for t in rows]
+        pieces = zip(*(t.split([*lengths, padding], dim=2) for t in rows), strict=True)
         parts = []
-        for length, *document in zip(lengths, *pieces, strict=False):
+        for length, (own_q, own_k, own_v) in zip(lengths, pieces, strict=False):
             whole = slice(0, length)
             banded = window if window is not None and window < length else None
-            parts.append(_plain(*document, scale, dropout, softcap, Run(whole, whole, whole, banded)))
+            run = Run(whole, whole, whole, banded)
+            parts.append(_plain(own_q, own_k, own_v, scale, dropout, softcap, run))
         last = rows[0].new_zeros(*rows[0].shape[:2], padding, rows[2].shape[-1])
         outs.append(torch.cat([*parts, last], dim=2))
     return torch.cat(outs)
@@ -458,8 +459,8 @@ def _refuse_unknown(
         problems.append("is_causal=False")
     if problems:
         raise NotImplementedError(
-            f"{type(module).__name__} asks of its attention what meshtune's does not do: {', '.join(problems)}. "
-            "Use model.attention=sdpa, without packing."
+            f"{type(module).__name__} asks of its attention what meshtune's does not do: "
+            f"{', '.join(problems)}. Use model.attention=sdpa, without packing."
         )
 
 
@@ -507,9 +508,9 @@ def document_attention(
     _refuse_unknown(module, attention_mask, is_causal, others)
     if documents is None:
         raise ValueError(
-            f"{type(module).__name__} called meshtune's attention without `documents`: either the model was called "
-            "without them, or this family does not pass keyword arguments down to its attention; then use "
-            "model.attention=sdpa, without packing."
+            f"{type(module).__name__} called meshtune's attention without `documents`: either the model was "
+            "called without them, or this family does not pass keyword arguments down to its attention; then "
+            "use model.attention=sdpa, without packing."
         )
     lengths = _checked(documents, query.shape[0], query.shape[2])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -529,17 +530,14 @@ def recomputed_document_attention(module: nn.Module, *args: Any, **kwargs: Any) 
 def no_mask(*, attention_mask: Tensor | None = None, use_vmap: bool = False, **_: Any) -> None:
     """The mask function of both: nothing is ever built (`documents`, window and causality say it all).
 
-    Raises NotImplementedError for what they cannot say: a padding mask, or a model's own pattern laid over the
-    causal one (Hugging Face sets `use_vmap` exactly then).
+    Raises NotImplementedError for what they cannot say: a padding mask, or a model's own pattern laid over
+    the causal one (Hugging Face sets `use_vmap` exactly then).
     """
     if attention_mask is not None or use_vmap:
-        what = (
-            "an attention_mask: describe padding by `documents`"
-            if attention_mask is not None
-            else "a pattern"
-        )
+        what = "an attention_mask" if attention_mask is not None else "a pattern over the causal one"
         raise NotImplementedError(
-            f"meshtune's attention was given {what}. Use model.attention=sdpa otherwise."
+            f"meshtune's attention was given {what}: describe padding by `documents`, "
+            "or use model.attention=sdpa."
         )
 
 

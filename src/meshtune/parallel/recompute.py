@@ -5,8 +5,8 @@
     selective  keep the outputs of matrix products and of attention; run the cheap rest of each block again
     full       keep each block's input; run the whole block again
 
-Gradients are the same in every mode. Random numbers are put back before a block runs again, so dropout repeats
-exactly. Names of modules and parameters stay what they are.
+Gradients are the same in every mode. Random numbers are put back before a block runs again, so dropout
+repeats exactly. Names of modules and parameters stay what they are.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,9 @@ from meshtune.parallel.attention import NAMES
 
 Mode = Literal["none", "attention", "selective", "full"]
 
-# What `selective` keeps, by name: some exist only once their module is imported. Attention appears as the kernels
-# that it dispatches to. Plain batched products are not here: a block's only ones are the scores of an attention
-# without a fused kernel, far too large to keep.
+# What `selective` keeps, by name: some exist only once their module is imported. Attention appears as the
+# kernels that it dispatches to. Plain batched products are not here: a block's only ones are the scores of an
+# attention without a fused kernel, far too large to keep.
 KEPT = {
     "aten.mm.default",
     "aten.addmm.default",
@@ -42,7 +42,8 @@ def recompute_blocks(model: PreTrainedModel, anatomy: Anatomy, mode: Mode) -> No
     """Make every block of `model` keep for its backward only what `mode` says. In place; call it once.
 
     It goes on before blocks are sharded, so that the hooks of sharding sit outside the recomputed part.
-    Raises ValueError for an unknown mode, or for `attention` with a model that does not run meshtune's attention.
+    Raises ValueError for an unknown mode, or for `attention` with a model that does not run meshtune's
+    attention.
     """
     match mode:
         case "none":

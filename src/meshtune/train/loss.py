@@ -2,15 +2,16 @@
 
     body (all tokens) -> hidden -> labelled rows -> chunks -> the model's own head -> cross entropy -> sum
 
-Logits are by far the largest tensor of a step (128 k words × 4 bytes × 3 copies a token), so they never exist as
-a whole. Each chunk's loss AND its gradients are computed in the forward, while its logits are there; the backward
-only multiplies by the incoming gradient. Nothing is recomputed and no logits are kept.
+Logits are by far the largest tensor of a step (128 k words × 4 bytes × 3 copies a token), so they never exist
+as a whole. Each chunk's loss AND its gradients are computed in the forward, while its logits are there; the
+backward only multiplies by the incoming gradient. Nothing is recomputed and no logits are kept.
 
-The head is the model's own `forward`, its body replaced for the call by a stub that returns the chunk: bias, logit
-scale (Cohere, Granite), soft-capping (Gemma 2) and adapters on the head are right for every family, without a table.
+The head is the model's own `forward`, its body replaced for the call by a stub that returns the chunk: bias,
+logit scale (Cohere, Granite), soft-capping (Gemma 2) and adapters on the head are right for every family,
+without a table.
 
-Gradients of 16-bit weights are summed over the chunks in fp32 and cast once: a sum of many small terms in bf16
-would lose those below 1/256 of it. One chunk needs no such buffer.
+Gradients of 16-bit weights are summed over the chunks in fp32 and cast once: a sum of many small terms in
+bf16 would lose those below 1/256 of it. One chunk needs no such buffer.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,10 +31,10 @@ from meshtune.parallel.attention import NAMES
 def body_forward(model: nn.Module, anatomy: Anatomy, micro_batch: MicroBatch) -> Tensor:
     """The model without its head: hidden states [batch, seq, hidden] after the last norm.
 
-    Without our attention Hugging Face itself keeps the documents apart, by the positions that restart (it does
-    so only without a cache and without an attention mask).
+    Without our attention Hugging Face itself keeps the documents apart, by the positions that restart (it
+    does so only without a cache and without an attention mask).
     """
-    body = model.get_submodule(anatomy.body)
+    body: Any = model.get_submodule(anatomy.body)
     packed = {"documents": micro_batch.documents} if body.config._attn_implementation in NAMES else {}
     return body(
         input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids, use_cache=False, **packed
@@ -43,10 +44,11 @@ def body_forward(model: nn.Module, anatomy: Anatomy, micro_batch: MicroBatch) ->
 def summed_loss(
     model: nn.Module, anatomy: Anatomy, micro_batch: MicroBatch, *, chunk_tokens: int = 1024
 ) -> Tensor:
-    """Sum of the token losses of a micro-batch: a scalar in fp32 (fp64 for an fp64 model), with its gradients.
+    """Sum of the token losses of a micro-batch: a scalar in fp32 (fp64 for an fp64 model).
 
-    At most `chunk_tokens` rows of logits exist at a time. Its backward can run once. Without any label the loss is
-    0 and the gradients are zeros, so that ranks that share parameters still agree on which of them have one.
+    At most `chunk_tokens` rows of logits exist at a time. Its backward can run once. Without any label the
+    loss is 0 and the gradients are zeros, so that ranks that share parameters still agree on which of them
+    have one.
     """
     hidden = body_forward(model, anatomy, micro_batch)
     return head_loss(
@@ -74,7 +76,7 @@ def head_loss(
     """
     flat = labels.flatten()
     labelled = flat != IGNORE
-    torch._assert_async(
+    torch.ops.aten._assert_async.msg(
         labelled.sum() == label_tokens, "MicroBatch.label_tokens is not the number of its labels"
     )
     rows = torch.nonzero_static(labelled, size=label_tokens).flatten()
@@ -108,6 +110,7 @@ class _ChunkedLoss(torch.autograd.Function):
         total = _zero(hidden)
         source = hidden.flatten(0, 1)
         hidden_grad = torch.zeros_like(source) if ctx.needs_input_grad[0] else None
+        several = len(rows) > size
         sums: list[Tensor | None] = [None] * len(parameters)
         for own_rows, own_targets in zip(rows.split(size), targets.split(size), strict=True):
             with torch.enable_grad():
@@ -119,14 +122,12 @@ class _ChunkedLoss(torch.autograd.Function):
             grads = list(torch.autograd.grad(logits, inputs, logits_grad, allow_unused=True))
             if hidden_grad is not None:
                 hidden_grad.index_copy_(0, own_rows, grads.pop())
-            several = len(rows) > size
             for index, grad in enumerate(grads):
-                if grad is None:
-                    continue
-                if sums[index] is None:
+                before = sums[index]
+                if before is not None and grad is not None:
+                    before += grad
+                elif grad is not None:
                     sums[index] = grad.to(torch.promote_types(grad.dtype, torch.float32)) if several else grad
-                else:
-                    sums[index] += grad
         ctx.grads = [
             None if hidden_grad is None else hidden_grad.view_as(hidden),
             *(
@@ -148,7 +149,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, *, gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """Summed cross entropy of [tokens, vocabulary] in fp32 or better, and softmax − onehot in the logits' dtype."""
+    """Summed cross entropy of [tokens, vocabulary] in fp32 or better, and softmax − onehot in their dtype."""
     log_probabilities = torch.log_softmax(
         logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32)
     )
@@ -194,8 +195,8 @@ class _Stub(nn.Module):
 def _headed(model: nn.Module, anatomy: Anatomy) -> Iterator[Callable[[Tensor], Tensor]]:
     """While open, gives hidden [tokens, hidden] -> logits [tokens, vocabulary], by the model's own forward.
 
-    `forward` and not a call: hooks on the model, such as those of a sharded root, have run or will run around all
-    of this.
+    `forward` and not a call: hooks on the model, such as those of a sharded root, have run or will run around
+    all of this.
     """
     parent_path, _, name = anatomy.body.rpartition(".")
     parent = model.get_submodule(parent_path)
