@@ -1,0 +1,137 @@
+"""LoRA: a low-rank addition beside linear layers that stay as they are (Hu et al. 2021, arXiv:2106.09685).
+
+    y = W x + b + (alpha / r) · B A dropout(x)        A [r, in] drawn, B [out, r] zero: the start changes nothing
+
+The layer keeps its name, its class's behaviour and its own parameters; it gains `lora_A` and `lora_B`, so that
+checkpoints, sharding and tensor-parallel plans still find `…q_proj.weight`. Only the adapters are trainable.
+The arithmetic (dtypes, order, initialisation) is peft's, and so the results are equal.
+"""
+
+import difflib
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from meshtune.errors import UserError
+
+
+class _Lora(nn.Module):
+    lora_A: nn.Parameter  # [r, in]
+    lora_B: nn.Parameter  # [out, r]
+    lora_scale: float
+    lora_dropout: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = super().forward(x)
+        dropped = F.dropout(x.to(self.lora_A.dtype), self.lora_dropout, self.training)
+        return (base + F.linear(F.linear(dropped, self.lora_A), self.lora_B) * self.lora_scale).to(base.dtype)
+
+
+class LoraLinear(_Lora, nn.Linear):
+    """nn.Linear with an adapter; weight [out, in]."""
+
+
+class LoraConv1D(_Lora, Conv1D):
+    """GPT-2's Conv1D with an adapter; weight [in, out]."""
+
+
+ADAPTED = {nn.Linear: LoraLinear, Conv1D: LoraConv1D}
+
+
+def add_lora(
+    model: PreTrainedModel,
+    *,
+    r: int,
+    alpha: float,
+    dropout: float = 0.0,
+    target_modules: Literal["all-linear"] | list[str] = "all-linear",
+    dtype: torch.dtype | None = None,
+) -> list[str]:
+    """Freeze `model` and put adapters beside the target linear layers; returns their names.
+
+    `target_modules` are names or endings of names ("q_proj", "self_attn.o_proj"), or "all-linear": every linear layer
+    but the output head. Adapters are in `dtype`, by default at least fp32. A is drawn from torch's global generator.
+
+    Raises UserError for r < 1, a dropout outside [0, 1), or targets that name no linear layer.
+    """
+    problems = []
+    if r < 1:
+        problems.append(f"lora.r={r} must be at least 1.")
+    if not 0 <= dropout < 1:
+        problems.append(f"lora.dropout={dropout} must be at least 0 and below 1.")
+    names, unknown = _targets(model, target_modules)
+    if problems := problems + unknown:
+        raise UserError(problems)
+    model.requires_grad_(False)
+    for name in names:
+        _adapt(model.get_submodule(name), r, alpha, dropout, dtype)
+    return names
+
+
+def _targets(model: PreTrainedModel, wanted: str | list[str]) -> tuple[list[str], list[str]]:
+    head = model.get_output_embeddings()
+    linears = {name: module for name, module in model.named_modules() if type(module) in ADAPTED}
+    if wanted == "all-linear" or wanted == ["all-linear"]:
+        return [name for name, module in linears.items() if module is not head], []
+    keys = [wanted] if isinstance(wanted, str) else wanted
+    problems, found = [], set()
+    for key in keys:
+        matches = [name for name in linears if name == key or name.endswith(f".{key}")]
+        if not matches:
+            leaves = sorted({name.rpartition(".")[2] for name in linears})
+            near = difflib.get_close_matches(key, leaves, n=1)
+            hint = f"; did you mean {near[0]}?" if near else "."
+            problems.append(
+                f"lora.target_modules: no linear layer is called {key!r}; there are {', '.join(leaves)}{hint}"
+            )
+        found.update(matches)
+    tied = head.weight is model.get_input_embeddings().weight if head is not None else False
+    if tied and any(linears[name] is head for name in found):
+        problems.append(
+            "lora.target_modules: the output head is tied to the embedding and can't be adapted by itself."
+        )
+    return [name for name in linears if name in found], problems
+
+
+def _adapt(module: nn.Module, r: int, alpha: float, dropout: float, dtype: torch.dtype | None) -> None:
+    weight = module.weight
+    rows, columns = weight.shape  # [out, in] of a Linear
+    if isinstance(module, Conv1D):
+        rows, columns = columns, rows
+    dtype = dtype or (weight.dtype if weight.dtype.itemsize >= 4 else torch.float32)
+    module.lora_A = nn.Parameter(torch.empty(r, columns, dtype=dtype, device=weight.device))
+    module.lora_B = nn.Parameter(torch.zeros(rows, r, dtype=dtype, device=weight.device))
+    nn.init.kaiming_uniform_(module.lora_A, a=math.sqrt(5))
+    module.lora_scale, module.lora_dropout = alpha / r, dropout
+    # A change of class, and not a patched method, is what deepcopy, pickling and torch.compile follow by themselves.
+    module.__class__ = ADAPTED[type(module)]
+
+
+def adapted(model: nn.Module) -> dict[str, _Lora]:
+    """The layers of `model` that have an adapter, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, _Lora)}
+
+
+def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The adapters' parameters by name: `….q_proj.lora_A` [r, in] and `….q_proj.lora_B` [out, r]."""
+    pairs = {}
+    for name, module in adapted(model).items():
+        pairs |= {f"{name}.lora_A": module.lora_A, f"{name}.lora_B": module.lora_B}
+    return pairs
+
+
+@torch.no_grad()
+def merge_lora(model: nn.Module) -> None:
+    """Add every adapter to its layer's weight, in at least fp32, and remove it: a plain model is left, in place."""
+    for module in adapted(model).values():
+        wide = torch.promote_types(module.lora_A.dtype, torch.float32)
+        delta = module.lora_B.to(wide) @ module.lora_A.to(wide) * module.lora_scale  # [out, in]
+        weight = module.weight
+        weight.copy_((weight.to(wide) + (delta.T if isinstance(module, Conv1D) else delta)).to(weight.dtype))
+        del module.lora_A, module.lora_B, module.lora_scale, module.lora_dropout
+        module.__class__ = Conv1D if isinstance(module, Conv1D) else nn.Linear
