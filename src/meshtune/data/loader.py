@@ -140,7 +140,7 @@ class Loader:
             micro_batches=tuple(micro_batch(hand, fixed, self.multiple) for hand in rows),
             tokens=int(tokens.sum()),
             label_tokens=labels,
-            origin=f"{where}: {_some([data.places(number)[0] for data, number, _ in picked])}",
+            origin=f"{where}: {_places(picked)}",
         )
 
 
@@ -289,7 +289,7 @@ def _check_state(state: dict[str, Any], identity: dict[str, Any]) -> None:
         )
 
 
-def _some(names: list[str], most: int = 8) -> str:
-    """The first few, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def _places(picked: Sequence[Pick], most: int = 8) -> str:
+    """The rows in which the first few sequences begin, and how many more there are."""
+    more = f" and {len(picked) - most} more" if len(picked) > most else ""
+    return ", ".join(data.places(number)[0] for data, number, _ in picked[:most]) + more

@@ -10,9 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from data_rows import Bytes, numbered, texts, write_rows
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
+from meshtune.data.loader import evaluation_batches
 from meshtune.data.prepare import prepare, sentences
-from meshtune.data.source import Source
+from meshtune.data.source import BadRow, Source
+from meshtune.data.template import Encoder
 from meshtune.errors import UserError
 
 
@@ -28,6 +32,14 @@ def rows_file(tmp_path: Path, count: int = 50, name: str = "rows.jsonl", start: 
 def folder_of(tmp_path: Path) -> Path:
     (folder,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
     return folder
+
+
+def word_tokenizer(rows) -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = trainers.WordLevelTrainer(special_tokens=["<unk>", "<eos>"])
+    backend.train_from_iterator((text for row in rows for text in row), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>")
 
 
 # What is in it #
@@ -102,6 +114,32 @@ def test_bad_rows_are_counted_by_reason(tmp_path) -> None:
     assert sum(prepared.stats["bad_rows"].values()) == 2
     assert prepared.stats["rows"] == 7
     assert "bad rows skipped, broken JSON: 1" in "\n".join(sentences(prepared.stats))
+
+
+class Picky(Bytes):
+    """Leaves out every third example, as template.Encoder does with rows that it can't label exactly."""
+
+    def _encode(self, examples):
+        found = super().encode(examples)
+        return [BadRow("no exact labels") if i % 3 == 0 else document for i, document in enumerate(found)]
+
+    def encode(self, examples):
+        return [result for result in self._encode(examples) if not isinstance(result, BadRow)]
+
+
+def test_rows_that_the_encoder_leaves_out_are_counted_and_the_others_keep_their_lines(tmp_path) -> None:
+    prepared = made(tmp_path, [rows_file(tmp_path, 9)], Picky(), packing=False, on_bad_row="skip")
+
+    assert prepared.stats["bad_rows"] == {"no exact labels": 3}
+    assert prepared.stats["rows"] == 9
+    assert [prepared.train.places(s)[0].rpartition(":")[2] for s in range(6)] == [
+        "2",
+        "3",
+        "5",
+        "6",
+        "8",
+        "9",
+    ]
 
 
 def test_no_document_left_is_an_error_that_says_where_they_went(tmp_path) -> None:
@@ -357,3 +395,21 @@ def test_a_stream_puts_only_its_eval_sources_on_the_disk(tmp_path) -> None:
     assert encoder.encoded == 7
     assert len(texts(prepared.eval)) == 7
     assert prepared.stats["train"] is None
+
+
+def test_the_real_encoder_reads_packs_and_shifts_to_the_answers_and_nothing_else(tmp_path) -> None:
+    rows = [("Name a colour. " * (i % 3 + 1), f"Colour {i}!") for i in range(30)]
+    encoder = Encoder(word_tokenizer(rows), train_on="completion", chat_template="none")
+
+    dataset = prepare(
+        [write_rows(tmp_path / "rows.jsonl", rows)], encoder, seq_len=32, seed=0, cache_dir=tmp_path / "cache"
+    ).train
+
+    found = []
+    for made in evaluation_batches(dataset, micro_batch_size=4):
+        assert made.input_ids.shape[1] <= 32
+        kept = made.labels[made.labels != -100]
+        found += encoder.tokenizer.decode(kept.tolist()).split("<eos>")
+    assert sorted(text.strip() for text in found if text.strip()) == sorted(
+        f"Colour {i} !" for i in range(30)
+    )
