@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 import meshtune
 from meshtune.config import Config, DataConfig, SourceConfig
-from meshtune.data.loader import Batch, Loader
+from meshtune.data.loader import Loader
 from meshtune.data.pack import Dataset
 from meshtune.data.prepare import Prepared, prepare, sentences
 from meshtune.data.source import Source
@@ -25,7 +25,7 @@ from meshtune.data.template import Encoder
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.model.anatomy import anatomy, own_attention
-from meshtune.model.census import Census, census_of, palm_flops, step_flops
+from meshtune.model.census import census_of
 from meshtune.model.load import freeze, load, load_config, load_tokenizer, resize_embeddings
 from meshtune.model.lora import add_lora
 from meshtune.parallel.recompute import recompute_blocks
@@ -36,7 +36,7 @@ from meshtune.train.export import Exporter, recipe
 from meshtune.train.loop import Run, restore
 from meshtune.train.memory import PhaseMemory, Workload
 from meshtune.train.metrics import Metrics
-from meshtune.train.mfu import peak_flops
+from meshtune.train.mfu import flops_of, peak_flops
 from meshtune.train.optim import Optimizer
 from meshtune.train.schedule import learning_rate, warmup
 from meshtune.train.signals import StopRequest
@@ -80,7 +80,7 @@ def build(config: Config, *, ranks: int | None = None) -> Run:
         total_steps=steps,
         start_step=resumed or 0,
         world=layout.world,
-        peak_flops_per_second=peak_flops(device_name(device), config.train.precision),
+        peak_flops_per_second=peak_flops(device, config.train.precision),
         settings=config.model_dump(mode="json"),
     )
     checkpoints = Checkpoints(
@@ -270,7 +270,7 @@ def model_of(
         revision=config.model.revision,
         seed=config.train.seed,
     )
-    resize_embeddings(model, tokenizer)
+    added = resize_embeddings(model, tokenizer)
     if config.method == "lora":
         targets = config.lora.target_modules
         add_lora(
@@ -281,6 +281,9 @@ def model_of(
             target_modules=targets if isinstance(targets, str) else list(targets),
             dtype=PRECISIONS[config.train.precision][1],
         )
+        if added:  # all new rows are the same mean: untrained, the model could not tell the new tokens apart
+            for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+                table.weight.requires_grad_(True)
     if config.model.freeze:
         freeze(model, config.model.freeze)
     return model
@@ -296,8 +299,7 @@ def optimizer_of(config: Config, model: PreTrainedModel, layout: Layout) -> Opti
     """AdamW over the trainable parameters; the frozen ones get the dtype that forward and backward compute in."""
     compute, trained = PRECISIONS[config.train.precision]
     for parameter in model.parameters():
-        if not parameter.requires_grad:
-            parameter.data = parameter.data.to(compute)
+        parameter.data = parameter.data.to(trained if parameter.requires_grad else compute)
     sums = torch.float32 if config.train.reduce_dtype == "fp32" and layout.gradient_accumulation_steps > 1 else None
     return Optimizer(
         model.named_parameters(),
@@ -346,25 +348,16 @@ def workload_of(config: Config, layout: Layout) -> Workload:
     )
 
 
-def flops_of(census: Census, seq_len: int) -> Callable[[Batch], dict[str, float | None]]:
-    """Batch -> what it costs: `flops` exactly (None where unknown), `flops_6n` by the common formula."""
-
-    def of(batch: Batch) -> dict[str, float | None]:
-        lengths = [n for micro_batch in batch.micro_batches for row in micro_batch.documents for n in row]
-        exact = step_flops(census, lengths, batch.label_tokens)
-        return {"flops": exact.total if exact else None, "flops_6n": palm_flops(census, batch.tokens, seq_len)}
-
-    return of
-
-
 def exporter_of(
     config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, steps: int
 ) -> Exporter:
+    embeddings = model.get_input_embeddings().weight.requires_grad
+    adapter = {"r": config.lora.r, "alpha": config.lora.alpha, "dropout": config.lora.dropout, "embeddings": embeddings}
     return Exporter(
         model,
         tokenizer,
         base_name=config.model.name,
-        adapter=config.lora.model_dump() if config.method == "lora" else None,
+        adapter=adapter if config.method == "lora" else None,
         recipe=recipe(config, steps),
         push_to=config.hub.push_to,
         private=config.hub.private,

@@ -9,9 +9,10 @@ A target is a run folder, a model or adapter folder, a hub id, or a config file:
 """
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from meshtune.rundir import RunDir
 from meshtune.train import build
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.evaluate import Evaluation
-from meshtune.train.export import Exporter, push, recipe
+from meshtune.train.export import push
 from meshtune.train.generate import answers
 from meshtune.train.metrics import Metrics
 from meshtune.units import human
@@ -106,9 +107,10 @@ def open_model(target: Target) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
         separator=config.data.separator,
         on_bad_row=config.data.on_bad_row,
     )
-    resize_embeddings(model, tokenizer)
     if adapter and target.folder:
         load_adapter(model, target.folder)
+    else:
+        resize_embeddings(model, tokenizer)
     return model.eval(), tokenizer, encoder
 
 
@@ -201,14 +203,12 @@ def export_run(name: Path, to: Path, *, merge: bool, step: int | None, push_to: 
         raise UserError(f"--merge: {name} holds no LoRA adapter; leave it out.")
     if merge:
         merge_lora(model)
-    exporter = Exporter(
-        model,
-        tokenizer,
-        base_name=config.model.name,
-        adapter=config.lora.model_dump() if adapted and not merge else None,
-        recipe=recipe(config, target.step or (target.run.rows("train")[-1]["step"] if target.run else 0)),
-    )
-    exporter.write(to)
+    if adapter and not merge and target.folder:  # as it is
+        shutil.copytree(target.folder, to, dirs_exist_ok=True)
+    else:
+        steps = target.step or (target.run.rows("train")[-1]["step"] if target.run else 0)
+        exporter = build.exporter_of(config, model, tokenizer, steps)
+        replace(exporter, adapter=None if merge else exporter.adapter).write(to)
     if push_to:
         push(to, push_to, private=config.hub.private)
     return to

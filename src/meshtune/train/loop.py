@@ -67,7 +67,7 @@ def train(run: Run) -> None:
     with run.lock, run.metrics, run.stop, out_of_memory_explained(run):
         if now.step == 0 and run.evaluation.at_start:
             evaluate(run)
-        batches = iter(run.loader)
+        batches, first = iter(run.loader), now.step + 1
         while now.step < run.steps and not exhausted_patience(run):
             started = time.perf_counter()
             batch, now.data = next(batches)
@@ -94,6 +94,8 @@ def train(run: Run) -> None:
             )  # fmt: skip
             if line := run.memory.line(now.step):
                 run.metrics.say(line)
+            if now.step == first:
+                run.checkpoints.reserve(run.optimizer.state() | random_state())
             nonfinite = 0 if finite else nonfinite + 1
             if not finite:
                 run.metrics.say(f"Step {now.step} was not applied: loss {loss}, gradient norm {norm}. Batch: {batch.origin}.")
@@ -147,31 +149,30 @@ def save(run: Run) -> None:
         return
     now.saved_step = now.step
     protect = {now.best_step} if run.keep_best and now.best_step else set()
-    tensors = run.optimizer.state() | random_state()
-    run.checkpoints.save(now.step, tensors, vars(now).copy(), protect=protect)
+    generators = random_state()
+    values = vars(now) | {"generators": list(generators)}
+    run.checkpoints.save(now.step, run.optimizer.state() | generators, values, protect=protect)
 
 
 def restore(run: Run, step: int) -> None:
     """Put the run where the checkpoint of `step` left it."""
-    tensors = run.optimizer.state(materialise=True) | random_state()
-    values = run.checkpoints.load(step, tensors)
+    values = run.checkpoints.values(step)
+    generators = random_state()
+    if set(generators) != set(values["generators"]):  # on another kind of device dropout can't be drawn as before
+        generators = {}
+    run.checkpoints.load(step, run.optimizer.state(materialise=True) | generators)
     run.optimizer.publish()
-    set_random_state(tensors)
-    run.progress = Progress(**values)
+    for name, state in generators.items():
+        torch.set_rng_state(state) if name == "random.cpu" else torch.cuda.set_rng_state(state)
+    run.progress = Progress(**{key: values[key] for key in vars(run.progress)})
 
 
 def random_state() -> dict[str, Tensor]:
-    """The states of torch's random number generators, which draw dropout."""
+    """The states of the random number generators that draw dropout."""
     found = {"random.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         found["random.cuda"] = torch.cuda.get_rng_state()
     return found
-
-
-def set_random_state(tensors: dict[str, Tensor]) -> None:
-    torch.set_rng_state(tensors["random.cpu"])
-    if "random.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["random.cuda"])
 
 
 def finish(run: Run) -> None:

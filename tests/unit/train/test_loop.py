@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshtune import config
+from meshtune.data.loader import evaluation_batches
 from meshtune.errors import Interrupted, NonFinite, NothingFits, UserError
 from meshtune.rundir import RunDir
 from meshtune.train import build, loop
+from meshtune.train.evaluate import held_out_loss
+
 
 Train = Callable[..., loop.Run]
 
@@ -32,18 +36,20 @@ def weights(run: loop.Run) -> dict[str, torch.Tensor]:
 def test_loss_and_gradients_do_not_depend_on_how_the_global_batch_is_cut(
     packing: str, settings: Callable[..., list[str]], tmp_path: Path
 ) -> None:
+    rows = [{"prompt": "red " * (41 - n), "completion": "stone " * n} for n in (40, 1, 30, 2) * 2]
+    write_rows(tmp_path / "unequal.jsonl", rows)
     found = []
     for micro in (8, 4, 2, 1):
         run = build.build(
             config.load(
                 None,
                 settings(f"layout=mb{micro}", "train.global_batch_size=8", f"data.packing={packing}",
-                         "data.seq_len=96", f"output={tmp_path / f'mb{micro}'}"),
+                         f"data.train={tmp_path / 'unequal.jsonl'}", f"output={tmp_path / f'mb{micro}'}"),
             )
         )  # fmt: skip
         batch, _ = next(iter(run.loader))
         counts = [micro_batch.label_tokens for micro_batch in batch.micro_batches]
-        assert micro > 1 or max(counts) > 2 * min(counts), "the label counts must be unequal"
+        assert micro > 1 or max(counts) > 9 * min(counts), "the label counts must be unequal"
         loss = run.forward_backward(batch, run.memory.phase)
         found.append((float(loss), {b.names[i]: p.grad.clone() for b in run.optimizer.buckets
                                     for i, p in enumerate(b.parameters)}))  # fmt: skip
@@ -175,9 +181,6 @@ def test_the_best_evaluation_is_kept_and_patience_ends_the_run(settings: Callabl
     loaded = AutoModelForCausalLM.from_pretrained(run.folder.model, dtype=torch.float32)
     trained = dict(run.evaluation.model.named_parameters())
     assert all(torch.equal(p, trained[name]) for name, p in loaded.named_parameters())
-    from meshtune.train.evaluate import held_out_loss
-    from meshtune.data.loader import evaluation_batches
-
     assert run.evaluation.dataset is not None
     batches = evaluation_batches(run.evaluation.dataset, micro_batch_size=4)  # type: ignore[arg-type]
     loss, _ = held_out_loss(run.evaluation.model, run.evaluation.anatomy, batches, run.evaluation.device)
