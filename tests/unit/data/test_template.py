@@ -1,5 +1,5 @@
 """The label mask, token by token. The reference is a conversation written out by hand, cut into pieces that
-say which are the assistant's; a token is expected to be labelled where its offsets lie inside such a piece."""
+say which are the assistant's; a token is expected to be labelled where its offsets lie in such a piece."""
 
 from pathlib import Path
 
@@ -30,7 +30,8 @@ WRITTEN = {
     "llama3": (
         True,
         "<s><|start_header_id|>system<|end_header_id|>\n\nYou are a kind helper.<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\nHow are you?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+        "<|start_header_id|>user<|end_header_id|>\n\nHow are you?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
         A + "<|eot_id|>",
         "<|start_header_id|>user<|end_header_id|>\n\nWhat is two plus two?<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
