@@ -1,0 +1,245 @@
+"""Packed documents through our attention against each document alone through Hugging Face's eager
+attention."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families import FAMILIES, WINDOW
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from meshtune.parallel.attention import NAMES, document_attention
+
+SEQ = 40
+DOCUMENTS = (
+    (13, 5, 20),
+    (38,),
+    (9, 17),
+    (9, 17),
+    (1, 2, 30),
+)  # padding, an unlike row, two alike, short ones
+
+
+def positions(documents=DOCUMENTS, seq=SEQ):
+    return torch.stack([torch.cat([torch.arange(n) for n in (*row, seq - sum(row))]) for row in documents])
+
+
+def models(family, implementation="meshtune", dtype=torch.float64, **changes):
+    torch.manual_seed(1)
+    config = FAMILIES[family](**changes)
+    eager = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype)
+    ours = AutoModelForCausalLM.from_config(FAMILIES[family](**changes), attn_implementation=implementation)
+    ours = ours.to(dtype)
+    ours.load_state_dict(eager.state_dict())
+    return eager, ours
+
+
+@pytest.mark.parametrize("implementation", NAMES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_equal_each_document_alone_through_eager(family, implementation):
+    eager, ours = models(family, implementation)
+    ids = torch.randint(3, 256, (len(DOCUMENTS), SEQ))
+    logits = ours(input_ids=ids, position_ids=positions(), documents=DOCUMENTS, use_cache=False).logits
+    weights = torch.randn_like(logits)
+    expected, got = 0, 0
+    for row, lengths in enumerate(DOCUMENTS):
+        start = 0
+        for length in lengths:
+            part = slice(start, start + length)
+            alone = eager(input_ids=ids[row : row + 1, part], use_cache=False).logits[0]
+            # eager's softmax is in fp32, hence no 1e-15
+            torch.testing.assert_close(logits[row, part], alone, rtol=0, atol=2e-6 * alone.abs().max().item())
+            expected = expected + (alone * weights[row, part]).sum()
+            got = got + (logits[row, part] * weights[row, part]).sum()
+            start += length
+    expected.backward()
+    got.backward()
+    for (name, theirs), own in zip(eager.named_parameters(), ours.parameters(), strict=True):
+        assert (own.grad - theirs.grad).norm() <= 3e-6 * theirs.grad.norm(), name
+
+
+def explicit(q, k, v, documents, scale, window=None, softcap=None):
+    """The definition, with a full mask: what each token sees, written out."""
+    batch, heads, seq, _ = q.shape
+    ids = torch.full((batch, seq), -1)
+    for row, lengths in enumerate(documents):
+        ids[row, : sum(lengths)] = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    i, j = torch.arange(seq)[:, None], torch.arange(seq)[None]
+    seen = (ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, :, None] & (j <= i)
+    if window:
+        seen &= j > i - window
+    k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
+    scores = q @ k.transpose(-1, -2) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1).nan_to_num(0)
+    return (weights @ v).transpose(1, 2)
+
+
+def tensors(seq, dtype=torch.float64, heads=4, kv_heads=2, documents=DOCUMENTS):
+    torch.manual_seed(3)
+    shapes = [(len(documents), seq, n, 16) for n in (heads, kv_heads, kv_heads)]
+    return [torch.randn(s, dtype=dtype).transpose(1, 2).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("window", [None, 1, WINDOW, 100, 700])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_windows_and_softcaps_over_several_blocks_equal_the_definition(window, softcap, recompute):
+    documents, seq = ((900, 20), (300, 610)), 930  # longer than one block of the windowed and the capped way
+    q, k, v = tensors(seq, documents=documents, heads=2, kv_heads=1)
+    out, _ = document_attention(
+        nn.Module(),
+        q,
+        k,
+        v,
+        None,
+        documents=documents,
+        scaling=0.3,
+        sliding_window=window,
+        softcap=softcap,
+        recompute=recompute,
+    )
+    expected = explicit(q, k, v, documents, 0.3, window, softcap)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    weights = torch.randn_like(out)
+    got = torch.autograd.grad((out * weights).sum(), (q, k, v))
+    for ours, theirs in zip(got, torch.autograd.grad((expected * weights).sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_lower_precisions_keep_their_dtype_and_stay_close(dtype, softcap):
+    q, k, v = tensors(SEQ, dtype)
+    out, _ = document_attention(nn.Module(), q, k, v, None, documents=DOCUMENTS, softcap=softcap)
+    expected = explicit(*(t.double() for t in (q, k, v)), DOCUMENTS, 16**-0.5, softcap=softcap)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 2e-6)
+
+
+def test_padding_gives_zeros_and_no_gradient():
+    q, k, v = tensors(SEQ)
+    out, _ = document_attention(nn.Module(), q, k, v, None, documents=DOCUMENTS)
+    assert out[0, 38:].eq(0).all()
+    assert out[0, :38].ne(0).all()
+    for grad in torch.autograd.grad(out.square().sum(), (q, k, v)):
+        assert grad[0, :, 38:].eq(0).all()
+        assert grad[0, :, :38].ne(0).any()
+
+
+def test_dropout_of_zero_probability_mass_equals_the_way_without_and_is_repeated_by_the_seed():
+    q, k, v = tensors(SEQ)
+
+    def run(dropout, recompute=False):
+        torch.manual_seed(5)
+        out, _ = document_attention(
+            nn.Module(),
+            q,
+            k,
+            v,
+            None,
+            documents=DOCUMENTS,
+            dropout=dropout,
+            softcap=2.0,
+            sliding_window=6,
+            recompute=recompute,
+        )
+        return out, torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    plain, almost, half, again = run(0.0), run(1e-12), run(0.5), run(0.5, recompute=True)
+    torch.testing.assert_close(plain, almost, rtol=0, atol=1e-9)
+    assert not torch.equal(plain[0], half[0])
+    torch.testing.assert_close(half, again, rtol=0, atol=0)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any operation gave."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.itemsize)
+        return out
+
+
+def test_no_mask_no_scores_and_no_expanded_keys_exist():
+    documents, seq = ((256,), (256,)), 256
+    q, k, v = tensors(seq, torch.float32, documents=documents)
+    with Largest() as largest:
+        out, _ = document_attention(nn.Module(), q, k, v, None, documents=documents)
+        out.sum().backward()
+    assert largest.elements <= q.numel()
+    assert k.grad.shape == k.shape
+
+
+def test_rows_that_are_one_document_each_share_one_kernel_call():
+    calls = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    q, k, v = tensors(SEQ)
+    with Calls():
+        document_attention(nn.Module(), q, k, v, None, documents=((SEQ,),) * len(DOCUMENTS))
+    assert sum("flash_attention" in name for name in calls) == 1
+    assert not any("copy" in name or "clone" in name for name in calls)
+
+
+def test_the_kernel_under_a_private_name_still_equals_scaled_dot_product_attention():
+    q, k, v = tensors(SEQ)
+    out, _ = document_attention(nn.Module(), q, k, v, None, documents=((SEQ,),) * len(DOCUMENTS))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"attention_mask": torch.zeros(1)},
+        {"s_aux": torch.zeros(4)},
+        {"is_causal": False},
+        {"head_mask": torch.ones(4)},
+        {"output_attentions": True},
+        {"use_cache": True},
+        {"something_new": 3},
+    ],
+)
+def test_an_argument_that_would_change_the_result_is_refused_by_name(bad):
+    q, k, v = tensors(SEQ)
+    with pytest.raises(NotImplementedError, match=next(iter(bad))):
+        document_attention(nn.Module(), q, k, v, bad.pop("attention_mask", None), documents=DOCUMENTS, **bad)
+
+
+def test_what_changes_nothing_is_accepted():
+    q, k, v = tensors(SEQ)
+    harmless = {"use_cache": False, "output_attentions": False, "position_ids": positions(), "s_aux": None}
+    document_attention(nn.Module(), q, k, v, None, documents=DOCUMENTS, **harmless)
+
+
+def test_a_model_called_without_documents_raises():
+    _, ours = models("llama")
+    with pytest.raises(ValueError, match="without `documents`"):
+        ours(input_ids=torch.ones(1, 5, dtype=torch.long), use_cache=False)
+
+
+def test_a_padding_mask_is_refused_and_never_ignored():
+    _, ours = models("llama")
+    ids = torch.ones(1, 5, dtype=torch.long)
+    with pytest.raises(NotImplementedError, match="attention_mask"):
+        ours(input_ids=ids, attention_mask=torch.ones_like(ids), documents=((5,),), use_cache=False)
+
+
+@pytest.mark.parametrize("documents", [((SEQ + 1,),) * 5, ((SEQ,),) * 4, ((0, 3),) * 5])
+def test_documents_that_do_not_fit_are_refused(documents):
+    q, k, v = tensors(SEQ)
+    with pytest.raises(ValueError, match="documents"):
+        document_attention(nn.Module(), q, k, v, None, documents=documents)

@@ -1,0 +1,169 @@
+"""Every recompute mode against `none`: equal results, and evidence that each keeps and repeats what it
+says."""
+
+import copy
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+from families import FAMILIES
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+
+from meshtune.model.anatomy import anatomy
+from meshtune.parallel.attention import NAMES
+from meshtune.parallel.recompute import recompute_blocks
+
+MODES = ("none", "attention", "selective", "full")
+DROPOUT = {
+    "llama": {"attention_dropout": 0.1},
+    "gemma2": {"attention_dropout": 0.1},
+    "phi3": {"resid_pdrop": 0.1},
+    "gpt2": {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1},
+}
+DOCUMENTS, SEQ, LAYERS = ((13, 5, 20), (40,), (9, 17)), 40, 2
+RUNS = 6  # kernel calls a layer: one a document
+
+
+class Watch(TorchDispatchMode):
+    """Counts operations, and the bytes of what they made that is still there (views of weights left out)."""
+
+    def __init__(self, model=None):
+        super().__init__()
+        self.weights = {p.untyped_storage().data_ptr() for p in model.parameters()} if model else set()
+        self.calls = Counter()
+        self.storages = weakref.WeakKeyDictionary()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.calls[str(func).removeprefix("aten.").removesuffix(".default")] += 1
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self.weights:
+                    self.storages[storage] = storage.nbytes()
+        return out
+
+    @property
+    def live_bytes(self):
+        return sum(self.storages.values())
+
+    @property
+    def products(self):
+        return self.calls["mm"] + self.calls["addmm"]
+
+    @property
+    def cores(self):
+        return (
+            self.calls["_scaled_dot_product_flash_attention_for_cpu"]
+            + self.calls["meshtune.capped_attention"]
+        )
+
+
+def build(family, mode, **changes):
+    torch.manual_seed(1)
+    config = FAMILIES[family](num_hidden_layers=LAYERS, **changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="meshtune").train()
+    recompute_blocks(model, anatomy(model), mode)
+    return model
+
+
+def run(model):
+    torch.manual_seed(7)
+    ids = torch.randint(3, 256, (len(DOCUMENTS), SEQ))
+    positions = torch.stack(
+        [torch.cat([torch.arange(n) for n in (*row, SEQ - sum(row))]) for row in DOCUMENTS]
+    )
+    with Watch(model) as forward:
+        hidden = model.base_model(
+            input_ids=ids, position_ids=positions, documents=DOCUMENTS, use_cache=False
+        ).last_hidden_state
+    kept = forward.live_bytes
+    with Watch() as backward:
+        hidden.square().sum().backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return hidden.detach(), grads, kept, backward
+
+
+@pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropout"])
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("family", DROPOUT)
+def test_every_mode_gives_exactly_the_gradients_of_none(family, mode, dropout):
+    changes = DROPOUT[family] if dropout else {}
+    hidden, grads, _, _ = run(build(family, "none", **changes))
+    own_hidden, own_grads, _, _ = run(build(family, mode, **changes))
+    assert torch.equal(hidden, own_hidden)
+    assert own_grads.keys() == grads.keys()
+    for name, grad in grads.items():
+        assert torch.equal(own_grads[name], grad), name
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_each_mode_repeats_what_it_says_and_no_more(family):
+    backward = {mode: run(build(family, mode))[3] for mode in MODES}
+    cores = {mode: watch.cores for mode, watch in backward.items()}
+    assert cores == {"none": 0, "attention": RUNS * LAYERS, "selective": 0, "full": RUNS * LAYERS}
+    none = backward["none"].products
+    assert backward["attention"].products == backward["selective"].products == none
+    # q, k, v, o, gate, up again; `down` only where a norm after it needs its output (Gemma 2)
+    assert backward["full"].products == none + LAYERS * (7 if family == "gemma2" else 6)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_each_mode_keeps_less_than_the_one_before(family):
+    kept = [run(build(family, mode))[2] for mode in MODES]
+    assert kept == sorted(kept, reverse=True)
+    assert len(set(kept)) == len(MODES)
+
+
+def test_full_keeps_little_more_than_the_input_of_each_block():
+    fewer = run(build("llama", "full"))[2]
+    torch.manual_seed(1)
+    config = FAMILIES["llama"](num_hidden_layers=LAYERS + 3)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="meshtune").train()
+    recompute_blocks(model, anatomy(model), "full")
+    more = run(model)[2]
+    block_input = len(DOCUMENTS) * SEQ * 64 * 4
+    assert 3 * block_input <= more - fewer <= 3.1 * block_input
+
+
+def test_attention_with_dropout_no_longer_keeps_the_scores():
+    changes = DROPOUT["llama"]
+    none, attention = (run(build("llama", mode, **changes))[2] for mode in ("none", "attention"))
+    scores = LAYERS * 4 * 4 * sum(n * n for row in DOCUMENTS for n in row)  # fp32, 4 heads
+    assert none - attention > scores
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_names_stay_and_a_deep_copy_runs_its_own_blocks(mode):
+    model = build("llama", mode)
+    assert list(model.state_dict()) == list(build("llama", "none").state_dict())
+    twin = copy.deepcopy(model)
+    for parameter in twin.model.layers.parameters():
+        torch.nn.init.zeros_(parameter)
+    run(twin)
+    assert all(p.grad is None for p in model.parameters())
+    assert not torch.equal(run(twin)[0], run(model)[0])
+
+
+def test_nothing_is_kept_or_repeated_without_gradients():
+    model = build("llama", "full")
+    with torch.no_grad(), Watch() as watch:
+        model.base_model(
+            torch.ones(1, 6, dtype=torch.long), documents=((6,),), use_cache=False
+        ).last_hidden_state.sum()
+    assert watch.products == LAYERS * 7
+
+
+def test_an_unknown_mode_and_a_foreign_attention_are_refused():
+    model = AutoModelForCausalLM.from_config(FAMILIES["llama"](), attn_implementation="sdpa")
+    with pytest.raises(ValueError, match=r"none of none, attention, selective, full"):
+        recompute_blocks(model, anatomy(model), "some")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"model\.attention=meshtune"):
+        recompute_blocks(model, anatomy(model), "attention")
+
+
+def test_attention_is_a_switch_of_the_implementation_and_can_be_seen():
+    assert build("llama", "attention").config._attn_implementation == NAMES[1]
