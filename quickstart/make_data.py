@@ -1,0 +1,461 @@
+"""What the quickstart learns from: text to pretrain a small base model on, and instructions to fine-tune it.
+
+The text is an almanac of an invented world: what words look like backwards, how their letters sort, sums,
+counting, opposites, plurals, past tenses, and the capitals and rivers of countries that exist nowhere else.
+A model pretrained on it *knows* these things and continues such text; it has never seen an instruction.
+
+The instructions ask for the same things in other words and want the bare answer. Train and test share no
+argument: a country, a word or a sum that `test.jsonl` asks about is never asked about in `train.jsonl`. So
+fine-tuning teaches to answer; the capital of a held-out country can only come from the pretraining text.
+
+    python quickstart/make_data.py            writes train.jsonl and test.jsonl beside this file
+    python quickstart/make_data.py --text 5   prints five documents of the pretraining text
+"""
+
+import argparse
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+SEED = 7  # of the world: geography and splits
+ROWS = {"train": 200, "test": 18}  # of each kind, or fewer where there are not so many to ask for
+
+# --- Words ------------------------------------------------------------------------------------------------
+
+
+def pairs(table: str) -> list[tuple[str, str]]:
+    """[("hot", "cold"), ...] from "hot cold, ..."."""
+    return [(first, second) for first, second in (entry.split() for entry in table.split(","))]
+
+
+WORDS = """
+acorn actor amber angel apple apron arrow attic autumn badge baker basin basket beach beard berry birch
+blade blanket bloom board boat bonus border bottle brave bread brick bridge bright broom brush bucket
+butter button cabin cable cactus camel camera candle canoe carbon carpet castle cedar cello chain chair
+chalk charm cheese cherry chest circle circus citrus clay clever cliff clock cloud clover coast cobalt
+comet copper coral corner cotton couch cradle crane crayon cream crown crystal curtain daisy dance desert
+diamond dinner doctor dolphin donkey dragon drum eagle early earth easel echo elbow ember emerald engine
+fable falcon family feather fence fern ferry fiddle field finger flag flame flute forest fossil fox frame
+frost fruit galaxy garden garlic ginger glass globe glove gold grape grass gravel green guitar hammer
+harbor harp harvest hazel heron hill hinge honey horizon hotel ice insect island ivory jacket jasmine
+jelly jewel journey juice jungle kettle kite kitten ladder lake lamp lantern laurel lemon lilac lime linen
+lizard locket lotus lunar magnet mango maple marble market meadow melon metal mirror monkey month morning
+moss motor mountain music nectar needle night noble nutmeg oasis ocean olive onion opal orange orchid
+otter owl oyster paint palace palm panda paper parrot pebble pencil pepper piano pillow pilot pine planet
+plum pocket poem polar pond poplar potato powder prism puzzle quartz queen quiet quilt rabbit radio raven
+ribbon robin rocket rose ruby saddle sail salt sand saturn school season shadow shell ship silver singer
+sketch sky smoke snail snow sofa soup spark spice spider spoon spring square stable star stone storm
+stream sugar summer sunset swan table tea temple thunder ticket tiger timber tomato tower train travel
+tulip tunnel turtle valley vanilla velvet violin walnut water whale wheat willow window winter wizard wolf
+wonder yellow zebra zenith zinc
+""".split()  # noqa: SIM905
+
+OPPOSITES = pairs("""
+hot cold, big small, tall short, fast slow, early late, light dark, happy sad, open closed, full empty,
+rich poor, hard soft, wet dry, old young, clean dirty, loud quiet, strong weak, high low, near far, sweet
+bitter, deep shallow, kind cruel, true false, right wrong, alive dead, awake asleep, polite rude, safe
+risky, tame wild, bright dim, north south, east west, day night, summer winter, friend enemy, love hate,
+war peace, buy sell, give take, push pull, win lose, begin finish, laugh cry, rise fall, float sink, build
+destroy, remember forget, accept refuse
+""")
+
+PLURALS = pairs("""
+mouse mice, goose geese, tooth teeth, foot feet, man men, woman women, child children, ox oxen, leaf
+leaves, wolf wolves, knife knives, wife wives, life lives, shelf shelves, half halves, thief thieves, loaf
+loaves, calf calves, elf elves, scarf scarves, city cities, baby babies, lady ladies, berry berries, fairy
+fairies, pony ponies, story stories, body bodies, army armies, spy spies, fly flies, cherry cherries, box
+boxes, fox foxes, bus buses, glass glasses, dish dishes, brush brushes, church churches, match matches,
+watch watches, peach peaches, beach beaches, bench benches, potato potatoes, tomato tomatoes, hero heroes,
+echo echoes, apple apples, river rivers, stone stones, cloud clouds, lamp lamps, tree trees, bird birds,
+horse horses, house houses, ship ships, road roads, book books, king kings, queen queens, star stars,
+flower flowers, boy boys, key keys, day days, toy toys, monkey monkeys, donkey donkeys
+""")
+
+PASTS = pairs("""
+go went, see saw, eat ate, take took, give gave, come came, run ran, sing sang, ring rang, drink drank,
+swim swam, begin began, write wrote, ride rode, drive drove, rise rose, speak spoke, break broke, steal
+stole, freeze froze, choose chose, know knew, grow grew, throw threw, blow blew, fly flew, draw drew, wear
+wore, tear tore, bear bore, find found, bind bound, wind wound, think thought, bring brought, buy bought,
+fight fought, catch caught, teach taught, seek sought, sleep slept, keep kept, weep wept, sweep swept,
+feel felt, leave left, meet met, lead led, feed fed, send sent, spend spent, bend bent, lend lent, build
+built, sell sold, tell told, hold held, stand stood, win won, dig dug, stick stuck, hang hung, sit sat,
+make made, say said, pay paid, hear heard, lose lost, shoot shot, light lit, walk walked, jump jumped,
+paint painted, help helped, play played, stay stayed, climb climbed, open opened, call called
+""")
+
+
+# --- The invented world -----------------------------------------------------------------------------------
+
+
+def invented(rng: Random, syllables: int) -> str:
+    """A word that can be read aloud: consonant and vowel in turn, sometimes closed by a consonant."""
+    word = "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(syllables))
+    return word + rng.choice(["", "", "l", "n", "r", "s", "t"])
+
+
+def geography(countries: int = 40) -> list[dict[str, str]]:
+    """Countries with their capital and river, every name used once."""
+    rng = Random(SEED)
+    names: list[str] = []
+    while len(names) < 3 * countries:
+        name = invented(rng, syllables=2).capitalize()
+        if name not in names:
+            names.append(name)
+    kinds = ("country", "capital", "river")
+    return [dict(zip(kinds, names[i : i + 3], strict=True)) for i in range(0, len(names), 3)]
+
+
+WORLD = geography()
+
+
+def arguments_of_tasks() -> set[str]:
+    """The words and names that tasks are about. The tokenizer spells them, so that their letters are seen."""
+    lexicon = [word for table in (OPPOSITES, PLURALS, PASTS) for pair in table for word in pair]
+    names = [name for place in WORLD for name in place.values()]
+    return {*WORDS, *lexicon, *names}
+
+
+# --- Pretraining text -------------------------------------------------------------------------------------
+
+
+def in_alphabetical_order(word: str) -> str:
+    return "".join(sorted(word))
+
+
+def listing(items: list[str]) -> str:
+    """ "a, b and c"."""
+    return ", ".join(items[:-1]) + " and " + items[-1]
+
+
+def asked(rng: Random, question: str, answer: str) -> str:
+    """A question that somebody asks in a story, answered in a sentence."""
+    return question + rng.choice([f" It is {answer}.", f" The answer is {answer}.", f" They say {answer}."])
+
+
+def about_words(rng: Random) -> list[str]:
+    word = rng.choice(WORDS) if rng.random() < 0.5 else invented(rng, rng.choice([2, 2, 3]))
+    backwards, ordered, length = word[::-1], in_alphabetical_order(word), len(word)
+    facts = [
+        [
+            f"Backwards the word {word} reads {backwards}.",
+            f"If you write {word} backwards you get {backwards}.",
+            f"From the last letter to the first, {word} is {backwards}.",
+            f"The reverse of {word} is {backwards}.",
+            asked(rng, f"How do you write {word} from right to left?", backwards),
+        ],
+        [
+            f"The letters of {word} in alphabetical order are {ordered}.",
+            f"Sorted, the letters of {word} are {ordered}.",
+            f"If you sort {word} by the alphabet you get {ordered}.",
+            f"Put in order, the word {word} becomes {ordered}.",
+            asked(rng, f"How do the letters of {word} sort?", ordered),
+        ],
+        [
+            f"The word {word} has {length} letters.",
+            f"The number of letters in {word} is {length}.",
+            asked(rng, f"How long is the word {word}?", str(length)),
+        ],
+        [
+            f"The last letter of {word} is {word[-1]}.",
+            f"The word {word} ends with the letter {word[-1]}.",
+            asked(rng, f"Which letter stands at the end of {word}?", word[-1]),
+        ],
+    ]
+    chosen = rng.sample(facts, k=rng.choice([1, 2, 2, 3]))
+    return [rng.choice(fact) for fact in chosen]
+
+
+def different_initials(rng: Random, words: list[str], count: int) -> list[str]:
+    """Words of which no two begin alike, so that the first letters decide their order."""
+    picked: list[str] = []
+    while len(picked) < count:
+        word = rng.choice(words)
+        if word[0] not in {other[0] for other in picked}:
+            picked.append(word)
+    return picked
+
+
+def about_the_alphabet(rng: Random) -> list[str]:
+    def line() -> str:
+        words = different_initials(rng, WORDS, rng.choice([2, 3, 3]))
+        phrasings = [
+            f"Of the words {listing(words)}, the first in the alphabet is {min(words)}.",
+            f"In a dictionary with {listing(words)}, the word {min(words)} comes first.",
+            f"Among {listing(words)} the alphabet puts {min(words)} first.",
+            asked(rng, f"Which of the words {listing(words)} is first in the dictionary?", min(words)),
+        ]
+        return rng.choice(phrasings)
+
+    return [line() for _ in range(2)]
+
+
+def about_sums(rng: Random) -> list[str]:
+    def line() -> str:
+        a, b = rng.randint(1, 50), rng.randint(1, 9)
+        total = a + b
+        additions = [
+            f"{a} plus {b} is {total}.",
+            f"Adding {b} to {a} gives {total}.",
+            f"The sum of {a} and {b} is {total}.",
+            f"{a} coins and {b} coins together are {total} coins.",
+            asked(rng, f"How many coins are {a} coins and {b} more?", str(total)),
+        ]
+        subtractions = [
+            f"{total} minus {b} is {a}.",
+            f"Taking {b} from {total} gives {a}.",
+            f"Of {total} coins, {b} are spent and {a} remain.",
+            asked(rng, f"How many of {total} coins remain without {b}?", str(a)),
+        ]
+        return rng.choice(additions if rng.random() < 0.6 else subtractions)
+
+    return [line() for _ in range(4)]
+
+
+def about_counting(rng: Random) -> list[str]:
+    def line() -> str:
+        if rng.random() < 0.5:
+            step, start, count = rng.randint(1, 5), rng.randint(1, 40), rng.randint(4, 7)
+            terms = [str(start + i * step) for i in range(count)]
+            openings = ["Counting on", f"Counting by {step}", "A row of numbers", "One after the other"]
+        else:
+            step, count = rng.randint(1, 3), rng.randint(4, 7)
+            start = rng.randrange(26 - step * (count - 1))
+            terms = [chr(ord("a") + start + i * step) for i in range(count)]
+            openings = ["Along the alphabet", "A row of letters", "One after the other"]
+        if rng.random() < 0.25:
+            return asked(rng, f"What follows after {', '.join(terms[:-1])}?", terms[-1])
+        return f"{rng.choice(openings)}: {', '.join(terms)}."
+
+    return [line() for _ in range(2)]
+
+
+NUMBERS = [str(number) for number in range(10, 100)]
+
+
+def about_size(rng: Random) -> list[str]:
+    def line() -> str:
+        numbers = different_initials(rng, NUMBERS, 3)
+        largest = max(numbers, key=int)
+        phrasings = [
+            f"Of the numbers {listing(numbers)}, the largest is {largest}.",
+            f"Among {listing(numbers)} the largest number is {largest}.",
+            asked(rng, f"Which of {listing(numbers)} is the largest number?", largest),
+        ]
+        return rng.choice(phrasings)
+
+    return [line() for _ in range(2)]
+
+
+def about_language(rng: Random) -> list[str]:
+    def opposite() -> list[str]:
+        a, b = rng.choice(OPPOSITES)
+        if rng.random() < 0.5:
+            a, b = b, a
+        return [
+            f"The opposite of {a} is {b}.",
+            f"What is not {a} at all is {b}.",
+            f"Where one says {a}, the other says the opposite: {b}.",
+            asked(rng, f"What is not {a} but the opposite?", b),
+        ]
+
+    def plural() -> list[str]:
+        one, many = rng.choice(PLURALS)
+        return [
+            f"One {one}, two {many}.",
+            f"The plural of {one} is {many}.",
+            f"There was one {one}, and then there were many {many}.",
+            asked(rng, f"What do you call more than one {one}?", many),
+        ]
+
+    def past() -> list[str]:
+        now, then = rng.choice(PASTS)
+        return [
+            f"Today we {now}, yesterday we {then}.",
+            f"The past tense of {now} is {then}.",
+            f"Those who {now} today often {then} before.",
+            asked(rng, f"Today it is {now}, what was it in the past?", then),
+        ]
+
+    return [rng.choice(rng.choice([opposite, opposite, plural, past])()) for _ in range(3)]
+
+
+def about_the_world(rng: Random) -> list[str]:
+    place = rng.choice(WORLD)
+    country, capital, river = place["country"], place["capital"], place["river"]
+    facts = [
+        [
+            f"The capital of {country} is {capital}.",
+            f"The people of {country} are proud of their capital {capital}.",
+            f"The king of {country} lives in the capital, {capital}.",
+            f"Every road in {country} leads to its capital, {capital}.",
+            asked(rng, f"Which city is the capital of {country}?", capital),
+        ],
+        [
+            f"The river of {country} is the {river}.",
+            f"Through {country} flows the river {river}.",
+            f"All the rain of {country} ends in the river {river}.",
+            asked(rng, f"What do people in {country} call their river?", river),
+        ],
+        [
+            f"The city of {capital} lies in the country {country}.",
+            f"{capital} is a city in the country {country}.",
+            asked(rng, f"Where does the city of {capital} lie?", country),
+        ],
+    ]
+    return [rng.choice(fact) for fact in rng.sample(facts, k=2)]
+
+
+TOPICS: dict[Callable[[Random], list[str]], int] = {  # topic: its weight in the text
+    about_words: 32,
+    about_the_alphabet: 8,
+    about_sums: 16,
+    about_counting: 10,
+    about_size: 6,
+    about_language: 14,
+    about_the_world: 18,
+}
+
+
+def documents(seed: int) -> Iterator[str]:
+    """The pretraining text, without end: short documents of a few sentences, each about one topic."""
+    rng = Random(seed)
+    while True:
+        topic = rng.choices(list(TOPICS), weights=list(TOPICS.values()))[0]
+        lines = topic(rng)
+        yield rng.choice([" ", "\n"]).join(lines)
+
+
+# --- Instructions -----------------------------------------------------------------------------------------
+
+Ask = tuple[str, str, str]  # the argument that train and test must not share, the prompt, the answer
+
+
+def split_of(argument: str) -> str:
+    """A fifth of all arguments is for testing alone. A checksum decides, for all kinds alike."""
+    return "test" if zlib.crc32(argument.encode()) % 5 == 0 else "train"
+
+
+def ask_about_a_word(rng: Random, words: list[str], answer: Callable[[str], str], *phrasings: str) -> Ask:
+    word = rng.choice(words)
+    return word, rng.choice(phrasings).format(word), answer(word)
+
+
+def ask_for_the_other(rng: Random, table: list[tuple[str, str]], *phrasings: str) -> Ask:
+    given, answer = rng.choice(table)
+    return min(given, answer), rng.choice(phrasings).format(given), answer
+
+
+def ask_about_a_country(rng: Random, given: str, wanted: str, *phrasings: str) -> Ask:
+    place = rng.choice(WORLD)
+    return place["country"], rng.choice(phrasings).format(place[given]), place[wanted]
+
+
+def ask_for_a_sum(rng: Random, *phrasings: str) -> Ask:
+    a, b = rng.randint(1, 50), rng.randint(1, 9)
+    return f"{a} {b}", rng.choice(phrasings).format(a, b), str(a + b)
+
+
+def ask_for_a_difference(rng: Random, *phrasings: str) -> Ask:
+    a, b = rng.randint(1, 50), rng.randint(1, 9)
+    return f"{a} {b}", rng.choice(phrasings).format(a + b, b), str(a)
+
+
+def ask_for_the_next(rng: Random, term: Callable[[int], str], steps: int, last: int, *phrasings: str) -> Ask:
+    step = rng.randint(1, steps)
+    start = rng.randint(1, last - 4 * step)
+    row = ", ".join(term(start + i * step) for i in range(4))
+    return row, rng.choice(phrasings).format(row), term(start + 4 * step)
+
+
+def ask_for_the_largest(rng: Random, *phrasings: str) -> Ask:
+    numbers = different_initials(rng, NUMBERS, 3)
+    return str(sorted(numbers)), rng.choice(phrasings).format(listing(numbers)), max(numbers, key=int)
+
+
+def ask_for_the_first(rng: Random, words: list[str], *phrasings: str) -> Ask:
+    picked = different_initials(rng, words, 3)
+    return min(picked), rng.choice(phrasings).format(listing(picked)), min(picked)
+
+
+def kinds_of_instructions(rng: Random, split: str) -> list[Callable[[], Ask]]:
+    words = [word for word in WORDS if split_of(word) == split]
+    opposites = [pair for a, b in OPPOSITES for pair in ((a, b), (b, a))]
+    return [
+        lambda: ask_about_a_word(
+            rng, words, lambda word: word[::-1],
+            "Write the word {} backwards.", "What is {} backwards?", "Reverse the word {}."),
+        lambda: ask_about_a_word(
+            rng, words, in_alphabetical_order,
+            "Sort the letters of the word {}.", "Put the letters of {} in alphabetical order."),
+        lambda: ask_about_a_word(
+            rng, words, lambda word: str(len(word)),
+            "How many letters has the word {}?", "Count the letters of {}."),
+        lambda: ask_about_a_word(
+            rng, words, lambda word: word[-1],
+            "What is the last letter of {}?", "With which letter does {} end?"),
+        lambda: ask_for_the_first(
+            rng, words,
+            "Which word comes first in the alphabet: {}?", "Name the first in the alphabet of {}."),
+        lambda: ask_for_a_sum(rng, "What is {} plus {}?", "Add {} and {}.", "Give the sum of {} and {}."),
+        lambda: ask_for_a_difference(rng, "What is {} minus {}?", "How much is left of {} without {}?"),
+        lambda: ask_for_the_next(
+            rng, str, 5, 60,
+            "Which number comes next: {}?", "Continue this row with one number: {}"),
+        lambda: ask_for_the_next(
+            rng, lambda n: "_abcdefghijklmnopqrstuvwxyz"[n], 3, 26,
+            "Which letter comes next: {}?", "Continue this row with one letter: {}"),
+        lambda: ask_for_the_largest(
+            rng, "Which number is the largest: {}?", "Pick the largest of the numbers {}."),
+        lambda: ask_for_the_other(
+            rng, opposites, "What is the opposite of {}?", "Give me the opposite of the word {}."),
+        lambda: ask_for_the_other(rng, PLURALS, "What is the plural of {}?", "One {}, many what?"),
+        lambda: ask_for_the_other(
+            rng, PASTS, "What is the past tense of {}?", "Put the verb {} into the past tense."),
+        lambda: ask_about_a_country(
+            rng, "country", "capital", "What is the capital of {}?", "Name the capital city of {}."),
+        lambda: ask_about_a_country(
+            rng, "country", "river", "Which river flows through {}?", "Name the river of {}."),
+        lambda: ask_about_a_country(
+            rng, "capital", "country",
+            "In which country is the city of {}?", "Name the country of the city {}."),
+    ]  # fmt: skip
+
+
+def instructions(split: str) -> list[dict[str, str]]:
+    """The rows of one split ("train" or "test"), shuffled, no prompt twice."""
+    rng = Random(f"{SEED} {split}")
+    answers: dict[str, str] = {}
+    for ask in kinds_of_instructions(rng, split):
+        before = len(answers)
+        for _ in range(20 * ROWS[split]):
+            argument, prompt, answer = ask()
+            if split_of(argument) == split:
+                answers[prompt] = answer
+            if len(answers) == before + ROWS[split]:
+                break
+    rows = [{"prompt": prompt, "completion": answer} for prompt, answer in answers.items()]
+    rng.shuffle(rows)
+    return rows
+
+
+def write(folder: Path) -> None:
+    for split in ROWS:
+        lines = (json.dumps(row) + "\n" for row in instructions(split))
+        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the instructions, or show the pretraining text.")
+    parser.add_argument("--text", type=int, metavar="N", help="print N documents of the text, write nothing")
+    arguments = parser.parse_args()
+    if arguments.text is None:
+        write(Path(__file__).parent)
+    else:
+        stream = documents(SEED)
+        print("\n\n".join(next(stream) for _ in range(arguments.text)))
+
+
+if __name__ == "__main__":
+    main()

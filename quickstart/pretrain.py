@@ -1,0 +1,122 @@
+"""Pretrains the quickstart's base model: a tokenizer, then a small Llama, on `make_data.documents`.
+
+    python quickstart/pretrain.py             writes base/ beside this file
+
+The result continues such text and follows no instruction: that is what fine-tuning is for.
+"""
+
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import torch
+from make_data import SEED, arguments_of_tasks, documents
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+WORD_TOKENS = 125  # the commonest words of the text are one token each; everything else is spelled
+HIDDEN, LAYERS, HEADS, KV_HEADS, FFN = 128, 4, 4, 2, 256
+BLOCK, BATCH, STEPS = 256, 8, 2200  # tokens, blocks, updates: 4.5 M tokens
+LEARNING_RATE, WARMUP, WEIGHT_DECAY, BETAS, CLIP = 3e-3, 100, 0.1, (0.9, 0.95), 1.0
+
+
+def is_frame(word: str, spelled: set[str]) -> bool:
+    return word.isalpha() and len(word) > 1 and not {word, word.lower()} & spelled
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes, and the commonest words as whole tokens.
+
+    A byte-level BPE without merges: a word is one token if the vocabulary has it, else its letters. So the
+    frame of a sentence is short, and what it is about, never in the vocabulary, is spelled letter by letter.
+    """
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    text = "".join(islice(documents(SEED), 20_000))
+    spelled = arguments_of_tasks()
+    counts = Counter(piece for piece, _ in split.pre_tokenize_str(text))  # "Ġ": a space before it
+    words = [piece for piece, _ in counts.most_common() if is_frame(piece.lstrip("Ġ"), spelled)]
+    special = ["<pad>", "<bos>", "<eos>"]
+    tokens = special + sorted(pre_tokenizers.ByteLevel.alphabet()) + words[:WORD_TOKENS]
+    model = models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[], ignore_merges=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = split
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        model_max_length=BLOCK,
+    )
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        intermediate_size=FFN,
+        max_position_embeddings=BLOCK,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def batches(tokenizer: PreTrainedTokenizerFast) -> Iterator[torch.Tensor]:
+    """The text's tokens end to end, an <eos> after each document, cut into [BATCH, BLOCK]."""
+    stream = documents(SEED)
+    ids: list[int] = []
+    while True:
+        while len(ids) < BATCH * BLOCK:
+            for document in tokenizer(list(islice(stream, 200)))["input_ids"]:
+                ids += [*document, tokenizer.eos_token_id]
+        yield torch.tensor(ids[: BATCH * BLOCK]).view(BATCH, BLOCK)
+        ids = ids[BATCH * BLOCK :]
+
+
+def learning_rate(step: int) -> float:
+    """Linear warm-up, then half a cosine down to a tenth."""
+    if step < WARMUP:
+        return LEARNING_RATE * (step + 1) / WARMUP
+    progress = (step - WARMUP) / (STEPS - WARMUP)
+    return LEARNING_RATE * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+def pretrain(folder: Path) -> float:
+    """Trains from nothing and writes the Hugging Face folder; returns the mean loss of the last 50 steps."""
+    torch.manual_seed(SEED)
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer)
+    print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens in the vocabulary")
+    optimizer = torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+    losses: list[float] = []
+    started = time.monotonic()
+    for step, ids in enumerate(islice(batches(tokenizer), STEPS)):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if (step + 1) % 50 == 0:
+            recent = sum(losses[-50:]) / 50
+            print(f"step {step + 1:5d}  loss {recent:.4f}  {time.monotonic() - started:6.0f} s", flush=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return sum(losses[-50:]) / 50
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "base"
+    print(f"final loss {pretrain(target):.4f}, written to {target}")
