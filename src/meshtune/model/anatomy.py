@@ -4,11 +4,11 @@
          ├ blocks ┬ 0 ┬ attention   the transformer blocks, all alike
          │        ┆   └ mlp
          └ norm                     -> last_hidden_state
-    head                            last_hidden_state -> logits (before any scaling or soft-capping of the family)
+    head                            last_hidden_state -> logits (before the family's scaling or soft-capping)
 
-Nothing here is listed by family name. The parts are found from what transformers promises for every causal language
-model (the embedding and head that it names, the number of blocks in its configuration) and each finding is verified;
-a model that is built differently is refused, so that nothing downstream has to guess.
+Nothing here is listed by family name. The parts are found from what transformers promises for every causal
+language model (the embedding and head that it names, the number of blocks in its configuration) and each
+finding is verified; a model that is built differently is refused, so that nothing downstream has to guess.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from meshtune.errors import UserError
 
-WORKS = "decoder-only transformers such as Llama, Qwen, Mistral, Gemma, Phi, OLMo, Cohere, Granite, GPT-2 and GPT-NeoX"
+WORKS = "decoder-only transformers such as Llama, Qwen, Mistral, Gemma, Phi, OLMo, Cohere, GPT-2 and GPT-NeoX"
+NOT_CAUSAL = {"xlnet"}  # two-stream attention over permutations, which no flag of the model shows
 MLP_NAMES = ("mlp", "feed_forward", "ffn")
 
 # The tensor-parallel plan strings of transformers that have a meaning for plain dense blocks.
@@ -51,7 +52,7 @@ class Anatomy:
 
 
 def anatomy(model: PreTrainedModel) -> Anatomy:
-    """Find and verify the parts of `model`. Raises UserError, saying what is unusual, for a model built otherwise."""
+    """Find and verify the parts of `model`. Raises UserError, saying what is unusual, where it can't."""
     config = model.config.get_text_config()
     paths = {module: path for path, module in model.named_modules()}
 
@@ -64,8 +65,10 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
     container, _, _ = paths[embed].rpartition(".")
     if not container or container not in (body := container.split(".")[0], f"{body}.decoder"):
         raise refuse(f"its embedding is at {paths[embed]!r}, as in models that also see or hear")
-    if config.is_encoder_decoder or getattr(config, "use_bidirectional_attention", None):
+    if config.model_type in NOT_CAUSAL or getattr(config, "use_bidirectional_attention", None):
         raise refuse("its attention is not causal")
+    if model._is_stateful:
+        raise refuse("its recurrent or convolutional blocks would mix the documents of a packed sequence")
 
     trunk = model.get_submodule(container)
     layers = config.num_hidden_layers
@@ -79,6 +82,7 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
             f"{len(lists)} lists of {layers} blocks were found in {container!r}, where one was expected"
         )
     blocks = trunk.get_submodule(lists[0])
+    assert isinstance(blocks, nn.ModuleList)
 
     norms = [name for name, child in trunk.named_children() if _is_norm(child) and not _of_embedding(name)]
     if len(norms) > 1:
@@ -130,7 +134,8 @@ class Capability(NamedTuple):
 
 
 def capabilities(config: PretrainedConfig, *, trust_remote_code: bool = False) -> list[Capability]:
-    """What meshtune can do with a model of this configuration, derived from a build on meta (no weights, no memory)."""
+    """What meshtune can do with a model of this configuration, derived from a build on meta (no weights, no
+    memory)."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     try:

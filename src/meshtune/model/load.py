@@ -2,14 +2,15 @@
 
     name ──> resolve() ──> a folder of safetensors, checked ──> load() ──> the unchanged Hugging Face model
 
-A hub id is first downloaded to the hub's cache (configuration, tokenizer, safetensors; never a pickle), so that one
-code path, with one set of checks, reads both. A folder from elsewhere runs no code: weights are safetensors only, index
-files stay inside their folder, and Python files are used only with `trust_remote_code`.
+A hub id is first downloaded to the hub's cache (configuration, tokenizer, safetensors; never a pickle), so
+that one code path, with one set of checks, reads both. A folder from elsewhere runs no code: weights are
+safetensors only, index files stay inside their folder, and Python files are used only with
+`trust_remote_code`.
 
-transformers' own `from_pretrained` does the reading: it builds on meta, renames keys where a family has changed since
-its checkpoint was written, ties embeddings and makes the non-persistent buffers. Measured on a 192 MB Llama
-(transformers 5.23), anonymous memory peaks at 1.02 × the model when it casts, and at 0.01 × when it doesn't, since the
-weights then stay a mapping of the file; `_own` reads those in, for 1.02 × too.
+transformers' own `from_pretrained` does the reading: it builds on meta, renames keys where a family has
+changed since its checkpoint was written, ties embeddings and makes the non-persistent buffers. Measured on
+a 192 MB Llama (transformers 5.23), anonymous memory peaks at 1.05 × the model when it casts, and at 0.01 ×
+when it doesn't, since the weights then stay a mapping of the file; `_own` reads those in, for 1.02 ×.
 """
 
 import difflib
@@ -91,20 +92,21 @@ def resolve(
         )
     except GatedRepoError as error:
         raise UserError(
-            f"{name} is gated: accept its terms at https://huggingface.co/{name}, then run `hf auth login` or set HF_TOKEN."
+            f"{name} is gated: accept its terms at https://huggingface.co/{name}, then run "
+            f"`hf auth login` or set HF_TOKEN."
         ) from error
     except RevisionNotFoundError as error:
         raise UserError(f"The hub's {name} has no revision {revision}.") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise UserError(
-            f"There is no folder {name} here and no model {name} on the Hugging Face hub that you may read; check the "
-            f"spelling, or, if it is private, run `hf auth login` or set HF_TOKEN."
+            f"There is no folder {name} here and no model {name} on the Hugging Face hub that you may read; "
+            f"check the spelling, or, if it is private, run `hf auth login` or set HF_TOKEN."
         ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise UserError(
-            f"There is no folder {name} here, {at} is not in the local cache, and the Hugging Face hub can't be reached "
-            f"(no network, or HF_HUB_OFFLINE is set). Download it where there is a network (`hf download {name}`) "
-            f"and name the folder."
+            f"There is no folder {name} here, {at} is not in the local cache, and the Hugging Face hub can't "
+            f"be reached (no network, or HF_HUB_OFFLINE is set). Download it where there is a network "
+            f"(`hf download {name}`) and name the folder."
         ) from error
 
 
@@ -121,7 +123,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder, index followed.
 
-    Raises UserError where there are none (naming the remedy for pickles), one is missing, or one lies outside the folder.
+    Raises UserError where there are none (naming the remedy for pickles), one is missing, or one lies
+    elsewhere.
     """
     if (folder / WEIGHTS).is_file():
         names = [WEIGHTS]
@@ -158,14 +161,15 @@ def _no_safetensors(folder: Path) -> str:
     pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
     if pickles:
         return (
-            f"{folder} holds its weights as a pickle ({', '.join(pickles[:3])}), which can run code when it is read; "
-            f'meshtune reads safetensors only. If you trust the folder, convert it once: python -c "from transformers '
-            f"import AutoModelForCausalLM as M; M.from_pretrained('{folder}', use_safetensors=False)"
-            f".save_pretrained('{folder}-safetensors')\" and copy its tokenizer files there."
+            f"{folder} holds its weights as a pickle ({', '.join(pickles[:3])}), which can run code; "
+            "meshtune reads safetensors only. If you trust the folder, convert it once: "
+            'python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained('{folder}', use_safetensors=False).save_pretrained('{folder}-safetensors')\" "
+            "and copy its tokenizer files there."
         )
     if sorted(folder.glob("*.gguf")):
-        return f"{folder} holds GGUF weights, which are for inference; name the model's original safetensors folder."
-    return f"{folder} holds no weights ({WEIGHTS} or {INDEX}). To start from random weights, set model.init=random."
+        return f"{folder} holds GGUF weights, which are for inference; name the safetensors they came from."
+    return f"{folder} holds no weights ({WEIGHTS} or {INDEX}). To start from random ones: model.init=random."
 
 
 def _check(folder: Path, config: PretrainedConfig) -> list[Path]:
@@ -210,8 +214,8 @@ def _config(folder: Path, name: str, trust_remote_code: bool) -> PretrainedConfi
         if (folder / "adapter_config.json").is_file():
             base = _read_json(folder / "adapter_config.json").get("base_model_name_or_path")
             raise UserError(
-                f"{name} is a LoRA adapter, not a model: name its base ({base}) as the model, or merge the two "
-                f"with `meshtune export --merge` first."
+                f"{name} is a LoRA adapter, not a model: name its base ({base}) as the model, or merge the "
+                f"two with `meshtune export --merge` first."
             )
         raise UserError(f"{name} has no config.json, so it is not a model in Hugging Face's format.")
     raw = _read_json(file)
@@ -222,8 +226,8 @@ def _config(folder: Path, name: str, trust_remote_code: bool) -> PretrainedConfi
     needs_code = "auto_map" in raw and raw.get("model_type") not in CONFIG_MAPPING
     if needs_code and not trust_remote_code:
         raise UserError(
-            f"{name} brings its own Python code, which is not run unless you say so; if you have read and trust it, "
-            f"set model.trust_remote_code=true."
+            f"{name} brings its own Python code, which is not run unless you say so; if you have read and "
+            f"trust it, set model.trust_remote_code=true."
         )
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -255,8 +259,8 @@ def load_tokenizer(
         Exception
     ) as error:  # a missing file shows as OSError, ValueError, TypeError or ImportError, by family
         raise UserError(
-            f"The tokenizer of {name} can't be loaded ({_first_line(error)}). A model's folder needs tokenizer.json "
-            f"and tokenizer_config.json (or the family's own vocabulary files)."
+            f"The tokenizer of {name} can't be loaded ({_first_line(error)}). A model's folder needs "
+            f"tokenizer.json and tokenizer_config.json (or the family's own vocabulary files)."
         ) from error
     if len(tokenizer) == 0:
         raise UserError(f"The tokenizer of {name} is empty; the folder needs tokenizer.json.")
@@ -276,11 +280,11 @@ def load(
 ) -> PreTrainedModel:
     """The causal language model `name` (a hub id or a folder), in training mode, every parameter in `dtype`.
 
-    `init="random"` needs only config.json and draws the family's own initialisation, the same for the same `seed`.
+    `init="random"` needs only config.json and draws the family's own initialisation, the same for one `seed`.
     `attention` is a name that transformers knows or that was registered with its AttentionInterface.
     Non-persistent buffers keep the family's own dtype (rotary frequencies stay fp32 under bf16).
 
-    Raises UserError for whatever is wrong with the folder, and when weights are missing or of the wrong shape.
+    Raises UserError for whatever is wrong with the folder, and for weights missing or of a wrong shape.
     """
     weights = init == "pretrained"
     folder = resolve(name, revision=revision, weights=weights, trust_remote_code=trust_remote_code)
@@ -308,7 +312,7 @@ def _read(
     files = _check(folder, config)
     try:
         stored = _stored_dtypes(files)
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
@@ -320,6 +324,7 @@ def _read(
         )
     except (SafetensorError, EOFError) as error:
         raise UserError(f"The weights in {folder} are damaged: {_first_line(error)}") from error
+    model, report = loaded
     problems = []
     if missing := sorted(report["missing_keys"]):
         problems.append(
@@ -355,8 +360,9 @@ def _stored_dtypes(files: Iterable[Path]) -> set[str]:
 def _own(model: nn.Module) -> None:
     """Copy weights out of the files that they are a mapping of, one at a time.
 
-    Else whoever rewrites a file in place (`save_pretrained` into the base model's folder) would change, or with a
-    shorter file crash, the run that reads it. The mapping is no anonymous memory, so there is no second copy.
+    Else whoever rewrites a file in place (`save_pretrained` into the base model's folder) would change, or
+    with a shorter file crash, the run that reads it. The mapping is no anonymous memory, so there is no
+    second copy.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
@@ -366,42 +372,49 @@ def _own(model: nn.Module) -> None:
 
 
 def resize_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Give tokens that have no embedding row one: the mean of the old rows, on the input and the output side.
+    """Give tokens that have no embedding row one: the mean of the old rows, on input and output side.
 
-    Never shrinks (many families round their rows up). `config.vocab_size` follows. Returns the number of rows added.
+    Never shrinks (many families round their rows up). `config.vocab_size` follows. Returns how many were
+    added.
     """
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = tables(model)[0].num_embeddings
     added = max(tokenizer.get_vocab().values()) + 1 - rows
     if added <= 0:
         return 0
     resize_to(model, rows + added)
-    tables: list[Tensor] = [model.get_input_embeddings().weight]
-    head = model.get_output_embeddings()
-    if head.weight is not tables[0]:
-        tables.append(head.weight)
-    if isinstance(head, nn.Linear) and head.bias is not None:
-        tables.append(head.bias)
+    embed, head = tables(model)
+    changed: list[Tensor] = [embed.weight]
+    if head.weight is not embed.weight:
+        changed.append(head.weight)
+    if head.bias is not None:
+        changed.append(head.bias)
     with torch.no_grad():
-        for table in tables:
-            table[rows:] = table[:rows].double().mean(dim=0).to(table.dtype)
+        for table in changed:
+            table[rows:] = table[:rows].mean(dim=0, dtype=torch.float64).to(table.dtype)
     return added
 
 
 def resize_to(model: PreTrainedModel, rows: int) -> None:
     """Make the embeddings `rows` long, keeping what they hold, who is trainable, and who is tied to whom."""
-    trainable = [
-        model.get_input_embeddings().weight.requires_grad,
-        model.get_output_embeddings().weight.requires_grad,
-    ]
+    trainable = [table.weight.requires_grad for table in tables(model)]
     model.resize_token_embeddings(rows, mean_resizing=False)
-    model.get_input_embeddings().weight.requires_grad_(trainable[0])
-    model.get_output_embeddings().weight.requires_grad_(trainable[1])
+    for table, grad in zip(tables(model), trainable, strict=True):
+        table.weight.requires_grad_(grad)
+
+
+def tables(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
+    """The embedding and the output head. Raises UserError for a model without one."""
+    embed, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(embed, nn.Embedding) or not isinstance(head, nn.Linear):
+        raise UserError(f"{type(model).__name__} has no plain embedding and output head.")
+    return embed, head
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
-    """Freeze the parameters whose names match one of the globs (`model.layers.0.*`, `*norm*`); returns their names.
+    """Freeze the parameters whose names match a glob (`model.layers.0.*`, `*norm*`); returns their names.
 
-    Raises UserError for every pattern that matches nothing, naming near ones, and when nothing is left to train.
+    Raises UserError for every pattern that matches nothing, naming near ones, and if nothing is left to
+    train.
     """
     names = dict(model.named_parameters(remove_duplicate=False))  # a tied head is found under both its names
     frozen: set[str] = set()
@@ -409,9 +422,9 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
     for pattern in patterns:
         matches = fnmatch.filter(names, pattern)
         if not matches:
-            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or list(names)[:3]
             problems.append(
-                f"The pattern {pattern!r} matches no parameter (globs match whole names; near: {', '.join(near or list(names)[:3])})."
+                f"The pattern {pattern!r} matches no parameter; globs match names such as {', '.join(near)}."
             )
         frozen.update(matches)
     if problems:

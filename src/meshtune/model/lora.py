@@ -1,15 +1,16 @@
 """LoRA: a low-rank addition beside linear layers that stay as they are (Hu et al. 2021, arXiv:2106.09685).
 
-    y = W x + b + (alpha / r) · B A dropout(x)        A [r, in] drawn, B [out, r] zero: the start changes nothing
+    y = W x + b + (alpha / r) · B A dropout(x)        A [r, in] drawn, B [out, r] zero: the start changes
+    nothing
 
-The layer keeps its name, its class's behaviour and its own parameters; it gains `lora_A` and `lora_B`, so that
-checkpoints, sharding and tensor-parallel plans still find `…q_proj.weight`. Only the adapters are trainable.
-The arithmetic (dtypes, order, initialisation) is peft's, and so the results are equal.
+The layer keeps its name, its class's behaviour and its own parameters; it gains `lora_A` and `lora_B`, so
+that checkpoints, sharding and tensor-parallel plans still find `…q_proj.weight`. Only the adapters are
+trainable. The arithmetic (dtypes, order, initialisation) is peft's, and so the results are equal.
 """
 
 import difflib
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -54,8 +55,9 @@ def add_lora(
 ) -> list[str]:
     """Freeze `model` and put adapters beside the target linear layers; returns their names.
 
-    `target_modules` are names or endings of names ("q_proj", "self_attn.o_proj"), or "all-linear": every linear layer
-    but the output head. Adapters are in `dtype`, by default at least fp32. A is drawn from torch's global generator.
+    `target_modules` are names or endings of names ("q_proj", "self_attn.o_proj"), or "all-linear": every
+    linear layer but the output head. Adapters are in `dtype`, by default at least fp32. A is drawn from
+    torch's global generator.
 
     Raises UserError for r < 1, a dropout outside [0, 1), or targets that name no linear layer.
     """
@@ -98,17 +100,17 @@ def _targets(model: PreTrainedModel, wanted: str | list[str]) -> tuple[list[str]
     return [name for name in linears if name in found], problems
 
 
-def _adapt(module: nn.Module, r: int, alpha: float, dropout: float, dtype: torch.dtype | None) -> None:
+def _adapt(module: Any, r: int, alpha: float, dropout: float, dtype: torch.dtype | None) -> None:
     weight = module.weight
     rows, columns = weight.shape  # [out, in] of a Linear
-    if isinstance(module, Conv1D):
+    if type(module) is Conv1D:
         rows, columns = columns, rows
     dtype = dtype or (weight.dtype if weight.dtype.itemsize >= 4 else torch.float32)
     module.lora_A = nn.Parameter(torch.empty(r, columns, dtype=dtype, device=weight.device))
     module.lora_B = nn.Parameter(torch.zeros(rows, r, dtype=dtype, device=weight.device))
     nn.init.kaiming_uniform_(module.lora_A, a=math.sqrt(5))
     module.lora_scale, module.lora_dropout = alpha / r, dropout
-    # A change of class, and not a patched method, is what deepcopy, pickling and torch.compile follow by themselves.
+    # A change of class, not a patched method: deepcopy, pickling and torch.compile follow it by themselves.
     module.__class__ = ADAPTED[type(module)]
 
 
@@ -127,11 +129,13 @@ def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def merge_lora(model: nn.Module) -> None:
-    """Add every adapter to its layer's weight, in at least fp32, and remove it: a plain model is left, in place."""
-    for module in adapted(model).values():
+    """Add every adapter to its layer's weight, in at least fp32, and remove it: a plain model is left, in
+    place."""
+    for layer in adapted(model).values():
+        module: Any = layer  # pyright knows only half of what it is
         wide = torch.promote_types(module.lora_A.dtype, torch.float32)
         delta = module.lora_B.to(wide) @ module.lora_A.to(wide) * module.lora_scale  # [out, in]
         weight = module.weight
         weight.copy_((weight.to(wide) + (delta.T if isinstance(module, Conv1D) else delta)).to(weight.dtype))
         del module.lora_A, module.lora_B, module.lora_scale, module.lora_dropout
-        module.__class__ = Conv1D if isinstance(module, Conv1D) else nn.Linear
+        module.__class__ = {LoraLinear: nn.Linear, LoraConv1D: Conv1D}[type(module)]

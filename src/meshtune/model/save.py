@@ -1,6 +1,7 @@
 """What a run leaves behind: a Hugging Face model folder, or a peft adapter. Safetensors only.
 
-A folder is written aside, flushed to the disk, and renamed, so that a folder under its final name is always whole.
+A folder is written aside, flushed to the disk, and renamed, so that a folder under its final name is always
+whole.
 """
 
 import json
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from meshtune.errors import UserError
-from meshtune.model.load import resize_to
+from meshtune.model.load import resize_to, tables
 from meshtune.model.lora import adapted, add_lora
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -43,7 +44,8 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 
 @contextmanager
 def _whole(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `folder` when the block ends well and vanishes when it doesn't."""
+    """A folder to write into, which becomes `folder` when the block ends well and vanishes when it
+    doesn't."""
     if folder.exists():
         if not folder.is_dir():
             raise UserError(f"{folder} is a file; name a folder to save to.")
@@ -91,7 +93,8 @@ def save_model(
 ) -> None:
     """Write the folder that `AutoModelForCausalLM.from_pretrained` loads, with `card` as its README.md.
 
-    Weights keep their dtype, which config.json names. Merge adapters first (`merge_lora`) or use `save_adapter`.
+    Weights keep their dtype, which config.json names. Merge adapters first (`merge_lora`) or use
+    `save_adapter`.
     """
     assert not adapted(model), "merge_lora or save_adapter first: a plain model has no place for adapters"
     generation = model.generation_config
@@ -139,9 +142,9 @@ def save_adapter(
 ) -> None:
     """Write the adapters of `model` as a peft adapter of the model `base_name`.
 
-    With `embeddings` (tokens were added, or the tables are trained) the embedding and the head go with it, whole, under
-    the names that peft gives them. Who loads it with peft resizes the base first, as peft demands:
-    `base.resize_token_embeddings(len(tokenizer))`; `load_adapter` does so by itself.
+    With `embeddings` (tokens were added, or the tables are trained) the embedding and the head go with it,
+    whole, under the names that peft gives them. Who loads it with peft resizes the base first, as peft
+    demands: `base.resize_token_embeddings(len(tokenizer))`; `load_adapter` does so by itself.
     """
     layers = adapted(model)
     tensors: dict[str, Tensor] = {}
@@ -172,20 +175,21 @@ def save_adapter(
 def _tables(model: PreTrainedModel) -> dict[str, Tensor]:
     """Embedding and, unless tied to it, head with its bias; by name."""
     names = {id(module): name for name, module in model.named_modules()}
-    embed, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tables: dict[str, Tensor] = {f"{names[id(embed)]}.weight": embed.weight}
+    embed, head = tables(model)
+    found: dict[str, Tensor] = {f"{names[id(embed)]}.weight": embed.weight}
     if head.weight is not embed.weight:
-        tables[f"{names[id(head)]}.weight"] = head.weight
+        found[f"{names[id(head)]}.weight"] = head.weight
     if head.bias is not None:
-        tables[f"{names[id(head)]}.bias"] = head.bias
-    return tables
+        found[f"{names[id(head)]}.bias"] = head.bias
+    return found
 
 
 def load_adapter(model: PreTrainedModel, folder: str | Path) -> dict[str, Any]:
-    """Put the peft LoRA adapter in `folder` on the plain model `model`, in place; returns adapter_config.json.
+    """Put the peft LoRA adapter in `folder` on the plain model `model`, in place; returns
+    adapter_config.json.
 
-    Embeddings that were saved with it are resized to and loaded. Raises UserError for a folder that is not a LoRA
-    adapter, holds a pickle, uses more of peft than plain LoRA, or does not fit the model.
+    Embeddings that were saved with it are resized to and loaded. Raises UserError for a folder that is not
+    a LoRA adapter, holds a pickle, uses more of peft than plain LoRA, or does not fit the model.
     """
     folder = Path(folder)
     settings, tensors = _read_adapter(folder)
@@ -198,7 +202,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> dict[str, Any]:
         target_modules=names,
     )
     embed_name = next(iter(_tables(model)))
-    if embed_name in tensors and len(tensors[embed_name]) != len(model.get_input_embeddings().weight):
+    if embed_name in tensors and len(tensors[embed_name]) != tables(model)[0].num_embeddings:
         resize_to(model, len(tensors[embed_name]))
     places: dict[str, Tensor] = dict(_tables(model))
     for name, layer in adapted(model).items():
@@ -221,18 +225,25 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> dict[str, Any]:
     return settings
 
 
-def _read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _adapter_settings(folder: Path) -> dict[str, Any]:
     if not (folder / ADAPTER_CONFIG).is_file():
         raise UserError(f"{folder} has no {ADAPTER_CONFIG}, so it is not a peft adapter.")
+    try:
+        return json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{folder / ADAPTER_CONFIG} can't be read as JSON: {error}") from error
+
+
+def _read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    settings = _adapter_settings(folder)
     if not (folder / ADAPTER_WEIGHTS).is_file():
         pickle = (
             " (its adapter_model.bin is a pickle, which is not read)" if list(folder.glob("*.bin")) else ""
         )
         raise UserError(f"{folder} has no {ADAPTER_WEIGHTS}{pickle}; save the adapter again with peft ≥ 0.6.")
     try:
-        settings = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         tensors = load_file(folder / ADAPTER_WEIGHTS)
-    except (ValueError, SafetensorError) as error:
+    except SafetensorError as error:
         raise UserError(f"The adapter in {folder} is damaged: {error}") from error
     if settings.get("peft_type") != "LORA":
         raise UserError(f"{folder} is a {settings.get('peft_type')} adapter; meshtune loads LoRA.")
@@ -242,3 +253,11 @@ def _read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"{folder} uses {', '.join(more)}, which meshtune's LoRA has not; merge it with peft first."
         )
     return settings, {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+
+
+def adapter_base(folder: str | Path) -> str:
+    """The base model that an adapter's folder names. Raises UserError when it is no adapter or names none."""
+    base = _adapter_settings(Path(folder)).get("base_model_name_or_path")
+    if not base:
+        raise UserError(f"{Path(folder) / ADAPTER_CONFIG} names no base_model_name_or_path; add it.")
+    return base
