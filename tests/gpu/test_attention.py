@@ -1,0 +1,96 @@
+"""Attention on CUDA: every way against the definition with a full mask, in fp64 on the CPU."""
+
+import pytest
+import torch
+from torch import nn
+
+from meshtune.parallel.attention import _flex, _varlen, document_attention
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DOCUMENTS, SEQ, SCALE = ((130, 50, 76), (256,), (90, 17), (1, 2, 240)), 256, 0.2
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 5e-3}  # fp32 may run in TF32
+
+
+def definition(q, k, v, window=None, softcap=None):
+    batch, heads, seq, _ = q.shape
+    ids = torch.full((batch, seq), -1)
+    for row, lengths in enumerate(DOCUMENTS):
+        ids[row, : sum(lengths)] = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    i, j = torch.arange(seq)[:, None], torch.arange(seq)[None]
+    seen = (ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, :, None] & (j <= i)
+    if window:
+        seen &= j > i - window
+    k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
+    scores = q @ k.transpose(-1, -2) * SCALE
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    return (scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1).nan_to_num(0) @ v).transpose(1, 2)
+
+
+def tensors(dtype, head_dim=64, kv_heads=2):
+    torch.manual_seed(3)
+    shapes = [(len(DOCUMENTS), SEQ, n, head_dim) for n in (4, kv_heads, kv_heads)]
+    return [torch.randn(s).to("cuda", dtype).transpose(1, 2).requires_grad_() for s in shapes]
+
+
+def assert_is_the_definition(out, inputs, dtype, **options):
+    exact = [t.detach().cpu().double().requires_grad_() for t in inputs]
+    expected = definition(*exact, **options)
+    scale = {"rtol": 0, "atol": TOLERANCE[dtype]}
+    torch.testing.assert_close(out.detach().cpu().double(), expected.detach(), **scale)
+    weights = torch.randn(expected.shape, dtype=torch.float64)
+    grads = torch.autograd.grad((out * weights.to("cuda", dtype)).sum(), inputs)
+    for own, theirs in zip(grads, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
+        assert (own.cpu().double() - theirs).norm() <= TOLERANCE[dtype] * theirs.norm()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("window", [None, 1, 20, 1000])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_attention_on_cuda_equals_the_definition(dtype, window, softcap, kv_heads, recompute):
+    inputs = tensors(dtype, kv_heads=kv_heads)
+    out, _ = document_attention(
+        nn.Module(),
+        *inputs,
+        None,
+        documents=DOCUMENTS,
+        scaling=SCALE,
+        sliding_window=window,
+        softcap=softcap,
+        recompute=recompute,
+    )
+    assert_is_the_definition(out, inputs, dtype, window=window, softcap=softcap)
+
+
+@pytest.mark.parametrize("head_dim", [32, 72, 100, 128, 256])
+def test_head_sizes_that_the_kernel_refuses_take_another_way(head_dim):
+    inputs = tensors(torch.bfloat16, head_dim)
+    out, _ = document_attention(nn.Module(), *inputs, None, documents=DOCUMENTS, scaling=SCALE)
+    assert_is_the_definition(out, inputs, torch.bfloat16)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_the_variable_length_kernel_agrees_with_the_block_mask(window):
+    q, k, v = tensors(torch.bfloat16)
+    varlen = _varlen(q, k, v, DOCUMENTS, SCALE, window)
+    flex = _flex(q, k, v, DOCUMENTS, SCALE, None, window)
+    torch.testing.assert_close(varlen, flex, rtol=0, atol=2e-2)
+
+
+def test_dropout_works_on_cuda_and_is_repeated_by_the_seed():
+    inputs = tensors(torch.bfloat16)
+
+    def run(recompute):
+        torch.manual_seed(5)
+        out, _ = document_attention(
+            nn.Module(), *inputs, None, documents=DOCUMENTS, dropout=0.3, recompute=recompute
+        )
+        return torch.autograd.grad(out.square().sum(), inputs)
+
+    torch.testing.assert_close(run(False), run(True), rtol=0, atol=0)
