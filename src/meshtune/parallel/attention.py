@@ -59,8 +59,19 @@ class Run(NamedTuple):
     window: int | None
 
 
-def _checked(documents: Sequence[Sequence[int]], batch: int, seq: int) -> Lengths:
-    lengths = tuple(tuple(row) for row in documents)
+class Documents:
+    """Document lengths as one opaque value.
+
+    A compiled block hands it on without looking inside; tuples of numbers it would compile anew for every new set.
+    """
+
+    def __init__(self, lengths: Sequence[Sequence[int]]) -> None:
+        self.lengths = lengths
+
+
+def _checked(documents: Documents | Sequence[Sequence[int]], batch: int, seq: int) -> Lengths:
+    rows = documents.lengths if isinstance(documents, Documents) else documents
+    lengths = tuple(tuple(row) for row in rows)
     if len(lengths) != batch:
         raise ValueError(f"`documents` describes {len(lengths)} rows, the micro-batch has {batch}.")
     for row, inside in enumerate(lengths):
@@ -488,7 +499,7 @@ def document_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    documents: Sequence[Sequence[int]] | None = None,
+    documents: Documents | Sequence[Sequence[int]] | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -544,7 +555,8 @@ def no_mask(*, attention_mask: Tensor | None = None, use_vmap: bool = False, **_
 def register() -> None:
     """Make both names known to transformers; importing this module does it once."""
     for name, function in zip(NAMES, (document_attention, recomputed_document_attention), strict=True):
-        AttentionInterface.register(name, function)
+        # A compiled block runs it as it is: traced, every new set of document lengths would be compiled anew.
+        AttentionInterface.register(name, torch.compiler.disable(function))
         AttentionMaskInterface.register(name, no_mask)
 
 

@@ -25,7 +25,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from meshtune.data.loader import IGNORE, MicroBatch
 from meshtune.model.anatomy import Anatomy
-from meshtune.parallel.attention import NAMES
+from meshtune.parallel.attention import NAMES, Documents
 
 
 def body_forward(model: nn.Module, anatomy: Anatomy, micro_batch: MicroBatch) -> Tensor:
@@ -35,7 +35,7 @@ def body_forward(model: nn.Module, anatomy: Anatomy, micro_batch: MicroBatch) ->
     does so only without a cache and without an attention mask).
     """
     body: Any = model.get_submodule(anatomy.body)
-    packed = {"documents": micro_batch.documents} if body.config._attn_implementation in NAMES else {}
+    packed = {"documents": Documents(micro_batch.documents)} if body.config._attn_implementation in NAMES else {}
     return body(
         input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids, use_cache=False, **packed
     ).last_hidden_state
