@@ -91,11 +91,10 @@ def _encoded(
     examples: Sequence[Example], encoder: "Encoder", tally: Tally
 ) -> Iterator[tuple[Example, "Document"]]:
     """Each example with its document; those that the encoder leaves out (on_bad_row="skip") are counted."""
-    documents = encoder.encode(examples)
-    if len(documents) == len(examples):
-        yield from zip(examples, documents, strict=True)
+    if encoder.on_bad_row == "error":
+        yield from zip(examples, encoder.encode(examples), strict=True)
         return
-    for example, result in zip(examples, encoder._encode(examples), strict=True):
+    for example, result in zip(examples, encoder.encode_each(examples), strict=True):
         if isinstance(result, BadRow):
             tally.bad_rows.counts[result.reason] += 1
         else:

@@ -15,6 +15,7 @@ class Bytes:
 
     fingerprint = "bytes"
     train_on = "completion"
+    on_bad_row = "error"
 
     def __init__(self) -> None:
         self.encoded = 0
