@@ -1,0 +1,552 @@
+"""Speed and memory on one device: meshtune, a hand-written loop, transformers.Trainer, TRL's SFTTrainer.
+
+    python benchmarks/single_device.py                    # everything: about an hour on 2 cores
+    python benchmarks/single_device.py --quick            # does it run? (its figures mean nothing)
+
+Same machine, model, tokens, dtype and threads; each contender in a process of its own, contenders
+interleaved, medians over the rounds. Real tokens count, padding does not; peak memory is the process's
+maximum resident size.
+
+    meshtune     `python -m meshtune train`, figures from the rows that it writes
+    hand         the floor: forward, backward, clip, fused AdamW on ready batches; full logits, no isolation
+    trainer      transformers.Trainer on the same ready batches
+    trl          SFTTrainer, packing=True (best-fit, documents isolated), no recomputation, fused AdamW
+    trl-wrapped  the same with its other packing, which cuts documents and lets them attend to each other
+
+The model is a Llama of 28 M parameters with random weights; the data GSM8K, prompts not labelled, in rows of
+512 tokens, micro-batches of 4, two of them a step. bf16 is autocast over fp32 weights; in meshtune bf16
+weights to compute with, and fp32 masters.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+SEQ_LEN, MICRO_BATCH, ACCUMULATION = 512, 4, 2
+ROWS_PER_STEP = MICRO_BATCH * ACCUMULATION
+LEARNING_RATE = 1e-4
+CONTENDERS = ("meshtune", "hand", "trainer", "trl", "trl-wrapped")
+VARIANTS = {"fp32": CONTENDERS, "bf16": CONTENDERS, "fp32-all-labelled": ("meshtune", "hand")}
+RESULTS = Path(__file__).parent / "results"
+
+# What each contender does in its own process; imports are its own #
+
+
+def train_hand(work: Path, steps: int, dtype: str, labelled: str) -> dict[str, Any]:
+    """The loop that one would write by hand, on ready batches."""
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        work / "model", attn_implementation="sdpa", dtype=torch.float32
+    )
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+    rows = np.load(work / "rows.npz")
+    ids = torch.from_numpy(rows["ids"])
+    labels = ids if labelled == "all" else torch.from_numpy(rows["labels"])
+    ends = [time.perf_counter()]
+    for step in range(steps):
+        at = slice(step * ROWS_PER_STEP, (step + 1) * ROWS_PER_STEP)
+        count = (labels[at, 1:] != -100).sum()
+        for x, y in zip(ids[at].split(MICRO_BATCH), labels[at].split(MICRO_BATCH), strict=True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
+                logits = model(input_ids=x, use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1).float(), y[:, 1:].flatten(), reduction="sum"
+            )
+            (loss / count).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        ends.append(time.perf_counter())
+    return timed(ends, [ROWS_PER_STEP * SEQ_LEN] * steps)
+
+
+def timed(ends: list[float], tokens: list[int]) -> dict[str, Any]:
+    """Seconds and real tokens of each step, from the moments at which steps ended."""
+    return {"seconds": [b - a for a, b in itertools.pairwise(ends)], "tokens": tokens}
+
+
+def arguments(work: Path, steps: int, dtype: str) -> dict[str, Any]:
+    """What transformers.Trainer and SFTTrainer are told alike."""
+    return {
+        "output_dir": str(work / "trainer"),
+        "max_steps": steps,
+        "per_device_train_batch_size": MICRO_BATCH,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "optim": "adamw_torch_fused",
+        "max_grad_norm": 1.0,
+        "bf16": dtype == "bf16",
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def counting(trainer_class: Any) -> Any:
+    """The trainer, noting when its steps end and how many real tokens each had."""
+
+    class Counting(trainer_class):
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            mask = inputs.get("attention_mask")
+            self.found = getattr(self, "found", 0) + int(
+                inputs["input_ids"].numel() if mask is None else mask.sum()
+            )
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    return Counting
+
+
+def follow(trainer: Any) -> dict[str, Any]:
+    """Train, and return each step's seconds and tokens."""
+    from transformers import TrainerCallback
+
+    ends: list[float] = []
+    tokens: list[int] = []
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            ends.append(time.perf_counter())
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            ends.append(time.perf_counter())
+            tokens.append(trainer.found)
+            trainer.found = 0
+
+    trainer.add_callback(Clock())
+    trainer.train()
+    return timed(ends, tokens)
+
+
+def train_trainer(work: Path, steps: int, dtype: str, labelled: str) -> dict[str, Any]:
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+
+    rows = np.load(work / "rows.npz")
+    ids, labels = rows["ids"], rows["ids" if labelled == "all" else "labels"]
+    dataset: Any = [{"input_ids": x, "labels": y} for x, y in zip(ids, labels, strict=True)]
+    trainer = counting(Trainer)(
+        model=AutoModelForCausalLM.from_pretrained(
+            work / "model", attn_implementation="sdpa", dtype=torch.float32
+        ),
+        args=TrainingArguments(**arguments(work, steps, dtype)),
+        train_dataset=dataset,
+        data_collator=default_data_collator,
+    )
+    return follow(trainer)
+
+
+def sft_trainer(work: Path, steps: int, dtype: str, packing: str, processes: int | None = None) -> Any:
+    import torch
+    from datasets import disable_caching, load_dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    disable_caching()
+    started = time.perf_counter()
+    data = load_dataset(
+        "json", data_files=str(work / "rows.jsonl"), split="train", cache_dir=tempfile.mkdtemp(dir=work)
+    )
+    load_seconds = time.perf_counter() - started
+
+    class Timed(SFTTrainer):
+        def _prepare_dataset(self, *args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            found = super()._prepare_dataset(*args, **kwargs)
+            self.prepare_seconds = time.perf_counter() - started + load_seconds
+            return found
+
+    return counting(Timed)(
+        model=AutoModelForCausalLM.from_pretrained(
+            work / "model", attn_implementation="sdpa", dtype=torch.float32
+        ),
+        args=SFTConfig(
+            **arguments(work, steps, dtype), max_length=SEQ_LEN, packing=True, packing_strategy=packing,
+            dataset_num_proc=processes,
+        ),
+        train_dataset=data,
+        processing_class=AutoTokenizer.from_pretrained(work / "model"),
+    )  # fmt: skip
+
+
+def train_trl(work: Path, steps: int, dtype: str, labelled: str) -> dict[str, Any]:
+    return follow(sft_trainer(work, steps, dtype, "bfd"))
+
+
+def train_trl_wrapped(work: Path, steps: int, dtype: str, labelled: str) -> dict[str, Any]:
+    return follow(sft_trainer(work, steps, dtype, "wrapped"))
+
+
+def prepare_trl(work: Path, processes: int | None) -> dict[str, Any]:
+    """Rows on disk to packed sequences."""
+    trainer = sft_trainer(work, 1, "fp32", "bfd", processes)
+    tokens = sum(len(row) for row in trainer.train_dataset["input_ids"])
+    return {"seconds": [trainer.prepare_seconds], "tokens": [tokens]}
+
+
+def prepare_meshtune(work: Path) -> dict[str, Any]:
+    """Rows on disk to packed sequences, with nothing cached."""
+    from meshtune.data.prepare import prepare
+    from meshtune.data.source import Source
+    from meshtune.data.template import Encoder
+    from meshtune.model.load import load_tokenizer
+
+    encoder = Encoder(load_tokenizer(str(work / "model")), train_on="completion", chat_template=None)
+    source = Source(str(work / "train.jsonl"), columns=(("prompt", "question"), ("completion", "answer")))
+    started = time.perf_counter()
+    prepared = prepare(
+        [source], encoder, seq_len=SEQ_LEN, packing=True, overlong="cut", seed=0, on_bad_row="error",
+        cache_dir=Path(tempfile.mkdtemp(dir=work)),
+    )  # fmt: skip
+    seconds = time.perf_counter() - started
+    return {"seconds": [seconds], "tokens": [prepared.stats["train"]["tokens"]]}
+
+
+WORKERS = {
+    "hand": train_hand,
+    "trainer": train_trainer,
+    "trl": train_trl,
+    "trl-wrapped": train_trl_wrapped,
+    "prepare-trl": prepare_trl,
+    "prepare-meshtune": prepare_meshtune,
+}
+
+# What they work on #
+
+
+def set_up(work: Path, data: Path, needed: int) -> None:
+    """The model folder, the rows for each contender, and `needed` ready rows of SEQ_LEN tokens."""
+    import numpy as np
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    rows = [json.loads(line) for line in data.read_text("utf-8").splitlines()]
+    (work / "train.jsonl").write_text(data.read_text("utf-8"), "utf-8")
+    with (work / "rows.jsonl").open("w", encoding="utf-8") as file:
+        for row in rows:
+            print(json.dumps({"prompt": row["question"] + "\n", "completion": row["answer"]}), file=file)
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    bpe.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    special = ["<|endoftext|>", "<|pad|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=8192, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator((text for row in rows for text in (row["question"], row["answer"])), trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=special[0], pad_token=special[1])
+    tokenizer.save_pretrained(work / "model")
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=8192, hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4,
+        intermediate_size=1408, max_position_embeddings=SEQ_LEN, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=0, pad_token_id=1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(work / "model")
+
+    prompts = [encoding.ids for encoding in bpe.encode_batch([row["question"] + "\n" for row in rows])]
+    answers = [encoding.ids for encoding in bpe.encode_batch([row["answer"] for row in rows])]
+    ids, labels = [], []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids += [*prompt, *answer, 0]
+        labels += [-100] * len(prompt) + [*answer, 0]
+    repeated = -(-needed * SEQ_LEN // len(ids))
+    shape = (needed, SEQ_LEN)
+    np.savez(
+        work / "rows.npz",
+        ids=np.array(ids * repeated, np.int64)[: needed * SEQ_LEN].reshape(shape),
+        labels=np.array(labels * repeated, np.int64)[: needed * SEQ_LEN].reshape(shape),
+    )
+
+
+def meshtune_config(work: Path, run: Path, steps: int, dtype: str, labelled: str) -> str:
+    settings = {
+        "model": {"name": str(work / "model")},
+        "data": {
+            "train": str(work / "train.jsonl"), "columns": {"prompt": "question", "completion": "answer"},
+            "seq_len": SEQ_LEN, "packing": True, "train_on": labelled, "cache": str(work / "cache"),
+        },
+        "train": {
+            "global_batch_size": ROWS_PER_STEP, "max_steps": steps, "learning_rate": LEARNING_RATE,
+            "lr_scheduler": "constant", "warmup_ratio": 0.0, "precision": dtype,
+        },
+        "layout": f"mb{MICRO_BATCH}-ga{ACCUMULATION}",
+        "checkpoint": {"every": 0},
+        "log": {"to": ["jsonl"]},
+        "output": str(run),
+    }  # fmt: skip
+    return json.dumps(settings, indent=2)  # JSON is YAML
+
+
+# Running them #
+
+
+def start(command: list[str], threads: int) -> tuple[float, int]:
+    """Run a process to its end; (wall seconds, its maximum resident size in bytes)."""
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "true", "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    started = time.perf_counter()
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            output.seek(0)
+            raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{output.read()[-4000:]}")
+    return time.perf_counter() - started, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def worker(name: str, work: Path, threads: int, **settings: Any) -> dict[str, Any]:
+    """A contender's own process, which leaves its figures in a file."""
+    result = work / "result.json"
+    command = [
+        sys.executable,
+        __file__,
+        "--worker",
+        name,
+        "--work",
+        str(work),
+        "--settings",
+        json.dumps(settings),
+    ]
+    wall, resident = start(command, threads)
+    return {**json.loads(result.read_text()), "peak_bytes": resident, "wall_seconds": wall}
+
+
+def meshtune(work: Path, threads: int, steps: int, dtype: str, labelled: str) -> dict[str, Any]:
+    run = Path(tempfile.mkdtemp(dir=work)) / "run"
+    config = run.parent / "config.yaml"
+    config.write_text(meshtune_config(work, run, steps, dtype, labelled))
+    wall, resident = start([sys.executable, "-m", "meshtune", "train", str(config)], threads)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["kind"] == "train"]
+    return {
+        "seconds": [row["step_seconds"] for row in rows],
+        "tokens": [row["tokens"] for row in rows],
+        "peak_bytes": resident,
+        "peak_bytes_in_steps": rows[-1]["peak_memory_bytes"],
+        "wall_seconds": wall,
+    }
+
+
+def tokens_per_second(found: dict[str, Any], warm_up: int) -> float:
+    return sum(found["tokens"][warm_up:]) / sum(found["seconds"][warm_up:])
+
+
+def train_rounds(work: Path, options: argparse.Namespace) -> dict[str, dict[str, dict[str, Any]]]:
+    """variant -> contender -> medians and the single runs. Rounds outermost: slow minutes hit everyone."""
+    runs: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for turn in range(options.rounds):
+        for variant in options.variants:
+            dtype, labelled = variant.split("-")[0], "all" if "all-labelled" in variant else "completion"
+            contenders = [name for name in VARIANTS[variant] if name in options.contenders]
+            shift = turn % len(contenders)  # nobody is always first
+            for name in [*contenders[shift:], *contenders[:shift]]:
+                settings = {"steps": options.steps + options.warm_up, "dtype": dtype, "labelled": labelled}
+                if name == "meshtune":
+                    found = meshtune(work, options.threads, **settings)
+                else:
+                    found = worker(name, work, options.threads, **settings)
+                found["tokens_per_second"] = tokens_per_second(found, options.warm_up)
+                runs.setdefault(variant, {}).setdefault(name, []).append(found)
+                say(f"{variant} {name} round {turn + 1}: {found['tokens_per_second']:.0f} tokens/s, "
+                    f"{found['peak_bytes'] / 2**20:.0f} MiB, {found['wall_seconds']:.0f} s")  # fmt: skip
+    keys = ("tokens_per_second", "peak_bytes", "wall_seconds")
+    return {
+        variant: {
+            name: {**{key: statistics.median(run[key] for run in each) for key in keys}, "runs": each}
+            for name, each in by_name.items()
+        }
+        for variant, by_name in runs.items()
+    }
+
+
+def preparation(work: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Tokenising and packing the whole file; TRL with one process and with one per thread."""
+    tried = {
+        "meshtune": ("prepare-meshtune", {}),
+        "trl": ("prepare-trl", {"processes": None}),
+        f"trl, {options.threads} processes": ("prepare-trl", {"processes": options.threads}),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in tried}
+    for _ in range(options.rounds):
+        for name, (who, settings) in tried.items():
+            rates[name].append(tokens_per_second(worker(who, work, options.threads, **settings), 0))
+            say(f"preparing, {name}: {rates[name][-1]:,.0f} tokens/s")
+    return {name: statistics.median(each) for name, each in rates.items()}
+
+
+def help_seconds(rounds: int) -> float:
+    command = [sys.executable, "-m", "meshtune", "--help"]
+    return statistics.median(start(command, 1)[0] for _ in range(rounds))
+
+
+def say(text: str) -> None:
+    print(f"{datetime.now(UTC):%H:%M:%S} {text}", file=sys.stderr, flush=True)
+
+
+# What came out #
+
+
+def ratios(result: dict[str, Any]) -> list[tuple[str, float, str]]:
+    """(what, measured, target) of the targets whose contenders were run."""
+    found = []
+
+    def add(what: str, top: float | None, bottom: float | None, target: str) -> None:
+        if top and bottom:
+            found.append((what, top / bottom, target))
+
+    for variant, contenders in result["training"].items():
+        speed = {name: each["tokens_per_second"] for name, each in contenders.items()}
+        peak = {name: each["peak_bytes"] for name, each in contenders.items()}
+        floor = "≥ 0.97" if "all-labelled" in variant else "≥ 1"
+        add(
+            f"{variant}: meshtune / hand-written loop, tokens/s",
+            speed.get("meshtune"),
+            speed.get("hand"),
+            floor,
+        )
+        for name, target in (("trl", "≥ 1.7" if variant == "fp32" else "≥ 2"), ("trl-wrapped", "—")):
+            add(f"{variant}: meshtune / {name}, tokens/s", speed.get("meshtune"), speed.get(name), target)
+        add(f"{variant}: meshtune / trl, peak memory", peak.get("meshtune"), peak.get("trl"), "≤ 0.75")
+    rates = result["preparation"]
+    best = max((rate for name, rate in rates.items() if name.startswith("trl")), default=None)
+    add("preparing GSM8K: meshtune / TRL's better, tokens/s", rates.get("meshtune"), best, "≥ 1.5")
+    add("meshtune --help, seconds", result["help_seconds"], 1.0, "< 0.5")
+    return found
+
+
+def markdown(result: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    lines = [
+        "# One device",
+        "",
+        f"{result['date']} · {result['machine']} · {result['threads']} threads · {versions}",
+        "",
+        f"Llama, {result['parameters'] / 1e6:.1f} M parameters · GSM8K · {SEQ_LEN} tokens a row, "
+        f"micro-batch {MICRO_BATCH}, {ACCUMULATION} micro-batches a step · {result['steps']} steps after "
+        f"{result['warm_up']} of warm-up, medians of {result['rounds']} interleaved runs.",
+        "",
+    ]
+    for variant, contenders in result["training"].items():
+        lines += [
+            f"## {variant}",
+            "",
+            "| | tokens/s | lowest – highest | peak memory, MiB |",
+            "|---|---:|---:|---:|",
+        ]
+        for name, each in contenders.items():
+            speeds = [run["tokens_per_second"] for run in each["runs"]]
+            spread = f"{min(speeds):.0f} – {max(speeds):.0f}"
+            peak = each["peak_bytes"] / 2**20
+            lines.append(f"| {name} | {each['tokens_per_second']:.0f} | {spread} | {peak:.0f} |")
+        lines.append("")
+    lines += ["## Preparing GSM8K", "", "| | tokens/s |", "|---|---:|"]
+    lines += [f"| {name} | {rate:,.0f} |" for name, rate in result["preparation"].items()]
+    lines += ["", "## Against the targets", "", "| | measured | target |", "|---|---:|---:|"]
+    lines += [f"| {what} | {value:.2f} | {target} |" for what, value, target in ratios(result)]
+    return "\n".join(lines) + "\n"
+
+
+def processor() -> str:
+    """The CPU's name and how many of its cores this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {cores} cores"
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, help="GSM8K's train.jsonl (question, answer)", default=None)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8, help="measured steps of a run")
+    parser.add_argument(
+        "--warm-up", type=int, default=3, help="steps before; meshtune watches its memory in two of them"
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
+    parser.add_argument("--quick", action="store_true", help="one short round, written to a temporary folder")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--settings", default="{}", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parsed()
+    if options.worker:
+        found = WORKERS[options.worker](options.work, **json.loads(options.settings))
+        (options.work / "result.json").write_text(json.dumps(found))
+        return
+    if options.quick:
+        options.rounds, options.steps, options.warm_up = 1, 1, 1
+        options.out = Path(tempfile.mkdtemp())
+    data = options.data or Path(__file__).resolve().parents[2] / "shared/data/gsm8k/train.jsonl"
+    if not data.exists():
+        raise SystemExit(f"There is no {data}; name GSM8K's train.jsonl with --data.")
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        set_up(work, data, needed=(options.steps + options.warm_up) * ROWS_PER_STEP)
+        parameters = sum_parameters(work / "model")
+        result = {
+            "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+            "machine": processor(),
+            "threads": options.threads,
+            "versions": {"python": platform.python_version()}
+            | {name: version(name) for name in ("meshtune", "torch", "transformers", "trl")},
+            "parameters": parameters,
+            "steps": options.steps,
+            "warm_up": options.warm_up,
+            "rounds": options.rounds,
+            "help_seconds": help_seconds(max(3, options.rounds)),
+            "preparation": preparation(work, options),
+            "training": train_rounds(work, options),
+        }
+    options.out.mkdir(parents=True, exist_ok=True)
+    name = f"single_device-{datetime.now(UTC):%Y-%m-%d}"
+    (options.out / f"{name}.json").write_text(json.dumps(result, indent=1))
+    (options.out / f"{name}.md").write_text(markdown(result))
+    print(markdown(result))
+    say(f"written: {options.out / name}.json and .md")
+
+
+def sum_parameters(model: Path) -> int:
+    from safetensors import safe_open
+
+    with safe_open(model / "model.safetensors", "pt") as file:
+        return sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118 - not a mapping
+
+
+if __name__ == "__main__":
+    main()
