@@ -96,9 +96,8 @@ def main() -> None:
     arguments.add_argument("--repeats", type=int, default=3)
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
-    print(
-        f"torch {torch.__version__}, {options.threads} threads, {options.layers} layers, 4 x {options.seq_len}\n"
-    )
+    setting = f"{options.threads} threads, {options.layers} layers, 4 x {options.seq_len} tokens, fp32"
+    print(f"torch {torch.__version__}, {setting}\n")
     print("| attention dropout | recompute | kept, bytes per token and layer | share | time (none = 1) |")
     print("| ---: | --- | ---: | ---: | ---: |")
     for dropout in (0.0, 0.1):

@@ -62,7 +62,8 @@ class Run(NamedTuple):
 class Documents:
     """Document lengths as one opaque value.
 
-    A compiled block hands it on without looking inside; tuples of numbers it would compile anew for every new set.
+    A compiled block hands it on without looking inside; tuples of numbers it would compile anew for every
+    new set.
     """
 
     def __init__(self, lengths: Sequence[Sequence[int]]) -> None:

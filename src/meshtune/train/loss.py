@@ -35,7 +35,8 @@ def body_forward(model: nn.Module, anatomy: Anatomy, micro_batch: MicroBatch) ->
     does so only without a cache and without an attention mask).
     """
     body: Any = model.get_submodule(anatomy.body)
-    packed = {"documents": Documents(micro_batch.documents)} if body.config._attn_implementation in NAMES else {}
+    ours = body.config._attn_implementation in NAMES
+    packed = {"documents": Documents(micro_batch.documents)} if ours else {}
     return body(
         input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids, use_cache=False, **packed
     ).last_hidden_state
