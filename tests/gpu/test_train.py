@@ -1,0 +1,87 @@
+"""The front door on a CUDA device: the numbers of the CPU, checkpoints, compiled blocks, memory that runs out."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("pydantic", reason="the settings tree needs pydantic")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+Train = Callable[..., Any]
+
+
+def losses(run: Any) -> list[float]:
+    return [row["loss"] for row in run.folder.rows("train")]
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_fp32_losses_are_the_cpus(packing: str, train: Train, tmp_path: Path) -> None:
+    kept = (f"data.packing={packing}", "train.max_steps=6")
+    cpu = train(*kept, "train.device=cpu", f"output={tmp_path / 'cpu'}")
+    cuda = train(*kept, "train.device=cuda", f"output={tmp_path / 'cuda'}")
+    assert losses(cuda) == pytest.approx(losses(cpu), rel=1e-5)
+
+
+@pytest.mark.parametrize("recompute", ["none", "attention", "selective", "full"])
+@pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
+def test_bf16_follows_fp32_in_every_recompute_mode(
+    precision: str, recompute: str, train: Train, tmp_path: Path
+) -> None:
+    exact = train("train.max_steps=6", "train.device=cpu", f"output={tmp_path / 'cpu'}")
+    rounded = train(
+        "train.max_steps=6", f"train.precision={precision}", f"layout={{recompute: {recompute}}}",
+        "train.device=cuda", f"output={tmp_path / 'cuda'}",
+    )  # fmt: skip
+    assert losses(rounded) == pytest.approx(losses(exact), rel=0.01)
+
+
+def test_compiled_blocks_give_the_same_losses(train: Train, tmp_path: Path) -> None:
+    plain = train("train.device=cuda", f"output={tmp_path / 'plain'}")
+    compiled = train("train.device=cuda", "train.compile=true", f"output={tmp_path / 'compiled'}")
+    assert losses(compiled) == pytest.approx(losses(plain), rel=1e-4)
+
+
+def test_resuming_goes_on_with_the_same_losses(train: Train, tmp_path: Path) -> None:
+    lasting = ("train.lr_scheduler=constant", "train.device=cuda", "method=lora", "lora.dropout=0.1")
+    whole = train("train.max_steps=8", f"output={tmp_path / 'whole'}", *lasting)
+    train("train.max_steps=4", f"output={tmp_path / 'parts'}", *lasting)
+    resumed = train("train.max_steps=8", f"output={tmp_path / 'parts'}", *lasting)
+    assert losses(resumed) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def test_a_cpu_checkpoint_goes_on_on_the_gpu(train: Train, tmp_path: Path) -> None:
+    lasting = ("train.lr_scheduler=constant", f"output={tmp_path / 'moved'}")
+    train("train.max_steps=3", "train.device=cpu", *lasting)
+    moved = train("train.max_steps=6", "train.device=cuda", *lasting)
+    assert moved.folder.path == tmp_path / "moved"
+    assert [row["step"] for row in moved.folder.rows("train")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_mfu_is_a_share_and_the_peaks_add_up(train: Train) -> None:
+    run = train("train.device=cuda", "train.precision=bf16")
+    for row in run.folder.rows("train"):
+        assert row["mfu"] is None or 0 < row["mfu"] < 1
+        assert 0 < row["peak_memory_bytes"] < torch.cuda.get_device_properties(0).total_memory
+
+
+def test_running_out_of_memory_says_what_would_fit(settings: Callable[..., list[str]]) -> None:
+    from meshtune import config
+    from meshtune.errors import NothingFits
+    from meshtune.train import build, loop
+
+    run = build.build(config.load(None, settings("train.device=cuda")))
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + 2**20) / total)
+    try:
+        with pytest.raises(NothingFits, match="Out of memory in"):
+            loop.train(run)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
