@@ -1,7 +1,6 @@
 """LoRA: a low-rank addition beside linear layers that stay as they are (Hu et al. 2021, arXiv:2106.09685).
 
-    y = W x + b + (alpha / r) · B A dropout(x)        A [r, in] drawn, B [out, r] zero: the start changes
-    nothing
+    y = W x + b + (alpha / r) · B A dropout(x)    A [r, in] drawn, B [out, r] zero: no change at first
 
 The layer keeps its name, its class's behaviour and its own parameters; it gains `lora_A` and `lora_B`, so
 that checkpoints, sharding and tensor-parallel plans still find `…q_proj.weight`. Only the adapters are
@@ -103,13 +102,14 @@ def _targets(model: PreTrainedModel, wanted: str | list[str]) -> tuple[list[str]
 def _adapt(module: Any, r: int, alpha: float, dropout: float, dtype: torch.dtype | None) -> None:
     weight = module.weight
     rows, columns = weight.shape  # [out, in] of a Linear
-    if type(module) is Conv1D:
+    if ADAPTED[type(module)] is LoraConv1D:
         rows, columns = columns, rows
     dtype = dtype or (weight.dtype if weight.dtype.itemsize >= 4 else torch.float32)
     module.lora_A = nn.Parameter(torch.empty(r, columns, dtype=dtype, device=weight.device))
     module.lora_B = nn.Parameter(torch.zeros(rows, r, dtype=dtype, device=weight.device))
     nn.init.kaiming_uniform_(module.lora_A, a=math.sqrt(5))
-    module.lora_scale, module.lora_dropout = alpha / r, dropout
+    module.lora_scale = alpha / r
+    module.lora_dropout = dropout
     # A change of class, not a patched method: deepcopy, pickling and torch.compile follow it by themselves.
     module.__class__ = ADAPTED[type(module)]
 

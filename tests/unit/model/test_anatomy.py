@@ -1,0 +1,137 @@
+import pytest
+import torch
+from families import FAMILIES
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import AttentionMaskInterface
+
+from meshtune.errors import UserError
+from meshtune.model.anatomy import anatomy, capabilities, own_attention
+
+DENSE = [
+    "opt",
+    "bloom",
+    "falcon",
+    "gptj",
+    "phi",
+    "stablelm",
+    "granite",
+    "smollm3",
+    "gemma",
+    "glm4",
+    "olmo",
+    "olmo3",
+    "helium",
+    "cohere2",
+    "arcee",
+]
+EXPERTS = ["qwen3_moe", "mixtral", "olmoe"]
+REFUSED = {
+    "bert": "embedding is at",
+    "mamba": "recurrent",
+    "jamba": "recurrent",
+    "qwen3_next": "recurrent",
+    "xlnet": "not causal",
+    "falcon_h1": "recurrent",
+}
+
+
+def build(config):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_parts_found_are_those_that_run(family, ids):
+    model = AutoModelForCausalLM.from_config(FAMILIES[family]()).eval()
+    found = anatomy(model)
+    ran = {}
+    for part in ("embed", "norm", "body", "head"):
+        hook = lambda module, inputs, output, part=part: ran.update({part: output})  # noqa: E731
+        model.get_submodule(getattr(found, part)).register_forward_hook(hook)
+    model(ids)
+    assert torch.equal(ran["norm"], ran["body"].last_hidden_state)
+    assert torch.equal(ran["head"], model.get_submodule(found.head)(ran["norm"]))
+    assert ran["embed"].shape == (*ids.shape, 64)
+    for block in model.get_submodule(found.blocks):
+        assert block.get_submodule(found.attention) is not block.get_submodule(found.mlp)
+
+
+@pytest.mark.parametrize("model_type", DENSE + EXPERTS)
+def test_other_families_of_transformers_are_understood(model_type):
+    config = AutoConfig.for_model(model_type, num_hidden_layers=2)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:2]
+    model = build(config)
+    assert len(model.get_submodule(anatomy(model).blocks)) == 2
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_models_that_are_built_otherwise_are_refused_with_the_reason(model_type):
+    with pytest.raises(UserError, match=REFUSED[model_type]):
+        anatomy(build(AutoConfig.for_model(model_type)))
+
+
+def test_capabilities_say_whether_documents_can_be_packed():
+    rows = {row.feature: row for row in capabilities(FAMILIES["llama"]())}
+    assert rows["packing"].supported
+    assert rows["lora"].why.startswith("all-linear adapts 14 ")
+    rows = {row.feature: row for row in capabilities(AutoConfig.for_model("bloom"))}
+    assert not rows["packing"].supported
+    assert "packing=false" in rows["packing"].why
+    assert not rows["tensor"].supported
+
+
+def probe(module, query, key, value, mask, scaling=None, dropout=0.0, *, documents, **others):
+    groups = query.shape[1] // key.shape[1]
+    CALLS.append(documents)
+    value = value.repeat_interleave(groups, dim=1)
+    return value.transpose(1, 2).contiguous(), None
+
+
+CALLS: list = []
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "moe_intermediate_size": 8, "num_local_experts": 2,
+    "num_experts": 2, "num_experts_per_tok": 1, "word_embed_proj_dim": 32, "ffn_dim": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "opt",
+        "phi",
+        "granite",
+        "smollm3",
+        "gemma",
+        "glm4",
+        "olmo",
+        "olmo3",
+        "helium",
+        "cohere2",
+        "arcee",
+        "qwen3_moe",
+        "mixtral",
+        "olmoe",
+    ],
+)
+def test_documents_reach_the_attention_of_every_block_where_packing_is_promised(model_type):
+    AttentionInterface.register("probe", probe)
+    AttentionMaskInterface.register("probe", lambda *args, **kwargs: None)
+    known = AutoConfig.for_model(model_type)
+    changes = {name: value for name, value in SMALL.items() if name in known.to_dict()}
+    if "layer_types" in known.to_dict():
+        changes["layer_types"] = ["full_attention"] * 2
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(model_type, **changes), attn_implementation="probe"
+    )
+    assert own_attention(model)
+    CALLS.clear()
+    ids = torch.arange(8)[None]
+    model(ids, position_ids=ids, documents=((5, 3),), use_cache=False)
+    assert CALLS == [((5, 3),)] * 2
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "gptj", "falcon"])
+def test_families_that_compute_attention_themselves_are_not_promised_packing(model_type):
+    assert not own_attention(build(AutoConfig.for_model(model_type)))

@@ -1,0 +1,222 @@
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from families import FAMILIES
+from model_folders import plain
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from meshtune.errors import UserError
+from meshtune.model.load import freeze, load, load_config, load_tokenizer, resize_embeddings
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loading_equals_transformers_in_every_parameter_and_buffer(family, dtype, save):
+    folder = save(family)
+    ours, theirs = load(str(folder), dtype=dtype, attention="eager"), plain(folder, dtype)
+    assert ours.training
+    for mine, other in (
+        (ours.named_parameters, theirs.named_parameters),
+        (ours.named_buffers, theirs.named_buffers),
+    ):
+        mine, other = dict(mine(remove_duplicate=False)), dict(other(remove_duplicate=False))
+        assert mine.keys() == other.keys()
+        for name in mine:
+            assert mine[name].dtype == other[name].dtype, name
+            assert torch.equal(mine[name], other[name]), name
+            if "inv_freq" in name:
+                assert mine[name].dtype == torch.float32
+    assert all(parameter.dtype == dtype for parameter in ours.parameters())
+    assert (ours.lm_head.weight is ours.get_input_embeddings().weight) == ours.config.tie_word_embeddings
+
+
+def test_fp64_and_bf16_files_load_straight_to_the_wanted_dtype(save):
+    folder = save("llama", dtype=torch.bfloat16)
+    assert load(str(folder), dtype=torch.float64, attention="eager").dtype == torch.float64
+    assert load_config(str(folder)).dtype == torch.bfloat16
+
+
+def test_checkpoints_whose_tensor_names_have_changed_since_load_right(tmp_path, ids):
+    from transformers import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_experts=4,
+        num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    loaded = load(str(tmp_path), dtype=torch.float32, attention="eager").eval()
+    model.set_attn_implementation("eager")
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wanted", ["float32", "bfloat16"])
+def test_loading_takes_little_more_anonymous_memory_than_the_model(stored, wanted, tmp_path):
+    config = LlamaConfig(
+        vocab_size=16384, hidden_size=1024, intermediate_size=2048, num_hidden_layers=5,
+        num_attention_heads=8, num_key_value_heads=4,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=stored).save_pretrained(tmp_path)  # 78 M parameters
+    script = f"""
+        import re, threading, time, torch
+        from meshtune.model.load import load
+        torch.set_num_threads(1)
+        anonymous = lambda: 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1])
+        before, samples, done = anonymous(), [], threading.Event()
+        def watch():
+            while not done.wait(0.001):
+                samples.append(anonymous())
+        thread = threading.Thread(target=watch)
+        thread.start()
+        model = load({str(tmp_path)!r}, dtype=torch.{wanted}, attention="eager")
+        done.set(), thread.join()
+        print((max(samples) - before) / sum(p.nbytes for p in model.parameters()), len(samples))
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
+    )
+    ratio, samples = map(float, run.stdout.split())
+    assert samples > 20
+    assert 0.9 <= ratio <= 1.1  # a ratio near 0 would mean weights that are still a mapping of the file
+
+
+def test_weights_do_not_change_when_their_file_is_rewritten(save):
+    folder = save("llama")
+    model = load(str(folder), dtype=torch.float32, attention="eager")
+    before = model.model.norm.weight.clone()
+    file = folder / "model.safetensors"
+    with file.open("r+b") as handle:
+        handle.write(b"\0" * file.stat().st_size)
+    assert torch.equal(model.model.norm.weight, before)
+
+
+def test_random_weights_are_a_function_of_the_seed_and_need_only_a_configuration(tmp_path):
+    FAMILIES["llama"]().save_pretrained(tmp_path)
+    first, again, other = (
+        load(str(tmp_path), init="random", dtype=torch.float32, attention="eager", seed=seed)
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(first.lm_head.weight, again.lm_head.weight)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+    with pytest.raises(UserError, match="holds no weights"):
+        load(str(tmp_path), dtype=torch.float32, attention="eager")
+
+
+class Canary:
+    def __reduce__(self):
+        return (exec, ("raise SystemExit('the canary sang')",))
+
+
+def test_a_pickle_is_refused_with_the_remedy_and_never_read(save):
+    folder = save("llama")
+    (folder / "model.safetensors").unlink()
+    torch.save({"weight": Canary()}, folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"pickle \(pytorch_model.bin\).*convert it once: python -c"):
+        load(str(folder), dtype=torch.float32, attention="eager")
+
+
+@pytest.mark.parametrize(
+    "name", ["../away.safetensors", "/tmp/away.safetensors", "link.safetensors", "away.bin"]
+)
+def test_an_index_that_points_outside_its_folder_is_refused(name, save, tmp_path):
+    folder = save("llama")
+    (folder / "model.safetensors").rename(tmp_path / "away.safetensors")
+    (folder / "link.safetensors").symlink_to(tmp_path / "away.safetensors")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": {"x": name}})
+    )
+    with pytest.raises(
+        UserError, match=r"only \*.safetensors files in the same folder|outside the model's folder"
+    ):
+        load(str(folder), dtype=torch.float32, attention="eager")
+
+
+def test_sharded_folders_load_and_an_incomplete_one_is_named(save, tmp_path):
+    plain(save("llama")).save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
+    load(str(tmp_path / "sharded"), dtype=torch.float32, attention="eager")
+    next((tmp_path / "sharded").glob("model-00002*")).unlink()
+    with pytest.raises(UserError, match=r"names model-00002.*incomplete"):
+        load(str(tmp_path / "sharded"), dtype=torch.float32, attention="eager")
+
+
+def test_missing_and_misshapen_tensors_are_errors(save):
+    from safetensors.torch import load_file, save_file
+
+    folder = save("llama")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    tensors["lm_head.weight"] = torch.zeros(8, 64)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError) as caught:
+        load(str(folder), dtype=torch.float32, attention="eager")
+    assert "lacks 1 tensors" in caught.value.problems[0]
+    assert "lm_head.weight has shape (8, 64)" in caught.value.problems[1]
+
+
+CONFIGS = {
+    "no `model_type`": {"hidden_size": 64},
+    "can't read": {"model_type": "zork"},
+    "brings its own Python code": {"model_type": "zork", "auto_map": {"AutoConfig": "code.Config"}},
+    "encoder-decoder": {"model_type": "t5"},
+    "not a causal language model": {"model_type": "clip"},
+}
+
+
+@pytest.mark.parametrize("message", CONFIGS)
+def test_bad_configurations_are_explained(message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[message]))
+    (tmp_path / "code.py").write_text("raise SystemExit('the canary sang')")
+    with pytest.raises(UserError, match=message):
+        load_config(str(tmp_path))
+
+
+def test_a_folder_that_is_no_model_is_explained(tmp_path):
+    with pytest.raises(UserError, match=r"has no config.json"):
+        load_config(str(tmp_path))
+    with pytest.raises(UserError, match=r"There is no folder \./nothing"):
+        load_config("./nothing")
+    with pytest.raises(UserError, match="hub can't be reached"):
+        load_config("nobody/nothing")
+    with pytest.raises(UserError, match=r"tokenizer of .* can't be loaded"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "cohere"])
+def test_added_tokens_get_the_mean_of_the_rows_on_both_sides(family, save, tokenizer, ids):
+    model = load(str(save(family)), dtype=torch.float32, attention="eager").eval()
+    before, rows = model(ids).logits, model.get_input_embeddings().weight.clone()
+    head = model.get_output_embeddings().weight.clone()
+    assert resize_embeddings(model, tokenizer) == 2
+    assert model.config.vocab_size == 258
+    torch.testing.assert_close(model(ids).logits[..., :256], before)
+    for table, old in (
+        (model.get_input_embeddings().weight, rows),
+        (model.get_output_embeddings().weight, head),
+    ):
+        torch.testing.assert_close(table[256:], old.mean(dim=0).expand(2, -1))
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert tied == model.config.tie_word_embeddings
+    assert resize_embeddings(model, tokenizer) == 0
+
+
+def test_embeddings_never_shrink(save, tokenizer):
+    model = load(str(save("llama", vocab_size=300)), dtype=torch.float32, attention="eager")
+    assert resize_embeddings(model, tokenizer) == 0
+    assert model.config.vocab_size == 300
+
+
+def test_freezing_by_pattern_names_what_it_froze(save):
+    model = load(str(save("llama")), dtype=torch.float32, attention="eager")
+    frozen = freeze(model, ["model.layers.0.*", "*norm*"])
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trainable == {name for name, _ in model.named_parameters()} - set(frozen)
+    assert not any("norm" in name or ".layers.0." in name for name in trainable)
+    with pytest.raises(UserError, match=r"'model.layer.0.\*' matches no parameter.*model\.layers\.0"):
+        freeze(model, ["model.layer.0.*"])
+    with pytest.raises(UserError, match="nothing is left to train"):
+        freeze(model, ["*"])

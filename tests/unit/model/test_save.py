@@ -1,0 +1,141 @@
+import json
+
+import peft
+import pytest
+import torch
+from families import FAMILIES
+from model_folders import plain
+from test_lora import fill
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+
+from meshtune.errors import UserError
+from meshtune.model.load import load, resize_embeddings
+from meshtune.model.lora import add_lora, merge_lora
+from meshtune.model.save import adapter_base, load_adapter, save_adapter, save_model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_model_gives_the_trained_models_logits_in_transformers(family, save, tmp_path, ids):
+    model = load(str(save(family)), dtype=torch.float32, attention="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01 * torch.randn_like(parameter))
+    save_model(tmp_path / "out", model, None)
+    assert torch.equal(plain(tmp_path / "out")(ids).logits, model(ids).logits)
+
+
+def test_a_saved_folder_is_complete_and_names_no_attention_of_ours(save, tokenizer, tmp_path):
+    AttentionInterface.register("ours", lambda *args, **kwargs: None)
+    model = load(str(save("llama")), dtype=torch.bfloat16, attention="ours")
+    resize_embeddings(model, tokenizer)
+    save_model(tmp_path / "out", model, tokenizer, card="# A card", max_shard_size="100KB")
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "README.md",
+    } <= files
+    assert "model.safetensors.index.json" in files
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert config["vocab_size"] == 258
+    assert "ours" not in (tmp_path / "out/config.json").read_text()
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer.chat_template
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config._attn_implementation == "sdpa"
+
+
+def test_a_generation_config_that_transformers_refuses_to_save_is_mended(save, tmp_path):
+    model = plain(save("llama"))
+    model.generation_config.temperature = 0.6  # with do_sample unset, as in Llama 2's
+    save_model(tmp_path / "out", model, None)
+    assert json.loads((tmp_path / "out/generation_config.json").read_text())["do_sample"] is True
+
+
+def test_a_failed_save_leaves_the_old_folder_whole_and_nothing_beside_it(save, tmp_path, monkeypatch):
+    model = plain(save("llama"))
+    save_model(tmp_path / "all/out", model, None, card="old")
+    monkeypatch.setattr(
+        type(model), "save_pretrained", lambda *args, **kwargs: (_ for _ in ()).throw(OSError(28, "full"))
+    )
+    with pytest.raises(OSError, match="full"):
+        save_model(tmp_path / "all/out", model, None, card="new")
+    assert [path.name for path in (tmp_path / "all").iterdir()] == ["out"]
+    assert (tmp_path / "all/out/README.md").read_text() == "old"
+    plain(tmp_path / "all/out")
+
+
+def test_a_folder_that_holds_no_model_is_never_replaced(save, tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/thesis.txt").write_text("x")
+    with pytest.raises(UserError, match="holds no model"):
+        save_model(tmp_path / "home", plain(save("llama")), None)
+    assert (tmp_path / "home/thesis.txt").exists()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_we_and_the_merged_folder_give_the_adapted_models_logits(family, save, tmp_path, ids):
+    base = save(family)
+    model = load(str(base), dtype=torch.float32, attention="eager").eval()
+    add_lora(model, r=4, alpha=8)
+    fill(model)
+    expected = model(ids).logits
+    save_adapter(tmp_path / "adapter", model, None, base_name=str(base), r=4, alpha=8)
+    assert adapter_base(tmp_path / "adapter") == str(base)
+    assert torch.equal(
+        peft.PeftModel.from_pretrained(plain(base), tmp_path / "adapter").eval()(ids).logits, expected
+    )
+    ours = plain(base)
+    load_adapter(ours, tmp_path / "adapter")
+    assert torch.equal(ours(ids).logits, expected)
+    merge_lora(model)
+    save_model(tmp_path / "merged", model, None)
+    torch.testing.assert_close(plain(tmp_path / "merged")(ids).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_resized_embeddings_travel_with_the_adapter(family, save, tokenizer, tmp_path):
+    base, longer = save(family), torch.arange(240, 258)[None]
+    model = load(str(base), dtype=torch.float32, attention="eager").eval()
+    resize_embeddings(model, tokenizer)
+    add_lora(model, r=4, alpha=8, target_modules=["q_proj"])
+    fill(model)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[256:].normal_()
+    expected = model(longer).logits
+    save_adapter(tmp_path / "adapter", model, tokenizer, base_name=str(base), r=4, alpha=8, embeddings=True)
+    ours, reference = plain(base), plain(base)
+    load_adapter(ours, tmp_path / "adapter")
+    assert torch.equal(ours(longer).logits, expected)
+    reference.resize_token_embeddings(len(AutoTokenizer.from_pretrained(tmp_path / "adapter")))
+    assert torch.equal(
+        peft.PeftModel.from_pretrained(reference, tmp_path / "adapter").eval()(longer).logits, expected
+    )
+
+
+def test_an_adapter_made_by_peft_loads(save, tmp_path, ids):
+    base = save("llama")
+    reference = peft.get_peft_model(
+        plain(base), peft.LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    )
+    for name, parameter in reference.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    reference.save_pretrained(tmp_path / "theirs")
+    model = plain(base)
+    load_adapter(model, tmp_path / "theirs")
+    assert torch.equal(model(ids).logits, reference.eval()(ids).logits)
+
+
+def test_adapters_that_are_more_than_plain_lora_or_a_pickle_are_refused(save, tmp_path):
+    base = save("llama")
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True)
+    peft.get_peft_model(plain(base), settings).save_pretrained(tmp_path / "dora")
+    with pytest.raises(UserError, match="use_dora=True"):
+        load_adapter(plain(base), tmp_path / "dora")
+    (tmp_path / "dora/adapter_model.safetensors").rename(tmp_path / "dora/adapter_model.bin")
+    with pytest.raises(UserError, match="is a pickle, which is not read"):
+        load_adapter(plain(base), tmp_path / "dora")
+    with pytest.raises(UserError, match="is a LoRA adapter, not a model"):
+        load(str(tmp_path / "dora"), dtype=torch.float32, attention="eager")
