@@ -90,8 +90,8 @@ def probe(module, query, key, value, mask, scaling=None, dropout=0.0, *, documen
 
 CALLS: list = []
 SMALL = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "moe_intermediate_size": 8, "num_local_experts": 2,
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,  # noqa: E501
+    "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "moe_intermediate_size": 8, "num_local_experts": 2,  # noqa: E501
     "num_experts": 2, "num_experts_per_tok": 1, "word_embed_proj_dim": 32, "ffn_dim": 32,
 }  # fmt: skip
 
