@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from meshtune.errors import Interrupted, NonFinite, UserError
-from meshtune.rundir import RunDir
+from meshtune.rundir import RunDir, disk_is_full
 
 app = typer.Typer(
     name="meshtune",
@@ -40,6 +40,11 @@ def main() -> None:
         for problem in problems:
             print(f"meshtune: {problem}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if not disk_is_full(error):
+            raise
+        print(f"meshtune: {error}. Make room, and run the command again.", file=sys.stderr)
+        sys.exit(UserError.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -59,7 +64,10 @@ def show_run(run: RunDir, *, as_json: bool) -> None:
 
     from meshtune.report import page, summary, tables
 
-    page.write_report(run)
+    try:
+        page.write_report(run)
+    except OSError as error:  # what was trained is on the disk; its picture can be drawn again
+        print(f"meshtune: {run.report_file} could not be written: {error}. Later: meshtune report {run.path}", file=sys.stderr)
     if as_json:
         show_json(summary.summarise(run).as_dict())
     else:
@@ -169,9 +177,12 @@ def export(
 @app.command()
 def report(run: Annotated[Path, typer.Argument(help="a run folder")]) -> None:
     """Write the run's report.html again from what the run folder holds."""
+    folder = RunDir(run)
+    if not folder.config_file.exists() and not folder.metrics_file.exists():
+        raise UserError(f"{run} holds no run: neither config.yaml nor metrics.jsonl is there.")
     from meshtune.report import page
 
-    print(page.write_report(RunDir(run)))
+    print(page.write_report(folder))
 
 
 @app.command()

@@ -15,6 +15,7 @@ languages refuse them. A line counts only once its newline is there: the torn la
 row, readers pass it over and the next writer cuts it off.
 """
 
+import errno
 import json
 import math
 import os
@@ -123,7 +124,8 @@ def append_line(file: Path, row: Mapping[str, Any]) -> None:
                 stream.truncate(stream.read().rfind(b"\n") + 1)
         written = stream.write(line)
         if written != len(line):  # a full disk may take half a line: say so now, the next append mends it
-            raise OSError(f"{file}: only {written} of {len(line)} bytes could be written")
+            full = os.strerror(errno.ENOSPC)
+            raise OSError(errno.ENOSPC, f"{full}: only {written} of {len(line)} bytes could be written", str(file))
 
 
 def read_lines(file: Path) -> Iterator[Row]:
@@ -158,6 +160,14 @@ def write_text_atomically(file: Path, text: str) -> None:
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
+
+
+def disk_is_full(error: BaseException) -> bool:
+    """Whether this is how a full disk, a used-up quota or a file-size limit shows; safetensors has an error of its own."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if isinstance(error, OSError):
+        return error.errno in full
+    return any(f"os error {number}" in str(error) for number in full)
 
 
 def _finite(value: Any) -> Any:

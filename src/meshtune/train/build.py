@@ -24,9 +24,9 @@ from meshtune.data.stream import Stream
 from meshtune.data.template import Encoder
 from meshtune.errors import UserError
 from meshtune.layout import Layout
-from meshtune.model.anatomy import anatomy, own_attention
-from meshtune.model.census import census_of
-from meshtune.model.load import freeze, load, load_config, load_tokenizer, resize_embeddings
+from meshtune.model.anatomy import anatomy, hidden_pattern, own_attention
+from meshtune.model.census import Census, census_of
+from meshtune.model.load import freeze, load, load_config, load_tokenizer, quiet, resize_embeddings
 from meshtune.model.lora import add_lora
 from meshtune.parallel.recompute import recompute_blocks
 from meshtune.train import folder
@@ -60,18 +60,23 @@ def build(config: Config, *, ranks: int | None = None) -> Run:
     device = device_of(config)
     attention = attention_of(config)
     torch.manual_seed(config.train.seed)
+    quiet()
     tokenizer, encoder = tokenizer_of(config)
     prepared = data_of(config, encoder)
     steps = steps_of(config, prepared.train)
     model = model_of(config, tokenizer, attention, device)
     parts = anatomy(model)
+    census = census_of(model)
+    if attention == "meshtune":
+        check_pattern(model, census)
     recompute_blocks(model, parts, layout.recompute)
     if config.train.compile:
         for block in model.get_submodule(parts.blocks).children():
             block.compile()
     optimizer = optimizer_of(config, model, layout)
 
-    run_folder, resumed = folder.claim(config, steps)
+    damaged: list[str] = []
+    run_folder, resumed = folder.claim(config, steps, damaged.append)
     lock = folder.begin(run_folder, config, layout, resumed)
     metrics = Metrics.open(
         run_folder,
@@ -89,7 +94,6 @@ def build(config: Config, *, ranks: int | None = None) -> Run:
         asynchronous=config.checkpoint.async_save,
         report=metrics.say,
     )
-    census = census_of(model)
     evaluation = Evaluation(
         model=model,
         tokenizer=tokenizer,
@@ -145,7 +149,7 @@ def build(config: Config, *, ranks: int | None = None) -> Run:
         data=[source.path for source in config.data.train],
         **versions(),
     )
-    for sentence in sentences(prepared.stats):
+    for sentence in [*sentences(prepared.stats), *damaged]:
         metrics.say(sentence)
     if resumed is not None:
         metrics.say(f"Going on from the checkpoint of step {resumed} in {run_folder.path}.")
@@ -197,6 +201,16 @@ def attention_of(config: Config) -> str:
             + ("Leave model.attention=auto." if packs else "Set data.packing=false.")
         )
     return wanted
+
+
+def check_pattern(model: PreTrainedModel, census: Census) -> None:
+    """Raise UserError for a family that keeps part of its attention's pattern from the attention function."""
+    windows = [attention.window for block in census.blocks for attention in block.attention]
+    if hidden := hidden_pattern(model.config, windows):
+        raise UserError(
+            f"{type(model).__name__} has {hidden}, which it does not tell its attention function, so packed documents "
+            "can't be kept apart. Set model.attention=eager and data.packing=false."
+        )
 
 
 def tokenizer_of(config: Config) -> tuple[PreTrainedTokenizerBase, Encoder]:

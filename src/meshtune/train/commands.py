@@ -27,7 +27,7 @@ from meshtune.data.source import Example, Origin
 from meshtune.data.template import Encoder
 from meshtune.errors import UserError
 from meshtune.model.anatomy import anatomy, capabilities
-from meshtune.model.load import load, load_config, load_tokenizer, resize_embeddings
+from meshtune.model.load import load, load_config, load_tokenizer, quiet, resize_embeddings
 from meshtune.model.lora import merge_lora
 from meshtune.model.save import adapter_base, load_adapter
 from meshtune.rundir import RunDir
@@ -64,6 +64,8 @@ def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = 
         step = Checkpoints(run.checkpoints, report=found.append).newest_good() if step is None else step
         if step is None:
             raise UserError([f"{path} holds neither model/ nor a whole checkpoint; train first.", *found])
+        for sentence in found:  # an older checkpoint stands in for a damaged one: never without a word
+            print(sentence, file=sys.stderr)
         return Target(config, None, run, step)
     if step is not None:
         raise UserError(f"--step {step}: {name} is no run folder.")
@@ -77,6 +79,7 @@ def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = 
 
 def open_model(target: Target) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Encoder]:
     """The target's model in evaluation mode, its tokenizer and encoder."""
+    quiet()
     config, device = target.config, build.device_of(target.config)
     attention = build.attention_of(config)
     if target.step is not None and target.run is not None:

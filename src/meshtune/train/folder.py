@@ -8,7 +8,7 @@
 """
 
 import fcntl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,8 +25,11 @@ FREE = ("train.max_steps", "train.num_epochs", "train.device", "eval", "checkpoi
         "output", "data.cache")  # fmt: skip
 
 
-def claim(config: Config, steps: int) -> tuple[RunDir, int | None]:
-    """(the run folder, the step to go on from or None). Raises UserError as the table above says; writes nothing."""
+def claim(config: Config, steps: int, report: Callable[[str], None]) -> tuple[RunDir, int | None]:
+    """(the run folder, the step to go on from or None). Raises UserError as the table above says; writes nothing.
+
+    `report` gets a sentence for each damaged checkpoint that is passed over.
+    """
     run = RunDir(Path(config.output).expanduser().absolute())
     if run.path.exists() and not run.path.is_dir():
         raise UserError(f"output = {config.output} is a file; name a folder.")
@@ -36,8 +39,7 @@ def claim(config: Config, steps: int) -> tuple[RunDir, int | None]:
         return run, None
     if config.checkpoint.resume == "never":
         return next_free(run), None
-    found: list[str] = []
-    step = Checkpoints(run.checkpoints, report=found.append).newest_good()
+    step = Checkpoints(run.checkpoints, report=report).newest_good()
     done = [row for row in run.rows("end") if row.get("status") == "finished"]
     if done and (step is None or done[-1]["step"] >= steps or done[-1].get("early")):
         return next_free(run), None

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from meshtune.data.loader import Batch, Loader
-from meshtune.errors import Interrupted, NonFinite
-from meshtune.rundir import RunDir
+from meshtune.errors import Interrupted, NonFinite, UserError
+from meshtune.rundir import RunDir, disk_is_full
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.evaluate import Evaluation
 from meshtune.train.export import Exporter
@@ -64,7 +65,7 @@ class Run:
 def train(run: Run) -> None:
     """Run to the last step and write the model. Raises NonFinite and Interrupted with the last good checkpoint on the disk."""
     now, nonfinite = run.progress, 0
-    with run.lock, run.metrics, run.stop, out_of_memory_explained(run):
+    with run.lock, run.metrics, run.stop, out_of_memory_explained(run), full_disk_explained(run):
         if now.step == 0 and run.evaluation.at_start:
             evaluate(run)
         batches, first = iter(run.loader), now.step + 1
@@ -199,12 +200,31 @@ def interrupted(run: Run) -> Interrupted:
 
 
 def stopped_nonfinite(run: Run, steps: int, batch: Batch) -> str:
-    kept = run.checkpoints.steps()
-    last = f"The last good checkpoint is step {kept[-1]}." if kept else "No checkpoint was saved yet."
     return (
-        f"Loss or gradients were not finite for {steps} steps in a row, up to step {run.progress.step} ({batch.origin}). {last} "
+        f"Loss or gradients were not finite for {steps} steps in a row, up to step {run.progress.step} ({batch.origin}). "
+        f"{last_checkpoint(run)} "
         "Try a lower train.learning_rate, a longer warm-up, or train.precision=fp32; `meshtune data` shows the rows."
     )
+
+
+def last_checkpoint(run: Run) -> str:
+    kept = run.checkpoints.steps()
+    return f"The last good checkpoint is step {kept[-1]}." if kept else "No checkpoint was saved yet."
+
+
+@contextmanager
+def full_disk_explained(run: Run) -> Iterator[None]:
+    """Turn a write that found no room into what is there and how to go on (a checkpoint that finds none is only reported)."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if not disk_is_full(error):
+            raise
+        run.checkpoints.wait()
+        raise UserError(
+            f"After step {run.progress.step} of {run.steps}: {error}. {last_checkpoint(run)} Make room for {run.folder.path} "
+            "(checkpoint.keep=1 needs less); the same command then goes on."
+        ) from error
 
 
 @contextmanager
