@@ -1,0 +1,183 @@
+"""Killed, stopped, damaged or out of disk: a run goes on with the numbers of one that never stopped."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import Command, end
+
+from meshtune.rundir import RunDir
+from meshtune.train.checkpoint import Checkpoints
+
+Settings = Callable[..., list[str]]
+LASTING = (
+    "train.lr_scheduler=constant",
+    "checkpoint.every=2",
+)  # the rate does not depend on where the run ends
+
+
+def wait_for_step(process: "subprocess.Popen[str]", run: Path, step: int) -> None:
+    """Return once the run's metrics hold `step`."""
+    until = time.monotonic() + 200
+    while not any(row["step"] >= step for row in RunDir(run).rows("train")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def losses(run: Path) -> list[tuple[int, float, float]]:
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in RunDir(run).rows("train")]
+
+
+def weights(run: Path) -> bytes:
+    return (run / "model" / "model.safetensors").read_bytes()
+
+
+def flip_a_byte(step: Path) -> None:
+    """Damage the middle of a checkpoint's largest file."""
+    file = max(step.iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_killed_run_goes_on_bit_for_bit(
+    meshtune: Command, begin: Any, settings: Settings, tmp_path: Path
+) -> None:
+    words = settings(
+        "train.max_steps=20", "train.global_batch_size=8", "checkpoint.every=3", "train.weight_decay=0.1"
+    )
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert meshtune("train", *words, f"output={whole}").code == 0
+
+    command = ("train", *words, f"output={parts}")
+    process = begin(*command)
+    wait_for_step(process, parts, 10)
+    process.send_signal(signal.SIGKILL)
+    assert end(process).code == -signal.SIGKILL
+    seen = len(losses(parts))
+    assert 10 <= seen < 20
+    assert not (parts / "model").exists()
+    with open(parts / "metrics.jsonl", "a") as metrics:
+        metrics.write('{"kind": "train", "step": 99, "lo')  # a line that the kill tore
+
+    again = end(begin(*command))
+    assert again.code == 0, again.err
+    resumed = RunDir(parts).rows("run")[-1]["resumed_from"]
+    assert resumed % 3 == 0
+    assert 6 <= resumed <= seen
+    assert losses(parts) == losses(whole)
+    assert weights(parts) == weights(whole)
+
+
+def test_sigterm_finishes_the_step_saves_and_exits_with_75(
+    meshtune: Command, begin: Any, settings: Settings, tmp_path: Path
+) -> None:
+    words = settings("train.max_steps=20", "train.global_batch_size=8", "checkpoint.every=0")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    process = begin("train", *words, f"output={parts}")
+    wait_for_step(process, parts, 3)
+    process.send_signal(signal.SIGTERM)
+    stopped = end(process)
+    assert stopped.code == 75, stopped.err
+    done = losses(parts)[-1][0]
+    assert f"Stopped by SIGTERM after step {done} of 20" in stopped.err
+    assert 3 <= done < 20
+    assert Checkpoints(parts / "checkpoints").steps() == [done]
+    assert (parts / "report.html").exists()
+    assert not (parts / "model").exists()
+
+    assert meshtune("train", *words, f"output={whole}").code == 0
+    again = meshtune("train", *words, f"output={parts}")
+    assert again.code == 0, again.err
+    assert RunDir(parts).rows("run")[-1]["resumed_from"] == done
+    assert losses(parts) == losses(whole)
+    assert weights(parts) == weights(whole)
+
+
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(
+    meshtune: Command, settings: Settings, tmp_path: Path
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert meshtune("train", *settings("train.max_steps=6", f"output={whole}", *LASTING)).code == 0
+    assert meshtune("train", *settings("train.max_steps=4", f"output={parts}", *LASTING)).code == 0
+    flip_a_byte(parts / "checkpoints" / "step-4")
+
+    again = meshtune("train", *settings("train.max_steps=6", f"output={parts}", *LASTING))
+    assert again.code == 0, again.err
+    assert "is damaged: its content is not what was written" in again.err, again.err
+    assert "Step 4 is passed over" in again.err
+    assert RunDir(parts).rows("run")[-1]["resumed_from"] == 2
+    assert losses(parts) == losses(whole)
+    assert weights(parts) == weights(whole)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """`small_disk(kib)`: a folder on a disk of that size; needs the right to mount."""
+    mounted: list[Path] = []
+
+    def make(kib: int) -> Path:
+        folder = tmp_path / "disk"
+        folder.mkdir()
+        mount = shutil.which("mount")
+        if os.geteuid() != 0 or not mount:
+            pytest.skip("mounting a small disk needs root")
+        done = subprocess.run(
+            [mount, "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", folder], capture_output=True
+        )
+        if done.returncode:
+            pytest.skip("mounting a small disk is not permitted here")
+        mounted.append(folder)
+        return folder
+
+    yield make
+    for folder in mounted:
+        subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize(
+    ("room", "code"),
+    [
+        pytest.param(2.6, 0, id="for-two-checkpoints-and-the-model"),
+        pytest.param(2.2, 2, id="for-two-checkpoints"),
+    ],
+)
+def test_a_full_disk_is_said_and_earlier_checkpoints_stay_whole(
+    room: float,
+    code: int,
+    meshtune: Command,
+    settings: Settings,
+    small_disk: Callable[[int], Path],
+    tmp_path: Path,
+) -> None:
+    assert meshtune("train", *settings("train.max_steps=2", *LASTING)).code == 0
+    size = sum(file.stat().st_size for file in (tmp_path / "run" / "checkpoints" / "step-2").iterdir())
+    run = small_disk(int(size * room) // 1024) / "run"
+    words = settings("train.max_steps=8", f"output={run}", *LASTING)
+
+    ended = meshtune("train", *words)
+    assert ended.code == code, ended.err
+    assert "Traceback" not in ended.err
+    assert "No space left on device" in ended.err
+    checkpoints = Checkpoints(run / "checkpoints")
+    assert checkpoints.steps() == [2, 4], "the third found no room"
+    assert not any(checkpoints.problems(step) for step in checkpoints.steps())
+    assert [row["step"] for row in RunDir(run).rows("train")] == list(range(1, 9))
+    assert (run / "model" / "model.safetensors").exists() == (code == 0)
+    assert not [path for path in run.rglob("*") if ".tmp" in path.name or ".writing" in path.name], (
+        "no leftovers"
+    )
+    if code:
+        assert "last good checkpoint is step 4" in ended.err
+        subprocess.run(["mount", "-o", "remount,size=64m", run.parent], check=True)
+        again = meshtune("train", *words)
+        assert again.code == 0, again.err
+        assert RunDir(run).rows("run")[-1]["resumed_from"] == 4
+        assert (run / "model" / "model.safetensors").exists()
