@@ -1,14 +1,17 @@
-"""Everything that waits for a GPU, in one command of under nine minutes: `make gpu-check`. No network, nothing installed.
+"""Everything that waits for a GPU, in one command of under nine minutes: `make gpu-check`. No network,
+nothing installed.
 
     environment   versions, the device, and which packages are missing (only what needs them is skipped)
     tests         tests/gpu: CUDA attention against the oracles, the front door against the CPU
-    throughput    `meshtune train` on a 1.2 B Llama with random weights, bf16, packed rows of 4096 tokens: recomputation
-                  modes, compiled blocks, LoRA; beside a hand-written loop and transformers.Trainer on ready batches
-    memory        the peak of each of these runs, and the state alone (weights, gradients, optimizer) by the formula
-    large         full fine-tuning of an 8 B Llama in bf16 with fp32 masters: does it fit, how fast, which peak
+    throughput    `meshtune train` on a 1.2 B Llama with random weights, bf16, packed rows of 4096 tokens:
+                  recomputation modes, compiled blocks, LoRA; beside a hand-written loop and transformers.Trainer on ready
+                  batches
+    memory        the peak of each of these runs, and the state alone (weights, gradients, optimizer)
+    large         full fine-tuning of an 8 B Llama in bf16 with fp32 masters: does it fit, how fast
 
-Results go to benchmarks/results/gpu-<date>.json and .md, and to $OUT where it is set. A part that fails is recorded with
-its error and the next one runs; a part that would not end in time is skipped and recorded as such.
+Results go to benchmarks/results/gpu-<date>.json and .md, and to $OUT where it is set. A part that fails is
+recorded with its error and the next one runs; a part that would not end in time is skipped and recorded as
+such.
 """
 
 import argparse
@@ -29,13 +32,24 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 BUDGET_SECONDS = 520
-NEEDED = ("torch", "transformers", "safetensors", "numpy", "yaml", "typer", "rich", "pydantic", "xxhash", "psutil")
+NEEDED = (
+    "torch",
+    "transformers",
+    "safetensors",
+    "numpy",
+    "yaml",
+    "typer",
+    "rich",
+    "pydantic",
+    "xxhash",
+    "psutil",
+)
 OPTIONAL = ("datasets", "plotly", "pytest", "peft", "accelerate", "tensorboard", "trl", "liger_kernel")
 SEQ_LEN, MICRO_BATCH, ACCUMULATION, STEPS, WARM_UP = 4096, 4, 2, 12, 4
 ONE_B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
          "num_key_value_heads": 8, "vocab_size": 32768}  # fmt: skip
-EIGHT_B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-           "num_key_value_heads": 8, "vocab_size": 128256}  # fmt: skip
+EIGHT_B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+           "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}  # fmt: skip
 
 
 def environment() -> dict[str, Any]:
@@ -88,13 +102,17 @@ def meshtune(work: Path, name: str, *settings: str, seconds: float) -> dict[str,
     output = work / name
     command = [
         sys.executable, "-m", "meshtune", "train", "model.init=random", f"data.train={work / 'rows.jsonl'}",
-        f"data.cache={work / 'cache'}", f"data.seq_len={SEQ_LEN}", "data.train_on=all", "log.to=[jsonl,console]",
-        f"train.global_batch_size={MICRO_BATCH * ACCUMULATION}", f"train.max_steps={STEPS}", "train.precision=bf16",
-        "checkpoint.every=0", "checkpoint.async_save=false", f"output={output}", *settings,
+        f"data.cache={work / 'cache'}", f"data.seq_len={SEQ_LEN}", "data.train_on=all",
+        "log.to=[jsonl,console]",         f"train.global_batch_size={MICRO_BATCH * ACCUMULATION}", f"train.max_steps={STEPS}",
+        "train.precision=bf16",         "checkpoint.every=0", "checkpoint.async_save=false", f"output={output}", *settings,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env())
     lines = [line for line in done.stderr.splitlines() if "memory:" in line]
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()] if output.exists() else []
+    rows = (
+        [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        if output.exists()
+        else []
+    )
     rows = [row for row in rows if row["kind"] == "train" and row["step"] > WARM_UP]
     shutil.rmtree(output, ignore_errors=True)  # checkpoints and models of this size fill a disk
     if not rows:
@@ -112,11 +130,16 @@ def meshtune(work: Path, name: str, *settings: str, seconds: float) -> dict[str,
 
 
 def env() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}", "HF_HUB_OFFLINE": "1"}
+    return os.environ | {
+        "PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}",
+        "HF_HUB_OFFLINE": "1",
+    }
 
 
 def peer(name: str, folder: Path) -> dict[str, Any]:
-    """In its own process: a hand-written loop or transformers.Trainer on ready batches, bf16 autocast over fp32 weights."""
+    """In its own process: a hand-written loop or transformers.Trainer on ready batches, bf16 autocast over
+    fp32 weights.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -147,12 +170,12 @@ def peer(name: str, folder: Path) -> dict[str, Any]:
                 ends.append(time.perf_counter())
 
         arguments = TrainingArguments(
-            output_dir=str(folder / "trainer"), per_device_train_batch_size=MICRO_BATCH, max_steps=STEPS, bf16=True,
-            gradient_accumulation_steps=ACCUMULATION, learning_rate=1e-5, optim="adamw_torch_fused", report_to=[],
-            save_strategy="no", logging_strategy="no", disable_tqdm=True,
+            output_dir=str(folder / "trainer"), per_device_train_batch_size=MICRO_BATCH, max_steps=STEPS,
+            bf16=True,             gradient_accumulation_steps=ACCUMULATION, learning_rate=1e-5, optim="adamw_torch_fused",
+            report_to=[],             save_strategy="no", logging_strategy="no", disable_tqdm=True,
         )  # fmt: skip
         dataset = [{"input_ids": row, "labels": row} for row in rows]
-        Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[Clock()]).train()  # type: ignore[arg-type]
+        Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[Clock()]).train()  # type: ignore
     gaps = [b - a for a, b in zip(ends[WARM_UP - 1 :], ends[WARM_UP:], strict=False)]
     seconds = statistics.median(gaps)
     return {
@@ -165,11 +188,24 @@ def peer(name: str, folder: Path) -> dict[str, Any]:
 def run_peer(name: str, folder: Path, seconds: float) -> dict[str, Any]:
     command = [sys.executable, __file__, "--peer", name, "--folder", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env())
-    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-1500:]}
+    return (
+        json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-1500:]}
+    )
 
 
 def run_tests(seconds: float) -> dict[str, Any]:
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-q", "-rfE", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/gpu",
+        "-m",
+        "gpu",
+        "-q",
+        "-rfE",
+        "-p",
+        "no:cacheprovider",
+    ]
     if importlib.util.find_spec("pytest_timeout") is None:
         command += ["-o", "timeout=0", "-W", "ignore::pytest.PytestConfigWarning"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env(), cwd=ROOT)
@@ -177,7 +213,9 @@ def run_tests(seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--peer", choices=("hand", "trainer"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -185,7 +223,11 @@ def main() -> None:
         print(json.dumps(peer(options.peer, options.folder)))
         return
     began = time.monotonic()
-    result: dict[str, Any] = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "environment": environment(), "parts": {}}
+    result: dict[str, Any] = {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "environment": environment(),
+        "parts": {},
+    }
     print(json.dumps(result["environment"], indent=1), flush=True)
     if "gpu" not in result["environment"]:
         sys.exit("gpu-check needs a CUDA device; torch sees none.")
@@ -197,6 +239,7 @@ def main() -> None:
         work = Path(temporary)
         one, eight = write_folder(work / "one", ONE_B), write_folder(work / "eight", EIGHT_B)
         write_rows(work / "rows.jsonl", STEPS * MICRO_BATCH * ACCUMULATION * SEQ_LEN)
+        one_row = "train.global_batch_size=1"
         of_one = f"model.name={one}"
 
         def front(name: str, *settings: str) -> Any:
@@ -214,7 +257,7 @@ def main() -> None:
             ("full", 60, True, front("full", of_one, f"layout=mb{MICRO_BATCH}-full")),
             ("compile", 90, True, front("compile", of_one, f"layout=mb{MICRO_BATCH}", "train.compile=true")),
             ("lora", 60, True, front("lora", of_one, f"layout=mb{MICRO_BATCH}", "method=lora")),
-            ("8b", 150, True, front("8b", f"model.name={eight}", "layout=mb1-full", "train.global_batch_size=1")),
+            ("8b", 150, True, front("8b", f"model.name={eight}", "layout=mb1-full", one_row)),
         ]  # fmt: skip
         for name, seconds, needs_front, run in parts:
             left = BUDGET_SECONDS - (time.monotonic() - began)
@@ -246,15 +289,19 @@ def markdown(result: dict[str, Any]) -> str:
     env_ = result["environment"]
     lines = [
         f"# GPU check, {result['date']}", "",
-        f"{env_.get('gpu')}, torch {env_['torch']}, transformers {env_['transformers']}, CUDA {env_['cuda']}", "",
-        "Llama 1.2 B, random weights, rows of 4096 tokens, micro-batch 4, two a step, AdamW; medians after the warm-up.", "",
+        f"{env_.get('gpu')}, torch {env_['torch']}, transformers {env_['transformers']}, "
+        f"CUDA {env_['cuda']}", "",
+        "Llama 1.2 B, random weights, rows of 4096 tokens, micro-batch 4, two a step, AdamW; medians "
+        "after the warm-up.", "",
         "| run | tokens/s | MFU | 6N MFU | peak memory GiB |", "| --- | ---: | ---: | ---: | ---: |",
     ]  # fmt: skip
     for name, part in result["parts"].items():
         if "tokens_per_second" in part:
             shares = [f"{part[key]:.1%}" if part.get(key) else "" for key in ("mfu", "mfu_6n")]
             peak = part["peak_memory_bytes"] / 2**30
-            lines.append(f"| {name} | {part['tokens_per_second']:,.0f} | {shares[0]} | {shares[1]} | {peak:.1f} |")
+            lines.append(
+                f"| {name} | {part['tokens_per_second']:,.0f} | {shares[0]} | {shares[1]} | {peak:.1f} |"
+            )
         else:
             lines.append(f"| {name} | {json.dumps(part)[:200].replace('|', ' ')} | | | |")
     return "\n".join(lines) + "\n"

@@ -46,12 +46,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def settings(tiny: Path, tmp_path: Path) -> Callable[..., list[str]]:
-    """Settings for a short fp32 run on the tiny model: `settings("train.max_steps=5", …)` as section.key=value."""
+    """Settings for a short fp32 run on the tiny model: `settings("train.max_steps=5", …)` as
+    section.key=value.
+    """
 
     def of(*overrides: str) -> list[str]:
         return [
-            f"model.name={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", f"data.eval={tiny / 'test.jsonl'}",
-            f"data.cache={tmp_path / 'cache'}", "data.seq_len=128", "train.global_batch_size=4", "train.max_steps=4",
+            f"model.name={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}",
+            f"data.eval={tiny / 'test.jsonl'}", f"data.cache={tmp_path / 'cache'}", "data.seq_len=128",
+            "train.global_batch_size=4", "train.max_steps=4",
             "train.precision=fp32", "train.learning_rate=1e-3", "log.to=[jsonl]", "checkpoint.every=0",
             f"output={tmp_path / 'run'}", *overrides,
         ]  # fmt: skip

@@ -27,10 +27,11 @@ def make_tokenizer(texts: list[str], vocabulary: int) -> Any:
 def make_rows(number: int, seed: int = 0) -> list[dict[str, str]]:
     """Questions and answers of very unequal lengths."""
     draw = random.Random(seed)
-    words = "red green blue apple stone river seven eight window paper".split()
+    words = ["red", "green", "blue", "apple", "stone", "river", "seven", "eight", "window", "paper"]
     return [
         {
-            "prompt": f"Say {draw.choice(words)} {draw.randint(0, 99)}" + " please" * draw.choice((0, 0, 1, 9)),
+            "prompt": f"Say {draw.choice(words)} {draw.randint(0, 99)}"
+            + " please" * draw.choice((0, 0, 1, 9)),
             "completion": " ".join(draw.choice(words) for _ in range(draw.choice((1, 2, 3, 25)))),
         }
         for _ in range(number)

@@ -2,8 +2,9 @@
 
     config = load("run.yaml", ["train.max_steps=100"])
 
-Defaults < file < command line. An unknown key names its nearest neighbour, names that other trainers use are answered with
-ours, and every problem is said at once. The tree stops at train/build.py: below it functions take what they use.
+Defaults < file < command line. An unknown key names its nearest neighbour, names that other trainers use are
+answered with ours, and every problem is said at once. The tree stops at train/build.py: below it functions
+take what they use.
 """
 
 import difflib
@@ -35,7 +36,9 @@ class ModelConfig(Section):
     attention: Literal["auto", "meshtune", "sdpa", "eager"] = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
-    freeze: tuple[str, ...] = Field((), description="patterns of parameter names, such as model.embed_tokens.*")
+    freeze: tuple[str, ...] = Field(
+        (), description="patterns of parameter names, such as model.embed_tokens.*"
+    )
 
 
 class LoraConfig(Section):
@@ -64,8 +67,12 @@ class DataConfig(Section):
     eval_split: float = Field(0, ge=0, description="below 1: a fraction of the documents; else how many")
     format: Literal["auto", "text", "prompt_completion", "alpaca", "messages", "sharegpt"] = "auto"
     columns: dict[str, str] = {}
-    chat_template: str | None = Field(None, description="none, a built-in's name or a file; null: the tokenizer's own")
-    separator: str = Field("\n", description="between prompt and completion where no chat template is in force")
+    chat_template: str | None = Field(
+        None, description="none, a built-in's name or a file; null: the tokenizer's own"
+    )
+    separator: str = Field(
+        "\n", description="between prompt and completion where no chat template is in force"
+    )
     seq_len: Annotated[int, Field(ge=2)] = 2048
     packing: bool = True
     train_on: Literal["assistant", "completion", "all"] = "completion"
@@ -94,7 +101,9 @@ class TrainConfig(Section):
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, ge=0, description="0: no clipping")
     precision: Precision = "bf16"
-    reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="gradients of several micro-batches add up in it")
+    reduce_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32", description="gradients of several micro-batches add up in it"
+    )
     optimizer: Literal["adamw"] = "adamw"
     adam_betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     adam_eps: float = Field(1.0e-8, gt=0)
@@ -107,7 +116,9 @@ class TrainConfig(Section):
     def _one_of(self) -> "TrainConfig":
         problems = []
         if self.global_batch_size and self.global_batch_tokens:
-            problems.append("train.global_batch_size and train.global_batch_tokens are two names for one thing; keep one.")
+            problems.append(
+                "train.global_batch_size and train.global_batch_tokens are two names for one thing; keep one."
+            )
         if self.max_steps and self.num_epochs:
             problems.append("train.max_steps and train.num_epochs both say how long to train; keep one.")
         if problems:
@@ -119,7 +130,9 @@ class EvalConfig(Section):
     every: NonNegative = Field(0, description="in steps; 0: at the end only")
     at_start: bool = False
     samples: NonNegative = Field(0, description="held-out prompts answered greedily and shown")
-    exact_match: NonNegative = Field(0, description="held-out prompts whose greedy answer is compared word for word")
+    exact_match: NonNegative = Field(
+        0, description="held-out prompts whose greedy answer is compared word for word"
+    )
     max_new_tokens: Positive = 64
     keep_best: bool = Field(False, description="model/ is the checkpoint with the lowest evaluation loss")
     early_stopping: NonNegative = Field(0, description="evaluations without a better loss; 0: never")
@@ -135,7 +148,11 @@ class CheckpointConfig(Section):
 
 class LogConfig(Section):
     every: Positive = 1
-    to: tuple[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"], ...] = ("console", "jsonl", "tensorboard")
+    to: tuple[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"], ...] = (
+        "console",
+        "jsonl",
+        "tensorboard",
+    )
 
 
 class HubConfig(Section):
@@ -163,7 +180,10 @@ class Config(Section):
     @classmethod
     def _layout(cls, value: Any) -> Any:
         if not isinstance(value, str | Mapping):
-            raise ValueError(f"layout is {value!r}; write auto, a layout string such as zero3x4-mb2, or a mapping of its fields.")
+            raise ValueError(
+                f"layout is {value!r}; write auto, a layout string such as zero3x4-mb2, or a mapping of its "
+                "fields."
+            )
         PartialLayout.parse(value)
         return value
 
@@ -173,13 +193,16 @@ class Config(Section):
 
     @property
     def global_batch_size(self) -> int:
-        """Sequences per optimizer step; raises UserError where the tokens asked for do not make whole sequences."""
+        """Sequences per optimizer step; raises UserError where the tokens asked for do not make whole
+        sequences.
+        """
         if tokens := self.train.global_batch_tokens:
             size, rest = divmod(tokens, self.data.seq_len)
             if rest or not size:
                 near = max(1, round(tokens / self.data.seq_len)) * self.data.seq_len
                 raise UserError(
-                    f"train.global_batch_tokens = {tokens} is no multiple of data.seq_len = {self.data.seq_len}; try {near}."
+                    f"train.global_batch_tokens = {tokens} is no multiple of data.seq_len = "
+                    f"{self.data.seq_len}; try {near}."
                 )
             return size
         return self.train.global_batch_size or 64
@@ -189,43 +212,60 @@ class Config(Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-# What other trainers call it -> what it is called here (axolotl, LLaMA-Factory, TRL, Hugging Face, torchtune, Megatron).
-ALIASES = {
-    "base_model": "model.name", "model_name_or_path": "model.name", "pretrained_model_name_or_path": "model.name",
-    "datasets": "data.train", "dataset": "data.train", "train_file": "data.train", "dataset_name": "data.train",
-    "test_datasets": "data.eval", "val_set_size": "data.eval_split", "val_size": "data.eval_split",
-    "sequence_len": "data.seq_len", "cutoff_len": "data.seq_len", "max_length": "data.seq_len",
-    "max_seq_len": "data.seq_len", "max_seq_length": "data.seq_len", "seq_length": "data.seq_len",
-    "sample_packing": "data.packing", "neat_packing": "data.packing", "packed": "data.packing",
-    "train_on_inputs": "data.train_on", "assistant_only_loss": "data.train_on", "completion_only_loss": "data.train_on",
-    "template": "data.chat_template",
-    "micro_batch_size": "layout.micro_batch_size", "per_device_train_batch_size": "layout.micro_batch_size",
-    "local_batch_size": "layout.micro_batch_size", "batch_size": "train.global_batch_size",
-    "train_micro_batch_size_per_gpu": "layout.micro_batch_size", "train_batch_size": "train.global_batch_size",
-    "gradient_accumulation_steps": "layout.gradient_accumulation_steps",
-    "gradient_checkpointing": "layout.recompute", "activation_checkpointing": "layout.recompute",
-    "recompute_granularity": "layout.recompute",
-    "tensor_parallel_size": "layout.tp", "tp_size": "layout.tp", "tensor_model_parallel_size": "layout.tp",
-    "pipeline_parallel_size": "layout.pp", "context_parallel_size": "layout.cp", "cp_size": "layout.cp",
-    "dp_shard_size": "layout.dp_shard", "dp_replicate_size": "layout.dp_replicate",
-    "num_train_epochs": "train.num_epochs", "epochs": "train.num_epochs", "num_epochs": "train.num_epochs",
-    "max_steps": "train.max_steps", "steps": "train.max_steps", "train_iters": "train.max_steps",
-    "lr": "train.learning_rate", "learning_rate": "train.learning_rate",
-    "lr_scheduler_type": "train.lr_scheduler", "lr_scheduler": "train.lr_scheduler",
-    "warmup_ratio": "train.warmup_ratio", "warmup_steps": "train.warmup_steps", "weight_decay": "train.weight_decay",
-    "clip_grad": "train.max_grad_norm", "max_grad_norm": "train.max_grad_norm", "gradient_clipping": "train.max_grad_norm",
-    "bf16": "train.precision", "fp16": "train.precision", "dtype": "train.precision", "mixed_precision": "train.precision",
-    "optim": "train.optimizer", "seed": "train.seed", "torch_compile": "train.compile",
-    "adapter": "method", "finetuning_type": "method", "use_peft": "method",
-    "lora_r": "lora.r", "lora_rank": "lora.r", "rank": "lora.r", "lora_alpha": "lora.alpha",
-    "lora_dropout": "lora.dropout", "lora_target_modules": "lora.target_modules", "lora_target": "lora.target_modules",
-    "eval_steps": "eval.every", "evals_per_epoch": "eval.every", "save_steps": "checkpoint.every",
-    "save_total_limit": "checkpoint.keep", "resume_from_checkpoint": "checkpoint.resume",
-    "logging_steps": "log.every", "report_to": "log.to", "output_dir": "output", "push_to_hub": "hub.push_to",
-}  # fmt: skip
+# What it is called here <- what other trainers call it (axolotl, LLaMA-Factory, TRL, Hugging Face, torchtune,
+# Megatron).
+ELSEWHERE = {
+    "model.name": "base_model model_name_or_path pretrained_model_name_or_path",
+    "data.train": "datasets dataset train_file dataset_name",
+    "data.eval": "test_datasets",
+    "data.eval_split": "val_set_size val_size",
+    "data.seq_len": "sequence_len cutoff_len max_length max_seq_len max_seq_length seq_length",
+    "data.packing": "sample_packing neat_packing packed",
+    "data.train_on": "train_on_inputs assistant_only_loss completion_only_loss",
+    "data.chat_template": "template",
+    "layout.micro_batch_size": (
+        "micro_batch_size per_device_train_batch_size local_batch_size train_micro_batch_size_per_gpu"
+    ),
+    "train.global_batch_size": "batch_size train_batch_size",
+    "layout.gradient_accumulation_steps": "gradient_accumulation_steps",
+    "layout.recompute": "gradient_checkpointing activation_checkpointing recompute_granularity",
+    "layout.tp": "tensor_parallel_size tp_size tensor_model_parallel_size",
+    "layout.pp": "pipeline_parallel_size",
+    "layout.cp": "context_parallel_size cp_size",
+    "layout.dp_shard": "dp_shard_size",
+    "layout.dp_replicate": "dp_replicate_size",
+    "train.num_epochs": "num_train_epochs epochs num_epochs",
+    "train.max_steps": "max_steps steps train_iters",
+    "train.learning_rate": "lr learning_rate",
+    "train.lr_scheduler": "lr_scheduler_type lr_scheduler",
+    "train.warmup_ratio": "warmup_ratio",
+    "train.warmup_steps": "warmup_steps",
+    "train.weight_decay": "weight_decay",
+    "train.max_grad_norm": "clip_grad max_grad_norm gradient_clipping",
+    "train.precision": "bf16 fp16 dtype mixed_precision",
+    "train.optimizer": "optim",
+    "train.seed": "seed",
+    "train.compile": "torch_compile",
+    "method": "adapter finetuning_type use_peft",
+    "lora.r": "lora_r lora_rank rank",
+    "lora.alpha": "lora_alpha",
+    "lora.dropout": "lora_dropout",
+    "lora.target_modules": "lora_target_modules lora_target",
+    "eval.every": "eval_steps evals_per_epoch",
+    "checkpoint.every": "save_steps",
+    "checkpoint.keep": "save_total_limit",
+    "checkpoint.resume": "resume_from_checkpoint",
+    "log.every": "logging_steps",
+    "log.to": "report_to",
+    "output": "output_dir",
+    "hub.push_to": "push_to_hub",
+}
+ALIASES = {name: ours for ours, names in ELSEWHERE.items() for name in names.split()}
 
 
-def load(file: str | Path | None = None, overrides: Sequence[str] = (), defaults: Mapping[str, Any] | None = None) -> Config:
+def load(
+    file: str | Path | None = None, overrides: Sequence[str] = (), defaults: Mapping[str, Any] | None = None
+) -> Config:
     """The settings in `file` (YAML), changed by `section.key=value`s; either may be missing.
 
     Raises UserError with every problem at once: unreadable file, unknown keys, wrong types and values.
@@ -241,7 +281,9 @@ def load(file: str | Path | None = None, overrides: Sequence[str] = (), defaults
             raise UserError(f"The value of '{each}' is not YAML: {first_line(error)}") from None
         tree = merge(tree, nest(key.strip().split("."), value))
     if "model" not in tree:
-        raise UserError("No model is named; add model: {name: …} to the config, or model.name=… to the command.")
+        raise UserError(
+            "No model is named; add model: {name: …} to the config, or model.name=… to the command."
+        )
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -261,18 +303,24 @@ def read_yaml(file: Path) -> dict[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise UserError(f"Config {file} holds a {type(tree).__name__}, not sections such as 'model:' and 'data:'.")
+        raise UserError(
+            f"Config {file} holds a {type(tree).__name__}, not sections such as 'model:' and 'data:'."
+        )
     return tree
 
 
 class Numbers(yaml.SafeLoader):
-    """YAML that refuses a key written twice in one mapping: the earlier value would be lost without a word."""
+    """YAML that refuses a key written twice in one mapping: the earlier value would be lost without a
+    word.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"'{key.value}' is written twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"'{key.value}' is written twice", key.start_mark
+                )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -291,13 +339,20 @@ def merge(base: Any, change: Any) -> Any:
     """`change` laid over `base`, mapping by mapping; neither is altered."""
     if not (isinstance(base, Mapping) and isinstance(change, Mapping)):
         return change
-    return {**base, **{key: merge(base[key], value) if key in base else value for key, value in change.items()}}
+    return {
+        **base,
+        **{key: merge(base[key], value) if key in base else value for key, value in change.items()},
+    }
 
 
 def sentences(error: ValidationError) -> Iterator[str]:
     """pydantic's findings as sentences with a remedy."""
     for found in error.errors():
-        path = [str(part) for part in found["loc"] if part not in ("str", "tuple[str, ...]", "literal['all-linear']")]
+        path = [
+            str(part)
+            for part in found["loc"]
+            if part not in ("str", "tuple[str, ...]", "literal['all-linear']")
+        ]
         key, inner = ".".join(path), found.get("ctx", {}).get("error")
         if isinstance(inner, UserError):
             yield from inner.problems
@@ -320,8 +375,12 @@ def unknown_key(path: Sequence[str]) -> str:
     if exact := [k for k in known if k.rsplit(".", 1)[-1] == name]:
         return f"{key} is no setting; did you mean {exact[0]}?"
     siblings = [k for k in known if k.rsplit(".", 1)[0] == ".".join(path[:-1])] if len(path) > 1 else []
-    near = difflib.get_close_matches(key, siblings or known, n=1, cutoff=0.5) or difflib.get_close_matches(key, known, n=1)
-    return f"{key} is no setting" + (f"; did you mean {near[0]}?" if near else f"; sections: {', '.join(Config.model_fields)}.")
+    near = difflib.get_close_matches(key, siblings or known, n=1, cutoff=0.5) or difflib.get_close_matches(
+        key, known, n=1
+    )
+    return f"{key} is no setting" + (
+        f"; did you mean {near[0]}?" if near else f"; sections: {', '.join(Config.model_fields)}."
+    )
 
 
 def keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:

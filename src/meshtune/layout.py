@@ -2,8 +2,9 @@
 
     Layout.parse("dp2-zero3x4-tp2-sp-pp2-1f1b-mb2-ga8-full").world == 32
 
-A layout string is tokens joined by `-`. One table, `TOKENS`, says how each is read and written. A `PartialLayout` is what
-a config or a command line may say: any field may be left out or `auto`, and `complete` fills it in.
+A layout string is tokens joined by `-`. One table, `TOKENS`, says how each is read and written. A
+`PartialLayout` is what a config or a command line may say: any field may be left out or `auto`, and
+`complete` fills it in.
 """
 
 import difflib
@@ -22,7 +23,9 @@ RECOMPUTE = ("none", "attention", "selective", "full")
 
 @dataclass(frozen=True)
 class Layout:
-    """Who holds what and in which order things run; raises UserError when the fields contradict each other."""
+    """Who holds what and in which order things run; raises UserError when the fields contradict each
+    other.
+    """
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -66,7 +69,9 @@ class Layout:
 
 
 class Token(NamedTuple):
-    """One kind of token: `read` turns the regular expression's groups into fields, `write` gives the token or ''."""
+    """One kind of token: `read` turns the regular expression's groups into fields, `write` gives the token or
+    ''.
+    """
 
     example: str
     pattern: str
@@ -98,7 +103,9 @@ TOKENS = (
 
 
 def parse_fields(text: str) -> dict[str, Any]:
-    """The fields that a layout string names. Raises UserError for unknown and repeated tokens, all at once."""
+    """The fields that a layout string names. Raises UserError for unknown and repeated tokens, all at
+    once.
+    """
     found: dict[str, Any] = {}
     problems = []
     for word in text.strip().split("-"):
@@ -129,14 +136,14 @@ def contradictions(layout: Layout) -> Iterator[str]:
         yield f"zero is {layout.zero}; it must be 0, 1, 2 or 3."
     elif (layout.zero == 0) != (layout.dp_shard == 1):
         yield (
-            f"zero={layout.zero} with dp_shard={layout.dp_shard}: zero says what dp_shard shards, so it is 0 exactly "
-            "when dp_shard is 1; write zero3x4 for ZeRO-3 over 4 ranks, dp4 for plain data parallel."
+            f"zero={layout.zero} with dp_shard={layout.dp_shard}: zero says what dp_shard shards, so it is 0 "
+            "exactly when dp_shard is 1; write zero3x4 for ZeRO-3 over 4 ranks, dp4 for plain data parallel."
         )
     for name, allowed in (("cp_method", CP_METHODS), ("schedule", SCHEDULES), ("recompute", RECOMPUTE)):
         if getattr(layout, name) not in allowed:
             yield f"{name} is '{getattr(layout, name)}'; it must be one of {', '.join(allowed)}."
     if layout.sp and layout.tp == 1:
-        yield "sp splits the sequence over the tensor-parallel ranks and needs tp > 1; add tp2 or leave sp out."
+        yield "sp splits the sequence over the tensor-parallel ranks and needs tp > 1; add tp2, or drop sp."
     if layout.cp == 1 and layout.cp_method != "allgather":
         yield f"cp_method={layout.cp_method} needs cp > 1; write ulysses2, or leave it out."
     if layout.pp == 1 and layout.schedule != "1f1b":
@@ -153,10 +160,11 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class PartialLayout:
-    """A layout of which only some fields are fixed: `fixed` maps field names to values; `auto` names the open ones.
+    """A layout of which only some fields are fixed: `fixed` maps field names to values; `auto` names the open
+    ones.
 
-    A string fixes the sizes of all axes (what it leaves out is 1) and leaves micro-batch and accumulation open;
-    `auto` fixes nothing; a mapping fixes what it names, and a field it leaves out is as in a string.
+    A string fixes the sizes of all axes (what it leaves out is 1) and leaves micro-batch and accumulation
+    open; `auto` fixes nothing; a mapping fixes what it names, and a field it leaves out is as in a string.
     """
 
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -185,9 +193,11 @@ class PartialLayout:
         return cls(fixed)
 
     def complete(self, *, devices: int, global_batch_size: int) -> Layout:
-        """The whole layout: data parallel over all devices where open, mb the largest <= 4 that divides, ga the rest.
+        """The whole layout: data parallel over all devices where open, mb the largest <= 4 that divides, ga
+        the rest.
 
-        Raises UserError when micro-batch, accumulation and data ranks cannot make `global_batch_size` sequences.
+        Raises UserError when micro-batch, accumulation and data ranks cannot make `global_batch_size`
+        sequences.
         """
         layout = Layout(**self.fixed)
         if self.open_axes:
@@ -196,19 +206,25 @@ class PartialLayout:
         each_rank, rest = divmod(global_batch_size, layout.data_ranks)
         if rest:
             raise UserError(
-                f"The global batch of {global_batch_size} sequences does not divide over {layout.data_ranks} data ranks "
-                f"(dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}); "
-                f"set train.global_batch_size to {max(1, each_rank) * layout.data_ranks}, or change the layout."
+                f"The global batch of {global_batch_size} sequences does not divide over "
+                f"{layout.data_ranks} data ranks (dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}); "
+                f"set train.global_batch_size to {max(1, each_rank) * layout.data_ranks}, or change "
+                "the layout."
             )
         micro, accumulation = (self.fixed.get(n) for n in ("micro_batch_size", "gradient_accumulation_steps"))
         if micro is None:
-            micro = each_rank // accumulation if accumulation else max(n for n in range(1, 5) if each_rank % n == 0)
+            micro = (
+                each_rank // accumulation
+                if accumulation
+                else max(n for n in range(1, 5) if each_rank % n == 0)
+            )
         if accumulation is None:
             accumulation = each_rank // micro
         if micro * accumulation != each_rank or micro < 1:
             near = max(n for n in range(1, each_rank + 1) if each_rank % n == 0 and n <= max(1, micro))
             raise UserError(
-                f"micro_batch_size {micro} x gradient_accumulation_steps {accumulation} x {layout.data_ranks} data ranks = "
+                f"micro_batch_size {micro} x gradient_accumulation_steps {accumulation} x "
+                f"{layout.data_ranks} data ranks = "
                 f"{micro * accumulation * layout.data_ranks} sequences, but train.global_batch_size is "
                 f"{global_batch_size}; try mb{near}-ga{each_rank // near}."
             )

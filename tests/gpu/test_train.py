@@ -1,4 +1,6 @@
-"""The front door on a CUDA device: the numbers of the CPU, checkpoints, compiled blocks, memory that runs out."""
+"""The front door on a CUDA device: the numbers of the CPU, checkpoints, compiled blocks, memory that runs
+out.
+"""
 
 from collections.abc import Callable
 from pathlib import Path

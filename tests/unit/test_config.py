@@ -87,7 +87,9 @@ def test_a_batch_in_tokens_must_be_whole_sequences() -> None:
     read = config.load(None, ["model.name=x", "data.seq_len=128", "train.global_batch_tokens=1024"])
     assert read.global_batch_size == 8
     with pytest.raises(UserError, match="try 1024"):
-        _ = config.load(None, ["model.name=x", "data.seq_len=128", "train.global_batch_tokens=1000"]).global_batch_size
+        _ = config.load(
+            None, ["model.name=x", "data.seq_len=128", "train.global_batch_tokens=1000"]
+        ).global_batch_size
 
 
 @pytest.mark.parametrize("file", sorted(Path("examples").glob("*.yaml")), ids=lambda file: file.name)

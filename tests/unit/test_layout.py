@@ -84,7 +84,9 @@ def test_auto_is_data_parallel_over_all_devices_with_the_largest_micro_batch_up_
 def test_a_product_that_is_not_the_global_batch_is_refused_with_one_that_is() -> None:
     with pytest.raises(UserError, match="try mb4-ga4"):
         PartialLayout.parse({"micro_batch_size": 5}).complete(devices=1, global_batch_size=16)
-    with pytest.raises(UserError, match=r"does not divide over 3 data ranks.*set train.global_batch_size to 15"):
+    with pytest.raises(
+        UserError, match=r"does not divide over 3 data ranks.*set train.global_batch_size to 15"
+    ):
         PartialLayout.parse("dp3").complete(devices=3, global_batch_size=16)
 
 

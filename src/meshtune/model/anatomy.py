@@ -11,6 +11,7 @@ language model (the embedding and head that it names, the number of blocks in it
 finding is verified; a model that is built differently is refused, so that nothing downstream has to guess.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -151,6 +152,7 @@ def capabilities(config: PretrainedConfig, *, trust_remote_code: bool = False) -
         Capability(
             "recompute", True, "none, attention, selective, full" if own_attention(model) else "none, full"
         ),
+        Capability("compile", True, "train.compile=true compiles each block; attention runs as it is"),
         _tensor(model),
         Capability("pipeline", False, "not yet in this version"),
         Capability("context", False, "not yet in this version"),
@@ -160,6 +162,21 @@ def capabilities(config: PretrainedConfig, *, trust_remote_code: bool = False) -
 def own_attention(model: PreTrainedModel) -> bool:
     """Whether the family calls a registered attention function and hands it its keyword arguments."""
     return model._supports_attention_backend
+
+
+def hidden_pattern(config: PretrainedConfig, windows: Sequence[int | None]) -> str | None:
+    """What the configuration says of the attention that its attention function is not told; None when nothing.
+
+    `windows` are those that the function was given, layer by layer. A family that lays its window, or another
+    pattern, only into a mask would be silently wrong with an attention that builds none.
+    """
+    text = config.get_text_config(decoder=True)
+    kinds = text.layer_types if hasattr(text, "layer_types") else None
+    if kinds:
+        seen = ["full_attention" if window is None else "sliding_attention" for window in windows]
+        return None if seen == list(kinds) else f"layers of {', '.join(sorted(set(kinds)))}"
+    window = text.sliding_window if hasattr(text, "sliding_window") else None
+    return f"a sliding window of {window}" if window and not any(windows) else None
 
 
 def _packing(model: PreTrainedModel) -> Capability:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -31,6 +32,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import enable_progress_bars
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
@@ -63,6 +65,12 @@ SAFETENSORS_DTYPES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
 }
+
+
+def quiet() -> None:
+    """No progress bars of transformers, which would break ours; downloads from the hub keep theirs."""
+    transformers.utils.logging.disable_progress_bar()
+    enable_progress_bars()
 
 
 # The folder #

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from meshtune import config as settings
 from meshtune.config import Config
 from meshtune.data import inspect
+from meshtune.data.pack import Dataset
 from meshtune.data.source import Example, Origin
 from meshtune.data.template import Encoder
 from meshtune.errors import UserError
@@ -72,7 +73,8 @@ def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = 
     folder = path if path.is_dir() else None
     adapter = folder is not None and (folder / "adapter_config.json").exists()
     base = adapter_base(folder) if adapter and folder else str(name)
-    precision = {torch.float32: "fp32", torch.float64: "fp64"}.get(load_config(base).dtype or torch.bfloat16, "bf16-pure")
+    known: dict[Any, str] = {torch.float32: "fp32", torch.float64: "fp64"}
+    precision = known.get(load_config(base).dtype, "bf16-pure")
     defaults = {"model": {"name": base}, "train": {"precision": precision}}
     return Target(settings.load(None, overrides, defaults), folder if adapter else None)
 
@@ -131,8 +133,9 @@ def evaluate_target(name: str | None, overrides: Sequence[str]) -> dict[str, Any
         raise UserError("There is nothing to evaluate on; add data.eval=FILE (or data.eval_split) to the command.")
     model, tokenizer, encoder = open_model(target)
     if not config.data.train:  # only held-out data was named: prepare it as such
-        data = config.data.model_copy(update={"train": config.data.eval, "eval": ()})
+        data = config.data.model_copy(update={"train": config.data.eval, "eval": (), "streaming": False})
         held_out = build.data_of(config.model_copy(update={"data": data}), encoder).train
+        assert isinstance(held_out, Dataset), "only streaming gives a stream"
     else:
         held_out = build.data_of(config, encoder).eval
     evaluation = Evaluation(
@@ -160,7 +163,7 @@ class Rows:
     def log(self, row: dict[str, Any]) -> None:
         self.last = row
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Nothing to let go of."""
 
 

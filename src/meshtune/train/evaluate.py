@@ -44,7 +44,9 @@ class Evaluation:
     folder: RunDir | None = None
 
     def run(self, step: int, metrics: Metrics) -> float | None:
-        """Log the evaluation after `step` updates; returns its loss, or None when there is nothing to evaluate on."""
+        """Log the evaluation after `step` updates; returns its loss, or None when there is nothing to
+        evaluate on.
+        """
         if self.dataset is None or not len(self.dataset):
             return None
         started = time.perf_counter()
@@ -54,15 +56,27 @@ class Evaluation:
         if wanted := max(self.samples, self.exact_match):
             asked = questions(self.dataset, self.tokenizer, self.stop_ids, wanted)
             given = answers(
-                self.model, self.tokenizer, [q.ids for q in asked], max_new_tokens=self.max_new_tokens, stop_ids=self.stop_ids
+                self.model,
+                self.tokenizer,
+                [q.ids for q in asked],
+                max_new_tokens=self.max_new_tokens,
+                stop_ids=self.stop_ids,
             )
             if self.folder:
                 for question, answer in list(zip(asked, given, strict=True))[: self.samples]:
-                    row = {"step": step, "prompt": question.prompt, "expected": question.expected, "answer": answer}
+                    row = {
+                        "step": step,
+                        "prompt": question.prompt,
+                        "expected": question.expected,
+                        "answer": answer,
+                    }
                     self.folder.append_sample(row)
             if self.exact_match:
                 pairs = list(zip(asked, given, strict=True))[: self.exact_match]
-                extra = {"exact_match": exact_match([(q.expected, a) for q, a in pairs]), "prompts": len(pairs)}
+                extra = {
+                    "exact_match": exact_match([(q.expected, a) for q, a in pairs]),
+                    "prompts": len(pairs),
+                }
         metrics.evaluate(
             step=step, loss=loss, label_tokens=label_tokens, tokens=self.dataset.token_count,
             seconds=time.perf_counter() - started, **extra,
@@ -89,7 +103,8 @@ def held_out_loss(
 def questions(
     dataset: Dataset, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], number: int
 ) -> list[Question]:
-    """The first `number` documents that ask something: their last labelled stretch is the answer, what precedes it the prompt.
+    """The first `number` documents that ask something: their last labelled stretch is the answer, what
+    precedes it the prompt.
 
     A document labelled throughout (plain text) is asked to go on after its first quarter.
     """

@@ -1,4 +1,6 @@
-"""What a run leaves behind: a Hugging Face folder, or an adapter, that loads anywhere, with a card that says how it was made."""
+"""What a run leaves behind: a Hugging Face folder, or an adapter, that loads anywhere, with a card that says
+how it was made.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,9 @@ from meshtune.model.save import save_adapter, save_model
 
 @dataclass(frozen=True)
 class Exporter:
-    """Writes the trained model; `adapter` holds LoRA's settings (r, alpha, dropout, target_modules), None for a whole model."""
+    """Writes the trained model; `adapter` holds LoRA's settings (r, alpha, dropout, target_modules), None for
+    a whole model.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -35,7 +39,9 @@ class Exporter:
         return folder
 
     def push(self, folder: Path) -> str | None:
-        """Upload where asked; returns the address. Raises UserError when the hub refuses (the folder stays)."""
+        """Upload where asked; returns the address. Raises UserError when the hub refuses (the folder
+        stays).
+        """
         return push(folder, self.push_to, private=self.private) if self.push_to else None
 
     def card(self) -> str:
@@ -57,7 +63,9 @@ def recipe(config: Config, steps: int) -> dict[str, str]:
     train, data = config.train, config.data
     return {
         "base model": shown(config.model.name),
-        "method": config.method if config.method == "full" else f"LoRA r {config.lora.r}, alpha {config.lora.alpha:g}",
+        "method": config.method
+        if config.method == "full"
+        else f"LoRA r {config.lora.r}, alpha {config.lora.alpha:g}",
         "data": ", ".join(shown(source.path) for source in data.train),
         "labelled": data.train_on,
         "sequence length": f"{data.seq_len}{', packed' if data.packing else ''}",
@@ -83,10 +91,12 @@ def push(folder: Path, repository: str, *, private: bool) -> str:
     try:
         api = HfApi()
         api.create_repo(repository, private=private, exist_ok=True)
-        return str(api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Trained with meshtune"))
+        return str(
+            api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Trained with meshtune")
+        )
     except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"{folder} is complete, but could not be uploaded to {repository}: {reason} Log in (hf auth login), "
-            "check the name, and run: meshtune export RUN FOLDER --push-to NAME"
+            f"{folder} is complete, but could not be uploaded to {repository}: {reason} Log in "
+            "(hf auth login), check the name, and run: meshtune export RUN FOLDER --push-to NAME"
         ) from error

@@ -1,7 +1,7 @@
 """Answers from a model: greedy by default, several prompts at a time.
 
-Generation keeps keys and values of earlier tokens, which training's attention does not; so the model answers with its
-own scaled-dot-product attention and is handed back as it was.
+Generation keeps keys and values of earlier tokens, which training's attention does not; so the model answers
+with its own scaled-dot-product attention and is handed back as it was.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,7 +42,8 @@ def answers(
 ) -> list[str]:
     """The text that follows each prompt (token ids), up to a stop token or `max_new_tokens`.
 
-    temperature 0 is greedy. Prompts of similar length share a batch; the order of the answers is the prompts'.
+    temperature 0 is greedy. Prompts of similar length share a batch; the order of the answers is the
+    prompts'.
     """
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stop_ids[0] if stop_ids else 0)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}

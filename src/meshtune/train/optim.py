@@ -5,9 +5,10 @@
     bf16        bf16        fp32     bf16, summed in fp32 if accumulated fp32
     bf16-pure   bf16        -        bf16, summed in fp32 if accumulated bf16
 
-Masters are the parameters as they were read: the model is loaded in fp32, its storage becomes the master and the module
-gets a rounded copy, so nothing is held twice. `step` turns gradients into fp32 one bucket at a time and frees them as it
-goes; the bf16 parameters are rounded from the masters once per step, never in the forward pass.
+Masters are the parameters as they were read: the model is loaded in fp32, its storage becomes the master and
+the module gets a rounded copy, so nothing is held twice. `step` turns gradients into fp32 one bucket at a
+time and frees them as it goes; the bf16 parameters are rounded from the masters once per step, never in the
+forward pass.
 """
 
 from collections.abc import Iterable, Iterator
@@ -37,10 +38,10 @@ class Bucket:
 class Optimizer:
     """AdamW with decoupled weight decay on the trainable ones of `named_parameters`.
 
-    compute_dtype: dtype that the parameters get for forward and backward passes, while what they hold now becomes the
-    master weights; None trains the parameters as they are.
-    sum_dtype: dtype in which the gradients of several micro-batches add up; None leaves that to autograd, which adds in
-    the parameters' own dtype.
+    compute_dtype: dtype that the parameters get for forward and backward passes, while what they hold now
+    becomes the master weights; None trains the parameters as they are.
+    sum_dtype: dtype in which the gradients of several micro-batches add up; None leaves that to autograd,
+    which adds in the parameters' own dtype.
     """
 
     def __init__(
@@ -86,11 +87,14 @@ class Optimizer:
             for decay in (True, False)
         ]
         groups = [group for group in groups if group["params"]]
-        return Bucket(names, parameters, trained, torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True))
+        return Bucket(
+            names, parameters, trained, torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
+        )
 
     def _add(self, parameter: Tensor, dtype: torch.dtype) -> None:
         """After a micro-batch's backward: add its gradient to the sum, and free it."""
-        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.grad is not None
         if parameter in self.sums:
             self.sums[parameter].add_(parameter.grad)
         else:
@@ -108,10 +112,14 @@ class Optimizer:
         if not gradients:
             return torch.zeros(())
         dtype = torch.promote_types(gradients[0].dtype, torch.float32)
-        return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, dtype=dtype) for g in gradients]))
+        return torch.linalg.vector_norm(
+            torch.stack([torch.linalg.vector_norm(g, dtype=dtype) for g in gradients])
+        )
 
     def clip(self, norm: float, max_norm: float) -> None:
-        """Scale the gradients so that their norm is at most `max_norm` (torch.nn.utils.clip_grad_norm_'s formula)."""
+        """Scale the gradients so that their norm is at most `max_norm` (torch.nn.utils.clip_grad_norm_'s
+        formula).
+        """
         scale = max_norm / (norm + 1e-6)
         if scale < 1:
             torch._foreach_mul_(self.gradients(), scale)
@@ -138,7 +146,9 @@ class Optimizer:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the masters into the parameters, as after a step and after a checkpoint was read into the masters."""
+        """Round the masters into the parameters, as after a step and after a checkpoint was read into the
+        masters.
+        """
         if self.has_masters:
             for bucket in self.buckets:
                 torch._foreach_copy_(bucket.parameters, bucket.trained)
@@ -151,11 +161,13 @@ class Optimizer:
                 parameter.grad = None
 
     def state(self, *, materialise: bool = False) -> dict[str, Tensor]:
-        """What is trained and AdamW's state, by name: `model.<parameter>`, `optimizer.<parameter>.exp_avg` …; live tensors.
+        """What is trained and AdamW's state, by name: `model.<parameter>`, `optimizer.<parameter>.exp_avg` …;
+        live tensors.
 
         With masters, `model.<parameter>` is the master: `publish` makes the parameters from it.
 
-        Before the first step there is no AdamW state; `materialise` makes it (zeros), as loading a checkpoint needs.
+        Before the first step there is no AdamW state; `materialise` makes it (zeros), as loading a checkpoint
+        needs.
         """
         found: dict[str, Tensor] = {}
         for bucket in self.buckets:

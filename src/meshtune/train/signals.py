@@ -1,4 +1,6 @@
-"""SIGTERM and Ctrl-C as a request: the step is finished, a checkpoint saved, and the run ends with exit code 75."""
+"""SIGTERM and Ctrl-C as a request: the step is finished, a checkpoint saved, and the run ends with exit code
+75.
+"""
 
 import signal
 from types import FrameType
@@ -6,12 +8,17 @@ from typing import Any
 
 
 class StopRequest:
-    """While entered, SIGTERM, SIGINT and SIGUSR1 are noted in `requested` (the signal's name); a second SIGINT ends at once.
+    """While entered, SIGTERM, SIGINT and SIGUSR1 are noted in `requested` (the signal's name); a second
+    SIGINT ends at once.
 
     disabled: signals keep doing what they did before.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # Slurm sends USR1 before the time is up when asked
+    SIGNALS = (
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGUSR1,
+    )  # Slurm sends USR1 before the time is up when asked
 
     def __init__(self, *, enabled: bool = True) -> None:
         self.enabled = enabled

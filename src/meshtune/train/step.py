@@ -1,7 +1,7 @@
 """One optimizer step's forward and backward passes.
 
-The loss of a step is the sum of the token losses over the global batch divided by its label tokens. Each micro-batch adds
-its share of that one quotient, so neither loss nor gradients depend on how the batch is cut.
+The loss of a step is the sum of the token losses over the global batch divided by its label tokens. Each
+micro-batch adds its share of that one quotient, so neither loss nor gradients depend on how the batch is cut.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ def plain(
 ) -> Callable[[Batch, Phase], Tensor]:
     """The forward and backward passes of a whole model on one device, one micro-batch after the other.
 
-    Returns a function of (batch, phase) that leaves gradients on the parameters and returns the batch's loss, a scalar;
-    `phase(name)` is a context around each part, for those who watch.
+    Returns a function of (batch, phase) that leaves gradients on the parameters and returns the batch's loss,
+    a scalar; `phase(name)` is a context around each part, for those who watch.
     """
 
     def forward_backward(batch: Batch, phase: Phase) -> Tensor:

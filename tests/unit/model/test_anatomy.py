@@ -1,11 +1,11 @@
 import pytest
 import torch
 from families import FAMILIES
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
 from meshtune.errors import UserError
-from meshtune.model.anatomy import anatomy, capabilities, own_attention
+from meshtune.model.anatomy import anatomy, capabilities, hidden_pattern, own_attention
 
 DENSE = [
     "opt",
@@ -135,3 +135,21 @@ def test_documents_reach_the_attention_of_every_block_where_packing_is_promised(
 @pytest.mark.parametrize("model_type", ["bloom", "gptj", "falcon"])
 def test_families_that_compute_attention_themselves_are_not_promised_packing(model_type):
     assert not own_attention(build(AutoConfig.for_model(model_type)))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "window", "windows", "hidden"),
+    [
+        (["sliding_attention", "full_attention"], 8, [8, None], None),
+        (["sliding_attention", "full_attention"], 8, [None, None], "full_attention, sliding_attention"),
+        (["chunked_attention", "full_attention"], None, [None, None], "chunked_attention"),
+        (None, 8, [8, 8], None),
+        (None, 8, [None, None], "a sliding window of 8"),
+        (None, None, [None, None], None),
+    ],
+)
+def test_a_pattern_that_only_the_configuration_knows_is_found(kinds, window, windows, hidden) -> None:
+    config = PretrainedConfig()
+    config.layer_types, config.sliding_window = kinds, window
+    found = hidden_pattern(config, windows)
+    assert found is None if hidden is None else hidden in str(found)

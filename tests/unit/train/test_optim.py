@@ -48,10 +48,15 @@ def test_fp32_steps_equal_torch_with_decay_on_matrices_only() -> None:
 
 
 @pytest.mark.parametrize("bucket", [1, 100, 10**9])
-def test_masters_follow_an_fp32_adamw_on_the_bf16_gradients(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masters_follow_an_fp32_adamw_on_the_bf16_gradients(
+    bucket: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(optim, "BUCKET_ELEMENTS", bucket)
     model, shadow = small(), small()
-    mine, torchs = Optimizer(model.named_parameters(), compute_dtype=torch.bfloat16, **SETTINGS), reference(shadow)
+    mine, torchs = (
+        Optimizer(model.named_parameters(), compute_dtype=torch.bfloat16, **SETTINGS),
+        reference(shadow),
+    )
     for seed in range(5):
         backward(model, seed)
         for p, q in zip(model.parameters(), shadow.parameters(), strict=True):
