@@ -67,7 +67,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
     with open(parts / "metrics.jsonl", "a") as metrics:
         metrics.write('{"kind": "train", "step": 99, "lo')  # a line that the kill tore
 
-    again = end(begin(*command))
+    again = meshtune(*command)
     assert again.code == 0, again.err
     resumed = RunDir(parts).rows("run")[-1]["resumed_from"]
     assert resumed % 3 == 0

@@ -109,5 +109,5 @@ def test_a_model_with_dropout_resumes_bit_for_bit(
     there = resumed.optimizer.state()
     assert all(torch.equal(tensor, there[name]) for name, tensor in whole.optimizer.state().items())
     assert whole.folder.rows("train")[0]["loss"] != pytest.approx(
-        plain_loss(model, first_batch(whole)), rel=1e-3
+        plain_loss(model, first_batch(whole)), rel=1e-4
     ), "dropout acts"

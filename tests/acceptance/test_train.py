@@ -115,8 +115,8 @@ def test_packed_gsm8k_is_97_percent_tokens(meshtune: Command, gsm8k_config: Path
     assert train["tokens"] == pytest.approx(train["efficiency"] * train["sequences"] * 1024)
 
 
-def test_json_is_the_only_thing_on_stdout(process: Command, settings: Settings) -> None:
-    ended = process("train", *settings("log.to=[console,jsonl,tensorboard]", "eval.samples=1"), "--json")
+def test_json_is_the_only_thing_on_stdout(meshtune: Command, settings: Settings) -> None:
+    ended = meshtune("train", *settings("log.to=[console,jsonl,tensorboard]", "eval.samples=1"), "--json")
     assert ended.code == 0, ended.err
     found = ended.json
     assert found["steps"] == 4
