@@ -4,8 +4,8 @@ nothing installed.
     environment   versions, the device, and which packages are missing (only what needs them is skipped)
     tests         tests/gpu: CUDA attention against the oracles, the front door against the CPU
     throughput    `meshtune train` on a 1.2 B Llama with random weights, bf16, packed rows of 4096 tokens:
-                  recomputation modes, compiled blocks, LoRA; beside a hand-written loop and transformers.Trainer on ready
-                  batches
+                  recomputation modes, compiled blocks, LoRA; beside a hand-written loop and
+                  transformers.Trainer on ready batches
     memory        the peak of each of these runs, and the state alone (weights, gradients, optimizer)
     large         full fine-tuning of an 8 B Llama in bf16 with fp32 masters: does it fit, how fast
 
@@ -68,7 +68,7 @@ def environment() -> dict[str, Any]:
     return found
 
 
-def write_folder(folder: Path, shape: dict[str, int]) -> Path:
+def write_folder(folder: Path, shape: dict[str, Any]) -> Path:
     """A folder with config.json and a tokenizer of the vocabulary's size; no weights (init: random)."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -103,8 +103,9 @@ def meshtune(work: Path, name: str, *settings: str, seconds: float) -> dict[str,
     command = [
         sys.executable, "-m", "meshtune", "train", "model.init=random", f"data.train={work / 'rows.jsonl'}",
         f"data.cache={work / 'cache'}", f"data.seq_len={SEQ_LEN}", "data.train_on=all",
-        "log.to=[jsonl,console]",         f"train.global_batch_size={MICRO_BATCH * ACCUMULATION}", f"train.max_steps={STEPS}",
-        "train.precision=bf16",         "checkpoint.every=0", "checkpoint.async_save=false", f"output={output}", *settings,
+        f"train.global_batch_size={MICRO_BATCH * ACCUMULATION}", f"train.max_steps={STEPS}",
+        "train.precision=bf16", "log.to=[jsonl,console]", "checkpoint.every=0", "checkpoint.async_save=false",
+        f"output={output}", *settings,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env())
     lines = [line for line in done.stderr.splitlines() if "memory:" in line]
@@ -171,8 +172,8 @@ def peer(name: str, folder: Path) -> dict[str, Any]:
 
         arguments = TrainingArguments(
             output_dir=str(folder / "trainer"), per_device_train_batch_size=MICRO_BATCH, max_steps=STEPS,
-            bf16=True,             gradient_accumulation_steps=ACCUMULATION, learning_rate=1e-5, optim="adamw_torch_fused",
-            report_to=[],             save_strategy="no", logging_strategy="no", disable_tqdm=True,
+            gradient_accumulation_steps=ACCUMULATION, learning_rate=1e-5, optim="adamw_torch_fused",
+            bf16=True, report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True,
         )  # fmt: skip
         dataset = [{"input_ids": row, "labels": row} for row in rows]
         Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[Clock()]).train()  # type: ignore

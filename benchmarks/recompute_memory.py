@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from meshtune.model.anatomy import anatomy
-from meshtune.parallel.recompute import Mode, recompute_blocks
+from meshtune.parallel.recompute import recompute_blocks
 
 MODES: tuple[Mode, ...] = ("none", "attention", "selective", "full")
 HIDDEN, HEADS, KV_HEADS, FFN = 512, 8, 4, 1408
@@ -46,7 +46,7 @@ class Live(TorchDispatchMode):
         return sum(self.storages.values())
 
 
-def build(mode: Mode, dropout: float, layers: int) -> PreTrainedModel:
+def build(mode: str, dropout: float, layers: int) -> PreTrainedModel:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=HIDDEN,
@@ -62,7 +62,7 @@ def build(mode: Mode, dropout: float, layers: int) -> PreTrainedModel:
     return model
 
 
-def measure(mode: Mode, dropout: float, layers: int, seq: int, repeats: int) -> tuple[float, float]:
+def measure(mode: str, dropout: float, layers: int, seq: int, repeats: int) -> tuple[float, float]:
     """Bytes kept per token and layer, and the median processor seconds of a forward and backward."""
     model = build(mode, dropout, layers)
     third = seq // 3

@@ -23,10 +23,12 @@ app = typer.Typer(
 )
 
 Settings = Annotated[
-    list[str] | None, typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="a config file, section.key=value, or both")
+    list[str] | None,
+    typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="a config file, section.key=value, or both"),
 ]
 Target = Annotated[
-    list[str], typer.Argument(metavar="TARGET [KEY=VALUE]...", help="a run folder, a model folder or a config file")
+    list[str],
+    typer.Argument(metavar="TARGET [KEY=VALUE]...", help="a run folder, a model folder or a config file"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout, all else on stderr")]
 
@@ -54,7 +56,10 @@ def split(settings: list[str] | None) -> tuple[str | None, list[str]]:
     words = settings or []
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
-        raise UserError(f"Several config files are named: {', '.join(files)}; name one, and change it by section.key=value.")
+        raise UserError(
+            f"Several config files are named: {', '.join(files)}; name one, and change it by "
+            "section.key=value."
+        )
     return (files[0] if files else None), [word for word in words if "=" in word]
 
 
@@ -67,7 +72,10 @@ def show_run(run: RunDir, *, as_json: bool) -> None:
     try:
         page.write_report(run)
     except OSError as error:  # what was trained is on the disk; its picture can be drawn again
-        print(f"meshtune: {run.report_file} could not be written: {error}. Later: meshtune report {run.path}", file=sys.stderr)
+        print(
+            f"meshtune: {run.report_file} could not be written: {error}. Later: meshtune report {run.path}",
+            file=sys.stderr,
+        )
     if as_json:
         show_json(summary.summarise(run).as_dict())
     else:
@@ -84,7 +92,9 @@ def show_json(value: Any) -> None:
 @app.command()
 def train(
     settings: Settings = None,
-    nproc: Annotated[int | None, typer.Option(help="local ranks to start; default: what the layout needs")] = None,
+    nproc: Annotated[
+        int | None, typer.Option(help="local ranks to start; default: what the layout needs")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Fine-tune a model: full or LoRA, from data files to a Hugging Face folder and a report."""
@@ -107,7 +117,9 @@ def data(
     samples: Annotated[int, typer.Option(help="documents to show, labelled parts in colour")] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Show what training would see: rows, tokens, labelled share, lengths, packing, samples. Trains nothing."""
+    """Show what training would see: rows, tokens, labelled share, lengths, packing, samples. Trains
+    nothing.
+    """
     file, overrides = split(settings)
     from meshtune import config
 
@@ -126,7 +138,9 @@ def data(
 
 @app.command("eval")
 def evaluate(target: Target, as_json: AsJson = False) -> None:
-    """Loss and perplexity on held-out data, with answers compared word for word where asked (eval.exact_match=N)."""
+    """Loss and perplexity on held-out data, with answers compared word for word where asked
+    (eval.exact_match=N).
+    """
     from meshtune.train import commands
 
     result = commands.evaluate_target(*split(target))
@@ -143,7 +157,9 @@ def evaluate(target: Target, as_json: AsJson = False) -> None:
 @app.command()
 def generate(
     target: Target,
-    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="may be repeated; else lines of stdin")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="may be repeated; else lines of stdin")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0: greedy")] = 0.0,
     as_json: AsJson = False,
@@ -152,7 +168,9 @@ def generate(
     prompts = prompt or [line.rstrip("\n") for line in sys.stdin]
     from meshtune.train import commands
 
-    found = commands.generate_target(*split(target), prompts, max_new_tokens=max_new_tokens, temperature=temperature)
+    found = commands.generate_target(
+        *split(target), prompts, max_new_tokens=max_new_tokens, temperature=temperature
+    )
     if as_json:
         show_json([{"prompt": p, "answer": a} for p, a in zip(prompts, found, strict=True)])
     else:
@@ -165,7 +183,9 @@ def export(
     run: Annotated[Path, typer.Argument(help="a run folder, or an adapter folder")],
     to: Annotated[Path, typer.Argument(help="the folder to write")],
     merge: Annotated[bool, typer.Option("--merge", help="fold the LoRA adapter into the weights")] = False,
-    step: Annotated[int | None, typer.Option(help="export this checkpoint instead of the final model")] = None,
+    step: Annotated[
+        int | None, typer.Option(help="export this checkpoint instead of the final model")
+    ] = None,
     push_to: Annotated[str | None, typer.Option(help="hub id to upload the folder to")] = None,
 ) -> None:
     """Write a Hugging Face folder from a run: the final model or a checkpoint, an adapter or merged."""
@@ -202,7 +222,9 @@ def env(
         from meshtune.report import tables
 
         console = Console()
-        console.print(tables.facts_table(description["versions"] | description["devices"], title="environment"))
+        console.print(
+            tables.facts_table(description["versions"] | description["devices"], title="environment")
+        )
         if model:
             rows = [(row["feature"], row["supported"], row["why"]) for row in description["features"]]
             console.print(tables.capability_table(rows, title=f"{model} ({description['type']})"))

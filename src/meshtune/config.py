@@ -25,7 +25,7 @@ Precision = Literal["fp32", "bf16", "bf16-pure", "fp64"]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 class ModelConfig(Section):
@@ -37,14 +37,14 @@ class ModelConfig(Section):
     revision: str | None = None
     trust_remote_code: bool = False
     freeze: tuple[str, ...] = Field(
-        (), description="patterns of parameter names, such as model.embed_tokens.*"
+        default=(), description="patterns of parameter names, such as model.embed_tokens.*"
     )
 
 
 class LoraConfig(Section):
     r: Positive = 16
-    alpha: float = Field(32, gt=0)
-    dropout: float = Field(0.0, ge=0, lt=1)
+    alpha: float = Field(default=32, gt=0)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
 
 
@@ -52,7 +52,7 @@ class SourceConfig(Section):
     """One source of rows; what it leaves out is the data section's."""
 
     path: str = Field(min_length=1)
-    weight: float = Field(1.0, gt=0, description="passes through this source per epoch")
+    weight: float = Field(default=1.0, gt=0, description="passes through this source per epoch")
     split: str | None = None
     format: str | None = None
     columns: dict[str, str] | None = None
@@ -64,14 +64,16 @@ Sources = tuple[SourceConfig, ...]
 class DataConfig(Section):
     train: Sources = ()
     eval: Sources = ()
-    eval_split: float = Field(0, ge=0, description="below 1: a fraction of the documents; else how many")
+    eval_split: float = Field(
+        default=0, ge=0, description="below 1: a fraction of the documents; else how many"
+    )
     format: Literal["auto", "text", "prompt_completion", "alpaca", "messages", "sharegpt"] = "auto"
     columns: dict[str, str] = {}
     chat_template: str | None = Field(
-        None, description="none, a built-in's name or a file; null: the tokenizer's own"
+        default=None, description="none, a built-in's name or a file; null: the tokenizer's own"
     )
     separator: str = Field(
-        "\n", description="between prompt and completion where no chat template is in force"
+        default="\n", description="between prompt and completion where no chat template is in force"
     )
     seq_len: Annotated[int, Field(ge=2)] = 2048
     packing: bool = True
@@ -79,7 +81,7 @@ class DataConfig(Section):
     overlong: Literal["cut", "drop", "error"] = "cut"
     on_bad_row: Literal["error", "skip"] = "error"
     streaming: bool = False
-    cache: str = Field("~/.cache/meshtune", description="folder of the tokenised, packed data")
+    cache: str = Field(default="~/.cache/meshtune", description="folder of the tokenised, packed data")
 
     @field_validator("train", "eval", mode="before")
     @classmethod
@@ -90,26 +92,30 @@ class DataConfig(Section):
 
 
 class TrainConfig(Section):
-    global_batch_size: Positive | None = Field(None, description="sequences per optimizer step; default 64")
-    global_batch_tokens: Positive | None = Field(None, description="the same in tokens: / seq_len")
+    global_batch_size: Positive | None = Field(
+        default=None, description="sequences per optimizer step; default 64"
+    )
+    global_batch_tokens: Positive | None = Field(default=None, description="the same in tokens: / seq_len")
     max_steps: Positive | None = None
-    num_epochs: float | None = Field(None, gt=0)
-    learning_rate: float = Field(1.0e-5, gt=0)
+    num_epochs: float | None = Field(default=None, gt=0)
+    learning_rate: float = Field(default=1.0e-5, gt=0)
     lr_scheduler: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_ratio: Fraction = 0.03
-    warmup_steps: NonNegative | None = Field(None, description="instead of warmup_ratio")
-    weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(1.0, ge=0, description="0: no clipping")
+    warmup_steps: NonNegative | None = Field(default=None, description="instead of warmup_ratio")
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: float = Field(default=1.0, ge=0, description="0: no clipping")
     precision: Precision = "bf16"
     reduce_dtype: Literal["fp32", "bf16"] = Field(
-        "fp32", description="gradients of several micro-batches add up in it"
+        default="fp32", description="gradients of several micro-batches add up in it"
     )
     optimizer: Literal["adamw"] = "adamw"
     adam_betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    adam_eps: float = Field(1.0e-8, gt=0)
+    adam_eps: float = Field(default=1.0e-8, gt=0)
     seed: NonNegative = 42
     compile: bool = False
-    max_nonfinite_steps: Positive = Field(5, description="in a row, then the run stops with exit code 4")
+    max_nonfinite_steps: Positive = Field(
+        default=5, description="in a row, then the run stops with exit code 4"
+    )
     device: Literal["auto", "cuda", "cpu"] = "auto"
 
     @model_validator(mode="after")
@@ -127,19 +133,21 @@ class TrainConfig(Section):
 
 
 class EvalConfig(Section):
-    every: NonNegative = Field(0, description="in steps; 0: at the end only")
+    every: NonNegative = Field(default=0, description="in steps; 0: at the end only")
     at_start: bool = False
-    samples: NonNegative = Field(0, description="held-out prompts answered greedily and shown")
+    samples: NonNegative = Field(default=0, description="held-out prompts answered greedily and shown")
     exact_match: NonNegative = Field(
-        0, description="held-out prompts whose greedy answer is compared word for word"
+        default=0, description="held-out prompts whose greedy answer is compared word for word"
     )
     max_new_tokens: Positive = 64
-    keep_best: bool = Field(False, description="model/ is the checkpoint with the lowest evaluation loss")
-    early_stopping: NonNegative = Field(0, description="evaluations without a better loss; 0: never")
+    keep_best: bool = Field(
+        default=False, description="model/ is the checkpoint with the lowest evaluation loss"
+    )
+    early_stopping: NonNegative = Field(default=0, description="evaluations without a better loss; 0: never")
 
 
 class CheckpointConfig(Section):
-    every: NonNegative = Field(100, description="in steps; 0: at the end only")
+    every: NonNegative = Field(default=100, description="in steps; 0: at the end only")
     keep: Positive = 3
     async_save: bool = True
     save_on_signal: bool = True
@@ -156,7 +164,7 @@ class LogConfig(Section):
 
 
 class HubConfig(Section):
-    push_to: str | None = Field(None, description="hub id that model/ is uploaded to at the end")
+    push_to: str | None = Field(default=None, description="hub id that model/ is uploaded to at the end")
     private: bool = True
 
 

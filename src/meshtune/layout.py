@@ -206,10 +206,9 @@ class PartialLayout:
         each_rank, rest = divmod(global_batch_size, layout.data_ranks)
         if rest:
             raise UserError(
-                f"The global batch of {global_batch_size} sequences does not divide over "
-                f"{layout.data_ranks} data ranks (dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}); "
-                f"set train.global_batch_size to {max(1, each_rank) * layout.data_ranks}, or change "
-                "the layout."
+                f"The global batch of {global_batch_size} sequences does not divide over {layout.data_ranks} "
+                f"data ranks (dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}); set "
+                f"train.global_batch_size to {max(1, each_rank) * layout.data_ranks}, or change the layout."
             )
         micro, accumulation = (self.fixed.get(n) for n in ("micro_batch_size", "gradient_accumulation_steps"))
         if micro is None:

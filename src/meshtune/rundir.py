@@ -125,7 +125,9 @@ def append_line(file: Path, row: Mapping[str, Any]) -> None:
         written = stream.write(line)
         if written != len(line):  # a full disk may take half a line: say so now, the next append mends it
             full = os.strerror(errno.ENOSPC)
-            raise OSError(errno.ENOSPC, f"{full}: only {written} of {len(line)} bytes could be written", str(file))
+            raise OSError(
+                errno.ENOSPC, f"{full}: only {written} of {len(line)} bytes could be written", str(file)
+            )
 
 
 def read_lines(file: Path) -> Iterator[Row]:
@@ -163,7 +165,9 @@ def write_text_atomically(file: Path, text: str) -> None:
 
 
 def disk_is_full(error: BaseException) -> bool:
-    """Whether this is how a full disk, a used-up quota or a file-size limit shows; safetensors has an error of its own."""
+    """Whether this is how a full disk, a used-up quota or a file-size limit shows; safetensors has an error
+    of its own.
+    """
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if isinstance(error, OSError):
         return error.errno in full

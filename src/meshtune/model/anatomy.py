@@ -165,7 +165,8 @@ def own_attention(model: PreTrainedModel) -> bool:
 
 
 def hidden_pattern(config: PretrainedConfig, windows: Sequence[int | None]) -> str | None:
-    """What the configuration says of the attention that its attention function is not told; None when nothing.
+    """What the configuration says of the attention that its attention function is not told; None when
+    nothing.
 
     `windows` are those that the function was given, layer by layer. A family that lays its window, or another
     pattern, only into a mask would be silently wrong with an attention that builds none.

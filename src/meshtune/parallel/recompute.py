@@ -11,7 +11,7 @@ repeats exactly. Names of modules and parameters stay what they are.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,8 +20,6 @@ from transformers import PreTrainedModel
 
 from meshtune.model.anatomy import Anatomy
 from meshtune.parallel.attention import NAMES
-
-Mode = Literal["none", "attention", "selective", "full"]
 
 # What `selective` keeps, by name: some exist only once their module is imported. Attention appears as the
 # kernels that it dispatches to. Plain batched products are not here: a block's only ones are the scores of an
@@ -38,7 +36,7 @@ KEPT = {
 }
 
 
-def recompute_blocks(model: PreTrainedModel, anatomy: Anatomy, mode: Mode) -> None:
+def recompute_blocks(model: PreTrainedModel, anatomy: Anatomy, mode: str) -> None:
     """Make every block of `model` keep for its backward only what `mode` says. In place; call it once.
 
     It goes on before blocks are sharded, so that the hooks of sharding sit outside the recomputed part.

@@ -1,6 +1,6 @@
 """From settings to the parts of a run. The config stops here: what is built takes plain values.
 
-    config ──> layout ──> tokenizer ──> data ──> model (freeze, LoRA, recompute) ──> optimizer ──> loader ──> Run
+config ──> layout ──> tokenizer ──> data ──> model (freeze, LoRA, recompute) ──> optimizer ──> Run
 """
 
 import math
@@ -26,7 +26,7 @@ from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.model.anatomy import anatomy, hidden_pattern, own_attention
 from meshtune.model.census import Census, census_of
-from meshtune.model.load import freeze, load, load_config, load_tokenizer, quiet, resize_embeddings
+from meshtune.model.load import freeze, load, load_config, load_tokenizer, quiet, resize_embeddings, tables
 from meshtune.model.lora import add_lora
 from meshtune.parallel.recompute import recompute_blocks
 from meshtune.train import folder
@@ -162,8 +162,9 @@ def layout_of(config: Config, ranks: int | None = None) -> Layout:
     problems = []
     if layout.world > 1:
         problems.append(
-            f"Layout {layout} needs {layout.world} devices; this version trains on one. Leave the parallel sizes out: "
-            f"layout=mb{layout.micro_batch_size}{'' if layout.recompute == 'none' else '-' + layout.recompute}."
+            f"Layout {layout} needs {layout.world} devices; this version trains on one. Leave the parallel "
+            "sizes out: "
+            f"layout=mb{layout.micro_batch_size}-{layout.recompute}."
         )
     if ranks is not None and ranks != 1:
         problems.append(f"--nproc {ranks}: this version trains on one device; leave it out.")
@@ -176,13 +177,18 @@ def device_of(config: Config) -> torch.device:
     """The device to train on. Raises UserError when CUDA is asked for and absent."""
     wanted = config.train.device
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError("train.device = cuda, but torch sees no CUDA device; use train.device=cpu, or install torch for CUDA.")
-    cuda = wanted == "cuda" or wanted == "auto" and torch.cuda.is_available()
+        raise UserError(
+            "train.device = cuda, but torch sees no CUDA device; use train.device=cpu, or install torch for "
+            "CUDA."
+        )
+    cuda = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 def attention_of(config: Config) -> str:
-    """The attention that the model is built with. Raises UserError where packing is asked for and can't be had."""
+    """The attention that the model is built with. Raises UserError where packing is asked for and can't be
+    had.
+    """
     wanted, trust = config.model.attention, config.model.trust_remote_code
     family = load_config(config.model.name, trust_remote_code=trust, revision=config.model.revision)
     with torch.device("meta"):
@@ -197,8 +203,8 @@ def attention_of(config: Config) -> str:
         )
     if wanted != "meshtune" and config.data.packing:
         raise UserError(
-            f"data.packing = true: the attention {wanted} of {type(model).__name__} can't keep packed documents apart. "
-            + ("Leave model.attention=auto." if packs else "Set data.packing=false.")
+            f"data.packing = true: the attention {wanted} of {type(model).__name__} can't keep packed "
+            "documents apart. " + ("Leave model.attention=auto." if packs else "Set data.packing=false.")
         )
     return wanted
 
@@ -208,7 +214,8 @@ def check_pattern(model: PreTrainedModel, census: Census) -> None:
     windows = [attention.window for block in census.blocks for attention in block.attention]
     if hidden := hidden_pattern(model.config, windows):
         raise UserError(
-            f"{type(model).__name__} has {hidden}, which it does not tell its attention function, so packed documents "
+            f"{type(model).__name__} has {hidden}, which it does not tell its attention function, so packed "
+            "documents "
             "can't be kept apart. Set model.attention=eager and data.packing=false."
         )
 
@@ -233,7 +240,9 @@ def data_of(config: Config, encoder: Encoder) -> Prepared:
     """Training and held-out data, from the cache where it is there."""
     data = config.data
     if not data.train:
-        raise UserError("No data is named; add data: {train: rows.jsonl} to the config, or data.train=… to the command.")
+        raise UserError(
+            "No data is named; add data: {train: rows.jsonl} to the config, or data.train=… to the command."
+        )
     return prepare(
         [source_of(each, data, "train") for each in data.train],
         encoder,
@@ -262,7 +271,9 @@ def source_of(source: SourceConfig, data: DataConfig, split: str) -> Source:
 
 
 def steps_of(config: Config, train: Dataset | Stream) -> int:
-    """Updates in the whole run: max_steps, or so many that every epoch's sequences are seen (default: one epoch)."""
+    """Updates in the whole run: max_steps, or so many that every epoch's sequences are seen (default: one
+    epoch).
+    """
     if config.train.max_steps:
         return config.train.max_steps
     if isinstance(train, Stream):
@@ -296,7 +307,7 @@ def model_of(
             dtype=PRECISIONS[config.train.precision][1],
         )
         if added:  # all new rows are the same mean: untrained, the model could not tell the new tokens apart
-            for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+            for table in tables(model):
                 table.weight.requires_grad_(True)
     if config.model.freeze:
         freeze(model, config.model.freeze)
@@ -310,11 +321,17 @@ def loading_dtype(config: Config) -> torch.dtype:
 
 
 def optimizer_of(config: Config, model: PreTrainedModel, layout: Layout) -> Optimizer:
-    """AdamW over the trainable parameters; the frozen ones get the dtype that forward and backward compute in."""
+    """AdamW over the trainable parameters; the frozen ones get the dtype that forward and backward compute
+    in.
+    """
     compute, trained = PRECISIONS[config.train.precision]
     for parameter in model.parameters():
         parameter.data = parameter.data.to(trained if parameter.requires_grad else compute)
-    sums = torch.float32 if config.train.reduce_dtype == "fp32" and layout.gradient_accumulation_steps > 1 else None
+    sums = (
+        torch.float32
+        if config.train.reduce_dtype == "fp32" and layout.gradient_accumulation_steps > 1
+        else None
+    )
     return Optimizer(
         model.named_parameters(),
         betas=config.train.adam_betas,
@@ -366,7 +383,12 @@ def exporter_of(
     config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, steps: int
 ) -> Exporter:
     embeddings = model.get_input_embeddings().weight.requires_grad
-    adapter = {"r": config.lora.r, "alpha": config.lora.alpha, "dropout": config.lora.dropout, "embeddings": embeddings}
+    adapter = {
+        "r": config.lora.r,
+        "alpha": config.lora.alpha,
+        "dropout": config.lora.dropout,
+        "embeddings": embeddings,
+    }
     return Exporter(
         model,
         tokenizer,

@@ -130,7 +130,9 @@ def evaluate_target(name: str | None, overrides: Sequence[str]) -> dict[str, Any
     target = target_of(name, overrides)
     config = target.config
     if not config.data.eval and not config.data.eval_split:
-        raise UserError("There is nothing to evaluate on; add data.eval=FILE (or data.eval_split) to the command.")
+        raise UserError(
+            "There is nothing to evaluate on; add data.eval=FILE (or data.eval_split) to the command."
+        )
     model, tokenizer, encoder = open_model(target)
     if not config.data.train:  # only held-out data was named: prepare it as such
         data = config.data.model_copy(update={"train": config.data.eval, "eval": (), "streaming": False})
@@ -181,7 +183,14 @@ def generate_target(
     model, tokenizer, encoder = open_model(target_of(name, overrides))
     origin = Origin("prompt", 1)
     asked = [
-        Example(origin, messages=({"role": "user", "content": prompt},), tools=None, prompt=None, completion=None, text=None)
+        Example(
+            origin,
+            messages=({"role": "user", "content": prompt},),
+            tools=None,
+            prompt=None,
+            completion=None,
+            text=None,
+        )
         if encoder.templated
         else Example(origin, messages=None, tools=None, prompt=prompt, completion="", text=None)
         for prompt in prompts
@@ -197,7 +206,9 @@ def generate_target(
 
 
 def export_run(name: Path, to: Path, *, merge: bool, step: int | None, push_to: str | None) -> Path:
-    """Write a Hugging Face folder from a run or an adapter folder; returns it. Raises UserError when `to` is taken."""
+    """Write a Hugging Face folder from a run or an adapter folder; returns it. Raises UserError when `to` is
+    taken.
+    """
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"{to} exists and is not empty; name a new folder.")
     target = target_of(str(name), (), step=step)
@@ -229,11 +240,15 @@ def describe_environment(model: str | None) -> dict[str, Any]:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         devices[f"cuda:{index}"] = f"{properties.name}, {human(properties.total_memory)}"
-    found: dict[str, Any] = {"versions": build.versions() | {"executable": sys.executable}, "devices": devices}
+    found: dict[str, Any] = {
+        "versions": build.versions() | {"executable": sys.executable},
+        "devices": devices,
+    }
     if model:
         config = load_config(model)
         found["type"] = config.model_type
         found["features"] = [
-            {"feature": feature, "supported": supported, "why": why} for feature, supported, why in capabilities(config)
+            {"feature": feature, "supported": supported, "why": why}
+            for feature, supported, why in capabilities(config)
         ]
     return found

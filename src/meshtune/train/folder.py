@@ -1,10 +1,10 @@
 """Which run folder a run gets: a fresh one, or the one that it goes on in.
 
-    the folder holds            then
-    nothing                     it is taken
-    an unfinished run, same     it goes on from the newest whole checkpoint, in any layout
-    an unfinished run, other    refused, naming the settings that differ
-    a finished run              the next free name (runs/x-2): nothing that was trained is overwritten
+the folder holds            then
+nothing                     it is taken
+an unfinished run, same     it goes on from the newest whole checkpoint, in any layout
+an unfinished run, other    refused, naming the settings that differ
+a finished run              the next free name (runs/x-2): nothing that was trained is overwritten
 """
 
 import fcntl
@@ -21,12 +21,13 @@ from meshtune.rundir import RunDir, write_text_atomically
 from meshtune.train.checkpoint import Checkpoints
 
 # Settings that may change between the parts of one run: they do not change what a step computes.
-FREE = ("train.max_steps", "train.num_epochs", "train.device", "eval", "checkpoint", "log", "hub", "layout", "cluster",
-        "output", "data.cache")  # fmt: skip
+FREE = ("train.max_steps", "train.num_epochs", "train.device", "eval", "checkpoint", "log", "hub", "layout",
+        "cluster", "output", "data.cache")  # fmt: skip
 
 
 def claim(config: Config, steps: int, report: Callable[[str], None]) -> tuple[RunDir, int | None]:
-    """(the run folder, the step to go on from or None). Raises UserError as the table above says; writes nothing.
+    """(the run folder, the step to go on from or None). Raises UserError as the table above says; writes
+    nothing.
 
     `report` gets a sentence for each damaged checkpoint that is passed over.
     """
@@ -46,7 +47,8 @@ def claim(config: Config, steps: int, report: Callable[[str], None]) -> tuple[Ru
     if differing := list(differences(settings(config), settings_of(run))):
         raise UserError(
             [
-                f"{run.path} holds an unfinished run with other settings; change `output`, or set checkpoint.resume=never:",
+                f"{run.path} holds an unfinished run with other settings; change `output`, or set "
+                "checkpoint.resume=never:",
                 *differing,
             ]
         )
@@ -64,17 +66,22 @@ def next_free(run: RunDir) -> RunDir:
 def begin(run: RunDir, config: Config, layout: Layout, resumed: int | None) -> IO[str]:
     """Take the folder: lock it, write what is to run, and drop the rows of steps that will be done again.
 
-    Returns the lock: closing it, or the end of the process, lets go. Raises UserError when somebody else holds it.
+    Returns the lock: closing it, or the end of the process, lets go. Raises UserError when somebody else
+    holds it.
     """
     run.create()
-    lock = open(run.path / ".lock", "w")
+    lock = open(run.path / ".lock", "w")  # noqa: SIM115 - held as long as the run goes on
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise UserError(f"Another process is training in {run.path}; wait for it, or change `output`.") from None
+        raise UserError(
+            f"Another process is training in {run.path}; wait for it, or change `output`."
+        ) from None
     write_text_atomically(run.config_file, resolved(config, run).to_yaml())
-    write_text_atomically(run.plan_file, yaml.safe_dump({"layout": str(layout), **as_mapping(layout)}, sort_keys=False))
+    write_text_atomically(
+        run.plan_file, yaml.safe_dump({"layout": str(layout), **as_mapping(layout)}, sort_keys=False)
+    )
     if resumed is not None:
         run.drop_after(resumed)
     else:  # what a run left that was killed before its first checkpoint
@@ -87,7 +94,9 @@ def resolved(config: Config, run: RunDir) -> Config:
     """The same settings with absolute paths, so that the file works from anywhere."""
     data = config.data.model_copy(
         update={
-            "train": tuple(each.model_copy(update={"path": absolute(each.path)}) for each in config.data.train),
+            "train": tuple(
+                each.model_copy(update={"path": absolute(each.path)}) for each in config.data.train
+            ),
             "eval": tuple(each.model_copy(update={"path": absolute(each.path)}) for each in config.data.eval),
             "chat_template": absolute(config.data.chat_template) if config.data.chat_template else None,
         }

@@ -6,6 +6,7 @@ with its own scaled-dot-product attention and is handed back as it was.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -16,7 +17,7 @@ PROMPTS_AT_ONCE = 64
 @contextmanager
 def answering(model: PreTrainedModel) -> Iterator[None]:
     """The model in evaluation mode with an attention that can cache; afterwards as it was."""
-    attention, training = model.config._attn_implementation, model.training
+    attention, training = str(model.config._attn_implementation), model.training
     try:
         model.set_attn_implementation("sdpa")
     except ValueError:  # a family without it
@@ -58,7 +59,8 @@ def answers(
             width = max(len(prompts[i]) for i in chosen)
             rows = [[pad] * (width - len(prompts[i])) + list(prompts[i]) for i in chosen]
             mask = [[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in chosen]
-            output = model.generate(
+            generate: Any = model.generate  # declared in a way that types can't follow
+            output = generate(
                 torch.tensor(rows, device=model.device),
                 attention_mask=torch.tensor(mask, device=model.device),
                 generation_config=settings,

@@ -63,7 +63,9 @@ class Run:
 
 
 def train(run: Run) -> None:
-    """Run to the last step and write the model. Raises NonFinite and Interrupted with the last good checkpoint on the disk."""
+    """Run to the last step and write the model. Raises NonFinite and Interrupted with the last good
+    checkpoint on the disk.
+    """
     now, nonfinite = run.progress, 0
     with run.lock, run.metrics, run.stop, out_of_memory_explained(run), full_disk_explained(run):
         if now.step == 0 and run.evaluation.at_start:
@@ -99,7 +101,10 @@ def train(run: Run) -> None:
                 run.checkpoints.reserve(run.optimizer.state() | random_state())
             nonfinite = 0 if finite else nonfinite + 1
             if not finite:
-                run.metrics.say(f"Step {now.step} was not applied: loss {loss}, gradient norm {norm}. Batch: {batch.origin}.")
+                run.metrics.say(
+                    f"Step {now.step} was not applied: loss {loss}, gradient norm {norm}. Batch: "
+                    f"{batch.origin}."
+                )
             if nonfinite >= run.max_nonfinite_steps:
                 run.checkpoints.wait()
                 run.metrics.end(step=now.step, status="stopped: loss or gradients were not finite")
@@ -107,7 +112,7 @@ def train(run: Run) -> None:
 
             if due(now.step, run.evaluate_every, run.steps):
                 evaluate(run)
-            if due(now.step, run.checkpoint_every, run.steps) and finite or run.stop.requested:
+            if (due(now.step, run.checkpoint_every, run.steps) and finite) or run.stop.requested:
                 save(run)
             if run.stop.requested:
                 raise interrupted(run)
@@ -116,7 +121,7 @@ def train(run: Run) -> None:
 
 def due(step: int, every: int, last: int) -> bool:
     """Whether something happens after this step: every `every` steps (0: never), and at the last one."""
-    return step == last or bool(every) and step % every == 0
+    return step == last or (bool(every) and step % every == 0)
 
 
 def evaluate(run: Run) -> None:
@@ -137,7 +142,8 @@ def exhausted_patience(run: Run) -> bool:
     stop = bool(run.early_stopping) and run.progress.stale >= run.early_stopping
     if stop:
         run.metrics.say(
-            f"Stopping early after step {run.progress.step}: {run.progress.stale} evaluations without a lower loss than "
+            f"Stopping early after step {run.progress.step}: {run.progress.stale} evaluations without a "
+            "lower loss than "
             f"{run.progress.best_loss:.4f} (step {run.progress.best_step})."
         )
     return stop
@@ -159,7 +165,9 @@ def restore(run: Run, step: int) -> None:
     """Put the run where the checkpoint of `step` left it."""
     values = run.checkpoints.values(step)
     generators = random_state()
-    if set(generators) != set(values["generators"]):  # on another kind of device dropout can't be drawn as before
+    if set(generators) != set(
+        values["generators"]
+    ):  # on another kind of device dropout can't be drawn as before
         generators = {}
     run.checkpoints.load(step, run.optimizer.state(materialise=True) | generators)
     run.optimizer.publish()
@@ -181,10 +189,14 @@ def finish(run: Run) -> None:
     now = run.progress
     run.checkpoints.wait()
     if run.keep_best and now.best_step not in (0, now.step):
-        weights = {name: tensor for name, tensor in run.optimizer.state().items() if name.startswith("model.")}
+        weights = {
+            name: tensor for name, tensor in run.optimizer.state().items() if name.startswith("model.")
+        }
         run.checkpoints.load(now.best_step, weights)
         run.optimizer.publish()
-        run.metrics.say(f"The model is step {now.best_step}'s, with the lowest held-out loss: {now.best_loss:.4f}.")
+        run.metrics.say(
+            f"The model is step {now.best_step}'s, with the lowest held-out loss: {now.best_loss:.4f}."
+        )
     run.exporter.write(run.folder.model)
     run.metrics.end(step=now.step, status="finished", early=now.step < run.steps)
     if address := run.exporter.push(run.folder.model):
@@ -194,16 +206,22 @@ def finish(run: Run) -> None:
 def interrupted(run: Run) -> Interrupted:
     """What a signal ends with, once the checkpoint is on the disk."""
     problems, step = run.checkpoints.wait(), run.progress.step
-    saved = "The checkpoint could not be saved." if problems else "The checkpoint is saved; the same command goes on from it."
+    saved = (
+        "The checkpoint could not be saved."
+        if problems
+        else "The checkpoint is saved; the same command goes on from it."
+    )
     run.metrics.end(step=step, status=f"stopped by {run.stop.requested}")
     return Interrupted(f"Stopped by {run.stop.requested} after step {step} of {run.steps}. {saved}")
 
 
 def stopped_nonfinite(run: Run, steps: int, batch: Batch) -> str:
     return (
-        f"Loss or gradients were not finite for {steps} steps in a row, up to step {run.progress.step} ({batch.origin}). "
+        f"Loss or gradients were not finite for {steps} steps in a row, up to step {run.progress.step} "
+        f"({batch.origin}). "
         f"{last_checkpoint(run)} "
-        "Try a lower train.learning_rate, a longer warm-up, or train.precision=fp32; `meshtune data` shows the rows."
+        "Try a lower train.learning_rate, a longer warm-up, or train.precision=fp32; `meshtune data` shows "
+        "the rows."
     )
 
 
@@ -214,7 +232,9 @@ def last_checkpoint(run: Run) -> str:
 
 @contextmanager
 def full_disk_explained(run: Run) -> Iterator[None]:
-    """Turn a write that found no room into what is there and how to go on (a checkpoint that finds none is only reported)."""
+    """Turn a write that found no room into what is there and how to go on (a checkpoint that finds none is
+    only reported).
+    """
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -222,7 +242,8 @@ def full_disk_explained(run: Run) -> Iterator[None]:
             raise
         run.checkpoints.wait()
         raise UserError(
-            f"After step {run.progress.step} of {run.steps}: {error}. {last_checkpoint(run)} Make room for {run.folder.path} "
+            f"After step {run.progress.step} of {run.steps}: {error}. {last_checkpoint(run)} Make room for "
+            f"{run.folder.path} "
             "(checkpoint.keep=1 needs less); the same command then goes on."
         ) from error
 

@@ -75,7 +75,7 @@ class Optimizer:
         compute_dtype: torch.dtype | None,
     ) -> Bucket:
         names, parameters = [name for name, _ in named], [p for _, p in named]
-        trained = [p.data for p in parameters] if compute_dtype else parameters
+        trained: list[Tensor] = [p.data for p in parameters] if compute_dtype else [*parameters]
         if compute_dtype:
             for parameter in parameters:
                 parameter.data = parameter.data.to(compute_dtype)
@@ -117,12 +117,12 @@ class Optimizer:
         )
 
     def clip(self, norm: float, max_norm: float) -> None:
-        """Scale the gradients so that their norm is at most `max_norm` (torch.nn.utils.clip_grad_norm_'s
-        formula).
+        """Scale the gradients so that their norm is at most `max_norm`; 0: leave them.
+
+        The formula is torch.nn.utils.clip_grad_norm_'s.
         """
-        scale = max_norm / (norm + 1e-6)
-        if scale < 1:
-            torch._foreach_mul_(self.gradients(), scale)
+        if max_norm and (scale := max_norm / (norm + 1e-6)) < 1:
+            torch._foreach_mul_(self.gradients(), scale)  # pyright: ignore[reportPrivateImportUsage]
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
@@ -151,7 +151,9 @@ class Optimizer:
         """
         if self.has_masters:
             for bucket in self.buckets:
-                torch._foreach_copy_(bucket.parameters, bucket.trained)
+                torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+                    [p.data for p in bucket.parameters], bucket.trained
+                )
 
     def zero_grad(self) -> None:
         """Forget the gradients, as when a step is not applied."""

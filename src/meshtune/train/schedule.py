@@ -6,8 +6,8 @@ import math
 def learning_rate(step: int, *, peak: float, kind: str, warmup_steps: int, total_steps: int) -> float:
     """The rate of update `step` (1-based) out of `total_steps`.
 
-    As `transformers.get_scheduler`: the first of `warmup_steps` has rate 0, then a linear rise to `peak`; after it `cosine`
-    falls along half a cosine to 0, `linear` along a line to 0, and `constant` stays.
+    As `transformers.get_scheduler`: the first of `warmup_steps` has rate 0, then a linear rise to `peak`;
+    after it `cosine` falls along half a cosine to 0, `linear` along a line to 0, and `constant` stays.
     """
     done = step - 1
     if done < warmup_steps:

@@ -1,4 +1,6 @@
-"""A run from settings to its folder: exact accumulation, exact resumption, and everything that can stop it."""
+"""A run from settings to its folder: exact accumulation, exact resumption, and everything that can stop
+it.
+"""
 
 import json
 import math
@@ -19,7 +21,6 @@ from meshtune.errors import Interrupted, NonFinite, NothingFits, UserError
 from meshtune.rundir import RunDir
 from meshtune.train import build, loop
 from meshtune.train.evaluate import held_out_loss
-
 
 Train = Callable[..., loop.Run]
 
@@ -67,15 +68,17 @@ def test_a_run_leaves_a_folder_that_transformers_loads_with_the_trained_logits(t
     loaded = AutoModelForCausalLM.from_pretrained(run.folder.model, dtype=torch.float32)
     ids = AutoTokenizer.from_pretrained(run.folder.model)("Say red 7", return_tensors="pt").input_ids
     run.evaluation.model.set_attn_implementation("sdpa")
-    torch.testing.assert_close(loaded(ids).logits, run.evaluation.model.eval()(ids).logits, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        loaded(ids).logits, run.evaluation.model.eval()(ids).logits, rtol=1e-6, atol=1e-6
+    )
 
 
 def test_every_row_has_the_documented_fields(train: Train) -> None:
     run = train("eval.exact_match=3", "eval.samples=2", "eval.max_new_tokens=4")
     row = run.folder.rows("train")[-1]
     assert {
-        "kind", "step", "loss", "grad_norm", "learning_rate", "tokens", "label_tokens", "step_seconds", "data_seconds",
-        "tokens_per_second_per_gpu", "mfu", "mfu_6n", "peak_memory_bytes",
+        "kind", "step", "loss", "grad_norm", "learning_rate", "tokens", "label_tokens", "step_seconds",
+        "data_seconds",         "tokens_per_second_per_gpu", "mfu", "mfu_6n", "peak_memory_bytes",
     } <= row.keys()  # fmt: skip
     assert row["mfu"] is None and row["tflops_per_second"] > 0, "the peak of a CPU is unknown"
     held_out = run.folder.rows("eval")[-1]
@@ -160,7 +163,9 @@ def test_a_non_finite_step_is_not_applied_and_several_in_a_row_stop_the_run(
         train_row(**numbers)
 
     monkeypatch.setattr(run.metrics, "train", noted)
-    with pytest.raises(NonFinite, match=r"3 steps in a row, up to step 7 \(epoch .*last good checkpoint is step 4"):
+    with pytest.raises(
+        NonFinite, match=r"3 steps in a row, up to step 7 \(epoch .*last good checkpoint is step 4"
+    ):
         loop.train(run)
     assert all(torch.equal(before[2][name], before[3][name]) for name in before[2])
     assert not torch.equal(before[3]["model.lm_head.weight"], before[4]["model.lm_head.weight"])
@@ -168,9 +173,12 @@ def test_a_non_finite_step_is_not_applied_and_several_in_a_row_stop_the_run(
     assert NonFinite.exit_code == 4
 
 
-def test_the_best_evaluation_is_kept_and_patience_ends_the_run(settings: Callable[..., list[str]], tiny: Path) -> None:
+def test_the_best_evaluation_is_kept_and_patience_ends_the_run(
+    settings: Callable[..., list[str]], tiny: Path
+) -> None:
     run = build.build(
-        config.load(None, settings("train.max_steps=40", "eval.every=2", "eval.keep_best=true", "eval.early_stopping=2",
+        config.load(None, settings("train.max_steps=40", "eval.every=2", "eval.keep_best=true",
+                                   "eval.early_stopping=2",
                                    "train.learning_rate=0.3", "checkpoint.keep=1"))
     )  # fmt: skip
     loop.train(run)
@@ -221,7 +229,9 @@ def test_bf16_follows_fp32(precision: str, train: Train, tmp_path: Path) -> None
     assert state == {torch.float32 if precision == "bf16" else torch.bfloat16}
 
 
-def test_memory_of_the_first_two_steps_is_said(settings: Callable[..., list[str]], capsys: pytest.CaptureFixture) -> None:
+def test_memory_of_the_first_two_steps_is_said(
+    settings: Callable[..., list[str]], capsys: pytest.CaptureFixture
+) -> None:
     run = build.build(config.load(None, settings("log.to=[console]")))
     loop.train(run)
     said = capsys.readouterr().err
@@ -258,7 +268,9 @@ def test_packing_is_refused_for_an_attention_that_cannot_keep_documents_apart(
         build.build(config.load(None, settings("model.attention=eager")))
 
 
-def test_a_folder_with_something_else_in_it_is_not_taken(settings: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_folder_with_something_else_in_it_is_not_taken(
+    settings: Callable[..., list[str]], tmp_path: Path
+) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").write_text("all of it")
     with pytest.raises(UserError, match="not empty and holds no run"):
