@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from meshtune.model.anatomy import anatomy
 from meshtune.parallel.recompute import recompute_blocks
 
-MODES: tuple[Mode, ...] = ("none", "attention", "selective", "full")
+MODES: tuple[str, ...] = ("none", "attention", "selective", "full")
 HIDDEN, HEADS, KV_HEADS, FFN = 512, 8, 4, 1408
 
 

@@ -319,6 +319,7 @@ def test_epochs_and_tokens_set_the_steps_and_the_batch(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_compiled_blocks_train_the_same(settings: Settings, tmp_path: Path) -> None:
     found = {}
     for compiled in ("false", "true"):
