@@ -4,10 +4,11 @@ A folder is written aside, flushed to the disk, and renamed, so that a folder un
 whole.
 """
 
+import copy
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from meshtune.errors import UserError
@@ -89,25 +90,42 @@ def save_model(
     tokenizer: PreTrainedTokenizerBase | None,
     *,
     card: str | None = None,
+    stop_ids: Sequence[int] = (),
     max_shard_size: str = "5GB",
 ) -> None:
     """Write the folder that `AutoModelForCausalLM.from_pretrained` loads, with `card` as its README.md.
 
-    Weights keep their dtype, which config.json names. Merge adapters first (`merge_lora`) or use
-    `save_adapter`.
+    Weights keep their dtype, which config.json names. stop_ids: the tokens that the model was taught to end
+    an answer with; whoever generates with the folder stops at them too. Merge adapters first (`merge_lora`)
+    or use `save_adapter`.
     """
     assert not adapted(model), "merge_lora or save_adapter first: a plain model has no place for adapters"
-    generation = model.generation_config
-    if generation is not None and generation.do_sample is not True and _samples(generation):
-        generation.do_sample = (
-            True  # what the base model's author meant; transformers refuses to save it otherwise
-        )
+    config, generation = model.config, model.generation_config
     with _whole(Path(folder)) as aside:
-        model.save_pretrained(aside, max_shard_size=max_shard_size)
+        try:  # the live model keeps its own
+            model.config, model.generation_config = copy.deepcopy(config), _generation(model, stop_ids)
+            if stop_ids:
+                model.config.eos_token_id = stop_ids[0]
+            model.save_pretrained(aside, max_shard_size=max_shard_size)
+        finally:
+            model.config, model.generation_config = config, generation
         _finish(aside, tokenizer, card)
 
 
-def _samples(generation: Any) -> bool:
+def _generation(model: PreTrainedModel, stop_ids: Sequence[int]) -> GenerationConfig:
+    """How the saved model is to generate: as before, but first of all stopping at `stop_ids`."""
+    generation = copy.deepcopy(model.generation_config or GenerationConfig())
+    if generation.do_sample is not True and _samples(generation):
+        # What the base model's author meant; transformers refuses to save it otherwise.
+        generation.do_sample = True
+    if stop_ids:
+        old = generation.eos_token_id
+        ends = list(dict.fromkeys([*stop_ids, *([old] if isinstance(old, int) else old or [])]))
+        generation.eos_token_id = ends if len(ends) > 1 else ends[0]
+    return generation
+
+
+def _samples(generation: GenerationConfig) -> bool:
     return any(
         value is not None and value != plain
         for value, plain in (
@@ -139,12 +157,14 @@ def save_adapter(
     dropout: float = 0.0,
     embeddings: bool = False,
     card: str | None = None,
+    stop_ids: Sequence[int] = (),
 ) -> None:
     """Write the adapters of `model` as a peft adapter of the model `base_name`.
 
     With `embeddings` (tokens were added, or the tables are trained) the embedding and the head go with it,
     whole, under the names that peft gives them. Who loads it with peft resizes the base first, as peft
-    demands: `base.resize_token_embeddings(len(tokenizer))`; `load_adapter` does so by itself.
+    demands: `base.resize_token_embeddings(len(tokenizer))`; `load_adapter` does so by itself. `stop_ids`,
+    as of `save_model`, go into a generation_config.json beside it (`GenerationConfig.from_pretrained`).
     """
     layers = adapted(model)
     tensors: dict[str, Tensor] = {}
@@ -169,6 +189,7 @@ def save_adapter(
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         save_file(plain, aside / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         (aside / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2), encoding="utf-8")
+        _generation(model, stop_ids).save_pretrained(aside)
         _finish(aside, tokenizer, card)
 
 

@@ -6,7 +6,7 @@ import torch
 from families import FAMILIES
 from model_folders import plain
 from test_lora import fill
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from meshtune.errors import UserError
 from meshtune.model.load import load, resize_embeddings
@@ -51,6 +51,28 @@ def test_a_generation_config_that_transformers_refuses_to_save_is_mended(save, t
     model.generation_config.temperature = 0.6  # with do_sample unset, as in Llama 2's
     save_model(tmp_path / "out", model, None)
     assert json.loads((tmp_path / "out/generation_config.json").read_text())["do_sample"] is True
+
+
+def test_a_saved_model_stops_in_transformers_at_the_token_it_was_taught(save, tmp_path, ids):
+    model = plain(save("llama"))
+    assert model.generation_config.eos_token_id == 2
+    first, second = model.generate(ids[:1], max_new_tokens=2, do_sample=False)[0, -2:].tolist()
+    assert first != second
+    save_model(tmp_path / "out", model, None, stop_ids=[second, first])
+    saved = plain(tmp_path / "out")
+    assert saved.config.eos_token_id == second
+    assert saved.generation_config.eos_token_id == [second, first, 2]
+    assert saved.generate(ids[:1], max_new_tokens=9, do_sample=False)[0, ids.shape[1] :].tolist() == [first]
+    save_model(tmp_path / "one", model, None, stop_ids=[2])
+    assert plain(tmp_path / "one").generation_config.eos_token_id == 2
+    assert (model.config.eos_token_id, model.generation_config.eos_token_id) == (2, 2)
+
+
+def test_the_tokens_that_end_an_answer_lie_beside_the_adapter(save, tmp_path):
+    model = load(str(save("llama")), dtype=torch.float32, attention="eager")
+    add_lora(model, r=4, alpha=8)
+    save_adapter(tmp_path / "out", model, None, base_name="base", r=4, alpha=8, stop_ids=[7])
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [7, 2]
 
 
 def test_a_failed_save_leaves_the_old_folder_whole_and_nothing_beside_it(save, tmp_path, monkeypatch):
