@@ -8,9 +8,9 @@
         manifest.json    size and hash of each file above, written last; names of tied tensors
       .tmp-step-30/      being written; renamed to step-30 when every byte is on the disk
 
-The loop pays for one copy of the tensors into host memory; a thread writes that copy. What goes wrong there
-(a full disk) is told at the next `save` or `wait` and never ends the run: the checkpoints before it are
-whole.
+The loop pays for one copy of the tensors into host memory; a thread writes that copy. Where there is no
+memory for the copy, it is not made and the loop waits for the disk. What goes wrong in the thread (a full
+disk) is told at the next `save` or `wait` and never ends the run: the checkpoints before it are whole.
 
 The hashes find damage, not malice: who can change a file can change the manifest. So nothing in a checkpoint
 is trusted to be harmless either: see unpickle.py.
@@ -29,6 +29,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 import xxhash
@@ -78,7 +79,7 @@ class Checkpoints:
         self._rank = dist.get_rank(process_group) if process_group else 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[str | None] | None = None
-        self._reserving: Future[None] | None = None
+        self._reserving: Future[str | None] | None = None
         self._buffers: dict[str, Tensor] = {}
         self._checked: set[int] = set()  # steps found whole by this object: hashing them once is enough
         # One process is what we mean. Not around the calls: catch_warnings is not safe beside other threads.
@@ -105,30 +106,37 @@ class Checkpoints:
         tied = _tied(tensors)
         own = {name: tensor for name, tensor in tensors.items() if name not in tied}
         self._checked.discard(step)
+        if self._asynchronous:
+            pieces = {name: _local(tensor) for name, tensor in own.items()}
+            problems += self._without_copies(self._prepare(pieces))
         if not self._asynchronous:
             return problems + self._tell(self._write(step, own, None, tied, text, protect))
-        copies = self._stage(own)
+        copies = self._stage(pieces)
         self._writing = self._thread.submit(self._write, step, own, copies, tied, text, protect)
         return problems
 
     def wait(self) -> list[str]:
         """Wait until the last save is on the disk; returns, and reports, why it is not if it failed."""
         reserving, self._reserving = self._reserving, None
-        if reserving:
-            reserving.result()
+        problems = self._without_copies(reserving.result()) if reserving else []
         writing, self._writing = self._writing, None
-        return self._tell(writing.result()) if writing else []
+        return problems + self._tell(writing.result()) if writing else problems
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
         """Make memory for the host copies in the background, so that the first save is no longer than others.
 
         Touching fresh memory takes the operating system longer than the copy. Call it when the optimizer
-        state exists. Only shapes, types and devices are read.
+        state exists. Only shapes, types and devices are read. Where the copies would take more than half of
+        the free memory there will be none: the system would have to swap, or to kill the run.
         """
         if self._asynchronous:
             tied = _tied(tensors)
             pieces = {name: _local(tensor) for name, tensor in tensors.items() if name not in tied}
-            self._reserving = self._thread.submit(self._prepare, pieces, touch=True)
+            free = psutil.virtual_memory().available
+            if sum(piece.nbytes for piece in pieces.values()) > free / 2:
+                self._without_copies(f"only {human(free)} are free")
+            else:
+                self._reserving = self._thread.submit(self._prepare, pieces, touch=True)
 
     def clear_leftovers(self) -> None:
         """Remove what killed runs left half-written. Each save does it too; only the run that writes may."""
@@ -141,22 +149,38 @@ class Checkpoints:
             self._report(sentence)
         return problems
 
-    def _prepare(self, tensors: Mapping[str, Tensor], *, touch: bool = False) -> None:
-        """Let `_buffers` hold host memory for each of these (local) tensors, and for no others."""
+    def _without_copies(self, reason: str | None) -> list[str]:
+        """Where there is a reason for it, write from the live tensors from now on, and tell so."""
+        if reason is None:
+            return []
+        self._asynchronous = False
+        self._buffers.clear()
+        return self._tell(
+            f"There is no host memory for copies of what checkpoints hold ({reason}), so training waits "
+            "while each is written (as with checkpoint.async_save: false)."
+        )
+
+    def _prepare(self, tensors: Mapping[str, Tensor], *, touch: bool = False) -> str | None:
+        """Let `_buffers` hold host memory for each of these (local) tensors, and for no others.
+
+        Returns why that memory can't be had, if it can't.
+        """
         for name in self._buffers.keys() - tensors.keys():
             del self._buffers[name]
         for name, tensor in tensors.items():
             old = self._buffers.get(name)
             if old is None or (old.shape, old.dtype) != (tensor.shape, tensor.dtype):
                 pinned = tensor.is_cuda and tensor.numel() > 0  # page-locked: copied at the bus's speed
-                fresh = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+                try:
+                    fresh = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+                except (RuntimeError, MemoryError) as error:
+                    return str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
                 self._buffers[name] = fresh.zero_() if touch else fresh
+        return None
 
     @torch.no_grad()
-    def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of this rank's pieces in host memory, in buffers that are used again by the next save."""
-        pieces = {name: _local(tensor) for name, tensor in tensors.items()}
-        self._prepare(pieces)
+    def _stage(self, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of this rank's pieces in the buffers made for them, which the next save uses again."""
         for name, piece in pieces.items():
             self._buffers[name].copy_(piece, non_blocking=True)
         if any(piece.is_cuda for piece in pieces.values()):

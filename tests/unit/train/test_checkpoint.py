@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -116,6 +118,46 @@ def test_memory_is_taken_once_for_all_saves(tmp_path):
     checkpoints.save(2, tensors, {})
     assert {name: buffer.data_ptr() for name, buffer in checkpoints._buffers.items()} == reserved
     assert reserved.keys() == tensors.keys()
+
+
+@pytest.mark.parametrize("reserved", [True, False])
+def test_without_memory_for_copies_the_checkpoint_is_written_at_once_and_that_is_told_once(
+    tmp_path, monkeypatch, reserved
+):
+    def refuse(*args, **kwargs):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory.\nframes")
+
+    told: list[str] = []
+    checkpoints, read = Checkpoints(tmp_path, report=told.append), empty(state())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", refuse)
+        if reserved:
+            checkpoints.reserve(state())
+        checkpoints.wait()
+        assert len(told) == reserved
+        checkpoints.save(1, state(1.0), {})
+        assert checkpoints._writing is None
+    checkpoints.save(2, state(2.0), {})
+    assert checkpoints._buffers == {}
+    assert len(told) == 1
+    assert "(DefaultCPUAllocator: can't allocate memory), so training waits" in told[0]
+    for step in (1, 2):
+        checkpoints.load(step, read)
+        assert torch.equal(read["model.weight"], state(step)["model.weight"])
+
+
+def test_copies_that_would_take_over_half_of_the_free_memory_are_not_made(tmp_path, monkeypatch):
+    told: list[str] = []
+    tensors = {"weight": torch.zeros(1024, dtype=torch.uint8)}
+    for free, times in ((2048, 0), (2047, 1)):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
+        checkpoints = Checkpoints(tmp_path, report=told.append)
+        checkpoints.reserve(tensors)
+        checkpoints.save(free, tensors, {})
+        assert (checkpoints._writing is None) == bool(times)
+        assert checkpoints.wait() == []
+        assert len(told) == times
+        assert checkpoints.newest_good() == free
 
 
 def test_tied_tensors_are_written_once_and_fill_both_names(tmp_path):
