@@ -8,7 +8,7 @@ A token sees the earlier tokens of its own document (of the last `sliding_window
 nothing else; padding gives zeros. No mask of seq × seq is ever built, and keys and values are never expanded
 to the number of query heads.
 
-    CPU                one fused call per document, straight into one output buffer    `_Documents`
+    CPU                one fused call per document, straight into one output buffer    `_PerDocument`
       with a softcap   the same with our own blockwise kernel (`meshtune::capped_attention`)
     CUDA, 16 bit       one variable-length flash call for the micro-batch              `_varlen`
       with a softcap   flex attention with a block mask                                `_flex`
@@ -50,7 +50,7 @@ WINDOW_BLOCK = 512  # queries of one masked call, at most, in a document longer 
 # ------------------------------------------------------------------------------------------------------------
 
 
-class Run(NamedTuple):
+class Piece(NamedTuple):
     """One kernel call: these rows' queries see these keys, causally (window None) or in a band as well."""
 
     rows: slice
@@ -84,46 +84,47 @@ def _checked(documents: Documents | Sequence[Sequence[int]], batch: int, seq: in
 
 
 @lru_cache(maxsize=32)
-def _runs(documents: Lengths, window: int | None) -> tuple[Run, ...]:
+def _pieces(documents: Lengths, window: int | None) -> tuple[Piece, ...]:
     """The kernel calls of a micro-batch; neighbouring rows that are cut alike share theirs."""
-    runs, row = [], 0
+    pieces, row = [], 0
     for lengths, alike in groupby(documents):
         rows = slice(row, row + len(list(alike)))
         row = rows.stop
         for stop in accumulate(lengths):
             start = stop - lengths[0]
             lengths = lengths[1:]
-            runs.extend(_document_runs(rows, start, stop, window))
-    return tuple(runs)
+            pieces.extend(_document_pieces(rows, start, stop, window))
+    return tuple(pieces)
 
 
-def _document_runs(rows: slice, start: int, stop: int, window: int | None) -> list[Run]:
+def _document_pieces(rows: slice, start: int, stop: int, window: int | None) -> list[Piece]:
     if window is None or stop - start <= window:
-        return [Run(rows, slice(start, stop), slice(start, stop), None)]
+        return [Piece(rows, slice(start, stop), slice(start, stop), None)]
     # Blocks of queries, each with the keys that its window reaches: time and mask grow with length × window.
     size = min(max(window, 64), WINDOW_BLOCK)
     blocks = [(first, min(first + size, stop)) for first in range(start, stop, size)]
     return [
-        Run(rows, slice(first, last), slice(max(start, first - window + 1), last), window)
+        Piece(rows, slice(first, last), slice(max(start, first - window + 1), last), window)
         for first, last in blocks
     ]
 
 
-def _band(run: Run, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """The additive mask [queries, keys] of a run in a band; None when plain causal attention says the same.
+def _band(piece: Piece, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """The additive mask [queries, keys] of a piece with a window; None when plain causal attention says the
+    same.
 
     Hugging Face counts the query itself: a window of w sees keys i - w + 1 ... i.
     """
-    if run.window is None:
+    if piece.window is None:
         return None
-    queries = torch.arange(run.queries.start, run.queries.stop, device=device)[:, None]
-    keys = torch.arange(run.keys.start, run.keys.stop, device=device)[None, :]
-    hidden = (keys > queries) | (keys <= queries - run.window)
+    queries = torch.arange(piece.queries.start, piece.queries.stop, device=device)[:, None]
+    keys = torch.arange(piece.keys.start, piece.keys.stop, device=device)[None, :]
+    hidden = (keys > queries) | (keys <= queries - piece.window)
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
 
 
 # ------------------------------------------------------------------------------------------------------------
-# CPU: one kernel call per run, into one output
+# CPU: one kernel call per piece, into one output
 # ------------------------------------------------------------------------------------------------------------
 
 
@@ -144,50 +145,56 @@ def _kernel_backward(grad, q, k, v, out, lse, mask: Tensor | None, scale: float,
     )
 
 
-class _Documents(torch.autograd.Function):
-    """Attention run by run. Saves q, k, v, the output and its log-sum-exp, each once.
+class _PerDocument(torch.autograd.Function):
+    """Attention piece by piece. Saves q, k, v, the output and its log-sum-exp, each once.
 
     Autograd over slices would instead save every document's output beside their concatenation and fill a
     gradient of the whole length for every slice.
     """
 
     @staticmethod
-    def forward(ctx: Any, q, k, v, runs: tuple[Run, ...], padded: bool, scale: float, softcap: float | None):
+    def forward(
+        ctx: Any, q, k, v, pieces: tuple[Piece, ...], padded: bool, scale: float, softcap: float | None
+    ):
         batch, heads, seq, head_dim = q.shape
-        if len(runs) == 1 and not padded:
+        if len(pieces) == 1 and not padded:
             out, lse = _kernel(q, k, v, None, scale, softcap)
         else:
             # Tokens before heads: what the output projection reads without a copy.
             out = (q.new_zeros if padded else q.new_empty)(batch, seq, heads, head_dim).transpose(1, 2)
             lse_dtype = torch.promote_types(q.dtype, torch.float32)
             lse = q.new_empty(batch, seq, heads, dtype=lse_dtype).transpose(1, 2)
-            for run in runs:
-                mask = _band(run, q.dtype, q.device)
-                part = q[run.rows, :, run.queries], k[run.rows, :, run.keys], v[run.rows, :, run.keys]
-                out[run.rows, :, run.queries], lse[run.rows, :, run.queries] = _kernel(
+            for piece in pieces:
+                mask = _band(piece, q.dtype, q.device)
+                part = (
+                    q[piece.rows, :, piece.queries],
+                    k[piece.rows, :, piece.keys],
+                    v[piece.rows, :, piece.keys],
+                )
+                out[piece.rows, :, piece.queries], lse[piece.rows, :, piece.queries] = _kernel(
                     *part, mask, scale, softcap
                 )
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.runs, ctx.padded, ctx.scale, ctx.softcap = runs, padded, scale, softcap
+        ctx.pieces, ctx.padded, ctx.scale, ctx.softcap = pieces, padded, scale, softcap
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
-        runs, scale, softcap = ctx.runs, ctx.scale, ctx.softcap
+        pieces, scale, softcap = ctx.pieces, ctx.scale, ctx.softcap
         if grad.stride(-1) != 1:
             grad = grad.contiguous()
-        if len(runs) == 1 and not ctx.padded:
+        if len(pieces) == 1 and not ctx.padded:
             grads = _kernel_backward(grad, q, k, v, out, lse, None, scale, softcap)
             return *grads, None, None, None, None
         # Blocks of one windowed document share keys, so their gradients add up; otherwise each is written
         # once.
-        shared = any(run.window is not None for run in runs)
+        shared = any(piece.window is not None for piece in pieces)
         grad_q = (torch.zeros_like if ctx.padded else torch.empty_like)(q)
         grad_k, grad_v = ((torch.zeros_like if ctx.padded or shared else torch.empty_like)(t) for t in (k, v))
-        for run in runs:
-            mask = _band(run, q.dtype, q.device)
-            rows, queries, keys = run.rows, run.queries, run.keys
+        for piece in pieces:
+            mask = _band(piece, q.dtype, q.device)
+            rows, queries, keys = piece.rows, piece.queries, piece.keys
             gq, gk, gv = _kernel_backward(
                 grad[rows, :, queries],
                 q[rows, :, queries],
@@ -200,7 +207,7 @@ class _Documents(torch.autograd.Function):
                 softcap,
             )
             grad_q[rows, :, queries] = gq
-            if run.window is None:
+            if piece.window is None:
                 grad_k[rows, :, keys], grad_v[rows, :, keys] = gk, gv
             else:
                 grad_k[rows, :, keys] += gk
@@ -385,10 +392,10 @@ def _flex(q, k, v, documents: Lengths, scale: float, softcap: float | None, wind
 
 
 def _plain(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float, softcap: float | None, run: Run
+    q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float, softcap: float | None, piece: Piece
 ) -> Tensor:
     """One document, [batch, heads, length, head_dim]; keeps its scores for the backward when capped."""
-    mask = _band(run, q.dtype, q.device)
+    mask = _band(piece, q.dtype, q.device)
     gqa = q.shape[1] != k.shape[1]
     if gqa and (softcap is not None or q.is_cuda):  # the memory-efficient CUDA kernel knows no grouped heads
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
@@ -428,8 +435,8 @@ def _one_by_one(
         for length, (own_q, own_k, own_v) in zip(lengths, pieces, strict=False):
             whole = slice(0, length)
             banded = window if window is not None and window < length else None
-            run = Run(whole, whole, whole, banded)
-            parts.append(_plain(own_q, own_k, own_v, scale, dropout, softcap, run))
+            piece = Piece(whole, whole, whole, banded)
+            parts.append(_plain(own_q, own_k, own_v, scale, dropout, softcap, piece))
         last = rows[0].new_zeros(*rows[0].shape[:2], padding, rows[2].shape[-1])
         outs.append(torch.cat([*parts, last], dim=2))
     return torch.cat(outs)
@@ -490,7 +497,7 @@ def _core(
         return _one_by_one(q, k, v, documents, scale, dropout, softcap, window)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     padded = any(sum(row) < q.shape[2] for row in documents)
-    return _Documents.apply(q, k, v, _runs(documents, window), padded, scale, softcap)
+    return _PerDocument.apply(q, k, v, _pieces(documents, window), padded, scale, softcap)
 
 
 def document_attention(
