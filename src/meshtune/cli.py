@@ -187,22 +187,25 @@ def export(
         int | None, typer.Option(help="export this checkpoint instead of the final model")
     ] = None,
     push_to: Annotated[str | None, typer.Option(help="hub id to upload the folder to")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write a Hugging Face folder from a run: the final model or a checkpoint, an adapter or merged."""
     from meshtune.train import commands
 
-    print(commands.export_run(run, to, merge=merge, step=step, push_to=push_to))
+    folder = commands.export_run(run, to, merge=merge, step=step, push_to=push_to)
+    show_json({"folder": str(folder)}) if as_json else print(folder)
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="a run folder")]) -> None:
+def report(run: Annotated[Path, typer.Argument(help="a run folder")], as_json: AsJson = False) -> None:
     """Write the run's report.html again from what the run folder holds."""
     folder = RunDir(run)
     if not folder.config_file.exists() and not folder.metrics_file.exists():
         raise UserError(f"{run} holds no run: neither config.yaml nor metrics.jsonl is there.")
     from meshtune.report import page
 
-    print(page.write_report(folder))
+    page_file = page.write_report(folder)
+    show_json({"report": str(page_file)}) if as_json else print(page_file)
 
 
 @app.command()

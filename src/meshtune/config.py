@@ -21,6 +21,7 @@ from meshtune.layout import PartialLayout
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Format = Literal["auto", "text", "prompt-completion", "alpaca", "messages", "sharegpt"]
 Precision = Literal["fp32", "bf16", "bf16-pure", "fp64"]
 
 
@@ -54,7 +55,7 @@ class SourceConfig(Section):
     path: str = Field(min_length=1)
     weight: float = Field(default=1.0, gt=0, description="passes through this source per epoch")
     split: str | None = None
-    format: str | None = None
+    format: Format | None = None
     columns: dict[str, str] | None = None
 
 
@@ -67,7 +68,7 @@ class DataConfig(Section):
     eval_split: float = Field(
         default=0, ge=0, description="below 1: a fraction of the documents; else how many"
     )
-    format: Literal["auto", "text", "prompt_completion", "alpaca", "messages", "sharegpt"] = "auto"
+    format: Format = "auto"
     columns: dict[str, str] = {}
     chat_template: str | None = Field(
         default=None, description="none, a built-in's name or a file; null: the tokenizer's own"
@@ -301,7 +302,7 @@ def load(
 def read_yaml(file: Path) -> dict[str, Any]:
     """A YAML file's mapping. Raises UserError when it is missing, no YAML, or no mapping."""
     try:
-        tree = yaml.load(file.read_text(encoding="utf-8"), Loader=Numbers)
+        tree = yaml.load(file.read_text(encoding="utf-8"), Loader=UniqueKeys)
     except OSError as error:
         raise UserError(f"Config {file} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
@@ -317,7 +318,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
     return tree
 
 
-class Numbers(yaml.SafeLoader):
+class UniqueKeys(yaml.SafeLoader):
     """YAML that refuses a key written twice in one mapping: the earlier value would be lost without a
     word.
     """

@@ -35,7 +35,7 @@ from meshtune.train.evaluate import Evaluation
 from meshtune.train.export import Exporter, recipe
 from meshtune.train.loop import Run, restore
 from meshtune.train.memory import PhaseMemory, Workload
-from meshtune.train.metrics import Metrics
+from meshtune.train.metrics import Metrics, tracker_problems
 from meshtune.train.mfu import flops_of, peak_flops
 from meshtune.train.optim import Optimizer
 from meshtune.train.schedule import learning_rate, warmup
@@ -56,6 +56,8 @@ def build(config: Config, *, ranks: int | None = None) -> Run:
 
     Raises UserError for settings, data and models that can't work, before the run folder is touched.
     """
+    if problems := tracker_problems(config.log.to):
+        raise UserError(problems)
     layout = layout_of(config, ranks)
     device = device_of(config)
     attention = attention_of(config)
@@ -64,7 +66,7 @@ def build(config: Config, *, ranks: int | None = None) -> Run:
     tokenizer, encoder = tokenizer_of(config)
     prepared = data_of(config, encoder)
     steps = steps_of(config, prepared.train)
-    model = model_of(config, tokenizer, attention, device)
+    model, added = model_of(config, tokenizer, attention, device)
     parts = anatomy(model)
     census = census_of(model)
     if attention == "meshtune":
@@ -126,7 +128,8 @@ def build(config: Config, *, ranks: int | None = None) -> Run:
         metrics=metrics,
         memory=PhaseMemory(model, optimizer, device, workload=workload_of(config, layout), census=census),
         flops=flops_of(census, config.data.seq_len),
-        exporter=exporter_of(config, model, tokenizer, steps),
+        exporter=exporter_of(config, model, tokenizer, encoder),
+        data_sentences=partial(streamed, prepared),
         stop=StopRequest(enabled=config.checkpoint.save_on_signal),
         lock=lock,
     )
@@ -151,6 +154,10 @@ def build(config: Config, *, ranks: int | None = None) -> Run:
     )
     for sentence in [*sentences(prepared.stats), *damaged]:
         metrics.say(sentence)
+    if added:
+        metrics.say(
+            f"{added} tokens of the tokenizer had no embedding; theirs start from the mean of the others."
+        )
     if resumed is not None:
         metrics.say(f"Going on from the checkpoint of step {resumed} in {run_folder.path}.")
     return run
@@ -196,6 +203,11 @@ def attention_of(config: Config) -> str:
     packs = own_attention(model)
     if wanted == "auto":
         wanted = "meshtune" if packs else model.config._attn_implementation
+    if wanted != "meshtune" and config.partial_layout.fixed.get("recompute") == "attention":
+        raise UserError(
+            f"recompute = attention: {type(model).__name__} runs with the attention {wanted}, which it can't "
+            "recompute by itself. Use selective or full."
+        )
     if wanted == "meshtune" and not packs:
         raise UserError(
             f"model.attention = meshtune: {type(model).__name__} computes its attention inside the model. "
@@ -226,6 +238,8 @@ def tokenizer_of(config: Config) -> tuple[PreTrainedTokenizerBase, Encoder]:
         config.model.name, trust_remote_code=config.model.trust_remote_code, revision=config.model.revision
     )
     data = config.data
+    if data.chat_template == "none":  # who loads the result shall prompt it as it was trained
+        tokenizer.chat_template = None
     encoder = Encoder(
         tokenizer,
         train_on=data.train_on,
@@ -283,8 +297,8 @@ def steps_of(config: Config, train: Dataset | Stream) -> int:
 
 def model_of(
     config: Config, tokenizer: PreTrainedTokenizerBase, attention: str, device: torch.device
-) -> PreTrainedModel:
-    """The model with its new tokens, frozen parameters and adapters, in training mode."""
+) -> tuple[PreTrainedModel, int]:
+    """The model with frozen parameters and adapters, in training mode; and how many embeddings it gained."""
     model = load(
         config.model.name,
         init=config.model.init,
@@ -311,7 +325,7 @@ def model_of(
                 table.weight.requires_grad_(True)
     if config.model.freeze:
         freeze(model, config.model.freeze)
-    return model
+    return model, added
 
 
 def loading_dtype(config: Config) -> torch.dtype:
@@ -379,8 +393,15 @@ def workload_of(config: Config, layout: Layout) -> Workload:
     )
 
 
+def streamed(prepared: Prepared) -> list[str]:
+    """What was cut, dropped or skipped of a stream so far; what is on the disk was told at the start."""
+    if not isinstance(prepared.train, Stream):
+        return []
+    return sentences(prepared.stats | prepared.train.tally.values())
+
+
 def exporter_of(
-    config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, steps: int
+    config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, encoder: Encoder
 ) -> Exporter:
     embeddings = model.get_input_embeddings().weight.requires_grad
     adapter = {
@@ -392,9 +413,10 @@ def exporter_of(
     return Exporter(
         model,
         tokenizer,
-        base_name=config.model.name,
+        base_name=folder.absolute(config.model.name),
         adapter=adapter if config.method == "lora" else None,
-        recipe=recipe(config, steps),
+        recipe=recipe(config),
+        stop_ids=encoder.stop_ids,
         push_to=config.hub.push_to,
         private=config.hub.private,
     )

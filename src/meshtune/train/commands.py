@@ -31,6 +31,7 @@ from meshtune.model.anatomy import anatomy, capabilities
 from meshtune.model.load import load, load_config, load_tokenizer, quiet, resize_embeddings
 from meshtune.model.lora import merge_lora
 from meshtune.model.save import adapter_base, load_adapter
+from meshtune.parallel.attention import NAMES
 from meshtune.rundir import RunDir
 from meshtune.train import build
 from meshtune.train.checkpoint import Checkpoints
@@ -54,6 +55,8 @@ class Target:
 def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = None) -> Target:
     """What a target's name stands for. Raises UserError where nothing usable is there."""
     path = Path(name).expanduser() if name else None
+    if path and path.name == "model" and (path.parent / "config.yaml").exists():
+        path = path.parent  # a run's model is prompted and evaluated as its run was
     if path is None or path.is_file():
         return Target(settings.load(path, overrides))
     if (path / "config.yaml").exists():
@@ -83,14 +86,17 @@ def open_model(target: Target) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     """The target's model in evaluation mode, its tokenizer and encoder."""
     quiet()
     config, device = target.config, build.device_of(target.config)
-    attention = build.attention_of(config)
+    compute, _ = build.PRECISIONS[config.train.precision]
+    unpacked = config.data.model_copy(update={"packing": False})  # generating packs nothing
+    attention = build.attention_of(config.model_copy(update={"data": unpacked}))
     if target.step is not None and target.run is not None:
         tokenizer, encoder = build.tokenizer_of(config)
-        model = build.model_of(config, tokenizer, attention, device)
+        model, _ = build.model_of(config, tokenizer, attention, device)
         weights = {f"model.{name}": p.data for name, p in model.named_parameters() if p.requires_grad}
         Checkpoints(target.run.checkpoints).load(target.step, weights)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(compute)
         return model.eval(), tokenizer, encoder
-    compute, _ = build.PRECISIONS[config.train.precision]
     trust = config.model.trust_remote_code
     adapter = target.folder is not None and (target.folder / "adapter_config.json").exists()
     whole = str(target.folder) if target.folder and not adapter else config.model.name
@@ -134,8 +140,11 @@ def evaluate_target(name: str | None, overrides: Sequence[str]) -> dict[str, Any
             "There is nothing to evaluate on; add data.eval=FILE (or data.eval_split) to the command."
         )
     model, tokenizer, encoder = open_model(target)
-    if not config.data.train:  # only held-out data was named: prepare it as such
-        data = config.data.model_copy(update={"train": config.data.eval, "eval": (), "streaming": False})
+    if model.config._attn_implementation not in NAMES:
+        config = config.model_copy(update={"data": config.data.model_copy(update={"packing": False})})
+    if config.data.eval:  # held-out data of its own: what was trained on may be gone
+        update = {"train": config.data.eval, "eval": (), "eval_split": 0, "streaming": False}
+        data = config.data.model_copy(update=update)
         held_out = build.data_of(config.model_copy(update={"data": data}), encoder).train
         assert isinstance(held_out, Dataset), "only streaming gives a stream"
     else:
@@ -181,6 +190,8 @@ def generate_target(
     if not prompts:
         raise UserError("No prompt is given; use --prompt, or write prompts to stdin, one a line.")
     model, tokenizer, encoder = open_model(target_of(name, overrides))
+    if not encoder.templated and encoder.train_on == "all":  # trained to go on with a text, not to answer
+        encoder.separator = ""
     origin = Origin("prompt", 1)
     asked = [
         Example(
@@ -213,19 +224,20 @@ def export_run(name: Path, to: Path, *, merge: bool, step: int | None, push_to: 
         raise UserError(f"{to} exists and is not empty; name a new folder.")
     target = target_of(str(name), (), step=step)
     config = target.config
-    model, tokenizer, _ = open_model(target)
     adapter = target.folder is not None and (target.folder / "adapter_config.json").exists()
     adapted = adapter or (target.step is not None and config.method == "lora")
     if merge and not adapted:
         raise UserError(f"--merge: {name} holds no LoRA adapter; leave it out.")
-    if merge:
-        merge_lora(model)
-    if adapter and not merge and target.folder:  # as it is
+    if target.folder and not merge:  # as it is
         shutil.copytree(target.folder, to, dirs_exist_ok=True)
     else:
-        steps = target.step or (target.run.rows("train")[-1]["step"] if target.run else 0)
-        exporter = build.exporter_of(config, model, tokenizer, steps)
-        replace(exporter, adapter=None if merge else exporter.adapter).write(to)
+        model, tokenizer, encoder = open_model(target)
+        if merge:
+            merge_lora(model)
+        ended = target.run.rows("end") if target.run else []
+        exporter = build.exporter_of(config, model, tokenizer, encoder)
+        steps = target.step or (ended[-1].get("model_step", 0) if ended else 0)
+        replace(exporter, adapter=None if merge else exporter.adapter).write(to, steps=steps)
     if push_to:
         push(to, push_to, private=config.hub.private)
     return to

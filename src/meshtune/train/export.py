@@ -25,16 +25,29 @@ class Exporter:
     base_name: str
     adapter: dict[str, Any] | None
     recipe: dict[str, str]  # for the card
+    stop_ids: tuple[
+        int, ...
+    ] = ()  # tokens that end an answer: those who load the model shall stop at them too
     push_to: str | None = None
     private: bool = True
 
-    def write(self, folder: Path) -> Path:
-        """A folder that is whole or absent; one that is there already is replaced as a whole."""
+    def write(self, folder: Path, *, steps: int) -> Path:
+        """A folder that is whole or absent; one that is there already is replaced as a whole.
+
+        `steps` says how many updates the weights are from.
+        """
+        card = self.card(steps)
         if self.adapter is None:
-            save_model(folder, self.model, self.tokenizer, card=self.card())
+            save_model(folder, self.model, self.tokenizer, card=card, stop_ids=self.stop_ids)
         else:
             save_adapter(
-                folder, self.model, self.tokenizer, base_name=self.base_name, card=self.card(), **self.adapter
+                folder,
+                self.model,
+                self.tokenizer,
+                base_name=self.base_name,
+                card=card,
+                stop_ids=self.stop_ids,
+                **self.adapter,
             )
         return folder
 
@@ -44,11 +57,11 @@ class Exporter:
         """
         return push(folder, self.push_to, private=self.private) if self.push_to else None
 
-    def card(self) -> str:
+    def card(self, steps: int) -> str:
         """The model card: front matter that the hub reads, and the recipe as a table."""
         library = "transformers" if self.adapter is None else "peft"
         what = "fine-tuned" if self.adapter is None else "adapted (LoRA)"
-        rows = "\n".join(f"| {name} | {value} |" for name, value in self.recipe.items())
+        rows = "\n".join(f"| {name} | {value} |" for name, value in [*self.recipe.items(), ("steps", steps)])
         base = "" if Path(self.base_name).exists() else f"base_model: {self.base_name}\n"
         return (
             f"---\nlibrary_name: {library}\n{base}tags:\n- meshtune\n---\n\n"
@@ -58,7 +71,7 @@ class Exporter:
         )
 
 
-def recipe(config: Config, steps: int) -> dict[str, str]:
+def recipe(config: Config) -> dict[str, str]:
     """What a reader of the card wants to know of a run."""
     train, data = config.train, config.data
     return {
@@ -69,7 +82,6 @@ def recipe(config: Config, steps: int) -> dict[str, str]:
         "data": ", ".join(shown(source.path) for source in data.train),
         "labelled": data.train_on,
         "sequence length": f"{data.seq_len}{', packed' if data.packing else ''}",
-        "steps": str(steps),
         "global batch": f"{config.global_batch_size} sequences",
         "learning rate": f"{train.learning_rate:g}, {train.lr_scheduler}",
         "optimizer": f"AdamW, betas {train.adam_betas}, weight decay {train.weight_decay:g}",

@@ -9,58 +9,67 @@ a finished run              the next free name (runs/x-2): nothing that was trai
 
 import fcntl
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
-from meshtune.config import Config, read_yaml
+from meshtune.config import Config, load
 from meshtune.errors import UserError
 from meshtune.layout import Layout, as_mapping
 from meshtune.rundir import RunDir, write_text_atomically
 from meshtune.train.checkpoint import Checkpoints
 
-# Settings that may change between the parts of one run: they do not change what a step computes.
+# Settings that may change between the parts of one run. A run made longer or shorter goes on with the
+# schedule of its new length; the others do not change what a step computes.
 FREE = ("train.max_steps", "train.num_epochs", "train.device", "eval", "checkpoint", "log", "hub", "layout",
         "cluster", "output", "data.cache")  # fmt: skip
 
 
 def claim(config: Config, steps: int, report: Callable[[str], None]) -> tuple[RunDir, int | None]:
-    """(the run folder, the step to go on from or None). Raises UserError as the table above says; writes
-    nothing.
+    """(the run folder, the step to go on from or None), as the table above says; writes nothing.
 
-    `report` gets a sentence for each damaged checkpoint that is passed over.
+    `report` gets a sentence for each damaged checkpoint that is passed over. Raises UserError for a folder
+    that holds something else, or an unfinished run with other settings.
     """
-    run = RunDir(Path(config.output).expanduser().absolute())
-    if run.path.exists() and not run.path.is_dir():
+    named = RunDir(Path(config.output).expanduser().absolute())
+    if named.path.exists() and not named.path.is_dir():
         raise UserError(f"output = {config.output} is a file; name a folder.")
-    if not run.config_file.exists():
-        if run.path.exists() and any(run.path.iterdir()):
-            raise UserError(f"output = {config.output} is not empty and holds no run; name another folder.")
-        return run, None
-    if config.checkpoint.resume == "never":
-        return next_free(run), None
-    step = Checkpoints(run.checkpoints, report=report).newest_good()
-    done = [row for row in run.rows("end") if row.get("status") == "finished"]
-    if done and (step is None or done[-1]["step"] >= steps or done[-1].get("early")):
-        return next_free(run), None
-    if differing := list(differences(settings(config), settings_of(run))):
-        raise UserError(
-            [
-                f"{run.path} holds an unfinished run with other settings; change `output`, or set "
-                "checkpoint.resume=never:",
-                *differing,
-            ]
-        )
-    return run, step
+    for run in candidates(named):
+        if not run.path.exists() or not any(run.path.iterdir()):
+            return run, None
+        if not run.config_file.exists():
+            if run == named:
+                raise UserError(
+                    f"output = {config.output} is not empty and holds no run; name another folder."
+                )
+            continue
+        if config.checkpoint.resume == "never":
+            continue
+        step = Checkpoints(run.checkpoints, report=report).newest_good()
+        done = [row for row in run.rows("end") if row.get("status") == "finished"]
+        if done and (step is None or done[-1]["step"] >= steps or done[-1].get("early")):
+            continue
+        differing = list(differences(settings(config), settings_of(run)))
+        if not differing:
+            return run, step
+        if run == named:
+            raise UserError(
+                [
+                    f"{run.path} holds an unfinished run with other settings; change `output`, or set "
+                    "checkpoint.resume=never:",
+                    *differing,
+                ]
+            )
+    raise AssertionError("candidates never end")
 
 
-def next_free(run: RunDir) -> RunDir:
-    """runs/x-2, runs/x-3 …: the first that does not exist."""
-    number = 2
-    while (path := run.path.with_name(f"{run.path.name}-{number}")).exists():
-        number += 1
-    return RunDir(path)
+def candidates(run: RunDir) -> Iterator[RunDir]:
+    """runs/x, runs/x-2, runs/x-3 …"""
+    yield run
+    for number in count(2):
+        yield RunDir(run.path.with_name(f"{run.path.name}-{number}"))
 
 
 def begin(run: RunDir, config: Config, layout: Layout, resumed: int | None) -> IO[str]:
@@ -117,7 +126,7 @@ def settings(config: Config) -> dict[str, Any]:
 
 def settings_of(run: RunDir) -> dict[str, Any]:
     """The settings a run folder was made with, in today's tree."""
-    return Config.model_validate(read_yaml(run.config_file)).model_dump(mode="json")
+    return load(run.config_file).model_dump(mode="json")
 
 
 def differences(now: Any, before: Any, key: str = "") -> Iterator[str]:

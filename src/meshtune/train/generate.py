@@ -47,7 +47,11 @@ def answers(
     prompts'.
     """
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stop_ids[0] if stop_ids else 0)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    # What is left out would be taken from the model's own generation settings.
+    sampling |= {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
     settings = GenerationConfig(
         max_new_tokens=max_new_tokens, pad_token_id=pad, eos_token_id=list(stop_ids) or None, **sampling
     )

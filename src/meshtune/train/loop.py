@@ -56,6 +56,7 @@ class Run:
     metrics: Metrics
     memory: PhaseMemory
     flops: Callable[[Batch], dict[str, float | None]]
+    data_sentences: Callable[[], list[str]]  # what was cut, dropped or skipped while streaming
     exporter: Exporter
     stop: StopRequest
     lock: IO[str]  # keeps other processes out of the folder
@@ -97,7 +98,7 @@ def train(run: Run) -> None:
             )  # fmt: skip
             if line := run.memory.line(now.step):
                 run.metrics.say(line)
-            if now.step == first:
+            if now.step == first and run.checkpoint_every:
                 run.checkpoints.reserve(run.optimizer.state() | random_state())
             nonfinite = 0 if finite else nonfinite + 1
             if not finite:
@@ -158,7 +159,9 @@ def save(run: Run) -> None:
     protect = {now.best_step} if run.keep_best and now.best_step else set()
     generators = random_state()
     values = vars(now) | {"generators": list(generators)}
-    run.checkpoints.save(now.step, run.optimizer.state() | generators, values, protect=protect)
+    # Materialised: a parameter that was never stepped is asked for on resuming too.
+    tensors = run.optimizer.state(materialise=True) | generators
+    run.checkpoints.save(now.step, tensors, values, protect=protect)
 
 
 def restore(run: Run, step: int) -> None:
@@ -188,28 +191,44 @@ def finish(run: Run) -> None:
     """Write model/: the last step's weights, or the best evaluation's where asked."""
     now = run.progress
     run.checkpoints.wait()
+    steps = now.step
     if run.keep_best and now.best_step not in (0, now.step):
-        weights = {
-            name: tensor for name, tensor in run.optimizer.state().items() if name.startswith("model.")
-        }
-        run.checkpoints.load(now.best_step, weights)
-        run.optimizer.publish()
-        run.metrics.say(
-            f"The model is step {now.best_step}'s, with the lowest held-out loss: {now.best_loss:.4f}."
-        )
-    run.exporter.write(run.folder.model)
-    run.metrics.end(step=now.step, status="finished", early=now.step < run.steps)
+        steps = restore_best(run)
+    for sentence in run.data_sentences():
+        run.metrics.say(sentence)
+    run.exporter.write(run.folder.model, steps=steps)
+    run.metrics.end(step=now.step, status="finished", early=now.step < run.steps, model_step=steps)
     if address := run.exporter.push(run.folder.model):
         run.metrics.say(f"Uploaded to {address}.")
 
 
+def restore_best(run: Run) -> int:
+    """Put the weights of the best evaluation back; returns the step that the model is of."""
+    now = run.progress
+    if now.best_step not in run.checkpoints.steps() or run.checkpoints.problems(now.best_step):
+        run.metrics.say(
+            f"The checkpoint of step {now.best_step}, with the lowest held-out loss {now.best_loss:.4f}, is "
+            "not "
+            f"there or damaged; the model is step {now.step}'s."
+        )
+        return now.step
+    weights = {name: tensor for name, tensor in run.optimizer.state().items() if name.startswith("model.")}
+    run.checkpoints.load(now.best_step, weights)
+    run.optimizer.publish()
+    run.metrics.say(
+        f"The model is step {now.best_step}'s, with the lowest held-out loss: {now.best_loss:.4f}."
+    )
+    return now.best_step
+
+
 def interrupted(run: Run) -> Interrupted:
     """What a signal ends with, once the checkpoint is on the disk."""
-    problems, step = run.checkpoints.wait(), run.progress.step
+    run.checkpoints.wait()
+    step = run.progress.step
     saved = (
-        "The checkpoint could not be saved."
-        if problems
-        else "The checkpoint is saved; the same command goes on from it."
+        "The checkpoint is saved; the same command goes on from it."
+        if step in run.checkpoints.steps()
+        else f"The checkpoint could not be saved. {last_checkpoint(run)}"
     )
     run.metrics.end(step=step, status=f"stopped by {run.stop.requested}")
     return Interrupted(f"Stopped by {run.stop.requested} after step {step} of {run.steps}. {saved}")

@@ -285,3 +285,105 @@ def test_rows_after_the_restored_checkpoint_are_removed(train: Train, tmp_path: 
     more = train("train.max_steps=6", "train.lr_scheduler=constant")
     assert [row["step"] for row in more.folder.rows("train")] == [1, 2, 3, 4, 5, 6]
     assert more.folder.rows("train")[4]["loss"] != 1.0
+
+
+def interrupt_after(run: loop.Run, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make `run` get a SIGTERM while it does `step`, and run it."""
+    update = run.optimizer.step
+
+    def interrupting(rate: float) -> None:
+        update(rate)
+        if run.progress.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(run.optimizer, "step", interrupting)
+    with pytest.raises(Interrupted):
+        loop.train(run)
+
+
+def test_a_second_run_that_was_interrupted_goes_on_too(
+    train: Train, settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    train()
+    second = build.build(config.load(None, settings()))
+    assert second.folder.path == tmp_path / "run-2"
+    interrupt_after(second, 2, monkeypatch)
+    again = train()
+    assert again.folder.path == tmp_path / "run-2"
+    assert again.folder.rows("run")[-1]["resumed_from"] == 2
+    assert train().folder.path == tmp_path / "run-3"
+
+
+def test_a_best_checkpoint_that_could_not_be_saved_costs_the_best_not_the_model(
+    settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = build.build(
+        config.load(None, settings("eval.every=1", "eval.keep_best=true", "checkpoint.async_save=false"))
+    )
+    evaluations = iter([3.0, 1.0, 2.0, 2.5])
+    monkeypatch.setattr(type(run.evaluation), "run", lambda *_: next(evaluations))
+    write = run.checkpoints._write
+
+    def failing(step: int, *rest: Any) -> str | None:
+        return "no room" if step == 2 else write(step, *rest)
+
+    monkeypatch.setattr(run.checkpoints, "_write", failing)
+    loop.train(run)
+    assert run.progress.best_step == 2
+    assert run.folder.rows("end")[-1]["model_step"] == 4
+    assert (run.folder.model / "model.safetensors").exists()
+
+
+def test_a_stop_whose_checkpoint_failed_says_so(
+    settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = build.build(config.load(None, settings("checkpoint.async_save=false")))
+    monkeypatch.setattr(run.checkpoints, "_write", lambda *_: "no room")
+    run.stop.requested = "SIGTERM"
+    with pytest.raises(Interrupted, match=r"could not be saved. No checkpoint was saved yet"):
+        loop.train(run)
+
+
+def test_a_stop_after_a_first_step_that_was_not_applied_can_be_resumed(
+    train: Train, settings: Callable[..., list[str]]
+) -> None:
+    run = build.build(config.load(None, settings()))
+    honest = run.forward_backward
+    run.forward_backward = lambda batch, phase: honest(batch, phase) * float("nan")
+    run.stop.requested = "SIGTERM"
+    with pytest.raises(Interrupted):
+        loop.train(run)
+    assert [row["step"] for row in train().folder.rows("train")] == [1, 2, 3, 4]
+
+
+def test_the_model_is_saved_with_the_end_marker_that_it_was_taught(train: Train) -> None:
+    run = train("data.chat_template=chatml", "train.max_steps=2")
+    tokenizer = AutoTokenizer.from_pretrained(run.folder.model)
+    loaded = AutoModelForCausalLM.from_pretrained(run.folder.model)
+    ends = loaded.generation_config.eos_token_id
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in (ends if isinstance(ends, list) else [ends])
+
+
+def test_a_template_that_was_switched_off_is_not_saved(train: Train) -> None:
+    run = train("data.chat_template=none", "train.max_steps=1")
+    assert AutoTokenizer.from_pretrained(run.folder.model).chat_template is None
+
+
+def test_attention_recompute_needs_our_attention(settings: Callable[..., list[str]]) -> None:
+    words = settings("model.attention=sdpa", "data.packing=false", "layout={recompute: attention}")
+    with pytest.raises(UserError, match="Use selective or full"):
+        build.build(config.load(None, words))
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_the_folder_is_touched(
+    settings: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="wandb is not installed"):
+        build.build(config.load(None, settings("log.to=[wandb]")))
+    assert not (tmp_path / "run").exists()
+
+
+def test_max_grad_norm_zero_clips_nothing(train: Train, tmp_path: Path) -> None:
+    free = train("train.max_grad_norm=0", f"output={tmp_path / 'free'}")
+    loose = train("train.max_grad_norm=1e9", f"output={tmp_path / 'loose'}")
+    assert losses(free) == losses(loose)
