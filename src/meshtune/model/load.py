@@ -10,7 +10,10 @@ safetensors only, index files stay inside their folder, and Python files are use
 transformers' own `from_pretrained` does the reading: it builds on meta, renames keys where a family has
 changed since its checkpoint was written, ties embeddings and makes the non-persistent buffers. Measured on
 a 192 MB Llama (transformers 5.23), anonymous memory peaks at 1.05 × the model when it casts, and at 0.01 ×
-when it doesn't, since the weights then stay a mapping of the file; `_own` reads those in, for 1.02 ×.
+when it doesn't, since the weights then stay a mapping of the file. On the CPU `_own` reads those in, for
+1.02 ×; to another device they go straight from the file, one at a time. Casts are left to transformers, on
+the CPU: a model built in the file's type instead would hold wrong constants (Gemma's scale of the
+embeddings, rounded to bf16, in an fp32 model).
 """
 
 import difflib
@@ -23,7 +26,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from huggingface_hub import snapshot_download
+from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
@@ -95,7 +98,7 @@ def resolve(
     try:
         # Sub-folders and "consolidated" files hold the same weights again in other formats.
         ignored = ["*/*", "consolidated*"]
-        return Path(
+        folder = Path(
             snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=ignored)
         )
     except GatedRepoError as error:
@@ -116,6 +119,21 @@ def resolve(
             f"be reached (no network, or HF_HUB_OFFLINE is set). Download it where there is a network "
             f"(`hf download {name}`) and name the folder."
         ) from error
+    if weights and not list(folder.glob("*.safetensors")):
+        _say_what_the_hub_has(name, revision)
+    return folder
+
+
+def _say_what_the_hub_has(name: str, revision: str | None) -> None:
+    """Raise UserError when a repository has weights that are not read; where that can't be known, do nothing:
+    reading the folder then says that there are none."""
+    try:
+        files = HfApi().list_repo_files(name, revision=revision)
+    except Exception:  # no network, a server's error, no right: each has its own class, none of one family
+        return
+    top = [file for file in files if "/" not in file]
+    if sentence := _unread(f"The hub's {name}", top, name, name.rpartition("/")[2] + "-safetensors"):
+        raise UserError(sentence)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -142,7 +160,12 @@ def weight_files(folder: Path) -> list[Path]:
             raise UserError(f"{folder / INDEX} has no `weight_map` from tensor names to file names.")
         names = sorted(set(weight_map.values()))
     else:
-        raise UserError(_no_safetensors(folder))
+        names = [path.name for path in folder.iterdir()]
+        nothing = f"{folder} holds no weights ({WEIGHTS} or {INDEX}). To start from random ones: "
+        raise UserError(
+            _unread(str(folder), names, str(folder), f"{folder}-safetensors")
+            or f"{nothing}model.init=random."
+        )
     # Files of the hub's cache are links from snapshots/<revision>/ to blobs/ of the same repository.
     root = (folder.parent.parent if folder.parent.name == "snapshots" else folder).resolve()
     problems = []
@@ -165,19 +188,24 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _no_safetensors(folder: Path) -> str:
-    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+def _unread(who: str, files: Iterable[str], source: str, converted: str) -> str | None:
+    """A sentence about the weights among `files` that are not read; None when there are none.
+
+    source, converted: what to convert, a folder or a hub id, and the folder to write.
+    """
+    files = sorted(files)
+    pickles = [file for file in files if any(fnmatch.fnmatch(file, pattern) for pattern in PICKLES)]
     if pickles:
         return (
-            f"{folder} holds its weights as a pickle ({', '.join(pickles[:3])}), which can run code; "
-            "meshtune reads safetensors only. If you trust the folder, convert it once: "
+            f"{who} holds its weights as a pickle ({', '.join(pickles[:3])}), which can run code; "
+            "meshtune reads safetensors only. If you trust it, convert it once: "
             'python -c "from transformers import AutoModelForCausalLM as M; '
-            f"M.from_pretrained('{folder}', use_safetensors=False).save_pretrained('{folder}-safetensors')\" "
+            f"M.from_pretrained('{source}', use_safetensors=False).save_pretrained('{converted}')\" "
             "and copy its tokenizer files there."
         )
-    if sorted(folder.glob("*.gguf")):
-        return f"{folder} holds GGUF weights, which are for inference; name the safetensors they came from."
-    return f"{folder} holds no weights ({WEIGHTS} or {INDEX}). To start from random ones: model.init=random."
+    if any(file.endswith(".gguf") for file in files):
+        return f"{who} holds GGUF weights, which are for inference; name the safetensors they came from."
+    return None
 
 
 def _check(folder: Path, config: PretrainedConfig) -> list[Path]:
@@ -299,7 +327,8 @@ def load(
     config = _config(folder, name, trust_remote_code)
     try:
         if weights:
-            model = _read(folder, config, dtype, attention, trust_remote_code)
+            own = torch.device(device).type == "cpu"  # elsewhere moving copies them anyway
+            model = _read(folder, config, dtype, attention, trust_remote_code, own=own)
         else:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
@@ -315,7 +344,13 @@ def load(
 
 
 def _read(
-    folder: Path, config: PretrainedConfig, dtype: torch.dtype, attention: str, trust_remote_code: bool
+    folder: Path,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    attention: str,
+    trust_remote_code: bool,
+    *,
+    own: bool,
 ) -> PreTrainedModel:
     files = _check(folder, config)
     try:
@@ -348,7 +383,7 @@ def _read(
         logger.warning(
             "%s holds %d tensors that the model has no use for: %s", folder, len(unexpected), _few(unexpected)
         )
-    if SAFETENSORS_DTYPES.get(dtype) in stored:
+    if own and SAFETENSORS_DTYPES.get(dtype) in stored:
         _own(model)
     return model
 

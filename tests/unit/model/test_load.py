@@ -9,6 +9,7 @@ from families import FAMILIES
 from model_folders import plain
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+import meshtune.model.load as module
 from meshtune.errors import UserError
 from meshtune.model.load import freeze, load, load_config, load_tokenizer, resize_embeddings
 
@@ -95,6 +96,12 @@ def test_weights_do_not_change_when_their_file_is_rewritten(save):
     assert torch.equal(model.model.norm.weight, before)
 
 
+def test_weights_for_another_device_are_not_copied_on_the_cpu_first(save, monkeypatch):
+    folder = save("llama")
+    monkeypatch.setattr(module, "_own", lambda model: pytest.fail("copied"))
+    assert load(str(folder), dtype=torch.float32, device="meta", attention="eager").device.type == "meta"
+
+
 def test_random_weights_are_a_function_of_the_seed_and_need_only_a_configuration(tmp_path):
     FAMILIES["llama"]().save_pretrained(tmp_path)
     first, again, other = (
@@ -118,6 +125,33 @@ def test_a_pickle_is_refused_with_the_remedy_and_never_read(save):
     torch.save({"weight": Canary()}, folder / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"pickle \(pytorch_model.bin\).*convert it once: python -c"):
         load(str(folder), dtype=torch.float32, attention="eager")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            ["config.json", "pytorch_model.bin"],
+            r"pickle \(pytorch_model.bin\).*'some/old'.*'old-safetensors'",
+        ),
+        (["config.json", "model.gguf"], "GGUF"),
+        (["config.json", "other/pytorch_model.bin"], "holds no weights .*model.init=random"),
+        (OSError("no network"), "holds no weights .*model.init=random"),
+    ],
+)
+def test_a_hub_id_without_safetensors_is_told_what_it_has_instead(files, message, tmp_path, monkeypatch):
+    FAMILIES["llama"]().save_pretrained(tmp_path)
+
+    def list_repo_files(self, name, revision=None):
+        if isinstance(files, Exception):
+            raise files
+        return files
+
+    monkeypatch.setattr(module, "snapshot_download", lambda *args, **kwargs: str(tmp_path))
+    monkeypatch.setattr(module.HfApi, "list_repo_files", list_repo_files)
+    with pytest.raises(UserError, match=message):
+        load("some/old", dtype=torch.float32, attention="eager")
+    assert load("some/old", init="random", dtype=torch.float32, attention="eager")
 
 
 @pytest.mark.parametrize(
