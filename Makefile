@@ -36,11 +36,12 @@ benchmark: $(STAMP)
 gpu-check:
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu_check.py
 
-# torch first, from the constraints file: a looser requirement would fetch another build.
+# torch first and alone, so that nothing else chooses its version. The default build for Linux brings CUDA (some GB);
+# `make TORCH_INDEX=… quickstart` looks into another index first, such as PyTorch's own of CPU builds.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("meshtune needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
 	touch $(STAMP)
 

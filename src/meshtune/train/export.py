@@ -66,7 +66,7 @@ class Exporter:
         return (
             f"---\nlibrary_name: {library}\n{base}tags:\n- meshtune\n---\n\n"
             f"# {shown(self.base_name)}, {what}\n\n"
-            f"Trained with [meshtune](https://pypi.org/project/meshtune) {meshtune.__version__}.\n\n"
+            f"Trained with meshtune {meshtune.__version__}.\n\n"
             f"| setting | value |\n| --- | --- |\n{rows}\n"
         )
 
