@@ -8,6 +8,7 @@ that moment. The first step, before optimizer state exists, looks smaller than a
     CUDA  the allocator's own peak; weights, gradients and optimizer state are known, activations the rest.
 """
 
+import ctypes
 import resource
 import sys
 import weakref
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -33,6 +35,7 @@ from meshtune.units import MIB, human
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS = "weights", "gradients", "optimizer", "activations"
 CATEGORIES = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS)
 WATCHED_STEPS = 2
+RELEASED_BYTES = 256 * MIB
 
 
 @dataclass(frozen=True)
@@ -106,20 +109,31 @@ class PhaseMemory:
     def phase(self, name: str) -> Iterator[None]:
         """Around one part of a step; the same name again (the next micro-batch) keeps the higher peak."""
         self.now = name
-        if self._ledger is not None:
+        if self.device.type != "cuda":
+            yield from self._host_phase(name)
+        elif self.step:
+            yield from self._cuda_phase(name)
+        else:
+            yield
+
+    def _host_phase(self, name: str) -> Iterator[None]:
+        if self._ledger is None:
+            yield
+        else:
             self._ledger.restart()
             yield
             self._tag()
             self._keep(Peak(name, self._ledger.peak, dict(self._ledger.parts)))
-        elif self.device.type == "cuda" and self.step:
-            self._cuda_peak = max(self._cuda_peak, torch.cuda.max_memory_allocated(self.device))
-            torch.cuda.reset_peak_memory_stats(self.device)
-            yield
-            total = torch.cuda.max_memory_allocated(self.device)
-            parts = {category: storage_bytes(tensors) for category, tensors in self.known().items()}
-            self._keep(Peak(name, total, {**parts, ACTIVATIONS: max(0, total - sum(parts.values()))}))
-        else:
-            yield
+        if name == "backward":  # the activations are gone: the cheapest moment
+            release_free_heap()
+
+    def _cuda_phase(self, name: str) -> Iterator[None]:
+        self._cuda_peak = max(self._cuda_peak, torch.cuda.max_memory_allocated(self.device))
+        torch.cuda.reset_peak_memory_stats(self.device)
+        yield
+        total = torch.cuda.max_memory_allocated(self.device)
+        parts = {category: storage_bytes(tensors) for category, tensors in self.known().items()}
+        self._keep(Peak(name, total, {**parts, ACTIVATIONS: max(0, total - sum(parts.values()))}))
 
     def _incoming(self, gradient: Tensor) -> None:
         """A parameter's gradient, before it is accumulated."""
@@ -182,6 +196,43 @@ def peak_resident_bytes() -> int:
     """The largest resident size that this process ever had."""
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return size if sys.platform == "darwin" else 1024 * size  # Linux counts in KiB
+
+
+class HeapInfo(ctypes.Structure):
+    """glibc's struct mallinfo2; `fordblks` is the heap's free bytes."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+@cache
+def _glibc() -> ctypes.CDLL | None:
+    """The C library, where it is a glibc that can say how much of its heap is free (2.33 or newer)."""
+    if sys.platform != "linux":
+        return None
+    library = ctypes.CDLL(None)
+    try:
+        library.mallinfo2.restype = HeapInfo
+    except AttributeError:
+        return None
+    return library
+
+
+def release_free_heap(at_least: int = RELEASED_BYTES) -> None:
+    """Give the heap's free pages back to the operating system, if there are so many bytes of them.
+
+    Documents differ in length from one micro-batch to the next, so their activations fit badly into each
+    other's holes, and glibc's heap grows to 1.5 times what is needed. Below `at_least` that isn't worth the
+    page faults of taking them again.
+    """
+    library = _glibc()
+    if library is not None and library.mallinfo2().fordblks >= at_least:
+        library.malloc_trim(0)
 
 
 def storage_bytes(tensors: list[Tensor]) -> int:
@@ -327,12 +378,12 @@ def state_bytes(census: Census, workload: Workload) -> dict[str, int]:
         gradients = 4
     total, trainable = census.total, census.trainable
     if workload.method == "lora" and "adapter" not in census.parameters:
-        adapters = lora_parameters(census, workload.lora_r)
+        adapters = adapter_parameters(census, workload.lora_r)
         total, trainable = total + adapters, adapters
     return {WEIGHTS: weights * total, GRADIENTS: gradients * trainable, OPTIMIZER: optimizer * trainable}
 
 
-def lora_parameters(census: Census, r: int) -> int:
+def adapter_parameters(census: Census, r: int) -> int:
     """Of adapters of rank r beside every linear of the blocks."""
     matrices = (m for block in census.blocks for m in block.matrices if m.kind in ("attention", "mlp"))
     return sum(r * (m.rows + m.cols) for m in matrices)

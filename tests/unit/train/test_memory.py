@@ -1,5 +1,8 @@
 """Bytes against hand counts, and that watching changes nothing."""
 
+import ctypes
+
+import psutil
 import pytest
 import torch
 from families import FAMILIES
@@ -7,18 +10,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
-from meshtune.model.census import census
+from meshtune.model.trace import census
 from meshtune.train.memory import (
     Ledger,
     Peak,
     PhaseMemory,
     Workload,
     activation_bytes,
+    adapter_parameters,
     block_bytes,
     estimate,
     explain_out_of_memory,
-    lora_parameters,
     peak_resident_bytes,
+    release_free_heap,
     state_bytes,
     summary_line,
 )
@@ -221,6 +225,22 @@ def test_the_resident_peak_grows_with_what_is_touched():
     assert filled.numel()
 
 
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc")
+def test_free_pages_of_the_heap_go_back_where_there_are_many():
+    def resident() -> int:
+        return psutil.Process().memory_info().rss
+
+    pieces = [torch.ones(4096) for _ in range(8192)]  # 16 KiB each: on the heap, 128 MiB of them
+    kept = pieces[::64]  # holes between them, that the heap alone would not give back
+    full = resident()
+    del pieces
+    release_free_heap(2**40)
+    assert resident() > full - 32 * MIB
+    release_free_heap(64 * MIB)
+    assert resident() < full - 64 * MIB
+    assert len(kept) == 128
+
+
 def test_the_line_names_each_phases_parts():
     parts = {"weights": 107 * MIB, "gradients": 0, "optimizer": 0, "activations": 305 * MIB}
     after = {"weights": 107 * MIB, "gradients": 107 * MIB, "optimizer": 214 * MIB, "activations": 3 * MIB}
@@ -261,7 +281,7 @@ def test_the_textbook_bytes_per_parameter():
 def test_lora_trains_the_adapters_alone():
     c = census(FAMILIES["llama"]())
     adapters = 2 * 8 * (4 * 64 + 64 + 32 + 64 + 32 + 3 * (64 + 96))  # q, o, k, v, then gate, up, down
-    assert lora_parameters(c, 8) == adapters
+    assert adapter_parameters(c, 8) == adapters
     states = state_bytes(c, Workload(1, 1, 8, "none", "bf16", method="lora", lora_r=8))
     assert states == {
         "weights": 2 * (c.total + adapters),
