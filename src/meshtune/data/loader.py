@@ -107,20 +107,6 @@ class Loader:
         order = streamed if isinstance(dataset, Stream) else shuffled
         self._order = partial(order, dataset, seed, group=group)
 
-    @property
-    def steps_per_epoch(self) -> int | None:
-        """Batches with a sequence of the first epoch; None for a stream, whose length nobody knows."""
-        if isinstance(self.dataset, Stream):
-            return None
-        return -(-len(self.dataset) // self.global_batch_size)
-
-    @property
-    def steps(self) -> int | None:
-        """Batches of a whole run of `epochs` epochs; None when it has no end, or none that is known."""
-        if self.epochs is None or isinstance(self.dataset, Stream):
-            return None
-        return -(-self.epochs * len(self.dataset) // self.global_batch_size)
-
     def __iter__(self) -> Iterator[tuple[Batch, State]]:
         state = self._start
         with closing(self._order(state)) as order:

@@ -1,29 +1,17 @@
 """The numbers of a model as one value: its matrices, its attention, its parameters by kind, its FLOPs.
 
-    config ──meta build, one traced forward──> Census ──> step_flops, palm_flops (here), memory, plans …
+    config or model ──trace.py──> Census ──> step_flops, palm_flops (here), memory, plans …
 
-`Census` is plain numbers, made without torch where the numbers are already known. `census` derives it from
-any Hugging Face config: the model is built on meta and one forward of a few tokens is traced (trace.py).
-Whatever multiplies a parameter is a matrix of the census, with autograd's own answer to whether its input
-needs a gradient; an attention function that stands in for the real one reports heads, sizes and window of
-each layer. A multiplication that the trace cannot name makes `unsupported` say so, and then there are no
-FLOPs at all rather than wrong ones.
+Plain numbers and arithmetic, without torch. A multiplication that could not be named makes `unsupported` say
+so, and then there are no FLOPs at all rather than wrong ones.
 """
 
 from __future__ import annotations
 
-import copy
-import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
-
-ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(\..+)?")  # the names of LoRA's parameters
 
 
 @dataclass(frozen=True)
@@ -204,51 +192,3 @@ def merged(parameters: Iterable[Parameters]) -> tuple[Parameters, ...]:
         counts[p.kind] += p.count
         trainable[p.kind] += p.trainable
     return tuple(Parameters(kind, counts[kind], trainable[kind]) for kind in sorted(counts))
-
-
-# Derivation from a Hugging Face config or model #
-
-
-def census(
-    config: PretrainedConfig, *, frozen: Collection[str] = (), adapters: Mapping[str, int] | None = None
-) -> Census:
-    """The census of the causal LM that transformers builds from `config`.
-
-    frozen: names of parameters without gradient. adapters: rank of the LoRA pair beside each module named.
-    """
-    from transformers import AutoModelForCausalLM
-
-    from meshtune.model.trace import trace
-
-    def build(attention: str) -> PreTrainedModel:
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention)
-
-    return trace(build, frozenset(frozen), dict(adapters or {}))
-
-
-def census_of(model: PreTrainedModel) -> Census:
-    """The census of an existing model as it stands, frozen parameters and LoRA included.
-
-    To be called before the model is wrapped, sharded or cut.
-    """
-    from meshtune.model.trace import trace
-
-    adapters: dict[str, int] = {}
-    frozen: set[str] = set()
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, parameter in model.named_parameters():
-        if found := ADAPTER.fullmatch(name):
-            if found["which"] == "A":
-                adapters[found["module"]] = parameter.shape[0]
-            continue
-        shapes[name] = tuple(parameter.shape)
-        if not parameter.requires_grad:
-            frozen.add(name)
-
-    def build(attention: str) -> PreTrainedModel:
-        built = type(model)._from_config(copy.deepcopy(model.config), attn_implementation=attention)
-        same = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()} == shapes
-        assert same, "census_of wants the model as its config builds it"
-        return built
-
-    return trace(build, frozenset(frozen), adapters)

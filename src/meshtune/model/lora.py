@@ -119,14 +119,6 @@ def adapted(model: nn.Module) -> dict[str, _Lora]:
     return {name: module for name, module in model.named_modules() if isinstance(module, _Lora)}
 
 
-def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The adapters' parameters by name: `….q_proj.lora_A` [r, in] and `….q_proj.lora_B` [out, r]."""
-    pairs = {}
-    for name, module in adapted(model).items():
-        pairs |= {f"{name}.lora_A": module.lora_A, f"{name}.lora_B": module.lora_B}
-    return pairs
-
-
 @torch.no_grad()
 def merge_lora(model: nn.Module) -> None:
     """Add every adapter to its layer's weight, in at least fp32, and remove it: a plain model is left, in

@@ -1,6 +1,10 @@
 """Deriving a Census: build the model on meta, run one forward of a few tokens, note what is multiplied with
 what.
 
+Whatever multiplies a parameter is a matrix of the census, with autograd's own answer to whether its input
+needs a gradient; an attention function that stands in for the real one reports heads, sizes and window of
+each layer.
+
 Two views of the same forward check each other. Above autograd, every call that takes a parameter says which
 one, and whether its input needs a gradient. Below it, every matrix product that the hardware would see is
 counted. A product that belongs to no parameter must be attention written out (scores, then values) or an
@@ -8,8 +12,9 @@ outer product (rotary tables: nobody counts those); anything else is reported as
 counted wrongly in silence.
 """
 
+import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +23,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from meshtune.model.census import Attention, Block, Census, Matrix, Parameters, merged
 
 TOKENS = 13  # of the traced forward; a prime that is no head size, so that shapes with it are recognised
 STAND_IN = "meshtune_census"
+ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(\..+)?")  # the names of LoRA's parameters
 IN_BLOCK = re.compile(r"(?P<blocks>.+?)\.(?P<index>\d+)\.(?P<name>.+)")
 
 A = torch.ops.aten
@@ -152,6 +158,46 @@ class Products(TorchDispatchMode):
         elif packet in flop_registry:
             self.unknown.add(str(packet))
         return func(*args, **(kwargs or {}))
+
+
+def census(
+    config: PretrainedConfig, *, frozen: Collection[str] = (), adapters: Mapping[str, int] | None = None
+) -> Census:
+    """The census of the causal LM that transformers builds from `config`.
+
+    frozen: names of parameters without gradient. adapters: rank of the LoRA pair beside each module named.
+    """
+
+    def build(attention: str) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention)
+
+    return trace(build, frozenset(frozen), dict(adapters or {}))
+
+
+def census_of(model: PreTrainedModel) -> Census:
+    """The census of an existing model as it stands, frozen parameters and LoRA included.
+
+    To be called before the model is wrapped, sharded or cut.
+    """
+    adapters: dict[str, int] = {}
+    frozen: set[str] = set()
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, parameter in model.named_parameters():
+        if found := ADAPTER.fullmatch(name):
+            if found["which"] == "A":
+                adapters[found["module"]] = parameter.shape[0]
+            continue
+        shapes[name] = tuple(parameter.shape)
+        if not parameter.requires_grad:
+            frozen.add(name)
+
+    def build(attention: str) -> PreTrainedModel:
+        built = type(model)._from_config(copy.deepcopy(model.config), attn_implementation=attention)
+        same = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()} == shapes
+        assert same, "census_of wants the model as its config builds it"
+        return built
+
+    return trace(build, frozenset(frozen), adapters)
 
 
 def trace(

@@ -25,9 +25,10 @@ from meshtune.data.template import Encoder
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.model.anatomy import anatomy, hidden_pattern, own_attention
-from meshtune.model.census import Census, census_of
+from meshtune.model.census import Census
 from meshtune.model.load import freeze, load, load_config, load_tokenizer, quiet, resize_embeddings, tables
 from meshtune.model.lora import add_lora
+from meshtune.model.trace import census_of
 from meshtune.parallel.recompute import recompute_blocks
 from meshtune.train import folder
 from meshtune.train.checkpoint import Checkpoints

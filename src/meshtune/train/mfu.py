@@ -47,17 +47,6 @@ def datasheet_flops(device_name: str, precision: str) -> float | None:
     return 1e12 * max(named, key=lambda entry: len(entry["words"]))[COLUMNS[precision]]
 
 
-def mfu(flops: float | None, seconds: float, peak: float | None, devices: int = 1) -> float | None:
-    """FLOPs / (seconds × peak × devices), where all are known.
-
-    A share above 1 cannot be: then the peak or the clock is not what it is taken for, and there is none.
-    """
-    if flops is None or peak is None or seconds <= 0:
-        return None
-    share = flops / (seconds * peak * devices)
-    return share if share <= 1 else None
-
-
 def flops_of(census: Census, seq_len: int) -> Callable[[Batch], dict[str, float | None]]:
     """Batch -> its FLOPs on this rank: `flops`, what had to be computed; `flops_6n`, the common figure."""
 

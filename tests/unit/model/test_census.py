@@ -20,7 +20,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from meshtune.model.census import attended_pairs, census, census_of, palm_flops, step_flops
+from meshtune.model.census import attended_pairs, palm_flops, step_flops
+from meshtune.model.trace import census, census_of
 
 TOKENS = 24
 

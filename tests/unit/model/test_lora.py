@@ -7,11 +7,18 @@ from families import FAMILIES
 from model_folders import plain
 
 from meshtune.errors import UserError
-from meshtune.model.lora import add_lora, lora_parameters, merge_lora
+from meshtune.model.lora import adapted, add_lora, merge_lora
 
 
 def theirs(folder, **settings):
     return peft.get_peft_model(plain(folder), peft.LoraConfig(**{"r": 4, "lora_alpha": 8, **settings}))
+
+
+def lora_parameters(model):
+    pairs = {}
+    for name, layer in adapted(model).items():
+        pairs |= {f"{name}.lora_A": layer.lora_A, f"{name}.lora_B": layer.lora_B}
+    return pairs
 
 
 def fill(model, generator=None):

@@ -8,8 +8,9 @@ import torch
 from families import FAMILIES
 
 from meshtune.data.loader import Batch, MicroBatch
-from meshtune.model.census import census
-from meshtune.train.mfu import datasheet_flops, flops_of, mfu, peak_flops
+from meshtune.model.trace import census
+from meshtune.train.metrics import possible, share_of_peak
+from meshtune.train.mfu import datasheet_flops, flops_of, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -63,12 +64,15 @@ def test_every_peak_has_its_source_and_the_usual_order():
 
 
 def test_mfu_is_flops_over_what_the_devices_could_do():
-    assert mfu(6e14, 2.0, 1e15, devices=3) == pytest.approx(0.1)
+    assert share_of_peak(6e14, 2.0, 3, 1e15) == pytest.approx(0.1)
+    assert possible(0.1) == 0.1
 
 
-@pytest.mark.parametrize("case", [(1e15, 0.5, 1e15), (None, 1.0, 1e15), (1e15, 1.0, None), (1e15, 0.0, 1e15)])
-def test_without_a_share_that_can_be_there_is_none(case):
-    assert mfu(*case) is None
+def test_without_a_share_that_can_be_there_is_none():
+    assert share_of_peak(None, 1.0, 1, 1e15) is None
+    assert share_of_peak(1e15, 1.0, 1, None) is None
+    assert possible(share_of_peak(1e15, 0.5, 1, 1e15)) is None
+    assert possible(None) is None
 
 
 def test_a_batchs_flops_are_of_its_documents_and_labels():
