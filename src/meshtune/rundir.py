@@ -149,6 +149,15 @@ def read_lines(file: Path) -> Iterator[Row]:
         yield row
 
 
+def flush(path: Path) -> None:
+    """Put a file on the disk, or a folder's list of names: else a crash of the machine may undo a rename."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def write_text_atomically(file: Path, text: str) -> None:
     """Write aside, flush to the disk, rename: `file` holds the old text or the new, never half."""
     file.parent.mkdir(parents=True, exist_ok=True)

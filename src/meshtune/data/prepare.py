@@ -15,7 +15,6 @@ hold code: arrays load with allow_pickle=False.
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -33,6 +32,7 @@ from meshtune.data.pack import Dataset, pack, permutation, singles, stored
 from meshtune.data.source import Source, fingerprint, read
 from meshtune.data.stream import Stream
 from meshtune.errors import UserError
+from meshtune.rundir import flush
 
 if TYPE_CHECKING:
     from meshtune.data.template import Encoder
@@ -177,14 +177,15 @@ def _make(folder: Path, build: _Build, sources: Sequence[Source], eval_sources: 
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         _write(aside, build, sources, eval_sources)
-        _flush(aside)
+        for path in [*aside.iterdir(), aside]:
+            flush(path)
         try:
             aside.rename(folder)
         except OSError:
             if not folder.is_dir():
                 raise
             return  # made by another process meanwhile, from the same recipe
-        _flush(folder.parent)
+        flush(folder.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -209,7 +210,7 @@ def _write(aside: Path, build: _Build, sources: Sequence[Source], eval_sources: 
     length, label, source_number = (np.concatenate(parts) for parts in (lengths, labels, source_of))
     offsets = np.concatenate([[0], np.cumsum(length)])
     for name, array in (("offsets", offsets), ("labels", label), ("origins", np.concatenate(origins))):
-        _save(aside / f"{name}.npy", array)
+        np.save(aside / f"{name}.npy", array, allow_pickle=False)
     train, held_out = _split(source_number, len(sources), build)
     parts = {}
     passes = list(_passes(train, source_number, [source.weight for source in sources], build.seed))
@@ -217,8 +218,8 @@ def _write(aside: Path, build: _Build, sources: Sequence[Source], eval_sources: 
         if not rounds:
             continue
         members, starts = _sequences(rounds, length, build)
-        _save(aside / f"{name}_members.npy", members)
-        _save(aside / f"{name}_starts.npy", starts)
+        np.save(aside / f"{name}_members.npy", members, allow_pickle=False)
+        np.save(aside / f"{name}_starts.npy", starts, allow_pickle=False)
         parts[name] = {
             "digest": _digest(tokens.digest, offsets, members, starts),
             "packed": build.packing,
@@ -235,9 +236,7 @@ def _write(aside: Path, build: _Build, sources: Sequence[Source], eval_sources: 
         "files": list(files),
         "stats": _stats(tally, build, parts),
     }
-    with (aside / "manifest.json").open("w") as file:
-        json.dump(manifest, file)
-        _flush(file)
+    (aside / "manifest.json").write_text(json.dumps(manifest))
 
 
 def _documents(source: Source, build: _Build, tally: Tally) -> Iterator[list[Usable]]:
@@ -395,26 +394,6 @@ class _Array:
             self._file.seek(0)
             self._write_header()
             assert self._file.tell() == self._begin, "the final header must have the size of the first"
-            _flush(self._file)
-
-
-def _save(path: Path, array: np.ndarray) -> None:
-    with path.open("wb") as file:
-        np.save(file, array, allow_pickle=False)
-        _flush(file)
-
-
-def _flush(what: Any) -> None:
-    """fsync an open file, or a folder (its entries)."""
-    if isinstance(what, Path):
-        handle = os.open(what, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-    else:
-        what.flush()
-        os.fsync(what.fileno())
 
 
 def _digest(tokens: str, *arrays: np.ndarray) -> str:

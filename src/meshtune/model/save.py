@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from meshtune.errors import UserError
 from meshtune.model.load import resize_to, tables
 from meshtune.model.lora import adapted, add_lora
+from meshtune.rundir import flush
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # what peft's two wrappers put before every name
@@ -63,25 +64,17 @@ def _whole(folder: Path) -> Iterator[Path]:
     try:
         yield aside
         for path in [*(path for path in aside.rglob("*") if path.is_file()), aside]:
-            _flush(path)
+            flush(path)
         if folder.exists():
             folder.rename(old)
         aside.rename(folder)
-        _flush(folder.parent)
+        flush(folder.parent)
     except BaseException:
         if old.exists() and not folder.exists():
             old.rename(folder)
         shutil.rmtree(aside, ignore_errors=True)
         raise
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def save_model(

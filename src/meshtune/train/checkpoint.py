@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from meshtune.errors import UserError
+from meshtune.rundir import flush, write_text_atomically
 from meshtune.train.unpickle import SafeReader
 from meshtune.units import human
 
@@ -244,7 +245,7 @@ class Checkpoints:
         )
         names = [path.name for path in aside.glob(f"__{self._rank}_*")]
         if self._rank == 0:
-            _write_text(aside / "values.json", values)
+            write_text_atomically(aside / "values.json", values)
             names += [".metadata", "values.json"]
         return {name: _size_and_hash(aside / name) for name in sorted(names)}
 
@@ -252,12 +253,12 @@ class Checkpoints:
         """Give the checkpoint its name, now that it is whole, and only then remove what it replaces."""
         if self._rank != 0:
             return
-        _write_text(aside / "manifest.json", manifest)
-        _sync_folder(aside)
+        write_text_atomically(aside / "manifest.json", manifest)
+        flush(aside)
         if self._path(step).exists():
             self._set_aside(step)
         aside.rename(self._path(step))
-        _sync_folder(self.folder)
+        flush(self.folder)
         # Later steps are of a run that this one did not continue: going on from them would mix two histories.
         stale = [other for other in self.steps() if other > step]
         old = [other for other in self.steps() if other <= step][: -self._keep]
@@ -456,22 +457,6 @@ def _size_and_hash(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
         return {"size": file.tell(), "hash": digest}
-
-
-def _write_text(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    """Put a folder's list of names on the disk: without it a crash of the machine may undo a rename."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _free_bytes(folder: Path) -> int:
