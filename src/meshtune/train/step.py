@@ -36,6 +36,7 @@ def plain(
             with phase("backward"):
                 loss.backward()
             total += loss.detach()
+            del loss  # its graph holds the head's gradient, which would otherwise outlive the next forward
         return total
 
     return forward_backward
