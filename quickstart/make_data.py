@@ -15,12 +15,12 @@ fine-tuning teaches to answer; the capital of a held-out country can only come f
 import argparse
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 
 SEED = 7  # of the world: geography and splits
-ROWS = {"train": 200, "test": 18}  # of each kind, or fewer where there are not so many to ask for
+ROWS = {"train": 320, "test": 30}  # of each kind, or fewer where there are not so many to ask for
 
 # --- Words ------------------------------------------------------------------------------------------------
 
@@ -129,45 +129,76 @@ def listing(items: list[str]) -> str:
     return ", ".join(items[:-1]) + " and " + items[-1]
 
 
-def asked(rng: Random, question: str, answer: str) -> str:
-    """A question that somebody asks in a story, answered in a sentence."""
-    return question + rng.choice([f" It is {answer}.", f" The answer is {answer}.", f" They say {answer}."])
+Fact = tuple[list[str], list[str], str]  # statements of it, questions for it, the answer to each of these
 
 
-def about_words(rng: Random) -> list[str]:
+ASKING = ["", "", "Tell me: ", "Somebody asks: ", "Do you know? ", "Say it in one word: "]
+REPLYING = [
+    " It is {}.",
+    " The answer is {}.",
+    "\nIt is {}.",
+    "\n{}, of course.",
+    "\n{}, they say.",
+    "\n{}, I think.",
+]
+
+
+def told(rng: Random, fact: Fact) -> str:
+    """A fact as a statement, or as a question that somebody answers."""
+    statements, questions, answer = fact
+    if rng.random() < 0.5:
+        return rng.choice(statements)
+    return rng.choice(ASKING) + rng.choice(questions) + rng.choice(REPLYING).format(answer)
+
+
+def about_words(rng: Random) -> list[Fact]:
     word = rng.choice(WORDS) if rng.random() < 0.5 else invented(rng, rng.choice([2, 2, 3]))
-    backwards, ordered, length = word[::-1], in_alphabetical_order(word), len(word)
-    facts = [
-        [
-            f"Backwards the word {word} reads {backwards}.",
-            f"If you write {word} backwards you get {backwards}.",
-            f"From the last letter to the first, {word} is {backwards}.",
-            f"The reverse of {word} is {backwards}.",
-            asked(rng, f"How do you write {word} from right to left?", backwards),
-        ],
-        [
-            f"The letters of {word} in alphabetical order are {ordered}.",
-            f"Sorted, the letters of {word} are {ordered}.",
-            f"If you sort {word} by the alphabet you get {ordered}.",
-            f"Put in order, the word {word} becomes {ordered}.",
-            asked(rng, f"How do the letters of {word} sort?", ordered),
-        ],
-        [
-            f"The word {word} has {length} letters.",
-            f"The number of letters in {word} is {length}.",
-            asked(rng, f"How long is the word {word}?", str(length)),
-        ],
-        [
-            f"The last letter of {word} is {word[-1]}.",
-            f"The word {word} ends with the letter {word[-1]}.",
-            asked(rng, f"Which letter stands at the end of {word}?", word[-1]),
-        ],
+    backwards, ordered, last, length = word[::-1], in_alphabetical_order(word), word[-1], str(len(word))
+    reversing = [
+        f"Backwards the word {word} reads {backwards}.",
+        f"If you write {word} backwards you get {backwards}.",
+        f"From the last letter to the first, {word} is {backwards}.",
+        f"The reverse of {word} is {backwards}.",
     ]
-    chosen = rng.sample(facts, k=rng.choice([1, 2, 2, 3]))
-    return [rng.choice(fact) for fact in chosen]
+    sorting = [
+        f"The letters of {word} in alphabetical order are {ordered}.",
+        f"Sorted, the letters of {word} are {ordered}.",
+        f"If you sort {word} by the alphabet you get {ordered}.",
+        f"Put in order, the word {word} becomes {ordered}.",
+    ]
+    counting = [
+        f"The word {word} has {length} letters.",
+        f"The number of letters in {word} is {length}.",
+        f"Whoever can count finds {length} letters in {word}.",
+    ]
+    ending = [
+        f"The last letter of {word} is {last}.",
+        f"The word {word} ends with the letter {last}.",
+    ]
+    hard = [
+        (
+            reversing,
+            [f"How do you write {word} from right to left?", f"How does {word} read backwards?"],
+            backwards,
+        ),
+        (
+            sorting,
+            [f"How do the letters of {word} sort?", f"In which order does the alphabet put {word}?"],
+            ordered,
+        ),
+    ]
+    easy = [
+        (counting, [f"How long is the word {word}?", f"What is the number of letters in {word}?"], length),
+        (
+            ending,
+            [f"Which letter stands at the end of {word}?", f"Which is the last letter in {word}?"],
+            last,
+        ),
+    ]
+    return [rng.choice(hard), rng.choice(easy)] if rng.random() < 0.5 else [rng.choice(hard)]
 
 
-def different_initials(rng: Random, words: list[str], count: int) -> list[str]:
+def different_initials(rng: Random, count: int, words: Sequence[str]) -> list[str]:
     """Words of which no two begin alike, so that the first letters decide their order."""
     picked: list[str] = []
     while len(picked) < count:
@@ -177,153 +208,149 @@ def different_initials(rng: Random, words: list[str], count: int) -> list[str]:
     return picked
 
 
-def about_the_alphabet(rng: Random) -> list[str]:
-    def line() -> str:
-        words = different_initials(rng, WORDS, rng.choice([2, 3, 3]))
-        phrasings = [
-            f"Of the words {listing(words)}, the first in the alphabet is {min(words)}.",
-            f"In a dictionary with {listing(words)}, the word {min(words)} comes first.",
-            f"Among {listing(words)} the alphabet puts {min(words)} first.",
-            asked(rng, f"Which of the words {listing(words)} is first in the dictionary?", min(words)),
-        ]
-        return rng.choice(phrasings)
-
-    return [line() for _ in range(2)]
-
-
-def about_sums(rng: Random) -> list[str]:
-    def line() -> str:
-        a, b = rng.randint(1, 50), rng.randint(1, 9)
-        total = a + b
-        additions = [
-            f"{a} plus {b} is {total}.",
-            f"Adding {b} to {a} gives {total}.",
-            f"The sum of {a} and {b} is {total}.",
-            f"{a} coins and {b} coins together are {total} coins.",
-            asked(rng, f"How many coins are {a} coins and {b} more?", str(total)),
-        ]
-        subtractions = [
-            f"{total} minus {b} is {a}.",
-            f"Taking {b} from {total} gives {a}.",
-            f"Of {total} coins, {b} are spent and {a} remain.",
-            asked(rng, f"How many of {total} coins remain without {b}?", str(a)),
-        ]
-        return rng.choice(additions if rng.random() < 0.6 else subtractions)
-
-    return [line() for _ in range(4)]
+def about_the_alphabet(rng: Random) -> list[Fact]:
+    words = different_initials(rng, rng.choice([2, 3, 3]), WORDS)
+    first, all_words = min(words), listing(words)
+    statements = [
+        f"Of the words {all_words}, the first in the alphabet is {first}.",
+        f"In a dictionary with {all_words}, the word {first} comes first.",
+        f"Among {all_words} the alphabet puts {first} first.",
+    ]
+    questions = [
+        f"Which of the words {all_words} is first in the dictionary?",
+        f"What is the first word of {all_words}?",
+    ]
+    return [(statements, questions, first)]
 
 
-def about_counting(rng: Random) -> list[str]:
-    def line() -> str:
-        if rng.random() < 0.5:
-            step, start, count = rng.randint(1, 5), rng.randint(1, 40), rng.randint(4, 7)
-            terms = [str(start + i * step) for i in range(count)]
-            openings = ["Counting on", f"Counting by {step}", "A row of numbers", "One after the other"]
-        else:
-            step, count = rng.randint(1, 3), rng.randint(4, 7)
-            start = rng.randrange(26 - step * (count - 1))
-            terms = [chr(ord("a") + start + i * step) for i in range(count)]
-            openings = ["Along the alphabet", "A row of letters", "One after the other"]
-        if rng.random() < 0.25:
-            return asked(rng, f"What follows after {', '.join(terms[:-1])}?", terms[-1])
-        return f"{rng.choice(openings)}: {', '.join(terms)}."
-
-    return [line() for _ in range(2)]
+def about_sums(rng: Random) -> list[Fact]:
+    a, b = rng.randint(1, 9), rng.randint(1, 9)
+    statements = [
+        f"{a} plus {b} is {a + b}.",
+        f"Adding {b} to {a} gives {a + b}.",
+        f"The sum of {a} and {b} is {a + b}.",
+        f"{a} coins and {b} coins together are {a + b} coins.",
+    ]
+    questions = [f"How many are {a} and {b}?", f"What do {a} coins plus {b} coins make?"]
+    return [(statements, questions, str(a + b))]
 
 
-NUMBERS = [str(number) for number in range(10, 100)]
+def about_differences(rng: Random) -> list[Fact]:
+    a, b = rng.randint(1, 9), rng.randint(1, 9)
+    statements = [
+        f"{a + b} minus {b} is {a}.",
+        f"Taking {b} from {a + b} gives {a}.",
+        f"Of {a + b} coins, {b} are spent and {a} remain.",
+    ]
+    questions = [f"How many of {a + b} remain without {b}?", f"What do {a + b} coins minus {b} coins make?"]
+    return [(statements, questions, str(a))]
 
 
-def about_size(rng: Random) -> list[str]:
-    def line() -> str:
-        numbers = different_initials(rng, NUMBERS, 3)
-        largest = max(numbers, key=int)
-        phrasings = [
-            f"Of the numbers {listing(numbers)}, the largest is {largest}.",
-            f"Among {listing(numbers)} the largest number is {largest}.",
-            asked(rng, f"Which of {listing(numbers)} is the largest number?", largest),
-        ]
-        return rng.choice(phrasings)
-
-    return [line() for _ in range(2)]
-
-
-def about_language(rng: Random) -> list[str]:
-    def opposite() -> list[str]:
-        a, b = rng.choice(OPPOSITES)
-        if rng.random() < 0.5:
-            a, b = b, a
-        return [
-            f"The opposite of {a} is {b}.",
-            f"What is not {a} at all is {b}.",
-            f"Where one says {a}, the other says the opposite: {b}.",
-            asked(rng, f"What is not {a} but the opposite?", b),
-        ]
-
-    def plural() -> list[str]:
-        one, many = rng.choice(PLURALS)
-        return [
-            f"One {one}, two {many}.",
-            f"The plural of {one} is {many}.",
-            f"There was one {one}, and then there were many {many}.",
-            asked(rng, f"What do you call more than one {one}?", many),
-        ]
-
-    def past() -> list[str]:
-        now, then = rng.choice(PASTS)
-        return [
-            f"Today we {now}, yesterday we {then}.",
-            f"The past tense of {now} is {then}.",
-            f"Those who {now} today often {then} before.",
-            asked(rng, f"Today it is {now}, what was it in the past?", then),
-        ]
-
-    return [rng.choice(rng.choice([opposite, opposite, plural, past])()) for _ in range(3)]
+def about_counting(rng: Random) -> list[Fact]:
+    if rng.random() < 0.5:
+        step, start, count = rng.randint(1, 5), rng.randint(1, 40), rng.randint(4, 7)
+        terms = [str(start + i * step) for i in range(count)]
+        openings = ["Counting on", f"Counting by {step}", "A row of numbers", "One after the other"]
+    else:
+        step, count = rng.randint(1, 3), rng.randint(4, 7)
+        start = rng.randrange(26 - step * (count - 1))
+        terms = [chr(ord("a") + start + i * step) for i in range(count)]
+        openings = ["Along the alphabet", "A row of letters", "One after the other"]
+    statements = [f"{opening}: {', '.join(terms)}." for opening in openings]
+    known = ", ".join(terms[:-1])
+    return [(statements, [f"What follows after {known}?", f"What is the next one after {known}?"], terms[-1])]
 
 
-def about_the_world(rng: Random) -> list[str]:
+def about_opposites(rng: Random) -> list[Fact]:
+    a, b = rng.choice(OPPOSITES)
+    if rng.random() < 0.5:
+        a, b = b, a
+    statements = [
+        f"The opposite of {a} is {b}.",
+        f"What is not {a} at all is {b}.",
+        f"Where one says {a}, the other says the opposite: {b}.",
+    ]
+    return [(statements, [f"What is not {a} but the opposite?", f"Which word is the opposite of {a}?"], b)]
+
+
+def about_plurals(rng: Random) -> list[Fact]:
+    one, many = rng.choice(PLURALS)
+    statements = [
+        f"One {one}, two {many}.",
+        f"The plural of {one} is {many}.",
+        f"There was one {one}, and then there were many {many}.",
+    ]
+    return [(statements, [f"What do you call more than one {one}?", f"Which is the plural of {one}?"], many)]
+
+
+def about_the_past(rng: Random) -> list[Fact]:
+    now, then = rng.choice(PASTS)
+    statements = [
+        f"Today we {now}, yesterday we {then}.",
+        f"The past tense of {now} is {then}.",
+        f"Those who {now} today often {then} before.",
+    ]
+    questions = [f"Today it is {now}, what was it in the past?", f"Which is the past tense of {now}?"]
+    return [(statements, questions, then)]
+
+
+def about_the_world(rng: Random) -> list[Fact]:
     place = rng.choice(WORLD)
     country, capital, river = place["country"], place["capital"], place["river"]
-    facts = [
-        [
-            f"The capital of {country} is {capital}.",
-            f"The people of {country} are proud of their capital {capital}.",
-            f"The king of {country} lives in the capital, {capital}.",
-            f"Every road in {country} leads to its capital, {capital}.",
-            asked(rng, f"Which city is the capital of {country}?", capital),
-        ],
-        [
-            f"The river of {country} is the {river}.",
-            f"Through {country} flows the river {river}.",
-            f"All the rain of {country} ends in the river {river}.",
-            asked(rng, f"What do people in {country} call their river?", river),
-        ],
-        [
-            f"The city of {capital} lies in the country {country}.",
-            f"{capital} is a city in the country {country}.",
-            asked(rng, f"Where does the city of {capital} lie?", country),
-        ],
+    seats = [
+        f"The capital of {country} is {capital}.",
+        f"The people of {country} are proud of their capital {capital}.",
+        f"The king of {country} lives in the capital, {capital}.",
+        f"Every road in {country} leads to its capital, {capital}.",
     ]
-    return [rng.choice(fact) for fact in rng.sample(facts, k=2)]
+    waters = [
+        f"The river of {country} is the {river}.",
+        f"Through {country} flows the river {river}.",
+        f"All the rain of {country} ends in the river {river}.",
+    ]
+    places = [
+        f"The city of {capital} lies in the country {country}.",
+        f"{capital} is a city in the country {country}.",
+    ]
+    facts = [
+        (
+            seats,
+            [f"Which city is the capital of {country}?", f"Where does the king of {country} live?"],
+            capital,
+        ),
+        (
+            waters,
+            [f"What do people in {country} call their river?", f"Which is the river of {country}?"],
+            river,
+        ),
+        (
+            places,
+            [f"Where does the city of {capital} lie?", f"Which country has the city of {capital}?"],
+            country,
+        ),
+    ]
+    return [rng.choice(facts)]
 
 
-TOPICS: dict[Callable[[Random], list[str]], int] = {  # topic: its weight in the text
-    about_words: 32,
-    about_the_alphabet: 8,
-    about_sums: 16,
-    about_counting: 10,
-    about_size: 6,
-    about_language: 14,
-    about_the_world: 18,
+TOPICS: dict[Callable[[Random], list[Fact]], int] = {  # topic: its weight in the text
+    about_words: 55,
+    about_the_alphabet: 14,
+    about_sums: 7,
+    about_differences: 7,
+    about_counting: 14,
+    about_opposites: 10,
+    about_plurals: 7,
+    about_the_past: 7,
+    about_the_world: 22,
 }
 
 
 def documents(seed: int) -> Iterator[str]:
-    """The pretraining text, without end: short documents of a few sentences, each about one topic."""
+    """The pretraining text, without end: short documents of a few sentences."""
     rng = Random(seed)
     while True:
-        topic = rng.choices(list(TOPICS), weights=list(TOPICS.values()))[0]
-        lines = topic(rng)
+        topics = rng.choices(list(TOPICS), weights=list(TOPICS.values()), k=rng.choice([2, 3]))
+        lines = [told(rng, fact) for topic in topics for fact in topic(rng)]
         yield rng.choice([" ", "\n"]).join(lines)
 
 
@@ -337,7 +364,7 @@ def split_of(argument: str) -> str:
     return "test" if zlib.crc32(argument.encode()) % 5 == 0 else "train"
 
 
-def ask_about_a_word(rng: Random, words: list[str], answer: Callable[[str], str], *phrasings: str) -> Ask:
+def ask_about_a_word(rng: Random, words: Sequence[str], answer: Callable[[str], str], *phrasings: str) -> Ask:
     word = rng.choice(words)
     return word, rng.choice(phrasings).format(word), answer(word)
 
@@ -352,16 +379,6 @@ def ask_about_a_country(rng: Random, given: str, wanted: str, *phrasings: str) -
     return place["country"], rng.choice(phrasings).format(place[given]), place[wanted]
 
 
-def ask_for_a_sum(rng: Random, *phrasings: str) -> Ask:
-    a, b = rng.randint(1, 50), rng.randint(1, 9)
-    return f"{a} {b}", rng.choice(phrasings).format(a, b), str(a + b)
-
-
-def ask_for_a_difference(rng: Random, *phrasings: str) -> Ask:
-    a, b = rng.randint(1, 50), rng.randint(1, 9)
-    return f"{a} {b}", rng.choice(phrasings).format(a + b, b), str(a)
-
-
 def ask_for_the_next(rng: Random, term: Callable[[int], str], steps: int, last: int, *phrasings: str) -> Ask:
     step = rng.randint(1, steps)
     start = rng.randint(1, last - 4 * step)
@@ -369,19 +386,13 @@ def ask_for_the_next(rng: Random, term: Callable[[int], str], steps: int, last: 
     return row, rng.choice(phrasings).format(row), term(start + 4 * step)
 
 
-def ask_for_the_largest(rng: Random, *phrasings: str) -> Ask:
-    numbers = different_initials(rng, NUMBERS, 3)
-    return str(sorted(numbers)), rng.choice(phrasings).format(listing(numbers)), max(numbers, key=int)
-
-
-def ask_for_the_first(rng: Random, words: list[str], *phrasings: str) -> Ask:
-    picked = different_initials(rng, words, 3)
+def ask_for_the_first(rng: Random, words: Sequence[str], *phrasings: str) -> Ask:
+    picked = different_initials(rng, 3, words)
     return min(picked), rng.choice(phrasings).format(listing(picked)), min(picked)
 
 
 def kinds_of_instructions(rng: Random, split: str) -> list[Callable[[], Ask]]:
     words = [word for word in WORDS if split_of(word) == split]
-    opposites = [pair for a, b in OPPOSITES for pair in ((a, b), (b, a))]
     return [
         lambda: ask_about_a_word(
             rng, words, lambda word: word[::-1],
@@ -398,28 +409,15 @@ def kinds_of_instructions(rng: Random, split: str) -> list[Callable[[], Ask]]:
         lambda: ask_for_the_first(
             rng, words,
             "Which word comes first in the alphabet: {}?", "Name the first in the alphabet of {}."),
-        lambda: ask_for_a_sum(rng, "What is {} plus {}?", "Add {} and {}.", "Give the sum of {} and {}."),
-        lambda: ask_for_a_difference(rng, "What is {} minus {}?", "How much is left of {} without {}?"),
         lambda: ask_for_the_next(
             rng, str, 5, 60,
             "Which number comes next: {}?", "Continue this row with one number: {}"),
         lambda: ask_for_the_next(
             rng, lambda n: "_abcdefghijklmnopqrstuvwxyz"[n], 3, 26,
             "Which letter comes next: {}?", "Continue this row with one letter: {}"),
-        lambda: ask_for_the_largest(
-            rng, "Which number is the largest: {}?", "Pick the largest of the numbers {}."),
-        lambda: ask_for_the_other(
-            rng, opposites, "What is the opposite of {}?", "Give me the opposite of the word {}."),
         lambda: ask_for_the_other(rng, PLURALS, "What is the plural of {}?", "One {}, many what?"),
-        lambda: ask_for_the_other(
-            rng, PASTS, "What is the past tense of {}?", "Put the verb {} into the past tense."),
         lambda: ask_about_a_country(
             rng, "country", "capital", "What is the capital of {}?", "Name the capital city of {}."),
-        lambda: ask_about_a_country(
-            rng, "country", "river", "Which river flows through {}?", "Name the river of {}."),
-        lambda: ask_about_a_country(
-            rng, "capital", "country",
-            "In which country is the city of {}?", "Name the country of the city {}."),
     ]  # fmt: skip
 
 

@@ -18,9 +18,11 @@ from make_data import SEED, arguments_of_tasks, documents
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-WORD_TOKENS = 125  # the commonest words of the text are one token each; everything else is spelled
+WORD_TOKENS = 141  # the commonest words of the text are one token each; everything else is spelled
+SPECIAL = ["<pad>", "<bos>", "<eos>"]  # ids 0, 1, 2
+PAD, BOS, EOS = range(3)
 HIDDEN, LAYERS, HEADS, KV_HEADS, FFN = 128, 4, 4, 2, 256
-BLOCK, BATCH, STEPS = 256, 8, 2200  # tokens, blocks, updates: 4.5 M tokens
+BLOCK, BATCH, STEPS = 256, 8, 2800  # tokens, blocks, updates: 5.7 M tokens
 LEARNING_RATE, WARMUP, WEIGHT_DECAY, BETAS, CLIP = 3e-3, 100, 0.1, (0.9, 0.95), 1.0
 
 
@@ -39,24 +41,23 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     spelled = arguments_of_tasks()
     counts = Counter(piece for piece, _ in split.pre_tokenize_str(text))  # "Ġ": a space before it
     words = [piece for piece, _ in counts.most_common() if is_frame(piece.lstrip("Ġ"), spelled)]
-    special = ["<pad>", "<bos>", "<eos>"]
-    tokens = special + sorted(pre_tokenizers.ByteLevel.alphabet()) + words[:WORD_TOKENS]
+    tokens = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet()) + words[:WORD_TOKENS]
     model = models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[], ignore_merges=True)
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = split
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
+        pad_token=SPECIAL[PAD],
+        bos_token=SPECIAL[BOS],
+        eos_token=SPECIAL[EOS],
         model_max_length=BLOCK,
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+def make_model(vocabulary: int) -> LlamaForCausalLM:
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=vocabulary,
         hidden_size=HIDDEN,
         num_hidden_layers=LAYERS,
         num_attention_heads=HEADS,
@@ -64,9 +65,9 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         intermediate_size=FFN,
         max_position_embeddings=BLOCK,
         tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=PAD,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
     )
     return LlamaForCausalLM(config)
 
@@ -78,7 +79,7 @@ def batches(tokenizer: PreTrainedTokenizerFast) -> Iterator[torch.Tensor]:
     while True:
         while len(ids) < BATCH * BLOCK:
             for document in tokenizer(list(islice(stream, 200)))["input_ids"]:
-                ids += [*document, tokenizer.eos_token_id]
+                ids += [*document, EOS]
         yield torch.tensor(ids[: BATCH * BLOCK]).view(BATCH, BLOCK)
         ids = ids[BATCH * BLOCK :]
 
@@ -95,7 +96,7 @@ def pretrain(folder: Path) -> float:
     """Trains from nothing and writes the Hugging Face folder; returns the mean loss of the last 50 steps."""
     torch.manual_seed(SEED)
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
+    model = make_model(len(tokenizer))
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens in the vocabulary")
     optimizer = torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
     losses: list[float] = []
