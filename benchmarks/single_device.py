@@ -159,8 +159,8 @@ def sft_trainer(work: Path, steps: int, dtype: str, packing: str, processes: int
     import torch
     from datasets import disable_caching, load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl.trainer.sft_config import SFTConfig
-    from trl.trainer.sft_trainer import SFTTrainer
+    from trl.trainer.sft_config import SFTConfig  # pyright: ignore[reportMissingImports]
+    from trl.trainer.sft_trainer import SFTTrainer  # pyright: ignore[reportMissingImports]
 
     disable_caching()
     started = time.perf_counter()
