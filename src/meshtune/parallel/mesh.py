@@ -1,0 +1,110 @@
+"""This rank's place among all ranks: one axis per kind of parallelism.
+
+    pp  dp_replicate  dp_shard  cp  tp        outer to inner: neighbours in the world are neighbours in tp
+
+Ranks that differ in one index alone form that axis' group. Ranks of one data rank (all of `cp`, `tp`, `pp`)
+read the same sequences; `cp` cuts them, `tp` and `pp` cut the model. For parameters a context rank is one more
+data rank: it sees other tokens.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from meshtune.errors import UserError
+from meshtune.layout import Layout
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis as this rank sees it. `group` is None where the axis has one rank: nothing is communicated."""
+
+    name: str
+    size: int = 1
+    index: int = 0
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class World:
+    """All axes of a layout, from one rank's place.
+
+    mesh: the ranks as torch's DeviceMesh with the dimensions AXES; None for one rank.
+    host: a group of all ranks on a CPU backend, for objects and checkpoints; None for one rank.
+    """
+
+    layout: Layout
+    device: torch.device
+    rank: int
+    axes: tuple[Axis, ...]
+    mesh: DeviceMesh | None = None
+    host: dist.ProcessGroup | None = None
+
+    def axis(self, name: str) -> Axis:
+        return self.axes[AXES.index(name)]
+
+    @property
+    def pp(self) -> Axis:
+        return self.axis("pp")
+
+    @property
+    def cp(self) -> Axis:
+        return self.axis("cp")
+
+    @property
+    def tp(self) -> Axis:
+        return self.axis("tp")
+
+    @property
+    def size(self) -> int:
+        return self.layout.world
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different sequences."""
+        return self.layout.data_ranks
+
+    @property
+    def data_rank(self) -> int:
+        return self.axis("dp_replicate").index * self.layout.dp_shard + self.axis("dp_shard").index
+
+    @property
+    def parameter_ranks(self) -> int:
+        """Ranks that hold or share the same parameters and see other tokens: data and context ranks."""
+        return self.data_ranks * self.layout.cp
+
+    @property
+    def main(self) -> bool:
+        """Whether this rank speaks: writes rows, prints, claims the run folder."""
+        return self.rank == 0
+
+
+def join(layout: Layout, device: torch.device) -> World:
+    """The world of `layout`; every rank calls it, with the default process group initialised if there are
+    several.
+
+    Raises UserError when the number of ranks is not the layout's.
+    """
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks != layout.world:
+        raise UserError(
+            f"Layout {layout} is for {layout.world} ranks, but {ranks} were started; "
+            f"start {layout.world} (--nproc {layout.world}), or change the layout."
+        )
+    if ranks == 1:
+        return World(layout, device, 0, tuple(Axis(name) for name in AXES))
+    sizes = tuple(getattr(layout, name) for name in AXES)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+    place = mesh.get_coordinate()
+    assert place is not None
+    axes = tuple(
+        Axis(name, size, index, mesh.get_group(name) if size > 1 else None)
+        for name, size, index in zip(AXES, sizes, place, strict=True)
+    )
+    host = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
+    return World(layout, device, dist.get_rank(), axes, mesh, host)
