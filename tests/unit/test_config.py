@@ -95,4 +95,5 @@ def test_a_batch_in_tokens_must_be_whole_sequences() -> None:
 @pytest.mark.parametrize("file", sorted(Path("examples").glob("*.yaml")), ids=lambda file: file.name)
 def test_every_example_is_valid(file: Path) -> None:
     assert yaml.safe_load(file.read_text())
-    config.load(file)
+    read = config.load(file)
+    read.partial_layout.complete(devices=1, global_batch_size=read.global_batch_size)

@@ -50,7 +50,7 @@ def test_equal_blocks_are_spread_evenly():
 def test_embedding_and_head_take_blocks_off_their_stages():
     found = stage_blocks([1.0] * 8, 4, first=0.5, last=2.0)
 
-    assert [len(blocks) for blocks in found] == [2, 3, 2, 1]
+    assert [len(blocks) for blocks in found] == [2, 2, 3, 1]
 
 
 def test_more_stages_than_blocks_are_refused():
