@@ -51,7 +51,9 @@ def run_ranks(ranks: int, function: Callable[..., Any], *args: Any, seconds: flo
         return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(ranks)]
 
 
-def _rank(rank: int, ranks: int, folder: str, seconds: float, function: Callable[..., Any], args: Any) -> None:
+def _rank(
+    rank: int, ranks: int, folder: str, seconds: float, function: Callable[..., Any], args: Any
+) -> None:
     code = 1
     try:
         torch.set_num_threads(1)

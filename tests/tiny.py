@@ -41,3 +41,23 @@ def make_rows(number: int, seed: int = 0) -> list[dict[str, str]]:
 def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
+
+
+def documents(*, seed: int, vocabulary: int, rows: int = 2, width: int = 32) -> Any:
+    """A packed micro-batch of random tokens with very unequal labels."""
+    import numpy as np
+
+    from meshtune.data.loader import micro_batch
+    from meshtune.data.pack import LABELLED
+
+    draw = np.random.default_rng(seed)
+    made = []
+    for row in range(rows):
+        lengths = [int(n) for n in draw.multinomial(width - 4, [0.5, 0.3, 0.2])]
+        share = (0.9, 0.05)[(seed + row) % 2]
+        made.append([])
+        for length in (n for n in lengths if n):
+            tokens = draw.integers(3, vocabulary, length).astype(np.uint32)
+            tokens[1:] |= np.where(draw.random(length - 1) < share, LABELLED, 0).astype(np.uint32)
+            made[-1].append(tokens)
+    return micro_batch(made, width)

@@ -1,8 +1,9 @@
 """Calls newer than the oldest torch we support (2.11), each with its fallback."""
 
 from inspect import signature
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def varlen_attention(
@@ -34,3 +35,13 @@ def varlen_attention(
     )
     assert isinstance(out, Tensor)
     return out
+
+
+def replicate(module: nn.Module, **options: Any) -> None:
+    """Plain data parallelism as a case of FSDP2: whole parameters, gradients all-reduced group by group.
+
+    torch's public name for it is still the older DistributedDataParallel, which knows no tensor parallelism.
+    """
+    from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+
+    replicate_with_fsdp(module, **options)

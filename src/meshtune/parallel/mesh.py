@@ -3,12 +3,13 @@
     pp  dp_replicate  dp_shard  cp  tp        outer to inner: neighbours in the world are neighbours in tp
 
 Ranks that differ in one index alone form that axis' group. Ranks of one data rank (all of `cp`, `tp`, `pp`)
-read the same sequences; `cp` cuts them, `tp` and `pp` cut the model. For parameters a context rank is one more
-data rank: it sees other tokens.
+read the same sequences; `cp` cuts them, `tp` and `pp` cut the model. For parameters a context rank is one
+more data rank: it sees other tokens.
 """
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,6 +78,38 @@ class World:
     def parameter_ranks(self) -> int:
         """Ranks that hold or share the same parameters and see other tokens: data and context ranks."""
         return self.data_ranks * self.layout.cp
+
+    def total(self, *numbers: float | torch.Tensor) -> list[float]:
+        """The sum of each number over all ranks, in fp64; every rank gets it, with one message for all."""
+        wide = [torch.as_tensor(number, dtype=torch.float64, device=self.device) for number in numbers]
+        values = torch.stack(wide)
+        if self.mesh is not None:
+            dist.all_reduce(values)
+        return values.tolist()
+
+    def highest(self, number: float) -> float:
+        """The largest of the ranks' numbers."""
+        if self.mesh is None:
+            return number
+        value = torch.tensor(number, dtype=torch.float64, device=self.device)
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+        return value.item()
+
+    def agree(self, value: Any = None) -> Any:
+        """What the main rank gives, on every rank; any object that pickles."""
+        if self.host is None:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.host)
+        return values[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank gives, in the order of the ranks, on every rank."""
+        if self.host is None:
+            return [value]
+        values = [None] * self.size
+        dist.all_gather_object(values, value, group=self.host)
+        return values
 
     @property
     def main(self) -> bool:

@@ -1,0 +1,126 @@
+"""ZeRO stages: exactly their messages, bytes and numbers."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import documents
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from meshtune.layout import Layout
+from meshtune.model.anatomy import anatomy
+from meshtune.parallel import zero
+from meshtune.parallel.mesh import join
+from meshtune.train.loss import summed_loss
+from meshtune.train.optim import Optimizer, local
+
+GROUPS = 5  # four blocks, and what lies outside
+MICRO_BATCHES = 4
+
+
+class Messages(TorchDispatchMode):
+    """Counts collectives by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.count[func.__name__.split(".")[0].strip("_").removesuffix("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Whole(nn.Module):
+    """A model and its loss in one forward, as FSDP2 wants its root."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, attn_implementation="meshtune",
+        )  # fmt: skip
+        self.model = LlamaForCausalLM(config).to(dtype)
+        self.anatomy = anatomy(self.model)
+
+    def forward(self, micro_batch: Any) -> torch.Tensor:
+        return summed_loss(self.model, self.anatomy, micro_batch)
+
+
+def micro_batches(ranks: int) -> list[Any]:
+    """MICRO_BATCHES for each of the ranks, the same in every process, with very unequal labels."""
+    return [documents(seed=number, vocabulary=128) for number in range(ranks * MICRO_BATCHES)]
+
+
+def backward(root: Whole, own: list[Any], labels: int, stage: int) -> None:
+    for number, micro_batch in enumerate(own, 1):
+        zero.before_backward(root, stage, last=number == len(own))
+        (root(micro_batch) / labels).backward()
+
+
+def one_rank(ranks: int) -> tuple[dict[str, torch.Tensor], float]:
+    """Gradients, and their norm, of all ranks' micro-batches in one process."""
+    root = Whole()
+    batches = micro_batches(ranks)
+    backward(root, batches, sum(each.label_tokens for each in batches), 0)
+    gradients = {name: p.grad for name, p in root.named_parameters() if p.grad is not None}
+    return gradients, float(torch.nn.utils.get_total_norm(gradients.values()))
+
+
+def sharded(layout: str) -> dict[str, Any]:
+    plan = Layout.parse(layout)
+    world, root = join(plan, torch.device("cpu")), Whole()
+    mesh = zero.parameter_mesh(world)
+    assert mesh is not None
+    zero.shard(root, root.model.model.layers, mesh, plan.zero)
+    batches = micro_batches(plan.world)
+    labels = sum(each.label_tokens for each in batches)
+    own = batches[world.data_rank :: plan.world]
+    replicas = plan.world if plan.zero == 0 else plan.dp_replicate
+    optimizer = Optimizer(
+        root.named_parameters(), betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0,
+        copies={name: replicas for name, _ in root.named_parameters()},
+    )  # fmt: skip
+    steps = []
+    for _ in range(2):  # the first step also gathers what was never gathered
+        with Messages() as messages:
+            backward(root, own, labels, plan.zero)
+        steps.append(dict(messages.count))
+        (squares,) = world.total(optimizer.squared_norm())
+        gradients = {n: p.grad.full_tensor() for n, p in root.named_parameters()}  # type: ignore[union-attr]
+        optimizer.zero_grad()
+    held = sum(local(p).numel() for p in root.parameters())
+    return {"gradients": gradients, "norm": squares**0.5, "steps": steps, "held": held}
+
+
+GATHER, SCATTER, REDUCE = "allgather_base", "reduce_scatter_base", "allreduce"
+MESSAGES = {
+    "dp2": {REDUCE: GROUPS},
+    "zero1x2": {GATHER: GROUPS, SCATTER: GROUPS},
+    "zero2x2": {GATHER: GROUPS, SCATTER: GROUPS * MICRO_BATCHES},
+    "zero3x2": {GATHER: 2 * GROUPS * MICRO_BATCHES, SCATTER: GROUPS * MICRO_BATCHES},
+    "dp2-zero1x2": {GATHER: GROUPS, SCATTER: GROUPS, REDUCE: GROUPS},
+    "dp2-zero2x2": {GATHER: GROUPS, SCATTER: GROUPS * MICRO_BATCHES, REDUCE: GROUPS},
+    "dp2-zero3x2": {GATHER: 2 * GROUPS * MICRO_BATCHES, SCATTER: GROUPS * MICRO_BATCHES, REDUCE: GROUPS},
+    "zero3x3": {GATHER: 2 * GROUPS * MICRO_BATCHES, SCATTER: GROUPS * MICRO_BATCHES},
+}
+
+
+@pytest.mark.parametrize("layout", MESSAGES)
+def test_each_stage_sends_its_messages_and_gives_one_ranks_gradients(layout: str) -> None:
+    plan = Layout.parse(layout)
+    gradients, norm = one_rank(plan.world)
+    total = sum(gradient.numel() for gradient in gradients.values())
+    for result in run_ranks(plan.world, sharded, layout):
+        assert result["steps"][1] == MESSAGES[layout]
+        assert result["norm"] == pytest.approx(norm, rel=1e-8)
+        for name, gradient in result["gradients"].items():
+            torch.testing.assert_close(gradient, gradients[name], rtol=1e-7, atol=1e-12)
+        assert result["held"] == pytest.approx(total / plan.dp_shard, rel=0.1), (
+            "all stages keep shards between"
+        )
