@@ -11,31 +11,45 @@ language model (the embedding and head that it names, the number of blocks in it
 finding is verified; a model that is built differently is refused, so that nothing downstream has to guess.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from meshtune.errors import UserError
+from meshtune.layout import Layout
+from meshtune.model import support
+from meshtune.model.support import Traits, refusals
 
 WORKS = "decoder-only transformers such as Llama, Qwen, Mistral, Gemma, Phi, OLMo, Cohere, GPT-2 and GPT-NeoX"
 NOT_CAUSAL = {"xlnet"}  # two-stream attention over permutations, which no flag of the model shows
 MLP_NAMES = ("mlp", "feed_forward", "ffn")
 
-# The tensor-parallel plan strings of transformers that have a meaning for plain dense blocks.
+
+@dataclass(frozen=True)
+class TensorStyle:
+    """What one word of transformers' tensor-parallel plans does to a linear layer, weight [out, in].
+
+    dim: the dimension of the weight that is cut; None: every rank has all of it, but for its own part of the
+    activations alone, so that gradients add up over the ranks. whole: the output (dim 0) is made whole again,
+    or the input (dim 1) is whole and each rank takes its own part.
+    """
+
+    dim: int | None
+    whole: bool = False
+
+
 TENSOR_STYLES = {
-    "colwise",
-    "colwise_gather_output",
-    "colwise_rep",
-    "rowwise",
-    "rowwise_rep",
-    "rowwise_split_input",
-    "replicated_with_grad_allreduce",
-    "embedding",
-    "embedding_rowwise",
+    "colwise": TensorStyle(0),
+    "colwise_gather_output": TensorStyle(0, whole=True),
+    "colwise_rep": TensorStyle(0, whole=True),
+    "rowwise": TensorStyle(1),
+    "rowwise_split_input": TensorStyle(1, whole=True),
+    "rowwise_rep": TensorStyle(1, whole=True),
+    "replicated_with_grad_allreduce": TensorStyle(None),
 }
 
 
@@ -153,10 +167,32 @@ def capabilities(config: PretrainedConfig, *, trust_remote_code: bool = False) -
             "recompute", True, "none, attention, selective, full" if own_attention(model) else "none, full"
         ),
         Capability("compile", True, "train.compile=true compiles each block; attention runs as it is"),
-        _tensor(model),
-        Capability("pipeline", False, "not yet in this version"),
-        Capability("context", False, "not yet in this version"),
+        *_cut(traits(model)),
     ]
+
+
+def traits(model: PreTrainedModel) -> Traits:
+    """What decides which layouts `model` can take. Ask before anything is cut; raises as `anatomy` does."""
+    found, plan = anatomy(model), tensor_plan(model)
+    heads, kv_heads = attention_heads(model)
+    blocks = model.get_submodule(found.blocks)
+    split = {} if isinstance(plan, str) else plan
+    whole_heads = repeated_heads(model, split, kv_heads + 1) if split else frozenset()
+    return Traits(
+        name=type(model).__name__,
+        blocks=len(list(blocks.children())),
+        heads=heads,
+        kv_heads=kv_heads,
+        vocabulary=_shape(model, found.embed)[0],
+        heads_cut=cuts_heads(split, found),
+        cuts=tuple(
+            (_shape(blocks.get_submodule("0"), path)[dim], f"{('rows', 'columns')[dim]} of {path}")
+            for path, word in split.items()
+            if (dim := TENSOR_STYLES[word].dim) is not None and path not in whole_heads
+        ),
+        attention=own_attention(model),
+        tensor=plan if isinstance(plan, str) else None,
+    )
 
 
 def own_attention(model: PreTrainedModel) -> bool:
@@ -194,17 +230,152 @@ def _linears(model: PreTrainedModel, found: Anatomy) -> int:
     )
 
 
-def _tensor(model: PreTrainedModel) -> Capability:
-    plan = model.config.get_text_config().base_model_tp_plan
-    if not plan:
-        return Capability(
-            "tensor", False, "not yet in this version, and transformers has no plan for this family"
+SIZES = (2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64)
+
+
+def _cut(of: Traits) -> list[Capability]:
+    """Over how many ranks a model can be cut in each way, or why not."""
+
+    def ask(cut: Callable[[int], Layout]) -> tuple[list[str], str]:
+        """The sizes that are not refused, and what is said of the first."""
+        attention = "meshtune" if of.attention else "eager"
+        said = {size: refusals(of, cut(size), attention=attention, packing=False) for size in SIZES}
+        return [str(size) for size in SIZES if not said[size]], " ".join(said[SIZES[0]])
+
+    tp, no_tp = ask(lambda size: Layout(tp=size, sp=True))
+    pp, no_pp = ask(lambda size: Layout(pp=size, schedule="gpipe"))
+    cp, no_cp = ask(lambda size: Layout(cp=size))
+    ulysses, _ = ask(lambda size: Layout(cp=size, cp_method="ulysses"))
+    return [
+        Capability("tensor", bool(tp), f"tp and sp over {', '.join(tp)} ranks" if tp else no_tp),
+        Capability("pipeline", bool(pp), f"pp over up to {of.blocks} ranks" if pp else no_pp),
+        Capability(
+            "context",
+            bool(cp),
+            f"cp over any number of ranks; ulysses over {', '.join(ulysses) or 'none'}" if cp else no_cp,
+        ),
+    ]
+
+
+# tensor parallelism #
+
+
+def tensor_plan(model: PreTrainedModel) -> dict[str, str] | str:
+    """How transformers' own plan cuts the blocks of `model`: module inside a block -> word of TENSOR_STYLES.
+
+    Or a sentence that says why nobody can vouch for a cut: the plan is missing, needs what we have not
+    (experts, packed or latent projections), or leaves open what some parameter's gradient would be. Embedding
+    and head are not in it: they are cut along the vocabulary in every family. Ask before anything is cut.
+    """
+    found = anatomy(model)
+    plan = model.config.get_text_config().base_model_tp_plan or {}
+    inside = f"{found.blocks.removeprefix(f'{found.body}.')}.*."
+    words = {path.removeprefix(inside): word for path, word in plan.items() if path.startswith(inside)}
+    blocks = list(model.get_submodule(found.blocks).children())
+    reason = _unplanned(model, found, words)
+    if reason := reason or next(filter(None, (_unvouched(block, found, words) for block in blocks)), None):
+        return (
+            f"{type(model).__name__} can't be cut by tensor parallelism: {reason}. "
+            "What works for it: data parallel (dp), ZeRO (zero) and pipeline (pp)."
         )
-    unknown = sorted(set(plan.values()) - TENSOR_STYLES)
-    if unknown:
-        return Capability(
-            "tensor", False, f"not yet in this version, and its plan needs {', '.join(unknown)}"
-        )
-    return Capability(
-        "tensor", False, "not yet in this version (transformers has a dense plan for this family)"
+    present = {path for block in blocks for path, _ in block.named_modules()}
+    return {path: word for path, word in words.items() if path in present}
+
+
+def tensor_problems(model: PreTrainedModel, tp: int) -> list[str]:
+    """Why `tp` ranks can't share the matrices of `model`, as sentences with the remedy; none if they can."""
+    return list(support.tensor_problems(traits(model), tp))
+
+
+def cuts_heads(plan: Mapping[str, str], found: Anatomy) -> bool:
+    """Whether each rank computes some of the attention heads; else all are computed everywhere."""
+    words = [word for path, word in plan.items() if path.startswith(f"{found.attention}.")]
+    return any(TENSOR_STYLES[word] == TensorStyle(0) for word in words)
+
+
+def repeated_heads(model: PreTrainedModel, plan: Mapping[str, str], tp: int) -> frozenset[str]:
+    """The key and value projections inside a block, where there are fewer key-value heads than `tp` ranks.
+
+    Several ranks then need the same head, so every rank keeps these matrices whole.
+    """
+    heads, kv_heads = attention_heads(model)
+    if kv_heads >= tp:
+        return frozenset()
+    name = anatomy(model).attention
+    block = model.get_submodule(anatomy(model).blocks).get_submodule("0")
+    own = {path: TENSOR_STYLES[word] for path, word in plan.items() if path.startswith(f"{name}.")}
+    (out,) = (_shape(block, path)[1] for path, style in own.items() if style.dim == 1)  # heads · head_dim
+    return frozenset(
+        path
+        for path, style in own.items()
+        if style == TENSOR_STYLES["colwise"] and _shape(block, path)[0] * heads == out * kv_heads
     )
+
+
+def attention_heads(model: PreTrainedModel) -> tuple[int, int]:
+    """Query heads, and key-value heads, of every block."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    return heads, getattr(config, "num_key_value_heads", None) or heads
+
+
+def draws(modules: Iterable[nn.Module]) -> bool:
+    """Whether one of `modules` draws random numbers in training.
+
+    Its dropout may be a module or a call; families keep a call's probability in an attribute named so.
+    """
+    return any(
+        value
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, int | float)
+        and ("drop" in name or (name == "p" and isinstance(module, nn.Dropout)))
+    )
+
+
+def _unplanned(model: PreTrainedModel, found: Anatomy, words: Mapping[str, str]) -> str | None:
+    """What the family as a whole lacks, if something."""
+    if not words:
+        return "transformers has no plan for this family"
+    if unknown := sorted(set(words.values()) - set(TENSOR_STYLES)):
+        return f"its plan needs {', '.join(unknown)}, and only dense blocks are cut"
+    if not own_attention(model):
+        return "it computes its attention inside the model"
+    if not found.mlp or not found.norm:
+        return "its blocks have no single mlp, or it has no final norm"
+    parts = tuple(f"{part}." for part in (found.embed, found.blocks, found.norm, found.head))
+    stray = [name for name, _ in model.named_parameters() if not name.startswith(parts)]
+    return f"{stray[0]} lies outside its embedding, blocks, norm and head" if stray else None
+
+
+def _unvouched(block: nn.Module, found: Anatomy, words: Mapping[str, str]) -> str | None:
+    """The first module of `block` whose gradients would not be known, as a reason.
+
+    Outside attention and mlp every rank has whole hidden states of its tokens: any parameter is fine there.
+    Inside, each must be in the plan; but where the plan makes activations whole again, so may a norm's be.
+    """
+    modules = dict(block.named_modules())
+    owners = [path for path, module in modules.items() if any(True for _ in module.parameters(recurse=False))]
+    for part in (found.attention, found.mlp):
+        inside = [path for path in owners if path.startswith(f"{part}.")]
+        own = {path: TENSOR_STYLES[words[path]] for path in inside if path in words}
+        if not {0, 1} <= {style.dim for style in own.values()}:
+            return f"its plan leaves out {part}"
+        whole = all(style.whole for style in own.values() if style.dim is not None)
+        for path in [part, *inside]:
+            module = modules[path]
+            if path in own:
+                if own[path].dim is not None and not isinstance(module, nn.Linear):
+                    return f"{path} is a {type(module).__name__}, not a linear layer"
+            elif path in owners and not (whole and _is_norm(module)):
+                return f"its plan leaves out {path}"
+    parts = (f"{found.attention}.", f"{found.mlp}.")
+    outside = [path for path in owners if path in words and not path.startswith(parts)]
+    return f"its plan cuts {outside[0]}, outside attention and mlp" if outside else None
+
+
+def _shape(module: nn.Module, path: str) -> tuple[int, int]:
+    weight = module.get_submodule(path).weight
+    assert isinstance(weight, Tensor)
+    rows, columns = weight.shape
+    return rows, columns

@@ -8,6 +8,7 @@ so, and then there are no FLOPs at all rather than wrong ones.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -67,8 +68,34 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Parameters:
+class Parameter:
+    """One parameter tensor.
+
+    cut: the dimension that tensor parallelism cuts; None: every rank holds all of it. heads: key-value heads
+    in that dimension; more ranks than those hold all of it too. 0: it has none. whole: what it makes (cut 0)
+    or takes (cut 1) is gathered from the ranks. last: it lies after the blocks.
+    """
+
+    name: str  # inside its block, such as self_attn.q_proj.weight
     kind: str  # embedding | attention | mlp | norm | head | adapter | other
+    shape: tuple[int, ...]
+    trainable: bool = True
+    cut: int | None = None
+    heads: int = 0
+    whole: bool = False
+    last: bool = False
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """All of one kind; in elements."""
+
+    kind: str
     count: int
     trainable: int
 
@@ -77,7 +104,7 @@ class Parameters:
 class Block:
     matrices: tuple[Matrix, ...]
     attention: tuple[Attention, ...]
-    parameters: tuple[Parameters, ...]
+    parameters: tuple[Parameter, ...]
 
 
 @dataclass(frozen=True)
@@ -88,15 +115,19 @@ class Census:
     blocks: tuple[Block, ...]
     outside: tuple[Matrix, ...]  # multiplied with every token, but in no block
     head: Matrix | None
-    parameters_outside: tuple[Parameters, ...]  # embedding, last norm, a head of its own …
+    parameters_outside: tuple[Parameter, ...]  # embedding, last norm, a head of its own …
     tied: bool  # head and embedding are one parameter, counted as embedding
     unsupported: str | None = None  # why the FLOPs of this model are unknown
 
     @cached_property
     def parameters(self) -> dict[str, Parameters]:
         """By kind, over the whole model."""
-        in_blocks = (p for block in self.blocks for p in block.parameters)
-        return {p.kind: p for p in merged([*self.parameters_outside, *in_blocks])}
+        count: Counter[str] = Counter()
+        trainable: Counter[str] = Counter()
+        for p in (*self.parameters_outside, *(p for block in self.blocks for p in block.parameters)):
+            count[p.kind] += p.count
+            trainable[p.kind] += p.count * p.trainable
+        return {kind: Parameters(kind, count[kind], trainable[kind]) for kind in sorted(count)}
 
     @cached_property
     def total(self) -> int:
@@ -182,13 +213,3 @@ def palm_flops(census: Census, tokens: int, seq_len: int) -> float:
     head = census.vocabulary * census.hidden if census.tied else 0
     widths = sum(layers * a.query_heads * a.qk_dim for a, layers in census.attentions.items())
     return tokens * (6 * (census.total - embedding + head) + 12 * widths * seq_len)
-
-
-def merged(parameters: Iterable[Parameters]) -> tuple[Parameters, ...]:
-    """One entry per kind, in the order of their names."""
-    counts: Counter[str] = Counter()
-    trainable: Counter[str] = Counter()
-    for p in parameters:
-        counts[p.kind] += p.count
-        trainable[p.kind] += p.trainable
-    return tuple(Parameters(kind, counts[kind], trainable[kind]) for kind in sorted(counts))

@@ -2,16 +2,21 @@
 
     stages of blocks (pp)  ->  pieces of each matrix (tp)  ->  shards of what is left (dp_shard · cp)
 
-The engine applies it, the planner counts it, the pictures draw it; nobody works it out again.
+The engine applies it, the planner counts it, the pictures draw it; nobody works it out again. `share` puts it
+together for one rank.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from meshtune.layout import Layout
+from meshtune.model.census import Census, Parameter, attended_pairs
 
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outer to inner: tp ranks are neighbours
 V_SCHEDULES = ("zbv", "dualpipev")  # two stages a rank: down the ranks and up again
 
 
@@ -33,6 +38,33 @@ def piece(size: int, parts: int, index: int) -> tuple[int, int]:
     """
     each = -(-size // parts)
     return min(index * each, size), min((index + 1) * each, size)
+
+
+# ranks #
+
+
+def coordinates(layout: Layout, rank: int) -> dict[str, int]:
+    """The index of `rank` on each of AXES."""
+    found: dict[str, int] = {}
+    for axis in reversed(AXES):
+        rank, found[axis] = divmod(rank, getattr(layout, axis))
+    return {axis: found[axis] for axis in AXES}
+
+
+def rank_at(layout: Layout, place: Mapping[str, int]) -> int:
+    """The rank with these coordinates."""
+    rank = 0
+    for axis in AXES:
+        rank = rank * getattr(layout, axis) + place[axis]
+    return rank
+
+
+def group(layout: Layout, rank: int, *axes: str) -> tuple[int, ...]:
+    """The ranks, this one among them, that differ from `rank` on these axes alone, in their order."""
+    own = coordinates(layout, rank)
+    fixed = [axis for axis in AXES if axis not in axes]
+    others = ((other, coordinates(layout, other)) for other in range(layout.world))
+    return tuple(other for other, place in others if all(place[axis] == own[axis] for axis in fixed))
 
 
 # stages #
@@ -102,3 +134,275 @@ def _best_cuts(
     for stage in reversed(starts):
         cuts.append(stage[cuts[-1]])
     return values[blocks], tuple(reversed(cuts))
+
+
+def census_stages(census: Census, layout: Layout, seq_len: int) -> tuple[range, ...]:
+    """The blocks of every stage of a model, by the FLOPs that each block and the head cost per token.
+
+    Embedding and norm have next to none. Every position counts as labelled, each document as `seq_len` long.
+    Where the FLOPs of a model are unknown, elements of its parameters stand for them.
+    """
+    head = census.vocabulary * census.hidden
+    if census.unsupported or census.head is None:
+        costs = [float(sum(p.count for p in block.parameters)) for block in census.blocks]
+        return stage_blocks(costs, stage_count(layout), last=head)
+    costs = []
+    for block in census.blocks:
+        cores = (
+            (a.forward(pairs) + a.backward(pairs)) / seq_len
+            for a in block.attention
+            for pairs in [attended_pairs([seq_len], a.window)]
+        )
+        costs.append(sum(m.forward + m.backward for m in block.matrices) + sum(cores))
+    return stage_blocks(costs, stage_count(layout), last=census.head.forward + census.head.backward)
+
+
+# what one rank holds and says #
+
+# precision -> bytes of an element in forward and backward passes, and as it is trained (train/build.py)
+ELEMENT_BYTES = {"fp32": (4, 4), "fp64": (8, 8), "bf16": (2, 4), "bf16-pure": (2, 2)}
+MOMENTS = 2  # AdamW's exp_avg and exp_avg_sq
+
+
+class Bytes(NamedTuple):
+    """What a rank keeps for its parameters while a step's passes run, activations and messages aside.
+
+    weights: its own piece or shard. gathered: whole parameters beside the shard, with ZeRO-1 and -2 and with
+    replicas; ZeRO-3 gathers one group at a time and keeps none. optimizer: masters that are not the weights
+    themselves, and AdamW's two moments.
+    """
+
+    weights: int
+    gathered: int
+    gradients: int
+    optimizer: int
+
+
+class Message(NamedTuple):
+    """All messages of one kind that a rank takes part in during an optimizer step.
+
+    axis: one of AXES, or two together as in dp_shard_cp. bytes: of all `count` together, of the tensor as it
+    is whole: what a gather ends with, a reduction starts from, a send sends.
+    """
+
+    axis: str
+    op: str  # all_gather | reduce_scatter | all_reduce | send
+    what: str  # parameters | gradients | hidden states
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank holds under a layout.
+
+    blocks: of each of its stages. parameters: elements by kind after pp and tp, before any shard. groups: by
+    axis, the ranks that it talks to there, itself among them; axes of one rank are left out.
+    """
+
+    rank: int
+    place: Mapping[str, int]  # its coordinates
+    stages: tuple[int, ...]
+    blocks: tuple[range, ...]
+    embedding: bool
+    head: bool
+    parameters: Mapping[str, int]
+    bytes: Bytes
+    groups: Mapping[str, tuple[int, ...]]
+    messages: tuple[Message, ...]
+
+
+def share(
+    census: Census,
+    layout: Layout,
+    rank: int,
+    *,
+    precision: str = "bf16",
+    reduce_dtype: str = "fp32",
+    seq_len: int = 2048,
+) -> Share:
+    """What `rank` holds of a model under a layout, as our engine holds it (parallel/zero.py, train/optim.py).
+
+    precision, reduce_dtype and seq_len are the settings of the same name.
+    """
+    place = coordinates(layout, rank)
+    every = census_stages(census, layout, seq_len)
+    stages = stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, place["pp"])
+    blocks = tuple(every[stage] for stage in stages)
+    units = [
+        [(_local_shape(p, layout.tp, place["tp"]), p) for p in unit]
+        for stage in stages
+        for unit in _units(census, every[stage], first=stage == 0, last=stage == len(every) - 1)
+    ]
+    parameters: Counter[str] = Counter()
+    for unit in units:
+        for shape, parameter in unit:
+            parameters[parameter.kind] += math.prod(shape)
+    axes: list[tuple[str, ...]] = [(axis,) for axis in AXES if getattr(layout, axis) > 1]
+    if layout.cp > 1:  # a context rank is one more data rank
+        axes.append(("dp_shard" if layout.zero else "dp_replicate", "cp"))
+    storage = _Storage(layout, place, precision, reduce_dtype)
+    tokens = layout.micro_batch_size * seq_len // layout.cp
+    return Share(
+        rank=rank,
+        place=place,
+        stages=stages,
+        blocks=blocks,
+        embedding=0 in stages,
+        head=len(every) - 1 in stages,
+        parameters=dict(parameters),
+        bytes=storage.bytes(pair for unit in units for pair in unit),
+        groups={"_".join(each): group(layout, rank, *each) for each in axes},
+        messages=(
+            *storage.messages(units),
+            *_pipeline_messages(layout, stages, tokens * census.hidden * storage.compute),
+            *_tensor_messages(census, layout, stages, sum(map(len, blocks)), units, tokens * storage.compute),
+        ),
+    )
+
+
+Shape = tuple[int, ...]
+Unit = list[tuple[Shape, Parameter]]  # parameters that travel together, as tp leaves them
+
+
+def _units(census: Census, blocks: range, *, first: bool, last: bool) -> Iterator[tuple[Parameter, ...]]:
+    """The parameters of one stage: what lies outside the blocks together, then block by block."""
+    outside = [p for p in census.parameters_outside if (last if p.last else first)]
+    if last and not first and census.tied:  # the head's own copy of the embedding
+        table = (census.vocabulary, census.hidden)
+        outside.append(next(p for p in census.parameters_outside if p.shape == table))
+    if outside:
+        yield tuple(outside)
+    for block in blocks:
+        yield census.blocks[block].parameters
+
+
+def _local_shape(parameter: Parameter, tp: int, index: int) -> Shape:
+    """The shape of a tensor-parallel rank's piece."""
+    cut, shape = parameter.cut, parameter.shape
+    if tp == 1 or cut is None or _repeated(parameter, tp):
+        return shape
+    start, stop = piece(shape[cut], tp, index)
+    return (*shape[:cut], stop - start, *shape[cut + 1 :])
+
+
+def _repeated(parameter: Parameter, tp: int) -> bool:
+    """Whether ranks outnumber its key-value heads, so that each holds all of it."""
+    return 0 < parameter.heads < tp
+
+
+class _Storage:
+    """How data parallelism keeps parameters and sums gradients, in bytes; plain where no other rank has
+    them.
+    """
+
+    def __init__(self, layout: Layout, place: Mapping[str, int], precision: str, reduce_dtype: str) -> None:
+        self.layout = layout
+        self.compute, self.trained = ELEMENT_BYTES[precision]
+        # of gradients that add up: bf16 ones in reduce_dtype, others as they are
+        self.sum = 4 if self.compute == 2 and reduce_dtype == "fp32" else self.compute
+        self.shards = layout.dp_shard * layout.cp if layout.zero else 1
+        self.shard = place["dp_shard"] * layout.cp + place["cp"] if layout.zero else 0
+        self.replicas = layout.dp_replicate * (1 if layout.zero else layout.cp)
+
+    def bytes(self, parameters: Iterable[tuple[Shape, Parameter]]) -> Bytes:
+        keep = self._alone if self.shards * self.replicas == 1 else self._shared
+        kept = [keep(shape, p.trainable) for shape, p in parameters]
+        return Bytes(*(sum(each) for each in zip(*kept, strict=True)))
+
+    def _alone(self, shape: Shape, trainable: bool) -> Bytes:
+        n = math.prod(shape)
+        if not trainable:
+            return Bytes(n * self.compute, 0, 0, 0)
+        masters = self.trained if self.trained != self.compute else 0
+        gradient = self.sum if self.layout.gradient_accumulation_steps > 1 else self.compute
+        return Bytes(n * self.compute, 0, n * gradient, n * (masters + MOMENTS * self.trained))
+
+    def _shared(self, shape: Shape, trainable: bool) -> Bytes:
+        start, stop = piece(shape[0], self.shards, self.shard)
+        whole, shard = math.prod(shape), math.prod((stop - start, *shape[1:]))
+        gathered = 0 if self.layout.zero == 3 else whole * self.compute
+        if not trainable:
+            return Bytes(shard * self.compute, gathered, 0, 0)
+        waits = self.layout.zero < 2 and self.layout.gradient_accumulation_steps > 1
+        gradients = whole * self.sum if waits else shard * self.trained
+        return Bytes(shard * self.trained, gathered, gradients, MOMENTS * shard * self.trained)
+
+    def messages(self, units: Sequence[Unit]) -> Iterator[Message]:
+        """Of parameters and gradients, one flat buffer for each unit; the table of parallel/zero.py."""
+        zero, steps = self.layout.zero, self.layout.gradient_accumulation_steps
+        trained = [unit for unit in units if any(p.trainable for _, p in unit)]
+        weights = sum(self._flat(shape) for unit in units for shape, _ in unit) * self.compute
+        gradients = sum(self._flat(shape) for unit in units for shape, p in unit if p.trainable) * self.sum
+        context = "_cp" if self.layout.cp > 1 else ""
+        if self.shards > 1:
+            axis, gathers, sums = (
+                f"dp_shard{context}",
+                2 * steps if zero == 3 else 1,
+                steps if zero > 1 else 1,
+            )
+            yield Message(axis, "all_gather", "parameters", gathers * len(units), gathers * weights)
+            yield Message(axis, "reduce_scatter", "gradients", sums * len(trained), sums * gradients)
+        if self.replicas > 1:
+            axis = "dp_replicate" if zero else f"dp_replicate{context}"
+            yield Message(axis, "all_reduce", "gradients", len(trained), gradients // self.shards)
+
+    def _flat(self, shape: Shape) -> int:
+        """Elements that a parameter takes in a flat buffer: all shards are as long as the longest."""
+        return math.prod((-(-shape[0] // self.shards) * self.shards, *shape[1:]))
+
+
+def _pipeline_messages(layout: Layout, stages: Sequence[int], hidden_bytes: int) -> Iterator[Message]:
+    """Hidden states to the next stage and their gradients to the one before, unless this rank has it too."""
+    if layout.pp == 1:
+        return
+    away = [
+        other
+        for stage in stages
+        for other in (stage - 1, stage + 1)
+        if 0 <= other < stage_count(layout) and other not in stages
+    ]
+    sends = layout.gradient_accumulation_steps * len(away)
+    yield Message(
+        "pp", "send", "hidden states", sends, sends * hidden_bytes // (layout.tp if layout.sp else 1)
+    )
+
+
+def _tensor_messages(
+    census: Census,
+    layout: Layout,
+    stages: Sequence[int],
+    blocks: int,
+    units: Sequence[Unit],
+    token_bytes: int,
+) -> Iterator[Message]:
+    """What tensor-parallel ranks say to each other (parallel/tensor.py), as in full fine-tuning: below the
+    lowest trainable parameter there is no backward. Not counted: a few numbers per token for the loss, and
+    once a step the gradients of what every rank holds whole.
+
+    token_bytes: of one feature of all of a micro-batch's tokens.
+    """
+    if layout.tp == 1:
+        return
+    steps = layout.gradient_accumulation_steps
+    hidden = token_bytes * census.hidden
+    ends = (0 in stages) + (stage_count(layout) - 1 in stages)  # after the lookup, before the head
+    # Attention and mlp are entered and left, forward and backward. What runs again ends with the last matrix:
+    # the sum of its outputs is not needed.
+    again = layout.recompute in ("selective", "full")
+    if layout.sp:
+        for op, each in (("all_gather", 4 + 2 * again), ("reduce_scatter", 4 + again)):
+            count = steps * (blocks * each + ends)
+            yield Message("tp", op, "hidden states", count, count * hidden)
+    else:
+        count = steps * (blocks * (4 + again) + ends)
+        yield Message("tp", "all_reduce", "hidden states", count, count * hidden)
+    widths = [
+        p.shape[cut]
+        for unit in units
+        for _, p in unit
+        if p.whole and (cut := p.cut) is not None
+        for _ in range(2 if again and cut == 0 else 1)
+    ]
+    if widths:
+        yield Message("tp", "all_gather", "features", steps * len(widths), steps * sum(widths) * token_bytes)

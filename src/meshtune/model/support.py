@@ -54,7 +54,7 @@ def refusals(
     return [
         *_ranks(layout, ranks),
         *_attention(traits, layout, attention, packing),
-        *_tensor(traits, layout),
+        *tensor_problems(traits, layout.tp),
         *_context(traits, layout),
         *_pipeline(traits, layout),
         *_compiled(layout, compile),
@@ -92,15 +92,16 @@ def _attention(traits: Traits, layout: Layout, attention: str, packing: bool) ->
         yield f"tp={layout.tp}: {runs} takes all heads and tokens to be here; {auto}."
 
 
-def _tensor(traits: Traits, layout: Layout) -> Iterator[str]:
-    if layout.tp == 1:
+def tensor_problems(traits: Traits, tp: int) -> Iterator[str]:
+    """Why `tp` ranks can't share a model's matrices."""
+    if tp == 1:
         return
     if traits.tensor:
         yield traits.tensor
         return
-    near = max(n for n in range(1, layout.tp + 1) if n == 1 or not any(_misfits(traits, n)))
+    near = max(n for n in range(1, tp + 1) if n == 1 or not any(_misfits(traits, n)))
     remedy = f"try tp={near}" if near > 1 else "leave tp out"
-    yield from (f"{misfit}; {remedy}." for misfit in _misfits(traits, layout.tp))
+    yield from (f"{misfit}; {remedy}." for misfit in _misfits(traits, tp))
 
 
 def _misfits(traits: Traits, tp: int) -> Iterator[str]:

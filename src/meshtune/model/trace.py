@@ -14,7 +14,7 @@ counted wrongly in silence.
 
 import copy
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,8 +24,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from meshtune.model.census import Attention, Block, Census, Matrix, Parameters, merged
+from meshtune.errors import UserError
+from meshtune.model.anatomy import (
+    TENSOR_STYLES,
+    TensorStyle,
+    anatomy,
+    attention_heads,
+    repeated_heads,
+    tensor_plan,
+)
+from meshtune.model.census import Attention, Block, Census, Matrix, Parameter
 
 TOKENS = 13  # of the traced forward; a prime that is no head size, so that shapes with it are recognised
 STAND_IN = "meshtune_census"
@@ -367,20 +377,34 @@ def _sorted(
         blocks[place] = replace(blocks[place], attention=(*blocks[place].attention, core.attention))
     kinds |= {name: "embedding" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
 
-    parameters: dict[str, list[Parameters]] = {}
+    parameters: dict[str, list[Parameter]] = {}
     shapes: dict[str, torch.Size] = {}
+    cuts, after_blocks = _cuts(model)
+
+    def note(module: str, leaf: str, kind: str, shape: Sequence[int], trainable: bool) -> None:
+        place, inside = block(f"{module}.{leaf}")
+        name = inside or f"{module}.{leaf}"
+        style, heads = cuts.get(name.rpartition(".")[0], (TensorStyle(None), 0))
+        along = {"weight": style.dim, "bias": 0, "lora_A": 1, "lora_B": 0}.get(leaf)
+        cut = style.dim if along == style.dim else None
+        gathered = style.whole and leaf == "weight"
+        entry = Parameter(name, kind, tuple(shape), trainable, cut, heads, gathered, module in after_blocks)
+        parameters.setdefault(place, []).append(entry)
+
     for name, parameter in model.named_parameters():
         kind = kinds.get(name.rpartition(".")[0], "norm" if parameter.ndim == 1 else "other")
-        entry = Parameters(kind, parameter.numel(), parameter.numel() * parameter.requires_grad)
-        parameters.setdefault(block(name)[0], []).append(entry)
         shapes[name] = parameter.shape
+        module, _, leaf = name.rpartition(".")
+        note(module, leaf, kind, parameter.shape, parameter.requires_grad)
     for module, rank in adapters.items():
         rows, cols = shapes[f"{module}.weight"][-2:]
-        parameters.setdefault(block(module)[0], []).append(
-            Parameters("adapter", rank * (rows + cols), rank * (rows + cols))
-        )
+        if isinstance(model.get_submodule(module), Conv1D):  # its weight is [in, out]
+            rows, cols = cols, rows
+        note(module, "lora_A", "adapter", (rank, cols), True)
+        note(module, "lora_B", "adapter", (rows, rank), True)
     for place in parameters.keys() - {""}:
-        blocks[place] = replace(blocks.get(place, Block((), (), ())), parameters=merged(parameters[place]))
+        old = blocks.get(place, Block((), (), ()))
+        blocks[place] = replace(old, parameters=tuple(parameters[place]))
     return Census(
         family=model.config.model_type,
         hidden=embedding.embedding_dim,
@@ -388,10 +412,27 @@ def _sorted(
         blocks=tuple(blocks[place] for place in sorted(blocks, key=_index)),
         outside=tuple(outside),
         head=head_matrix,
-        parameters_outside=merged(parameters.get("", [])),
+        parameters_outside=tuple(parameters.get("", [])),
         tied=head_weight is embedding.weight,
         unsupported=unsupported or (None if head_matrix else "it has no head that the census knows"),
     )
+
+
+def _cuts(model: PreTrainedModel) -> tuple[dict[str, tuple[TensorStyle, int]], set[str]]:
+    """How tensor parallelism cuts each module, by its path inside a block or, outside, its whole path, with
+    the key-value heads in what it makes; and the paths of what comes after the blocks.
+    """
+    try:
+        parts, plan = anatomy(model), tensor_plan(model)
+    except UserError:  # a model that we count but can't train
+        return {}, set()
+    last = {parts.norm, parts.head}
+    if isinstance(plan, str):
+        return {}, last
+    kv_heads = attention_heads(model)[1]
+    repeated = repeated_heads(model, plan, kv_heads + 1)
+    inside = {path: (TENSOR_STYLES[word], kv_heads if path in repeated else 0) for path, word in plan.items()}
+    return inside | dict.fromkeys((parts.embed, parts.head), (TensorStyle(0), 0)), last
 
 
 def _index(place: str) -> tuple[str, int]:
