@@ -1,6 +1,6 @@
 """Run a function on several ranks: forked processes with a gloo group, the first failure ends all.
 
-    results = run_ranks(4, function, *args)      # function(*args) on each rank; what rank r returned is results[r]
+    results = run_ranks(4, function, *args)   # function(*args) on each; what rank r returned is results[r]
 
 The parent should have imported what the function needs: a fork takes milliseconds, imports take seconds.
 """
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 
 def run_ranks(ranks: int, function: Callable[..., Any], *args: Any, seconds: float = 90) -> list[Any]:
-    """What `function(*args)` returned on each rank. Raises AssertionError with the failing rank's traceback."""
+    """What `function(*args)` returned on each rank. AssertionError has the failing one's traceback."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         processes = [
@@ -62,6 +62,7 @@ def _rank(
             "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks,
             timeout=timedelta(seconds=seconds),
         )  # fmt: skip
+        dist.barrier()  # a rank that ended at once would break the connections that others still make
         result = function(*args)
         Path(folder, f"result-{rank}").write_bytes(pickle.dumps(result))
         code = 0

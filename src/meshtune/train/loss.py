@@ -12,6 +12,9 @@ without a table.
 
 Gradients of 16-bit weights are summed over the chunks in fp32 and cast once: a sum of many small terms in
 bf16 would lose those below 1/256 of it. One chunk needs no such buffer.
+
+Under tensor parallelism a rank's head gives the logits of its own words alone. Ranks then exchange three
+numbers a token, never logits (`_shared_cross_entropy`), and each has the whole loss.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,6 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -26,6 +30,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from meshtune.data.loader import IGNORE, MicroBatch
 from meshtune.model.anatomy import Anatomy
 from meshtune.parallel.attention import NAMES, Documents
+from meshtune.parallel.tensor import Vocabulary, vocabulary_of
 
 
 def body_forward(model: nn.Module, anatomy: Anatomy, micro_batch: MicroBatch) -> Tensor:
@@ -62,6 +67,15 @@ def summed_loss(
     )
 
 
+def finish_loss(
+    model: nn.Module, anatomy: Anatomy, hidden: Tensor, micro_batch: MicroBatch, *, once: bool = True
+) -> Tensor:
+    """`summed_loss` from the body's hidden states on; `once` is head_loss's."""
+    return head_loss(
+        model, anatomy, hidden, micro_batch.labels, label_tokens=micro_batch.label_tokens, once=once
+    )
+
+
 def head_loss(
     model: nn.Module,
     anatomy: Anatomy,
@@ -70,10 +84,13 @@ def head_loss(
     *,
     label_tokens: int,
     chunk_tokens: int = 1024,
+    once: bool = True,
 ) -> Tensor:
     """`summed_loss` from the hidden states [batch, seq, hidden] and shifted labels [batch, seq] (-100: none).
 
-    `label_tokens` is the number of labels: given, so that a GPU need not be waited for.
+    `label_tokens` is the number of labels: given, so that a GPU need not be waited for. once=False: the
+    backward can run again, as zero-bubble schedules want (first for the hidden states' gradient, then for the
+    head's), at the price of a second copy of the head's gradient.
     """
     flat = labels.flatten()
     labelled = flat != IGNORE
@@ -85,12 +102,14 @@ def head_loss(
     chunks = -(-label_tokens // chunk_tokens)
     size = -(-label_tokens // chunks) if chunks else 1  # equal chunks: the smallest peak for their number
     parameters = _head_parameters(model, anatomy)
-    with _headed(model, anatomy) as logits_of:
+    vocabulary = vocabulary_of(model.get_submodule(anatomy.head))
+    with headed(model, anatomy) as logits_of:
         if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
-            return _ChunkedLoss.apply(hidden, logits_of, rows, targets, size, *parameters)
+            return _ChunkedLoss.apply(hidden, logits_of, rows, targets, size, vocabulary, once, *parameters)
         total = _zero(hidden)
         for own_rows, own_targets in zip(rows.split(size), targets.split(size), strict=True):
-            loss, _ = _cross_entropy(logits_of(hidden.flatten(0, 1)[own_rows]), own_targets, gradient=False)
+            logits = logits_of(hidden.flatten(0, 1)[own_rows])
+            loss, _ = _cross_entropy(logits, own_targets, vocabulary, gradient=False)
             total += loss
         return total
 
@@ -106,6 +125,8 @@ class _ChunkedLoss(torch.autograd.Function):
         rows: Tensor,
         targets: Tensor,
         size: int,
+        vocabulary: Vocabulary | None,
+        once: bool,
         *parameters: Tensor,
     ) -> Tensor:
         total = _zero(hidden)
@@ -117,7 +138,7 @@ class _ChunkedLoss(torch.autograd.Function):
             with torch.enable_grad():
                 chunk = source[own_rows].detach().requires_grad_(hidden_grad is not None)
                 logits = logits_of(chunk)
-            loss, logits_grad = _cross_entropy(logits.detach(), own_targets, gradient=True)
+            loss, logits_grad = _cross_entropy(logits.detach(), own_targets, vocabulary, gradient=True)
             total += loss
             inputs = [*parameters] if hidden_grad is None else [*parameters, chunk]
             grads = list(torch.autograd.grad(logits, inputs, logits_grad, allow_unused=True))
@@ -136,6 +157,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 for parameter, grad in zip(parameters, sums, strict=True)
             ),
         ]
+        ctx.once = once
         return total
 
     @staticmethod
@@ -143,14 +165,22 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, incoming: Tensor):  # type: ignore[override]
         if ctx.grads is None:
             raise RuntimeError("The backward of summed_loss ran twice; it hands its gradients out once.")
-        # In place: a second copy of the head's gradient would be the largest tensor of the backward.
-        hidden_grad, *grads = (None if grad is None else grad.mul_(incoming) for grad in ctx.grads)
-        ctx.grads = None
-        return hidden_grad, None, None, None, None, *grads
+        if ctx.once:
+            # In place: a second copy of the head's gradient would be the largest tensor of the backward.
+            scaled = [None if grad is None else grad.mul_(incoming) for grad in ctx.grads]
+            ctx.grads = None
+        else:
+            scaled = [None if grad is None else grad * incoming for grad in ctx.grads]
+        hidden_grad, *grads = scaled
+        return hidden_grad, None, None, None, None, None, None, *grads
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor, *, gradient: bool) -> tuple[Tensor, Tensor | None]:
+def _cross_entropy(
+    logits: Tensor, targets: Tensor, vocabulary: Vocabulary | None, *, gradient: bool
+) -> tuple[Tensor, Tensor | None]:
     """Summed cross entropy of [tokens, vocabulary] in fp32 or better, and softmax − onehot in their dtype."""
+    if vocabulary is not None:
+        return _shared_cross_entropy(logits, targets, vocabulary, gradient=gradient)
     log_probabilities = torch.log_softmax(
         logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32)
     )
@@ -159,6 +189,32 @@ def _cross_entropy(logits: Tensor, targets: Tensor, *, gradient: bool) -> tuple[
         return loss, None
     slope = log_probabilities.exp_()
     slope.scatter_add_(1, targets[:, None], slope.new_full((len(targets), 1), -1.0))
+    return loss, slope.to(logits.dtype)
+
+
+def _shared_cross_entropy(
+    logits: Tensor, targets: Tensor, vocabulary: Vocabulary, *, gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`_cross_entropy` where each tp rank has the logits [tokens, own words] of its own words.
+
+    The loss is the whole one, equal on all ranks; the slope is that of the own words. Two messages: each
+    token's largest logit; then the sum of its exponentials and its target's logit, which one rank has.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    largest = wide.amax(1)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=vocabulary.tp.group)
+    shifted = wide - largest[:, None]
+    here = (targets >= vocabulary.start) & (targets < vocabulary.stop)
+    columns = torch.where(here, targets - vocabulary.start, 0)[:, None]
+    target = torch.where(here, shifted.gather(1, columns)[:, 0], 0)
+    weights = shifted.exp_()
+    sums = torch.stack([weights.sum(1), target])
+    dist.all_reduce(sums, group=vocabulary.tp.group)
+    loss = (sums[0].log() - sums[1]).sum()
+    if not gradient:
+        return loss, None
+    slope = weights.div_(sums[0][:, None])
+    slope.scatter_add_(1, columns, -here[:, None].to(slope.dtype))
     return loss, slope.to(logits.dtype)
 
 
@@ -193,7 +249,7 @@ class _Stub(nn.Module):
 
 
 @contextmanager
-def _headed(model: nn.Module, anatomy: Anatomy) -> Iterator[Callable[[Tensor], Tensor]]:
+def headed(model: nn.Module, anatomy: Anatomy) -> Iterator[Callable[[Tensor], Tensor]]:
     """While open, gives hidden [tokens, hidden] -> logits [tokens, vocabulary], by the model's own forward.
 
     `forward` and not a call: hooks on the model, such as those of a sharded root, have run or will run around

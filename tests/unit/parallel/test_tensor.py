@@ -1,0 +1,345 @@
+"""Tensor and sequence parallelism against the same model on one rank: the loss and every gradient."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from families import FAMILIES
+from ranks import run_ranks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from meshtune.data.loader import MicroBatch
+from meshtune.errors import UserError
+from meshtune.model.anatomy import anatomy
+from meshtune.model.lora import add_lora
+from meshtune.model.partition import Split, piece
+from meshtune.parallel.mesh import Axis
+from meshtune.parallel.recompute import recompute_blocks
+from meshtune.parallel.tensor import reduce_partial, split_model, vocabulary_of
+from meshtune.train.loss import summed_loss
+
+DOCUMENTS, SEQ = ((13, 5, 20), (38,), (9, 17)), 40
+
+
+def micro_batch(vocabulary=250):
+    """Packed rows with padding, and very unequal labels: all, few, one."""
+    torch.manual_seed(3)
+    ids = torch.randint(0, vocabulary, (len(DOCUMENTS), SEQ))
+    positions = torch.stack([torch.cat([torch.arange(n) for n in (*d, SEQ - sum(d))]) for d in DOCUMENTS])
+    share = torch.tensor([1.0, 0.1, 0.0])[:, None]
+    labels = torch.where(torch.rand(ids.shape) < share, torch.randint(0, vocabulary, ids.shape), -100)
+    labels[2, 7] = 42
+    for row, lengths in enumerate(DOCUMENTS):
+        labels[row, sum(lengths) :] = -100
+    return MicroBatch(
+        ids, labels, positions, DOCUMENTS, sum(map(sum, DOCUMENTS)), int((labels != -100).sum())
+    )
+
+
+def build(config, dtype=torch.float64, lora=None):
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="meshtune").to(dtype)
+    for name, parameter in model.named_parameters():  # norms and biases that show when they are wrong
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, 0 if "bias" in name else 1, 0.2)
+    if lora is not None:
+        add_lora(model, r=4, alpha=8, dtype=dtype, **lora)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter)
+    return model.train()
+
+
+class Exact(TorchFunctionMode):
+    """Keeps fp64 what Hugging Face's norms would compute in fp32, so that nothing is rounded but at 1e-16."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        to_single = func is torch.Tensor.to and torch.float32 in (*args[1:], *(kwargs or {}).values())
+        if (func is torch.Tensor.float or to_single) and args[0].dtype == torch.float64:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def tensor_axis():
+    return Axis("tp", dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+
+
+def reference(config, lora=None):
+    """The loss with all logits at once and torch's cross entropy, and the gradients by name."""
+    model, batch = build(config, lora=lora), micro_batch()
+    inputs = {"position_ids": batch.position_ids, "documents": DOCUMENTS, "use_cache": False}
+    with Exact():
+        logits = model(batch.input_ids, **inputs).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
+    loss.backward()
+    named = model.named_parameters(remove_duplicate=False)
+    return loss.detach(), {name: p.grad for name, p in named if p.grad is not None}
+
+
+def own_piece(whole, split, tp):
+    return whole if split.dim is None else whole.narrow(split.dim, *span(whole.shape[split.dim], tp))
+
+
+def span(size, tp):
+    start, stop = piece(size, tp.size, tp.index)
+    return start, stop - start
+
+
+def differences(config, expected, lora):
+    """On one rank, without and with sp: the loss, its relative error and that of each gradient's piece."""
+    with Exact():
+        return [difference(config, expected, lora, sequence) for sequence in (False, True)]
+
+
+def difference(config, expected, lora, sequence):
+    loss_expected, gradients = expected
+    model, tp = build(config, lora=lora), tensor_axis()
+    parts = anatomy(model)
+    splits = split_model(model, parts, tp, sequence=sequence)
+    loss = summed_loss(model, parts, micro_batch(), chunk_tokens=25)
+    loss.backward()
+    named = dict(model.named_parameters(remove_duplicate=False))
+    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    reduce_partial([grad for name, grad in trained.items() if splits[name].partial], tp)
+    assert {name for name, p in named.items() if p.grad is not None} == set(gradients)
+    errors = {
+        name: float((named[name].grad - own_piece(whole, splits[name], tp)).norm() / whole.norm())
+        for name, whole in gradients.items()
+    }
+    with torch.no_grad():
+        assert torch.equal(summed_loss(model, parts, micro_batch(), chunk_tokens=25), loss)
+    return float(loss), float(abs(loss - loss_expected) / loss_expected), errors
+
+
+def assert_same(ranks, config, lora=None):
+    for each in zip(*run_ranks(ranks, differences, config, reference(config, lora), lora), strict=True):
+        assert len({loss for loss, _, _ in each}) == 1, "ranks have other losses"
+        assert max(error for _, error, _ in each) <= 1e-12
+        wrong = {name: error for *_, errors in each for name, error in errors.items() if not error <= 1e-10}
+        assert not wrong
+
+
+TENSOR_FAMILIES = [family for family in FAMILIES if family != "gpt2"]
+
+
+@pytest.mark.parametrize("family", TENSOR_FAMILIES)
+def test_two_ranks_give_the_loss_and_gradients_of_one(family):
+    assert_same(2, FAMILIES[family]())
+
+
+OTHERS = {
+    "fewer_heads_than_ranks": lambda: FAMILIES["llama"](vocab_size=250, attention_bias=True),
+    "fewer_normed_heads_than_ranks": lambda: FAMILIES["qwen3"](vocab_size=250),
+    "whole_heads": lambda: FAMILIES["phi3"](vocab_size=250, tie_word_embeddings=True),
+    "padding_on_the_last_rank": lambda: FAMILIES["gemma3"](vocab_size=250, pad_token_id=249),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_four_ranks_give_the_loss_and_gradients_of_one(case):
+    assert_same(4, OTHERS[case]())
+
+
+@pytest.mark.parametrize("family", ["starcoder2", "olmo2", "llama"])
+def test_adapters_have_the_gradients_of_one_rank(family):
+    targets = ["q_proj", "k_proj", "o_proj", "lm_head", "c_proj" if family == "starcoder2" else "down_proj"]
+    if family == "starcoder2":
+        targets.remove("lm_head")  # tied
+    assert_same(4, FAMILIES[family](), lora={"target_modules": targets})
+
+
+class Calls(TorchDispatchMode):
+    """Counts collectives."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.count[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def collectives(config, sequence):
+    model, tp = build(config), tensor_axis()
+    parts = anatomy(model)
+    splits = split_model(model, parts, tp, sequence=sequence)
+    with Calls() as calls:
+        summed_loss(model, parts, micro_batch()).backward()
+    micro, calls.count = calls.count, Counter()
+    with calls:
+        reduce_partial([p.grad for name, p in model.named_parameters() if splits[name].partial], tp)
+    return micro, calls.count
+
+
+def test_each_part_of_a_block_talks_once_on_entry_and_once_on_exit():
+    config = FAMILIES["llama"]()  # 2 blocks of 2 parts, the embedding and the norm: 5 each way, and back
+    micro, step = run_ranks(2, collectives, config, True)[0]
+    assert micro == {"_allgather_base_": 10, "_reduce_scatter_base_": 10, "allreduce_": 2}
+    assert step == {"allreduce_": 1}
+    micro, step = run_ranks(2, collectives, config, False)[0]
+    assert micro == {"allreduce_": 10 + 2}
+    assert step == {}
+
+
+def placed(config):
+    """On one rank: shapes on meta and of real parameters, and how they are cut."""
+    found = []
+    for device in ("meta", "cpu"):
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config)
+        parts = anatomy(model)
+        splits = split_model(model, parts, tensor_axis(), sequence=True)
+        named = dict(model.named_parameters(remove_duplicate=False))
+        assert set(named) == set(splits)
+        assert all(p.device.type == device and p.is_contiguous() for p in named.values())
+        found.append({name: tuple(p.shape) for name, p in named.items()})
+        head, embed = (model.get_submodule(path) for path in (parts.head, parts.embed))
+        assert head.weight is embed.weight
+        vocabulary = vocabulary_of(head)
+        assert vocabulary.stop - vocabulary.start == len(head.weight)
+    assert found[0] == found[1]
+    return found[0], splits
+
+
+def test_parameters_on_meta_are_cut_like_real_ones_and_tied_ones_stay_one():
+    config = FAMILIES["starcoder2"](vocab_size=250)
+    ranks = run_ranks(4, placed, config)
+    shapes, splits = zip(*ranks, strict=True)
+    assert splits[0]["lm_head.weight"] == Split(0)
+    assert [each["lm_head.weight"] for each in shapes] == [(63, 64), (63, 64), (63, 64), (61, 64)]
+    block = {name.removeprefix("model.layers.0."): split for name, split in splits[0].items()}
+    assert block["self_attn.q_proj.weight"] == block["self_attn.q_proj.bias"] == Split(0)
+    assert block["self_attn.k_proj.weight"] == block["self_attn.k_proj.bias"] == Split(partial=True)
+    assert block["self_attn.o_proj.weight"] == Split(1)
+    assert block["self_attn.o_proj.bias"] == block["input_layernorm.weight"] == Split(partial=True)
+    assert shapes[0]["model.layers.0.mlp.c_proj.weight"] == (64, 24)
+
+
+# Dropout: what ranks see alike is masked alike, what each sees alone is not, and recomputation repeats. #
+
+
+class Masks(TorchFunctionMode):
+    """What each dropout, in the order of the calls, has set to zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is F.dropout:
+            self.seen.append(((out == 0) & (args[0] != 0)).detach())
+        return out
+
+
+def masks(config, sequence, lora):
+    model, tp = build(config, torch.float32, lora=lora), tensor_axis()
+    parts = anatomy(model)
+    split_model(model, parts, tp, sequence=sequence)
+    recompute_blocks(model, parts, "full")
+    torch.manual_seed(11)
+    with Masks() as seen:
+        loss = summed_loss(model, parts, micro_batch())
+        forward = list(seen.seen)
+        state = torch.get_rng_state()
+        loss.backward()
+    assert not torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(11).get_state())
+    return forward, seen.seen[len(forward) :], state
+
+
+def alike(forwards):
+    """For each dropout: '=' where all ranks drew the same mask, 'x' where none did."""
+    kinds = ""
+    for calls in zip(*forwards, strict=True):
+        same = [torch.equal(calls[0], other) for other in calls[1:]]
+        assert all(same) or not any(same)
+        kinds += "=" if all(same) else "x"
+    return kinds
+
+
+DROPOUT = {
+    # embedding, then by block: LoRA of q, k, v, o; after attention; LoRA of c_fc, c_proj; after mlp
+    "starcoder2": (
+        {"residual_dropout": 0.3, "embedding_dropout": 0.3},
+        "=" + "===x==x=" * 2,
+        "x" + "===xx=xx" * 2,
+    ),
+    # embedding, then by block: LoRA of query_key_value, dense; after attention; LoRA of two of mlp; after mlp
+    "gpt_neox": ({"hidden_dropout": 0.3}, "=" + "=x==x=" * 2, "x" + "=xx=xx" * 2),
+    # by block: LoRA of q, k, v; the scores of 6 documents (capped: seen); LoRA of o, gate, up, down
+    "gemma2": ({"attention_dropout": 0.3}, ("===" + "x" * 6 + "x==x") * 2, ("===" + "x" * 6 + "x==x") * 2),
+    # by block: LoRA of qkv and o; LoRA of gate_up; down; after each
+    "phi3": ({"resid_pdrop": 0.3}, "=x==x=" * 2, "=xx=xx" * 2),
+}
+
+
+@pytest.mark.parametrize("family", DROPOUT)
+def test_masks_are_equal_where_activations_are_and_differ_elsewhere(family):
+    changes, whole, cut = DROPOUT[family]
+    config = FAMILIES[family](**changes)
+    for sequence, expected in ((False, whole), (True, cut)):
+        forwards, again, states = zip(*run_ranks(2, masks, config, sequence, {"dropout": 0.3}), strict=True)
+        assert alike(forwards) == expected
+        assert torch.equal(states[0], states[1])
+        for forward, repeated in zip(forwards, again, strict=True):
+            each = len(repeated) // 2  # the last block runs again first
+            blocks = forward[-2 * each : -each], forward[-each:]
+            assert all(map(torch.equal, [*blocks[1], *blocks[0]], repeated))
+            assert not any(map(torch.equal, *blocks))
+
+
+# Refusals #
+
+
+def on_one_of(tp, config):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    split_model(model, anatomy(model), Axis("tp", tp), sequence=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "changes", "sentence"),
+    [
+        ("llama", 3, {}, "tp=3 does not divide 4 attention heads; try tp=2"),
+        (
+            "llama",
+            4,
+            {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 96},
+            "6 key-value heads",
+        ),
+        ("llama", 4, {"intermediate_size": 98}, "98 rows of mlp.gate_proj; try tp=2"),
+        ("llama", 4, {"vocab_size": 6}, "without any of 6 words"),
+        ("cohere", 2, {"use_qk_norm": True}, "leaves out self_attn.q_norm. What works for it: data parallel"),
+        ("gpt2", 2, {}, "no plan for this family"),
+    ],
+)
+def test_what_can_not_be_cut_is_refused_with_the_remedy(family, tp, changes, sentence):
+    with pytest.raises(UserError, match=sentence):
+        on_one_of(tp, FAMILIES[family](**changes))
+
+
+def test_mixtures_of_experts_are_refused():
+    with pytest.raises(UserError, match=r"its plan needs .* only dense blocks"):
+        on_one_of(2, AutoConfig.for_model("qwen3_moe", num_hidden_layers=2))
+
+
+def narrow(config):
+    model = build(config)
+    parts = anatomy(model)
+    split_model(model, parts, tensor_axis(), sequence=True)
+    batch = micro_batch()
+    odd = MicroBatch(
+        batch.input_ids[:, :39], batch.labels[:, :39], batch.position_ids[:, :39], DOCUMENTS, 0, 0
+    )
+    with pytest.raises(ValueError, match="39 tokens wide; pad them to a multiple of 2"):
+        summed_loss(model, parts, odd)
+
+
+def test_rows_that_do_not_divide_are_refused_under_sequence_parallelism():
+    run_ranks(2, narrow, FAMILIES["llama"]())
