@@ -4,6 +4,7 @@
       NothingFits 3   no layout fits the memory (and what would)
     NonFinite     4   training went non-finite
     Interrupted  75   stopped by a signal; a checkpoint was saved
+    RankFailed    1   another rank ended by a bug, was killed, or hung
 
 Anything else that escapes is a bug of ours and exits with 1.
 """
@@ -37,3 +38,9 @@ class Interrupted(RuntimeError):
     """A signal asked the run to stop; its checkpoint is saved and it can be resumed."""
 
     exit_code = 75
+
+
+class RankFailed(RuntimeError):
+    """A rank ended by a bug, was killed, or hung; the text says which rank and how, with its traceback."""
+
+    exit_code = 1

@@ -1,0 +1,269 @@
+"""Ranks that fail, hang or are stopped, started here or by others; and what a process' environment says."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshtune import launch
+from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError
+from meshtune.launch import Rank
+from meshtune.watch import Limits
+
+QUICK = Limits(silent=1.0, stuck=1.0, end=2.0, tick=0.1, grace=1.0)
+
+
+def add_up(rank: Rank, folder: Path) -> None:
+    """Every rank adds its number to the others' and writes the sum."""
+    total = torch.tensor([float(rank.number)])
+    dist.all_reduce(total)
+    (folder / f"{rank.number}").write_text(str(total.item()))
+
+
+def test_ranks_meet_and_each_runs_the_function(tmp_path: Path) -> None:
+    launch.run(add_up, tmp_path, ranks=3)
+    assert [(tmp_path / f"{rank}").read_text() for rank in range(3)] == ["3.0"] * 3
+    assert not dist.is_initialized()
+
+
+def test_one_rank_runs_in_this_process() -> None:
+    seen: list[int] = []
+    launch.run(lambda rank: seen.append(os.getpid()), ranks=1)
+    assert seen == [os.getpid()]
+
+
+def test_ranks_have_the_environment_that_torchrun_gives(tmp_path: Path) -> None:
+    def show(rank: Rank) -> None:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+        words = [os.environ[name] for name in names]
+        assert launch.joined()
+        (tmp_path / str(rank.number)).write_text(" ".join(words))
+
+    launch.run(show, ranks=2)
+    assert (tmp_path / "1").read_text() == "1 2 1 2 127.0.0.1"
+    assert "RANK" not in os.environ
+
+
+def fail_on_one(rank: Rank, error: Callable[[], BaseException]) -> None:
+    if rank.number == 1:
+        raise error()
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    "error", [UserError(["One thing.", "Another."]), NonFinite("nan"), Interrupted("TERM")]
+)
+def test_an_expected_error_of_one_rank_is_raised_here_as_it_was(error: Any) -> None:
+    with pytest.raises(type(error), match=str(error)) as raised:
+        launch.run(fail_on_one, lambda: error, ranks=3)
+    assert getattr(raised.value, "problems", None) == getattr(error, "problems", None)
+
+
+def test_a_bug_of_one_rank_ends_all_with_its_traceback() -> None:
+    started = time.monotonic()
+    with pytest.raises(RankFailed, match=r"(?s)rank 1 of 3 failed.*fail_on_one.*ZeroDivisionError: by 7"):
+        launch.run(fail_on_one, lambda: ZeroDivisionError("by 7"), ranks=3)
+    assert time.monotonic() - started < 30
+
+
+def test_a_killed_rank_is_named_not_the_ranks_that_lost_it() -> None:
+    def die(rank: Rank) -> None:
+        if rank.number == 2:
+            print("last words", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    with pytest.raises(RankFailed, match=r"(?s)rank 2 of 3 failed.*SIGKILL.*memory.*last words"):
+        launch.run(die, ranks=3)
+
+
+def test_a_rank_that_waits_for_the_failed_one_is_ended_too() -> None:
+    def sleep(rank: Rank) -> None:
+        if rank.number == 0:
+            raise ValueError("first")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+
+    with pytest.raises(RankFailed, match="first"):
+        launch.run(sleep, ranks=2, limits=QUICK)
+
+
+def test_other_ranks_write_to_logs_native_code_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def talk(rank: Rank) -> None:
+        print(f"python {rank.number}")
+        rank.keep_log(tmp_path / "logs")
+        subprocess.run(["echo", f"process {rank.number}"], check=True)
+
+    launch.run(talk, ranks=3)
+    assert capfd.readouterr().out.split() == ["python", "0", "process", "0"]
+    assert sorted(file.name for file in (tmp_path / "logs").iterdir()) == ["rank-1.log", "rank-2.log"]
+    assert sorted((tmp_path / "logs" / "rank-2.log").read_text().split()) == ["2", "2", "process", "python"]
+
+
+def test_a_stopped_rank_is_named_with_what_the_others_wait_in() -> None:
+    def stop(rank: Rank) -> None:
+        rank.tell_progress(lambda: "step 12")
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+        if rank.number == 3:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(torch.ones(1), group=mesh.get_group("dp_shard"))
+        dist.barrier()
+
+    with pytest.raises(RankFailed) as raised:
+        launch.run(stop, ranks=4, limits=QUICK)
+    report = str(raised.value)
+    assert report.startswith("rank 3 has not answered for 1 s (its process is stopped)")
+    assert "rank 1 waits for it in all_reduce over dp_shard" in report
+    assert "ranks 0, 2 wait for it in barrier over all ranks" in report
+    assert report.endswith("(step 12).")
+
+
+def test_a_rank_that_never_comes_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    def leave_out(rank: Rank) -> None:
+        if rank.number == 1:
+            time.sleep(600)
+        dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(RankFailed, match=r"rank 1 has not moved.* in leave_out.*rank 0 waits for it in all_"):
+        launch.run(leave_out, ranks=2, limits=QUICK)
+    assert "rank 1 has not moved for 1 s" in capfd.readouterr().err
+
+
+def test_a_slow_rank_is_no_hang() -> None:
+    def compute(rank: Rank) -> None:
+        until = time.monotonic() + 3
+        while rank.number == 1 and time.monotonic() < until:
+            sum(range(10000))
+        dist.barrier()
+
+    launch.run(compute, ranks=2, limits=QUICK)
+
+
+START = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+from meshtune import launch
+from meshtune.errors import Interrupted
+
+def wait(rank, folder):
+    def note(number, frame):
+        raise Interrupted(f"stopped by {signal.Signals(number).name}")
+    signal.signal(signal.SIGTERM, note)
+    (folder / f"{rank.number}").write_text(str(os.getpid()))
+    time.sleep(600)
+
+try:
+    launch.run(wait, Path(sys.argv[1]), ranks=2)
+except Interrupted as error:
+    print(error)
+    sys.exit(error.exit_code)
+"""
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Any:
+    """A process with two ranks that wait: (it, their process ids)."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", START, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until = time.monotonic() + 60
+    while not all((tmp_path / str(rank)).exists() for rank in range(2)):
+        assert process.poll() is None and time.monotonic() < until, process.communicate()
+        time.sleep(0.05)
+    time.sleep(0.2)
+    yield process, [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    process.kill()
+    process.communicate()
+
+
+def test_a_signal_reaches_every_rank_and_their_exit_code_comes_back(started: Any) -> None:
+    process, _ = started
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (75, "stopped by SIGTERM\n"), err
+
+
+def test_ranks_end_with_the_process_that_started_them(started: Any) -> None:
+    process, ranks = started
+    os.kill(ranks[1], signal.SIGSTOP)
+    process.kill()
+    process.wait()
+    until = time.monotonic() + 10
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_ranks_are_joined_and_the_first_to_fail_speaks(tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        "import torch.distributed as dist\nfrom meshtune import launch\n"
+        "def work(rank):\n"
+        "    assert dist.get_world_size() == 2\n"
+        "    print('rank', rank.number)\n"
+        "    if rank.number == 1:\n        raise ValueError('of rank 1')\n"
+        "    dist.barrier()\n"
+        "launch.run(work, ranks=7)\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert found.returncode == 1
+    assert found.stdout == "rank 0\n"
+    assert found.stderr.count("ValueError: of rank 1") == 1
+    assert "closed by peer" not in found.stderr
+
+
+SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77"}
+
+
+def test_srun_tasks_meet_at_the_first_host_of_the_node_list() -> None:
+    nodes = {"SLURM_JOB_NODELIST": "gpu[03-04,7],x1", "SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_NODEID": "1"}
+    place = launch.place_of(SLURM | nodes)
+    assert place is not None
+    assert (place.rank, place.world, place.local_rank, place.local_world) == (5, 8, 1, 4)
+    assert place.address == "gpu03"
+    assert launch.place_of(SLURM | nodes | {"SLURM_PROCID": "0"}).port == place.port  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "77"},  # the shell of salloc
+        SLURM | {"SLURM_STEP_NUM_TASKS": "1"},  # its shell where that is a step of its own
+        SLURM | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+    ],
+)
+def test_one_process_is_no_rank(environ: dict[str, str]) -> None:
+    assert launch.place_of(environ) is None
+
+
+def test_an_environment_that_says_too_little_is_refused() -> None:
+    with pytest.raises(UserError, match="MASTER_ADDR and MASTER_PORT are not"):
+        launch.place_of({"RANK": "0", "WORLD_SIZE": "2"})
+
+
+def test_ranks_that_do_not_come_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "MEETING", timedelta(seconds=1))
+    place = launch.Place(0, 2, 0, 2, "127.0.0.1", 29876)
+    for name, value in place.environment().items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"Rank 0 of 2 could not meet the others .* Start all 2 ranks"):
+        launch.meet(place)
