@@ -127,6 +127,7 @@ class _Cut:
     sequence: bool
     seed: int | None = None  # of the running block, where it draws; equal on all tp ranks
     switches: int = 0  # between common and own random numbers, in that block
+    through: bool = False  # the last block has run: what the final norm gives next leaves the body
     before: list[Tensor] | None = None  # the generators' states where the embedding left the common numbers
 
     def enter(self, hidden: Tensor) -> Tensor:
@@ -160,8 +161,16 @@ def _enter_part(cut: _Cut, part: nn.Module, args: tuple, kwargs: dict[str, Any])
     return args, kwargs | {"hidden_states": cut.enter(kwargs["hidden_states"])}
 
 
+def _after_blocks(cut: _Cut, block: nn.Module, args: tuple, out: Any) -> None:
+    """A hook after the last block: some families use their final norm before the first one, too."""
+    cut.through = True
+
+
 def _leave_body(cut: _Cut, norm: nn.Module, args: tuple, hidden: Tensor) -> Tensor:
     """A hook after the final norm: the head takes all tokens, and has a part of their gradient."""
+    if not cut.through:
+        return hidden
+    cut.through = False
     return cut.enter(hidden)
 
 
@@ -206,6 +215,7 @@ def _lookup(cut: _Cut, vocabulary: Vocabulary, draws_after: bool, module: nn.Mod
             f"Sequence parallelism gives each of {cut.tp.size} ranks as many tokens, but rows are "
             f"{ids.shape[1]} tokens wide; pad them to a multiple of {cut.tp.size}."
         )
+    cut.through = False
     elsewhere = (ids < vocabulary.start) | (ids >= vocabulary.stop)
     found = type(module).forward(module, (ids - vocabulary.start).masked_fill(elsewhere, 0))
     hidden = cut.leave(found.masked_fill(elsewhere[..., None], 0))
@@ -275,9 +285,10 @@ def split_model(model: PreTrainedModel, anatomy: Anatomy, tp: Axis, *, sequence:
     named = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if tp.size == 1:
         return dict.fromkeys(named, Split())
+    if problems := tensor_problems(model, tp.size):
+        raise UserError(problems)
     plan = tensor_plan(model)
-    if isinstance(plan, str) or (problems := tensor_problems(model, tp.size)):
-        raise UserError([plan] if isinstance(plan, str) else problems)
+    assert not isinstance(plan, str)
     cut = _Cut(tp, sequence)
     repeated = repeated_heads(model, plan, tp.size)
     splits = dict.fromkeys(named, Split(partial=sequence))  # outside attention and mlp: whole, own tokens
@@ -335,7 +346,9 @@ def _cut_vocabulary(model: PreTrainedModel, anatomy: Anatomy, cut: _Cut) -> None
     blocks = model.get_submodule(anatomy.blocks)
     draws_after = draws([trunk, *(child for child in trunk.children() if child is not blocks)])
     embed.forward = partial(_lookup, cut, own, draws_after, embed)
-    blocks.get_submodule("0").register_forward_pre_hook(partial(_common_again, cut))
+    first, *_, last = [*blocks.children()] * 2
+    first.register_forward_pre_hook(partial(_common_again, cut))
+    last.register_forward_hook(partial(_after_blocks, cut))
     model.get_submodule(anatomy.norm).register_forward_hook(partial(_leave_body, cut))
 
 

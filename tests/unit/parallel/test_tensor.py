@@ -1,14 +1,15 @@
 """Tensor and sequence parallelism against the same model on one rank: the loss and every gradient."""
 
 from collections import Counter
+from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from families import FAMILIES
+from families import COMMON, FAMILIES
 from ranks import run_ranks
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -54,14 +55,20 @@ def build(config, dtype=torch.float64, lora=None):
     return model.train()
 
 
-class Exact(TorchFunctionMode):
+@contextmanager
+def exact():
     """Keeps fp64 what Hugging Face's norms would compute in fp32, so that nothing is rounded but at 1e-16."""
+    plain_float, plain_to = torch.Tensor.float, torch.Tensor.to
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        to_single = func is torch.Tensor.to and torch.float32 in (*args[1:], *(kwargs or {}).values())
-        if (func is torch.Tensor.float or to_single) and args[0].dtype == torch.float64:
-            return args[0]
-        return func(*args, **(kwargs or {}))
+    def to(x, *args, **kwargs):
+        single = torch.float32 in (*args, *kwargs.values()) and x.dtype == torch.float64
+        return x if single else plain_to(x, *args, **kwargs)
+
+    with (
+        patch.object(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else plain_float(x)),
+        patch.object(torch.Tensor, "to", to),
+    ):
+        yield
 
 
 def tensor_axis():
@@ -72,7 +79,7 @@ def reference(config, lora=None):
     """The loss with all logits at once and torch's cross entropy, and the gradients by name."""
     model, batch = build(config, lora=lora), micro_batch()
     inputs = {"position_ids": batch.position_ids, "documents": DOCUMENTS, "use_cache": False}
-    with Exact():
+    with exact():
         logits = model(batch.input_ids, **inputs).logits
     loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
     loss.backward()
@@ -89,17 +96,18 @@ def span(size, tp):
     return start, stop - start
 
 
-def differences(config, expected, lora):
+def differences(config, expected, lora, recompute):
     """On one rank, without and with sp: the loss, its relative error and that of each gradient's piece."""
-    with Exact():
-        return [difference(config, expected, lora, sequence) for sequence in (False, True)]
+    with exact():
+        return [difference(config, expected, lora, recompute, sequence) for sequence in (False, True)]
 
 
-def difference(config, expected, lora, sequence):
+def difference(config, expected, lora, recompute, sequence):
     loss_expected, gradients = expected
     model, tp = build(config, lora=lora), tensor_axis()
     parts = anatomy(model)
     splits = split_model(model, parts, tp, sequence=sequence)
+    recompute_blocks(model, parts, recompute)
     loss = summed_loss(model, parts, micro_batch(), chunk_tokens=25)
     loss.backward()
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -115,8 +123,9 @@ def difference(config, expected, lora, sequence):
     return float(loss), float(abs(loss - loss_expected) / loss_expected), errors
 
 
-def assert_same(ranks, config, lora=None):
-    for each in zip(*run_ranks(ranks, differences, config, reference(config, lora), lora), strict=True):
+def assert_same(ranks, config, lora=None, recompute="none"):
+    expected = reference(config, lora)
+    for each in zip(*run_ranks(ranks, differences, config, expected, lora, recompute), strict=True):
         assert len({loss for loss, _, _ in each}) == 1, "ranks have other losses"
         assert max(error for _, error, _ in each) <= 1e-12
         wrong = {name: error for *_, errors in each for name, error in errors.items() if not error <= 1e-10}
@@ -150,6 +159,33 @@ def test_adapters_have_the_gradients_of_one_rank(family):
     if family == "starcoder2":
         targets.remove("lm_head")  # tied
     assert_same(4, FAMILIES[family](), lora={"target_modules": targets})
+
+
+@pytest.mark.parametrize("recompute", ["attention", "selective", "full"])
+def test_recomputed_blocks_give_the_gradients_of_one_rank(recompute):
+    assert_same(2, FAMILIES["qwen2"](), recompute=recompute)
+
+
+SMALL = COMMON | {
+    "residual_dropout": 0.0,
+    "head_dim": 16,
+    "partial_rotary_factor": 1.0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model_type",
+    ["arcee", "cohere2", "ernie4_5", "exaone4", "gemma", "glm", "glm4", "granite", "helium", "hyperclovax",
+     "jais2", "nanochat", "olmo", "olmo3", "phi", "seed_oss", "smollm3", "vaultgemma", "cwm", "ministral"],
+)  # fmt: skip
+def test_other_families_whose_plan_is_dense(model_type):
+    known = AutoConfig.for_model(model_type).to_dict()
+    changes = {name: value for name, value in SMALL.items() if name in known}
+    if "layer_types" in known:
+        changes["layer_types"] = ["full_attention"] * 2
+    assert_same(4, AutoConfig.for_model(model_type, **changes))
 
 
 class Calls(TorchDispatchMode):
@@ -224,18 +260,18 @@ def test_parameters_on_meta_are_cut_like_real_ones_and_tied_ones_stay_one():
 # Dropout: what ranks see alike is masked alike, what each sees alone is not, and recomputation repeats. #
 
 
-class Masks(TorchFunctionMode):
+@contextmanager
+def recorded():
     """What each dropout, in the order of the calls, has set to zero."""
+    seen, plain = [], F.dropout
 
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func is F.dropout:
-            self.seen.append(((out == 0) & (args[0] != 0)).detach())
+    def dropout(x, *args, **kwargs):
+        out = plain(x, *args, **kwargs)
+        seen.append(((out == 0) & (x != 0)).detach())
         return out
+
+    with patch.object(F, "dropout", dropout):
+        yield seen
 
 
 def masks(config, sequence, lora):
@@ -244,13 +280,13 @@ def masks(config, sequence, lora):
     split_model(model, parts, tp, sequence=sequence)
     recompute_blocks(model, parts, "full")
     torch.manual_seed(11)
-    with Masks() as seen:
+    with recorded() as seen:
         loss = summed_loss(model, parts, micro_batch())
-        forward = list(seen.seen)
+        forward = list(seen)
         state = torch.get_rng_state()
         loss.backward()
     assert not torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(11).get_state())
-    return forward, seen.seen[len(forward) :], state
+    return forward, seen[len(forward) :], state
 
 
 def alike(forwards):
@@ -288,9 +324,12 @@ def test_masks_are_equal_where_activations_are_and_differ_elsewhere(family):
         assert alike(forwards) == expected
         assert torch.equal(states[0], states[1])
         for forward, repeated in zip(forwards, again, strict=True):
-            each = len(repeated) // 2  # the last block runs again first
+            each = len(expected) // 2
             blocks = forward[-2 * each : -each], forward[-each:]
-            assert all(map(torch.equal, [*blocks[1], *blocks[0]], repeated))
+            again = len(repeated) // 2  # the last block first; what nobody needs at a block's end is left out
+            assert again >= each - 1
+            assert all(map(torch.equal, blocks[1], repeated[:again]))
+            assert all(map(torch.equal, blocks[0], repeated[again:]))
             assert not any(map(torch.equal, *blocks))
 
 

@@ -211,6 +211,23 @@ def test_the_backward_hands_out_its_gradients_once():
         loss.backward()
 
 
+def test_a_backward_in_two_halves_gives_each_its_gradients():
+    _, ours = models("llama")
+    batch, found = micro_batch(), anatomy(ours)
+    hidden = torch.randn(len(DOCUMENTS), SEQ, 64, requires_grad=True)
+    weight = ours.lm_head.weight
+
+    def loss(once):
+        return 0.3 * head_loss(
+            ours, found, hidden, batch.labels, label_tokens=batch.label_tokens, chunk_tokens=25, once=once
+        )
+
+    expected = torch.autograd.grad(loss(True), [hidden, weight])
+    again = loss(False)
+    halves = [torch.autograd.grad(again, each, retain_graph=True)[0] for each in (hidden, weight)]
+    assert all(map(torch.equal, halves, expected))
+
+
 def test_the_model_is_whole_again_even_after_an_error():
     _, ours = models("llama")
     body = ours.model
