@@ -388,7 +388,7 @@ def _tensor_messages(
     hidden = token_bytes * census.hidden
     ends = (0 in stages) + (stage_count(layout) - 1 in stages)  # after the lookup, before the head
     # Attention and mlp are entered and left, forward and backward. What runs again ends with the last matrix:
-    # the sum of its outputs is not needed.
+    # the sum of its outputs is not needed (but by families that normalise it, such as Olmo2 and Gemma2).
     again = layout.recompute in ("selective", "full")
     if layout.sp:
         for op, each in (("all_gather", 4 + 2 * again), ("reduce_scatter", 4 + again)):

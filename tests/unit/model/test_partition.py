@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections import Counter
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from families import FAMILIES
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from meshtune.layout import SCHEDULES, VIRTUAL_SCHEDULES, Layout
@@ -28,7 +30,8 @@ from meshtune.model.partition import (
     stage_of_rank,
 )
 from meshtune.model.trace import census, census_of
-from meshtune.parallel.mesh import Axis
+from meshtune.parallel.mesh import Axis, join
+from meshtune.parallel.recompute import recompute_blocks
 from meshtune.parallel.tensor import split_model
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
@@ -196,6 +199,50 @@ def test_messages_are_those_that_were_counted(text, expected):
     found = share(census(zero_memory.config()), Layout.parse(text), 0).messages
 
     assert {each.op: each.count for each in found} == expected
+
+
+class Messages(TorchDispatchMode):
+    """Counts collectives by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.count[func.__name__.split(".")[0].strip("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def a_pass(family, text):
+    layout = Layout.parse(text)
+    config = FAMILIES[family]()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="meshtune").train()
+    parts, ids = anatomy(model), torch.arange(32)[None]
+    split_model(model, parts, join(layout, torch.device("cpu")).tp, sequence=layout.sp)
+    recompute_blocks(model, parts, layout.recompute)
+    with Messages() as messages:
+        body = model.get_submodule(parts.body)
+        out = body(input_ids=ids, position_ids=ids, documents=((32,),), use_cache=False)
+        out.last_hidden_state.square().mean().backward()
+    return messages.count
+
+
+@pytest.mark.parametrize(("family", "text"), [("llama", "tp2-full"), ("phi3", "tp2-sp-selective")])
+def test_tensor_parallel_messages_are_those_of_a_real_pass(family, text):
+    counted = run_ranks(2, a_pass, family, text)[0]
+    expected = Counter()
+    for message in share(census(FAMILIES[family]()), Layout.parse(text), 0).messages:
+        expected[OPERATIONS[message.op]] += message.count
+
+    assert counted == expected
+
+
+OPERATIONS = {
+    "all_reduce": "allreduce",
+    "all_gather": "allgather_base",
+    "reduce_scatter": "reduce_scatter_base",
+}
 
 
 def test_message_bytes_are_of_whole_tensors():
