@@ -3,6 +3,7 @@
 from inspect import signature
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -45,3 +46,17 @@ def replicate(module: nn.Module, **options: Any) -> None:
     from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
 
     replicate_with_fsdp(module, **options)
+
+
+def all_gather_single(output: Tensor, piece: Tensor, group: dist.ProcessGroup | None) -> None:
+    """The ranks' pieces one after the other along dimension 0; until torch 2.13 all_gather_into_tensor."""
+    _first_of("all_gather_single", "all_gather_into_tensor")(output, piece, group=group)
+
+
+def reduce_scatter_single(output: Tensor, pieces: Tensor, group: dist.ProcessGroup | None) -> None:
+    """This rank's piece along dimension 0 of the sum; until torch 2.13 reduce_scatter_tensor."""
+    _first_of("reduce_scatter_single", "reduce_scatter_tensor")(output, pieces, group=group)
+
+
+def _first_of(*names: str) -> Any:
+    return next(getattr(dist, name) for name in names if hasattr(dist, name))

@@ -22,7 +22,7 @@ from the CPU generator, which is equal on all tp ranks and put back before a rec
 masks come from that number, mixed with the rank's where activations are its own.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,7 +30,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from meshtune.errors import UserError
@@ -46,6 +45,7 @@ from meshtune.model.anatomy import (
     tensor_problems,
 )
 from meshtune.model.partition import Split, piece
+from meshtune.parallel.exchange import exchange, gather, own, own_of_total, same, total
 from meshtune.parallel.mesh import Axis
 
 SEQUENCE, FEATURES = 1, 2  # dimensions of hidden states [batch, seq, hidden]
@@ -65,57 +65,6 @@ def vocabulary_of(head: nn.Module) -> Vocabulary | None:
     return vars(head).get("vocabulary")
 
 
-# What ranks say to each other #
-
-
-def _same(x: Tensor, tp: Axis, dim: int) -> Tensor:
-    return x.view_as(x)
-
-
-def _sum(x: Tensor, tp: Axis, dim: int) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=tp.group)
-    return total
-
-
-def _gather(x: Tensor, tp: Axis, dim: int) -> Tensor:
-    """The ranks' pieces, one after the other along `dim`."""
-    pieces = x.new_empty(tp.size * x.shape[0], *x.shape[1:])
-    dist.all_gather_into_tensor(pieces, x.contiguous(), group=tp.group)
-    return pieces.unflatten(0, (tp.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
-
-
-def _own_of_sum(x: Tensor, tp: Axis, dim: int) -> Tensor:
-    """This rank's piece along `dim` of the sum over the ranks."""
-    pieces = x.unflatten(dim, (tp.size, -1)).movedim(dim, 0).contiguous()
-    own = torch.empty_like(pieces[0])
-    dist.reduce_scatter_tensor(own, pieces.flatten(0, 1), group=tp.group)
-    return own
-
-
-def _own(x: Tensor, tp: Axis, dim: int) -> Tensor:
-    return x.chunk(tp.size, dim)[tp.index].contiguous()
-
-
-Exchange = Callable[[Tensor, Axis, int], Tensor]
-
-
-class _Exchange(torch.autograd.Function):
-    """`ahead` in the forward pass, `back` for the gradient."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, ahead: Exchange, back: Exchange, tp: Axis, dim: int
-    ) -> Tensor:
-        ctx.back, ctx.tp, ctx.dim = back, tp, dim
-        return ahead(x, tp, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
-        return ctx.back(grad, ctx.tp, ctx.dim), None, None, None, None
-
-
 # How the modules of a cut model run #
 
 
@@ -132,19 +81,13 @@ class _Cut:
 
     def enter(self, hidden: Tensor) -> Tensor:
         """Hidden states as a part of the model takes them: all tokens. Gradients add up over the ranks."""
-        ahead, back = (_gather, _own_of_sum) if self.sequence else (_same, _sum)
-        return _Exchange.apply(hidden, ahead, back, self.tp, SEQUENCE)  # type: ignore[return-value]
+        pair = (gather, own_of_total) if self.sequence else (same, total)
+        return exchange(hidden, self.tp, SEQUENCE, *pair)
 
     def leave(self, addend: Tensor) -> Tensor:
         """Hidden states from what each rank adds to them."""
-        ahead, back = (_own_of_sum, _gather) if self.sequence else (_sum, _same)
-        return _Exchange.apply(addend, ahead, back, self.tp, SEQUENCE)  # type: ignore[return-value]
-
-    def gather_features(self, x: Tensor) -> Tensor:
-        return _Exchange.apply(x, _gather, _own, self.tp, FEATURES)  # type: ignore[return-value]
-
-    def own_features(self, x: Tensor) -> Tensor:
-        return _Exchange.apply(x, _own, _gather, self.tp, FEATURES)  # type: ignore[return-value]
+        pair = (own_of_total, gather) if self.sequence else (total, same)
+        return exchange(addend, self.tp, SEQUENCE, *pair)
 
     def draw(self, *, own: bool) -> None:
         """From here on this rank's random numbers are its own, or those of all tp ranks."""
@@ -179,7 +122,7 @@ def _rows(cut: _Cut, style: TensorStyle, module: nn.Module, x: Tensor) -> Tensor
     cut.draw(own=False)
     out = type(module).forward(module, x)
     if style.whole:
-        out = cut.gather_features(out)
+        out = exchange(out, cut.tp, FEATURES, gather, own)
     cut.draw(own=not style.whole)
     return out
 
@@ -196,7 +139,7 @@ def _repeated(cut: _Cut, kv_heads: int, module: nn.Module, x: Tensor) -> Tensor:
 def _columns(cut: _Cut, style: TensorStyle, module: Any, x: Tensor) -> Tensor:
     """A linear layer of which this rank has some columns: an addend of all output features."""
     if style.whole:
-        x = cut.own_features(x)
+        x = exchange(x, cut.tp, FEATURES, own, gather)
     cut.draw(own=True)
     bias, module._parameters["bias"] = module.bias, None  # the sum has it once, not once a rank
     try:
@@ -293,8 +236,8 @@ def split_model(model: PreTrainedModel, anatomy: Anatomy, tp: Axis, *, sequence:
     repeated = repeated_heads(model, plan, tp.size)
     splits = dict.fromkeys(named, Split(partial=sequence))  # outside attention and mlp: whole, own tokens
     for path, block in model.get_submodule(anatomy.blocks).named_children():
-        own = _block_splits(block, anatomy, plan, repeated, sequence)
-        splits |= {f"{anatomy.blocks}.{path}.{name}": split for name, split in own.items()}
+        inside = _block_splits(block, anatomy, plan, repeated, sequence)
+        splits |= {f"{anatomy.blocks}.{path}.{name}": split for name, split in inside.items()}
     for path in (anatomy.embed, anatomy.head):
         splits |= _named(path, model.get_submodule(path), _linear_splits(TensorStyle(0), sequence))
 
@@ -339,13 +282,13 @@ def _cut_vocabulary(model: PreTrainedModel, anatomy: Anatomy, cut: _Cut) -> None
     head: Any = model.get_submodule(anatomy.head)
     for module in (embed, head):
         module.vocabulary = Vocabulary(cut.tp, *piece(module.weight.shape[0], cut.tp.size, cut.tp.index))
-    own, padding = embed.vocabulary, embed.padding_idx
+    words, padding = embed.vocabulary, embed.padding_idx
     if padding is not None:  # the row that learns nothing
-        embed.padding_idx = padding - own.start if own.start <= padding < own.stop else None
+        embed.padding_idx = padding - words.start if words.start <= padding < words.stop else None
     trunk = model.get_submodule(anatomy.blocks.rpartition(".")[0])
     blocks = model.get_submodule(anatomy.blocks)
     draws_after = draws([trunk, *(child for child in trunk.children() if child is not blocks)])
-    embed.forward = partial(_lookup, cut, own, draws_after, embed)
+    embed.forward = partial(_lookup, cut, words, draws_after, embed)
     first, *_, last = [*blocks.children()] * 2
     first.register_forward_pre_hook(partial(_common_again, cut))
     last.register_forward_hook(partial(_after_blocks, cut))
@@ -387,9 +330,9 @@ def _cut_parameters(model: nn.Module, splits: Mapping[str, Split], tp: Axis) -> 
                 continue
             if parameter not in pieces:
                 start, stop = piece(parameter.shape[dim], tp.size, tp.index)
-                own = parameter.detach().narrow(dim, start, stop - start)
-                own = own.clone(memory_format=torch.contiguous_format)
-                pieces[parameter] = nn.Parameter(own, requires_grad=parameter.requires_grad)
+                mine = parameter.detach().narrow(dim, start, stop - start)
+                mine = mine.clone(memory_format=torch.contiguous_format)
+                pieces[parameter] = nn.Parameter(mine, requires_grad=parameter.requires_grad)
             module._parameters[name.rpartition(".")[2]] = pieces[parameter]
 
 
@@ -408,5 +351,5 @@ def reduce_partial(gradients: Sequence[Tensor], tp: Axis) -> None:
         alike = [gradient for gradient in gradients if gradient.dtype == dtype]
         flat = torch.cat([gradient.flatten() for gradient in alike])
         dist.all_reduce(flat, group=tp.group)
-        for gradient, total in zip(alike, flat.split([g.numel() for g in alike]), strict=True):
-            gradient.copy_(total.view_as(gradient))
+        for gradient, summed in zip(alike, flat.split([g.numel() for g in alike]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
