@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 from families import FAMILIES
@@ -5,7 +7,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.masking_utils import AttentionMaskInterface
 
 from meshtune.errors import UserError
-from meshtune.model.anatomy import anatomy, capabilities, hidden_pattern, own_attention
+from meshtune.model.anatomy import anatomy, capabilities, hidden_pattern, own_attention, tensor_plan
 
 DENSE = [
     "opt",
@@ -153,3 +155,40 @@ def test_a_pattern_that_only_the_configuration_knows_is_found(kinds, window, win
     config.layer_types, config.sliding_window = kinds, window
     found = hidden_pattern(config, windows)
     assert found is None if hidden is None else hidden in str(found)
+
+
+def test_the_plan_names_what_is_there_inside_a_block():
+    plan = tensor_plan(build(FAMILIES["qwen3"]()))
+    assert plan == {
+        "self_attn.q_proj": "colwise",
+        "self_attn.k_proj": "colwise",
+        "self_attn.v_proj": "colwise",
+        "self_attn.q_norm": "replicated_with_grad_allreduce",
+        "self_attn.k_norm": "replicated_with_grad_allreduce",
+        "self_attn.o_proj": "rowwise",
+        "mlp.gate_proj": "colwise",
+        "mlp.up_proj": "colwise",
+        "mlp.down_proj": "rowwise",
+    }
+    whole_norms = tensor_plan(build(FAMILIES["olmo2"]()))  # on queries and keys that are made whole
+    assert "self_attn.q_norm" not in whole_norms and whole_norms["self_attn.o_proj"] == "rowwise_split_input"
+
+
+NO_PLAN = {
+    "opt": "no plan for this family",
+    "falcon": "no plan for this family",
+    "mixtral": "its plan needs .*, and only dense blocks",
+    "apertus": "its plan leaves out mlp.act_fn",  # an activation with parameters, on cut features
+    "phi": "its plan leaves out self_attn.q_layernorm",
+    "youtu": "its plan leaves out self_attn",
+}
+
+
+@pytest.mark.parametrize("model_type", NO_PLAN)
+def test_a_family_whose_gradients_nobody_vouches_for_has_no_plan(model_type):
+    options = {"qk_layernorm": True} if model_type == "phi" else {}
+    config = AutoConfig.for_model(model_type, num_hidden_layers=2, **options)
+    reason = tensor_plan(build(config))
+    assert isinstance(reason, str)
+    assert re.search(NO_PLAN[model_type], reason)
+    assert reason.endswith("data parallel (dp), ZeRO (zero) and pipeline (pp).")
