@@ -1,15 +1,15 @@
 """What the ranks of one axis say to each other inside a model, with gradients.
 
-    forward               its gradient          Megatron's name
-    copy                  sum                   f
-    sum                   copy                  g
-    gather(dim)           own piece of the sum
-    own piece of the sum  gather(dim)
-    gather(dim)           own piece             where what is gathered is used alike on all ranks
-    own piece             gather(dim)
+    forward        gradient       what for
+    same           total          a copy that each rank uses for its own part (Megatron's f)
+    total          same           the sum of the ranks' addends, which all use alike (Megatron's g)
+    gather         own_of_total   pieces made whole, and each rank uses the whole for its own part
+    own_of_total   gather         the sum of the ranks' addends, of which each keeps its own piece
+    gather         own            pieces made whole, which all use alike
+    own            gather         a piece of what all have alike
 
-Each line is `exchange(x, axis, dim, ahead, back)` with two of the functions below. Tensors are plain, pieces
-of equal size; the results are new tensors or views, never x changed.
+Each line is `exchange(x, axis, dim, forward, gradient)`. Tensors are plain, pieces of equal size; x is never
+changed.
 """
 
 from collections.abc import Callable

@@ -128,8 +128,7 @@ def _rows(cut: _Cut, style: TensorStyle, module: nn.Module, x: Tensor) -> Tensor
 
 
 def _repeated(cut: _Cut, kv_heads: int, module: nn.Module, x: Tensor) -> Tensor:
-    """A key or value projection that is whole on every rank, of which each uses the head that its query heads
-    need."""
+    """A key or value projection that every rank has whole: each uses the head that its query heads need."""
     cut.draw(own=False)
     out = type(module).forward(module, x)
     cut.draw(own=True)
