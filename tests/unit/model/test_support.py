@@ -1,10 +1,15 @@
 """Layouts that a model can't take are refused, every reason at once, each with something that works."""
 
 from dataclasses import replace
+from functools import cache
+from unittest import mock
 
 import pytest
+from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining.stage import PipelineStage
 
-from meshtune.layout import Layout
+from meshtune.layout import SCHEDULES, VIRTUAL_SCHEDULES, Layout
+from meshtune.model.partition import stage_count
 from meshtune.model.support import Traits, refusals
 
 LLAMA = Traits(
@@ -89,3 +94,49 @@ def test_the_number_of_ranks_is_the_layouts():
     (sentence,) = refused("dp4", ranks=3)
 
     assert "is for 4 ranks, but 3 were started" in sentence
+
+
+TORCH_SCHEDULES = {
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved1f1b": schedules.ScheduleInterleaved1F1B,
+    "loopedbfs": schedules.ScheduleLoopedBFS,
+    "zb": schedules.ScheduleInterleavedZeroBubble,
+    "zbv": schedules.ScheduleZBVZeroBubble,
+    "dualpipev": schedules.ScheduleDualPipeV,
+}
+
+
+@cache
+def stand_in():
+    return mock.create_autospec(PipelineStage, instance=True)
+
+
+def torch_takes(layout: Layout) -> bool:
+    """Whether torch's schedule can be made; with stand-ins for the stages."""
+    stage = stand_in()
+    stage.group_rank, stage.group_size, stage.submod = 0, layout.pp, None
+    stage.num_stages = stage_count(layout)
+    several = [stage] * (stage_count(layout) // layout.pp)
+    made = TORCH_SCHEDULES[layout.schedule]
+    stages = several if issubclass(made, schedules.PipelineScheduleMulti) else stage
+    try:
+        made(stages, layout.gradient_accumulation_steps)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_micro_batches_are_refused_where_torchs_schedule_refuses_them(schedule):
+    deep = replace(LLAMA, blocks=99)
+    for pp in (2, 3, 4):
+        for virtual in (1, 2, 3) if schedule in VIRTUAL_SCHEDULES else (1,):
+            for micro_batches in range(1, 11):
+                layout = Layout(
+                    pp=pp,
+                    schedule=schedule,
+                    virtual_stages=virtual,
+                    gradient_accumulation_steps=micro_batches,
+                )
+                assert torch_takes(layout) == (not refusals(deep, layout)), layout
