@@ -162,10 +162,12 @@ class Rank:
         if self._log is not None:
             self._log.move(folder / f"rank-{self.number}.log")
 
-    def tell_progress(self, progress: Callable[[], str]) -> None:
-        """`progress()` says how far this rank is ("step 12"), when a hang is reported."""
+    def explain(self, progress: Callable[[], str], axes: Mapping[str, str]) -> None:
+        """Say for the report of a hang how far this rank is (`progress()`: "step 12"), and which axis each
+        group is of (its group_name -> "dp_shard").
+        """
         if self._watch is not None:
-            self._watch.progress = progress
+            self._watch.progress, self._watch.axes = progress, axes
 
 
 class Log:
@@ -312,7 +314,8 @@ def run_joined(
             function(rank, *args)
     except Exception as error:
         if not speaks(place, error, limits.grace / 2):
-            traceback.print_exc()
+            if log:
+                traceback.print_exc()
             raise SystemExit(exit_code(error)) from None
         if log:
             log.terminal()
@@ -326,7 +329,7 @@ def speaks(place: Place, error: BaseException, patience: float) -> bool:
     if lost_connection(error):
         time.sleep(patience)  # the rank that was the cause goes first
     try:
-        return connect(place).add(FAILED, 1) == 1
+        return connect(place, timeout=timedelta(seconds=patience)).add(FAILED, 1) == 1
     except RuntimeError:  # the rank that held the store is gone, or the store was never there
         return not lost_connection(error)
 
@@ -347,15 +350,15 @@ def exit_code(error: BaseException) -> int:
 class Failure:
     """What a rank left when it failed."""
 
-    rank: int
     seconds: float  # when, since the epoch
     error: BaseException | None  # None when its process was killed, or its error can't be carried over
-    text: str  # traceback, or what is known
+    text: str  # which rank, its traceback or what is known, the end of its log
     consequence: bool = False
 
-    def order(self) -> tuple[bool, bool, float]:
-        """First comes what is shown."""
-        return self.consequence, isinstance(self.error, Interrupted), self.seconds
+    def order(self) -> tuple[bool, bool, bool, float]:
+        """First comes what is shown; the report of a hang before all."""
+        hang, interrupted = isinstance(self.error, RankFailed), isinstance(self.error, Interrupted)
+        return not hang, self.consequence, interrupted, self.seconds
 
 
 def run_here(
@@ -383,7 +386,7 @@ def run_here(
                     process.join()
         failures = list(failures_of(processes, ended, folder))
     if failures:
-        raise_first(failures, ranks, received)
+        raise_first(failures, received)
 
 
 def own_rank(
@@ -404,7 +407,7 @@ def own_rank(
         faulthandler.enable()  # a crash in native code leaves its stack in the log
 
     def leave(error: BaseException) -> None:
-        record(folder, place.rank, error)
+        record(folder, place, error)
         flush()
         os._exit(exit_code(error))  # no clean-up of what the parent owns, or that waits for other ranks
 
@@ -427,23 +430,18 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def record(folder: Path, rank: int, error: BaseException) -> None:
+def record(folder: Path, place: Place, error: BaseException) -> None:
     """Leave a failure for the parent, whole or not at all; and in the rank's log, if it has one."""
-    text = str(error) if isinstance(error, RankFailed) else "".join(traceback.format_exception(error))
-    tail = last_lines(folder, rank)
-    if rank:
-        print(text, file=sys.stderr)
-    expected = (UserError, NonFinite, Interrupted, RankFailed, OSError, KeyboardInterrupt)
-    failure = Failure(
-        rank=rank,
-        seconds=time.time(),
-        error=error if isinstance(error, expected) else None,
-        text=text + tail,
-        consequence=lost_connection(error),
-    )
-    aside = folder / f".failed-{rank}"
+    expected = isinstance(error, UserError | NonFinite | Interrupted | RankFailed | KeyboardInterrupt)
+    what = str(error) if expected else "".join(traceback.format_exception(error))
+    text = f"rank {place.rank} of {place.world} failed:\n{what}{last_lines(folder, place.rank)}"
+    if place.rank:
+        print(what, file=sys.stderr)
+    carried = error if expected or isinstance(error, OSError) else None
+    failure = Failure(time.time(), carried, text, lost_connection(error))
+    aside = folder / f".failed-{place.rank}"
     aside.write_bytes(pickle.dumps(failure))
-    aside.rename(folder / f"failed-{rank}")
+    aside.rename(folder / f"failed-{place.rank}")
 
 
 def last_lines(folder: Path, rank: int, lines: int = 20) -> str:
@@ -507,27 +505,26 @@ def failures_of(processes: list[BaseProcess], ended: Mapping[int, float], folder
         if file.exists():
             yield pickle.loads(file.read_bytes())
         elif code:
-            yield Failure(rank, seconds, None, how_it_ended(code) + last_lines(folder, rank))
+            text = f"rank {rank} of {len(processes)} {how_it_ended(code)}{last_lines(folder, rank)}"
+            yield Failure(seconds, None, text)
 
 
 def how_it_ended(code: int) -> str:
     if code >= 0:
-        return f"Its process ended with exit code {code}."
+        return f"ended with exit code {code}."
     name = signal.Signals(-code).name
     memory = "; the kernel does that when the machine's memory runs out" if name == "SIGKILL" else ""
-    return f"Its process was killed by {name}{memory}."
+    return f"was killed by {name}{memory}."
 
 
-def raise_first(failures: list[Failure], ranks: int, received: list[signal.Signals]) -> None:
+def raise_first(failures: list[Failure], received: list[signal.Signals]) -> None:
     """Raise the failure that the others followed from, as what it was."""
     first = min(failures, key=Failure.order)
-    text = f"rank {first.rank} of {ranks} failed. {first.text}"
-    match first.error:
-        case KeyboardInterrupt() | RankFailed() | UserError() | NonFinite() | Interrupted():
-            raise first.error
-        case OSError():
-            raise first.error from RankFailed(text)
-        case _ if received:  # before training there is nothing to save: signals end the ranks, and so us
-            signal.signal(received[-1], signal.SIG_DFL)
-            os.kill(os.getpid(), received[-1])
-    raise RankFailed(text)
+    if isinstance(first.error, OSError):
+        raise first.error from RankFailed(first.text)
+    if first.error is not None:
+        raise first.error
+    if received:  # before training there is nothing to save: the signal ends the ranks, and so us
+        signal.signal(received[-1], signal.SIG_DFL)
+        os.kill(os.getpid(), received[-1])
+    raise RankFailed(first.text)

@@ -15,10 +15,11 @@ together, are no hang either.
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -32,11 +33,11 @@ WAITING = (
     "torch.distributed.pipelining",
     "meshtune.parallel.mesh",
 )
-OPERATIONS = {  # torch's functions that wait for what was sent off before -> what that was
-    "foreach_all_gather_copy_out": "all_gather",
-    "foreach_reduce": "reduce_scatter",
-    "_wait_batch_p2p": "send/recv",
-}
+OPERATIONS = {  # how torch's functions begin that send, or wait for what was sent -> what that is
+    "all_gather": "all_gather", "foreach_all_gather": "all_gather", "reduce_scatter": "reduce_scatter",
+    "foreach_reduce": "reduce_scatter", "all_reduce": "all_reduce", "all_to_all": "all_to_all",
+    "broadcast": "broadcast", "_wait_batch_p2p": "send/recv",
+}  # fmt: skip
 FAILED = "meshtune/failed"  # in the store: how many ranks have failed
 
 
@@ -76,6 +77,7 @@ class Watch:
     ) -> None:
         self.rank, self.world, self.store, self.limits, self.end = rank, world, store, limits, end
         self.progress: Callable[[], str] = str
+        self.axes: Mapping[str, str] = {}  # group -> axis, where torch has another name for it
         self.main = threading.main_thread()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshtune-watch", daemon=True)
@@ -133,7 +135,7 @@ class Watch:
 
     def _write(self, *, done: bool = False) -> None:
         self._number += 1
-        place, waits = doing(self.main)
+        place, waits = doing(self.main, self.axes)
         beat = Beat(self._number, place, waits, self._still, os.getpid(), self._started, done)
         self.store.set(f"meshtune/beat/{self.rank}", json.dumps(asdict(beat)))
 
@@ -165,9 +167,10 @@ class Watch:
                 why = "its process or machine may be gone"
             seconds = self._silent * self.limits.tick
             others = {n: each for n in range(self.world) if n != rank and (each := self._read(n))}
-            self.end(
-                f"rank {rank} has not answered for {seconds:.0f} s ({why}){waiting(others)}{self._at()}."
-            )
+            report = f"rank {rank} has not answered for {seconds:.0f} s ({why}){waiting(others)}{self._at()}."
+            if here:  # whoever started it may not know that nothing milder ends a stopped process
+                os.kill(beat.pid, signal.SIGKILL)
+            self.end(report)
 
     def _look_at_all(self) -> None:
         """Say that no rank moves, and after long enough end the run; only the main rank looks."""
@@ -202,20 +205,20 @@ def stack(thread: threading.Thread) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def doing(thread: threading.Thread) -> tuple[str, str | None]:
+def doing(thread: threading.Thread, axes: Mapping[str, str]) -> tuple[str, str | None]:
     """(the function, file and line that a thread is in, what it waits in for other ranks or None)."""
     frames = sys._current_frames()
     frame = frames.get(thread.ident or 0)
     if frame is None:
         return "its start", None
-    waits = waits_in(frame)
+    waits = waits_in(frame, axes)
     if frame.f_code.co_name == "_engine_run_backward":  # on CUDA the hooks run in threads of autograd's own
-        others = (waits_in(each) for ident, each in frames.items() if ident != threading.get_ident())
+        others = (waits_in(each, axes) for ident, each in frames.items() if ident != threading.get_ident())
         waits = next((each for each in others if each), None)
     return f"{frame.f_code.co_name}, {Path(frame.f_code.co_filename).name} line {frame.f_lineno}", waits
 
 
-def waits_in(frame: FrameType) -> str | None:
+def waits_in(frame: FrameType, axes: Mapping[str, str]) -> str | None:
     """`all_reduce over dp_shard` when this frame, a thread's innermost, is in torch's communication."""
     inner: FrameType | None = frame
     if module(inner) == "torch._ops":
@@ -223,15 +226,18 @@ def waits_in(frame: FrameType) -> str | None:
     if inner is None or not module(inner).startswith(WAITING):
         return None
     name = inner.f_code.co_name
-    return f"{OPERATIONS.get(name, name)} over {axis(inner)}"
+    operation = next((each for start, each in OPERATIONS.items() if name.startswith(start)), name)
+    return f"{operation} over {axis(inner, axes)}"
 
 
 def module(frame: FrameType) -> str:
     return frame.f_globals.get("__name__", "")
 
 
-def axis(frame: FrameType) -> str:
-    """The axis whose group a communicating function was given: the name that its device mesh gave it."""
+def axis(frame: FrameType, axes: Mapping[str, str]) -> str:
+    """The axis whose group a communicating function was given: its name in `axes`, or that its device mesh
+    gave it.
+    """
     from torch.distributed import ProcessGroup
 
     if module(frame).startswith("torch.distributed.pipelining"):
@@ -242,7 +248,8 @@ def axis(frame: FrameType) -> str:
             break
         for name, value in outer.f_locals.items():
             if isinstance(value, ProcessGroup):
-                return value.group_desc.removeprefix("mesh_").replace("default_pg", "all ranks")
+                given = value.group_desc.removeprefix("mesh_").replace("default_pg", "all ranks")
+                return axes.get(value.group_name, given)
             if name == "group" and value is None:
                 return "all ranks"
         outer = outer.f_back

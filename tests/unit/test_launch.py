@@ -82,7 +82,7 @@ def test_a_killed_rank_is_named_not_the_ranks_that_lost_it() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()
 
-    with pytest.raises(RankFailed, match=r"(?s)rank 2 of 3 failed.*SIGKILL.*memory.*last words"):
+    with pytest.raises(RankFailed, match=r"(?s)rank 2 of 3 was killed by SIGKILL.*memory.*last words"):
         launch.run(die, ranks=3)
 
 
@@ -111,19 +111,19 @@ def test_other_ranks_write_to_logs_native_code_too(tmp_path: Path, capfd: pytest
 
 def test_a_stopped_rank_is_named_with_what_the_others_wait_in() -> None:
     def stop(rank: Rank) -> None:
-        rank.tell_progress(lambda: "step 12")
-        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "tp"))
+        rank.explain(lambda: "step 12", {mesh.get_group("outer").group_name: "dp_shard"})
         if rank.number == 3:
             os.kill(os.getpid(), signal.SIGSTOP)
-        dist.all_reduce(torch.ones(1), group=mesh.get_group("dp_shard"))
-        dist.barrier()
+        dist.all_reduce(torch.ones(1), group=mesh.get_group("outer"))
+        dist.all_reduce(torch.ones(1), group=mesh.get_group("tp"))
 
     with pytest.raises(RankFailed) as raised:
         launch.run(stop, ranks=4, limits=QUICK)
     report = str(raised.value)
     assert report.startswith("rank 3 has not answered for 1 s (its process is stopped)")
     assert "rank 1 waits for it in all_reduce over dp_shard" in report
-    assert "ranks 0, 2 wait for it in barrier over all ranks" in report
+    assert "ranks 0, 2 wait for it in all_reduce over tp" in report
     assert report.endswith("(step 12).")
 
 
