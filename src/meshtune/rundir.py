@@ -7,7 +7,8 @@
       samples.jsonl      what the model answered, and when: {"step", "prompt", "expected", "answer"}
       checkpoints/       step-<N>/
       model/             the final Hugging Face folder
-      logs/              what trackers write (TensorBoard's event files …)
+      logs/              what trackers write (TensorBoard's event files …), and what other ranks than the
+                         first wrote to their stdout and stderr: rank-<n>.log
       report.html
 
 A row is one line of strict JSON: NaN and infinities become null, because the parsers of browsers and of most
