@@ -43,7 +43,7 @@ from meshtune.watch import FAILED, Limits, Watch
 HERE = "127.0.0.1"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 MEETING = timedelta(minutes=5)  # until every rank has come
-WAITING = timedelta(minutes=30)  # in one operation: the main rank may prepare data, or save
+OPERATION = timedelta(minutes=30)  # until one operation is done: the main rank may prepare data, or save
 LOST = re.compile(  # how the end of another rank shows in gloo, NCCL and the store
     "closed by peer|reset by peer|connection refused|connection was closed|broken pipe|socket (error|closed)"
     "|remote process exited|communicator was aborted|timed out|timeout|recvvalue failed|failed to recv",
@@ -231,7 +231,9 @@ def group(
         torch.cuda.set_device(index)
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", index)}
     store = meet(place)
-    dist.init_process_group(store=store, rank=place.rank, world_size=place.world, timeout=WAITING, **options)
+    dist.init_process_group(
+        store=store, rank=place.rank, world_size=place.world, timeout=OPERATION, **options
+    )
     with Watch(place.rank, place.world, connect(place), limits=limits, end=end) as watch:
         yield Rank(place.rank, log=log, watch=watch)
     dist.destroy_process_group()  # not after a failure, when it may wait for ranks that are gone
@@ -351,9 +353,10 @@ class Failure:
     """What a rank left when it failed."""
 
     seconds: float  # when, since the epoch
-    error: BaseException | None  # None when its process was killed, or its error can't be carried over
     text: str  # which rank, its traceback or what is known, the end of its log
-    consequence: bool = False
+    error: BaseException | None = None  # where it is to be raised here as it was
+    killed: int = 0  # the signal that ended its process
+    consequence: bool = False  # of another rank's failure
 
     def order(self) -> tuple[bool, bool, bool, float]:
         """First comes what is shown; the report of a hang before all."""
@@ -438,7 +441,7 @@ def record(folder: Path, place: Place, error: BaseException) -> None:
     if place.rank:
         print(what, file=sys.stderr)
     carried = error if expected or isinstance(error, OSError) else None
-    failure = Failure(time.time(), carried, text, lost_connection(error))
+    failure = Failure(time.time(), text, carried, consequence=lost_connection(error))
     aside = folder / f".failed-{place.rank}"
     aside.write_bytes(pickle.dumps(failure))
     aside.rename(folder / f"failed-{place.rank}")
@@ -506,7 +509,7 @@ def failures_of(processes: list[BaseProcess], ended: Mapping[int, float], folder
             yield pickle.loads(file.read_bytes())
         elif code:
             text = f"rank {rank} of {len(processes)} {how_it_ended(code)}{last_lines(folder, rank)}"
-            yield Failure(seconds, None, text)
+            yield Failure(seconds, text, killed=max(0, -code))
 
 
 def how_it_ended(code: int) -> str:
@@ -524,7 +527,9 @@ def raise_first(failures: list[Failure], received: list[signal.Signals]) -> None
         raise first.error from RankFailed(first.text)
     if first.error is not None:
         raise first.error
-    if received:  # before training there is nothing to save: the signal ends the ranks, and so us
-        signal.signal(received[-1], signal.SIG_DFL)
-        os.kill(os.getpid(), received[-1])
+    if received.count(signal.SIGINT) > 1:
+        raise KeyboardInterrupt
+    if first.killed in received:  # it came before there was anything to save, and ends us alike
+        signal.signal(first.killed, signal.SIG_DFL)
+        os.kill(os.getpid(), first.killed)
     raise RankFailed(first.text)

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -98,7 +99,8 @@ class Watch:
         self._stop.set()
         self._thread.join(5)
         if kind is None and not self._thread.is_alive():
-            self._write(done=True)
+            with suppress(RuntimeError):  # the rank that held the store may have ended before us
+                self._write(done=True)
 
     def _run(self) -> None:
         while not self._stop.wait(self.limits.tick):
@@ -107,12 +109,11 @@ class Watch:
                 self._look_at_neighbour()
                 if self.rank == 0 and self._long(self._still, self.limits.stuck):
                     self._look_at_all()
-                if self.store.check([FAILED]):
-                    self._failed += 1
-                    if self._long(
-                        self._failed, self.limits.grace
-                    ):  # else a rank without news of it waits for its timeout
-                        os._exit(1)
+                self._failed += self.store.check([FAILED])
+                if self._long(
+                    self._failed, self.limits.grace
+                ):  # blocked on NCCL, it would wait for a timeout
+                    os._exit(1)
             except RuntimeError:  # the store is gone: the run has ended, or torch will say why
                 return
 
@@ -174,9 +175,9 @@ class Watch:
 
     def _look_at_all(self) -> None:
         """Say that no rank moves, and after long enough end the run; only the main rank looks."""
-        beats = {n: beat for n in range(self.world) if (beat := self._read(n))}
+        beats = {n: beat for n in range(self.world) if (beat := self._read(n)) and not beat.done}
         still = min(beat.still for beat in beats.values())
-        idle = {n: beat for n, beat in beats.items() if not beat.waits and not beat.done}
+        idle = {n: beat for n, beat in beats.items() if not beat.waits}
         if not self._long(still, self.limits.stuck) or len(idle) == len(beats):
             self._said = False
             return
