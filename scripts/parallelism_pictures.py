@@ -8,13 +8,17 @@ Who holds what is asked of `partition.share`, timelines of the schedules that ru
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
 from xml.sax.saxutils import escape
 
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.pipelining.stage import PipelineStage
 from transformers import LlamaConfig
 
-from meshtune.layout import Layout
+from meshtune.layout import SCHEDULES, VIRTUAL_SCHEDULES, Layout
 from meshtune.model.census import Census
-from meshtune.model.partition import Message, Share, piece, share
+from meshtune.model.partition import Message, Share, piece, share, stage_count
 from meshtune.model.trace import census
 from meshtune.rundir import write_text_atomically
 
@@ -50,6 +54,9 @@ def main(folder: str = "docs/images") -> None:
         file = Path(folder, f"parallelism-{name}.svg")
         write_text_atomically(file, holdings(toy, Layout.parse(text), title))
         print(file)
+    file = Path(folder, "parallelism-schedules.svg")
+    write_text_atomically(file, timelines(pp=4, micro_batches=8))
+    print(file)
 
 
 # who holds what #
@@ -158,6 +165,141 @@ def inside(x: float, y: float, spans: tuple[Span, Span]) -> tuple[float, float, 
     return x + left * CELL, y + top * ROW, (right - left) * CELL, (bottom - top) * ROW
 
 
+# timelines of pipelines #
+
+TORCH_NAMES = {
+    "interleaved1f1b": "Interleaved1F1B", "loopedbfs": "LoopedBFS", "zb": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV",
+}  # fmt: skip
+LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+KINDS = {  # of an action: colour, units of time (a whole backward is twice a forward)
+    "F": ("#0072b2", 1),
+    "B": ("#d55e00", 2),
+    "I": ("#e69f00", 1),  # a backward's half that the stage before waits for
+    "W": ("#009e73", 1),  # its other half, the gradients of weights
+}
+UNIT, LANE = 13, 14  # of time, of a rank
+
+
+class Slot(NamedTuple):
+    """One action of a rank: in units of a stage's forward."""
+
+    start: float
+    stop: float
+    kind: str
+    stage: int
+    micro_batch: int
+
+
+def timeline(layout: Layout) -> list[list[Slot]]:
+    """What each pipeline rank does when: torch's own order of actions, each as soon as it can be.
+
+    Messages take no time, and every stage as long.
+    """
+    last, orders = stage_count(layout) - 1, actions(layout)
+    ends: dict[tuple[str, int, int], float] = {}
+    slots: list[list[Slot]] = [[] for _ in orders]
+    while any(orders):
+        left = sum(map(len, orders))
+        for rank, order in enumerate(orders):
+            if not order:
+                continue
+            kind, stage, number = order[0]
+            needs = needed(kind, stage, number, last)
+            if all(any(each in ends for each in ways) for ways in needs):
+                ready = [min(ends[each] for each in ways if each in ends) for ways in needs]
+                start = max([*ready, slots[rank][-1].stop if slots[rank] else 0.0])
+                slots[rank].append(Slot(start, start + KINDS[kind][1], kind, stage, number))
+                ends[kind, stage, number] = slots[rank][-1].stop
+                del order[0]
+        assert sum(map(len, orders)) < left, f"{layout.schedule} waits for itself"
+    return slots
+
+
+def needed(kind: str, stage: int, number: int, last: int) -> list[list[tuple[str, int, int]]]:
+    """What must have ended before an action; of each list one."""
+    match kind:
+        case "F":
+            return [[("F", stage - 1, number)]] if stage else []
+        case "W":
+            return [[("I", stage, number)]]
+        case _:
+            after = [[("B", stage + 1, number), ("I", stage + 1, number)]] if stage < last else []
+            return [[("F", stage, number)], *after]
+
+
+def actions(layout: Layout) -> list[list[tuple[str, int, int]]]:
+    """(kind, stage, micro-batch) in the order of each rank; of schedules with several stages from torch."""
+    pp, steps = layout.pp, layout.gradient_accumulation_steps
+    if layout.schedule in ("gpipe", "1f1b"):
+        return [
+            one_stage(rank, steps if layout.schedule == "gpipe" else pp - rank, steps) for rank in range(pp)
+        ]
+    stage = mock.create_autospec(PipelineStage, instance=True)
+    stage.group_rank, stage.group_size, stage.submod, stage.num_stages = 0, pp, None, stage_count(layout)
+    made: Any = get_schedule_class(TORCH_NAMES[layout.schedule])
+    schedule = made([stage] * (stage.num_stages // pp), steps)
+    found = []
+    for rank in range(pp):
+        order = (action for action in schedule.pipeline_order[rank] if action is not None)
+        each = (one for action in order for one in action.sub_actions or (action,))
+        found.append(
+            [(LETTERS[one.computation_type.name], one.stage_index, one.microbatch_index) for one in each]
+        )
+    return found
+
+
+def one_stage(rank: int, ahead: int, steps: int) -> list[tuple[str, int, int]]:
+    """`ahead` forwards, then a backward and a forward in turn."""
+    order = [("F", rank, number) for number in range(min(ahead, steps))]
+    for number in range(steps):
+        order.append(("B", rank, number))
+        if number + ahead < steps:
+            order.append(("F", rank, number + ahead))
+    return order
+
+
+def timelines(pp: int, micro_batches: int) -> str:
+    """What each rank does when, under every schedule; grey is a bubble."""
+    drawn, y = [], TOP + 4
+    longest = 0.0
+    for schedule in SCHEDULES:
+        virtual = 2 if schedule in VIRTUAL_SCHEDULES else 1
+        layout = Layout(
+            pp=pp, schedule=schedule, virtual_stages=virtual, gradient_accumulation_steps=micro_batches
+        )
+        ranks = timeline(layout)
+        share_of = stage_count(layout) // pp  # stages a rank: each is so much smaller
+        end = max(slot.stop for rank in ranks for slot in rank) / share_of
+        busy = sum(slot.stop - slot.start for rank in ranks for slot in rank) / share_of
+        title = f"{schedule}{f', v{virtual}' if virtual > 1 else ''}: {1 - busy / end / pp:.0%} bubble"
+        drawn.append(text(GAP, y + 9, title, size=11, weight=600))
+        drawn.append(box(GAP, y + 14, end * UNIT, pp * LANE, PALE))
+        drawn += [shift(GAP, y + 14, "".join(lane(n, slots, share_of, pp))) for n, slots in enumerate(ranks)]
+        y += pp * LANE + 34
+        longest = max(longest, end)
+    for n, (kind, words) in enumerate(LEGEND.items()):
+        drawn.append(box(GAP + n * 150, y, 10, 10, KINDS[kind][0]))
+        drawn.append(text(GAP + n * 150 + 14, y + 9, words, size=10))
+    title = f"Pipeline schedules: {pp} ranks, {micro_batches} micro-batches, time to the right"
+    return picture(max(2 * GAP + longest * UNIT, 640), y + 24, title, drawn)
+
+
+LEGEND = {"F": "forward", "B": "backward", "I": "backward of activations", "W": "gradients of weights"}
+
+
+def lane(number: int, slots: Sequence[Slot], share_of: int, pp: int) -> Iterator[str]:
+    """One rank's actions, each with its micro-batch; later stages of the rank are paler."""
+    for slot in slots:
+        x, wide = slot.start / share_of * UNIT, (slot.stop - slot.start) / share_of * UNIT
+        colour, _ = KINDS[slot.kind]
+        tip = f"rank {number}, stage {slot.stage}: {LEGEND[slot.kind]} of micro-batch {slot.micro_batch}"
+        pale = 1.0 if slot.stage < pp else 0.65
+        yield box(x + 0.4, number * LANE + 1, wide - 0.8, LANE - 2, colour, tip, opacity=pale)
+        if wide > 6:
+            yield text(x + 2, number * LANE + 10, str(slot.micro_batch), size=7, fill=PAPER)
+
+
 # SVG #
 
 
@@ -175,9 +317,12 @@ def picture(width: float, height: float, title: str, drawn: Sequence[str]) -> st
     return "\n".join(parts)
 
 
-def box(x: float, y: float, width: float, height: float, fill: str, tip: str = "") -> str:
+def box(
+    x: float, y: float, width: float, height: float, fill: str, tip: str = "", *, opacity: float = 1
+) -> str:
     inner = f"<title>{escape(tip)}</title>" if tip else ""
-    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}">{inner}</rect>'
+    style = f'fill="{fill}"' + (f' fill-opacity="{opacity:g}"' if opacity < 1 else "")
+    return f'<rect x="{x:.4g}" y="{y:.4g}" width="{width:.4g}" height="{height:.4g}" {style}>{inner}</rect>'
 
 
 def text(x: float, y: float, words: str, *, size: float, weight: int = 400, fill: str = INK) -> str:
