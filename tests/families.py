@@ -7,9 +7,12 @@ Weights are drawn wide enough (standard deviation 0.15) that attention is far fr
 bites, so that a mask, window or cap that is not honoured shows. Windows are 8 tokens: use longer sequences.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
+import torch
 from transformers import (
     CohereConfig,
     Gemma2Config,
@@ -104,3 +107,19 @@ FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
         GPTNeoXConfig, {k: v for k, v in COMMON.items() if k != "num_key_value_heads"}, hidden_dropout=0.0
     ),
 }
+
+
+@contextmanager
+def exact() -> Iterator[None]:
+    """Keeps fp64 what Hugging Face's norms would compute in fp32, so that nothing is rounded but at 1e-16."""
+    plain_float, plain_to = torch.Tensor.float, torch.Tensor.to
+
+    def to(x, *args, **kwargs):
+        single = torch.float32 in (*args, *kwargs.values()) and x.dtype == torch.float64
+        return x if single else plain_to(x, *args, **kwargs)
+
+    with (
+        patch.object(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else plain_float(x)),
+        patch.object(torch.Tensor, "to", to),
+    ):
+        yield

@@ -4,14 +4,19 @@ What a command needs is imported inside it, so that `meshtune --help` answers at
 """
 
 import json
+import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshtune.errors import Interrupted, NonFinite, UserError
+from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError
 from meshtune.rundir import RunDir, disk_is_full
+
+if TYPE_CHECKING:
+    from meshtune.config import Config
+    from meshtune.launch import Rank
 
 app = typer.Typer(
     name="meshtune",
@@ -37,7 +42,7 @@ def main() -> None:
     """The console script: runs the command and turns what ends it into an exit code (errors.py)."""
     try:
         app()
-    except (UserError, NonFinite, Interrupted) as error:
+    except (UserError, NonFinite, Interrupted, RankFailed) as error:
         problems = error.problems if isinstance(error, UserError) else (str(error),)
         for problem in problems:
             print(f"meshtune: {problem}", file=sys.stderr)
@@ -93,22 +98,79 @@ def show_json(value: Any) -> None:
 def train(
     settings: Settings = None,
     nproc: Annotated[
-        int | None, typer.Option(help="local ranks to start; default: what the layout needs")
+        int | None,
+        typer.Option(
+            min=1, help="ranks to start here; default: as many as the layout has, or as there are GPUs"
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Fine-tune a model: full or LoRA, from data files to a Hugging Face folder and a report."""
+    """Fine-tune a model: full or LoRA, from data files to a Hugging Face folder and a report. Starts its own
+    ranks, or is one of those that torchrun or srun started.
+    """
     file, overrides = split(settings)
-    from meshtune import config
+    from meshtune import config, launch
 
     resolved = config.load(file, overrides)
+    # Before ranks are forked: they share what is imported. And what can't run is refused.
+    from meshtune.train import build, loop  # noqa: F401
+
+    ranks, device = ranks_of(resolved, nproc)
+    if ranks > 1 and not launch.joined():
+        layout = build.layout_of(resolved, ranks)
+        build.attention_of(resolved, layout, ranks)
+    launch.run(train_rank, resolved, as_json, ranks=ranks, device=device)
+
+
+def ranks_of(config: "Config", nproc: int | None) -> tuple[int, str]:
+    """(how many ranks train, "cpu" or "cuda"): those that were started, or that `nproc`, the layout or the
+    GPUs ask for.
+
+    Raises UserError for a number that the layout, or the GPUs, can't have.
+    """
+    import torch
+
+    from meshtune import launch
+
+    wanted = config.train.device
+    device = "cuda" if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()) else "cpu"
+    if place := launch.place_of(os.environ):
+        if nproc:
+            raise UserError(
+                f"--nproc {nproc} starts ranks here, but this is already rank {place.rank} of {place.world}; "
+                "leave --nproc out, and let torchrun or srun start all ranks."
+            )
+        return place.world, device
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    layout = config.partial_layout.complete(
+        devices=nproc or gpus or 1, global_batch_size=config.global_batch_size
+    )
+    if nproc and nproc != layout.world:
+        raise UserError(
+            f"--nproc {nproc}, but layout {layout} is for {layout.world} ranks; leave --nproc out, or change "
+            "the layout."
+        )
+    if gpus and layout.world > gpus:
+        raise UserError(
+            f"Layout {layout} needs {layout.world} GPUs, but torch sees {gpus}; change the layout, start it "
+            "on several machines by torchrun or srun, or use train.device=cpu."
+        )
+    return layout.world, device
+
+
+def train_rank(rank: "Rank", config: "Config", as_json: bool) -> None:
+    """What each rank of a training run does."""
     from meshtune.train import build, loop
 
-    run = build.build(resolved, ranks=nproc)
+    run = build.build(config)
+    rank.keep_log(run.folder.logs)
+    axes = {str(axis.group.group_name): axis.name for axis in run.world.axes if axis.group is not None}
+    rank.explain(lambda: f"step {run.progress.step}", axes)
     try:
         loop.train(run)
     finally:
-        show_run(run.folder, as_json=as_json)
+        if rank.main:
+            show_run(run.folder, as_json=as_json)
 
 
 @app.command()

@@ -33,11 +33,14 @@ WAITING = (
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "meshtune.parallel.mesh",
+    "meshtune.parallel.pipeline",
 )
+PIPELINES = ("torch.distributed.pipelining", "meshtune.parallel.pipeline")  # talk over pp alone
 OPERATIONS = {  # how torch's functions begin that send, or wait for what was sent -> what that is
     "all_gather": "all_gather", "foreach_all_gather": "all_gather", "reduce_scatter": "reduce_scatter",
     "foreach_reduce": "reduce_scatter", "all_reduce": "all_reduce", "all_to_all": "all_to_all",
     "broadcast": "broadcast", "_wait_batch_p2p": "send/recv",
+    "reduce_tied": "send/recv",
 }  # fmt: skip
 FAILED = "meshtune/failed"  # in the store: how many ranks have failed
 
@@ -241,7 +244,7 @@ def axis(frame: FrameType, axes: Mapping[str, str]) -> str:
     """
     from torch.distributed import ProcessGroup
 
-    if module(frame).startswith("torch.distributed.pipelining"):
+    if module(frame).startswith(PIPELINES):
         return "pp"
     outer: FrameType | None = frame
     for _ in range(4):

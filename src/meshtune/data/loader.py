@@ -72,7 +72,8 @@ class Loader:
     """Batches of `dataset` for data rank `data_rank` of `data_ranks`: iterate for (Batch, state).
 
     `state` is a JSON-able dict; the loader given it goes on exactly after its batch. `epochs=None` goes on
-    for ever. `multiple` makes every width a multiple of it (tensor and context parallelism cut the sequence).
+    for ever. `multiple` makes every width a multiple of it (sequence and context parallelism cut the
+    sequence); `uniform` makes the micro-batches of a step equally wide (pipelines need it).
     Raises UserError when the sizes do not divide, or when the state belongs to other data or another seed.
     """
 
@@ -88,6 +89,7 @@ class Loader:
         state: State | None = None,
         epochs: int | None = None,
         multiple: int = 1,
+        uniform: bool = False,
     ) -> None:
         _check_sizes(global_batch_size, micro_batch_size, data_ranks)
         self._identity = {"seed": seed, "data": dataset.digest}
@@ -103,6 +105,7 @@ class Loader:
         self.data_ranks = data_ranks
         self.epochs = epochs
         self.multiple = multiple
+        self.uniform = uniform
         group = None if dataset.packed else global_batch_size
         order = streamed if isinstance(dataset, Stream) else shuffled
         self._order = partial(order, dataset, seed, group=group)
@@ -120,7 +123,7 @@ class Loader:
         tokens = np.array([data.sequence_tokens[number] for data, number, _ in picked])
         labels = sum(int(data.sequence_labels[number]) for data, number, _ in picked)
         hands = deal(tokens, self.micro_batch_size, self.data_ranks)[self.data_rank]
-        fixed = self.dataset.width if self.dataset.packed else 0
+        fixed = self.dataset.width if self.dataset.packed else int(tokens.max()) if self.uniform else 0
         rows = [[picked[i][0].documents(picked[i][1]) for i in hand] for hand in hands]
         return Batch(
             micro_batches=tuple(micro_batch(hand, fixed, self.multiple) for hand in rows),

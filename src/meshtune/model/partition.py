@@ -256,6 +256,7 @@ def share(
         messages=(
             *storage.messages(units),
             *_pipeline_messages(layout, stages, tokens * census.hidden * storage.compute),
+            *_context_messages(census, layout, blocks, tokens * storage.compute),
             *_tensor_messages(census, layout, stages, sum(map(len, blocks)), units, tokens * storage.compute),
         ),
     )
@@ -366,6 +367,29 @@ def _pipeline_messages(layout: Layout, stages: Sequence[int], hidden_bytes: int)
     yield Message(
         "pp", "send", "hidden states", sends, sends * hidden_bytes // (layout.tp if layout.sp else 1)
     )
+
+
+def _context_messages(
+    census: Census, layout: Layout, blocks: Iterable[range], token_bytes: int
+) -> Iterator[Message]:
+    """What context ranks say to each other around each attention (parallel/context.py)."""
+    if layout.cp == 1:
+        return
+    steps = layout.gradient_accumulation_steps
+    cores = [a for own in blocks for block in own for a in census.blocks[block].attention]
+    if layout.cp_method == "ulysses":  # queries, keys, values, and what comes out; back again in the backward
+        times = 8 + {"none": 0, "attention": 3}.get(layout.recompute, 4)
+        features = sum(2 * a.query_heads * (a.qk_dim + a.v_dim) for a in cores)  # keys as if not grouped
+        count = steps * times * len(cores)
+        yield Message(
+            "cp", "all_to_all", "heads", count, steps * times * features * token_bytes // 4 // layout.tp
+        )
+        return
+    again = layout.recompute != "none"
+    features = sum(max(a.key_heads // layout.tp, 1) * (a.qk_dim + a.v_dim) for a in cores)
+    whole = features * token_bytes * layout.cp
+    for op, times in (("all_gather", 1 + again), ("reduce_scatter", 1)):
+        yield Message("cp", op, "keys and values", steps * times * len(cores), steps * times * whole)
 
 
 def _tensor_messages(

@@ -33,6 +33,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from meshtune.compat import varlen_attention
+from meshtune.data.loader import MicroBatch
+from meshtune.model.anatomy import Anatomy
 
 NAMES = ("meshtune", "meshtune_recompute")
 
@@ -51,12 +53,25 @@ WINDOW_BLOCK = 512  # queries of one masked call, at most, in a document longer 
 
 
 class Piece(NamedTuple):
-    """One kernel call: these rows' queries see these keys, causally (window None) or in a band as well."""
+    """One kernel call: these rows' queries see these keys, causally (window None) or in a band as well.
+
+    first: where the first query stands among the keys' columns; None: at queries.start.
+    """
 
     rows: slice
     queries: slice
     keys: slice
     window: int | None
+    first: int | None = None
+
+    @property
+    def place(self) -> int:
+        return self.queries.start if self.first is None else self.first
+
+    @property
+    def masked(self) -> bool:
+        """Whether a plain causal call would not say the same."""
+        return self.window is not None or self.place != self.keys.start
 
 
 class Documents:
@@ -115,11 +130,14 @@ def _band(piece: Piece, dtype: torch.dtype, device: torch.device) -> Tensor | No
 
     Hugging Face counts the query itself: a window of w sees keys i - w + 1 ... i.
     """
-    if piece.window is None:
+    if not piece.masked:
         return None
-    queries = torch.arange(piece.queries.start, piece.queries.stop, device=device)[:, None]
+    length = piece.queries.stop - piece.queries.start
+    queries = torch.arange(piece.place, piece.place + length, device=device)[:, None]
     keys = torch.arange(piece.keys.start, piece.keys.stop, device=device)[None, :]
-    hidden = (keys > queries) | (keys <= queries - piece.window)
+    hidden = keys > queries
+    if piece.window is not None:
+        hidden |= keys <= queries - piece.window
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
 
 
@@ -189,7 +207,7 @@ class _PerDocument(torch.autograd.Function):
             return *grads, None, None, None, None
         # Blocks of one windowed document share keys, so their gradients add up; otherwise each is written
         # once.
-        shared = any(piece.window is not None for piece in pieces)
+        shared = any(piece.masked for piece in pieces)
         grad_q = (torch.zeros_like if ctx.padded else torch.empty_like)(q)
         grad_k, grad_v = ((torch.zeros_like if ctx.padded or shared else torch.empty_like)(t) for t in (k, v))
         for piece in pieces:
@@ -207,7 +225,7 @@ class _PerDocument(torch.autograd.Function):
                 softcap,
             )
             grad_q[rows, :, queries] = gq
-            if piece.window is None:
+            if not shared:
                 grad_k[rows, :, keys], grad_v[rows, :, keys] = gk, gv
             else:
                 grad_k[rows, :, keys] += gk
@@ -483,7 +501,7 @@ def _refuse_unknown(
         )
 
 
-def _core(
+def core(
     q, k, v, documents: Lengths, scale: float, dropout: float, softcap: float | None, window: int | None
 ):
     """[batch, heads, seq, head_dim] -> the same, by the fastest way that can do it."""
@@ -498,6 +516,30 @@ def _core(
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     padded = any(sum(row) < q.shape[2] for row in documents)
     return _PerDocument.apply(q, k, v, _pieces(documents, window), padded, scale, softcap)
+
+
+def piecewise(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pieces: tuple[Piece, ...],
+    scale: float,
+    dropout: float,
+    softcap: float | None,
+) -> Tensor:
+    """Queries of some columns against keys of others, piece by piece; columns in no piece are zeros.
+
+    [batch, heads, queries, head_dim] and keys and values [batch, kv_heads, keys, head_dim] -> as the queries.
+    """
+    if not (dropout or q.is_cuda or q.shape[-1] != v.shape[-1]):
+        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+        return _PerDocument.apply(q, k, v, pieces, True, scale, softcap)  # type: ignore[return-value]
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    for piece in pieces:
+        own_q = q[piece.rows, :, piece.queries]
+        own_k, own_v = (t[piece.rows, :, piece.keys] for t in (k, v))
+        out[piece.rows, :, piece.queries] = _plain(own_q, own_k, own_v, scale, dropout, softcap, piece)
+    return out
 
 
 def document_attention(
@@ -531,13 +573,16 @@ def document_attention(
             "called without them, or this family does not pass keyword arguments down to its attention; then "
             "use model.attention=sdpa, without packing."
         )
-    lengths = _checked(documents, query.shape[0], query.shape[2])
+    context = vars(module).get("context")  # set where other ranks have the other columns (context.py)
+    ranks = context.axis.size if context else 1
+    lengths = _checked(documents, query.shape[0], query.shape[2] * ranks)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     arguments = (query, key, value, lengths, scale, dropout, softcap, sliding_window)
+    attend = context or core
     if recompute and torch.is_grad_enabled():
-        out = checkpoint(_core, *arguments, use_reentrant=False, preserve_rng_state=dropout > 0)
+        out = checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=dropout > 0)
     else:
-        out = _core(*arguments)
+        out = attend(*arguments)
     return out.transpose(1, 2), None
 
 
@@ -569,3 +614,18 @@ def register() -> None:
 
 
 register()
+
+
+def body_forward(
+    model: nn.Module, anatomy: Anatomy, micro_batch: MicroBatch, hidden: Tensor | None = None
+) -> Tensor:
+    """The model without its head: hidden states [batch, seq, hidden] after the last norm.
+
+    hidden: what the blocks begin with, instead of the embeddings of the ids. Without our attention Hugging
+    Face itself keeps the documents apart, by the positions that restart (only without a cache and a mask).
+    """
+    body: Any = model.get_submodule(anatomy.body)
+    ours = body.config._attn_implementation in NAMES
+    packed = {"documents": Documents(micro_batch.documents)} if ours else {}
+    begin = {"input_ids": micro_batch.input_ids} if hidden is None else {"inputs_embeds": hidden}
+    return body(**begin, position_ids=micro_batch.position_ids, use_cache=False, **packed).last_hidden_state

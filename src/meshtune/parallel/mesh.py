@@ -87,13 +87,13 @@ class World:
             dist.all_reduce(values)
         return values.tolist()
 
-    def highest(self, number: float) -> float:
-        """The largest of the ranks' numbers."""
+    def highest(self, *numbers: float) -> list[float]:
+        """The largest that any rank gives of each number, with one message for all."""
         if self.mesh is None:
-            return number
-        value = torch.tensor(number, dtype=torch.float64, device=self.device)
-        dist.all_reduce(value, dist.ReduceOp.MAX)
-        return value.item()
+            return list(numbers)
+        values = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+        return values.tolist()
 
     def agree(self, value: Any = None) -> Any:
         """What the main rank gives, on every rank; any object that pickles."""
@@ -139,5 +139,5 @@ def join(layout: Layout, device: torch.device) -> World:
         Axis(name, size, index, mesh.get_group(name) if size > 1 else None)
         for name, size, index in zip(AXES, sizes, place, strict=True)
     )
-    host = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
+    host: Any = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
     return World(layout, device, dist.get_rank(), axes, mesh, host)

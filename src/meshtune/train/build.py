@@ -5,13 +5,16 @@ config ──> layout ──> tokenizer ──> data ──> model (freeze, LoRA
 
 import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 import transformers
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 import meshtune
@@ -24,24 +27,32 @@ from meshtune.data.stream import Stream
 from meshtune.data.template import Encoder
 from meshtune.errors import UserError
 from meshtune.layout import Layout
-from meshtune.model.anatomy import anatomy, hidden_pattern, own_attention
+from meshtune.model.anatomy import anatomy, hidden_pattern, own_attention, traits
 from meshtune.model.census import Census
 from meshtune.model.load import freeze, load, load_config, load_tokenizer, quiet, resize_embeddings, tables
 from meshtune.model.lora import add_lora
+from meshtune.model.partition import census_stages, stage_of_rank
+from meshtune.model.pieces import Piece
+from meshtune.model.support import ZERO_BUBBLE, refusals
 from meshtune.model.trace import census_of
+from meshtune.parallel.apply import Parallel, apply
+from meshtune.parallel.mesh import World, join
 from meshtune.parallel.recompute import recompute_blocks
+from meshtune.rundir import RunDir
 from meshtune.train import folder
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.evaluate import Evaluation
 from meshtune.train.export import Exporter, recipe
-from meshtune.train.loop import Run, restore
+from meshtune.train.generate import answers, answers_of_all
+from meshtune.train.loop import Run, restore, seed_dropout
+from meshtune.train.loss import finish_loss
 from meshtune.train.memory import PhaseMemory, Workload
 from meshtune.train.metrics import Metrics, tracker_problems
 from meshtune.train.mfu import flops_of, peak_flops
 from meshtune.train.optim import Optimizer
 from meshtune.train.schedule import learning_rate, warmup
 from meshtune.train.signals import StopRequest
-from meshtune.train.step import plain
+from meshtune.train.step import ManyRanks, OneDevice, Passes
 
 # precision -> (dtype of the parameters in forward and backward passes, dtype they are trained in)
 PRECISIONS = {
@@ -53,37 +64,31 @@ PRECISIONS = {
 
 
 def build(config: Config, *, ranks: int | None = None) -> Run:
-    """Everything that `loop.train` needs, put where its newest good checkpoint left it.
+    """Everything that `loop.train` needs on this rank, put where its newest good checkpoint left it.
 
-    Raises UserError for settings, data and models that can't work, before the run folder is touched.
+    Raises UserError for settings, data, models and layouts that can't work, before the run folder is touched.
     """
     if problems := tracker_problems(config.log.to):
         raise UserError(problems)
-    layout = layout_of(config, ranks)
     device = device_of(config)
-    attention = attention_of(config)
+    layout = layout_of(config, ranks)
+    attention = attention_of(config, layout)
+    world = join(layout, device)
     torch.manual_seed(config.train.seed)
     quiet()
     tokenizer, encoder = tokenizer_of(config)
     prepared = data_of(config, encoder)
     steps = steps_of(config, prepared.train)
-    model, added = model_of(config, tokenizer, attention, device)
-    parts = anatomy(model)
-    census = census_of(model)
-    if attention == "meshtune":
-        check_pattern(model, census)
-    recompute_blocks(model, parts, layout.recompute)
-    if config.train.compile:
-        for block in model.get_submodule(parts.blocks).children():
-            block.compile()
-    optimizer = optimizer_of(config, model, layout)
+    prepare_model = one_device if world.size == 1 else many_ranks
+    made = prepare_model(config, world, tokenizer, encoder, attention)
+    seed_dropout(world, config.train.seed)
 
     damaged: list[str] = []
-    run_folder, resumed = folder.claim(config, steps, damaged.append)
-    lock = folder.begin(run_folder, config, layout, resumed)
+    run_folder, resumed, lock = claimed(config, world, steps, damaged.append)
     metrics = Metrics.open(
         run_folder,
         config.log.to,
+        rank=world.rank,
         every=config.log.every,
         total_steps=steps,
         start_step=resumed or 0,
@@ -95,28 +100,34 @@ def build(config: Config, *, ranks: int | None = None) -> Run:
         run_folder.checkpoints,
         keep=config.checkpoint.keep,
         asynchronous=config.checkpoint.async_save,
+        process_group=world.host,
         report=metrics.say,
     )
     evaluation = Evaluation(
-        model=model,
+        passes=made.passes,
+        model=made.model,
+        world=world,
+        answer=made.answer,
         tokenizer=tokenizer,
-        anatomy=parts,
-        device=device,
         dataset=prepared.eval,
         micro_batch_size=layout.micro_batch_size,
+        multiple=width_multiple(layout),
         at_start=config.eval.at_start,
         samples=config.eval.samples,
         exact_match=config.eval.exact_match,
-        max_new_tokens=config.eval.max_new_tokens,
         stop_ids=encoder.stop_ids,
         folder=run_folder,
     )
+    census = made.census
     run = Run(
         folder=run_folder,
+        world=world,
         steps=steps,
-        loader=loader_of(config, prepared.train, layout),
-        forward_backward=plain(model, parts, device),
-        optimizer=optimizer,
+        loader=loader_of(config, prepared.train, world),
+        passes=made.passes,
+        optimizer=made.optimizer,
+        whole=made.whole,
+        seed=config.train.seed,
         learning_rate=schedule_of(config, steps),
         max_grad_norm=config.train.max_grad_norm,
         max_nonfinite_steps=config.train.max_nonfinite_steps,
@@ -127,16 +138,18 @@ def build(config: Config, *, ranks: int | None = None) -> Run:
         checkpoints=checkpoints,
         checkpoint_every=config.checkpoint.every,
         metrics=metrics,
-        memory=PhaseMemory(model, optimizer, device, workload=workload_of(config, layout), census=census),
-        flops=flops_of(census, config.data.seq_len),
-        exporter=exporter_of(config, model, tokenizer, encoder),
+        memory=PhaseMemory(
+            made.model, made.optimizer, device, workload=workload_of(config, layout), census=census
+        ),
+        flops=flops_of(census, config.data.seq_len, ranks=world.size // world.data_ranks),
+        exporter=made.exporter,
         data_sentences=partial(streamed, prepared),
         stop=StopRequest(enabled=config.checkpoint.save_on_signal),
         lock=lock,
     )
     if resumed is not None:
         restore(run, resumed)
-        run.loader = loader_of(config, prepared.train, layout, state=run.progress.data)
+        run.loader = loader_of(config, prepared.train, world, state=run.progress.data)
     metrics.start(
         model=config.model.name,
         method=config.method,
@@ -155,30 +168,213 @@ def build(config: Config, *, ranks: int | None = None) -> Run:
     )
     for sentence in [*sentences(prepared.stats), *damaged]:
         metrics.say(sentence)
-    if added:
+    if made.added:
         metrics.say(
-            f"{added} tokens of the tokenizer had no embedding; theirs start from the mean of the others."
+            f"{made.added} tokens of the tokenizer had no embedding; theirs start from the mean of the "
+            "others."
         )
     if resumed is not None:
         metrics.say(f"Going on from the checkpoint of step {resumed} in {run_folder.path}.")
     return run
 
 
+@dataclass(frozen=True)
+class Made:
+    """The model on this rank and what works on it."""
+
+    model: nn.Module  # this rank's part
+    passes: Passes
+    optimizer: Optimizer
+    census: Census  # of the whole model
+    answer: Callable[[Sequence[Sequence[int]]], Sequence[str]]
+    exporter: Exporter
+    whole: Callable[[dict[str, Tensor]], dict[str, Tensor | Piece]]
+    added: int  # embeddings that the tokenizer needed
+
+
+def one_device(
+    config: Config, world: World, tokenizer: PreTrainedTokenizerBase, encoder: Encoder, attention: str
+) -> Made:
+    """The whole model as Hugging Face loads it."""
+    layout = world.layout
+    model, added = model_of(config, tokenizer, attention, world.device)
+    parts, census = anatomy(model), census_of(model)
+    if attention == "meshtune":
+        check_pattern(model, census)
+    recompute_blocks(model, parts, layout.recompute)
+    if config.train.compile:
+        for block in model.get_submodule(parts.blocks).children():
+            block.compile()
+    answer = partial(
+        answers, model, tokenizer, max_new_tokens=config.eval.max_new_tokens, stop_ids=encoder.stop_ids
+    )
+    return Made(
+        model=model,
+        passes=OneDevice(model, parts, world.device),
+        optimizer=optimizer_of(config, model.named_parameters(), layout),
+        census=census,
+        answer=answer,
+        exporter=exporter_of(config, model, tokenizer, encoder),
+        whole=dict,
+        added=added,
+    )
+
+
+def many_ranks(
+    config: Config, world: World, tokenizer: PreTrainedTokenizerBase, encoder: Encoder, attention: str
+) -> Made:
+    """This rank's part of the model, which never exists as a whole."""
+    layout = world.layout
+    make = partial(skeleton_of, config, tokenizer, attention)
+    whole, added = make()
+    census = census_of(whole)
+    if attention == "meshtune":
+        check_pattern(whole, census)
+    every = census_stages(census, layout, config.data.seq_len)
+    own = stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, world.pp.index)
+    compute, _ = PRECISIONS[config.train.precision]
+    parallel = apply(
+        lambda: make()[0],
+        world,
+        {stage: every[stage] for stage in own},
+        finish=partial(finish_loss, once=layout.schedule not in ZERO_BUBBLE),
+        compute_dtype=compute,
+        reduce_dtype=reduce_dtype_of(config),
+        compile=config.train.compile,
+    )
+    fill_values(config, parallel, tokenizer, attention)
+    optimizer = optimizer_of(
+        config,
+        parallel.named_parameters(),
+        layout,
+        sharded=world.parameter_ranks > 1,
+        copies=parallel.copies(),
+    )
+    stages = nn.ModuleList(parallel.stages)
+    passes = ManyRanks(parallel, optimizer)
+    answer = partial(
+        answers_of_all, passes, stages, world, tokenizer, max_new_tokens=config.eval.max_new_tokens,
+        stop_ids=encoder.stop_ids, multiple=width_multiple(layout),
+    )  # fmt: skip
+    return Made(
+        model=stages,
+        passes=passes,
+        optimizer=optimizer,
+        census=census,
+        answer=answer,
+        exporter=InterimExporter(
+            parallel,
+            optimizer,
+            lambda: exporter_of(
+                config, model_of(config, tokenizer, attention, torch.device("cpu"))[0], tokenizer, encoder
+            ),
+        ),
+        whole=partial(pieces_of, parallel),
+        added=added,
+    )
+
+
+def skeleton_of(
+    config: Config, tokenizer: PreTrainedTokenizerBase, attention: str
+) -> tuple[PreTrainedModel, int]:
+    """INTERIM"""
+    model, added = model_of(config, tokenizer, attention, torch.device("cpu"))
+    seen = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                seen.setdefault(p, nn.Parameter(p.detach().to("meta"), p.requires_grad))
+                module._parameters[name] = seen[p]
+    return model, added
+
+
+def fill_values(config, parallel, tokenizer, attention):
+    """INTERIM"""
+    from meshtune.train.optim import local
+
+    torch.manual_seed(config.train.seed)
+    model, _ = model_of(config, tokenizer, attention, torch.device("cpu"))
+    values = dict(model.named_parameters())
+    for name, parameter in parallel.named_parameters():
+        held = local(parameter).detach()
+        part = parallel.piece(name, parameter, held)
+        value = values[parallel.tied.get(name, name)]
+        for dim, (start, size) in enumerate(zip(part.offsets, held.shape, strict=True)):
+            value = value.narrow(dim, min(start, value.shape[dim]), size)
+        held.copy_(value.detach())
+
+
+@dataclass(frozen=True)
+class InterimExporter:
+    """INTERIM"""
+
+    parallel: Parallel
+    optimizer: Optimizer
+    make: Callable[[], Exporter]
+
+    def write(self, folder, *, steps):
+        state = {n: t for n, t in self.optimizer.state().items() if n.startswith("model.")}
+        mine = pieces_of(self.parallel, state)
+        parts = self.parallel.world.gather({n: (p.offsets, p.tensor.detach()) for n, p in mine.items()})
+        if self.parallel.world.main:
+            exporter = self.make()
+            whole = dict(exporter.model.named_parameters())
+            for part in parts:
+                for n, (offsets, tensor) in part.items():
+                    value = whole[n.removeprefix("model.")].data
+                    for dim, (start, size) in enumerate(zip(offsets, tensor.shape)):
+                        value = value.narrow(dim, min(start, value.shape[dim]), size)
+                    value.copy_(tensor)
+            exporter.write(folder, steps=steps)
+
+    def push(self, folder):
+        return None
+
+
+def reduce_dtype_of(config: Config) -> torch.dtype | None:
+    """What gradients are summed in over ranks; None: as they are, when that is wider."""
+    if config.train.precision == "fp64":
+        return None
+    return torch.bfloat16 if config.train.reduce_dtype == "bf16" else torch.float32
+
+
+def pieces_of(parallel: Parallel, state: dict[str, Tensor]) -> dict[str, Tensor | Piece]:
+    """The optimizer's state as parts of the whole model's, under the names they have there."""
+    parameters, found = dict(parallel.named_parameters()), {}
+    for key, tensor in state.items():
+        kind, _, name = key.partition(".")
+        name, _, moment = (name, "", "") if kind == "model" else name.rpartition(".")
+        whole = ".".join(part for part in (kind, parallel.tied.get(name, name), moment) if part)
+        found[whole] = tensor if tensor.ndim == 0 else parallel.piece(name, parameters[name], tensor)
+    return found
+
+
+def claimed(
+    config: Config, world: World, steps: int, report: Callable[[str], None]
+) -> tuple[RunDir, int | None, IO[str] | None]:
+    """(the run folder, the step to go on from, the lock): the main rank takes it, the others are told."""
+    lock, found = None, None
+    if world.main:
+        run_folder, resumed = folder.claim(config, steps, report)
+        lock = folder.begin(run_folder, config, world.layout, resumed)
+        found = run_folder, resumed
+    run_folder, resumed = world.agree(found)
+    return run_folder, resumed, lock
+
+
 def layout_of(config: Config, ranks: int | None = None) -> Layout:
-    """The whole layout. Raises UserError for one that needs more than the one device this version runs on."""
-    layout = config.partial_layout.complete(devices=1, global_batch_size=config.global_batch_size)
-    problems = []
-    if layout.world > 1:
-        problems.append(
-            f"Layout {layout} needs {layout.world} devices; this version trains on one. Leave the parallel "
-            "sizes out: "
-            f"layout=mb{layout.micro_batch_size}-{layout.recompute}."
-        )
-    if ranks is not None and ranks != 1:
-        problems.append(f"--nproc {ranks}: this version trains on one device; leave it out.")
-    if problems:
-        raise UserError(problems)
-    return layout
+    """The whole layout: over `ranks`, or those that were started. Raises UserError where none can be made."""
+    started = dist.get_world_size() if dist.is_initialized() else 1
+    return config.partial_layout.complete(
+        devices=ranks or started, global_batch_size=config.global_batch_size
+    )
+
+
+def width_multiple(layout: Layout) -> int:
+    """What the width of every micro-batch is a multiple of: the sequence is cut by context and sequence
+    parallelism.
+    """
+    return (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)
 
 
 def device_of(config: Config) -> torch.device:
@@ -193,33 +389,30 @@ def device_of(config: Config) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
-def attention_of(config: Config) -> str:
-    """The attention that the model is built with. Raises UserError where packing is asked for and can't be
-    had.
+def attention_of(config: Config, layout: Layout, ranks: int | None = None) -> str:
+    """The attention that the model is built with. Raises UserError, with every reason, where the model can't
+    be trained under this layout with these settings; nothing is loaded for that.
+
+    ranks: how many will be started; None: those that run.
     """
-    wanted, trust = config.model.attention, config.model.trust_remote_code
+    trust = config.model.trust_remote_code
     family = load_config(config.model.name, trust_remote_code=trust, revision=config.model.revision)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(family, trust_remote_code=trust)
-    packs = own_attention(model)
-    if wanted == "auto":
-        wanted = "meshtune" if packs else model.config._attn_implementation
-    if wanted != "meshtune" and config.partial_layout.fixed.get("recompute") == "attention":
-        raise UserError(
-            f"recompute = attention: {type(model).__name__} runs with the attention {wanted}, which it can't "
-            "recompute by itself. Use selective or full."
-        )
-    if wanted == "meshtune" and not packs:
-        raise UserError(
-            f"model.attention = meshtune: {type(model).__name__} computes its attention inside the model. "
-            "Use model.attention=auto with data.packing=false."
-        )
-    if wanted != "meshtune" and config.data.packing:
-        raise UserError(
-            f"data.packing = true: the attention {wanted} of {type(model).__name__} can't keep packed "
-            "documents apart. " + ("Leave model.attention=auto." if packs else "Set data.packing=false.")
-        )
-    return wanted
+    attention = config.model.attention
+    if attention == "auto":
+        attention = "meshtune" if own_attention(model) else str(model.config._attn_implementation)
+    problems = refusals(
+        traits(model),
+        layout,
+        attention=attention,
+        packing=config.data.packing,
+        compile=config.train.compile,
+        ranks=ranks or (dist.get_world_size() if dist.is_initialized() else 1),
+    )
+    if problems:
+        raise UserError(problems)
+    return attention
 
 
 def check_pattern(model: PreTrainedModel, census: Census) -> None:
@@ -326,6 +519,7 @@ def model_of(
                 table.weight.requires_grad_(True)
     if config.model.freeze:
         freeze(model, config.model.freeze)
+    set_dtypes(config, model)
     return model, added
 
 
@@ -335,37 +529,54 @@ def loading_dtype(config: Config) -> torch.dtype:
     return compute if config.method == "lora" else trained
 
 
-def optimizer_of(config: Config, model: PreTrainedModel, layout: Layout) -> Optimizer:
-    """AdamW over the trainable parameters; the frozen ones get the dtype that forward and backward compute
-    in.
-    """
+def optimizer_of(
+    config: Config,
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    layout: Layout,
+    *,
+    sharded: bool = False,
+    copies: Mapping[str, float] | None = None,
+) -> Optimizer:
+    """AdamW over the trainable parameters; with `sharded` ones FSDP2 rounds for the passes, and adds up."""
     compute, trained = PRECISIONS[config.train.precision]
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(trained if parameter.requires_grad else compute)
+    if sharded:
+        compute = trained
     sums = (
         torch.float32
         if config.train.reduce_dtype == "fp32" and layout.gradient_accumulation_steps > 1
         else None
     )
     return Optimizer(
-        model.named_parameters(),
+        named_parameters,
         betas=config.train.adam_betas,
         eps=config.train.adam_eps,
         weight_decay=config.train.weight_decay,
         compute_dtype=compute if compute != trained else None,
         sum_dtype=sums if compute == torch.bfloat16 else None,
+        copies=copies,
     )
 
 
+def set_dtypes(config: Config, model: nn.Module) -> None:
+    """Trainable parameters in the dtype they are trained in, frozen ones in that of the passes."""
+    compute, trained = PRECISIONS[config.train.precision]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(trained if parameter.requires_grad else compute)
+
+
 def loader_of(
-    config: Config, train: Dataset | Stream, layout: Layout, state: dict[str, Any] | None = None
+    config: Config, train: Dataset | Stream, world: World, state: dict[str, Any] | None = None
 ) -> Loader:
     return Loader(
         train,
         global_batch_size=config.global_batch_size,
-        micro_batch_size=layout.micro_batch_size,
+        micro_batch_size=world.layout.micro_batch_size,
         seed=config.train.seed,
+        data_rank=world.data_rank,
+        data_ranks=world.data_ranks,
         state=state,
+        multiple=width_multiple(world.layout),
+        uniform=world.pp.size > 1,
     )
 
 

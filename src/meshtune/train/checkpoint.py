@@ -26,6 +26,7 @@ import stat
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,14 +36,21 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.tensor import DTensor
 
 from meshtune.errors import UserError
+from meshtune.model.pieces import Piece
 from meshtune.rundir import flush, write_text_atomically
 from meshtune.train.unpickle import SafeReader
 from meshtune.units import human
@@ -91,30 +99,29 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor | Piece],
         values: Mapping[str, Any],
         *,
         protect: Collection[int] = (),
     ) -> list[str]:
         """Write the checkpoint of `step`, then remove old ones beyond `keep`, but no step in `protect`.
 
-        `values` must survive JSON (keys are text, tuples come back as lists). Tensors that share their memory
-        are written once. A save waits for the one before it. Returns, and reports, what went wrong since the
-        last `save` or `wait`: with `asynchronous` that is about the save before this one.
+        A plain tensor is whole; of what several ranks hold together each gives its Piece. `values` must
+        survive JSON (keys are text, tuples come back as lists). Tensors that share their memory are written
+        once. A save waits for the one before it. Returns, and reports, what went wrong since the last `save`
+        or `wait`: with `asynchronous` that is about the save before this one.
         """
         text = json.dumps({"step": step, **values})
         problems = self.wait()
-        tied = _tied(tensors)
-        own = {name: tensor for name, tensor in tensors.items() if name not in tied}
+        own, tied = _apart(tensors)
         self._checked.discard(step)
         if self._asynchronous:
-            pieces = {name: _local(tensor) for name, tensor in own.items()}
-            problems += self._without_copies(self._prepare(pieces))
-        if not self._asynchronous:
-            return problems + self._tell(self._write(step, own, None, tied, text, protect))
-        copies = self._stage(pieces)
-        self._writing = self._thread.submit(self._write, step, own, copies, tied, text, protect)
-        return problems
+            problems += self._without_copies(self._prepare(own))
+        if self._asynchronous:
+            own = self._stage(own)
+            self._writing = self._thread.submit(self._write, step, own, tied, text, protect)
+            return problems
+        return problems + self._tell(self._write(step, own, tied, text, protect))
 
     def wait(self) -> list[str]:
         """Wait until the last save is on the disk; returns, and reports, why it is not if it failed."""
@@ -123,7 +130,7 @@ class Checkpoints:
         writing, self._writing = self._writing, None
         return problems + self._tell(writing.result()) if writing else problems
 
-    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+    def reserve(self, tensors: Mapping[str, Tensor | Piece]) -> None:
         """Make memory for the host copies in the background, so that the first save is no longer than others.
 
         Touching fresh memory takes the operating system longer than the copy. Call it when the optimizer
@@ -131,13 +138,12 @@ class Checkpoints:
         the free memory there will be none: the system would have to swap, or to kill the run.
         """
         if self._asynchronous:
-            tied = _tied(tensors)
-            pieces = {name: _local(tensor) for name, tensor in tensors.items() if name not in tied}
+            own, _ = _apart(tensors)
             free = psutil.virtual_memory().available
-            if sum(piece.nbytes for piece in pieces.values()) > free / 2:
+            if sum(piece.tensor.nbytes for piece in own.values()) > free / 2:
                 self._without_copies(f"only {human(free)} are free")
             else:
-                self._reserving = self._thread.submit(self._prepare, pieces, touch=True)
+                self._reserving = self._thread.submit(self._prepare, own, touch=True)
 
     def clear_leftovers(self) -> None:
         """Remove what killed runs left half-written. Each save does it too; only the run that writes may."""
@@ -161,14 +167,14 @@ class Checkpoints:
             "while each is written (as with checkpoint.async_save: false)."
         )
 
-    def _prepare(self, tensors: Mapping[str, Tensor], *, touch: bool = False) -> str | None:
-        """Let `_buffers` hold host memory for each of these (local) tensors, and for no others.
+    def _prepare(self, pieces: Mapping[str, Piece], *, touch: bool = False) -> str | None:
+        """Let `_buffers` hold host memory for each of these tensors, and for no others.
 
         Returns why that memory can't be had, if it can't.
         """
-        for name in self._buffers.keys() - tensors.keys():
+        for name in self._buffers.keys() - pieces.keys():
             del self._buffers[name]
-        for name, tensor in tensors.items():
+        for name, tensor in ((name, piece.tensor) for name, piece in pieces.items()):
             old = self._buffers.get(name)
             if old is None or (old.shape, old.dtype) != (tensor.shape, tensor.dtype):
                 pinned = tensor.is_cuda and tensor.numel() > 0  # page-locked: copied at the bus's speed
@@ -180,19 +186,18 @@ class Checkpoints:
         return None
 
     @torch.no_grad()
-    def _stage(self, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _stage(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
         """Copies of this rank's pieces in the buffers made for them, which the next save uses again."""
         for name, piece in pieces.items():
-            self._buffers[name].copy_(piece, non_blocking=True)
-        if any(piece.is_cuda for piece in pieces.values()):
+            self._buffers[name].copy_(piece.tensor, non_blocking=True)
+        if any(piece.tensor.is_cuda for piece in pieces.values()):
             torch.cuda.current_stream().synchronize()
-        return self._buffers
+        return {name: replace(piece, tensor=self._buffers[name]) for name, piece in pieces.items()}
 
     def _write(
         self,
         step: int,
-        tensors: dict[str, Tensor],
-        copies: dict[str, Tensor] | None,
+        pieces: dict[str, Piece],
         tied: dict[str, str],
         values: str,
         protect: Collection[int],
@@ -200,13 +205,13 @@ class Checkpoints:
         """Write one checkpoint aside and rename it; returns the sentence that says why it was not saved."""
         aside = self.folder / f".tmp-step-{step}"
         header = 2048  # torch's own, of each tensor, at most
-        size_bytes = sum(_local(tensor).nbytes + header for tensor in tensors.values())
+        size_bytes = sum(piece.tensor.nbytes + header for piece in pieces.values())
         try:
             self._together(lambda: self._make_room(aside, size_bytes))
             # A rank whose piece of a tied tensor is empty cannot see that it is tied: others can.
             tied = {name: same for others in self._gather(tied) for name, same in others.items()}
-            own = {name: tensor for name, tensor in tensors.items() if name not in tied}
-            parts = self._together(lambda: self._write_files(aside, own, copies, values))
+            own = {name: piece for name, piece in pieces.items() if name not in tied}
+            parts = self._together(lambda: self._write_files(aside, own, values))
             files = {name: facts for part in parts for name, facts in part.items()}
             manifest = json.dumps({"hash": HASH, "files": files, "tied": tied}, indent=1)
             self._together(lambda: self._finish(step, aside, manifest, protect))
@@ -232,14 +237,12 @@ class Checkpoints:
         if _free_bytes(self.folder) < size_bytes:
             raise OSError("no space left on the disk")
 
-    def _write_files(
-        self, aside: Path, tensors: dict[str, Tensor], copies: Mapping[str, Tensor] | None, values: str
-    ) -> dict[str, dict[str, Any]]:
+    def _write_files(self, aside: Path, pieces: dict[str, Piece], values: str) -> dict[str, dict[str, Any]]:
         """Write this rank's files; returns their sizes and hashes by name."""
         dcp_save(
-            tensors,
+            {name: piece.tensor for name, piece in pieces.items()},
             storage_writer=FileSystemWriter(aside),
-            planner=DefaultSavePlanner() if copies is None else _FromCopies(copies),
+            planner=_SavePieces(pieces),
             process_group=self._group,
             no_dist=self._group is None,
         )
@@ -334,38 +337,43 @@ class Checkpoints:
         return json.loads((self._path(step) / "values.json").read_text())
 
     @torch.no_grad()
-    def load(self, step: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    def load(self, step: int, tensors: Mapping[str, Tensor | Piece]) -> dict[str, Any]:
         """Copy the checkpoint of `step` into `tensors`, in place, and return its values.
 
-        The tensors may lie on any device, be sharded otherwise than when saved, and be of another
+        The tensors may lie on any device, be cut into other pieces than when saved, and be of another
         floating-point type; the checkpoint may hold more than is asked for. Raises UserError, before anything
         is written into a tensor, when a file is damaged, or naming every tensor that is missing or has
         another shape or kind.
         """
         values = self.values(step)
         manifest = self._manifest(step)
-        source = {name: manifest["tied"].get(name, name) for name in tensors}
+        pieces = {name: _piece(tensor) for name, tensor in tensors.items()}
+        source = {name: manifest["tied"].get(name, name) for name in pieces}
         reader = SafeReader(
             self._path(step), [name for name in manifest["files"] if name.endswith(".distcp")]
         )
         stored = reader.read_metadata().state_dict_metadata
-        mine = [_mismatch(name, tensor, stored.get(source[name])) for name, tensor in tensors.items()]
+        mine = [_mismatch(name, piece, stored.get(source[name])) for name, piece in pieces.items()]
         problems = sorted({sentence for part in self._gather(mine) for sentence in part if sentence})
         if problems:
             raise UserError([f"{self._path(step)}: {sentence}" for sentence in problems])
 
-        wanted: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            wanted.setdefault(source[name], tensor)
+        wanted: dict[str, Piece] = {}
+        for name, piece in pieces.items():
+            wanted.setdefault(source[name], piece)
         try:
             dcp_load(
-                dict(wanted), storage_reader=reader, process_group=self._group, no_dist=self._group is None
+                {name: piece.tensor for name, piece in wanted.items()},
+                storage_reader=reader,
+                planner=_LoadPieces(wanted),
+                process_group=self._group,
+                no_dist=self._group is None,
             )
         except CheckpointException as error:
             raise UserError(f"{self._path(step)} could not be read: {_reason(error)}.") from error
-        for name, tensor in tensors.items():  # tied when saved, apart now
-            if wanted[source[name]] is not tensor:
-                tensor.copy_(wanted[source[name]])
+        for name, piece in pieces.items():  # tied when saved, apart now
+            if wanted[source[name]] is not piece:
+                piece.tensor.copy_(wanted[source[name]].tensor)
         return values
 
     def _path(self, step: int) -> Path:
@@ -390,45 +398,94 @@ class Checkpoints:
         return manifest
 
 
-class _FromCopies(DefaultSavePlanner):
-    """Plans by the live tensors, whose shapes and shardings don't change; reads the copies of their data."""
+class _SavePieces(DefaultSavePlanner):
+    """Writes this rank's pieces; which rank writes a piece that several have is left to torch."""
 
-    def __init__(self, copies: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self._copies = copies
+    def __init__(self, pieces: Mapping[str, Piece]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._pieces = pieces
+
+    def create_local_plan(self) -> SavePlan:
+        items = [_write_item(name, piece) for name, piece in self._pieces.items() if not _idle(piece)]
+        self.plan = SavePlan(items)
+        return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self._copies[index.fqn]
+        return self._pieces[index.fqn].tensor
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's piece: a DTensor's local tensor, a plain tensor itself."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+class _LoadPieces(DefaultLoadPlanner):
+    """Reads what this rank's pieces overlap, however they were cut when they were written."""
+
+    def __init__(self, pieces: Mapping[str, Piece]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._pieces = pieces
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        stored: Any = self.metadata.state_dict_metadata
+        return LoadPlan(
+            [
+                item
+                for name, piece in self._pieces.items()
+                if not _idle(piece)
+                for item in create_read_items_for_chunk_list(name, stored[name], [_chunk(piece)])
+            ]
+        )
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._pieces[index.fqn].tensor
 
 
-def _tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Name of each tensor that is the very memory of an earlier one -> that one's name."""
+def _chunk(piece: Piece) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape)
+
+
+def _write_item(name: str, piece: Piece) -> WriteItem:
+    data = TensorWriteData(
+        chunk=_chunk(piece),
+        properties=TensorProperties.create_from_tensor(piece.tensor),
+        size=torch.Size(piece.shape),
+    )
+    index = MetadataIndex(name, torch.Size(piece.offsets))
+    return WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)
+
+
+def _idle(piece: Piece) -> bool:
+    """Whether there is nothing of the tensor on this rank, while others have it."""
+    return piece.tensor.numel() == 0 and math.prod(piece.shape) > 0
+
+
+def _piece(tensor: Tensor | Piece) -> Piece:
+    """A plain tensor as the only piece of itself."""
+    if isinstance(tensor, Piece):
+        return tensor
+    return Piece(tuple(tensor.shape), (0,) * tensor.ndim, tensor.detach())
+
+
+def _apart(tensors: Mapping[str, Tensor | Piece]) -> tuple[dict[str, Piece], dict[str, str]]:
+    """(pieces by name, without those that are the very memory of an earlier one; those: -> its name)."""
     first: dict[Any, str] = {}
+    own: dict[str, Piece] = {}
     tied: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        piece = _local(tensor)
-        if piece.numel() == 0 or piece.is_meta:
-            continue
-        memory = (piece.device, piece.data_ptr(), piece.dtype, piece.shape, piece.stride())
-        same = first.setdefault(memory, name)
-        if same != name and tensors[same].shape == tensor.shape:
+    for name, piece in ((name, _piece(tensor)) for name, tensor in tensors.items()):
+        data = piece.tensor
+        memory = (data.device, data.data_ptr(), data.dtype, data.shape, data.stride(), piece.shape)
+        same = name if data.numel() == 0 or data.is_meta else first.setdefault(memory, name)
+        if same == name:
+            own[name] = piece
+        else:
             tied[name] = same
-    return tied
+    return own, tied
 
 
-def _mismatch(name: str, tensor: Tensor, stored: Any) -> str | None:
+def _mismatch(name: str, piece: Piece, stored: Any) -> str | None:
     """Why this tensor cannot be filled from the checkpoint; None when it can."""
     if not isinstance(stored, TensorStorageMetadata):
         return f"it has no tensor {name!r}."
-    if tuple(stored.size) != tuple(tensor.shape):
-        return f"{name!r} has shape {list(stored.size)} there and {list(tensor.shape)} here."
-    there, here = stored.properties.dtype, tensor.dtype
+    if tuple(stored.size) != tuple(piece.shape):
+        return f"{name!r} has shape {list(stored.size)} there and {list(piece.shape)} here."
+    there, here = stored.properties.dtype, piece.tensor.dtype
     if there != here and not (there.is_floating_point and here.is_floating_point):
         return f"{name!r} is {there} there and {here} here."
     if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != math.prod(stored.size):

@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,13 @@ from meshtune.data.pack import Dataset
 from meshtune.data.source import Example, Origin
 from meshtune.data.template import Encoder
 from meshtune.errors import UserError
+from meshtune.layout import Layout
 from meshtune.model.anatomy import anatomy, capabilities
 from meshtune.model.load import load, load_config, load_tokenizer, quiet, resize_embeddings
 from meshtune.model.lora import merge_lora
 from meshtune.model.save import adapter_base, load_adapter
 from meshtune.parallel.attention import NAMES
+from meshtune.parallel.mesh import join
 from meshtune.rundir import RunDir
 from meshtune.train import build
 from meshtune.train.checkpoint import Checkpoints
@@ -39,6 +42,7 @@ from meshtune.train.evaluate import Evaluation
 from meshtune.train.export import push
 from meshtune.train.generate import answers
 from meshtune.train.metrics import Metrics
+from meshtune.train.step import OneDevice
 from meshtune.units import human
 
 
@@ -88,7 +92,8 @@ def open_model(target: Target) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     config, device = target.config, build.device_of(target.config)
     compute, _ = build.PRECISIONS[config.train.precision]
     unpacked = config.data.model_copy(update={"packing": False})  # generating packs nothing
-    attention = build.attention_of(config.model_copy(update={"data": unpacked}))
+    # However it was trained: one device runs it here.
+    attention = build.attention_of(config.model_copy(update={"data": unpacked}), Layout())
     if target.step is not None and target.run is not None:
         tokenizer, encoder = build.tokenizer_of(config)
         model, _ = build.model_of(config, tokenizer, attention, device)
@@ -149,15 +154,18 @@ def evaluate_target(name: str | None, overrides: Sequence[str]) -> dict[str, Any
         assert isinstance(held_out, Dataset), "only streaming gives a stream"
     else:
         held_out = build.data_of(config, encoder).eval
+    answer = partial(
+        answers, model, tokenizer, max_new_tokens=config.eval.max_new_tokens, stop_ids=encoder.stop_ids
+    )
     evaluation = Evaluation(
+        passes=OneDevice(model, anatomy(model), model.device),
         model=model,
+        world=join(Layout(), model.device),
+        answer=answer,
         tokenizer=tokenizer,
-        anatomy=anatomy(model),
-        device=model.device,
         dataset=held_out,
         micro_batch_size=4,
         exact_match=config.eval.exact_match,
-        max_new_tokens=config.eval.max_new_tokens,
         stop_ids=encoder.stop_ids,
     )
     rows = Rows()

@@ -1,20 +1,21 @@
 """Evaluation on held-out data: the loss per label token, and greedy answers beside the expected ones."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
-from meshtune.data.loader import MicroBatch, evaluation_batches
+from meshtune.data.loader import evaluation_batches
 from meshtune.data.pack import LABELLED, Dataset
-from meshtune.model.anatomy import Anatomy
+from meshtune.parallel.mesh import World
 from meshtune.rundir import RunDir
-from meshtune.train.generate import answers
-from meshtune.train.loss import summed_loss
+from meshtune.train.generate import evaluating
+from meshtune.train.loss import finish_loss
 from meshtune.train.metrics import Metrics
+from meshtune.train.step import Passes
 
 
 @dataclass(frozen=True)
@@ -28,18 +29,23 @@ class Question:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation does; without a data set it does nothing."""
+    """What an evaluation does; without a data set it does nothing.
 
-    model: PreTrainedModel
+    passes run the model; answer gives the text that follows each prompt (token ids) on the main rank, and
+    what it likes on others; multiple is what widths must be a multiple of.
+    """
+
+    passes: Passes
+    model: nn.Module
+    world: World
+    answer: Callable[[Sequence[Sequence[int]]], Sequence[str]]
     tokenizer: PreTrainedTokenizerBase
-    anatomy: Anatomy
-    device: torch.device
     dataset: Dataset | None
     micro_batch_size: int
+    multiple: int = 1
     at_start: bool = False
     samples: int = 0  # answers written to the run folder
     exact_match: int = 0  # answers compared
-    max_new_tokens: int = 64
     stop_ids: tuple[int, ...] = ()
     folder: RunDir | None = None
 
@@ -50,19 +56,12 @@ class Evaluation:
         if self.dataset is None or not len(self.dataset):
             return None
         started = time.perf_counter()
-        batches = evaluation_batches(self.dataset, micro_batch_size=self.micro_batch_size)
-        loss, label_tokens = held_out_loss(self.model, self.anatomy, batches, self.device)
+        loss, label_tokens = self.held_out_loss()
         extra: dict[str, float | int] = {}
         if wanted := max(self.samples, self.exact_match):
             asked = questions(self.dataset, self.tokenizer, self.stop_ids, wanted)
-            given = answers(
-                self.model,
-                self.tokenizer,
-                [q.ids for q in asked],
-                max_new_tokens=self.max_new_tokens,
-                stop_ids=self.stop_ids,
-            )
-            if self.folder:
+            given = self.answer([q.ids for q in asked])
+            if self.folder and self.world.main:
                 for question, answer in list(zip(asked, given, strict=True))[: self.samples]:
                     row = {
                         "step": step,
@@ -83,21 +82,25 @@ class Evaluation:
         )  # fmt: skip
         return loss
 
-
-@torch.no_grad()
-def held_out_loss(
-    model: PreTrainedModel, anatomy: Anatomy, batches: Iterable[MicroBatch], device: torch.device
-) -> tuple[float, int]:
-    """(mean loss per label token, label tokens) over `batches`; the model is in evaluation mode meanwhile."""
-    training, total, label_tokens = model.training, 0.0, 0
-    model.eval()
-    try:
-        for micro_batch in batches:
-            total += float(summed_loss(model, anatomy, micro_batch.to(device)))
-            label_tokens += micro_batch.label_tokens
-    finally:
-        model.train(training)
-    return total / max(1, label_tokens), label_tokens
+    def held_out_loss(self) -> tuple[float, int]:
+        """(mean loss per label token, label tokens); the model is in evaluation mode meanwhile."""
+        assert self.dataset is not None
+        total, label_tokens = 0.0, 0
+        batches = evaluation_batches(
+            self.dataset,
+            micro_batch_size=self.micro_batch_size,
+            data_rank=self.world.data_rank,
+            data_ranks=self.world.data_ranks,
+            multiple=self.multiple,
+        )
+        with evaluating(self.model):
+            for micro_batch in batches:
+                total += sum(float(loss) for loss in self.passes.forward([micro_batch], finish_loss))
+                label_tokens += micro_batch.label_tokens
+        # Tensor ranks have the same loss; ranks of one data rank have read the same labels.
+        alike = self.world.size / self.world.data_ranks
+        total, label_tokens = self.world.total(total / self.world.tp.size, label_tokens / alike)
+        return total / max(1, label_tokens), round(label_tokens)
 
 
 def questions(

@@ -63,10 +63,16 @@ class Exporter:
         what = "fine-tuned" if self.adapter is None else "adapted (LoRA)"
         rows = "\n".join(f"| {name} | {value} |" for name, value in [*self.recipe.items(), ("steps", steps)])
         base = "" if Path(self.base_name).exists() else f"base_model: {self.base_name}\n"
+        resized = (
+            "The tokenizer here has tokens that the base model lacks. Before peft loads the adapter: "
+            "`base.resize_token_embeddings(len(tokenizer))`.\n\n"
+            if self.adapter and self.adapter["embeddings"]
+            else ""
+        )
         return (
             f"---\nlibrary_name: {library}\n{base}tags:\n- meshtune\n---\n\n"
             f"# {shown(self.base_name)}, {what}\n\n"
-            f"Trained with meshtune {meshtune.__version__}.\n\n"
+            f"Trained with meshtune {meshtune.__version__}.\n\n{resized}"
             f"| setting | value |\n| --- | --- |\n{rows}\n"
         )
 

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from meshtune.data.loader import Batch, Loader
 from meshtune.errors import Interrupted, NonFinite, UserError
+from meshtune.model.pieces import Piece
+from meshtune.parallel.mesh import World
 from meshtune.rundir import RunDir, disk_is_full
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.evaluate import Evaluation
@@ -21,6 +23,7 @@ from meshtune.train.memory import PhaseMemory
 from meshtune.train.metrics import Metrics
 from meshtune.train.optim import Optimizer
 from meshtune.train.signals import StopRequest
+from meshtune.train.step import Passes
 
 
 @dataclass
@@ -40,10 +43,13 @@ class Run:
     """The parts of a run, made by build.build; below this line nobody reads the config."""
 
     folder: RunDir
+    world: World
     steps: int
     loader: Loader
-    forward_backward: Callable[[Batch, Any], Tensor]
+    passes: Passes
     optimizer: Optimizer
+    whole: Callable[[dict[str, Tensor]], dict[str, Tensor | Piece]]  # state by name -> as pieces of the whole
+    seed: int
     learning_rate: Callable[[int], float]
     max_grad_norm: float
     max_nonfinite_steps: int
@@ -55,11 +61,11 @@ class Run:
     checkpoint_every: int
     metrics: Metrics
     memory: PhaseMemory
-    flops: Callable[[Batch], dict[str, float | None]]
+    flops: Callable[[Batch], tuple[float, float]]
     data_sentences: Callable[[], list[str]]  # what was cut, dropped or skipped while streaming
     exporter: Exporter
     stop: StopRequest
-    lock: IO[str]  # keeps other processes out of the folder
+    lock: IO[str] | None  # the main rank's: keeps other processes out of the folder
     progress: Progress = field(default_factory=Progress)
 
 
@@ -68,7 +74,8 @@ def train(run: Run) -> None:
     checkpoint on the disk.
     """
     now, nonfinite = run.progress, 0
-    with run.lock, run.metrics, run.stop, out_of_memory_explained(run), full_disk_explained(run):
+    lock = run.lock or nullcontext()
+    with lock, run.metrics, run.stop, out_of_memory_explained(run), full_disk_explained(run):
         if now.step == 0 and run.evaluation.at_start:
             evaluate(run)
         batches, first = iter(run.loader), now.step + 1
@@ -79,8 +86,12 @@ def train(run: Run) -> None:
 
             now.step += 1
             with run.memory.watching(now.step):
-                loss = float(run.forward_backward(batch, run.memory.phase))
-                norm = float(run.optimizer.gradient_norm())
+                share = run.passes.forward_backward(batch, run.memory.phase)
+                # One message for all that the ranks must agree on before the update.
+                loss, squares, flops, flops_6n = run.world.total(
+                    share, run.optimizer.squared_norm(), *run.flops(batch)
+                )
+                norm = math.sqrt(squares)
                 rate = run.learning_rate(now.step)
                 finite = math.isfinite(loss) and math.isfinite(norm)
                 if finite:
@@ -90,16 +101,18 @@ def train(run: Run) -> None:
                 else:
                     run.optimizer.zero_grad()
             step_seconds = time.perf_counter() - started
+            peak_bytes, stopping = run.world.highest(run.memory.peak_bytes(), run.stop.requested is not None)
 
             run.metrics.train(
                 step=now.step, loss=loss, grad_norm=norm, learning_rate=rate, tokens=batch.tokens,
                 label_tokens=batch.label_tokens, step_seconds=step_seconds, data_seconds=data_seconds,
-                peak_memory_bytes=run.memory.peak_bytes(), skipped=not finite, **run.flops(batch),
+                peak_memory_bytes=round(peak_bytes), skipped=not finite,
+                flops=known(flops), flops_6n=known(flops_6n),
             )  # fmt: skip
             if line := run.memory.line(now.step):
                 run.metrics.say(line)
             if now.step == first and run.checkpoint_every:
-                run.checkpoints.reserve(run.optimizer.state() | random_state())
+                run.checkpoints.reserve(tensors_of(run))
             nonfinite = 0 if finite else nonfinite + 1
             if not finite:
                 run.metrics.say(
@@ -113,11 +126,16 @@ def train(run: Run) -> None:
 
             if due(now.step, run.evaluate_every, run.steps):
                 evaluate(run)
-            if (due(now.step, run.checkpoint_every, run.steps) and finite) or run.stop.requested:
+            if (due(now.step, run.checkpoint_every, run.steps) and finite) or stopping:
                 save(run)
-            if run.stop.requested:
+            if stopping:
                 raise interrupted(run)
         finish(run)
+
+
+def known(count: float) -> float | None:
+    """NaN stands for a count that nobody knows, so that it can be added up like the others."""
+    return None if math.isnan(count) else count
 
 
 def due(step: int, every: int, last: int) -> bool:
@@ -157,34 +175,52 @@ def save(run: Run) -> None:
         return
     now.saved_step = now.step
     protect = {now.best_step} if run.keep_best and now.best_step else set()
-    generators = random_state()
-    values = vars(now) | {"generators": list(generators)}
+    values = vars(now) | {"axes": axis_sizes(run.world), "generators": list(random_state(run.world))}
     # Materialised: a parameter that was never stepped is asked for on resuming too.
-    tensors = run.optimizer.state(materialise=True) | generators
-    run.checkpoints.save(now.step, tensors, values, protect=protect)
+    run.checkpoints.save(now.step, tensors_of(run, materialise=True), values, protect=protect)
 
 
 def restore(run: Run, step: int) -> None:
     """Put the run where the checkpoint of `step` left it."""
     values = run.checkpoints.values(step)
-    generators = random_state()
-    if set(generators) != set(
-        values["generators"]
-    ):  # on another kind of device dropout can't be drawn as before
-        generators = {}
-    run.checkpoints.load(step, run.optimizer.state(materialise=True) | generators)
-    run.optimizer.publish()
-    for name, state in generators.items():
-        torch.set_rng_state(state) if name == "random.cpu" else torch.cuda.set_rng_state(state)
     run.progress = Progress(**{key: values[key] for key in vars(run.progress)})
+    generators = random_state(run.world)
+    # In another layout, or on another kind of device, dropout can't be drawn as before; nor need it be.
+    alike = values["axes"] == axis_sizes(run.world) and len(values["generators"]) == len(generators)
+    wanted = run.whole(run.optimizer.state(materialise=True)) | (generators if alike else {})
+    run.checkpoints.load(step, wanted)
+    run.optimizer.publish()
+    if alike:
+        for name, state in generators.items():
+            torch.cuda.set_rng_state(state) if "cuda" in name else torch.set_rng_state(state)
+    else:
+        seed_dropout(run.world, run.seed, step)
 
 
-def random_state() -> dict[str, Tensor]:
-    """The states of the random number generators that draw dropout."""
-    found = {"random.cpu": torch.get_rng_state()}
+def tensors_of(run: Run, *, materialise: bool = False) -> dict[str, Tensor | Piece]:
+    """What a checkpoint holds."""
+    return run.whole(run.optimizer.state(materialise=materialise)) | random_state(run.world)
+
+
+def random_state(world: World) -> dict[str, Tensor]:
+    """The states of this rank's random number generators that draw dropout."""
+    rank = f".{world.rank}" if world.size > 1 else ""
+    found = {f"random.cpu{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():
-        found["random.cuda"] = torch.cuda.get_rng_state()
+        found[f"random.cuda{rank}"] = torch.cuda.get_rng_state()
     return found
+
+
+def axis_sizes(world: World) -> list[int]:
+    return [axis.size for axis in world.axes]
+
+
+def seed_dropout(world: World, seed: int, step: int = 0) -> None:
+    """Let ranks that see other tokens, or other blocks, draw differently, and tensor ranks alike (their
+    replicated activations must stay equal; tensor.py sets apart what they don't share).
+    """
+    place = world.rank // world.tp.size
+    torch.manual_seed(hash((seed, place, step)) if place or step else seed)
 
 
 def finish(run: Run) -> None:
@@ -213,7 +249,7 @@ def restore_best(run: Run) -> int:
         )
         return now.step
     weights = {name: tensor for name, tensor in run.optimizer.state().items() if name.startswith("model.")}
-    run.checkpoints.load(now.best_step, weights)
+    run.checkpoints.load(now.best_step, run.whole(weights))
     run.optimizer.publish()
     run.metrics.say(
         f"The model is step {now.best_step}'s, with the lowest held-out loss: {now.best_loss:.4f}."
@@ -224,14 +260,14 @@ def restore_best(run: Run) -> int:
 def interrupted(run: Run) -> Interrupted:
     """What a signal ends with, once the checkpoint is on the disk."""
     run.checkpoints.wait()
-    step = run.progress.step
+    step, signal = run.progress.step, run.stop.requested or "a signal to another rank"
     saved = (
         "The checkpoint is saved; the same command goes on from it."
         if step in run.checkpoints.steps()
         else f"The checkpoint could not be saved. {last_checkpoint(run)}"
     )
-    run.metrics.end(step=step, status=f"stopped by {run.stop.requested}")
-    return Interrupted(f"Stopped by {run.stop.requested} after step {step} of {run.steps}. {saved}")
+    run.metrics.end(step=step, status=f"stopped by {signal}")
+    return Interrupted(f"Stopped by {signal} after step {step} of {run.steps}. {saved}")
 
 
 def stopped_nonfinite(run: Run, steps: int, batch: Batch) -> str:

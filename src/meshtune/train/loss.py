@@ -29,22 +29,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from meshtune.data.loader import IGNORE, MicroBatch
 from meshtune.model.anatomy import Anatomy
-from meshtune.parallel.attention import NAMES, Documents
+from meshtune.parallel.attention import body_forward
 from meshtune.parallel.tensor import Vocabulary, vocabulary_of
-
-
-def body_forward(model: nn.Module, anatomy: Anatomy, micro_batch: MicroBatch) -> Tensor:
-    """The model without its head: hidden states [batch, seq, hidden] after the last norm.
-
-    Without our attention Hugging Face itself keeps the documents apart, by the positions that restart (it
-    does so only without a cache and without an attention mask).
-    """
-    body: Any = model.get_submodule(anatomy.body)
-    ours = body.config._attn_implementation in NAMES
-    packed = {"documents": Documents(micro_batch.documents)} if ours else {}
-    return body(
-        input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids, use_cache=False, **packed
-    ).last_hidden_state
 
 
 def summed_loss(

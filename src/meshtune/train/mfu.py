@@ -1,5 +1,6 @@
 """Model FLOPs utilisation: the share of the peak that the model's own arithmetic takes (docs/mfu.md)."""
 
+import math
 import tomllib
 from collections.abc import Callable
 from functools import cache
@@ -47,16 +48,17 @@ def datasheet_flops(device_name: str, precision: str) -> float | None:
     return 1e12 * max(named, key=lambda entry: len(entry["words"]))[COLUMNS[precision]]
 
 
-def flops_of(census: Census, seq_len: int) -> Callable[[Batch], dict[str, float | None]]:
-    """Batch -> its FLOPs on this rank: `flops`, what had to be computed; `flops_6n`, the common figure."""
+def flops_of(census: Census, seq_len: int, ranks: int = 1) -> Callable[[Batch], tuple[float, float]]:
+    """Batch -> (what had to be computed, the common 6N figure): the share of each of the `ranks` that work on
+    this data rank's micro-batches. NaN where the count is unknown.
+    """
 
-    def flops(batch: Batch) -> dict[str, float | None]:
+    def flops(batch: Batch) -> tuple[float, float]:
         micro_batches = batch.micro_batches
         documents = [length for micro in micro_batches for row in micro.documents for length in row]
         found = step_flops(census, documents, sum(micro.label_tokens for micro in micro_batches))
-        return {
-            "flops": found.total if found else None,
-            "flops_6n": palm_flops(census, sum(documents), seq_len),
-        }
+        return (found.total / ranks if found else math.nan), palm_flops(
+            census, sum(documents), seq_len
+        ) / ranks
 
     return flops

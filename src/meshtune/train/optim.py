@@ -9,13 +9,18 @@ Masters are the parameters as they were read: the model is loaded in fp32, its s
 the module gets a rounded copy, so nothing is held twice. `step` turns gradients into fp32 one bucket at a
 time and frees them as it goes; the bf16 parameters are rounded from the masters once per step, never in the
 forward pass.
+
+Parameters that are sharded over data ranks (zero.py) hold fp32 shards, from which FSDP2 gathers them in bf16:
+the shards are the masters, so that this is the case of the first line. AdamW acts on each element by itself,
+so here everything is this rank's own piece, a plain tensor.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 BUCKET_ELEMENTS = 64 * 2**20  # 256 MiB of fp32 gradients at a time
 
@@ -35,6 +40,13 @@ class Bucket:
     adamw: torch.optim.AdamW
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's piece, sharing its memory: of a sharded tensor the shard, a plain one as it is."""
+    if isinstance(tensor, DTensor):
+        return tensor.detach().to_local()  # pyright: ignore[reportAttributeAccessIssue]
+    return tensor
+
+
 class Optimizer:
     """AdamW with decoupled weight decay on the trainable ones of `named_parameters`.
 
@@ -42,6 +54,8 @@ class Optimizer:
     becomes the master weights; None trains the parameters as they are.
     sum_dtype: dtype in which the gradients of several micro-batches add up; None leaves that to autograd,
     which adds in the parameters' own dtype.
+    copies: on how many ranks each parameter's gradient lies, by name, so that the norm counts it once; those
+    left out are on one. A copy that shall not count at all has infinitely many.
     """
 
     def __init__(
@@ -53,7 +67,9 @@ class Optimizer:
         weight_decay: float,
         compute_dtype: torch.dtype | None = None,
         sum_dtype: torch.dtype | None = None,
+        copies: Mapping[str, float] | None = None,
     ) -> None:
+        self.copies = copies or {}
         trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
         self.buckets = [
             self._bucket(names_and_parameters, betas, eps, weight_decay, compute_dtype)
@@ -75,7 +91,7 @@ class Optimizer:
         compute_dtype: torch.dtype | None,
     ) -> Bucket:
         names, parameters = [name for name, _ in named], [p for _, p in named]
-        trained: list[Tensor] = [p.data for p in parameters] if compute_dtype else [*parameters]
+        trained: list[Tensor] = [p.data if compute_dtype else local(p) for p in parameters]
         if compute_dtype:
             for parameter in parameters:
                 parameter.data = parameter.data.to(compute_dtype)
@@ -101,20 +117,28 @@ class Optimizer:
             self.sums[parameter] = parameter.grad.to(dtype)
         parameter.grad = None
 
-    def gradients(self) -> list[Tensor]:
-        """The gradients of this step, in the dtype they add up in."""
-        found = (self.sums.get(p, p.grad) for bucket in self.buckets for p in bucket.parameters)
-        return [gradient for gradient in found if gradient is not None]
-
-    def gradient_norm(self) -> Tensor:
-        """The 2-norm of all gradients as one vector (a scalar tensor)."""
-        gradients = self.gradients()
-        if not gradients:
-            return torch.zeros(())
-        dtype = torch.promote_types(gradients[0].dtype, torch.float32)
-        return torch.linalg.vector_norm(
-            torch.stack([torch.linalg.vector_norm(g, dtype=dtype) for g in gradients])
+    def named_gradients(self, among: Collection[str] | None = None) -> dict[str, Tensor]:
+        """This rank's gradients of the step, by name, in the dtype they add up in; all, or those `among`."""
+        found = (
+            (name, self.sums.get(parameter, parameter.grad))
+            for bucket in self.buckets
+            for name, parameter in zip(bucket.names, bucket.parameters, strict=True)
+            if among is None or name in among
         )
+        return {name: local(gradient) for name, gradient in found if gradient is not None}
+
+    def gradients(self) -> list[Tensor]:
+        return list(self.named_gradients().values())
+
+    def squared_norm(self) -> Tensor:
+        """The sum of the squares of all gradients' elements, a scalar in fp64: this rank's share of it."""
+        gradients = self.named_gradients()
+        if not gradients:
+            return torch.zeros((), dtype=torch.float64)
+        dtype = torch.promote_types(next(iter(gradients.values())).dtype, torch.float32)
+        norms = torch.stack([torch.linalg.vector_norm(g, dtype=dtype) for g in gradients.values()]).double()
+        copies = [self.copies.get(name, 1) for name in gradients]
+        return (norms.square() / norms.new_tensor(copies)).sum()
 
     def clip(self, norm: float, max_norm: float) -> None:
         """Scale the gradients so that their norm is at most `max_norm`; 0: leave them.
@@ -130,15 +154,11 @@ class Optimizer:
         for bucket in self.buckets:
             for group in bucket.adamw.param_groups:
                 group["lr"] = learning_rate
-            if self.has_masters:
-                for parameter, master in zip(bucket.parameters, bucket.trained, strict=True):
-                    gradient = self.sums.pop(parameter, parameter.grad)
-                    master.grad = None if gradient is None else gradient.to(master.dtype)
-                    parameter.grad = gradient = None
-            else:
-                for parameter in bucket.parameters:
-                    if parameter in self.sums:
-                        parameter.grad = self.sums.pop(parameter).to(parameter.dtype)
+            for parameter, trained in zip(bucket.parameters, bucket.trained, strict=True):
+                gradient = self.sums.pop(parameter, parameter.grad)
+                parameter.grad = None
+                trained.grad = None if gradient is None else local(gradient).to(trained.dtype)
+                gradient = None  # it may be the last to hold it
             bucket.adamw.step()
             for trained in bucket.trained:
                 trained.grad = None

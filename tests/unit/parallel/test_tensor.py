@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from families import COMMON, FAMILIES
+from families import COMMON, FAMILIES, exact
 from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -53,22 +53,6 @@ def build(config, dtype=torch.float64, lora=None):
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter)
     return model.train()
-
-
-@contextmanager
-def exact():
-    """Keeps fp64 what Hugging Face's norms would compute in fp32, so that nothing is rounded but at 1e-16."""
-    plain_float, plain_to = torch.Tensor.float, torch.Tensor.to
-
-    def to(x, *args, **kwargs):
-        single = torch.float32 in (*args, *kwargs.values()) and x.dtype == torch.float64
-        return x if single else plain_to(x, *args, **kwargs)
-
-    with (
-        patch.object(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else plain_float(x)),
-        patch.object(torch.Tensor, "to", to),
-    ):
-        yield
 
 
 def tensor_axis():

@@ -79,11 +79,11 @@ def test_a_batchs_flops_are_of_its_documents_and_labels():
     c = census(FAMILIES["llama"]())
     empty = torch.zeros(2, 10, dtype=torch.long)
     rows = MicroBatch(empty, empty, empty, documents=((4, 6), (7,)), tokens=17, label_tokens=5)
-    found = flops_of(c, 10)(Batch((rows, rows), tokens=34, label_tokens=10, origin=""))
+    found, found_6n = flops_of(c, 10)(Batch((rows, rows), tokens=34, label_tokens=10, origin=""))
     pairs = 2 * (4 * 5 // 2 + 6 * 7 // 2 + 7 * 8 // 2)
     matrices = (
         3 * 2 * 2 * (64 * 64 * 2 + 64 * 32 * 2 + 64 * 96 * 3)
     )  # forward and 2 × backward, 2 FLOPs, 2 layers
     attention = 3 * 2 * 2 * 2 * pairs * 64
-    assert found["flops"] == 34 * matrices + attention + 10 * 3 * 2 * 64 * 256
-    assert found["flops_6n"] == 34 * (6 * (c.total - 256 * 64) + 12 * 2 * 64 * 10)
+    assert found == 34 * matrices + attention + 10 * 3 * 2 * 64 * 256
+    assert found_6n == 34 * (6 * (c.total - 256 * 64) + 12 * 2 * 64 * 10)

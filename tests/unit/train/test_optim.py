@@ -25,6 +25,10 @@ def reference(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=1e-2, betas=SETTINGS["betas"], eps=SETTINGS["eps"])
 
 
+def norm_of(optimizer: Optimizer) -> float:
+    return float(optimizer.squared_norm()) ** 0.5
+
+
 def backward(model: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     dtype = next(model.parameters()).dtype
@@ -38,8 +42,8 @@ def test_fp32_steps_equal_torch_with_decay_on_matrices_only() -> None:
         backward(ours, seed)
         backward(theirs, seed)
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
-        assert float(mine.gradient_norm()) == pytest.approx(float(norm), rel=1e-6)
-        mine.clip(float(mine.gradient_norm()), 0.5)
+        assert norm_of(mine) == pytest.approx(float(norm), rel=1e-6)
+        mine.clip(norm_of(mine), 0.5)
         mine.step(1e-2)
         torchs.step()
         torchs.zero_grad()

@@ -1,0 +1,164 @@
+"""Context parallelism (cp): the ranks share one sequence, each with some of its columns.
+
+    allgather   every rank gathers all keys and values, in one message, and its queries see what they may.
+                Any number of heads. The columns go zigzag (parts 0 and 3 | 1 and 2 for two ranks), so that
+                all ranks have as many (query, key) pairs.
+    ulysses     an exchange makes columns of all heads into all columns of some heads, attention runs as on
+                one rank, another exchange undoes it (Jacobs et al. 2023, arXiv:2309.14509). The columns are
+                contiguous.
+
+Outside attention a token needs no other token, so nothing else of the model knows. Labels are shifted before
+the cut, positions are cut with their tokens; the lengths of documents stay those of whole rows.
+
+Bytes that a rank sends in a layer's forward, of b-byte elements: allgather (cp - 1) · S/cp · 2 · kv · d · b,
+ulysses (cp - 1) / cp · S/cp · 2 · (q + kv) · d · b; in the backward as many. Gathered keys and values are
+kept for the backward; with recomputation they are gathered again.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from meshtune.data.loader import IGNORE, MicroBatch
+from meshtune.model.anatomy import Anatomy
+from meshtune.parallel import attention
+from meshtune.parallel.attention import WINDOW_BLOCK, Lengths, Piece
+from meshtune.parallel.exchange import exchange, gather, own_of_total
+from meshtune.parallel.mesh import Axis
+
+SEQ, HEADS = 2, 1  # dimensions of queries, keys and values [batch, heads, seq, head_dim]
+
+
+def spans(seq: int, cp: Axis, method: str) -> tuple[range, ...]:
+    """The columns of a row of `seq` that this rank has, in the order it has them.
+
+    Raises ValueError when the row can't be cut evenly.
+    """
+    parts = cp.size if method == "ulysses" else 2 * cp.size
+    if seq % parts:
+        raise ValueError(
+            f"A row of {seq} columns does not cut into {parts} parts; make its width a multiple."
+        )
+    size = seq // parts
+    mine = (cp.index,) if method == "ulysses" else (cp.index, parts - 1 - cp.index)
+    return tuple(range(part * size, (part + 1) * size) for part in mine)
+
+
+def columns(seq: int, cp: Axis, method: str) -> Tensor:
+    """[seq / cp]: the global column of each of this rank's."""
+    return torch.cat([torch.arange(span.start, span.stop) for span in spans(seq, cp, method)])
+
+
+def split(micro_batch: MicroBatch, cp: Axis, method: str) -> MicroBatch:
+    """This rank's columns of a micro-batch; `documents` stay the lengths of whole rows."""
+    own = columns(micro_batch.input_ids.shape[1], cp, method)
+    labels = micro_batch.labels[:, own]
+    real = sum(int((own < sum(row)).sum()) for row in micro_batch.documents)
+    return replace(
+        micro_batch,
+        input_ids=micro_batch.input_ids[:, own],
+        labels=labels,
+        position_ids=micro_batch.position_ids[:, own],
+        tokens=real,
+        label_tokens=int((labels != IGNORE).sum()),
+    )
+
+
+def attach(model: nn.Module, anatomy: Anatomy, cp: Axis, method: str) -> None:
+    """Let the attention of every block see the columns of the other ranks too; it must be meshtune's."""
+    core = {"allgather": AllGather, "ulysses": Ulysses}[method](cp)
+    for block in model.get_submodule(anatomy.blocks).children():
+        block.get_submodule(anatomy.attention).context = core  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class AllGather:
+    """This rank's queries against the keys and values of all."""
+
+    axis: Axis
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, dropout: float,
+        softcap: float | None, window: int | None,
+    ) -> Tensor:  # fmt: skip
+        """[batch, heads, seq / cp, head_dim] each -> the same, of this rank's columns."""
+        k, v = self._whole(torch.cat((k, v), -1)).split((k.shape[-1], v.shape[-1]), -1)
+        pieces = _pieces(documents, q.shape[SEQ], self.axis.size, self.axis.index, window)
+        return attention.piecewise(q, k, v, pieces, scale, dropout, softcap)
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """All ranks' columns in their order."""
+        ranks = exchange(x, self.axis, SEQ, gather, own_of_total).unflatten(SEQ, (self.axis.size, 2, -1))
+        down, up = ranks.unbind(SEQ + 1)  # rank r has part r going down, part 2·cp - 1 - r going up
+        return torch.cat((down, up.flip(SEQ)), SEQ).flatten(SEQ, SEQ + 1)
+
+
+@lru_cache(maxsize=64)
+def _pieces(documents: Lengths, width: int, ranks: int, rank: int, window: int | None) -> tuple[Piece, ...]:
+    """The kernel calls of a rank: its queries of each document, some at a time, with all keys they may see."""
+    found = []
+    begin = 0  # of a span, among this rank's columns
+    for span in spans(width * ranks, Axis("cp", ranks, rank), "allgather"):
+        for row, lengths in enumerate(documents):
+            start = 0
+            for length in lengths:
+                first, last = max(start, span.start), min(start + length, span.stop)
+                for at in range(first, last, WINDOW_BLOCK):
+                    end = min(at + WINDOW_BLOCK, last)
+                    keys = slice(start if window is None else max(start, at - window + 1), end)
+                    own = slice(begin + at - span.start, begin + end - span.start)
+                    found.append(Piece(slice(row, row + 1), own, keys, window, at))
+                start += length
+        begin += len(span)
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Ulysses:
+    """Some heads of the whole sequence, instead of all heads of some columns."""
+
+    axis: Axis
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, dropout: float,
+        softcap: float | None, window: int | None,
+    ) -> Tensor:  # fmt: skip
+        """[batch, heads, seq / cp, head_dim] each -> the same, of this rank's columns."""
+        times = self._repeats(q.shape[HEADS], k.shape[HEADS])
+        if times > 1:
+            k, v = (t.repeat_interleave(times, HEADS) for t in (k, v))
+        q, k, v = (_AllToAll.apply(t, self.axis, HEADS, SEQ) for t in (q, k, v))
+        out = attention.core(q, k, v, documents, scale, dropout, softcap, window)
+        return _AllToAll.apply(out, self.axis, SEQ, HEADS)  # type: ignore[return-value]
+
+    def _repeats(self, heads: int, kv_heads: int) -> int:
+        """How often key-value heads are repeated so that each rank gets those of its query heads."""
+        fits = (n for n in range(1, heads // kv_heads + 1) if not (kv_heads * n) % self.axis.size)
+        return next(n for n in fits if not (heads // kv_heads) % n)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Cut along one dimension, whole along another -> the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, cut: int, join: int):  # type: ignore[override]
+        """Cuts `cut` into a piece for each rank; joins what comes along `join`."""
+        ctx.axis, ctx.cut, ctx.join = axis, cut, join
+        return _all_to_all(x, axis, cut, join)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
+        return _all_to_all(grad, ctx.axis, ctx.join, ctx.cut), None, None, None
+
+
+def _all_to_all(x: Tensor, axis: Axis, cut: int, join: int) -> Tensor:
+    ours = x.unflatten(cut, (axis.size, -1)).movedim(cut, 0).contiguous()
+    theirs = torch.empty_like(ours)
+    dist.all_to_all_single(theirs, ours, group=axis.group)
+    return theirs.movedim(0, join).flatten(join, join + 1)

@@ -1,0 +1,107 @@
+"""Several ranks through the front door: started by the command itself, or by torchrun."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import Command, Ended, end
+
+from meshtune.rundir import RunDir
+
+Settings = Callable[..., list[str]]
+
+
+def losses(run: Path) -> list[float]:
+    return [row["loss"] for row in RunDir(run).rows() if row["kind"] in ("train", "eval")]
+
+
+def ranks_of(process: "subprocess.Popen[str]", run: Path, step: int) -> list[int]:
+    """The process ids of a command's ranks, once its metrics hold `step`."""
+    until = time.monotonic() + 200
+    while not any(row["step"] >= step for row in RunDir(run).rows("train")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def test_a_number_of_ranks_that_is_not_the_layouts_is_refused(meshtune: Command, settings: Settings) -> None:
+    ended = meshtune("train", *settings("layout=dp2"), "--nproc", 3)
+    assert ended.code == 2
+    assert ended.err.startswith(
+        "meshtune: --nproc 3, but layout dp2-mb2-ga1 is for 2 ranks; leave --nproc out"
+    )
+
+
+def test_a_rank_that_torchrun_started_starts_none(
+    meshtune: Command, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    ended = meshtune("train", *settings(), "--nproc", 2)
+    assert ended.code == 2
+    assert "leave --nproc out, and let torchrun or srun start all ranks" in ended.err
+
+
+def test_a_layout_that_the_model_can_not_take_is_refused_once(meshtune: Command, settings: Settings) -> None:
+    ended = meshtune("train", *settings("layout=tp3"))
+    assert ended.code == 2
+    assert ended.err.count("tp=3 does not divide 4 attention heads") == 1
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one_started_here_or_by_torchrun(
+    process: Command, settings: Settings, tmp_path: Path
+) -> None:
+    assert process("train", *settings(f"output={tmp_path / 'one'}")).code == 0
+    words = settings(f"output={tmp_path / 'here'}", "layout=zero3x2", "log.to=[jsonl,console]")
+    here = process("train", *words, "--json")
+    assert here.code == 0, here.err
+    assert here.json["steps"] == 4
+    assert here.err.count("step 4/4") == 1
+    words = settings(f"output={tmp_path / 'torchrun'}", "layout=zero3x2")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    found = subprocess.run(
+        [*torchrun, "-m", "meshtune", "train", *words, "--json"], capture_output=True, text=True, timeout=200
+    )
+    assert found.returncode == 0, found.stderr
+    assert Ended(0, found.stdout, found.stderr).json["steps"] == 4
+    for run in ("here", "torchrun"):
+        assert losses(tmp_path / run) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+        assert [file.name for file in (tmp_path / run / "logs").iterdir()] == ["rank-1.log"]
+
+
+@pytest.mark.slow
+def test_a_signal_saves_on_every_rank_and_one_rank_goes_on(
+    begin: Any, process: Command, settings: Settings, tmp_path: Path
+) -> None:
+    words = settings("train.max_steps=300", "layout=zero3x2")
+    running = begin("train", *words)
+    ranks_of(running, tmp_path / "run", 2)
+    running.send_signal(signal.SIGTERM)
+    ended = end(running)
+    assert ended.code == 75, ended.err
+    assert ended.err.count("Stopped by SIGTERM") == 1
+    done = RunDir(tmp_path / "run").rows("train")[-1]["step"]
+    assert process("train", *settings(f"train.max_steps={done + 2}", "layout=auto")).code == 0
+    assert RunDir(tmp_path / "run").rows("run")[-1]["resumed_from"] == done
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named_within_a_minute(begin: Any, settings: Settings, tmp_path: Path) -> None:
+    running = begin("train", *settings("train.max_steps=100000", "layout=zero3x2"))
+    ranks = ranks_of(running, tmp_path / "run", 2)
+    os.kill(ranks[1], signal.SIGSTOP)
+    stopped = time.monotonic()
+    ended = end(running, timeout=60)
+    assert time.monotonic() - stopped < 60
+    assert ended.code == 1
+    assert "rank 1 has not answered for 30 s (its process is stopped); rank 0 waits for it in" in ended.err
+    assert "over dp_shard (step " in ended.err

@@ -1,0 +1,107 @@
+"""Train a tiny model under a layout, on forked ranks and through the front door; compare with one rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from tiny import make_rows, make_tokenizer, write_rows
+
+from meshtune import config
+from meshtune.layout import Layout
+from meshtune.rundir import RunDir
+from meshtune.train import build, loop
+
+GLOBAL_BATCH = 16
+
+# precision -> largest relative difference of (loss, gradient norm, parameters) from one rank's. How much fp32
+# loses to rounding is known from one rank in fp64: Adam amplifies it where gradients are nearly zero.
+TOLERANCES = {"fp32": (1e-6, 5e-5, 1e-3), "fp64": (1e-7, 1e-7, 1e-7)}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run came to: losses and gradient norms by step, the exported tensors, the samples."""
+
+    losses: list[float]
+    norms: list[float]
+    tensors: dict[str, torch.Tensor]
+    folder: Path
+
+
+def make_folder(folder: Path, model: Any, *, rows: int = 150) -> Path:
+    """A folder with `model` and a tokenizer (model/), train.jsonl and test.jsonl of very unequal rows."""
+    train, test = make_rows(rows), make_rows(20, seed=1)
+    write_rows(folder / "train.jsonl", train)
+    write_rows(folder / "test.jsonl", test)
+    texts = [f"{row['prompt']}\n{row['completion']}" for row in train]
+    make_tokenizer(texts, model.config.vocab_size).save_pretrained(folder / "model")
+    model.save_pretrained(folder / "model")
+    return folder
+
+
+def settings(
+    data: Path, output: Path, layout: str, precision: str, overrides: Sequence[str] = ()
+) -> list[str]:
+    """A short run: 3 steps of 16 packed sequences."""
+    return [
+        f"model.name={data / 'model'}", f"data.train={data / 'train.jsonl'}",
+        f"data.eval={data / 'test.jsonl'}", f"data.cache={data / 'cache'}", "data.seq_len=64",
+        f"train.global_batch_size={GLOBAL_BATCH}", "train.max_steps=3", f"train.precision={precision}",
+        "train.learning_rate=1e-2", "train.weight_decay=0.1", "train.adam_eps=1e-6",
+        "train.lr_scheduler=constant", "train.warmup_ratio=0", "log.to=[jsonl]", "checkpoint.every=0",
+        f"layout={layout}", f"output={output}", *overrides,
+    ]  # fmt: skip
+
+
+def whole(layout: str) -> Layout:
+    """The layout with what it leaves open filled in."""
+    open_fields = config.PartialLayout.parse(layout)
+    return open_fields.complete(devices=1, global_batch_size=GLOBAL_BATCH)
+
+
+def train(words: list[str]) -> str:
+    """Train on this rank; returns the run's folder."""
+    run = build.build(config.load(None, words))
+    loop.train(run)
+    return str(run.folder.path)
+
+
+def trained(data: Path, output: Path, layout: str, precision: str, *overrides: str) -> Trained:
+    """Train under `layout`, on as many forked ranks as it needs."""
+    words = settings(data, output, layout, precision, overrides)
+    run = RunDir(run_ranks(whole(layout).world, train, words)[0])
+    rows = run.rows("train")
+    tensors = {}
+    for file in run.model.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return Trained([r["loss"] for r in rows], [r["grad_norm"] for r in rows], tensors, run.path)
+
+
+def differences(ours: Trained, theirs: Trained) -> tuple[float, float, float, str]:
+    """Largest relative differences of loss, gradient norm and parameters, and the name of the worst one."""
+
+    def most(a: list[float], b: list[float]) -> float:
+        assert len(a) == len(b) > 0
+        return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    moved = {
+        name: float((tensor - theirs.tensors[name]).double().norm() / theirs.tensors[name].double().norm())
+        for name, tensor in ours.tensors.items()
+    }
+    worst = max(moved, key=lambda name: moved[name])
+    return most(ours.losses, theirs.losses), most(ours.norms, theirs.norms), moved[worst], worst
+
+
+def check(ours: Trained, theirs: Trained, precision: str) -> None:
+    """Assert that both runs came to the same."""
+    loss, norm, parameters, worst = differences(ours, theirs)
+    allowed = TOLERANCES[precision]
+    assert loss <= allowed[0] and norm <= allowed[1] and parameters <= allowed[2], (
+        f"loss {loss:.1e} (≤ {allowed[0]:.0e}), gradient norm {norm:.1e} (≤ {allowed[1]:.0e}), "
+        f"parameters {parameters:.1e} (≤ {allowed[2]:.0e}; worst: {worst})"
+    )
