@@ -106,7 +106,8 @@ class Watch:
                 self._write(done=True)
 
     def _run(self) -> None:
-        while not self._stop.wait(self.limits.tick):
+        errors = 0
+        while errors < 10 and not self._stop.wait(self.limits.tick):  # 10 in a row: the store is gone
             try:
                 self._beat()
                 self._look_at_neighbour()
@@ -117,8 +118,9 @@ class Watch:
                     self._failed, self.limits.grace
                 ):  # blocked on NCCL, it would wait for a timeout
                     os._exit(1)
-            except RuntimeError:  # the store is gone: the run has ended, or torch will say why
-                return
+                errors = 0
+            except Exception:  # a look at a moving thread, or at a busy store, may fail; the next one counts
+                errors += 1
 
     def _long(self, ticks: int, seconds: float) -> bool:
         return ticks * self.limits.tick >= seconds
@@ -250,7 +252,7 @@ def axis(frame: FrameType, axes: Mapping[str, str]) -> str:
     for _ in range(4):
         if outer is None:
             break
-        for name, value in outer.f_locals.items():
+        for name, value in list(outer.f_locals.items()):  # a copy: the frame belongs to a running thread
             if isinstance(value, ProcessGroup):
                 given = value.group_desc.removeprefix("mesh_").replace("default_pg", "all ranks")
                 return axes.get(value.group_name, given)
