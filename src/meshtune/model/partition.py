@@ -379,7 +379,12 @@ def _context_messages(
     cores = [a for own in blocks for block in own for a in census.blocks[block].attention]
     if layout.cp_method == "ulysses":  # queries, keys, values, and what comes out; back again in the backward
         times = 8 + {"none": 0, "attention": 3}.get(layout.recompute, 4)
-        features = sum(2 * a.query_heads * (a.qk_dim + a.v_dim) for a in cores)  # keys as if not grouped
+        # keys and values are repeated until each rank gets as many of their heads
+        features = sum(
+            (a.query_heads // layout.tp + math.lcm(max(a.key_heads // layout.tp, 1), layout.cp))
+            * (a.qk_dim + a.v_dim)
+            for a in cores
+        )
         count = steps * times * len(cores)
         yield Message(
             "cp", "all_to_all", "heads", count, steps * times * features * token_bytes // 4 // layout.tp
