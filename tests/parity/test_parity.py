@@ -13,14 +13,14 @@ TWO = """
 dp2 zero1x2 zero2x2 zero3x2 tp2 tp2-sp cp2 ulysses2
 pp2-gpipe pp2-1f1b pp2-interleaved1f1b-v2 pp2-loopedbfs-v2 pp2-zb-v2 pp2-zbv pp2-dualpipev
 dp2-full zero3x2-full zero3x2-selective tp2-sp-selective tp2-attention cp2-full ulysses2-attention
-pp2-1f1b-attention pp2-interleaved1f1b-v2-full pp2-zbv-selective
+pp2-1f1b-attention pp2-interleaved1f1b-v2-full pp2-zbv-full
 """
 FOUR = """
 dp4 zero3x4 dp2-zero1x2 dp2-zero2x2 dp2-zero3x2 tp4 tp4-sp cp4
 dp2-tp2-sp zero1x2-tp2 zero2x2-tp2-sp zero3x2-tp2-sp-selective
 dp2-cp2 zero3x2-cp2 zero2x2-ulysses2 cp2-tp2-sp ulysses2-tp2
 dp2-pp2-1f1b zero1x2-pp2-1f1b zero2x2-pp2-1f1b zero3x2-pp2-gpipe zero3x2-pp2-interleaved1f1b-v2
-zero1x2-pp2-zb-v2 zero1x2-pp2-zbv dp2-pp2-dualpipev cp2-pp2-1f1b tp2-sp-pp2-1f1b tp2-pp2-zbv
+zero1x2-pp2-zb-v2 zero1x2-pp2-zbv dp2-pp2-dualpipev-mb2-ga4 cp2-pp2-1f1b tp2-sp-pp2-1f1b tp2-pp2-zbv
 pp4-1f1b pp4-interleaved1f1b-v2-mb2-ga8 pp4-zbv-mb2-ga8 pp4-dualpipev-mb2-ga8
 """
 EIGHT = """

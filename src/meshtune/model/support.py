@@ -155,6 +155,11 @@ def _pipeline(traits: Traits, layout: Layout) -> Iterator[str]:
             f"The schedule {layout.schedule} with ZeRO-{layout.zero}: it computes the gradients of weights "
             "later, when they may have been let go, and they would be wrong; use zero1 with it, or 1f1b."
         )
+    if layout.schedule in ZERO_BUBBLE and layout.recompute == "selective":
+        yield (
+            f"The schedule {layout.schedule} with recompute selective: it goes through the backward twice, and "
+            "torch's selective recomputation can be gone through once; use full or attention, or 1f1b."
+        )
 
 
 def _runs(layout: Layout, micro_batches: int) -> bool:

@@ -100,7 +100,7 @@ class AllGather:
 
 @lru_cache(maxsize=64)
 def _pieces(documents: Lengths, width: int, ranks: int, rank: int, window: int | None) -> tuple[Piece, ...]:
-    """The kernel calls of a rank: its queries of each document, some at a time, with all keys they may see."""
+    """The kernel calls of a rank: its queries of each document, some at a time, with all keys they see."""
     found = []
     begin = 0  # of a span, among this rank's columns
     for span in spans(width * ranks, Axis("cp", ranks, rank), "allgather"):

@@ -1,0 +1,104 @@
+"""The comparison with one rank fails as soon as one exchange or one factor is taken away.
+
+Every mutation removes what one line of the engine does, on all ranks, and names a layout that needs the line.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from families import FAMILIES
+from layouts import Trained, differences, make_folder, trained
+from transformers import AutoModelForCausalLM
+
+from meshtune.parallel import context, exchange, mesh, tensor, zero
+from meshtune.parallel.pipeline import Pipeline
+from meshtune.train import build, loss
+from meshtune.train.optim import Optimizer
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _unsynced(root: Any, stage: int, *, last: bool) -> None:
+    original(root, stage, last=False)
+
+
+original = zero.before_backward
+
+
+class _Deaf:
+    """torch.distributed as a module sees it, without its all-reduce of one kind."""
+
+    def __init__(self, op: Any) -> None:
+        self.op = op
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def all_reduce(self, x: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        if op != self.op:
+            dist.all_reduce(x, op, group)
+
+
+# what is taken away: (layout that needs it, where, what, by what it is replaced)
+MUTATIONS: dict[str, tuple[str, Any, str, Any]] = {
+    "gradients are summed, not averaged": ("zero2x2", zero.FSDPModule, "set_gradient_divide_factor", _nothing),
+    "the sum is forced": ("dp2", zero.FSDPModule, "set_force_sum_reduction_for_comms", _nothing),
+    "gradients of replicas": ("dp2", zero, "before_backward", _unsynced),
+    "gradients of shards": ("zero1x2", zero, "before_backward", _unsynced),
+    "gradients over replicas of shards": ("dp2-zero2x2", zero.FSDPModule, "set_requires_all_reduce",
+                                          lambda self, _: honest_all_reduce(self, False)),
+    "sums over tp in the blocks": ("tp2", tensor, "total", exchange.same),
+    "sums over tp, scattered": ("tp2-sp", tensor, "own_of_total", exchange.own),
+    "partial gradients under sp": ("tp2-sp", tensor, "reduce_partial", _nothing),
+    "partial gradients of repeated heads": ("tp4", tensor, "reduce_partial", _nothing),
+    "the largest logit of all words": ("tp2", loss, "dist", _Deaf(dist.ReduceOp.MAX)),
+    "the sums over all words": ("tp2", loss, "dist", _Deaf(dist.ReduceOp.SUM)),
+    "gradients of gathered keys": ("cp2", context, "own_of_total", exchange.own),
+    "the scale of a pipeline's loss": ("pp2-1f1b", Pipeline, "_scaled", lambda self, loss, _: loss * 1.0),
+    "gradients of a tied embedding": ("pp2-1f1b", Pipeline, "reduce_tied", _nothing),
+    "losses and norms of all ranks": ("dp2", mesh.World, "total", lambda self, *n: [float(x) for x in n]),
+    "one gradient counted once": ("tp2", build.Parallel, "copies", lambda self: {}),
+    "other ranks read other sequences": ("dp2", mesh.World, "data_rank", property(lambda self: 0)),
+    "clipping": ("zero3x2", Optimizer, "clip", _nothing),
+}  # fmt: skip
+honest_all_reduce: Callable[..., None] = zero.FSDPModule.set_requires_all_reduce
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trained]:
+    """A model with tied embeddings and gradients that are clipped, and one rank's run with it."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("tied")
+    config = FAMILIES["llama"](
+        vocab_size=301, num_hidden_layers=4, tie_word_embeddings=True, initializer_range=0.05
+    )
+    make_folder(folder, AutoModelForCausalLM.from_config(config))
+    return folder, trained(folder, folder / "one", "mb4-ga4", "fp64")
+
+
+@pytest.mark.parametrize("layout", sorted({layout for layout, *_ in MUTATIONS.values()}))
+def test_unchanged_each_layout_agrees(layout: str, tied: tuple[Path, Trained], tmp_path: Path) -> None:
+    folder, reference = tied
+    assert max(differences(trained(folder, tmp_path / "run", layout, "fp64"), reference)[:3]) < 1e-6
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_without_it_the_comparison_fails(
+    name: str, tied: tuple[Path, Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, reference = tied
+    layout, where, what, instead = MUTATIONS[name]
+    assert hasattr(where, what)
+    monkeypatch.setattr(where, what, instead)
+    try:
+        found = differences(trained(folder, tmp_path / "run", layout, "fp64"), reference)[:3]
+    except AssertionError as error:
+        assert "rank" in str(error), "a rank refused to go on, which shows it too"
+    else:
+        assert max(found) > 1e-4, found
