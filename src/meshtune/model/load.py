@@ -20,7 +20,9 @@ import difflib
 import fnmatch
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,10 +44,12 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -343,6 +347,84 @@ def load(
     return model.to(device).train()  # type: ignore[arg-type]
 
 
+def skeleton(
+    name: str,
+    *,
+    init: Literal["pretrained", "random"] = "pretrained",
+    dtype: torch.dtype,
+    attention: str = "meshtune",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> PreTrainedModel:
+    """The model `name` in training mode with every parameter on meta: no bytes, no values, nothing drawn.
+
+    Its buffers are real and right, those too that no file holds (rotary frequencies, Gemma's scale of the
+    embeddings), so that nothing has to be restored once the parameters get memory. Raises as `load`.
+    """
+    folder = resolve(name, revision=revision, weights=False, trust_remote_code=trust_remote_code)
+    config = _config(folder, name, trust_remote_code)
+    try:
+        with no_init_weights(), _parameters_on_meta():
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+            )
+    except (ValueError, ImportError) as error:
+        raise UserError(f"{name} can't be built by transformers: {_first_line(error)}") from error
+    model.tie_weights()
+    if init == "pretrained" and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.config.name_or_path = name
+    return model.train()
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules made meanwhile keep only the shapes of their parameters; a buffer is made as ever."""
+    register = nn.Module.register_parameter
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = registered  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def mapped(
+    name: str,
+    *,
+    init: Literal["pretrained", "random"] = "pretrained",
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """The tensors of the model `name`, whole, by name, as a mapping of its files: tied ones under all names.
+
+    In the type that they are stored in, so that reading a slice touches nothing else (the widest type, as
+    memory, where a model's files mix several). With init="random" they are drawn in `dtype`, and memory too.
+    Raises UserError as `load`.
+    """
+    if init == "random":
+        model = load(
+            name, init=init, dtype=dtype, attention="eager", trust_remote_code=trust_remote_code,
+            revision=revision, seed=seed,
+        )  # fmt: skip
+    else:
+        folder = resolve(name, revision=revision, weights=True, trust_remote_code=trust_remote_code)
+        config = _config(folder, name, trust_remote_code)
+        words = _stored_dtypes(weight_files(folder))
+        stored = [dtype for dtype, word in SAFETENSORS_DTYPES.items() if word in words] or [torch.float32]
+        widest = reduce(torch.promote_types, stored)
+        model = _read(folder, config, widest, "eager", trust_remote_code, own=False)
+    parameters = {key: p.detach() for key, p in model.named_parameters(remove_duplicate=False)}
+    return {**model.state_dict(), **parameters}
+
+
 def _read(
     folder: Path,
     config: PretrainedConfig,
@@ -440,7 +522,9 @@ def resize_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 def resize_to(model: PreTrainedModel, rows: int) -> None:
     """Make the embeddings `rows` long, keeping what they hold, who is trainable, and who is tied to whom."""
     trainable = [table.weight.requires_grad for table in tables(model)]
-    model.resize_token_embeddings(rows, mean_resizing=False)
+    devices = [table.weight.device for table in tables(model) if table.weight.is_cuda]
+    with torch.random.fork_rng(devices):  # what it draws is overwritten; adapters drawn later must not differ
+        model.resize_token_embeddings(rows, mean_resizing=False)
     for table, grad in zip(tables(model), trainable, strict=True):
         table.weight.requires_grad_(grad)
 

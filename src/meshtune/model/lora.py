@@ -114,6 +114,18 @@ def _adapt(module: Any, r: int, alpha: float, dropout: float, dtype: torch.dtype
     module.__class__ = ADAPTED[type(module)]
 
 
+def drawn(model: nn.Module) -> dict[str, Tensor]:
+    """What `add_lora` draws and zeroes, whole and by name, for adapters that lie on meta: the same numbers in
+    the same order, from torch's global generator.
+    """
+    values: dict[str, Tensor] = {}
+    for name, layer in adapted(model).items():
+        values[f"{name}.lora_A"] = torch.empty_like(layer.lora_A, device="cpu")
+        values[f"{name}.lora_B"] = torch.zeros_like(layer.lora_B, device="cpu")
+        nn.init.kaiming_uniform_(values[f"{name}.lora_A"], a=math.sqrt(5))
+    return values
+
+
 def adapted(model: nn.Module) -> dict[str, _Lora]:
     """The layers of `model` that have an adapter, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, _Lora)}

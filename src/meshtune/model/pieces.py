@@ -1,8 +1,18 @@
-"""A rank's part of a tensor that several ranks hold together."""
+"""A rank's part of a tensor that several ranks hold together, and its values from the files of a model.
 
+    mapped(folder) ─> Weights ─> fill: this rank's rows and columns of each parameter, read and cast in place
+
+The files are mapped, not read: only the pages of a rank's own slices are ever touched, and they are no memory
+of the process's own. What comes from no file (adapters, embeddings of added tokens) is given or worked out.
+"""
+
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+ROWS_AT_ONCE = 1024  # of an embedding whose mean is taken
 
 
 @dataclass(frozen=True)
@@ -12,3 +22,57 @@ class Piece:
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     tensor: Tensor
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The same part of another tensor of that shape: a view."""
+        for dim, (start, size) in enumerate(zip(self.offsets, self.tensor.shape, strict=True)):
+            whole = whole.narrow(dim, min(start, whole.shape[dim]), size)
+        return whole
+
+
+class Weights:
+    """Whole tensors by name, of which slices are wanted.
+
+    A tensor with fewer rows than are asked for is an embedding (or head) that has grown since it was saved:
+    its new rows are the mean of the old ones, as `load.resize_embeddings` makes them.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._means: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def copy_into(self, piece: Piece, name: str) -> None:
+        """Fill a piece of the parameter `name`."""
+        stored = self._tensors[name]
+        if tuple(stored.shape) == piece.shape:
+            piece.tensor.copy_(piece.of(stored))
+            return
+        first, rows = piece.offsets[0], len(stored)
+        old = max(0, min(len(piece.tensor), rows - first))
+        if old:
+            piece.tensor[:old].copy_(Piece(piece.shape, piece.offsets, piece.tensor[:old]).of(stored))
+        if old < len(piece.tensor):
+            mean = Piece(piece.shape[1:], piece.offsets[1:], piece.tensor[0]).of(self._mean(name))
+            piece.tensor[old:] = mean.to(piece.tensor.dtype)
+
+    @torch.no_grad()
+    def copy_buffers(self, model: nn.Module) -> None:
+        """Give a model the values that its files hold for buffers."""
+        for name, buffer in model.named_buffers():
+            if name in self._tensors:
+                buffer.copy_(self._tensors[name])
+
+    def _mean(self, name: str) -> Tensor:
+        if name not in self._means:
+            stored = self._tensors[name]
+            total = sum(part.sum(0, dtype=torch.float64) for part in stored.split(ROWS_AT_ONCE))
+            assert isinstance(total, Tensor)
+            self._means[name] = total / len(stored)
+        return self._means[name]
+
+
+def fill(pieces: Iterable[tuple[str, Piece]], weights: Weights) -> None:
+    """Give each (name of a parameter, this rank's piece of it) its values, cast to the piece's dtype."""
+    for name, piece in pieces:
+        weights.copy_into(piece, name)

@@ -6,10 +6,13 @@ whole.
 
 import copy
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +24,17 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.pytorch_utils import Conv1D
 
 from meshtune.errors import UserError
-from meshtune.model.load import resize_to, tables
+from meshtune.model.load import INDEX, WEIGHTS, resize_to, tables
 from meshtune.model.lora import adapted, add_lora
+from meshtune.model.pieces import Piece
 from meshtune.rundir import flush
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+DTYPE_WORDS = {  # as safetensors writes them
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL",
+}  # fmt: skip
 PREFIX = "base_model.model."  # what peft's two wrappers put before every name
 
 # Settings of peft that change what an adapter computes, and the values under which it is plain LoRA.
@@ -103,6 +112,191 @@ def save_model(
         finally:
             model.config, model.generation_config = config, generation
         _finish(aside, tokenizer, card)
+
+
+def save_pieces(
+    folder: str | Path,
+    model: PreTrainedModel,
+    pieces: Mapping[str, Piece],
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    dtype: torch.dtype,
+    gather: Callable[[Any], list[Any]],
+    main: bool,
+    card: str | None = None,
+    stop_ids: Sequence[int] = (),
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """`save_model` by several ranks, none of which has the whole: each writes its pieces of the files.
+
+    model: the whole one, its parameters on meta. pieces: what this rank writes, by parameter; together the
+    ranks' cover each parameter once. gather(value) gives what every rank gave, on all of them; the main rank
+    writes what is no parameter. All call it, on one file system. Raises on all when one can't write.
+    """
+    files = _files(model, dtype, max_shard_bytes)
+    with ExitStack() as stack:
+
+        def begin() -> Path:
+            aside = stack.enter_context(_whole(Path(folder)))
+            _make_files(aside, files, model)
+            return aside
+
+        aside = _together(gather, lambda: begin() if main else None)[0]
+        _together(gather, lambda: _write_pieces(aside, files, pieces, dtype))
+        described = partial(_describe, aside, files, model, dtype, tokenizer, card, stop_ids)
+        _together(gather, lambda: described() if main else None)
+        whole = stack.pop_all()
+    _together(gather, whole.close)  # only now the folder has its name, and nobody goes on before
+
+
+def renames(model: PreTrainedModel) -> bool:
+    """Whether transformers stores a family's tensors otherwise than its modules hold them (experts fused)."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return bool(get_model_conversion_mapping(model, add_legacy=False))
+
+
+@dataclass(frozen=True)
+class _File:
+    """One safetensors file: where the bytes of each tensor begin, and the header that says so."""
+
+    name: str
+    header: bytes
+    begins: dict[str, int]
+    bytes: int
+
+
+def _files(model: PreTrainedModel, dtype: torch.dtype, most: int) -> list[_File]:
+    """The files of a model, its tensors in order; none is larger than `most` bytes, unless one tensor is."""
+    parts: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in _stored(model).items():
+        own = tensor.numel() * _stored_dtype(tensor, dtype).itemsize
+        if parts[-1] and size + own > most:
+            parts.append({})
+            size = 0
+        parts[-1][name] = tensor
+        size += own
+    names = [f"model-{n:05}-of-{len(parts):05}.safetensors" for n in range(1, len(parts) + 1)]
+    return [
+        _file(name, part, dtype)
+        for name, part in zip(names if len(parts) > 1 else [WEIGHTS], parts, strict=True)
+    ]
+
+
+def _stored(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What a model's files hold: parameters, tied ones once, and the buffers that are not made anew."""
+    parameters = dict(model.named_parameters())
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in every}
+    return {**parameters, **buffers}
+
+
+def _stored_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    return dtype if isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point() else tensor.dtype
+
+
+def _file(name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> _File:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begins, at = {}, 0
+    for key, tensor in tensors.items():
+        stored = _stored_dtype(tensor, dtype)
+        end = at + tensor.numel() * stored.itemsize
+        entries[key] = {"dtype": DTYPE_WORDS[stored], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        begins[key], at = at, end
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return _File(name, header, {key: len(header) + begin for key, begin in begins.items()}, len(header) + at)
+
+
+def _together(gather: Callable[[Any], list[Any]], work: Callable[[], Any]) -> list[Any]:
+    """What `work` returned on each rank; where it failed on one, all raise (else the others would wait)."""
+    try:
+        mine = (work(), None)
+    except Exception as error:
+        mine = (None, error)
+    found = gather(mine)
+    for _, error in found:
+        if isinstance(error, OSError):
+            remedy = "Make room, and export it from the run's checkpoint."
+            raise UserError(f"The model could not be written: {error}. {remedy}")
+        if error is not None:
+            raise error
+    return [result for result, _ in found]
+
+
+def _make_files(aside: Path, files: Sequence[_File], model: PreTrainedModel) -> None:
+    """The files at their full size, with all that is no parameter."""
+    parameters = dict(model.named_parameters())
+    for file in files:
+        with open(aside / file.name, "wb") as stream:
+            stream.write(file.header)
+            stream.truncate(file.bytes)
+    state = model.state_dict()
+    own = {name: state[name] for file in files for name in file.begins if name not in parameters}
+    _write_pieces(aside, files, {n: Piece(tuple(t.shape), (0,) * t.ndim, t) for n, t in own.items()}, None)
+
+
+def _write_pieces(
+    aside: Path, files: Sequence[_File], pieces: Mapping[str, Piece], dtype: torch.dtype | None
+) -> None:
+    """This rank's rows, or parts of rows, at their places."""
+    for file in files:
+        own = [name for name in file.begins if name in pieces]
+        if not own:
+            continue
+        descriptor = os.open(aside / file.name, os.O_WRONLY)
+        try:
+            for name in own:
+                _write_piece(descriptor, file.begins[name], pieces[name], dtype)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _write_piece(descriptor: int, begin: int, piece: Piece, dtype: torch.dtype | None) -> None:
+    held = piece.tensor.detach().to("cpu", dtype).contiguous()
+    if not held.numel():
+        return
+    item, data = held.element_size(), held.reshape(-1).view(torch.uint8).numpy()
+    rows = 1 if held.shape[1:] == piece.shape[1:] else held.shape[0]  # whole rows lie side by side
+    each = len(data) // rows
+    inner = math.prod(piece.shape[1:])
+    column = piece.offsets[1] * math.prod(piece.shape[2:]) if held.ndim > 1 else 0
+    for row in range(rows):
+        at = begin + ((piece.offsets[0] + row) * inner + column) * item if held.ndim else begin
+        written: Any = memoryview(data[row * each : (row + 1) * each])  # pyright: ignore[reportArgumentType]
+        while written:
+            done = os.pwrite(descriptor, written, at)
+            written, at = written[done:], at + done
+
+
+def _describe(
+    aside: Path,
+    files: Sequence[_File],
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    tokenizer: PreTrainedTokenizerBase | None,
+    card: str | None,
+    stop_ids: Sequence[int],
+) -> None:
+    """What lies beside the weights, as `save_pretrained` would write it."""
+    config = copy.deepcopy(model.config)
+    config.dtype, config.architectures = str(dtype).removeprefix("torch."), [type(model).__name__]
+    if stop_ids:
+        config.eos_token_id = stop_ids[0]
+    config.save_pretrained(aside)
+    if model.can_generate():
+        _generation(model, stop_ids).save_pretrained(aside)
+    if len(files) > 1:
+        size = sum(file.bytes - len(file.header) for file in files)
+        index = {
+            "metadata": {"total_size": size},
+            "weight_map": {name: file.name for file in files for name in file.begins},
+        }
+        (aside / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    _finish(aside, tokenizer, card)
 
 
 def _generation(model: PreTrainedModel, stop_ids: Sequence[int]) -> GenerationConfig:

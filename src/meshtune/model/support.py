@@ -157,8 +157,8 @@ def _pipeline(traits: Traits, layout: Layout) -> Iterator[str]:
         )
     if layout.schedule in ZERO_BUBBLE and layout.recompute == "selective":
         yield (
-            f"The schedule {layout.schedule} with recompute selective: it goes through the backward twice, and "
-            "torch's selective recomputation can be gone through once; use full or attention, or 1f1b."
+            f"The schedule {layout.schedule} with recompute selective: it goes through the backward twice, "
+            "and torch's selective recomputation allows that once; use full or attention, or 1f1b."
         )
 
 

@@ -30,6 +30,7 @@ from meshtune.parallel import context, tensor, zero
 from meshtune.parallel.mesh import World
 from meshtune.parallel.pipeline import Pipeline, Stage
 from meshtune.parallel.recompute import recompute_blocks
+from meshtune.parallel.zero import local
 
 Finish = Callable[[nn.Module, Anatomy, Tensor, MicroBatch], Tensor]
 
@@ -76,6 +77,24 @@ class Parallel:
                     start, _ = piece(parameter.shape[0], mesh.size(dim), mesh.get_local_rank(dim))
                     offsets[0] += start
         return Piece(shape, tuple(offsets), held)
+
+    def named_pieces(self) -> Iterator[tuple[str, Piece]]:
+        """This rank's own part of each of its parameters, live, by name in the whole model."""
+        for name, parameter in self.named_parameters():
+            yield self.tied.get(name, name), self.piece(name, parameter, local(parameter).detach())
+
+    def own_pieces(self) -> dict[str, Piece]:
+        """The pieces that this rank writes, so that together the ranks write each part of the model once."""
+        layout = self.world.layout
+        copied = ("dp_replicate", "cp") if layout.zero == 0 else ("dp_replicate",)
+        if any(self.world.axis(name).index for name in copied):
+            return {}
+        found = {}
+        for name, parameter in self.named_parameters():
+            split = self.splits.get(name, Split())
+            if name not in self.tied and (split.dim is not None or self.world.tp.index == 0):
+                found[name] = self.piece(name, parameter, local(parameter))
+        return found
 
     def copies(self) -> dict[str, float]:
         """Parameter -> on how many ranks its gradient lies; a tied copy does not count."""

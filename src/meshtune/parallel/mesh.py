@@ -111,6 +111,14 @@ class World:
         dist.all_gather_object(values, value, group=self.host)
         return values
 
+    def collect(self, value: Any) -> list[Any]:
+        """What each rank gives, in the order of the ranks, on the main rank; elsewhere nothing."""
+        if self.host is None:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.main else None
+        dist.gather_object(value, values, dst=0, group=self.host)
+        return values or []
+
     @property
     def main(self) -> bool:
         """Whether this rank speaks: writes rows, prints, claims the run folder."""

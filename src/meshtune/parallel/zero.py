@@ -17,9 +17,10 @@ not averaged: each micro-batch's loss is already divided by the label tokens of 
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from meshtune.compat import replicate
 from meshtune.parallel.mesh import World
@@ -69,6 +70,13 @@ def shard(
     for module in groups(root):  # both are of one module, not of those inside it
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # else a pre-multiplied sum, which gloo has not
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's piece, sharing its memory: of a sharded tensor the shard, a plain one as it is."""
+    if isinstance(tensor, DTensor):
+        return tensor.detach().to_local()  # pyright: ignore[reportAttributeAccessIssue]
+    return tensor
 
 
 def groups(root: nn.Module) -> list[FSDPModule]:

@@ -29,10 +29,20 @@ from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.model.anatomy import anatomy, hidden_pattern, own_attention, traits
 from meshtune.model.census import Census
-from meshtune.model.load import freeze, load, load_config, load_tokenizer, quiet, resize_embeddings, tables
-from meshtune.model.lora import add_lora
+from meshtune.model.load import (
+    freeze,
+    load,
+    load_config,
+    load_tokenizer,
+    mapped,
+    quiet,
+    resize_embeddings,
+    skeleton,
+    tables,
+)
+from meshtune.model.lora import add_lora, drawn
 from meshtune.model.partition import census_stages, stage_of_rank
-from meshtune.model.pieces import Piece
+from meshtune.model.pieces import Piece, Weights, fill
 from meshtune.model.support import ZERO_BUBBLE, refusals
 from meshtune.model.trace import census_of
 from meshtune.parallel.apply import Parallel, apply
@@ -42,7 +52,7 @@ from meshtune.rundir import RunDir
 from meshtune.train import folder
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.evaluate import Evaluation
-from meshtune.train.export import Exporter, recipe
+from meshtune.train.export import Exporter, SharedExporter, recipe
 from meshtune.train.generate import answers, answers_of_all
 from meshtune.train.loop import Run, restore, seed_dropout
 from meshtune.train.loss import finish_loss
@@ -215,7 +225,7 @@ def one_device(
         census=census,
         answer=answer,
         exporter=exporter_of(config, model, tokenizer, encoder),
-        whole=dict,
+        whole=lambda state: {**state},
         added=added,
     )
 
@@ -242,7 +252,10 @@ def many_ranks(
         reduce_dtype=reduce_dtype_of(config),
         compile=config.train.compile,
     )
-    fill_values(config, parallel, tokenizer, attention)
+    weights = weights_of(config, whole)
+    fill(parallel.named_pieces(), weights)
+    for model in (whole, *(stage.model for stage in parallel.stages)):
+        weights.copy_buffers(model)
     optimizer = optimizer_of(
         config,
         parallel.named_parameters(),
@@ -262,73 +275,12 @@ def many_ranks(
         optimizer=optimizer,
         census=census,
         answer=answer,
-        exporter=InterimExporter(
-            parallel,
-            optimizer,
-            lambda: exporter_of(
-                config, model_of(config, tokenizer, attention, torch.device("cpu"))[0], tokenizer, encoder
-            ),
+        exporter=SharedExporter(
+            **vars(exporter_of(config, whole, tokenizer, encoder)), parallel=parallel, dtype=compute
         ),
         whole=partial(pieces_of, parallel),
         added=added,
     )
-
-
-def skeleton_of(
-    config: Config, tokenizer: PreTrainedTokenizerBase, attention: str
-) -> tuple[PreTrainedModel, int]:
-    """INTERIM"""
-    model, added = model_of(config, tokenizer, attention, torch.device("cpu"))
-    seen = {}
-    for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is not None:
-                seen.setdefault(p, nn.Parameter(p.detach().to("meta"), p.requires_grad))
-                module._parameters[name] = seen[p]
-    return model, added
-
-
-def fill_values(config, parallel, tokenizer, attention):
-    """INTERIM"""
-    from meshtune.train.optim import local
-
-    torch.manual_seed(config.train.seed)
-    model, _ = model_of(config, tokenizer, attention, torch.device("cpu"))
-    values = dict(model.named_parameters())
-    for name, parameter in parallel.named_parameters():
-        held = local(parameter).detach()
-        part = parallel.piece(name, parameter, held)
-        value = values[parallel.tied.get(name, name)]
-        for dim, (start, size) in enumerate(zip(part.offsets, held.shape, strict=True)):
-            value = value.narrow(dim, min(start, value.shape[dim]), size)
-        held.copy_(value.detach())
-
-
-@dataclass(frozen=True)
-class InterimExporter:
-    """INTERIM"""
-
-    parallel: Parallel
-    optimizer: Optimizer
-    make: Callable[[], Exporter]
-
-    def write(self, folder, *, steps):
-        state = {n: t for n, t in self.optimizer.state().items() if n.startswith("model.")}
-        mine = pieces_of(self.parallel, state)
-        parts = self.parallel.world.gather({n: (p.offsets, p.tensor.detach()) for n, p in mine.items()})
-        if self.parallel.world.main:
-            exporter = self.make()
-            whole = dict(exporter.model.named_parameters())
-            for part in parts:
-                for n, (offsets, tensor) in part.items():
-                    value = whole[n.removeprefix("model.")].data
-                    for dim, (start, size) in enumerate(zip(offsets, tensor.shape)):
-                        value = value.narrow(dim, min(start, value.shape[dim]), size)
-                    value.copy_(tensor)
-            exporter.write(folder, steps=steps)
-
-    def push(self, folder):
-        return None
 
 
 def reduce_dtype_of(config: Config) -> torch.dtype | None:
@@ -359,6 +311,12 @@ def claimed(
         lock = folder.begin(run_folder, config, world.layout, resumed)
         found = run_folder, resumed
     run_folder, resumed = world.agree(found)
+    missing = [rank for rank, there in enumerate(world.gather(run_folder.config_file.exists())) if not there]
+    if missing:
+        raise UserError(
+            f"output = {config.output}: ranks {', '.join(map(str, missing[:8]))} don't see the run folder "
+            f"{run_folder.path} that rank 0 made; name one on a file system that all machines share."
+        )
     return run_folder, resumed, lock
 
 
@@ -503,6 +461,41 @@ def model_of(
         revision=config.model.revision,
         seed=config.train.seed,
     )
+    return model, made_trainable(config, model, tokenizer)
+
+
+def skeleton_of(
+    config: Config, tokenizer: PreTrainedTokenizerBase, attention: str
+) -> tuple[PreTrainedModel, int]:
+    """`model_of` with its parameters on meta."""
+    model = skeleton(
+        config.model.name,
+        init=config.model.init,
+        dtype=loading_dtype(config),
+        attention=attention,
+        trust_remote_code=config.model.trust_remote_code,
+        revision=config.model.revision,
+    )
+    return model, made_trainable(config, model, tokenizer)
+
+
+def weights_of(config: Config, whole: PreTrainedModel) -> Weights:
+    """The values of all parameters of the skeleton `whole`: from its files, and from torch's generator."""
+    stored = mapped(
+        config.model.name,
+        init=config.model.init,
+        dtype=loading_dtype(config),
+        trust_remote_code=config.model.trust_remote_code,
+        revision=config.model.revision,
+        seed=config.train.seed,
+    )
+    return Weights(stored | drawn(whole))
+
+
+def made_trainable(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Give a model embeddings for all tokens, adapters, and frozen parameters; returns how many embeddings it
+    gained.
+    """
     added = resize_embeddings(model, tokenizer)
     if config.method == "lora":
         targets = config.lora.target_modules
@@ -520,7 +513,7 @@ def model_of(
     if config.model.freeze:
         freeze(model, config.model.freeze)
     set_dtypes(config, model)
-    return model, added
+    return added
 
 
 def loading_dtype(config: Config) -> torch.dtype:

@@ -6,12 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import meshtune
 from meshtune.config import Config
 from meshtune.errors import UserError
-from meshtune.model.save import save_adapter, save_model
+from meshtune.model.pieces import Piece
+from meshtune.model.save import renames, save_adapter, save_model, save_pieces
+from meshtune.parallel.apply import Parallel
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,64 @@ class Exporter:
             f"Trained with meshtune {meshtune.__version__}.\n\n{resized}"
             f"| setting | value |\n| --- | --- |\n{rows}\n"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedExporter(Exporter):
+    """The same by all ranks of a layout; `model` is the whole one, its parameters on meta.
+
+    No rank ever holds the model: each writes its pieces, in `dtype`, into the files. Adapters, which are
+    small, the main rank gets and writes; so it does, tensor by tensor, for a family whose checkpoints have
+    other tensors than its modules, which transformers alone can write.
+    """
+
+    parallel: Parallel
+    dtype: torch.dtype
+
+    def write(self, folder: Path, *, steps: int) -> Path:
+        world = self.parallel.world
+        if self.adapter is None and not renames(self.model):
+            save_pieces(
+                folder, self.model, self.parallel.own_pieces(), self.tokenizer, dtype=self.dtype,
+                gather=world.gather, main=world.main, card=self.card(steps), stop_ids=self.stop_ids,
+            )  # fmt: skip
+            return folder
+        on_meta = self._collect()
+        if world.main:
+            super().write(folder, steps=steps)
+        for old, new in on_meta:
+            exchange(self.model, new, old)
+        world.gather(None)  # nobody goes on before it is there
+        return folder
+
+    def push(self, folder: Path) -> str | None:
+        return super().push(folder) if self.parallel.world.main else None
+
+    def _collect(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Give the main rank's model the values to write; returns (what was on meta, what has a value)."""
+        world, own, given = self.parallel.world, self.parallel.own_pieces(), []
+        for name, parameter in list(self.model.named_parameters()):
+            if self.adapter is not None and not parameter.requires_grad:
+                continue
+            piece = own.get(name)
+            sent = piece and Piece(piece.shape, piece.offsets, piece.tensor.detach().to("cpu", self.dtype))
+            parts = world.collect(sent)
+            if world.main:
+                value = torch.empty(parameter.shape, dtype=self.dtype)
+                for part in parts:
+                    if part is not None:
+                        part.of(value).copy_(part.tensor)
+                given.append((parameter, nn.Parameter(value, parameter.requires_grad)))
+                exchange(self.model, *given[-1])
+        return given
+
+
+def exchange(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Put a parameter wherever another one is: under each of its names, where it is tied."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is old:
+                module._parameters[name] = new
 
 
 def recipe(config: Config) -> dict[str, str]:

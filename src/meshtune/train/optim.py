@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from meshtune.parallel.zero import local
 
 BUCKET_ELEMENTS = 64 * 2**20  # 256 MiB of fp32 gradients at a time
 
@@ -38,13 +39,6 @@ class Bucket:
     parameters: list[nn.Parameter]
     trained: list[Tensor]
     adamw: torch.optim.AdamW
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's piece, sharing its memory: of a sharded tensor the shard, a plain one as it is."""
-    if isinstance(tensor, DTensor):
-        return tensor.detach().to_local()  # pyright: ignore[reportAttributeAccessIssue]
-    return tensor
 
 
 class Optimizer:

@@ -16,7 +16,7 @@ from meshtune.model.anatomy import anatomy
 from meshtune.parallel import zero
 from meshtune.parallel.mesh import join
 from meshtune.train.loss import summed_loss
-from meshtune.train.optim import Optimizer, local
+from meshtune.train.optim import Optimizer
 
 GROUPS = 5  # four blocks, and what lies outside
 MICRO_BATCHES = 4
@@ -94,7 +94,7 @@ def sharded(layout: str) -> dict[str, Any]:
         (squares,) = world.total(optimizer.squared_norm())
         gradients = {n: p.grad.full_tensor() for n, p in root.named_parameters()}  # type: ignore[union-attr]
         optimizer.zero_grad()
-    held = sum(local(p).numel() for p in root.parameters())
+    held = sum(zero.local(p).numel() for p in root.parameters())
     return {"gradients": gradients, "norm": squares**0.5, "steps": steps, "held": held}
 
 

@@ -1,0 +1,71 @@
+"""Layouts as a user runs them: `meshtune train` on GSM8K under ten of them gives the losses of one rank."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from command import Command
+from tiny import make_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from meshtune.rundir import RunDir
+
+LAYOUTS = [
+    "dp2", "zero3x2", "tp2-sp", "cp2", "ulysses2", "pp2-1f1b", "zero1x2-pp2-zbv", "dp2-tp2-full",
+    "zero2x2-tp2-sp", "zero3x2-tp2-sp-pp2-1f1b",
+]  # fmt: skip
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def settings(gsm8k: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """A tiny Llama, and a short fp32 run on GSM8K with evaluation and samples."""
+    folder = tmp_path_factory.mktemp("gsm8k")
+    text = (gsm8k / "test.jsonl").read_text("utf-8").splitlines()
+    (folder / "train.jsonl").write_text("\n".join(text[:300]) + "\n", "utf-8")
+    (folder / "eval.jsonl").write_text("\n".join(text[300:340]) + "\n", "utf-8")
+    make_tokenizer(text, 1000).save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=1000, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    yield [
+        f"model.name={folder / 'model'}", f"data.train={folder / 'train.jsonl'}",
+        f"data.eval={folder / 'eval.jsonl'}", "data.columns={prompt: question, completion: answer}",
+        f"data.cache={folder / 'cache'}", "data.seq_len=256", "train.global_batch_size=8",
+        f"train.max_steps={STEPS}", "train.precision=fp32", "train.learning_rate=1e-3", "log.to=[jsonl]",
+        "checkpoint.every=0", "eval.samples=2", "eval.max_new_tokens=8",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def one(meshtune: Command, settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    run = RunDir(tmp_path_factory.mktemp("one") / "run")
+    ended = meshtune("train", *settings, f"output={run.path}")
+    assert ended.code == 0, ended.err
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_gives_the_losses_samples_and_model_of_one_rank(
+    layout: str, meshtune: Command, settings: list[str], one: RunDir, tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path / "run")
+    ended = meshtune("train", *settings, f"layout={layout}", f"output={run.path}", "--json")
+    assert ended.code == 0, ended.err
+    assert ended.json["steps"] == STEPS
+    for kind, steps in (("train", STEPS), ("eval", 1)):
+        ours, theirs = run.rows(kind), one.rows(kind)
+        assert len(ours) == len(theirs) == steps
+        for row, expected in zip(ours, theirs, strict=True):
+            assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+            assert row["label_tokens"] == expected["label_tokens"]
+    assert run.samples() == one.samples()
+    AutoTokenizer.from_pretrained(run.model)
+    loaded = AutoModelForCausalLM.from_pretrained(run.model).state_dict()
+    for name, tensor in AutoModelForCausalLM.from_pretrained(one.model).state_dict().items():
+        torch.testing.assert_close(loaded[name], tensor, rtol=1e-3, atol=1e-4)
