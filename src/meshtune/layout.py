@@ -18,6 +18,7 @@ from meshtune.errors import UserError
 CP_METHODS = ("allgather", "ulysses")
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "zb", "zbv", "dualpipev")
 VIRTUAL_SCHEDULES = ("interleaved1f1b", "loopedbfs", "zb")  # the ones that take v > 1
+V_SCHEDULES = ("zbv", "dualpipev")  # two stages a rank: down the ranks and up again
 RECOMPUTE = ("none", "attention", "selective", "full")
 
 
@@ -193,8 +194,8 @@ class PartialLayout:
         return cls(fixed)
 
     def complete(self, *, devices: int, global_batch_size: int) -> Layout:
-        """The whole layout: data parallel over all devices where open, mb the largest <= 4 that divides, ga
-        the rest.
+        """The whole layout: data parallel over all devices where open, mb the largest <= 4 that divides and
+        leaves a pipeline enough micro-batches, ga the rest.
 
         Raises UserError when micro-batch, accumulation and data ranks cannot make `global_batch_size`
         sequences.
@@ -212,11 +213,11 @@ class PartialLayout:
             )
         micro, accumulation = (self.fixed.get(n) for n in ("micro_batch_size", "gradient_accumulation_steps"))
         if micro is None:
-            micro = (
-                each_rank // accumulation
-                if accumulation
-                else max(n for n in range(1, 5) if each_rank % n == 0)
-            )
+            # A pipeline wants at least as many micro-batches as it has stages.
+            stages = layout.pp * max(layout.virtual_stages, 1 + (layout.schedule in V_SCHEDULES))
+            fitting = [n for n in range(1, 5) if each_rank % n == 0]
+            filling = [n for n in fitting if each_rank // n >= stages]
+            micro = each_rank // accumulation if accumulation else max(filling or fitting[:1])
         if accumulation is None:
             accumulation = each_rank // micro
         if micro * accumulation != each_rank or micro < 1:

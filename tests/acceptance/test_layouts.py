@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import Command
+from command import end, start
 from tiny import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -42,9 +42,9 @@ def settings(gsm8k: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture(scope="module")
-def one(meshtune: Command, settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def one(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     run = RunDir(tmp_path_factory.mktemp("one") / "run")
-    ended = meshtune("train", *settings, f"output={run.path}")
+    ended = end(start("train", *settings, f"output={run.path}"))
     assert ended.code == 0, ended.err
     return run
 
@@ -52,10 +52,10 @@ def one(meshtune: Command, settings: list[str], tmp_path_factory: pytest.TempPat
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_gives_the_losses_samples_and_model_of_one_rank(
-    layout: str, meshtune: Command, settings: list[str], one: RunDir, tmp_path: Path
+    layout: str, settings: list[str], one: RunDir, tmp_path: Path
 ) -> None:
     run = RunDir(tmp_path / "run")
-    ended = meshtune("train", *settings, f"layout={layout}", f"output={run.path}", "--json")
+    ended = end(start("train", *settings, f"layout={layout}", f"output={run.path}", "--json"))
     assert ended.code == 0, ended.err
     assert ended.json["steps"] == STEPS
     for kind, steps in (("train", STEPS), ("eval", 1)):

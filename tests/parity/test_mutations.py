@@ -47,8 +47,7 @@ class _Deaf:
 
 # what is taken away: (layout that needs it, where, what, by what it is replaced)
 MUTATIONS: dict[str, tuple[str, Any, str, Any]] = {
-    "gradients are summed, not averaged": ("zero2x2", zero.FSDPModule, "set_gradient_divide_factor", _nothing),
-    "the sum is forced": ("dp2", zero.FSDPModule, "set_force_sum_reduction_for_comms", _nothing),
+    "gradients are sums, no means": ("zero2x2", zero.FSDPModule, "set_gradient_divide_factor", _nothing),
     "gradients of replicas": ("dp2", zero, "before_backward", _unsynced),
     "gradients of shards": ("zero1x2", zero, "before_backward", _unsynced),
     "gradients over replicas of shards": ("dp2-zero2x2", zero.FSDPModule, "set_requires_all_reduce",
