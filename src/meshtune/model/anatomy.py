@@ -11,9 +11,10 @@ language model (the embedding and head that it names, the number of blocks in it
 finding is verified; a model that is built differently is refused, so that nothing downstream has to guess.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -192,6 +193,46 @@ def traits(model: PreTrainedModel) -> Traits:
         ),
         attention=own_attention(model),
         tensor=plan if isinstance(plan, str) else None,
+        pipeline=_pipeline_problem(model, found),
+    )
+
+
+class StandIn(nn.Module):
+    """In the place of a module that is not here: gives back what it is given first."""
+
+    def forward(self, hidden: Any, *_: Any, **__: Any) -> Any:
+        return hidden
+
+
+def _pipeline_problem(model: PreTrainedModel, found: Anatomy) -> str | None:
+    """Why a model's blocks can't run apart: its body does more than embed, run the blocks and normalise.
+
+    Tried, not listed: with these replaced by stand-ins, hidden states must come through the body unchanged,
+    as on a stage in the middle. Positions that are added to them, or a scale, would show.
+    """
+    probe = copy.deepcopy(model)
+    blocks = [f"{found.blocks}.{name}" for name, _ in model.get_submodule(found.blocks).named_children()]
+    for path in (found.embed, found.norm, *blocks):
+        if path:
+            probe.set_submodule(path, StandIn())
+    for module in probe.modules():  # rotary frequencies: their values don't matter here, but they are used
+        module._buffers |= {
+            k: torch.zeros_like(b, device="cpu") for k, b in module._buffers.items() if b is not None
+        }
+    body: Any = probe.get_submodule(found.body)
+    hidden = torch.linspace(1, 2, 2 * probe.config.get_text_config().hidden_size).view(1, 2, -1)
+    try:
+        positions = torch.arange(2)[None]
+        with torch.no_grad():
+            out = body(inputs_embeds=hidden, position_ids=positions, use_cache=False).last_hidden_state
+        if not out.is_meta and torch.equal(out, hidden):
+            return None
+        what = "changes hidden states outside its blocks (positions or a scale)"
+    except Exception as error:  # each family stumbles in its own way over what is not there
+        what = f"needs more than hidden states between its blocks ({type(error).__name__})"
+    return (
+        f"pp: {type(model).__name__} {what}, so they can't run on several ranks. What works for it: data "
+        "parallel (dp) and ZeRO (zero)."
     )
 
 
@@ -276,7 +317,7 @@ def tensor_plan(model: PreTrainedModel) -> dict[str, str] | str:
     if reason := reason or next(filter(None, (_unvouched(block, found, words) for block in blocks)), None):
         return (
             f"{type(model).__name__} can't be cut by tensor parallelism: {reason}. "
-            "What works for it: data parallel (dp), ZeRO (zero) and pipeline (pp)."
+            "What works for it: data parallel (dp) and ZeRO (zero); meshtune env --model says what else."
         )
     present = {path for block in blocks for path, _ in block.named_modules()}
     return {path: word for path, word in words.items() if path in present}

@@ -28,7 +28,7 @@ from torch.distributed.pipelining.schedules import (
 from transformers import PreTrainedModel
 
 from meshtune.data.loader import MicroBatch
-from meshtune.model.anatomy import Anatomy
+from meshtune.model.anatomy import Anatomy, StandIn
 from meshtune.model.partition import stage_of_rank
 from meshtune.parallel.attention import body_forward
 from meshtune.parallel.mesh import World
@@ -45,13 +45,6 @@ SCHEDULES = {
     "zbv": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
 }
-
-
-class StandIn(nn.Module):
-    """In the place of a module that another stage has: gives back what it is given first."""
-
-    def forward(self, hidden: Any, *_: Any, **__: Any) -> Any:
-        return hidden
 
 
 class Stage(nn.Module):

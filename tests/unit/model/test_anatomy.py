@@ -7,7 +7,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.masking_utils import AttentionMaskInterface
 
 from meshtune.errors import UserError
-from meshtune.model.anatomy import anatomy, capabilities, hidden_pattern, own_attention, tensor_plan
+from meshtune.model.anatomy import anatomy, capabilities, hidden_pattern, own_attention, tensor_plan, traits
 
 DENSE = [
     "opt",
@@ -191,4 +191,23 @@ def test_a_family_whose_gradients_nobody_vouches_for_has_no_plan(model_type):
     reason = tensor_plan(build(config))
     assert isinstance(reason, str)
     assert re.search(NO_PLAN[model_type], reason)
-    assert reason.endswith("data parallel (dp), ZeRO (zero) and pipeline (pp).")
+    assert "What works for it: data parallel (dp) and ZeRO (zero)" in reason
+
+
+@pytest.mark.parametrize(
+    ("family", "apart"),
+    [("llama", True), ("gemma2", True), ("cohere", True), ("gpt_neox", True), ("gpt2", False)],
+)
+def test_blocks_run_apart_where_the_body_adds_nothing_to_them(family: str, apart: bool) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(FAMILIES[family]())
+    reason = traits(model).pipeline
+    assert (reason is None) == apart
+    assert reason is None or "data parallel (dp) and ZeRO (zero)" in reason
+
+
+def test_a_scale_of_the_embeddings_in_the_body_keeps_blocks_together() -> None:
+    config = AutoConfig.for_model("granite", hidden_size=64, num_hidden_layers=2, embedding_multiplier=12.0)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert "a scale" in str(traits(model).pipeline)
