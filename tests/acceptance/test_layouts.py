@@ -1,6 +1,5 @@
 """Layouts as a user runs them: `meshtune train` on GSM8K under ten of them gives the losses of one rank."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def settings(gsm8k: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+def settings(gsm8k: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A tiny Llama, and a short fp32 run on GSM8K with evaluation and samples."""
     folder = tmp_path_factory.mktemp("gsm8k")
     text = (gsm8k / "test.jsonl").read_text("utf-8").splitlines()
@@ -32,7 +31,7 @@ def settings(gsm8k: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         num_key_value_heads=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder / "model")
-    yield [
+    return [
         f"model.name={folder / 'model'}", f"data.train={folder / 'train.jsonl'}",
         f"data.eval={folder / 'eval.jsonl'}", "data.columns={prompt: question, completion: answer}",
         f"data.cache={folder / 'cache'}", "data.seq_len=256", "train.global_batch_size=8",

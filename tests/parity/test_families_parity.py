@@ -8,6 +8,7 @@ from families import FAMILIES, exact
 from layouts import Trained, check, make_folder, trained
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.slow
 DENSE = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "olmo2", "starcoder2", "cohere"]
 
 

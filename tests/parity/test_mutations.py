@@ -19,6 +19,8 @@ from meshtune.parallel.pipeline import Pipeline
 from meshtune.train import build, loss
 from meshtune.train.optim import Optimizer
 
+pytestmark = pytest.mark.slow
+
 
 def _nothing(*_: Any, **__: Any) -> None:
     return None
@@ -95,9 +97,5 @@ def test_without_it_the_comparison_fails(
     layout, where, what, instead = MUTATIONS[name]
     assert hasattr(where, what)
     monkeypatch.setattr(where, what, instead)
-    try:
-        found = differences(trained(folder, tmp_path / "run", layout, "fp64"), reference)[:3]
-    except AssertionError as error:
-        assert "rank" in str(error), "a rank refused to go on, which shows it too"
-    else:
-        assert max(found) > 1e-4, found
+    found = differences(trained(folder, tmp_path / "run", layout, "fp64"), reference)[:3]
+    assert max(found) > 1e-4, found

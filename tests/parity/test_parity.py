@@ -38,7 +38,13 @@ def test_the_table_is_long_enough() -> None:
     assert {whole(layout).world for layout in LAYOUTS} == {2, 4, 8}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, marks=pytest.mark.slow) if layout in EIGHT.split() else layout
+        for layout in LAYOUTS
+    ],
+)
 def test_layout_gives_the_numbers_of_one_rank(
     layout: str, folder: Path, reference: dict[str, Trained], tmp_path: Path
 ) -> None:

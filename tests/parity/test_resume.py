@@ -15,7 +15,7 @@ ONE = "mb4-ga4"
         ("zero3x2-tp2-sp", ONE),
         ("zero3x4", "dp2-tp2"),
         ("dp2-pp2-1f1b", "cp2-tp2-sp"),
-        ("zero1x2-tp2-sp-pp2-interleaved1f1b-v2-mb2-ga4", "zero3x4"),
+        pytest.param("zero1x2-tp2-sp-pp2-interleaved1f1b-v2-mb2-ga4", "zero3x4", marks=pytest.mark.slow),
         ("tp2-pp2-zbv", "pp4-1f1b"),
     ],
 )
