@@ -1,35 +1,47 @@
-"""What the machinery of the layouts costs: two ranks on CPU, one thread each, against torch's own ways.
+"""What the machinery of several ranks costs: meshtune's layouts against torch's own ways, on 2 CPU ranks.
 
-    python benchmarks/parallel.py            # about 10 minutes on 2 cores
+    python benchmarks/parallel.py            # everything
     python benchmarks/parallel.py --quick    # does it run? (its figures mean nothing)
 
-    dp2       against DistributedDataParallel, same model, attention and loss function
-    zero3x2   against plain FSDP2 (fully_shard), likewise
-    tp2-sp    against torch's tensor-parallel styles, with its loss_parallel
-    dp2 with its three savings taken away, one at a time
-    one rank against two, for every technique: the same batch (strong), and a batch for each (weak)
+    dp2       against DistributedDataParallel        same attention, loss and accumulation: only the
+    zero3x2   against FSDP2's fully_shard            machinery differs
+    tp2-sp    against parallelize_module             torch's styles, loss_parallel, Hugging Face's sdpa
+    by hand   data parallel's three savings, switched off one at a time
+    scaling   two ranks against one, with the same global batch (strong) and with twice one's (weak)
+    start     8 ranks by meshtune's launcher, from after the imports to a barrier that all have passed
 
-All contenders of a comparison live in the same processes and take turns, step by step, on the same random
-batch, all of it labelled; a figure is the median over the rounds. Each step is forward, backward, clipping
-and fused AdamW, with two micro-batches (four where savings are taken away).
+meshtune's side is what `meshtune train` runs: `build`, its passes, its optimizer. All contenders read the
+same global batches from the same weights, and must come to the same loss. Every row is one document of
+SEQ_LEN tokens, all labelled: nobody gains by keeping documents apart or by leaving out logits.
 """
 
 import argparse
+import itertools
 import json
+import logging
+import math
+import os
+import platform
+import random
 import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 import torch
 import torch.distributed as dist
-from single_device import RESULTS, processor
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from single_device import RESULTS, processor, say
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -42,410 +54,532 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from meshtune import config, launch
+from meshtune.config import Config
 from meshtune.data.loader import Batch, MicroBatch
+from meshtune.layout import Layout
 from meshtune.model.anatomy import anatomy
-from meshtune.parallel import zero
+from meshtune.parallel.mesh import World, join
+from meshtune.parallel.zero import local
 from meshtune.train import build
 from meshtune.train.loss import summed_loss
+from meshtune.watch import Limits
 
-NAMES = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "vocab_size",
-)  # fmt: skip
+SEQ_LEN, ROWS_PER_STEP = 128, 8
+LEARNING_RATE, MAX_NORM = 1e-4, 1.0
+WARM_UP = 2  # DDP settles its buckets after the first step
+STARTED = 8  # ranks
 MODELS = {
-    "tiny": dict(zip(NAMES, (64, 176, 4, 4, 2, 512), strict=True)),
-    "28 M": dict(zip(NAMES, (512, 1408, 8, 8, 4, 8192), strict=True)),
-}
-ROWS, WIDTH = 2, 256  # of a micro-batch
-Step = Callable[[], Any]
+    "tiny": {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4,
+             "num_attention_heads": 4, "num_key_value_heads": 2},
+    "28 M": {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
+             "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True},
+}  # fmt: skip
+
+# A global batch -> its loss, with the weights updated.
+Step = Callable[[Batch], float]
+# A batch -> this rank's share of its loss, with the gradients on the parameters.
+Gradients = Callable[[Batch], Tensor]
+
+# Contenders, as each rank makes them #
 
 
-# The batch, and those who train on it #
+def meshtune(settings: Config) -> tuple[Iterator[Any], Step]:
+    """The real thing, as train/loop.py steps it."""
+    run = build.build(settings)
+
+    def step(batch: Batch) -> float:
+        share = run.passes.forward_backward(batch, run.memory.phase)
+        loss, squares = run.world.total(share, run.optimizer.squared_norm())
+        run.optimizer.clip(math.sqrt(squares), run.max_grad_norm)
+        with run.memory.phase("optimizer"):
+            run.optimizer.step(LEARNING_RATE)
+        return loss
+
+    return iter(run.loader), step
 
 
-def micro_batch(seed: int, vocabulary: int, rows: int = ROWS) -> MicroBatch:
-    ids = torch.randint(3, vocabulary, (rows, WIDTH + 1), generator=torch.Generator().manual_seed(seed))
-    positions = torch.arange(WIDTH).expand(rows, WIDTH).contiguous()
-    documents = ((WIDTH,),) * rows
-    tokens = rows * WIDTH
-    return MicroBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), positions, documents, tokens, tokens)
+def rival(
+    make: Callable[[nn.Module, World], tuple[nn.Module, Gradients]], attention: str, settings: Config
+) -> tuple[Iterator[Any], Step]:
+    """torch's own optimizer and clipping around what `make` does to the model of each rank."""
+    build.quiet()
+    world = join(build.layout_of(settings), torch.device("cpu"))
+    tokenizer, encoder = build.tokenizer_of(settings)
+    model, _ = build.model_of(settings, tokenizer, attention, world.device)
+    trained, gradients = make(model, world)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
+    def step(batch: Batch) -> float:
+        loss = gradients(batch)
+        torch.nn.utils.clip_grad_norm_(trained.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(loss)
+        return float(loss)
 
-def batch(rank: int, ranks: int, number: int, vocabulary: int) -> Batch:
-    """This rank's `number` micro-batches of a global batch over `ranks` data ranks."""
-    own = tuple(micro_batch(rank * number + i, vocabulary) for i in range(number))
-    tokens = sum(each.tokens for each in own) * ranks
-    return Batch(own, tokens, tokens, "")
-
-
-def ours(folder: Path, layout: str, number: int, vocabulary: int) -> Step:
-    """meshtune's own parts, from its settings on."""
-    data_ranks = config.PartialLayout.parse(layout).complete(devices=1, global_batch_size=64).data_ranks
-    words = [
-        f"model.name={folder / 'model'}", f"data.train={folder / 'rows.jsonl'}", "data.seq_len=64",
-        f"data.cache={folder / 'cache'}", f"layout={layout}-mb1-ga{number}", "train.precision=fp32",
-        f"train.global_batch_size={number * data_ranks}", "train.max_steps=1", "log.to=[]",
-        f"output={folder / 'runs' / f'{layout}-{number}'}",
-    ]  # fmt: skip
-    run = build.build(config.load(None, words))
-    own = batch(run.world.data_rank, run.world.data_ranks, number, vocabulary)
-    quiet = run.memory.phase
-
-    def step() -> None:
-        share = run.passes.forward_backward(own, quiet)
-        _, squares = run.world.total(share, run.optimizer.squared_norm())
-        run.optimizer.clip(squares**0.5, 1.0)
-        run.optimizer.step(1e-4)
-
-    return step
+    return iter(build.loader_of(settings, build.data_of(settings, encoder).train, world)), step
 
 
 class Whole(nn.Module):
-    """A model and our loss in one forward, for torch's own wrappers."""
+    """A model and meshtune's loss of a micro-batch in one forward, as DDP and FSDP2 want their root."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = LlamaForCausalLM.from_pretrained(
-            folder / "model", attn_implementation="meshtune", dtype=torch.float32
-        ).train()
-        self.anatomy = anatomy(self.model)
+        self.model = model
+        self.anatomy = anatomy(model)  # pyright: ignore[reportArgumentType]
 
-    def forward(self, each: MicroBatch) -> torch.Tensor:
-        return summed_loss(self.model, self.anatomy, each)
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.model.get_submodule(self.anatomy.blocks).children())
+
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        return summed_loss(self.model, self.anatomy, micro_batch)
+
+
+def accumulated(
+    loss_of: Callable[[MicroBatch], Tensor],
+    batch: Batch,
+    *,
+    times: float = 1,
+    around: Callable[[bool], AbstractContextManager[object]] = lambda last: nullcontext(),
+) -> Tensor:
+    """Backward of every micro-batch's share of the loss · `times`; returns the sum of the shares.
+
+    around(last): entered for each micro-batch.
+    """
+    total = torch.zeros(())
+    for number, micro_batch in enumerate(batch.micro_batches, 1):
+        with around(number == len(batch.micro_batches)):
+            loss = loss_of(micro_batch) / batch.label_tokens
+            (loss * times).backward()
+        total += local(loss.detach())
+    return total
+
+
+def ddp(model: nn.Module, world: World) -> tuple[nn.Module, Gradients]:
+    wrapped = DistributedDataParallel(Whole(model), gradient_as_bucket_view=True)
+
+    def around(last: bool) -> AbstractContextManager[object]:
+        return nullcontext() if last else wrapped.no_sync()
+
+    return wrapped, partial(accumulated, wrapped, times=world.size, around=around)  # it averages
+
+
+def fsdp(model: nn.Module, world: World) -> tuple[nn.Module, Gradients]:
+    whole = Whole(model)
+    for block in whole.blocks:
+        fully_shard(block)
+    fully_shard(whole)
+    return whole, partial(accumulated, whole, times=world.size)  # it averages
+
+
+def styles(model: nn.Module, world: World) -> tuple[nn.Module, Gradients]:
+    """Tensor and sequence parallel in torch's own words, for a Llama."""
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # one warning per clipping
+    outside = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    }
+    gathered = {"desired_input_layouts": (Replicate(),), "input_layouts": (Shard(1),)}
+    inside = {
+        "input_layernorm": SequenceParallel(),
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": Shard(1)},
+            desired_input_kwarg_layouts={"hidden_states": Replicate()},
+        ),
+        **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+        "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
+        "post_attention_layernorm": SequenceParallel(),
+        "mlp": PrepareModuleInput(**gathered),
+        **{f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
+        "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    llama: Any = model
+    mesh: Any = world.mesh
+    parallelize_module(model, mesh["tp"], outside)
+    for block in llama.model.layers:
+        parallelize_module(block, mesh["tp"], inside)
+    if llama.config.tie_word_embeddings:  # which parallelize_module has untied
+        llama.lm_head.weight = llama.model.embed_tokens.weight
+
+    def loss_of(micro_batch: MicroBatch) -> Tensor:
+        logits = llama(
+            input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids, use_cache=False
+        ).logits
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1), micro_batch.labels.flatten(), reduction="sum"
+        )
+
+    def gradients(batch: Batch) -> Tensor:
+        total = accumulated(loss_of, batch, around=lambda last: loss_parallel())
+        return total / world.size  # every rank has the whole loss
+
+    return model, gradients
 
 
 def by_hand(
-    module: nn.Module, loss_of: Callable[[MicroBatch], torch.Tensor], own: Batch,
-    last: Callable[[bool], Any] = lambda last: None, after: Step = lambda: None,
-) -> Step:  # fmt: skip
-    """The loop that one would write around a wrapped module; `last` is told before each micro-batch."""
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
+    model: nn.Module, world: World, *, flat: bool = True, overlap: bool = True, once: bool = True
+) -> tuple[nn.Module, Gradients]:
+    """Data parallel in a few lines, with its three savings.
 
-    def step() -> None:
-        for number, each in enumerate(own.micro_batches, 1):
-            last(number == len(own.micro_batches))
-            (loss_of(each) / own.label_tokens).backward()
-        after()
-        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    flat: one message for each block and one for the rest, else one for each parameter. overlap: a message
+    leaves as soon as the last micro-batch's backward pass has its gradients, else after that pass. once: only
+    the last micro-batch's pass sends.
+    """
+    whole = Whole(model)
+    blocks = [list(block.parameters()) for block in whole.blocks]
+    inside = set(itertools.chain(*blocks))
+    groups = [*blocks, [p for p in whole.parameters() if p not in inside]]
+    if not flat:
+        groups = [[parameter] for group in groups for parameter in group]
+    missing: Counter[int] = Counter()  # gradients by group, of the pass at hand
+    sent: list[tuple[list[nn.Parameter], Tensor, Any]] = []
+    sums: dict[nn.Parameter, Tensor] = {}
 
-    return step
+    def send(group: list[nn.Parameter]) -> None:
+        gradients = [p.grad for p in group if p.grad is not None]
+        message = torch.cat([g.flatten() for g in gradients]) if len(group) > 1 else gradients[0].flatten()
+        sent.append((group, message, dist.all_reduce(message, async_op=True)))
 
+    def arrived(index: int, _: nn.Parameter) -> None:
+        missing[index] -= 1
+        if missing[index] == 0 and overlap:
+            send(groups[index])
 
-def ddp(folder: Path, number: int, vocabulary: int) -> Step:
-    module = DistributedDataParallel(Whole(folder), gradient_as_bucket_view=True)
-    ranks = dist.get_world_size()
+    def finish() -> None:
+        for group in [] if overlap else groups:
+            send(group)
+        for group, message, work in sent:
+            work.wait()
+            for parameter, piece in zip(group, message.split([p.numel() for p in group]), strict=True):
+                shaped = piece.view_as(parameter)
+                sums[parameter] = sums[parameter].add_(shaped) if parameter in sums else shaped
+                parameter.grad = None
+        sent.clear()
 
-    def loss_of(each: MicroBatch) -> torch.Tensor:
-        return module(each) * ranks  # it averages over the ranks
+    for index, group in enumerate(groups):
+        for parameter in group:
+            parameter.register_post_accumulate_grad_hook(partial(arrived, index))
 
-    def last(is_last: bool) -> None:
-        module.require_backward_grad_sync = is_last  # what its no_sync() sets
+    def gradients(batch: Batch) -> Tensor:
+        total = torch.zeros(())
+        for number, micro_batch in enumerate(batch.micro_batches, 1):
+            sends = number == len(batch.micro_batches) or not once
+            for index, group in enumerate(groups):
+                missing[index] = len(group) if sends else -1  # -1: never comes to 0
+            loss = whole(micro_batch) / batch.label_tokens
+            loss.backward()
+            total += loss.detach()
+            if sends:
+                finish()
+        for parameter, gradient in sums.items():
+            parameter.grad = gradient
+        sums.clear()
+        return total
 
-    return by_hand(module, loss_of, batch(dist.get_rank(), ranks, number, vocabulary), last)
-
-
-def fsdp(folder: Path, number: int, vocabulary: int) -> Step:
-    module = Whole(folder)
-    for block in module.model.model.layers:
-        fully_shard(block)
-    fully_shard(module)
-    ranks = dist.get_world_size()
-    own = batch(dist.get_rank(), ranks, number, vocabulary)
-    return by_hand(module, lambda each: module(each) * ranks, own)
-
-
-def torch_styles(folder: Path, number: int, vocabulary: int) -> Step:
-    """Megatron's cut by torch's styles, with sequence parallelism and a loss over the cut vocabulary."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = LlamaForCausalLM.from_pretrained(
-        folder / "model", attn_implementation="sdpa", dtype=torch.float32
-    ).train()
-    whole, pieces = Replicate(), Shard(1)
-    block = {
-        "input_layernorm": SequenceParallel(), "post_attention_layernorm": SequenceParallel(),
-        "self_attn": PrepareModuleInput(input_kwarg_layouts={"hidden_states": pieces},
-                                        desired_input_kwarg_layouts={"hidden_states": whole}),
-        "mlp": PrepareModuleInput(input_layouts=(pieces,), desired_input_layouts=(whole,)),
-        **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
-        "self_attn.o_proj": RowwiseParallel(output_layouts=pieces),
-        **{f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
-        "mlp.down_proj": RowwiseParallel(output_layouts=pieces),
-    }  # fmt: skip
-    plan: dict[str, Any] = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=pieces),
-        "model.norm": SequenceParallel(),
-        "lm_head": ColwiseParallel(input_layouts=pieces, output_layouts=Shard(-1), use_local_output=False),
-    }
-    plan |= {
-        f"model.layers.{i}.{path}": style
-        for i in range(len(model.model.layers))
-        for path, style in block.items()
-    }
-    parallelize_module(model, mesh, plan)
-    own = batch(0, 1, number, vocabulary)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
-
-    def step() -> None:
-        for each in own.micro_batches:
-            with loss_parallel():
-                out = model(input_ids=each.input_ids, position_ids=each.position_ids, use_cache=False)
-                logits = out.logits.flatten(0, 1)
-                loss = nn.functional.cross_entropy(logits, each.labels.flatten(), reduction="sum")
-                (loss / own.label_tokens).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return whole, gradients
 
 
-def replicas(
-    folder: Path, number: int, vocabulary: int, *, leaves: bool = False, always: bool = False
-) -> Step:
-    """dp2 with one message for each matrix (leaves), or with messages in every micro-batch (always)."""
-    module = Whole(folder)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    blocks: Iterable[nn.Module] = module.model.model.layers
-    if leaves:
-        blocks = [m for m in module.modules() if m is not module and list(m.parameters(recurse=False))]
-    zero.shard(module, blocks, mesh, 0)
-    own = batch(dist.get_rank(), dist.get_world_size(), number, vocabulary)
-    return by_hand(module, module, own, lambda last: zero.before_backward(module, 0, last=last or always))
+class Contender(NamedTuple):
+    layout: str  # whose micro-batches it gets; its world is how many ranks run
+    make: Callable[[Config], tuple[Iterator[Any], Step]] = meshtune
 
 
-def after_the_backward(folder: Path, number: int, vocabulary: int) -> Step:
-    """dp2 with the same flat messages, but only when the last backward has ended: nothing overlaps."""
-    module = Whole(folder)
-    groups = [list(block.parameters()) for block in module.model.model.layers]
-    inside = {p for group in groups for p in group}
-    groups.append([p for p in module.parameters() if p not in inside])
-
-    def reduce() -> None:
-        for group in groups:
-            flat = torch.cat([p.grad.flatten() for p in group if p.grad is not None])
-            dist.all_reduce(flat)
-            for p, part in zip(group, flat.split([p.numel() for p in group]), strict=True):
-                p.grad = part.view_as(p)
-
-    own = batch(dist.get_rank(), dist.get_world_size(), number, vocabulary)
-    return by_hand(module, module, own, after=reduce)
+def ours(layout: str) -> Contender:
+    return Contender(layout)
 
 
-# Measuring #
+PAIRS = {
+    "dp2": ours("dp2-mb2-ga2"),
+    "DDP": Contender("dp2-mb2-ga2", partial(rival, ddp, "meshtune")),
+    "zero3x2": ours("zero3x2-mb2-ga2"),
+    "FSDP2": Contender("zero3x2-mb2-ga2", partial(rival, fsdp, "meshtune")),
+    "tp2-sp": ours("tp2-sp-mb4-ga2"),
+    "parallelize_module": Contender("tp2-sp-mb4-ga2", partial(rival, styles, "sdpa")),
+}
+ALONE = {
+    "1 rank": ours("mb4-ga2"),
+    "1 rank, half the batch": ours("mb2-ga2"),
+    "pp2": ours("pp2-1f1b-mb2-ga4"),
+    "cp2": ours("cp2-mb4-ga2"),
+}
+SAVINGS = {
+    "dp2, ga4": ours("dp2-mb1-ga4"),
+    **{
+        name: Contender("dp2-mb1-ga4", partial(rival, partial(by_hand, **off), "meshtune"))
+        for name, off in {
+            "by hand": {},
+            "one message per parameter": {"flat": False},
+            "no overlap": {"overlap": False},
+            "sync on every micro-batch": {"once": False},
+        }.items()
+    },
+}
+CONTENDERS = PAIRS | ALONE | SAVINGS
+SCALED = ("dp2", "zero3x2", "tp2-sp", "pp2", "cp2")
+TARGETS = (  # ours, theirs, model -> lowest ratio
+    *((us, them, model, 0.97) for us, them in (("dp2", "DDP"), ("zero3x2", "FSDP2")) for model in MODELS),
+    ("tp2-sp", "parallelize_module", "tiny", 1.5),
+    ("tp2-sp", "parallelize_module", "28 M", 1.0),
+)
+
+# Running them #
 
 
 class Messages(TorchDispatchMode):
-    """Counts collectives."""
+    """Counts collectives. DDP's, and those between stages of a pipeline, are made where it does not see."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count: Counter[str] = Counter()
+        self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
-            self.count[func.__name__.split(".")[0].strip("_")] += 1
+        self.count += func.namespace in ("c10d", "_c10d_functional")
         return func(*args, **(kwargs or {}))
 
 
-def together() -> None:
-    if dist.is_initialized():
+def measure(rank: launch.Rank, name: str, words: Sequence[str], steps: int, file: Path) -> None:
+    """One rank of one run; the main one leaves the seconds of each step and what else there is to say."""
+    batches, step = CONTENDERS[name].make(config.load(None, words))
+    taken = [batch for batch, _ in itertools.islice(batches, WARM_UP + steps)]
+    with Messages() as messages:
+        losses = [step(taken[0])]
+    seconds = []
+    for batch in taken[1:]:
         dist.barrier()
-
-
-def take_turns(contenders: dict[str, Step], rounds: int, warm_up: int = 2) -> dict[str, float]:
-    """Median seconds of a step of each; turn by turn, nobody always first."""
-    names = list(contenders)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(warm_up + rounds):
-        for name in [*names[turn % len(names) :], *names[: turn % len(names)]]:
-            together()
-            started = time.perf_counter()
-            contenders[name]()
-            together()
-            if turn >= warm_up:
-                seconds[name].append(time.perf_counter() - started)
-    return {name: statistics.median(each) for name, each in seconds.items()}
-
-
-def machinery(rank: launch.Rank, folder: Path, model: str, rounds: int, out: Path) -> None:
-    """Ours against torch's own, two ranks."""
-    vocabulary = MODELS[model]["vocab_size"]
-    pairs = {
-        "dp2 / DistributedDataParallel": (ours(folder, "dp2", 2, vocabulary), ddp(folder, 2, vocabulary)),
-        "zero3x2 / fully_shard": (ours(folder, "zero3x2", 2, vocabulary), fsdp(folder, 2, vocabulary)),
-        "tp2-sp / parallelize_module": (
-            ours(folder, "tp2-sp", 2, vocabulary),
-            torch_styles(folder, 2, vocabulary),
-        ),
-    }
-    found = {}
-    for name, (mine, theirs) in pairs.items():
-        seconds = take_turns({"ours": mine, "torch": theirs}, rounds)
-        found[name] = {**seconds, "ratio": seconds["torch"] / seconds["ours"]}
-    write(rank, out, found)
-
-
-def savings(rank: launch.Rank, folder: Path, model: str, rounds: int, out: Path) -> None:
-    """Plain data parallelism, and what each of its savings saves."""
-    vocabulary, number = MODELS[model]["vocab_size"], 4
-    contenders = {
-        "dp2": replicas(folder, number, vocabulary),
-        "a message for each matrix": replicas(folder, number, vocabulary, leaves=True),
-        "messages after the backward": after_the_backward(folder, number, vocabulary),
-        "messages in every micro-batch": replicas(folder, number, vocabulary, always=True),
-    }
-    counts = {}
-    for name, step in contenders.items():
-        with Messages() as messages:
-            step()
-        counts[name] = sum(messages.count.values())
-    seconds = take_turns(contenders, rounds)
-    write(rank, out, {name: {"seconds": seconds[name], "messages": counts[name]} for name in contenders})
-
-
-SCALED = ["dp2", "zero3x2", "tp2-sp", "cp2", "pp2-1f1b"]
-
-
-def scaling(rank: launch.Rank, folder: Path, model: str, rounds: int, out: Path, layouts: list[str]) -> None:
-    """Seconds of a step, with as many micro-batches as one rank has (strong), and with twice (weak)."""
-    vocabulary, found = MODELS[model]["vocab_size"], {}
-    for layout in layouts:
-        for kind, number in (("strong", 4), ("weak", 8)):
-            share = number // 2 if layout in ("dp2", "zero3x2") else number
-            mine = ours(folder, layout, share, vocabulary)
-            found[f"{layout} {kind}"] = take_turns({layout: mine}, rounds)[layout]
-    write(rank, out, found)
-
-
-def present(rank: launch.Rank, out: Path) -> None:
-    """The moment at which all ranks have met."""
-    dist.barrier()
-    write(rank, out, time.time())
-
-
-def write(rank: launch.Rank, out: Path, found: Any) -> None:
+        started = time.perf_counter()
+        losses.append(step(batch))
+        seconds.append(time.perf_counter() - started)
     if rank.main:
-        out.write_text(json.dumps(found))
+        found = {
+            "seconds": seconds[WARM_UP - 1 :], "tokens": taken[0].tokens, "loss": losses[-1],
+            "messages": messages.count,
+        }  # fmt: skip
+        file.write_text(json.dumps(found))
 
 
-def on_ranks(function: Callable[..., None], *args: Any, ranks: int = 2) -> Any:
+def started(rank: launch.Rank, folder: Path) -> None:
+    dist.barrier()
+    (folder / str(rank.number)).write_text(repr(time.monotonic()))
+
+
+def on_ranks(ranks: int, function: Callable[..., None], *args: Any) -> None:
+    """Forked ranks by the launcher of `meshtune train`, one too, so that this process stays as it is."""
+    launch.run_here(ranks, function, args, "cpu", Limits())
+
+
+def start_seconds() -> float:
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.json"
-        launch.run(function, *args[:3], out, *args[3:], ranks=ranks) if args else launch.run(
-            function, out, ranks=ranks
+        began = time.monotonic()
+        on_ranks(STARTED, started, Path(folder))
+        return max(float(file.read_text()) for file in Path(folder).iterdir()) - began
+
+
+def set_up(work: Path, sizes: dict[str, Any]) -> int:
+    """A model with random weights, its tokenizer, and rows of random words; returns its parameters."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = [f"w{number}" for number in range(sizes["vocab_size"] - 2)]
+    vocabulary = {word: number for number, word in enumerate(["<pad>", "</s>", *words])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>")
+    tokenizer.save_pretrained(work / "model")
+
+    torch.manual_seed(0)
+    made = LlamaForCausalLM(
+        LlamaConfig(
+            **sizes, max_position_embeddings=SEQ_LEN, bos_token_id=None, eos_token_id=1, pad_token_id=0
         )
-        return json.loads(out.read_text())
+    )
+    made.save_pretrained(work / "model")
+
+    draw = random.Random(0)
+    with (work / "train.jsonl").open("w") as file:
+        for _ in range(40 * ROWS_PER_STEP):
+            row = {"prompt": draw.choice(words), "completion": " ".join(draw.choices(words, k=2 * SEQ_LEN))}
+            print(json.dumps(row), file=file)
+    return sum(parameter.numel() for parameter in made.parameters())
 
 
-def start_seconds(ranks: int) -> float:
-    """From the parent, with everything imported, to the moment that all ranks have met."""
-    started = time.time()
-    return on_ranks(present, ranks=ranks) - started
+def once(work: Path, name: str, steps: int) -> dict[str, Any]:
+    """One run of one contender, on fresh ranks."""
+    layout = Layout.parse(CONTENDERS[name].layout)
+    with tempfile.TemporaryDirectory(dir=work) as folder:
+        words = [
+            f"model.name={work / 'model'}", f"data.train={work / 'train.jsonl'}", f"layout={layout}",
+            f"data.cache={work / 'cache'}", f"data.seq_len={SEQ_LEN}", "data.train_on=all",
+            f"train.global_batch_size={layout.global_batch_size}", "train.max_steps=1000",
+            "train.precision=fp32", f"train.learning_rate={LEARNING_RATE}", "train.weight_decay=0",
+            f"train.max_grad_norm={MAX_NORM}", "log.to=[jsonl]", f"output={folder}/run",
+        ]  # fmt: skip
+        result = Path(folder, "result.json")
+        on_ranks(layout.world, measure, name, words, steps, result)
+        found = json.loads(result.read_text())
+    found["tokens_per_second"] = found["tokens"] / statistics.median(found["seconds"])
+    return found
+
+
+def rounds(work: Path, model: str, options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Every contender's runs, interleaved; every other round backwards, so that nobody is always the first.
+
+    The pairs have all rounds. The others, which no target hangs on, have at most three with the large model.
+    """
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
+    for number in range(options.rounds):
+        names = list(PAIRS if model == "28 M" and number >= 3 else CONTENDERS)
+        for name in reversed(names) if number % 2 else names:
+            one = once(work, name, options.tiny_steps if model == "tiny" else options.steps)
+            found[name].append(one)
+            say(f"{model}, {name}: {one['tokens_per_second']:.0f} tokens/s, loss {one['loss']:.5f}")
+    check(model, found)
+    return found
+
+
+def check(model: str, found: dict[str, list[dict[str, Any]]]) -> None:
+    """Contenders with the same global batches must come to the same loss, or they did not do the same."""
+    wanted = found["1 rank"][0]["loss"]
+    for name, runs in found.items():
+        for run in runs:
+            if name != "1 rank, half the batch" and abs(run["loss"] / wanted - 1) > 1e-4:
+                raise SystemExit(f"{model}: {name} came to a loss of {run['loss']}, one rank to {wanted}.")
 
 
 # What came out #
 
 
-def set_up(folder: Path, model: str) -> None:
-    """A model folder with random weights, and some rows that nobody trains on."""
-    torch.manual_seed(0)
-    shape = MODELS[model]
-    LlamaForCausalLM(
-        LlamaConfig(**shape, max_position_embeddings=WIDTH, bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    ).save_pretrained(folder / "model")
-    from tokenizers import Tokenizer, models
-
-    words = {f"w{i}": i for i in range(shape["vocab_size"])}
-    plain = Tokenizer(models.WordLevel(words, unk_token="w3"))
-    PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="w2", pad_token="w0").save_pretrained(
-        folder / "model"
-    )
-    rows = [json.dumps({"prompt": "w5", "completion": "w6 w7"}) for _ in range(64)]
-    (folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
+def speed(result: dict[str, Any], model: str, name: str) -> float:
+    return statistics.median(run["tokens_per_second"] for run in result["runs"][model][name])
 
 
-TARGETS = {
-    ("tiny", "dp2 / DistributedDataParallel"): "≥ 0.97", ("28 M", "dp2 / DistributedDataParallel"): "≥ 0.97",
-    ("tiny", "zero3x2 / fully_shard"): "≥ 0.97", ("28 M", "zero3x2 / fully_shard"): "≥ 0.97",
-    ("tiny", "tp2-sp / parallelize_module"): "≥ 1.5", ("28 M", "tp2-sp / parallelize_module"): "≥ 1",
-}  # fmt: skip
+def scaling(result: dict[str, Any], model: str, name: str) -> tuple[float, float]:
+    """(strong, weak): tokens/s of two ranks over one's, and of that half of it that each had to do."""
+    two = speed(result, model, name)
+    return two / speed(result, model, "1 rank"), two / speed(result, model, "1 rank, half the batch")
 
 
-def markdown(result: dict[str, Any]) -> str:
+def markdown(result: dict[str, Any], picture: str) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    sizes = ", ".join(f"{name}: {count:,}" for name, count in result["parameters"].items())
     lines = [
-        "# Layouts on two ranks",
-        "",
-        f"{result['date']} · {result['machine']} · one thread a rank · torch {torch.__version__} · medians "
-        f"of {result['rounds']} rounds, contenders in turn",
-        "",
-        f"Eight ranks started and met in {result['start_seconds']:.2f} s beyond the imports (target ≤ 2 s).",
-        "",
-        "## Against torch's own (speed of ours / speed of torch's)",
-        "",
-        "| model | | ours, ms | torch's, ms | ratio | target |",
-        "|---|---|---:|---:|---:|---:|",
-    ]
-    for model, found in result["machinery"].items():
-        for name, each in found.items():
+        "# Parallel layouts", "",
+        f"{result['date']} · {result['machine']} · one thread a rank · gloo · {versions}", "",
+        f"Llamas in fp32 (parameters: {sizes}) · {ROWS_PER_STEP} rows of {SEQ_LEN} tokens a step · medians of "
+        f"{result['rounds']} interleaved runs (those without a target, 28 M: {min(3, result['rounds'])}), each "
+        f"the median of {result['tiny_steps']} (tiny) or {result['steps']} steps after {WARM_UP} of warm-up.",
+        "", "## Against the targets", "", "| | measured | target |", "|---|---:|---:|",
+    ]  # fmt: skip
+    for us, them, model, target in TARGETS:
+        ratio = speed(result, model, us) / speed(result, model, them)
+        lines.append(f"| {model}: {us} / {them}, tokens/s | {ratio:.2f} | ≥ {target} |")
+    start = statistics.median(result["start_seconds"])
+    lines.append(f"| {STARTED} ranks started, seconds beyond the imports | {start:.2f} | ≤ 2 |")
+    for model, runs in result["runs"].items():
+        lines += ["", f"## {model}", "", "| | layout | tokens/s | lowest – highest |", "|---|---|---:|---:|"]
+        for name in (*PAIRS, *ALONE):
+            each = [run["tokens_per_second"] for run in runs[name]]
             lines.append(
-                f"| {model} | {name} | {1e3 * each['ours']:.0f} | {1e3 * each['torch']:.0f} | "
-                f"{each['ratio']:.2f} | {TARGETS[model, name]} |"
+                f"| {name} | `{CONTENDERS[name].layout}` | {statistics.median(each):.0f} "
+                f"| {min(each):.0f} – {max(each):.0f} |"
             )
-    lines += ["", "## What data parallelism saves (four micro-batches a step)", "",
-              "| model | | a step, ms | messages |", "|---|---|---:|---:|"]  # fmt: skip
-    for model, found in result["savings"].items():
         lines += [
-            f"| {model} | {name} | {1e3 * e['seconds']:.0f} | {e['messages']} |" for name, e in found.items()
-        ]
-    lines += ["", "## Two ranks against one (28 M)", "",
-              "Strong: the same batch, speed-up over one rank (2 is ideal). Weak: twice the batch, the share "
-              "of one rank's speed that each keeps (1 is ideal).", "",
-              "| | strong | weak |", "|---|---:|---:|"]  # fmt: skip
-    scaled = result["scaling"]
-    for layout in SCALED:
-        strong = scaled["dp1 strong"] / scaled[f"{layout} strong"]
-        weak = scaled["dp1 strong"] / scaled[f"{layout} weak"]
-        lines.append(f"| {layout} | {strong:.2f} | {weak:.2f} |")
-    lines += ["", "Two cores of one processor share their memory's bandwidth and have no network: messages "
-              "are copies by gloo. Nothing here says how a layout scales over GPUs."]  # fmt: skip
+            "", f"### What data parallel saves, {model} (`{SAVINGS['by hand'].layout}`)", "",
+            "| | step, ms | against by hand | collectives |", "|---|---:|---:|---:|",
+        ]  # fmt: skip
+        base = speed(result, model, "by hand")
+        for name in SAVINGS:
+            own, tokens = speed(result, model, name), runs[name][0]["tokens"]
+            lines.append(
+                f"| {name} | {tokens / own * 1000:.1f} | {base / own:.2f} × | {runs[name][0]['messages']} |"
+            )
+    lines += [
+        "",
+        "Collectives of a step; one of them is for the loss. `dp2, ga4` is meshtune's own layout, the rows below "
+        "it the benchmark's data parallel with all three savings, then without one. FSDP2's all-reduce blocks "
+        "on CPU, so meshtune's row has no overlap here; on CUDA it runs on a stream of its own.",
+        "", "## Scaling", "", "| | " + " | ".join(f"{m}, strong | {m}, weak" for m in result["runs"]) + " |",
+        "|---|" + "---:|" * 2 * len(result["runs"]),
+    ]  # fmt: skip
+    for name in SCALED:
+        figures = [f"{value:.2f}" for model in result["runs"] for value in scaling(result, model, name)]
+        lines.append(f"| {name} | {' | '.join(figures)} |")
+    lines += [
+        "", f"![Speed of two ranks against one]({picture})", "",
+        "tokens/s of two ranks over those of one: strong with the same global batch, weak with half of it on "
+        "the one. Two is ideal. Two cores of one machine can't show what a network costs: messages are gloo's "
+        "copies through memory, made by the cores that compute, the ranks share memory bandwidth and cache, "
+        "and nothing says how it goes on beyond two.",
+    ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
+def draw(result: dict[str, Any], file: Path) -> None:
+    """Bars for each technique: how many times one rank's speed two have."""
+    import matplotlib.pyplot as plt
+
+    models = list(result["runs"])
+    figure, panels = plt.subplots(1, len(models), figsize=(9, 3.2), sharey=True, squeeze=False)
+    for panel, model in zip(panels[0], models, strict=True):
+        for at, (kind, colour) in enumerate((("strong", "#0072b2"), ("weak", "#009e73"))):
+            heights = [scaling(result, model, name)[at] for name in SCALED]
+            panel.bar(
+                [x + 0.4 * at - 0.2 for x in range(len(SCALED))], heights, 0.38, label=kind, color=colour
+            )
+        panel.axhline(2, color="#3b4046", linewidth=0.8, linestyle="--")
+        panel.axhline(1, color="#3b4046", linewidth=0.8)
+        panel.set_xticks(range(len(SCALED)), SCALED)
+        panel.set_title(f"{model}: tokens/s, 2 ranks / 1 rank")
+    panels[0][0].legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(file, metadata={"Date": None})
+
+
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="one round on the tiny model, printed only")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of a run of the 28 M model")
+    parser.add_argument("--tiny-steps", type=int, default=20, help="and of the tiny one")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--quick", action="store_true", help="one short round, written to a temporary folder")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    rounds, models = (1, ["tiny"]) if options.quick else (options.rounds, list(MODELS))
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parsed()
+    if options.quick:
+        options.rounds, options.steps, options.tiny_steps = 1, 1, 1
+        options.out = Path(tempfile.mkdtemp())
     result: dict[str, Any] = {
-        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", "machine": processor(), "rounds": rounds,
-        "start_seconds": statistics.median(start_seconds(8) for _ in range(3)),
-        "machinery": {}, "savings": {}, "scaling": {},
-    }  # fmt: skip
-    for model in models:
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            set_up(folder, model)
-            result["machinery"][model] = on_ranks(machinery, folder, model, rounds)
-            result["savings"][model] = on_ranks(savings, folder, model, rounds)
-            if model == models[-1]:
-                one = on_ranks(scaling, folder, model, max(1, rounds // 2), ["dp1"], ranks=1)
-                result["scaling"] = one | on_ranks(scaling, folder, model, max(1, rounds // 2), SCALED)
-    print(markdown(result))
-    if not options.quick:
-        options.out.mkdir(parents=True, exist_ok=True)
-        stem = options.out / f"parallel-{datetime.now(UTC):%Y-%m-%d}"
-        stem.with_suffix(".json").write_text(json.dumps(result, indent=1))
-        stem.with_suffix(".md").write_text(markdown(result))
+        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "machine": processor(),
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("meshtune", "torch", "transformers")},
+        "rounds": options.rounds,
+        "steps": options.steps,
+        "tiny_steps": options.tiny_steps,
+        "start_seconds": [start_seconds() for _ in range(options.rounds)],
+        "parameters": {},
+        "runs": {},
+    }
+    say(f"{STARTED} ranks started in {statistics.median(result['start_seconds']):.2f} s")
+    for model in options.models:
+        with tempfile.TemporaryDirectory() as folder:
+            result["parameters"][model] = set_up(Path(folder), MODELS[model])
+            result["runs"][model] = rounds(Path(folder), model, options)
+    options.out.mkdir(parents=True, exist_ok=True)
+    name = f"parallel-{datetime.now(UTC):%Y-%m-%d}"
+    (options.out / f"{name}.json").write_text(json.dumps(result, indent=1))
+    (options.out / f"{name}.md").write_text(markdown(result, f"{name}.svg"))
+    draw(result, options.out / f"{name}.svg")
+    print(markdown(result, f"{name}.svg"))
+    say(f"written: {options.out / name}.json, .md and .svg")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,10 @@
 from pathlib import Path
 
 import pytest
-from layouts import check, trained
+import torch
+from families import FAMILIES
+from layouts import check, make_folder, trained
+from transformers import AutoModelForCausalLM
 
 ONE = "mb4-ga4"
 
@@ -24,3 +27,13 @@ def test_a_run_goes_on_in_another_layout(before: str, after: str, folder: Path, 
     trained(folder, tmp_path / "run", before, "fp64", "train.max_steps=2")
     ours = trained(folder, tmp_path / "run", after, "fp64", "train.max_steps=4")
     check(ours, trained(folder, tmp_path / "whole", ONE, "fp64", "train.max_steps=4"), "fp64")
+
+
+@pytest.mark.parametrize("layout", ["pp2-zbv", "tp2-sp-pp2-1f1b"])
+def test_both_copies_of_a_tied_embedding_go_on(layout: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = FAMILIES["llama"](vocab_size=301, num_hidden_layers=4, tie_word_embeddings=True)
+    make_folder(tmp_path, AutoModelForCausalLM.from_config(config))
+    trained(tmp_path, tmp_path / "run", layout, "fp64", "train.max_steps=2")
+    ours = trained(tmp_path, tmp_path / "run", layout, "fp64", "train.max_steps=4")
+    check(ours, trained(tmp_path, tmp_path / "whole", ONE, "fp64", "train.max_steps=4"), "fp64")

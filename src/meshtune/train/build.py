@@ -297,7 +297,8 @@ def pieces_of(parallel: Parallel, state: dict[str, Tensor]) -> dict[str, Tensor 
         kind, _, name = key.partition(".")
         name, _, moment = (name, "", "") if kind == "model" else name.rpartition(".")
         whole = ".".join(part for part in (kind, parallel.tied.get(name, name), moment) if part)
-        found[whole] = tensor if tensor.ndim == 0 else parallel.piece(name, parameters[name], tensor)
+        if whole not in found:  # a tied copy of what is here too (V schedules) is in there already
+            found[whole] = tensor if tensor.ndim == 0 else parallel.piece(name, parameters[name], tensor)
     return found
 
 

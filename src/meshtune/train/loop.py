@@ -189,6 +189,7 @@ def restore(run: Run, step: int) -> None:
     alike = values["axes"] == axis_sizes(run.world) and len(values["generators"]) == len(generators)
     wanted = run.whole(run.optimizer.state(materialise=True)) | (generators if alike else {})
     run.checkpoints.load(step, wanted)
+    run.passes.share_tied()
     run.optimizer.publish()
     if alike:
         for name, state in generators.items():
@@ -250,6 +251,7 @@ def restore_best(run: Run) -> int:
         return now.step
     weights = {name: tensor for name, tensor in run.optimizer.state().items() if name.startswith("model.")}
     run.checkpoints.load(now.best_step, run.whole(weights))
+    run.passes.share_tied()
     run.optimizer.publish()
     run.metrics.say(
         f"The model is step {now.best_step}'s, with the lowest held-out loss: {now.best_loss:.4f}."

@@ -34,6 +34,10 @@ class Passes(Protocol):
         """
         ...
 
+    def share_tied(self) -> None:
+        """After a checkpoint was read: give a tied copy on the same rank what its original has now."""
+        ...
+
     def forward(self, micro_batches: Iterable[MicroBatch], finish: Finish) -> list[Tensor]:
         """What `finish` makes of each micro-batch's last hidden states, without gradients; on the ranks of
         the last stage, and nothing on others.
@@ -61,6 +65,9 @@ class OneDevice:
             total += loss.detach()
             del loss  # its graph holds the head's gradient, which would otherwise outlive the next forward
         return total
+
+    def share_tied(self) -> None:
+        """Tied parameters are one here."""
 
     @torch.no_grad()
     def forward(self, micro_batches: Iterable[MicroBatch], finish: Finish) -> list[Tensor]:
@@ -97,6 +104,15 @@ class ManyRanks:
                 del loss
         own.finish_gradients(self.optimizer.named_gradients)
         return total / own.world.tp.size  # every tensor rank has the whole loss of its tokens
+
+    @torch.no_grad()
+    def share_tied(self) -> None:
+        state = self.optimizer.state()
+        for copy, original in self.parallel.tied.items():
+            for key in [key for key in state if f".{copy}" in f".{key}"]:
+                source = state.get(key.replace(copy, original))
+                if source is not None:  # both are here: only the original was read
+                    state[key].copy_(source)
 
     @torch.no_grad()
     def forward(self, micro_batches: Iterable[MicroBatch], finish: Finish) -> list[Tensor]:
