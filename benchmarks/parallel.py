@@ -16,9 +16,9 @@ SEQ_LEN tokens, all labelled: nobody gains by keeping documents apart or by leav
 """
 
 import argparse
+import io
 import itertools
 import json
-import logging
 import math
 import os
 import platform
@@ -26,9 +26,8 @@ import random
 import statistics
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import redirect_stderr
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -40,30 +39,18 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 import torch
 import torch.distributed as dist
+from parallel_rivals import Gradients, by_hand, ddp, fsdp, styles
 from single_device import RESULTS, processor, say
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshtune import config, launch
 from meshtune.config import Config
-from meshtune.data.loader import Batch, MicroBatch
+from meshtune.data.loader import Batch
 from meshtune.layout import Layout
-from meshtune.model.anatomy import anatomy
 from meshtune.parallel.mesh import World, join
-from meshtune.parallel.zero import local
 from meshtune.train import build
-from meshtune.train.loss import summed_loss
 from meshtune.watch import Limits
 
 SEQ_LEN, ROWS_PER_STEP = 128, 8
@@ -77,10 +64,8 @@ MODELS = {
              "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True},
 }  # fmt: skip
 
-# A global batch -> its loss, with the weights updated.
-Step = Callable[[Batch], float]
-# A batch -> this rank's share of its loss, with the gradients on the parameters.
-Gradients = Callable[[Batch], Tensor]
+# A global batch -> its loss and gradient norm; the weights are then updated.
+Step = Callable[[Batch], tuple[float, Any]]
 
 # Contenders, as each rank makes them #
 
@@ -89,13 +74,14 @@ def meshtune(settings: Config) -> tuple[Iterator[Any], Step]:
     """The real thing, as train/loop.py steps it."""
     run = build.build(settings)
 
-    def step(batch: Batch) -> float:
+    def step(batch: Batch) -> tuple[float, Any]:
         share = run.passes.forward_backward(batch, run.memory.phase)
         loss, squares = run.world.total(share, run.optimizer.squared_norm())
-        run.optimizer.clip(math.sqrt(squares), run.max_grad_norm)
+        norm = math.sqrt(squares)
+        run.optimizer.clip(norm, run.max_grad_norm)
         with run.memory.phase("optimizer"):
             run.optimizer.step(LEARNING_RATE)
-        return loss
+        return loss, norm
 
     return iter(run.loader), step
 
@@ -111,176 +97,15 @@ def rival(
     trained, gradients = make(model, world)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
-    def step(batch: Batch) -> float:
+    def step(batch: Batch) -> tuple[float, Any]:
         loss = gradients(batch)
-        torch.nn.utils.clip_grad_norm_(trained.parameters(), MAX_NORM)
+        norm = torch.nn.utils.clip_grad_norm_(trained.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(loss)
-        return float(loss)
+        return float(loss), norm
 
     return iter(build.loader_of(settings, build.data_of(settings, encoder).train, world)), step
-
-
-class Whole(nn.Module):
-    """A model and meshtune's loss of a micro-batch in one forward, as DDP and FSDP2 want their root."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.anatomy = anatomy(model)  # pyright: ignore[reportArgumentType]
-
-    @property
-    def blocks(self) -> list[nn.Module]:
-        return list(self.model.get_submodule(self.anatomy.blocks).children())
-
-    def forward(self, micro_batch: MicroBatch) -> Tensor:
-        return summed_loss(self.model, self.anatomy, micro_batch)
-
-
-def accumulated(
-    loss_of: Callable[[MicroBatch], Tensor],
-    batch: Batch,
-    *,
-    times: float = 1,
-    around: Callable[[bool], AbstractContextManager[object]] = lambda last: nullcontext(),
-) -> Tensor:
-    """Backward of every micro-batch's share of the loss · `times`; returns the sum of the shares.
-
-    around(last): entered for each micro-batch.
-    """
-    total = torch.zeros(())
-    for number, micro_batch in enumerate(batch.micro_batches, 1):
-        with around(number == len(batch.micro_batches)):
-            loss = loss_of(micro_batch) / batch.label_tokens
-            (loss * times).backward()
-        total += local(loss.detach())
-    return total
-
-
-def ddp(model: nn.Module, world: World) -> tuple[nn.Module, Gradients]:
-    wrapped = DistributedDataParallel(Whole(model), gradient_as_bucket_view=True)
-
-    def around(last: bool) -> AbstractContextManager[object]:
-        return nullcontext() if last else wrapped.no_sync()
-
-    return wrapped, partial(accumulated, wrapped, times=world.size, around=around)  # it averages
-
-
-def fsdp(model: nn.Module, world: World) -> tuple[nn.Module, Gradients]:
-    whole = Whole(model)
-    for block in whole.blocks:
-        fully_shard(block)
-    fully_shard(whole)
-    return whole, partial(accumulated, whole, times=world.size)  # it averages
-
-
-def styles(model: nn.Module, world: World) -> tuple[nn.Module, Gradients]:
-    """Tensor and sequence parallel in torch's own words, for a Llama."""
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # one warning per clipping
-    outside = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "model.norm": SequenceParallel(),
-        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
-    }
-    gathered = {"desired_input_layouts": (Replicate(),), "input_layouts": (Shard(1),)}
-    inside = {
-        "input_layernorm": SequenceParallel(),
-        "self_attn": PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": Shard(1)},
-            desired_input_kwarg_layouts={"hidden_states": Replicate()},
-        ),
-        **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
-        "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
-        "post_attention_layernorm": SequenceParallel(),
-        "mlp": PrepareModuleInput(**gathered),
-        **{f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
-        "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
-    }
-    llama: Any = model
-    mesh: Any = world.mesh
-    parallelize_module(model, mesh["tp"], outside)
-    for block in llama.model.layers:
-        parallelize_module(block, mesh["tp"], inside)
-    if llama.config.tie_word_embeddings:  # which parallelize_module has untied
-        llama.lm_head.weight = llama.model.embed_tokens.weight
-
-    def loss_of(micro_batch: MicroBatch) -> Tensor:
-        logits = llama(
-            input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids, use_cache=False
-        ).logits
-        return nn.functional.cross_entropy(
-            logits.flatten(0, 1), micro_batch.labels.flatten(), reduction="sum"
-        )
-
-    def gradients(batch: Batch) -> Tensor:
-        total = accumulated(loss_of, batch, around=lambda last: loss_parallel())
-        return total / world.size  # every rank has the whole loss
-
-    return model, gradients
-
-
-def by_hand(
-    model: nn.Module, world: World, *, flat: bool = True, overlap: bool = True, once: bool = True
-) -> tuple[nn.Module, Gradients]:
-    """Data parallel in a few lines, with its three savings.
-
-    flat: one message for each block and one for the rest, else one for each parameter. overlap: a message
-    leaves as soon as the last micro-batch's backward pass has its gradients, else after that pass. once: only
-    the last micro-batch's pass sends.
-    """
-    whole = Whole(model)
-    blocks = [list(block.parameters()) for block in whole.blocks]
-    inside = set(itertools.chain(*blocks))
-    groups = [*blocks, [p for p in whole.parameters() if p not in inside]]
-    if not flat:
-        groups = [[parameter] for group in groups for parameter in group]
-    missing: Counter[int] = Counter()  # gradients by group, of the pass at hand
-    sent: list[tuple[list[nn.Parameter], Tensor, Any]] = []
-    sums: dict[nn.Parameter, Tensor] = {}
-
-    def send(group: list[nn.Parameter]) -> None:
-        gradients = [p.grad for p in group if p.grad is not None]
-        message = torch.cat([g.flatten() for g in gradients]) if len(group) > 1 else gradients[0].flatten()
-        sent.append((group, message, dist.all_reduce(message, async_op=True)))
-
-    def arrived(index: int, _: nn.Parameter) -> None:
-        missing[index] -= 1
-        if missing[index] == 0 and overlap:
-            send(groups[index])
-
-    def finish() -> None:
-        for group in [] if overlap else groups:
-            send(group)
-        for group, message, work in sent:
-            work.wait()
-            for parameter, piece in zip(group, message.split([p.numel() for p in group]), strict=True):
-                shaped = piece.view_as(parameter)
-                sums[parameter] = sums[parameter].add_(shaped) if parameter in sums else shaped
-                parameter.grad = None
-        sent.clear()
-
-    for index, group in enumerate(groups):
-        for parameter in group:
-            parameter.register_post_accumulate_grad_hook(partial(arrived, index))
-
-    def gradients(batch: Batch) -> Tensor:
-        total = torch.zeros(())
-        for number, micro_batch in enumerate(batch.micro_batches, 1):
-            sends = number == len(batch.micro_batches) or not once
-            for index, group in enumerate(groups):
-                missing[index] = len(group) if sends else -1  # -1: never comes to 0
-            loss = whole(micro_batch) / batch.label_tokens
-            loss.backward()
-            total += loss.detach()
-            if sends:
-                finish()
-        for parameter, gradient in sums.items():
-            parameter.grad = gradient
-        sums.clear()
-        return total
-
-    return whole, gradients
 
 
 class Contender(NamedTuple):
@@ -288,26 +113,22 @@ class Contender(NamedTuple):
     make: Callable[[Config], tuple[Iterator[Any], Step]] = meshtune
 
 
-def ours(layout: str) -> Contender:
-    return Contender(layout)
-
-
 PAIRS = {
-    "dp2": ours("dp2-mb2-ga2"),
+    "dp2": Contender("dp2-mb2-ga2"),
     "DDP": Contender("dp2-mb2-ga2", partial(rival, ddp, "meshtune")),
-    "zero3x2": ours("zero3x2-mb2-ga2"),
+    "zero3x2": Contender("zero3x2-mb2-ga2"),
     "FSDP2": Contender("zero3x2-mb2-ga2", partial(rival, fsdp, "meshtune")),
-    "tp2-sp": ours("tp2-sp-mb4-ga2"),
+    "tp2-sp": Contender("tp2-sp-mb4-ga2"),
     "parallelize_module": Contender("tp2-sp-mb4-ga2", partial(rival, styles, "sdpa")),
 }
 ALONE = {
-    "1 rank": ours("mb4-ga2"),
-    "1 rank, half the batch": ours("mb2-ga2"),
-    "pp2": ours("pp2-1f1b-mb2-ga4"),
-    "cp2": ours("cp2-mb4-ga2"),
+    "1 rank": Contender("mb4-ga2"),
+    "1 rank, half the batch": Contender("mb2-ga2"),
+    "pp2": Contender("pp2-1f1b-mb2-ga4"),
+    "cp2": Contender("cp2-mb4-ga2"),
 }
 SAVINGS = {
-    "dp2, ga4": ours("dp2-mb1-ga4"),
+    "dp2, ga4": Contender("dp2-mb1-ga4"),
     **{
         name: Contender("dp2-mb1-ga4", partial(rival, partial(by_hand, **off), "meshtune"))
         for name, off in {
@@ -343,19 +164,24 @@ class Messages(TorchDispatchMode):
 
 def measure(rank: launch.Rank, name: str, words: Sequence[str], steps: int, file: Path) -> None:
     """One rank of one run; the main one leaves the seconds of each step and what else there is to say."""
-    batches, step = CONTENDERS[name].make(config.load(None, words))
+    with redirect_stderr(io.StringIO()):  # what a run says of its data
+        batches, step = CONTENDERS[name].make(config.load(None, words))
     taken = [batch for batch, _ in itertools.islice(batches, WARM_UP + steps)]
     with Messages() as messages:
-        losses = [step(taken[0])]
-    seconds = []
-    for batch in taken[1:]:
+        step(taken[0])
+    for batch in taken[1:WARM_UP]:
+        step(batch)
+    seconds, loss = [], math.nan
+    norm: Any = math.nan
+    for batch in taken[WARM_UP:]:
         dist.barrier()
-        started = time.perf_counter()
-        losses.append(step(batch))
-        seconds.append(time.perf_counter() - started)
+        began = time.perf_counter()
+        loss, norm = step(batch)
+        seconds.append(time.perf_counter() - began)
+    norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     if rank.main:
         found = {
-            "seconds": seconds[WARM_UP - 1 :], "tokens": taken[0].tokens, "loss": losses[-1],
+            "seconds": seconds, "tokens": taken[0].tokens, "loss": loss, "norm": norm,
             "messages": messages.count,
         }  # fmt: skip
         file.write_text(json.dumps(found))
@@ -390,6 +216,7 @@ def set_up(work: Path, sizes: dict[str, Any]) -> int:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>")
     tokenizer.save_pretrained(work / "model")
 
+    build.quiet()
     torch.manual_seed(0)
     made = LlamaForCausalLM(
         LlamaConfig(
@@ -441,12 +268,14 @@ def rounds(work: Path, model: str, options: argparse.Namespace) -> dict[str, lis
 
 
 def check(model: str, found: dict[str, list[dict[str, Any]]]) -> None:
-    """Contenders with the same global batches must come to the same loss, or they did not do the same."""
-    wanted = found["1 rank"][0]["loss"]
-    for name, runs in found.items():
-        for run in runs:
-            if name != "1 rank, half the batch" and abs(run["loss"] / wanted - 1) > 1e-4:
-                raise SystemExit(f"{model}: {name} came to a loss of {run['loss']}, one rank to {wanted}.")
+    """Contenders with the same global batches must come to the same loss and gradient norm, or they did not
+    do the same.
+    """
+    one = found["1 rank"][0]
+    for name, key in itertools.product(found.keys() - {"1 rank, half the batch"}, ("loss", "norm")):
+        for run in found[name]:
+            if abs(run[key] / one[key] - 1) > 1e-3:
+                raise SystemExit(f"{model}: {name} came to a {key} of {run[key]}, one rank to {one[key]}.")
 
 
 # What came out #
@@ -463,58 +292,72 @@ def scaling(result: dict[str, Any], model: str, name: str) -> tuple[float, float
 
 
 def markdown(result: dict[str, Any], picture: str) -> str:
+    runs = result["runs"]
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     sizes = ", ".join(f"{name}: {count:,}" for name, count in result["parameters"].items())
     lines = [
         "# Parallel layouts", "",
         f"{result['date']} · {result['machine']} · one thread a rank · gloo · {versions}", "",
-        f"Llamas in fp32 (parameters: {sizes}) · {ROWS_PER_STEP} rows of {SEQ_LEN} tokens a step · medians of "
-        f"{result['rounds']} interleaved runs (those without a target, 28 M: {min(3, result['rounds'])}), each "
+        f"Llamas in fp32 (parameters: {sizes}) · {ROWS_PER_STEP} rows of {SEQ_LEN} tokens a step · medians "
+        f"of {result['rounds']} interleaved runs (28 M, without a target: {min(3, result['rounds'])}), each "
         f"the median of {result['tiny_steps']} (tiny) or {result['steps']} steps after {WARM_UP} of warm-up.",
-        "", "## Against the targets", "", "| | measured | target |", "|---|---:|---:|",
+        *table("## Against the targets", ["", "measured", "target"], against_targets(result)),
     ]  # fmt: skip
-    for us, them, model, target in TARGETS:
-        ratio = speed(result, model, us) / speed(result, model, them)
-        lines.append(f"| {model}: {us} / {them}, tokens/s | {ratio:.2f} | ≥ {target} |")
-    start = statistics.median(result["start_seconds"])
-    lines.append(f"| {STARTED} ranks started, seconds beyond the imports | {start:.2f} | ≤ 2 |")
-    for model, runs in result["runs"].items():
-        lines += ["", f"## {model}", "", "| | layout | tokens/s | lowest – highest |", "|---|---|---:|---:|"]
-        for name in (*PAIRS, *ALONE):
-            each = [run["tokens_per_second"] for run in runs[name]]
-            lines.append(
-                f"| {name} | `{CONTENDERS[name].layout}` | {statistics.median(each):.0f} "
-                f"| {min(each):.0f} – {max(each):.0f} |"
-            )
-        lines += [
-            "", f"### What data parallel saves, {model} (`{SAVINGS['by hand'].layout}`)", "",
-            "| | step, ms | against by hand | collectives |", "|---|---:|---:|---:|",
-        ]  # fmt: skip
-        base = speed(result, model, "by hand")
-        for name in SAVINGS:
-            own, tokens = speed(result, model, name), runs[name][0]["tokens"]
-            lines.append(
-                f"| {name} | {tokens / own * 1000:.1f} | {base / own:.2f} × | {runs[name][0]['messages']} |"
-            )
+    for model in runs:
+        lines += table(f"## {model}", ["", "layout", "tokens/s", "lowest – highest"], speeds(runs[model]))
+    for model in runs:
+        title = f"## What data parallel saves, {model} (`{SAVINGS['by hand'].layout}`)"
+        lines += table(title, ["", "step, ms", "by hand = 1", "collectives"], savings(result, model))
+    scales = [
+        [name, *(f"{value:.2f}" for model in runs for value in scaling(result, model, name))]
+        for name in SCALED
+    ]
+    heads = ["", *(f"{model}, {kind}" for model in runs for kind in ("strong", "weak"))]
     lines += [
-        "",
-        "Collectives of a step; one of them is for the loss. `dp2, ga4` is meshtune's own layout, the rows below "
-        "it the benchmark's data parallel with all three savings, then without one. FSDP2's all-reduce blocks "
-        "on CPU, so meshtune's row has no overlap here; on CUDA it runs on a stream of its own.",
-        "", "## Scaling", "", "| | " + " | ".join(f"{m}, strong | {m}, weak" for m in result["runs"]) + " |",
-        "|---|" + "---:|" * 2 * len(result["runs"]),
-    ]  # fmt: skip
-    for name in SCALED:
-        figures = [f"{value:.2f}" for model in result["runs"] for value in scaling(result, model, name)]
-        lines.append(f"| {name} | {' | '.join(figures)} |")
-    lines += [
-        "", f"![Speed of two ranks against one]({picture})", "",
+        "", "Collectives are those of a step, one of them for the loss. `dp2, ga4` is meshtune's own layout; "
+        "the rows below it are a data parallel of the benchmark, with all three savings and then without one "
+        "of them. FSDP2's all-reduce blocks on CPU, so that meshtune's row has no overlap here.",
+        *table("## Scaling", heads, scales), "", f"![Speed of two ranks against one]({picture})", "",
         "tokens/s of two ranks over those of one: strong with the same global batch, weak with half of it on "
-        "the one. Two is ideal. Two cores of one machine can't show what a network costs: messages are gloo's "
-        "copies through memory, made by the cores that compute, the ranks share memory bandwidth and cache, "
-        "and nothing says how it goes on beyond two.",
+        "the one. Two is ideal. Two cores of one machine can't show what a network costs: messages are "
+        "gloo's copies through memory, made by the cores that compute; the ranks share cache and memory "
+        "bandwidth; and nothing says how it goes on beyond two.",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A section with a table whose columns, but the first, are numbers."""
+    lines = [" | ".join(row) for row in (heads, ["---", *["---:"] * (len(heads) - 1)], *rows)]
+    return ["", title, "", *(f"| {line} |" for line in lines)]
+
+
+def against_targets(result: dict[str, Any]) -> list[list[str]]:
+    rows = [
+        [f"{model}: {us} / {them}, tokens/s",
+         f"{speed(result, model, us) / speed(result, model, them):.2f}", f"≥ {target}"]
+        for us, them, model, target in TARGETS if model in result["runs"]
+    ]  # fmt: skip
+    start = statistics.median(result["start_seconds"])
+    return [*rows, [f"{STARTED} ranks started, seconds beyond the imports", f"{start:.2f}", "≤ 2"]]
+
+
+def speeds(runs: dict[str, Any]) -> list[list[str]]:
+    each = {name: [run["tokens_per_second"] for run in runs[name]] for name in (*PAIRS, *ALONE)}
+    return [
+        [name, f"`{CONTENDERS[name].layout}`", f"{statistics.median(found):.0f}",
+         f"{min(found):.0f} – {max(found):.0f}"]
+        for name, found in each.items()
+    ]  # fmt: skip
+
+
+def savings(result: dict[str, Any], model: str) -> list[list[str]]:
+    base, rows = speed(result, model, "by hand"), []
+    for name in SAVINGS:
+        own, one = speed(result, model, name), result["runs"][model][name][0]
+        milliseconds = one["tokens"] / own * 1000
+        rows.append([name, f"{milliseconds:.1f}", f"{base / own:.2f}", str(one["messages"])])
+    return rows
 
 
 def draw(result: dict[str, Any], file: Path) -> None:

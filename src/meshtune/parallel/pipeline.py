@@ -66,6 +66,7 @@ class Stage(nn.Module):
         self.model, self.anatomy, self.blocks = model, anatomy, blocks
         self.index, self.of, self.finish = index, of, finish
         self.tied: tuple[str, str] | None = None  # a copy's name here, and its original's in the whole model
+        self.shares = False  # an embedding with the stage at the other end
         if of > 1:
             self._cut()
 
@@ -80,7 +81,8 @@ class Stage(nn.Module):
     def _cut(self) -> None:
         model, parts = self.model, self.anatomy
         embed, head = model.get_submodule(parts.embed), model.get_submodule(parts.head)
-        if self.last and not self.first and head.weight is embed.weight:
+        self.shares = head.weight is embed.weight and (self.first or self.last)
+        if self.shares and self.last:
             self.tied = f"{parts.head}.weight", f"{parts.embed}.weight"
         every = [name for name, _ in model.get_submodule(parts.blocks).named_children()]
         others = [f"{parts.blocks}.{name}" for name in every if int(name) not in self.blocks]
@@ -184,6 +186,7 @@ class Pipeline:
     def _schedule(self, number: int, rows: int, width: int) -> Any:
         key = number, rows, width
         if key not in self._schedules:
+            self._schedules.clear()  # each holds buffers for what it receives; the next shape needs others
             layout = self.world.layout
             hidden = self._hidden(rows, width, "meta").requires_grad_()
             ids = torch.empty(rows, width, dtype=torch.int64, device="meta")
@@ -252,7 +255,7 @@ class Pipeline:
         last = self.stages[-1]
         if last.tied is not None:
             copy, original = last.tied
-        elif self.stages[0].first and self.stages[0].model.config.get_text_config().tie_word_embeddings:
+        elif self.stages[0].shares:
             copy, original = None, f"{self.stages[0].anatomy.embed}.weight"
         else:
             return
