@@ -29,7 +29,7 @@ BLOCKS, VOCABULARY = 8, 256
 
 
 def test_torchs_schedules_still_take_lists_of_micro_batches() -> None:
-    """`Pipeline` calls their private `_step_microbatches`: the public `step` splits tensors, not documents."""
+    """`Pipeline` calls their private `_step_microbatches`: the public `step` splits tensors only."""
     for name in SCHEDULES.values():
         taken = signature(get_schedule_class(name)._step_microbatches).parameters
         assert list(taken)[1:5] == ["arg_mbs", "kwarg_mbs", "target_mbs", "losses"]
