@@ -53,8 +53,9 @@ from meshtune.parallel.mesh import World, join
 from meshtune.train import build
 from meshtune.watch import Limits
 
-SEQ_LEN, ROWS_PER_STEP = 128, 8
+SEQ_LEN, ROWS_PER_STEP = 96, 8
 LEARNING_RATE, MAX_NORM = 1e-4, 1.0
+UNTARGETED_ROUNDS = 3
 WARM_UP = 2  # DDP settles its buckets after the first step
 STARTED = 8  # ranks
 MODELS = {
@@ -254,11 +255,11 @@ def once(work: Path, name: str, steps: int) -> dict[str, Any]:
 def rounds(work: Path, model: str, options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """Every contender's runs, interleaved; every other round backwards, so that nobody is always the first.
 
-    The pairs have all rounds. The others, which no target hangs on, have at most three with the large model.
+    The pairs have all rounds, the others, on which no target hangs, at most UNTARGETED_ROUNDS.
     """
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
     for number in range(options.rounds):
-        names = list(PAIRS if model == "28 M" and number >= 3 else CONTENDERS)
+        names = list(CONTENDERS if number < UNTARGETED_ROUNDS else PAIRS)
         for name in reversed(names) if number % 2 else names:
             one = once(work, name, options.tiny_steps if model == "tiny" else options.steps)
             found[name].append(one)
@@ -299,7 +300,7 @@ def markdown(result: dict[str, Any], picture: str) -> str:
         "# Parallel layouts", "",
         f"{result['date']} · {result['machine']} · one thread a rank · gloo · {versions}", "",
         f"Llamas in fp32 (parameters: {sizes}) · {ROWS_PER_STEP} rows of {SEQ_LEN} tokens a step · medians "
-        f"of {result['rounds']} interleaved runs (28 M, without a target: {min(3, result['rounds'])}), each "
+        f"of {result['rounds']} interleaved runs (without a target: {min(UNTARGETED_ROUNDS, result['rounds'])}), each "
         f"the median of {result['tiny_steps']} (tiny) or {result['steps']} steps after {WARM_UP} of warm-up.",
         *table("## Against the targets", ["", "measured", "target"], against_targets(result)),
     ]  # fmt: skip
@@ -387,7 +388,7 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a run of the 28 M model")
-    parser.add_argument("--tiny-steps", type=int, default=20, help="and of the tiny one")
+    parser.add_argument("--tiny-steps", type=int, default=15, help="and of the tiny one")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--quick", action="store_true", help="one short round, written to a temporary folder")
     parser.add_argument("--out", type=Path, default=RESULTS)
