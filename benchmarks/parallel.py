@@ -300,8 +300,9 @@ def markdown(result: dict[str, Any], picture: str) -> str:
         "# Parallel layouts", "",
         f"{result['date']} · {result['machine']} · one thread a rank · gloo · {versions}", "",
         f"Llamas in fp32 (parameters: {sizes}) · {ROWS_PER_STEP} rows of {SEQ_LEN} tokens a step · medians "
-        f"of {result['rounds']} interleaved runs (without a target: {min(UNTARGETED_ROUNDS, result['rounds'])}), each "
-        f"the median of {result['tiny_steps']} (tiny) or {result['steps']} steps after {WARM_UP} of warm-up.",
+        f"of {result['rounds']} interleaved runs ({min(UNTARGETED_ROUNDS, result['rounds'])} where there is no "
+        f"target), each the median of {result['tiny_steps']} (tiny) or {result['steps']} steps after {WARM_UP} of "
+        "warm-up.",
         *table("## Against the targets", ["", "measured", "target"], against_targets(result)),
     ]  # fmt: skip
     for model in runs:

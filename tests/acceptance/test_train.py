@@ -156,7 +156,7 @@ def test_every_problem_of_the_settings_is_said_at_once(meshtune: Command, tmp_pa
         ("model.name=/nowhere/at-all", "/nowhere/at-all"),
         ("data.train=/nowhere/rows.jsonl", "/nowhere/rows.jsonl"),
         ("train.device=cuda", "no CUDA device"),
-        ("layout=tp2-mb2", "2 devices"),
+        ("layout=tp3", "tp=3 does not divide"),
         ("layout=mb3", "3"),
         ("data.eval_split=0.5", "eval_split"),
         ("model.freeze=[nothing.like.this]", "nothing.like.this"),

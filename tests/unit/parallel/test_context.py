@@ -1,0 +1,282 @@
+"""Context parallelism against one rank: attention alone, and whole models' loss and gradients."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from families import FAMILIES, exact
+from ranks import run_ranks
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from meshtune.data.loader import IGNORE, MicroBatch
+from meshtune.model.anatomy import anatomy
+from meshtune.parallel import attention, context
+from meshtune.parallel.attention import document_attention
+from meshtune.parallel.mesh import Axis
+from meshtune.parallel.recompute import recompute_blocks
+from meshtune.train.loss import summed_loss
+
+SEQ = 48  # parts of 12 columns for two ranks, of 6 for four
+# Over the borders of parts, at them, within one; padding; two rows alike; a row with hardly anything.
+DOCUMENTS = ((13, 5, 20), (48,), (12, 12, 6, 18), (9, 17), (9, 17), (1,))
+METHODS = {"allgather": context.AllGather, "ulysses": context.Ulysses}
+
+BOTH = pytest.mark.parametrize("method", METHODS)
+TWO_AND_FOUR = pytest.mark.parametrize("ranks", [2, 4])
+
+
+def here():
+    return Axis("cp", dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+
+
+# Which columns a rank has
+
+
+@BOTH
+@TWO_AND_FOUR
+def test_each_column_is_on_one_rank(method, ranks):
+    own = [context.columns(SEQ, Axis("cp", ranks, rank), method) for rank in range(ranks)]
+    assert sorted(torch.cat(own).tolist()) == list(range(SEQ))
+    assert {len(each) for each in own} == {SEQ // ranks}
+
+
+@TWO_AND_FOUR
+def test_zigzag_columns_see_as_many_keys_on_every_rank(ranks):
+    seen = {int((context.columns(SEQ, Axis("cp", ranks, r), "allgather") + 1).sum()) for r in range(ranks)}
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(("method", "width"), [("allgather", 42), ("ulysses", 42)])
+def test_a_row_that_cannot_be_cut_evenly_is_refused_with_the_numbers(method, width):
+    with pytest.raises(ValueError, match=f"{width} columns"):
+        context.columns(width, Axis("cp", 4, 0), method)
+
+
+def micro_batch():
+    """Packed rows with padding, and very unequal labels: all, few, one."""
+    torch.manual_seed(3)
+    ids = torch.randint(3, 256, (len(DOCUMENTS), SEQ))
+    positions = torch.stack([torch.cat([torch.arange(n) for n in (*d, SEQ - sum(d))]) for d in DOCUMENTS])
+    share = torch.tensor([1.0, 0.1, 0.5, 0.0, 0.9, 1.0])[:, None]
+    labels = torch.where(torch.rand(ids.shape) < share, torch.randint(3, 256, ids.shape), IGNORE)
+    labels[3, 7] = 42
+    for row, lengths in enumerate(DOCUMENTS):
+        labels[row, sum(lengths) :] = IGNORE
+    return MicroBatch(
+        ids, labels, positions, DOCUMENTS, sum(map(sum, DOCUMENTS)), int((labels != IGNORE).sum())
+    )
+
+
+@BOTH
+@TWO_AND_FOUR
+def test_the_parts_of_a_micro_batch_are_the_micro_batch(method, ranks):
+    whole = micro_batch()
+    axes = [Axis("cp", ranks, rank) for rank in range(ranks)]
+    parts = [context.split(whole, axis, method) for axis in axes]
+    order = torch.cat([context.columns(SEQ, axis, method) for axis in axes]).argsort()
+    for name in ("input_ids", "labels", "position_ids"):
+        joined = torch.cat([getattr(part, name) for part in parts], 1)[:, order]
+        assert torch.equal(joined, getattr(whole, name)), name
+    assert sum(part.tokens for part in parts) == whole.tokens
+    assert sum(part.label_tokens for part in parts) == whole.label_tokens
+    assert all(part.documents == DOCUMENTS for part in parts)
+
+
+def test_one_rank_keeps_its_micro_batch_and_its_attention():
+    whole, model = micro_batch(), AutoModelForCausalLM.from_config(FAMILIES["llama"]())
+    context.attach(model, anatomy(model), Axis("cp"), "allgather")
+    assert context.split(whole, Axis("cp"), "allgather") is whole
+    assert not any("context" in vars(module) for module in model.modules())
+
+
+# Attention alone
+
+
+def tensors(dtype, kv_heads=4, value_dim=16, heads=8, documents=DOCUMENTS, seq=SEQ):
+    """Queries, keys, values, and weights that make a scalar of the output."""
+    torch.manual_seed(5)
+    shapes = [(heads, 16), (kv_heads, 16), (kv_heads, value_dim), (heads, value_dim)]
+    return [
+        torch.randn(len(documents), seq, n, dim, dtype=torch.float64).to(dtype).transpose(1, 2)
+        for n, dim in shapes
+    ]
+
+
+def attended(module, inputs, documents, options):
+    """The output [batch, seq, heads, head_dim] of attention, and the gradients of q, k and v."""
+    *inputs, weights = inputs
+    q, k, v = (t.detach().requires_grad_() for t in inputs)
+    out, _ = document_attention(module, q, k, v, None, documents=documents, scaling=0.3, **options)
+    return out.detach(), *torch.autograd.grad((out * weights.transpose(1, 2)).sum(), (q, k, v))
+
+
+def context_error(method, inputs, expected, documents, options):
+    """The largest difference of this rank's part of the output and gradients from `expected`, relative."""
+    axis, module = here(), nn.Module()
+    module.context = METHODS[method](axis)  # type: ignore[assignment]
+    own = context.columns(inputs[0].shape[2], axis, method)
+    found = attended(module, [t[:, :, own] for t in inputs], documents, options)
+    parts = [expected[0][:, own], *(t[:, :, own] for t in expected[1:])]
+    return max(
+        float((ours - part).abs().max() / whole.abs().max())
+        for ours, part, whole in zip(found, parts, expected, strict=True)
+    )
+
+
+def assert_same_attention(ranks, method, *, dtype=torch.float64, tolerance=1e-12, documents=DOCUMENTS,
+                          seq=SEQ, kv_heads=4, value_dim=16, **options):  # fmt: skip
+    inputs = tensors(dtype, kv_heads, value_dim, documents=documents, seq=seq)
+    expected = attended(nn.Module(), inputs, documents, options)
+    errors = run_ranks(ranks, context_error, method, inputs, expected, documents, options)
+    assert max(errors) <= tolerance, errors
+
+
+ASKED = {
+    "plain": {},
+    "window": {"sliding_window": 8},
+    "window of one": {"sliding_window": 1},
+    "softcap": {"softcap": 1.5},
+    "window and softcap": {"sliding_window": 8, "softcap": 1.5},
+    "fewer key heads than ranks": {"kv_heads": 1},
+    "narrower values": {"value_dim": 8},
+    "recomputed": {"recompute": True},
+}
+
+
+@BOTH
+@TWO_AND_FOUR
+@pytest.mark.parametrize("asked", ASKED)
+def test_attention_over_ranks_is_that_of_one(method, ranks, asked):
+    assert_same_attention(ranks, method, **ASKED[asked])
+
+
+@BOTH
+@pytest.mark.parametrize("asked", ["plain", "window and softcap"])
+def test_attention_in_fp32_is_that_of_one_rank(method, asked):
+    assert_same_attention(4, method, dtype=torch.float32, tolerance=2e-6, **ASKED[asked])
+
+
+@BOTH
+@pytest.mark.parametrize("window", [None, 700])
+def test_documents_of_several_blocks_of_queries(method, window):
+    # Parts of 1,200 columns, blocks of 512: a rank's queries of a document are several kernel calls.
+    assert_same_attention(2, method, documents=((4300, 400),), seq=4800, kv_heads=1, sliding_window=window)
+
+
+# Whole models
+
+
+def build(family):
+    torch.manual_seed(1)
+    config = FAMILIES[family]()
+    return AutoModelForCausalLM.from_config(config, attn_implementation="meshtune").double().train()
+
+
+def one_rank(family):
+    """Loss and gradients of the unsharded model with our attention."""
+    model = build(family)
+    with exact():
+        loss = summed_loss(model, anatomy(model), micro_batch(), chunk_tokens=25)
+        loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def each_document_alone(family):
+    """The same by Hugging Face's eager attention, without packing or padding."""
+    model, batch = build(family), micro_batch()
+    model.set_attn_implementation("eager")
+    total = torch.zeros((), dtype=torch.float64)
+    for row, lengths in enumerate(DOCUMENTS):
+        columns = torch.arange(SEQ).split([*lengths, SEQ - sum(lengths)])
+        for own in columns[: len(lengths)]:
+            logits = model(batch.input_ids[row : row + 1, own], use_cache=False).logits[0]
+            total = total + nn.functional.cross_entropy(logits, batch.labels[row, own], reduction="sum")
+    total.backward()
+    return total.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def model_errors(family, method, recompute, expected):
+    """Relative errors of the loss and of the worst gradient, both summed over the ranks."""
+    axis, model = here(), build(family)
+    parts, batch = anatomy(model), context.split(micro_batch(), here(), method)
+    context.attach(model, parts, axis, method)
+    recompute_blocks(model, parts, recompute)
+    with exact():
+        loss = summed_loss(model, parts, batch, chunk_tokens=25)
+        loss.backward()
+        with torch.no_grad():
+            assert torch.equal(summed_loss(model, parts, batch, chunk_tokens=25), loss)
+    found = {name: p.grad for name, p in model.named_parameters()}
+    loss = loss.detach()
+    for each in (loss, *found.values()):
+        dist.all_reduce(each)
+    return float(abs(loss - expected[0]) / expected[0]), max(
+        float((found[name] - grad).norm() / grad.norm()) for name, grad in expected[1].items()
+    )
+
+
+def assert_same_model(ranks, family, method, expected, loss, gradients, recompute="none"):
+    for errors in run_ranks(ranks, model_errors, family, method, recompute, expected):
+        assert errors[0] <= loss and errors[1] <= gradients, errors
+
+
+@BOTH
+@TWO_AND_FOUR
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_models_have_the_loss_and_gradients_of_one_rank(family, ranks, method):
+    assert_same_model(ranks, family, method, one_rank(family), 1e-12, 1e-10)
+
+
+@BOTH
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_windows_and_softcaps_are_those_of_hugging_face(family, method):
+    # eager's softmax is in fp32
+    assert_same_model(2, family, method, each_document_alone(family), 2e-6, 3e-6)
+
+
+@BOTH
+@pytest.mark.parametrize("recompute", ["attention", "selective", "full"])
+def test_recomputation_changes_nothing(recompute, method):
+    assert_same_model(2, "gemma2", method, one_rank("gemma2"), 1e-12, 1e-10, recompute)
+
+
+# What is said
+
+
+class Messages(TorchDispatchMode):
+    """The collectives that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.said = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.said.append(func._schema.name.removeprefix("c10d::"))
+        return func(*args, **(kwargs or {}))
+
+
+def said(method):
+    module = nn.Module()
+    module.context = METHODS[method](here())  # type: ignore[assignment]
+    inputs = [t[:, :, context.columns(SEQ, here(), method)] for t in tensors(torch.float64)]
+    with Messages() as messages:
+        attended(module, inputs, DOCUMENTS, {})
+    return messages.said
+
+
+def test_keys_and_values_travel_in_one_message_and_their_gradients_in_another():
+    for messages in run_ranks(2, said, "allgather"):
+        assert [name.strip("_") for name in messages] == ["allgather_base", "reduce_scatter_base"]
+
+
+def test_ulysses_exchanges_queries_keys_values_and_outputs():
+    for messages in run_ranks(2, said, "ulysses"):
+        assert len(messages) == 8 and all("alltoall" in name for name in messages)
+
+
+def test_no_kernel_call_has_more_queries_than_a_block():
+    for rank in range(2):
+        pieces = context._pieces(((4300, 400),), 2400, 2, rank, None)
+        assert all(p.queries.stop - p.queries.start <= attention.WINDOW_BLOCK for p in pieces)
