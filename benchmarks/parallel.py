@@ -11,8 +11,8 @@
     start     8 ranks by meshtune's launcher, from after the imports to a barrier that all have passed
 
 meshtune's side is what `meshtune train` runs: `build`, its passes, its optimizer. All contenders read the
-same global batches from the same weights, and must come to the same loss and gradient norm. Every row is one document of
-SEQ_LEN tokens, all labelled: nobody gains by keeping documents apart or by leaving out logits.
+same global batches from the same weights, and must come to the same loss and gradient norm. Every row is one
+document of SEQ_LEN tokens, all labelled: nobody gains by keeping documents apart or by leaving out logits.
 """
 
 import argparse
@@ -296,13 +296,13 @@ def markdown(result: dict[str, Any], picture: str) -> str:
     runs = result["runs"]
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     sizes = ", ".join(f"{name}: {count:,}" for name, count in result["parameters"].items())
+    fewer = min(UNTARGETED_ROUNDS, result["rounds"])
     lines = [
         "# Parallel layouts", "",
         f"{result['date']} · {result['machine']} · one thread a rank · gloo · {versions}", "",
         f"Llamas in fp32 (parameters: {sizes}) · {ROWS_PER_STEP} rows of {SEQ_LEN} tokens a step · medians "
-        f"of {result['rounds']} interleaved runs (of {min(UNTARGETED_ROUNDS, result['rounds'])} where there is "
-        f"no target), each the median of {result['tiny_steps']} steps (tiny) or {result['steps']} after "
-        f"{WARM_UP} of warm-up.",
+        f"of {result['rounds']} interleaved runs ({fewer} where there is no target), each the median of "
+        f"{result['tiny_steps']} steps (tiny) or {result['steps']} (28 M) after {WARM_UP} of warm-up.",
         *table("## Against the targets", ["", "measured", "target"], against_targets(result)),
     ]  # fmt: skip
     for model in runs:
