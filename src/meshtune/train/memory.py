@@ -35,7 +35,7 @@ from meshtune.units import MIB, human
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS = "weights", "gradients", "optimizer", "activations"
 CATEGORIES = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS)
 WATCHED_STEPS = 2
-RELEASED_BYTES = 256 * MIB
+RELEASED_BYTES, RELEASED_EVERY = 256 * MIB, 16  # if so much is free, after so many backward passes
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class PhaseMemory:
         self.step = 0
         self.now = "loading"  # the phase at hand, or the last one
         self._ledger: Ledger | None = None
+        self._backwards = 0
         self._cuda_peak = 0  # of the phases whose statistics were reset
 
     def known(self) -> dict[str, list[Tensor]]:
@@ -125,7 +126,9 @@ class PhaseMemory:
             self._tag()
             self._keep(Peak(name, self._ledger.peak, dict(self._ledger.parts)))
         if name == "backward":  # the activations are gone: the cheapest moment
-            release_free_heap()
+            self._backwards += 1
+            if self._backwards % RELEASED_EVERY == 0:
+                release_free_heap()
 
     def _cuda_phase(self, name: str) -> Iterator[None]:
         self._cuda_peak = max(self._cuda_peak, torch.cuda.max_memory_allocated(self.device))
@@ -227,8 +230,8 @@ def release_free_heap(at_least: int = RELEASED_BYTES) -> None:
     """Give the heap's free pages back to the operating system, if there are so many bytes of them.
 
     Documents differ in length from one micro-batch to the next, so their activations fit badly into each
-    other's holes, and glibc's heap grows to 1.5 times what is needed. Below `at_least` that isn't worth the
-    page faults of taking them again.
+    other's holes, and glibc's heap grows to 1.5 times what is needed. Below `at_least`, or after every pass, it
+    is not worth the page faults of taking the pages again: those cost a fifth of a step.
     """
     library = _glibc()
     if library is not None and library.mallinfo2().fordblks >= at_least:
