@@ -36,7 +36,7 @@ class World:
     """All axes of a layout, from one rank's place.
 
     mesh: the ranks as torch's DeviceMesh with the dimensions AXES; None for one rank.
-    host: a group of all ranks on a CPU backend, for objects and checkpoints; None for one rank.
+    host, storage: groups of all ranks on a CPU backend, for objects, and for checkpoints; None for one rank.
     """
 
     layout: Layout
@@ -44,7 +44,8 @@ class World:
     rank: int
     axes: tuple[Axis, ...]
     mesh: DeviceMesh | None = None
-    host: dist.ProcessGroup | None = None
+    host: Any = None
+    storage: Any = None
 
     def axis(self, name: str) -> Axis:
         return self.axes[AXES.index(name)]
@@ -147,5 +148,6 @@ def join(layout: Layout, device: torch.device) -> World:
         Axis(name, size, index, mesh.get_group(name) if size > 1 else None)
         for name, size, index in zip(AXES, sizes, place, strict=True)
     )
-    host: Any = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
-    return World(layout, device, dist.get_rank(), axes, mesh, host)
+    # Checkpoints are written beside the training: in a group of their own, or messages would cross.
+    host, storage = (dist.new_group(backend="gloo", timeout=timedelta(minutes=30)) for _ in range(2))
+    return World(layout, device, dist.get_rank(), axes, mesh, host, storage)

@@ -110,7 +110,7 @@ def build(config: Config, *, ranks: int | None = None) -> Run:
         run_folder.checkpoints,
         keep=config.checkpoint.keep,
         asynchronous=config.checkpoint.async_save,
-        process_group=world.host,
+        process_group=world.storage,
         report=metrics.say,
     )
     evaluation = Evaluation(

@@ -230,8 +230,8 @@ def release_free_heap(at_least: int = RELEASED_BYTES) -> None:
     """Give the heap's free pages back to the operating system, if there are so many bytes of them.
 
     Documents differ in length from one micro-batch to the next, so their activations fit badly into each
-    other's holes, and glibc's heap grows to 1.5 times what is needed. Below `at_least`, or after every pass, it
-    is not worth the page faults of taking the pages again: those cost a fifth of a step.
+    other's holes, and glibc's heap grows to 1.5 times what is needed. Below `at_least`, or after every pass,
+    it is not worth the page faults of taking the pages again: those cost a fifth of a step.
     """
     library = _glibc()
     if library is not None and library.mallinfo2().fordblks >= at_least:

@@ -113,6 +113,12 @@ class Optimizer:
 
     def named_gradients(self, among: Collection[str] | None = None) -> dict[str, Tensor]:
         """This rank's gradients of the step, by name, in the dtype they add up in; all, or those `among`."""
+        for parameter, total in self.sums.items():
+            if (
+                parameter.grad is not None
+            ):  # by a backward that runs no hooks, as zero-bubble schedules' halves
+                total.add_(parameter.grad)
+                parameter.grad = None
         found = (
             (name, self.sums.get(parameter, parameter.grad))
             for bucket in self.buckets
@@ -139,8 +145,9 @@ class Optimizer:
 
         The formula is torch.nn.utils.clip_grad_norm_'s.
         """
-        if max_norm and (scale := max_norm / (norm + 1e-6)) < 1:
-            torch._foreach_mul_(self.gradients(), scale)  # pyright: ignore[reportPrivateImportUsage]
+        gradients = self.gradients()  # none on a stage whose parameters are all frozen
+        if gradients and max_norm and (scale := max_norm / (norm + 1e-6)) < 1:
+            torch._foreach_mul_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
