@@ -164,8 +164,10 @@ def train_rank(rank: "Rank", config: "Config", as_json: bool) -> None:
 
     run = build.build(config)
     rank.keep_log(run.folder.logs)
-    axes = {str(axis.group.group_name): axis.name for axis in run.world.axes if axis.group is not None}
-    rank.explain(lambda: f"step {run.progress.step}", axes)
+    world = run.world
+    axes = {str(axis.group.group_name): axis.name for axis in world.axes if axis.group is not None}
+    axes |= {group.group_name: "all ranks" for group in (world.host, world.storage) if group is not None}
+    rank.explain(lambda: f"step {run.progress.step}", axes, spins=world.device.type == "cuda")
     try:
         loop.train(run)
     finally:

@@ -11,17 +11,19 @@ def varlen_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    boundaries: Tensor,
-    longest: int,
+    query_boundaries: Tensor,
+    key_boundaries: Tensor,
+    longest_query: int,
+    longest_key: int,
     *,
     scale: float,
     window_size: tuple[int, int],
 ) -> Tensor:
-    """`torch.nn.attention.varlen.varlen_attn` over documents that are both queries and keys.
+    """`torch.nn.attention.varlen.varlen_attn`: one after the other, the queries of each run and their keys.
 
-    [tokens, heads, head_dim] with k and v of fewer heads where the model groups them -> [tokens, heads,
-    head_dim]; boundaries [documents + 1] int32. Grouped heads need torch 2.12; before, keys and values are
-    expanded.
+    [queries, heads, head_dim] with k and v [keys, ...] of fewer heads where the model groups them -> as the
+    queries; boundaries [runs + 1] int32. Where a run has more keys than queries, its last query stands at its
+    last key (flash-attention since 2.1). Grouped heads need torch 2.12; before, keys and values are expanded.
     """
     from torch.nn.attention.varlen import varlen_attn  # CUDA only: not imported where it can't be used
 
@@ -32,8 +34,9 @@ def varlen_attention(
     elif grouped:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     out = varlen_attn(
-        q, k, v, boundaries, boundaries, longest, longest, scale=scale, window_size=window_size, **options
-    )
+        q, k, v, query_boundaries, key_boundaries, longest_query, longest_key,
+        scale=scale, window_size=window_size, **options,
+    )  # fmt: skip
     assert isinstance(out, Tensor)
     return out
 

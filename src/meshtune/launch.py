@@ -162,12 +162,12 @@ class Rank:
         if self._log is not None:
             self._log.move(folder / f"rank-{self.number}.log")
 
-    def explain(self, progress: Callable[[], str], axes: Mapping[str, str]) -> None:
+    def explain(self, progress: Callable[[], str], axes: Mapping[str, str], *, spins: bool = False) -> None:
         """Say for the report of a hang how far this rank is (`progress()`: "step 12"), and which axis each
-        group is of (its group_name -> "dp_shard").
+        group is of (its group_name -> "dp_shard"). spins: whether waiting burns the processor (CUDA).
         """
         if self._watch is not None:
-            self._watch.progress, self._watch.axes = progress, axes
+            self._watch.progress, self._watch.axes, self._watch.spins = progress, axes, spins
 
 
 class Log:

@@ -42,6 +42,8 @@ OPERATIONS = {  # how torch's functions begin that send, or wait for what was se
     "broadcast": "broadcast", "_wait_batch_p2p": "send/recv",
     "reduce_tied": "send/recv",
 }  # fmt: skip
+# On CUDA a thread that waits for the device burns its processor, so that computing there is no moving.
+SPINNING = ("torch", "transformers", "meshtune.parallel")
 FAILED = "meshtune/failed"  # in the store: how many ranks have failed
 
 
@@ -82,6 +84,7 @@ class Watch:
         self.rank, self.world, self.store, self.limits, self.end = rank, world, store, limits, end
         self.progress: Callable[[], str] = str
         self.axes: Mapping[str, str] = {}  # group -> axis, where torch has another name for it
+        self.spins = False  # whether a thread that waits may burn its processor (CUDA)
         self.main = threading.main_thread()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshtune-watch", daemon=True)
@@ -130,9 +133,10 @@ class Watch:
         position = stack(self.main)
         computed = time.process_time() - time.thread_time()
         own = process(f"self/task/{self.main.native_id}")
+        burns = computed - self._computed > 0.01 * self.limits.tick
         moved = (
             position != self._position
-            or computed - self._computed > 0.01 * self.limits.tick
+            or (burns and not (self.spins and module_of(self.main).startswith(SPINNING)))
             or (own is not None and own.state == "D")  # the disk, or a network's
         )
         self._still = 0 if moved else self._still + 1
@@ -234,6 +238,12 @@ def waits_in(frame: FrameType, axes: Mapping[str, str]) -> str | None:
     name = inner.f_code.co_name
     operation = next((each for start, each in OPERATIONS.items() if name.startswith(start)), name)
     return f"{operation} over {axis(inner, axes)}"
+
+
+def module_of(thread: threading.Thread) -> str:
+    """Where a thread's innermost Python function is from."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return module(frame) if frame is not None else ""
 
 
 def module(frame: FrameType) -> str:

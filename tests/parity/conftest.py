@@ -31,7 +31,7 @@ def reference(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return {name: trained(folder, runs / name, "mb4-ga4", name) for name in ("fp32", "fp64")}
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True)
 def unwatched() -> Iterator[None]:
     """Counting the memory of the first steps would take as long as all else."""
     with patch.object(memory, "WATCHED_STEPS", 0):

@@ -30,7 +30,16 @@ def rounded(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 @pytest.mark.parametrize(
     "layout",
-    ["zero3x2", "zero1x2", "tp2-sp", "pp2-1f1b", "pp2-dualpipev-mb2-ga8", "cp2", "zero3x2-tp2-sp-pp2-1f1b"],
+    [
+        "zero3x2",
+        "zero1x2",
+        "tp2-sp",
+        "pp2-1f1b",
+        "pp2-dualpipev-mb2-ga8",
+        "pp2-zb",
+        "cp2",
+        "zero3x2-tp2-sp-pp2-1f1b",
+    ],
 )
 def test_bf16_is_as_near_to_one_rank_as_its_rounding(
     layout: str, folder: Path, rounded: Trained, reference: dict[str, Trained], tmp_path: Path

@@ -149,6 +149,19 @@ def test_a_slow_rank_is_no_hang() -> None:
     launch.run(compute, ranks=2, limits=replace(QUICK, end=4.0))
 
 
+def test_where_waiting_burns_the_processor_a_rank_that_spins_inside_torch_has_not_moved() -> None:
+    def spin(rank: Rank) -> None:
+        rank.explain(str, {}, spins=True)
+        if rank.number == 1:
+            inside: dict[str, Any] = {"__name__": "torch.cuda", "torch": torch}
+            exec("def synchronize(): torch.linalg.matrix_power(torch.ones(1500, 1500), 2**60)", inside)
+            inside["synchronize"]()  # for ten seconds and more
+        dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(RankFailed, match=r"rank 0 waits for it in all_reduce"):
+        launch.run(spin, ranks=2, limits=replace(QUICK, stuck=0.5, end=1.0))
+
+
 START = """
 import os, signal, sys, time
 from pathlib import Path

@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from meshtune.errors import UserError
 from meshtune.layout import Layout
-from meshtune.model import support
 from meshtune.model.support import Traits, refusals
 
 WORKS = "decoder-only transformers such as Llama, Qwen, Mistral, Gemma, Phi, OLMo, Cohere, GPT-2 and GPT-NeoX"
@@ -165,7 +164,9 @@ def capabilities(config: PretrainedConfig, *, trust_remote_code: bool = False) -
         _packing(model),
         Capability("lora", True, f"all-linear adapts {_linears(model, found)} matrices"),
         Capability(
-            "recompute", True, "none, attention, selective, full" if own_attention(model) else "none, full"
+            "recompute",
+            True,
+            "none, attention, selective, full" if own_attention(model) else "none, selective, full",
         ),
         Capability("compile", True, "train.compile=true compiles each block; attention runs as it is"),
         *_cut(traits(model)),
@@ -321,11 +322,6 @@ def tensor_plan(model: PreTrainedModel) -> dict[str, str] | str:
         )
     present = {path for block in blocks for path, _ in block.named_modules()}
     return {path: word for path, word in words.items() if path in present}
-
-
-def tensor_problems(model: PreTrainedModel, tp: int) -> list[str]:
-    """Why `tp` ranks can't share the matrices of `model`, as sentences with the remedy; none if they can."""
-    return list(support.tensor_problems(traits(model), tp))
 
 
 def cuts_heads(plan: Mapping[str, str], found: Anatomy) -> bool:

@@ -8,6 +8,7 @@ import copy
 import json
 import math
 import os
+import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -168,19 +170,16 @@ class _File:
 
 def _files(model: PreTrainedModel, dtype: torch.dtype, most: int) -> list[_File]:
     """The files of a model, its tensors in order; none is larger than `most` bytes, unless one tensor is."""
-    parts: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in _stored(model).items():
-        own = tensor.numel() * _stored_dtype(tensor, dtype).itemsize
-        if parts[-1] and size + own > most:
-            parts.append({})
-            size = 0
-        parts[-1][name] = tensor
-        size += own
-    names = [f"model-{n:05}-of-{len(parts):05}.safetensors" for n in range(1, len(parts) + 1)]
+    stored = _stored(model)
+    split = split_state_dict_into_shards_factory(
+        stored,
+        get_storage_size=lambda tensor: tensor.numel() * _stored_dtype(tensor, dtype).itemsize,
+        filename_pattern=WEIGHTS.replace(".safetensors", "{suffix}.safetensors"),
+        max_shard_size=most,
+    )
     return [
-        _file(name, part, dtype)
-        for name, part in zip(names if len(parts) > 1 else [WEIGHTS], parts, strict=True)
+        _file(file, {name: stored[name] for name in names}, dtype)
+        for file, names in split.filename_to_tensors.items()
     ]
 
 
@@ -215,7 +214,7 @@ def _together(gather: Callable[[Any], list[Any]], work: Callable[[], Any]) -> li
     try:
         mine = (work(), None)
     except Exception as error:
-        mine = (None, error)
+        mine = (None, _portable(error))
     found = gather(mine)
     for _, error in found:
         if isinstance(error, OSError):
@@ -224,6 +223,14 @@ def _together(gather: Callable[[Any], list[Any]], work: Callable[[], Any]) -> li
         if error is not None:
             raise error
     return [result for result, _ in found]
+
+
+def _portable(error: Exception) -> Exception:
+    """An error that other ranks can be told: not every one survives pickling."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _make_files(aside: Path, files: Sequence[_File], model: PreTrainedModel) -> None:
@@ -292,10 +299,10 @@ def _describe(
     if len(files) > 1:
         size = sum(file.bytes - len(file.header) for file in files)
         index = {
-            "metadata": {"total_size": size},
+            "metadata": {"total_parameters": model.num_parameters(), "total_size": size},
             "weight_map": {name: file.name for file in files for name in file.begins},
         }
-        (aside / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+        (aside / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     _finish(aside, tokenizer, card)
 
 

@@ -28,11 +28,9 @@ from meshtune.model.partition import Split, piece, stage_count
 from meshtune.model.pieces import Piece
 from meshtune.parallel import context, tensor, zero
 from meshtune.parallel.mesh import World
-from meshtune.parallel.pipeline import Pipeline, Stage
+from meshtune.parallel.pipeline import Finish, Pipeline, Stage
 from meshtune.parallel.recompute import recompute_blocks
 from meshtune.parallel.zero import local
-
-Finish = Callable[[nn.Module, Anatomy, Tensor, MicroBatch], Tensor]
 
 
 @dataclass

@@ -21,7 +21,8 @@ A family that does not pass `documents` down to its attention raises: it must ne
 any argument that we do not know.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
@@ -44,7 +45,7 @@ PADDING_PIECE = (
     128  # tokens; for varlen, padding is cut into documents of this length, so that it costs little
 )
 CAPPED_BLOCK = 256  # queries whose scores exist at a time in `capped_attention`
-WINDOW_BLOCK = 512  # queries of one masked call, at most, in a document longer than its window
+WINDOW_BLOCK = 512  # queries of one masked call, at most
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -52,8 +53,9 @@ WINDOW_BLOCK = 512  # queries of one masked call, at most, in a document longer 
 # ------------------------------------------------------------------------------------------------------------
 
 
-class Piece(NamedTuple):
-    """One kernel call: these rows' queries see these keys, causally (window None) or in a band as well.
+class Run(NamedTuple):
+    """Neighbouring queries of some rows, and the keys that they see, causally (window None) or in a band as
+    well: one kernel call.
 
     first: where the first query stands among the keys' columns; None: at queries.start.
     """
@@ -72,6 +74,16 @@ class Piece(NamedTuple):
     def masked(self) -> bool:
         """Whether a plain causal call would not say the same."""
         return self.window is not None or self.place != self.keys.start
+
+
+@dataclass(frozen=True, eq=False)  # by identity: slices have no hash before Python 3.12
+class Runs:
+    """Which queries see which keys where a rank has other columns of queries than of keys (context.py).
+
+    Each is of one document in one row; its keys end at its last query.
+    """
+
+    each: tuple[Run, ...]
 
 
 class Documents:
@@ -99,50 +111,60 @@ def _checked(documents: Documents | Sequence[Sequence[int]], batch: int, seq: in
 
 
 @lru_cache(maxsize=32)
-def _pieces(documents: Lengths, window: int | None) -> tuple[Piece, ...]:
+def _runs(documents: Lengths, window: int | None) -> tuple[Run, ...]:
     """The kernel calls of a micro-batch; neighbouring rows that are cut alike share theirs."""
-    pieces, row = [], 0
+    runs, row = [], 0
     for lengths, alike in groupby(documents):
         rows = slice(row, row + len(list(alike)))
         row = rows.stop
         for stop in accumulate(lengths):
             start = stop - lengths[0]
             lengths = lengths[1:]
-            pieces.extend(_document_pieces(rows, start, stop, window))
-    return tuple(pieces)
+            runs.extend(_runs_inside(rows, start, stop, window))
+    return tuple(runs)
 
 
-def _document_pieces(rows: slice, start: int, stop: int, window: int | None) -> list[Piece]:
+def _runs_inside(rows: slice, start: int, stop: int, window: int | None) -> list[Run]:
     if window is None or stop - start <= window:
-        return [Piece(rows, slice(start, stop), slice(start, stop), None)]
+        return [Run(rows, slice(start, stop), slice(start, stop), None)]
     # Blocks of queries, each with the keys that its window reaches: time and mask grow with length × window.
     size = min(max(window, 64), WINDOW_BLOCK)
     blocks = [(first, min(first + size, stop)) for first in range(start, stop, size)]
     return [
-        Piece(rows, slice(first, last), slice(max(start, first - window + 1), last), window)
+        Run(rows, slice(first, last), slice(max(start, first - window + 1), last), window)
         for first, last in blocks
     ]
 
 
-def _band(piece: Piece, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """The additive mask [queries, keys] of a piece with a window; None when plain causal attention says the
+def _blocks(runs: Runs) -> Iterator[Run]:
+    """At most WINDOW_BLOCK queries at a time, each block with the keys that it sees."""
+    for run in runs.each:
+        shift = run.place - run.queries.start
+        for start in range(run.queries.start, run.queries.stop, WINDOW_BLOCK):
+            stop, place = min(start + WINDOW_BLOCK, run.queries.stop), start + shift
+            begin = run.keys.start if run.window is None else max(run.keys.start, place - run.window + 1)
+            yield Run(run.rows, slice(start, stop), slice(begin, stop + shift), run.window, place)
+
+
+def _band(run: Run, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """The additive mask [queries, keys] of a run with a window; None when plain causal attention says the
     same.
 
     Hugging Face counts the query itself: a window of w sees keys i - w + 1 ... i.
     """
-    if not piece.masked:
+    if not run.masked:
         return None
-    length = piece.queries.stop - piece.queries.start
-    queries = torch.arange(piece.place, piece.place + length, device=device)[:, None]
-    keys = torch.arange(piece.keys.start, piece.keys.stop, device=device)[None, :]
+    length = run.queries.stop - run.queries.start
+    queries = torch.arange(run.place, run.place + length, device=device)[:, None]
+    keys = torch.arange(run.keys.start, run.keys.stop, device=device)[None, :]
     hidden = keys > queries
-    if piece.window is not None:
-        hidden |= keys <= queries - piece.window
+    if run.window is not None:
+        hidden |= keys <= queries - run.window
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
 
 
 # ------------------------------------------------------------------------------------------------------------
-# CPU: one kernel call per piece, into one output
+# CPU: one kernel call per run, into one output
 # ------------------------------------------------------------------------------------------------------------
 
 
@@ -164,55 +186,54 @@ def _kernel_backward(grad, q, k, v, out, lse, mask: Tensor | None, scale: float,
 
 
 class _PerDocument(torch.autograd.Function):
-    """Attention piece by piece. Saves q, k, v, the output and its log-sum-exp, each once.
+    """Attention run by run. Saves q, k, v, the output and its log-sum-exp, each once.
 
     Autograd over slices would instead save every document's output beside their concatenation and fill a
     gradient of the whole length for every slice.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, q, k, v, pieces: tuple[Piece, ...], padded: bool, scale: float, softcap: float | None
-    ):
-        batch, heads, seq, head_dim = q.shape
-        if len(pieces) == 1 and not padded:
+    def forward(ctx: Any, q, k, v, runs: tuple[Run, ...], padded: bool, scale: float, softcap: float | None):
+        batch, heads, seq = q.shape[:3]
+        if len(runs) == 1 and not padded:
             out, lse = _kernel(q, k, v, None, scale, softcap)
         else:
             # Tokens before heads: what the output projection reads without a copy.
-            out = (q.new_zeros if padded else q.new_empty)(batch, seq, heads, head_dim).transpose(1, 2)
+            shape = (batch, seq, heads, v.shape[-1])
+            out = (q.new_zeros if padded else q.new_empty)(shape).transpose(1, 2)
             lse_dtype = torch.promote_types(q.dtype, torch.float32)
             lse = q.new_empty(batch, seq, heads, dtype=lse_dtype).transpose(1, 2)
-            for piece in pieces:
-                mask = _band(piece, q.dtype, q.device)
+            for run in runs:
+                mask = _band(run, q.dtype, q.device)
                 part = (
-                    q[piece.rows, :, piece.queries],
-                    k[piece.rows, :, piece.keys],
-                    v[piece.rows, :, piece.keys],
+                    q[run.rows, :, run.queries],
+                    k[run.rows, :, run.keys],
+                    v[run.rows, :, run.keys],
                 )
-                out[piece.rows, :, piece.queries], lse[piece.rows, :, piece.queries] = _kernel(
+                out[run.rows, :, run.queries], lse[run.rows, :, run.queries] = _kernel(
                     *part, mask, scale, softcap
                 )
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.pieces, ctx.padded, ctx.scale, ctx.softcap = pieces, padded, scale, softcap
+        ctx.runs, ctx.padded, ctx.scale, ctx.softcap = runs, padded, scale, softcap
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
-        pieces, scale, softcap = ctx.pieces, ctx.scale, ctx.softcap
+        runs, scale, softcap = ctx.runs, ctx.scale, ctx.softcap
         if grad.stride(-1) != 1:
             grad = grad.contiguous()
-        if len(pieces) == 1 and not ctx.padded:
+        if len(runs) == 1 and not ctx.padded:
             grads = _kernel_backward(grad, q, k, v, out, lse, None, scale, softcap)
             return *grads, None, None, None, None
         # Blocks of one windowed document share keys, so their gradients add up; otherwise each is written
         # once.
-        shared = any(piece.masked for piece in pieces)
+        shared = any(run.masked for run in runs)
         grad_q = (torch.zeros_like if ctx.padded else torch.empty_like)(q)
         grad_k, grad_v = ((torch.zeros_like if ctx.padded or shared else torch.empty_like)(t) for t in (k, v))
-        for piece in pieces:
-            mask = _band(piece, q.dtype, q.device)
-            rows, queries, keys = piece.rows, piece.queries, piece.keys
+        for run in runs:
+            mask = _band(run, q.dtype, q.device)
+            rows, queries, keys = run.rows, run.queries, run.keys
             gq, gk, gv = _kernel_backward(
                 grad[rows, :, queries],
                 q[rows, :, queries],
@@ -365,11 +386,49 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, w
     boundaries, longest = _boundaries(documents, seq, q.device)
     flat_q, flat_k, flat_v = (t.transpose(1, 2).reshape(batch * seq, -1, head_dim) for t in (q, k, v))
     left = -1 if window is None or window >= longest else window - 1
-    out = varlen_attention(flat_q, flat_k, flat_v, boundaries, longest, scale=scale, window_size=(left, 0))
+    out = varlen_attention(
+        flat_q, flat_k, flat_v, boundaries, boundaries, longest, longest, scale=scale, window_size=(left, 0)
+    )
     out = out.view(batch, seq, heads, head_dim).transpose(1, 2)
     if any(sum(row) < seq for row in documents):
         out = out.masked_fill((_document_ids(documents, seq, q.device) < 0)[:, None, :, None], 0)
     return out
+
+
+class _Flat(NamedTuple):
+    """Tokens of runs, one run after the other: where they are in [batch · columns], where runs begin, the
+    longest."""
+
+    tokens: Tensor
+    boundaries: Tensor
+    longest: int
+
+
+@lru_cache(maxsize=8)
+def _flat(runs: Runs, of: str, columns: int, device: torch.device) -> _Flat:
+    """The "queries" or the "keys" of the runs of rows with so many columns of them."""
+    spans = [(run.rows.start * columns, getattr(run, of)) for run in runs.each]
+    tokens = torch.cat([torch.arange(row + span.start, row + span.stop) for row, span in spans])
+    lengths = [span.stop - span.start for _, span in spans]
+    boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return _Flat(tokens.to(device), boundaries.to(device), max(lengths))
+
+
+def _varlen_runs(q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Tensor:
+    """Keys that several runs see are laid out for each: at most twice as many as there are."""
+    batch, heads, columns, head_dim = q.shape
+    queries = _flat(runs, "queries", columns, q.device)
+    keys = _flat(runs, "keys", k.shape[2], q.device)
+    flat_q, flat_k, flat_v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+    window = runs.each[0].window
+    part = varlen_attention(
+        flat_q.index_select(0, queries.tokens),
+        flat_k.index_select(0, keys.tokens), flat_v.index_select(0, keys.tokens),
+        queries.boundaries, keys.boundaries, queries.longest, keys.longest,
+        scale=scale, window_size=(-1 if window is None or window >= keys.longest else window - 1, 0),
+    )  # fmt: skip
+    out = part.new_zeros(batch * columns, heads, head_dim).index_copy(0, queries.tokens, part)
+    return out.view(batch, columns, heads, head_dim).transpose(1, 2)
 
 
 @cache
@@ -394,11 +453,32 @@ def _block_mask(documents: Lengths, seq: int, window: int | None, device: torch.
     return create_block_mask(visible, len(documents), None, seq, seq, device=str(device))
 
 
+@lru_cache(maxsize=8)
+def _runs_mask(runs: Runs, batch: int, columns: int, keys: int, device: torch.device):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    first, last = torch.zeros(batch, columns, dtype=torch.long), torch.full((batch, columns), -1)
+    for run in runs.each:
+        places = torch.arange(run.place, run.keys.stop)
+        reach = len(places) + run.place if run.window is None else run.window
+        first[run.rows, run.queries] = (places - reach + 1).clamp(min=run.keys.start)
+        last[run.rows, run.queries] = places
+    first, last = first.to(device), last.to(device)
+
+    def visible(b, h, i, j):
+        return (j >= first[b, i]) & (j <= last[b, i])
+
+    return create_block_mask(visible, batch, None, columns, keys, device=str(device))
+
+
 def _flex(q, k, v, documents: Lengths, scale: float, softcap: float | None, window: int | None) -> Tensor:
+    return _masked_flex(q, k, v, _block_mask(documents, q.shape[2], window, q.device), scale, softcap)
+
+
+def _masked_flex(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, softcap: float | None) -> Tensor:
     def capped(score, b, h, i, j):
         return score if softcap is None else softcap * torch.tanh(score / softcap)
 
-    mask = _block_mask(documents, q.shape[2], window, q.device)
     return _compiled_flex()(
         q, k, v, score_mod=capped, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -410,10 +490,10 @@ def _flex(q, k, v, documents: Lengths, scale: float, softcap: float | None, wind
 
 
 def _plain(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float, softcap: float | None, piece: Piece
+    q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float, softcap: float | None, run: Run
 ) -> Tensor:
     """One document, [batch, heads, length, head_dim]; keeps its scores for the backward when capped."""
-    mask = _band(piece, q.dtype, q.device)
+    mask = _band(run, q.dtype, q.device)
     gqa = q.shape[1] != k.shape[1]
     if gqa and (softcap is not None or q.is_cuda):  # the memory-efficient CUDA kernel knows no grouped heads
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
@@ -448,13 +528,13 @@ def _one_by_one(
     split_rows = zip(*(t.split([count for _, count in groups]) for t in (q, k, v)), strict=True)
     for (lengths, _), rows in zip(groups, split_rows, strict=True):
         padding = seq - sum(lengths)
-        pieces = zip(*(t.split([*lengths, padding], dim=2) for t in rows), strict=True)
+        slices = zip(*(t.split([*lengths, padding], dim=2) for t in rows), strict=True)
         parts = []
-        for length, (own_q, own_k, own_v) in zip(lengths, pieces, strict=False):
+        for length, (own_q, own_k, own_v) in zip(lengths, slices, strict=False):
             whole = slice(0, length)
             banded = window if window is not None and window < length else None
-            piece = Piece(whole, whole, whole, banded)
-            parts.append(_plain(own_q, own_k, own_v, scale, dropout, softcap, piece))
+            run = Run(whole, whole, whole, banded)
+            parts.append(_plain(own_q, own_k, own_v, scale, dropout, softcap, run))
         last = rows[0].new_zeros(*rows[0].shape[:2], padding, rows[2].shape[-1])
         outs.append(torch.cat([*parts, last], dim=2))
     return torch.cat(outs)
@@ -501,44 +581,63 @@ def _refuse_unknown(
         )
 
 
+def _way(q: Tensor, v: Tensor, dropout: float, softcap: float | None) -> str:
+    """The fastest way that can do it: fused (CPU), varlen, flex or plain."""
+    if dropout or q.shape[-1] != v.shape[-1]:
+        return "plain"
+    if not q.is_cuda:
+        return "fused"
+    if softcap is not None:
+        return "flex"
+    fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return "varlen" if fits else "plain"
+
+
+def _fused(q, k, v, runs: tuple[Run, ...], padded: bool, scale: float, softcap: float | None) -> Tensor:
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    return _PerDocument.apply(q, k, v, runs, padded, scale, softcap)  # type: ignore[return-value]
+
+
 def core(
     q, k, v, documents: Lengths, scale: float, dropout: float, softcap: float | None, window: int | None
-):
-    """[batch, heads, seq, head_dim] -> the same, by the fastest way that can do it."""
-    if dropout or q.shape[-1] != v.shape[-1]:
-        return _one_by_one(q, k, v, documents, scale, dropout, softcap, window)
-    if q.is_cuda:
-        if softcap is not None:
-            return _flex(q, k, v, documents, scale, softcap, window)
-        if q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
-            return _varlen(q, k, v, documents, scale, window)
-        return _one_by_one(q, k, v, documents, scale, dropout, softcap, window)
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    padded = any(sum(row) < q.shape[2] for row in documents)
-    return _PerDocument.apply(q, k, v, _pieces(documents, window), padded, scale, softcap)
-
-
-def piecewise(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pieces: tuple[Piece, ...],
-    scale: float,
-    dropout: float,
-    softcap: float | None,
 ) -> Tensor:
-    """Queries of some columns against keys of others, piece by piece; columns in no piece are zeros.
+    """[batch, heads, seq, head_dim] -> the same, by the fastest way that can do it."""
+    match _way(q, v, dropout, softcap):
+        case "fused":
+            padded = any(sum(row) < q.shape[2] for row in documents)
+            return _fused(q, k, v, _runs(documents, window), padded, scale, softcap)
+        case "varlen":
+            return _varlen(q, k, v, documents, scale, window)
+        case "flex":
+            return _flex(q, k, v, documents, scale, softcap, window)
+        case _:
+            return _one_by_one(q, k, v, documents, scale, dropout, softcap, window)
+
+
+def attend_runs(
+    q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float, dropout: float, softcap: float | None
+) -> Tensor:
+    """Queries of some columns against keys of others; queries in no run get zeros.
 
     [batch, heads, queries, head_dim] and keys and values [batch, kv_heads, keys, head_dim] -> as the queries.
     """
-    if not (dropout or q.is_cuda or q.shape[-1] != v.shape[-1]):
-        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-        return _PerDocument.apply(q, k, v, pieces, True, scale, softcap)  # type: ignore[return-value]
+    if not runs.each:
+        # Padding alone. The other ranks gather in their backward, so this one needs a backward too, and
+        # something saved, or recomputation would not gather again.
+        return _fused(q, k, v, (), True, scale, softcap)
+    match _way(q, v, dropout, softcap):
+        case "fused":
+            return _fused(q, k, v, tuple(_blocks(runs)), True, scale, softcap)
+        case "varlen":
+            return _varlen_runs(q, k, v, runs, scale)
+        case "flex":
+            mask = _runs_mask(runs, q.shape[0], q.shape[2], k.shape[2], q.device)
+            return _masked_flex(q, k, v, mask, scale, softcap)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
-    for piece in pieces:
-        own_q = q[piece.rows, :, piece.queries]
-        own_k, own_v = (t[piece.rows, :, piece.keys] for t in (k, v))
-        out[piece.rows, :, piece.queries] = _plain(own_q, own_k, own_v, scale, dropout, softcap, piece)
+    for run in _blocks(runs):
+        own_q = q[run.rows, :, run.queries]
+        own_k, own_v = (t[run.rows, :, run.keys] for t in (k, v))
+        out[run.rows, :, run.queries] = _plain(own_q, own_k, own_v, scale, dropout, softcap, run)
     return out
 
 

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from meshtune.data.loader import IGNORE, MicroBatch
 from meshtune.model.anatomy import Anatomy
 from meshtune.parallel import attention
-from meshtune.parallel.attention import WINDOW_BLOCK, Lengths, Piece
+from meshtune.parallel.attention import Lengths, Run, Runs
 from meshtune.parallel.exchange import exchange, gather, own_of_total
 from meshtune.parallel.mesh import Axis
 
@@ -56,6 +56,8 @@ def columns(seq: int, cp: Axis, method: str) -> Tensor:
 
 def split(micro_batch: MicroBatch, cp: Axis, method: str) -> MicroBatch:
     """This rank's columns of a micro-batch; `documents` stay the lengths of whole rows."""
+    if cp.size == 1:
+        return micro_batch
     own = columns(micro_batch.input_ids.shape[1], cp, method)
     labels = micro_batch.labels[:, own]
     real = sum(int((own < sum(row)).sum()) for row in micro_batch.documents)
@@ -71,6 +73,8 @@ def split(micro_batch: MicroBatch, cp: Axis, method: str) -> MicroBatch:
 
 def attach(model: nn.Module, anatomy: Anatomy, cp: Axis, method: str) -> None:
     """Let the attention of every block see the columns of the other ranks too; it must be meshtune's."""
+    if cp.size == 1:
+        return
     core = {"allgather": AllGather, "ulysses": Ulysses}[method](cp)
     for block in model.get_submodule(anatomy.blocks).children():
         block.get_submodule(anatomy.attention).context = core  # type: ignore[assignment]
@@ -88,8 +92,8 @@ class AllGather:
     ) -> Tensor:  # fmt: skip
         """[batch, heads, seq / cp, head_dim] each -> the same, of this rank's columns."""
         k, v = self._whole(torch.cat((k, v), -1)).split((k.shape[-1], v.shape[-1]), -1)
-        pieces = _pieces(documents, q.shape[SEQ], self.axis.size, self.axis.index, window)
-        return attention.piecewise(q, k, v, pieces, scale, dropout, softcap)
+        runs = _runs(documents, q.shape[SEQ], self.axis.size, self.axis.index, window)
+        return attention.attend_runs(q, k, v, runs, scale, dropout, softcap)
 
     def _whole(self, x: Tensor) -> Tensor:
         """All ranks' columns in their order."""
@@ -99,8 +103,8 @@ class AllGather:
 
 
 @lru_cache(maxsize=64)
-def _pieces(documents: Lengths, width: int, ranks: int, rank: int, window: int | None) -> tuple[Piece, ...]:
-    """The kernel calls of a rank: its queries of each document, some at a time, with all keys they see."""
+def _runs(documents: Lengths, width: int, ranks: int, rank: int, window: int | None) -> Runs:
+    """A rank's queries of each document, with all keys they see."""
     found = []
     begin = 0  # of a span, among this rank's columns
     for span in spans(width * ranks, Axis("cp", ranks, rank), "allgather"):
@@ -108,14 +112,13 @@ def _pieces(documents: Lengths, width: int, ranks: int, rank: int, window: int |
             start = 0
             for length in lengths:
                 first, last = max(start, span.start), min(start + length, span.stop)
-                for at in range(first, last, WINDOW_BLOCK):
-                    end = min(at + WINDOW_BLOCK, last)
-                    keys = slice(start if window is None else max(start, at - window + 1), end)
-                    own = slice(begin + at - span.start, begin + end - span.start)
-                    found.append(Piece(slice(row, row + 1), own, keys, window, at))
+                if first < last:
+                    keys = slice(start if window is None else max(start, first - window + 1), last)
+                    own = slice(begin + first - span.start, begin + last - span.start)
+                    found.append(Run(slice(row, row + 1), own, keys, window, first))
                 start += length
         begin += len(span)
-    return tuple(found)
+    return Runs(tuple(found))
 
 
 @dataclass(frozen=True)

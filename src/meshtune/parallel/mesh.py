@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshtune.errors import UserError
 from meshtune.layout import Layout
-
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+from meshtune.model.partition import AXES
 
 
 @dataclass(frozen=True)

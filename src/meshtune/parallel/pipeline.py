@@ -108,6 +108,11 @@ class _ZeroStage(PipelineStage):
     def __init__(self, zero: int, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.zero = zero
+        self.add_up: Callable[[], None] = lambda: None  # of gradients, after a backward that runs no hooks
+
+    def backward_weight_one_chunk(self, *args: Any, **options: Any) -> None:
+        super().backward_weight_one_chunk(*args, **options)
+        self.add_up()
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict, last_backward: bool = False
@@ -150,9 +155,13 @@ class Pipeline:
 
     # Training #
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], scale: float, add_up: Callable[[], None]
+    ) -> Tensor:
         """Leave the gradients of (sum of the losses) · scale; returns that, a scalar: 0 on ranks without the
         last stage.
+
+        add_up: called after each backward of weights alone, which runs no hooks of their gradients.
         """
         shapes = {tuple(each.input_ids.shape) for each in micro_batches}
         if len(shapes) > 1:
@@ -161,7 +170,7 @@ class Pipeline:
         schedule = self._schedule(len(micro_batches), *shape)
         self._scale = scale
         for stage in self._torch_stages(schedule):
-            stage.has_backward = True
+            stage.has_backward, stage.add_up = True, add_up
             stage.clear_runtime_states()
         losses: list[Tensor] = []
         schedule._step_microbatches(

@@ -42,9 +42,10 @@ from meshtune.model.anatomy import (
     draws,
     repeated_heads,
     tensor_plan,
-    tensor_problems,
+    traits,
 )
 from meshtune.model.partition import Split, piece
+from meshtune.model.support import tensor_problems
 from meshtune.parallel.exchange import exchange, gather, own, own_of_total, same, total
 from meshtune.parallel.mesh import Axis
 
@@ -227,7 +228,7 @@ def split_model(model: PreTrainedModel, anatomy: Anatomy, tp: Axis, *, sequence:
     named = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if tp.size == 1:
         return dict.fromkeys(named, Split())
-    if problems := tensor_problems(model, tp.size):
+    if problems := list(tensor_problems(traits(model), tp.size)):
         raise UserError(problems)
     plan = tensor_plan(model)
     assert not isinstance(plan, str)

@@ -59,7 +59,7 @@ from meshtune.train.loss import finish_loss
 from meshtune.train.memory import PhaseMemory, Workload
 from meshtune.train.metrics import Metrics, tracker_problems
 from meshtune.train.mfu import flops_of, peak_flops
-from meshtune.train.optim import Optimizer
+from meshtune.train.optim import Optimizer, key_of, parts_of
 from meshtune.train.schedule import learning_rate, warmup
 from meshtune.train.signals import StopRequest
 from meshtune.train.step import ManyRanks, OneDevice, Passes
@@ -149,7 +149,12 @@ def build(config: Config, *, ranks: int | None = None) -> Run:
         checkpoint_every=config.checkpoint.every,
         metrics=metrics,
         memory=PhaseMemory(
-            made.model, made.optimizer, device, workload=workload_of(config, layout), census=census
+            made.model,
+            made.optimizer,
+            device,
+            # What is known of a whole model says little of a rank's part.
+            workload=workload_of(config, layout) if layout.world == 1 else None,
+            census=census if layout.world == 1 else None,
         ),
         flops=flops_of(census, config.data.seq_len, ranks=world.size // world.data_ranks),
         exporter=made.exporter,
@@ -267,7 +272,7 @@ def many_ranks(
     passes = ManyRanks(parallel, optimizer)
     answer = partial(
         answers_of_all, passes, stages, world, tokenizer, max_new_tokens=config.eval.max_new_tokens,
-        stop_ids=encoder.stop_ids, multiple=width_multiple(layout),
+        stop_ids=encoder.stop_ids, multiple=width_multiple(layout), rows=layout.micro_batch_size,
     )  # fmt: skip
     return Made(
         model=stages,
@@ -294,9 +299,8 @@ def pieces_of(parallel: Parallel, state: dict[str, Tensor]) -> dict[str, Tensor 
     """The optimizer's state as parts of the whole model's, under the names they have there."""
     parameters, found = dict(parallel.named_parameters()), {}
     for key, tensor in state.items():
-        kind, _, name = key.partition(".")
-        name, _, moment = (name, "", "") if kind == "model" else name.rpartition(".")
-        whole = ".".join(part for part in (kind, parallel.tied.get(name, name), moment) if part)
+        kind, name, moment = parts_of(key)
+        whole = key_of(kind, parallel.tied.get(name, name), moment)
         if whole not in found:  # a tied copy of what is here too (V schedules) is in there already
             found[whole] = tensor if tensor.ndim == 0 else parallel.piece(name, parameters[name], tensor)
     return found
@@ -330,10 +334,11 @@ def layout_of(config: Config, ranks: int | None = None) -> Layout:
 
 
 def width_multiple(layout: Layout) -> int:
-    """What the width of every micro-batch is a multiple of: the sequence is cut by context and sequence
-    parallelism.
+    """What the width of every micro-batch is a multiple of: the sequence is cut by context parallelism
+    (all-gather's zigzag takes two parts a rank) and sequence parallelism.
     """
-    return (2 * layout.cp if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)
+    parts = 2 * layout.cp if layout.cp > 1 and layout.cp_method == "allgather" else layout.cp
+    return parts * (layout.tp if layout.sp else 1)
 
 
 def device_of(config: Config) -> torch.device:

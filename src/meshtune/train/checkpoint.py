@@ -22,6 +22,7 @@ import logging
 import math
 import os
 import shutil
+import socket
 import stat
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -113,7 +114,7 @@ class Checkpoints:
         """
         text = json.dumps({"step": step, **values})
         problems = self.wait()
-        own, tied = _apart(tensors)
+        own, tied = self._dealt(tensors)
         self._checked.discard(step)
         if self._asynchronous:
             problems += self._without_copies(self._prepare(own))
@@ -138,12 +139,38 @@ class Checkpoints:
         the free memory there will be none: the system would have to swap, or to kill the run.
         """
         if self._asynchronous:
-            own, _ = _apart(tensors)
+            own, _ = self._dealt(tensors)
             free = psutil.virtual_memory().available
-            if sum(piece.tensor.nbytes for piece in own.values()) > free / 2:
+            if self._on_this_machine(sum(piece.tensor.nbytes for piece in own.values())) > free / 2:
                 self._without_copies(f"only {human(free)} are free")
             else:
                 self._reserving = self._thread.submit(self._prepare, own, touch=True)
+
+    def _dealt(self, tensors: Mapping[str, Tensor | Piece]) -> tuple[dict[str, Piece], dict[str, str]]:
+        """`_apart`, with only those pieces that this rank is to copy and write. All ranks must ask.
+
+        A piece that several ranks have goes to the one that has least to do so far, the largest first.
+        """
+        own, tied = _apart(tensors)
+        mine = {
+            (name, tuple(piece.offsets)): piece.tensor.nbytes
+            for name, piece in own.items()
+            if not _idle(piece)
+        }
+        everyone = self._gather(mine)
+        sizes = {key: size for part in everyone for key, size in part.items()}
+        loads, dealt = [0] * len(everyone), set()
+        for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
+            rank = min((rank for rank, part in enumerate(everyone) if key in part), key=loads.__getitem__)
+            loads[rank] += sizes[key]
+            if rank == self._rank:
+                dealt.add(key)
+        return {name: piece for name, piece in own.items() if (name, tuple(piece.offsets)) in dealt}, tied
+
+    def _on_this_machine(self, size_bytes: int) -> int:
+        """What the ranks of this machine, which share its memory, need together. All ranks must ask."""
+        everyone = self._gather((socket.gethostname(), size_bytes))
+        return sum(size for host, size in everyone if host == socket.gethostname())
 
     def clear_leftovers(self) -> None:
         """Remove what killed runs left half-written. Each save does it too; only the run that writes may."""
@@ -205,7 +232,7 @@ class Checkpoints:
         """Write one checkpoint aside and rename it; returns the sentence that says why it was not saved."""
         aside = self.folder / f".tmp-step-{step}"
         header = 2048  # torch's own, of each tensor, at most
-        size_bytes = sum(piece.tensor.nbytes + header for piece in pieces.values())
+        size_bytes = sum(self._gather(sum(piece.tensor.nbytes + header for piece in pieces.values())))
         try:
             self._together(lambda: self._make_room(aside, size_bytes))
             # A rank whose piece of a tied tensor is empty cannot see that it is tied: others can.
@@ -318,13 +345,14 @@ class Checkpoints:
         """
         if step in self._checked:
             return []
+        ranks = dist.get_world_size(self._group) if self._group else 1
         try:
             files = list(self._manifest(step)["files"].items())
+            mine = [_damage(self._path(step) / name, facts) for name, facts in files[self._rank :: ranks]]
         except UserError as error:
-            return list(error.problems)
-        ranks = dist.get_world_size(self._group) if self._group else 1
-        mine = [_damage(self._path(step) / name, facts) for name, facts in files[self._rank :: ranks]]
-        problems = [sentence for part in self._gather(mine) for sentence in part if sentence]
+            mine = list(error.problems)
+        found = (sentence for part in self._gather(mine) for sentence in part if sentence)
+        problems = list(dict.fromkeys(found))
         if not problems:
             self._checked.add(step)
         return problems
@@ -399,7 +427,7 @@ class Checkpoints:
 
 
 class _SavePieces(DefaultSavePlanner):
-    """Writes this rank's pieces; which rank writes a piece that several have is left to torch."""
+    """Writes this rank's pieces, which no other rank writes."""
 
     def __init__(self, pieces: Mapping[str, Piece]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

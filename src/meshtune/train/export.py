@@ -101,11 +101,11 @@ class SharedExporter(Exporter):
                 gather=world.gather, main=world.main, card=self.card(steps), stop_ids=self.stop_ids,
             )  # fmt: skip
             return folder
-        on_meta = self._collect()
+        replaced = self._collect()
         if world.main:
             super().write(folder, steps=steps)
-        for old, new in on_meta:
-            exchange(self.model, new, old)
+        for on_meta, given in replaced:
+            put(self.model, on_meta, instead_of=given)
         world.gather(None)  # nobody goes on before it is there
         return folder
 
@@ -127,15 +127,15 @@ class SharedExporter(Exporter):
                     if part is not None:
                         part.of(value).copy_(part.tensor)
                 given.append((parameter, nn.Parameter(value, parameter.requires_grad)))
-                exchange(self.model, *given[-1])
+                put(self.model, given[-1][1], instead_of=parameter)
         return given
 
 
-def exchange(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Put a parameter wherever another one is: under each of its names, where it is tied."""
+def put(model: nn.Module, new: nn.Parameter, *, instead_of: nn.Parameter) -> None:
+    """A parameter wherever another one is: under each of its names, where it is tied."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is old:
+            if parameter is instead_of:
                 module._parameters[name] = new
 
 

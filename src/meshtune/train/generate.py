@@ -7,6 +7,7 @@ answers_of_all  many ranks, in any layout: the very passes of training, one for 
                 kept between them: slower, and meant for the few prompts of an evaluation.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -110,29 +111,31 @@ def answers_of_all(
     max_new_tokens: int,
     stop_ids: Sequence[int],
     multiple: int,
+    rows: int,
 ) -> list[str]:
     """`answers`, greedy, by all ranks of any layout together; each rank gets all of them.
 
+    multiple: of what a pass's width is a multiple. rows: prompts of a pass, as a micro-batch of training has.
     Data ranks take turns of prompts. All ranks make the same number of passes, since those that share
     parameters gather them together: one that has nothing left to ask asks again and forgets the answer.
     """
     own = list(range(world.data_rank, len(prompts), world.data_ranks))
-    turns = -(-len(prompts) // (world.data_ranks * PROMPTS_AT_ONCE))
+    turns = -(-len(prompts) // (world.data_ranks * rows))
     found: dict[int, list[int]] = {}
     with evaluating(model):
         for turn in range(turns):
-            chosen = own[turn * PROMPTS_AT_ONCE : (turn + 1) * PROMPTS_AT_ONCE]
-            rows = [list(prompts[i]) for i in chosen] or [[0]]
-            going = [bool(chosen)] * len(rows)
+            chosen = own[turn * rows : (turn + 1) * rows]
+            texts = [list(prompts[i]) for i in chosen] or [[0]]
+            going = [bool(chosen)] * len(texts)
             for _ in range(max_new_tokens):
                 (left,) = world.total(sum(going))
                 if not left:
                     break
-                for i, token in enumerate(_next_tokens(passes, world, rows, multiple)):
+                for i, token in enumerate(_next_tokens(passes, world, texts, multiple)):
                     if going[i]:
-                        rows[i].append(token)
+                        texts[i].append(token)
                         going[i] = token not in stop_ids
-            found |= {i: row[len(prompts[i]) :] for i, row in zip(chosen, rows, strict=False)}
+            found |= {i: row[len(prompts[i]) :] for i, row in zip(chosen, texts, strict=False)}
     together = {i: ids for part in world.gather(found) for i, ids in part.items()}
     ended = [[token for token in together[i] if token not in stop_ids] for i in range(len(prompts))]
     return [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in ended]
@@ -172,7 +175,8 @@ def likeliest(
     else:
         states = hidden[rows, here]
     with headed(model, anatomy) as logits_of:
-        values, tokens = logits_of(states).float().max(-1)
+        # Of a model that diverged some token all the same, and the same on all ranks.
+        values, tokens = logits_of(states).float().nan_to_num(nan=-math.inf).max(-1)
     vocabulary = vocabulary_of(model.get_submodule(anatomy.head))
     if vocabulary is None:
         return tokens

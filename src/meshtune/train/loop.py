@@ -242,11 +242,11 @@ def finish(run: Run) -> None:
 def restore_best(run: Run) -> int:
     """Put the weights of the best evaluation back; returns the step that the model is of."""
     now = run.progress
-    if now.best_step not in run.checkpoints.steps() or run.checkpoints.problems(now.best_step):
+    there = run.world.agree(now.best_step in run.checkpoints.steps())
+    if not there or run.checkpoints.problems(now.best_step):
         run.metrics.say(
             f"The checkpoint of step {now.best_step}, with the lowest held-out loss {now.best_loss:.4f}, is "
-            "not "
-            f"there or damaged; the model is step {now.step}'s."
+            f"not there or damaged; the model is step {now.step}'s."
         )
         return now.step
     weights = {name: tensor for name, tensor in run.optimizer.state().items() if name.startswith("model.")}

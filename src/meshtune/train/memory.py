@@ -125,7 +125,7 @@ class PhaseMemory:
             yield
             self._tag()
             self._keep(Peak(name, self._ledger.peak, dict(self._ledger.parts)))
-        if name == "backward":  # the activations are gone: the cheapest moment
+        if name.endswith("backward"):  # the activations are gone: the cheapest moment
             self._backwards += 1
             if self._backwards % RELEASED_EVERY == 0:
                 release_free_heap()
@@ -442,7 +442,11 @@ def explain_out_of_memory(
     """
     if workload is None or census is None:
         held = ", ".join(f"{name} {human(size)}" for name, size in parts.items() if size)
-        return [f"Held by then: {held}; the rest were activations. Try a smaller layout.micro_batch_size."]
+        return [
+            f"Held by then: {held}; the rest were activations. Try smaller micro-batches (mb1), recompute "
+            "full, or a layout that cuts what is largest: zero for weights, gradients and optimizer state, "
+            "tp with sp, or cp, for activations."
+        ]
     need = estimate(census, workload)
     largest = max(need, key=lambda name: need[name])
     listed = ", ".join(

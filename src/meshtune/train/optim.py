@@ -70,11 +70,11 @@ class Optimizer:
             for names_and_parameters in buckets(trainable, BUCKET_ELEMENTS if compute_dtype else None)
         ]
         self.sums: dict[nn.Parameter, Tensor] = {}
+        self.sum_dtype = sum_dtype
+        self.summed = [p for _, p in trainable if sum_dtype not in (None, p.dtype)]
         self.has_masters = compute_dtype is not None
-        if sum_dtype is not None:
-            for _, parameter in trainable:
-                if parameter.dtype != sum_dtype:
-                    parameter.register_post_accumulate_grad_hook(lambda p: self._add(p, sum_dtype))
+        for parameter in self.summed:
+            parameter.register_post_accumulate_grad_hook(self._add)
 
     @staticmethod
     def _bucket(
@@ -101,24 +101,25 @@ class Optimizer:
             names, parameters, trained, torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
         )
 
-    def _add(self, parameter: Tensor, dtype: torch.dtype) -> None:
+    def _add(self, parameter: Tensor) -> None:
         """After a micro-batch's backward: add its gradient to the sum, and free it."""
         assert isinstance(parameter, nn.Parameter)
         assert parameter.grad is not None
         if parameter in self.sums:
             self.sums[parameter].add_(parameter.grad)
         else:
-            self.sums[parameter] = parameter.grad.to(dtype)
+            self.sums[parameter] = parameter.grad.to(self.sum_dtype)
         parameter.grad = None
+
+    def add_up(self) -> None:
+        """After a backward that runs no hooks, as the halves of zero-bubble schedules: `_add` for all."""
+        for parameter in self.summed:
+            if parameter.grad is not None:
+                self._add(parameter)
 
     def named_gradients(self, among: Collection[str] | None = None) -> dict[str, Tensor]:
         """This rank's gradients of the step, by name, in the dtype they add up in; all, or those `among`."""
-        for parameter, total in self.sums.items():
-            if (
-                parameter.grad is not None
-            ):  # by a backward that runs no hooks, as zero-bubble schedules' halves
-                total.add_(parameter.grad)
-                parameter.grad = None
+        self.add_up()
         found = (
             (name, self.sums.get(parameter, parameter.grad))
             for bucket in self.buckets
@@ -203,6 +204,17 @@ class Optimizer:
                         state[moment] = torch.zeros_like(trained, memory_format=torch.preserve_format)
                 found |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
         return found
+
+
+def parts_of(key: str) -> tuple[str, str, str]:
+    """Of a key of `Optimizer.state`: "model" or "optimizer", the parameter's name, the moment or ""."""
+    kind, _, name = key.partition(".")
+    name, _, moment = (name, "", "") if kind == "model" else name.rpartition(".")
+    return kind, name, moment
+
+
+def key_of(kind: str, name: str, moment: str) -> str:
+    return ".".join(part for part in (kind, name, moment) if part)
 
 
 def buckets(

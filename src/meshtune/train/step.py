@@ -17,7 +17,7 @@ from meshtune.model.anatomy import Anatomy
 from meshtune.parallel.apply import Finish, Parallel
 from meshtune.parallel.attention import body_forward
 from meshtune.train.loss import summed_loss
-from meshtune.train.optim import Optimizer
+from meshtune.train.optim import Optimizer, key_of, parts_of
 
 Phase = Callable[[str], AbstractContextManager[object]]
 SummedLoss = Callable[[nn.Module, Anatomy, MicroBatch], Tensor]
@@ -55,16 +55,16 @@ class OneDevice:
     loss_fn: SummedLoss = summed_loss
 
     def forward_backward(self, batch: Batch, phase: Phase) -> Tensor:
-        total = torch.zeros((), device=self.device)
+        losses = []
         for micro_batch in batch.micro_batches:
             micro_batch = micro_batch.to(self.device)
             with phase("forward"):
                 loss = self.loss_fn(self.model, self.anatomy, micro_batch) / max(1, batch.label_tokens)
             with phase("backward"):
                 loss.backward()
-            total += loss.detach()
+            losses.append(loss.detach())
             del loss  # its graph holds the head's gradient, which would otherwise outlive the next forward
-        return total
+        return torch.stack(losses).sum()
 
     def share_tied(self) -> None:
         """Tied parameters are one here."""
@@ -91,28 +91,29 @@ class ManyRanks:
         micro_batches = [own.localise(micro_batch) for micro_batch in batch.micro_batches]
         if own.pipeline is not None:
             with phase("forward and backward"):
-                total = own.pipeline.forward_backward(micro_batches, scale)
+                total = own.pipeline.forward_backward(micro_batches, scale, self.optimizer.add_up)
         else:
-            total = torch.zeros((), device=own.world.device)
+            losses = []
             for number, micro_batch in enumerate(micro_batches, 1):
                 own.before_backward(last=number == len(micro_batches))
                 with phase("forward"):
                     loss = own.stages[0](None, micro_batch) * scale
                 with phase("backward"):
                     loss.backward()
-                total += loss.detach()
+                losses.append(loss.detach())
                 del loss
+            total = torch.stack(losses).sum()
         own.finish_gradients(self.optimizer.named_gradients)
         return total / own.world.tp.size  # every tensor rank has the whole loss of its tokens
 
     @torch.no_grad()
     def share_tied(self) -> None:
-        state = self.optimizer.state()
-        for copy, original in self.parallel.tied.items():
-            for key in [key for key in state if f".{copy}" in f".{key}"]:
-                source = state.get(key.replace(copy, original))
-                if source is not None:  # both are here: only the original was read
-                    state[key].copy_(source)
+        state, tied = self.optimizer.state(), self.parallel.tied
+        for key, tensor in state.items():
+            kind, name, moment = parts_of(key)
+            source = state.get(key_of(kind, tied[name], moment)) if name in tied else None
+            if source is not None:  # both are here: only the original was read
+                tensor.copy_(source)
 
     @torch.no_grad()
     def forward(self, micro_batches: Iterable[MicroBatch], finish: Finish) -> list[Tensor]:

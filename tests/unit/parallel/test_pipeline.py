@@ -105,7 +105,7 @@ def step(parallel: Any, own: list[Any], scale: float) -> tuple[float, dict[str, 
     for _, p in parallel.named_parameters():
         p.grad = None
     with Messages() as messages:
-        total = parallel.pipeline.forward_backward([parallel.localise(b) for b in own], scale)
+        total = parallel.pipeline.forward_backward([parallel.localise(b) for b in own], scale, lambda: None)
 
     def gradients(names: Any) -> dict[str, torch.Tensor]:
         return {
@@ -237,7 +237,7 @@ def test_kept_buffers_do_not_grow_with_the_number_of_shapes() -> None:
 
 def rank_ragged() -> None:
     parallel = build("llama", Layout.parse("pp2-1f1b"))
-    parallel.pipeline.forward_backward([*batches(2), *batches(2, 40)], 1.0)
+    parallel.pipeline.forward_backward([*batches(2), *batches(2, 40)], 1.0, lambda: None)
 
 
 def test_two_shapes_in_a_step_are_refused() -> None:

@@ -1,0 +1,130 @@
+"""A layout is built from each rank's slices, and exported as the folder that one device writes."""
+
+import ctypes
+import gc
+import json
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from meshtune import config
+from meshtune.parallel.zero import local
+from meshtune.train import build
+
+# One folder from all ranks #
+
+
+def export(words: list[str], folder: Path) -> None:
+    run = build.build(config.load(None, words))
+    run.exporter.write(folder, steps=0)
+    assert (folder / "README.md").is_file()  # on no rank does it end before the folder is there
+
+
+def exported(folder: Path, layout: str, ranks: int, words: list[str]) -> Path:
+    words = [*words, f"layout={layout}", f"output={folder / layout}"]
+    run_ranks(ranks, export, words, folder / f"model-{layout}")
+    return folder / f"model-{layout}"
+
+
+METHODS = {
+    "full": [],
+    "lora": ["method=lora", "lora.r=4"],
+    "bf16": ["train.precision=bf16"],
+    "random": ["model.init=random", "train.seed=7"],
+}
+LAYOUTS = {"zero1x3": 3, "pp2": 2, "zero3x2-tp2": 4}  # 3: uneven pieces
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "full",
+        "lora",
+        pytest.param("bf16", marks=pytest.mark.slow),
+        pytest.param("random", marks=pytest.mark.slow),
+    ],
+)
+def test_every_layout_exports_what_one_device_does(method, settings, tmp_path):
+    """Before the first step: so also what each has loaded and drawn is the same, bit by bit."""
+    words = settings("train.global_batch_size=12", *METHODS[method])
+    one = exported(tmp_path, "dp1", 1, words)
+    tensors = {path.name: load_file(path) for path in one.glob("*.safetensors")}
+    assert sum(len(each) for each in tensors.values()) > 10
+    for layout, ranks in LAYOUTS.items():
+        ours = exported(tmp_path, layout, ranks, words)
+        assert {path.name for path in ours.iterdir()} == {path.name for path in one.iterdir()}, layout
+        for path in one.iterdir():
+            mine = ours / path.name
+            if path.suffix == ".safetensors":
+                found = load_file(mine)
+                assert found.keys() == tensors[path.name].keys(), layout
+                for name, tensor in tensors[path.name].items():
+                    same = found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+                    assert same, f"{layout}: {name}"
+            elif path.suffix == ".json":
+                assert json.loads(mine.read_text()) == json.loads(path.read_text()), f"{layout}: {path.name}"
+            elif path.name != "README.md":  # which is for readers
+                assert mine.read_bytes() == path.read_bytes(), f"{layout}: {path.name}"
+
+
+# Memory of a rank while it builds #
+
+
+def anonymous() -> int:
+    """Bytes of memory that are this process's own, and no mapping of a file."""
+    found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found
+    return 1024 * int(found[1])
+
+
+def build_watched(warm: list[str], words: list[str]) -> tuple[int, int]:
+    """(bytes of parameters that this rank keeps, the most memory that building added)"""
+    build.build(config.load(None, warm))  # what a first one allocates once and for all is not the model's
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # else pages that are free now would be used again, uncounted
+    before, peak, done = anonymous(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.is_set():
+            peak = max(peak, anonymous())
+            time.sleep(0.0005)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    run = build.build(config.load(None, words))
+    peak = max(peak, anonymous())
+    done.set()
+    watcher.join()
+    return sum(local(p).nbytes for p in run.passes.parallel.stages[0].parameters()), peak - before
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32 file", "bf16 file"])
+def large(request, tiny, tmp_path_factory) -> Path:
+    """A Llama of 26 M parameters, 104 MB in fp32, with the tiny one's tokenizer."""
+    folder = tmp_path_factory.mktemp("large") / "model"
+    shape = LlamaConfig.from_pretrained(
+        tiny / "model", hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=8, head_dim=64,
+    )  # fmt: skip
+    LlamaForCausalLM(shape).to(request.param).save_pretrained(folder)
+    for file in (tiny / "model").glob("tokenizer*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["zero3x2", "tp2"])
+def test_building_takes_little_more_memory_than_a_rank_keeps(layout, large, settings, tmp_path):
+    words = settings(f"layout={layout}")
+    large_ones = [*words, f"model.name={large}", f"output={tmp_path / 'large'}"]
+    for kept, added in run_ranks(2, build_watched, words, large_ones):
+        assert 45e6 < kept < 60e6  # a half each
+        assert 0.9 * kept < added <= 1.1 * kept, f"{added / kept:.3f} times the {kept / 1e6:.1f} MB it keeps"
