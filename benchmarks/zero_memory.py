@@ -26,6 +26,7 @@ from meshtune.model.partition import ELEMENT_BYTES, Bytes, share
 from meshtune.model.trace import census
 from meshtune.parallel import zero
 from meshtune.parallel.mesh import join
+from meshtune.parallel.replicas import Replicas
 from meshtune.rundir import write_text_atomically
 from meshtune.train.optim import Optimizer, local
 
@@ -116,9 +117,9 @@ def measure(text: str, precision: str) -> Bytes:
     compute, trained = (DTYPES[each] for each in ELEMENT_BYTES[precision])
     root = Whole(trained)
     mesh = zero.parameter_mesh(world)
-    if mesh is not None:
+    sums = torch.float32 if compute == torch.bfloat16 else None
+    if mesh is not None and layout.zero:
         blocks = root.get_submodule("model.model.layers").children()
-        sums = torch.float32 if compute == torch.bfloat16 else None
         zero.shard(root, blocks, mesh, layout.zero, compute_dtype=compute, reduce_dtype=sums)
     parameters = list(root.parameters())  # as they lie between steps
     optimizer = Optimizer(
@@ -126,13 +127,22 @@ def measure(text: str, precision: str) -> Bytes:
         betas=(0.9, 0.999),
         eps=1e-8,
         weight_decay=0.0,
-        compute_dtype=compute if mesh is None and compute != trained else None,
-        sum_dtype=torch.float32 if mesh is None and compute == torch.bfloat16 else None,
+        compute_dtype=compute if not layout.zero and compute != trained else None,
+        sum_dtype=None if layout.zero else sums,
     )
     steps = layout.gradient_accumulation_steps
+    replicas = None
+    if mesh is not None and not layout.zero:
+        replicas = Replicas([[*root.parameters()]], mesh)
+        replicas.watch(optimizer)
+        replicas.begin(steps)
     for last in range(1, steps + 1):
         micro_batch(root, layout, last=last == steps)
+    if replicas is not None:
+        replicas.finish()
     optimizer.step(1e-3)
+    if replicas is not None:
+        replicas.begin(steps)
     for _ in range(steps - 1):
         micro_batch(root, layout, last=False)
     return by_kind(root, parameters, optimizer, compute, others)

@@ -4,7 +4,7 @@ from inspect import signature
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def varlen_attention(
@@ -39,16 +39,6 @@ def varlen_attention(
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out
-
-
-def replicate(module: nn.Module, **options: Any) -> None:
-    """Plain data parallelism as a case of FSDP2: whole parameters, gradients all-reduced group by group.
-
-    torch's public name for it is still the older DistributedDataParallel, which knows no tensor parallelism.
-    """
-    from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
-
-    replicate_with_fsdp(module, **options)
 
 
 def all_gather_single(output: Tensor, piece: Tensor, group: dist.ProcessGroup | None) -> None:

@@ -6,7 +6,10 @@ import pytest
 from layouts import Trained, check, differences, trained
 
 LORA = ("method=lora", "lora.r=4", "lora.alpha=8")
-TECHNIQUES = ["dp2", "zero1x2", "zero2x2", "zero3x2", "tp2", "tp2-sp", "cp2", "pp2-1f1b", "pp2-zbv"]
+TECHNIQUES = [
+    "dp2", "zero1x2", "zero2x2", "zero3x2", "tp2", "tp2-sp", "cp2", "ulysses2", "pp2-gpipe", "pp2-1f1b",
+    "pp2-interleaved1f1b-v2", "pp2-loopedbfs-v2", "pp2-zb-v2", "pp2-zbv", "pp2-dualpipev",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +34,11 @@ def rounded(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
 @pytest.mark.parametrize(
     "layout",
     [
+        "dp2",
         "zero3x2",
         "zero1x2",
+        "zero1x2-pp2-zbv-mb1-ga8",
+        "ulysses2",
         "tp2-sp",
         "pp2-1f1b",
         "pp2-dualpipev-mb2-ga8",

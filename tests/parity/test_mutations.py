@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from meshtune.parallel import context, exchange, mesh, tensor, zero
 from meshtune.parallel.pipeline import Pipeline
+from meshtune.parallel.replicas import Replicas
 from meshtune.train import build, loss
 from meshtune.train.optim import Optimizer
 
@@ -31,6 +32,15 @@ def _unsynced(root: Any, stage: int, *, last: bool) -> None:
 
 
 original = zero.before_backward
+
+
+def _repeated(x: torch.Tensor, axis: mesh.Axis, dim: int) -> torch.Tensor:
+    """In the place of the other ranks' pieces, this one's again."""
+    return torch.cat([x] * axis.size, dim)
+
+
+def _unsent(x: torch.Tensor, axis: mesh.Axis, cut: int, join: int) -> torch.Tensor:
+    return x.unflatten(cut, (axis.size, -1)).movedim(cut, 0).movedim(0, join).flatten(join, join + 1)
 
 
 class _Deaf:
@@ -50,7 +60,7 @@ class _Deaf:
 # what is taken away: (layout that needs it, where, what, by what it is replaced)
 MUTATIONS: dict[str, tuple[str, Any, str, Any]] = {
     "gradients are sums, no means": ("zero2x2", zero.FSDPModule, "set_gradient_divide_factor", _nothing),
-    "gradients of replicas": ("dp2", zero, "before_backward", _unsynced),
+    "gradients of replicas": ("dp2", Replicas, "_send", lambda self: self.sent.append(None)),
     "gradients of shards": ("zero1x2", zero, "before_backward", _unsynced),
     "gradients over replicas of shards": ("dp2-zero2x2", zero.FSDPModule, "set_requires_all_reduce",
                                           lambda self, _: honest_all_reduce(self, False)),
@@ -60,6 +70,9 @@ MUTATIONS: dict[str, tuple[str, Any, str, Any]] = {
     "partial gradients of repeated heads": ("tp4", tensor, "reduce_partial", _nothing),
     "the largest logit of all words": ("tp2", loss, "dist", _Deaf(dist.ReduceOp.MAX)),
     "the sums over all words": ("tp2", loss, "dist", _Deaf(dist.ReduceOp.SUM)),
+    "the tokens of the other ranks under sp": ("tp2-sp", tensor, "gather", _repeated),
+    "keys of the other context ranks": ("cp2", context, "gather", _repeated),
+    "heads of the other context ranks": ("ulysses2", context, "_all_to_all", _unsent),
     "gradients of gathered keys": ("cp2", context, "own_of_total", exchange.own),
     "the scale of a pipeline's loss": ("pp2-1f1b", Pipeline, "_scaled", lambda self, loss, _: loss * 1.0),
     "gradients of a tied embedding": ("pp2-1f1b", Pipeline, "reduce_tied", _nothing),

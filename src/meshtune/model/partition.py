@@ -166,9 +166,9 @@ MOMENTS = 2  # AdamW's exp_avg and exp_avg_sq
 class Bytes(NamedTuple):
     """What a rank keeps for its parameters while a step's passes run, activations and messages aside.
 
-    weights: its own piece or shard. gathered: whole parameters beside the shard, with ZeRO-1 and -2 and with
-    replicas; ZeRO-3 gathers one group at a time and keeps none. optimizer: masters that are not the weights
-    themselves, and AdamW's two moments.
+    weights: its own piece or shard. gathered: whole parameters beside the shard, with ZeRO-1 and -2; ZeRO-3
+    gathers one group at a time and keeps none. optimizer: masters that are not the weights themselves, and
+    AdamW's two moments.
     """
 
     weights: int
@@ -306,19 +306,20 @@ class _Storage:
         self.replicas = layout.dp_replicate * (1 if layout.zero else layout.cp)
 
     def bytes(self, parameters: Iterable[tuple[Shape, Parameter]]) -> Bytes:
-        keep = self._alone if self.shards * self.replicas == 1 else self._shared
+        keep = self._sharded if self.layout.zero else self._whole
         kept = [keep(shape, p.trainable) for shape, p in parameters]
         return Bytes(*(sum(each) for each in zip(*kept, strict=True)))
 
-    def _alone(self, shape: Shape, trainable: bool) -> Bytes:
+    def _whole(self, shape: Shape, trainable: bool) -> Bytes:
         n = math.prod(shape)
         if not trainable:
             return Bytes(n * self.compute, 0, 0, 0)
         masters = self.trained if self.trained != self.compute else 0
-        gradient = self.sum if self.layout.gradient_accumulation_steps > 1 else self.compute
+        several = self.replicas > 1 or self.layout.gradient_accumulation_steps > 1
+        gradient = self.sum if several else self.compute
         return Bytes(n * self.compute, 0, n * gradient, n * (masters + MOMENTS * self.trained))
 
-    def _shared(self, shape: Shape, trainable: bool) -> Bytes:
+    def _sharded(self, shape: Shape, trainable: bool) -> Bytes:
         start, stop = piece(shape[0], self.shards, self.shard)
         whole, shard = math.prod(shape), math.prod((stop - start, *shape[1:]))
         gathered = 0 if self.layout.zero == 3 else whole * self.compute

@@ -136,7 +136,8 @@ def _pipeline(traits: Traits, layout: Layout) -> Iterator[str]:
     stages = stage_count(layout)
     if stages > traits.blocks:
         near = traits.blocks * layout.pp // stages
-        remedy = f"try pp={near}" if near > 1 else "try 1f1b, or leave pp out"
+        plain = stages > layout.pp <= traits.blocks  # one stage a rank would do
+        remedy = f"try pp={near}" if near > 1 else "try 1f1b" if plain else "leave pp out"
         yield (
             f"pp={layout.pp} with {layout.schedule} makes {stages} stages of {traits.blocks} blocks, and "
             f"each needs at least one; {remedy}."

@@ -4,13 +4,13 @@
                   ─> attach     cp       attention over sequences that are cut        context.py
                   ─> Stage      pp       this rank's blocks                           pipeline.py
                   ─> recompute           what the backward computes again             recompute.py
-                  ─> shard      dp, ZeRO this rank's shard of what is left            zero.py
+                  ─> shard      ZeRO     this rank's shard of what is left            zero.py
                   ─> materialise         memory for exactly that, and no more
+                  ─> Replicas   dp       gradients summed over the ranks with copies  replicas.py
 
 The model comes with its parameters on meta: nothing is ever held that this rank doesn't keep. Values are
 filled in afterwards, slice by slice. Parameters are plain tensors until `shard`, which makes them DTensors
-over the ranks that share them; where nobody does, they stay plain and cost nothing. Activations are always
-plain.
+over the ranks that share them; elsewhere they stay plain and cost nothing. Activations are always plain.
 """
 
 import math
@@ -30,6 +30,7 @@ from meshtune.parallel import context, tensor, zero
 from meshtune.parallel.mesh import World
 from meshtune.parallel.pipeline import Finish, Pipeline, Stage
 from meshtune.parallel.recompute import recompute_blocks
+from meshtune.parallel.replicas import Replicas
 from meshtune.parallel.zero import local
 
 
@@ -46,6 +47,7 @@ class Parallel:
     shapes: Mapping[str, tuple[int, ...]]
     splits: Mapping[str, Split]
     pipeline: Pipeline | None = None  # with pp > 1
+    replicas: Replicas | None = None  # with copies of its parameters on other ranks
     partial: frozenset[str] = field(init=False)  # parameters whose gradients add up over tp
 
     def __post_init__(self) -> None:
@@ -110,6 +112,11 @@ class Parallel:
             micro_batch = context.split(micro_batch, self.world.cp, self.world.layout.cp_method)
         return micro_batch.to(self.world.device)
 
+    def begin(self, passes: int) -> None:
+        """Before the passes of a step with so many micro-batches."""
+        if self.replicas is not None:
+            self.replicas.begin(passes)
+
     def before_backward(self, *, last: bool) -> None:
         """Before a micro-batch's passes, without a pipeline (which does it itself)."""
         zero.before_backward(self.stages[0], self.world.layout.zero, last=last)
@@ -125,11 +132,13 @@ class Parallel:
         return found
 
     def finish_gradients(self, gradients: Callable[[frozenset[str] | None], Mapping[str, Tensor]]) -> None:
-        """After the last micro-batch: add up what is still spread over tp, and over the copies of a tied
-        embedding.
+        """After the last micro-batch: add up what is still spread over replicas, over tp, and over the copies
+        of a tied embedding.
 
         gradients: names (None: all) -> this rank's own pieces of their gradients.
         """
+        if self.replicas is not None:
+            self.replicas.finish()
         if self.partial:
             tensor.reduce_partial(list(gradients(self.partial).values()), self.world.tp)
         if self.pipeline is not None:
@@ -153,7 +162,7 @@ def apply(
     block.
     """
     layout, mesh = world.layout, zero.parameter_mesh(world)
-    stages = []
+    stages, groups = [], []
     for index, own in blocks.items():
         model = make()
         parts = anatomy(model)
@@ -167,14 +176,24 @@ def apply(
         if compile:
             for block in inside:
                 block.compile()
-        if mesh is not None:
+        if mesh is not None and layout.zero:
             zero.shard(
                 stage, inside, mesh, layout.zero, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype
             )
         materialise(stage, world.device)
         stages.append(stage)
+        groups += groups_of(stage, inside)
     pipeline = Pipeline(stages, world, compute_dtype) if world.pp.size > 1 else None
-    return Parallel(world, parts, stages, shapes, splits, pipeline)
+    replicas = Replicas(groups[::-1], mesh, reduce_dtype) if mesh is not None and not layout.zero else None
+    return Parallel(world, parts, stages, shapes, splits, pipeline, replicas)
+
+
+def groups_of(stage: Stage, inside: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
+    """A stage's parameters, by block and those outside, in the order in which a forward pass needs them."""
+    blocks = [list(block.parameters()) for block in inside]
+    taken = {parameter for block in blocks for parameter in block}
+    outside = [parameter for parameter in stage.parameters() if parameter not in taken]
+    return [outside, *blocks] if stage.first else [*blocks, outside]
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:

@@ -92,7 +92,7 @@ class AllGather:
     ) -> Tensor:  # fmt: skip
         """[batch, heads, seq / cp, head_dim] each -> the same, of this rank's columns."""
         k, v = self._whole(torch.cat((k, v), -1)).split((k.shape[-1], v.shape[-1]), -1)
-        runs = _runs(documents, q.shape[SEQ], self.axis.size, self.axis.index, window)
+        runs = _runs_of_rank(documents, q.shape[SEQ], self.axis.size, self.axis.index, window)
         return attention.attend_runs(q, k, v, runs, scale, dropout, softcap)
 
     def _whole(self, x: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class AllGather:
 
 
 @lru_cache(maxsize=64)
-def _runs(documents: Lengths, width: int, ranks: int, rank: int, window: int | None) -> Runs:
+def _runs_of_rank(documents: Lengths, width: int, ranks: int, rank: int, window: int | None) -> Runs:
     """A rank's queries of each document, with all keys they see."""
     found = []
     begin = 0  # of a span, among this rank's columns

@@ -30,9 +30,9 @@ from transformers import PreTrainedModel
 from meshtune.data.loader import MicroBatch
 from meshtune.model.anatomy import Anatomy, StandIn
 from meshtune.model.partition import stage_of_rank
+from meshtune.parallel import zero
 from meshtune.parallel.attention import body_forward
 from meshtune.parallel.mesh import World
-from meshtune.parallel.zero import let_go
 
 Finish = Callable[[nn.Module, Anatomy, Tensor, MicroBatch], Tensor]
 
@@ -113,6 +113,7 @@ class _ZeroStage(PipelineStage):
     def backward_weight_one_chunk(self, *args: Any, **options: Any) -> None:
         super().backward_weight_one_chunk(*args, **options)
         self.add_up()
+        zero.add_up(self.submod)
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict, last_backward: bool = False
@@ -132,7 +133,7 @@ class _ZeroStage(PipelineStage):
         if self.zero < 2 or not isinstance(self.submod, FSDPModule):
             super().perform_reduce_grad(grad_scale_factor)
         else:
-            let_go(self.submod)
+            zero.let_go(self.submod)
 
 
 class Pipeline:

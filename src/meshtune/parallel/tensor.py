@@ -341,7 +341,8 @@ def _cut_parameters(model: nn.Module, splits: Mapping[str, Split], tp: Axis) -> 
 
 @torch.no_grad()
 def reduce_partial(gradients: Sequence[Tensor], tp: Axis) -> None:
-    """Sum gradients of `Split.partial` parameters over the ranks, in place: one message for each dtype.
+    """Sum gradients of `Split.partial` parameters over the ranks, in place: one message for each dtype, bf16
+    ones in fp32.
 
     Plain tensors, in the same order on every rank; once an optimizer step.
     """
@@ -350,6 +351,7 @@ def reduce_partial(gradients: Sequence[Tensor], tp: Axis) -> None:
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         alike = [gradient for gradient in gradients if gradient.dtype == dtype]
         flat = torch.cat([gradient.flatten() for gradient in alike])
+        flat = flat.to(torch.promote_types(dtype, torch.float32))
         dist.all_reduce(flat, group=tp.group)
         for gradient, summed in zip(alike, flat.split([g.numel() for g in alike]), strict=True):
             gradient.copy_(summed.view_as(gradient))

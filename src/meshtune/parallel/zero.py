@@ -1,7 +1,7 @@
-"""Data parallelism: replicas, ZeRO-1, -2, -3 and hybrids of them, all by torch's FSDP2.
+"""Data parallelism that shards: ZeRO-1, -2, -3 and hybrids of them with replicas, by torch's FSDP2.
 
     zero  parameters  gradients  optimizer state  messages of a step, for each group of parameters
-    0     whole       whole      whole            1 all-reduce
+    0     whole       whole      whole            1 all-reduce (replicas.py)
     1     whole       whole      shard            1 all-gather, 1 reduce-scatter
     2     whole       shard      shard            1 all-gather, 1 reduce-scatter a micro-batch
     3     shard       shard      shard            2 all-gathers, 1 reduce-scatter a micro-batch
@@ -22,12 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from meshtune.compat import replicate
 from meshtune.parallel.mesh import World
 
 
 def parameter_mesh(world: World) -> DeviceMesh | None:
-    """The ranks that share this rank's parameters, as the mesh that FSDP2 wants; None when it is alone.
+    """The ranks that share this rank's parameters, as a mesh (FSDP2 wants one); None when it is alone.
 
     1-D for replicas alone or shards alone; (replicas, shards) for a hybrid. Every rank of the world must call
     it at the same moment.
@@ -63,10 +62,7 @@ def shard(
     # Inputs are already what the model makes them: casting here would round what it keeps in fp32.
     policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False)
     for module in (*blocks, root):
-        if zero == 0:
-            replicate(module, mesh=mesh, mp_policy=policy)
-        else:
-            fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
+        fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
     for module in groups(root):  # both are of one module, not of those inside it
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # else a pre-multiplied sum, which gloo has not
@@ -93,6 +89,17 @@ def before_backward(root: nn.Module, zero: int, *, last: bool) -> None:
         root.set_requires_gradient_sync(zero >= 2 or last)
         root.set_requires_all_reduce(last)
         root.set_is_last_backward(last)
+
+
+def add_up(root: nn.Module) -> None:
+    """After a backward of weights alone, which FSDP2 does not see: gradients that wait for the step's last
+    micro-batch go into their sum, which is in the reduce dtype.
+    """
+    for module in groups(root):
+        for group in module._get_fsdp_state()._fsdp_param_groups:  # pyright: ignore[reportAttributeAccessIssue]
+            for parameter in group.fsdp_params:
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
 
 
 def let_go(root: nn.Module) -> None:

@@ -6,7 +6,7 @@ config ──> layout ──> tokenizer ──> data ──> model (freeze, LoRA
 import math
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -41,7 +41,7 @@ from meshtune.model.load import (
     tables,
 )
 from meshtune.model.lora import add_lora, drawn
-from meshtune.model.partition import census_stages, stage_of_rank
+from meshtune.model.partition import census_stages, stage_count, stage_of_rank
 from meshtune.model.pieces import Piece, Weights, fill
 from meshtune.model.support import ZERO_BUBBLE, refusals
 from meshtune.model.trace import census_of
@@ -265,7 +265,7 @@ def many_ranks(
         config,
         parallel.named_parameters(),
         layout,
-        sharded=world.parameter_ranks > 1,
+        shared=world.parameter_ranks > 1,
         copies=parallel.copies(),
     )
     stages = nn.ModuleList(parallel.stages)
@@ -326,11 +326,19 @@ def claimed(
 
 
 def layout_of(config: Config, ranks: int | None = None) -> Layout:
-    """The whole layout: over `ranks`, or those that were started. Raises UserError where none can be made."""
+    """The whole layout: over `ranks`, or those that were started. Raises UserError where none can be made,
+    with whatever else speaks against what is fixed of it.
+    """
     started = dist.get_world_size() if dist.is_initialized() else 1
-    return config.partial_layout.complete(
-        devices=ranks or started, global_batch_size=config.global_batch_size
-    )
+    partial = config.partial_layout
+    try:
+        return partial.complete(devices=ranks or started, global_batch_size=config.global_batch_size)
+    except UserError as error:
+        known = Layout(**partial.fixed)
+        if "gradient_accumulation_steps" not in partial.fixed:  # as many as any schedule takes
+            known = replace(known, gradient_accumulation_steps=2 * stage_count(known))
+        _, others = attention_and_refusals(config, known, None)
+        raise UserError([*error.problems, *others]) from None
 
 
 def width_multiple(layout: Layout) -> int:
@@ -359,6 +367,15 @@ def attention_of(config: Config, layout: Layout, ranks: int | None = None) -> st
 
     ranks: how many will be started; None: those that run.
     """
+    running = dist.get_world_size() if dist.is_initialized() else 1
+    attention, problems = attention_and_refusals(config, layout, ranks or running)
+    if problems:
+        raise UserError(problems)
+    return attention
+
+
+def attention_and_refusals(config: Config, layout: Layout, ranks: int | None) -> tuple[str, list[str]]:
+    """The attention that the model is built with, and `support.refusals` of it; nothing is loaded."""
     trust = config.model.trust_remote_code
     family = load_config(config.model.name, trust_remote_code=trust, revision=config.model.revision)
     with torch.device("meta"):
@@ -366,17 +383,14 @@ def attention_of(config: Config, layout: Layout, ranks: int | None = None) -> st
     attention = config.model.attention
     if attention == "auto":
         attention = "meshtune" if own_attention(model) else str(model.config._attn_implementation)
-    problems = refusals(
+    return attention, refusals(
         traits(model),
         layout,
         attention=attention,
         packing=config.data.packing,
         compile=config.train.compile,
-        ranks=ranks or (dist.get_world_size() if dist.is_initialized() else 1),
+        ranks=ranks,
     )
-    if problems:
-        raise UserError(problems)
-    return attention
 
 
 def check_pattern(model: PreTrainedModel, census: Census) -> None:
@@ -533,18 +547,18 @@ def optimizer_of(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     layout: Layout,
     *,
-    sharded: bool = False,
+    shared: bool = False,
     copies: Mapping[str, float] | None = None,
 ) -> Optimizer:
-    """AdamW over the trainable parameters; with `sharded` ones FSDP2 rounds for the passes, and adds up."""
+    """AdamW over the trainable parameters; where ZeRO shards them, FSDP2 rounds for the passes, and adds up.
+
+    shared: whether gradients of several ranks add up, as those of several micro-batches do.
+    """
     compute, trained = PRECISIONS[config.train.precision]
-    if sharded:
+    if layout.zero:
         compute = trained
-    sums = (
-        torch.float32
-        if config.train.reduce_dtype == "fp32" and layout.gradient_accumulation_steps > 1
-        else None
-    )
+    several = shared or layout.gradient_accumulation_steps > 1
+    sums = torch.float32 if config.train.reduce_dtype == "fp32" and several else None
     return Optimizer(
         named_parameters,
         betas=config.train.adam_betas,

@@ -159,9 +159,13 @@ class Checkpoints:
         }
         everyone = self._gather(mine)
         sizes = {key: size for part in everyone for key, size in part.items()}
+        owners: dict[Any, list[int]] = {key: [] for key in sizes}
+        for rank, part in enumerate(everyone):
+            for key in part:
+                owners[key].append(rank)
         loads, dealt = [0] * len(everyone), set()
         for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
-            rank = min((rank for rank, part in enumerate(everyone) if key in part), key=loads.__getitem__)
+            rank = min(owners[key], key=loads.__getitem__)
             loads[rank] += sizes[key]
             if rank == self._rank:
                 dealt.add(key)
@@ -173,7 +177,14 @@ class Checkpoints:
         return sum(size for host, size in everyone if host == socket.gethostname())
 
     def clear_leftovers(self) -> None:
-        """Remove what killed runs left half-written. Each save does it too; only the run that writes may."""
+        """Remove what killed runs left half-written. Each save does it too; only the run that writes may.
+
+        A checkpoint that was whole and only lacked its name, its predecessor being set aside, gets it.
+        """
+        for path in self.folder.glob(".tmp-step-*"):
+            named = self.folder / path.name.removeprefix(".tmp-")
+            if (path / "manifest.json").exists() and not named.exists():
+                path.rename(named)
         for path in self.folder.glob(".tmp-*"):
             shutil.rmtree(path, ignore_errors=True)
 

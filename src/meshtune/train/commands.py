@@ -86,10 +86,12 @@ def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = 
     return Target(settings.load(None, overrides, defaults), folder if adapter else None)
 
 
-def open_model(target: Target) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Encoder]:
-    """The target's model in evaluation mode, its tokenizer and encoder."""
+def open_model(
+    target: Target, device: torch.device | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Encoder]:
+    """The target's model in evaluation mode on `device` (None: what its config says), tokenizer, encoder."""
     quiet()
-    config, device = target.config, build.device_of(target.config)
+    config, device = target.config, device or build.device_of(target.config)
     compute, _ = build.PRECISIONS[config.train.precision]
     unpacked = config.data.model_copy(update={"packing": False})  # generating packs nothing
     # However it was trained: one device runs it here.
@@ -239,7 +241,8 @@ def export_run(name: Path, to: Path, *, merge: bool, step: int | None, push_to: 
     if target.folder and not merge:  # as it is
         shutil.copytree(target.folder, to, dirs_exist_ok=True)
     else:
-        model, tokenizer, encoder = open_model(target)
+        # in host memory: what several GPUs trained may fit on none of them
+        model, tokenizer, encoder = open_model(target, torch.device("cpu"))
         if merge:
             merge_lora(model)
         ended = target.run.rows("end") if target.run else []

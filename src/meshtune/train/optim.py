@@ -10,8 +10,8 @@ the module gets a rounded copy, so nothing is held twice. `step` turns gradients
 time and frees them as it goes; the bf16 parameters are rounded from the masters once per step, never in the
 forward pass.
 
-Parameters that are sharded over data ranks (zero.py) hold fp32 shards, from which FSDP2 gathers them in bf16:
-the shards are the masters, so that this is the case of the first line. AdamW acts on each element by itself,
+Parameters that ZeRO shards (zero.py) hold fp32 shards, from which FSDP2 gathers them in bf16: the shards are
+the masters, so that this is the case of the first line. AdamW acts on each element by itself,
 so here everything is this rank's own piece, a plain tensor.
 """
 
@@ -117,11 +117,19 @@ class Optimizer:
             if parameter.grad is not None:
                 self._add(parameter)
 
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """What the step's passes have left of it so far, in the dtype it adds up in."""
+        return self.sums.get(parameter, parameter.grad)
+
+    def replace_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Put `gradient`, of any dtype, in the place of what `gradient(parameter)` gives."""
+        self.sums[parameter], parameter.grad = gradient, None
+
     def named_gradients(self, among: Collection[str] | None = None) -> dict[str, Tensor]:
         """This rank's gradients of the step, by name, in the dtype they add up in; all, or those `among`."""
         self.add_up()
         found = (
-            (name, self.sums.get(parameter, parameter.grad))
+            (name, self.gradient(parameter))
             for bucket in self.buckets
             for name, parameter in zip(bucket.names, bucket.parameters, strict=True)
             if among is None or name in among

@@ -86,9 +86,14 @@ class ManyRanks:
     parallel: Parallel
     optimizer: Optimizer
 
+    def __post_init__(self) -> None:
+        if self.parallel.replicas is not None:
+            self.parallel.replicas.watch(self.optimizer)
+
     def forward_backward(self, batch: Batch, phase: Phase) -> Tensor:
         own, scale = self.parallel, 1 / max(1, batch.label_tokens)
         micro_batches = [own.localise(micro_batch) for micro_batch in batch.micro_batches]
+        own.begin(len(micro_batches))
         if own.pipeline is not None:
             with phase("forward and backward"):
                 total = own.pipeline.forward_backward(micro_batches, scale, self.optimizer.add_up)

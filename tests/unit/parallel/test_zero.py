@@ -100,7 +100,6 @@ def sharded(layout: str) -> dict[str, Any]:
 
 GATHER, SCATTER, REDUCE = "allgather_base", "reduce_scatter_base", "allreduce"
 MESSAGES = {
-    "dp2": {REDUCE: GROUPS},
     "zero1x2": {GATHER: GROUPS, SCATTER: GROUPS},
     "zero2x2": {GATHER: GROUPS, SCATTER: GROUPS * MICRO_BATCHES},
     "zero3x2": {GATHER: 2 * GROUPS * MICRO_BATCHES, SCATTER: GROUPS * MICRO_BATCHES},

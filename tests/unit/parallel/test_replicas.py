@@ -1,0 +1,93 @@
+"""Replicas: their messages, when they leave, and one rank's gradients."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_zero import GROUPS, MICRO_BATCHES, REDUCE, Messages, Whole, micro_batches, one_rank
+
+from meshtune.layout import Layout
+from meshtune.parallel import zero
+from meshtune.parallel.apply import groups_of
+from meshtune.parallel.mesh import join
+from meshtune.parallel.replicas import Replicas
+from meshtune.train.optim import Optimizer
+
+BLOCKS = "model.model.layers"
+
+
+def stepped(
+    ranks: int,
+    prepare: Callable[[Whole], Any] = lambda root: None,
+    dtype: torch.dtype | None = None,
+    hooks: bool = True,
+) -> dict[str, Any]:
+    """One step of replicas: messages by the micro-batch in whose backward they left, and the gradients."""
+    world, root = join(Layout(dp_replicate=ranks), torch.device("cpu")), Whole()
+    root.first = True  # type: ignore[assignment]  # as a stage is
+    prepare(root)
+    mesh = zero.parameter_mesh(world)
+    assert mesh is not None
+    optimizer = Optimizer(root.named_parameters(), betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    blocks = list(root.get_submodule(BLOCKS).children())
+    replicas = Replicas(groups_of(root, blocks)[::-1], mesh, dtype)  # type: ignore[arg-type]
+    replicas.watch(optimizer)
+    batches = micro_batches(ranks)
+    labels = sum(each.label_tokens for each in batches)
+    replicas.begin(MICRO_BATCHES if hooks else MICRO_BATCHES + 1)  # one that never comes
+    left = []
+    for micro_batch in batches[world.data_rank :: ranks]:
+        with Messages() as messages:
+            (root(micro_batch) / labels).backward()
+        left.append(messages.count[REDUCE])
+    with Messages() as messages:
+        replicas.finish()
+    left.append(messages.count[REDUCE])
+    gradients = {name: gradient.clone() for name, gradient in optimizer.named_gradients().items()}
+    storages = {g.untyped_storage().data_ptr() for g in optimizer.gradients()}
+    return {"left": left, "gradients": gradients, "storages": len(storages)}
+
+
+def freeze_some(root: Whole) -> None:
+    """A whole block, and the embedding."""
+    for parameter in (*root.get_submodule(f"{BLOCKS}.1").parameters(), root.model.model.embed_tokens.weight):
+        parameter.requires_grad_(False)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_messages_leave_during_the_last_backward_alone(ranks: int) -> None:
+    gradients, _ = one_rank(ranks)
+    for found in run_ranks(ranks, stepped, ranks):
+        assert found["left"] == [0] * (MICRO_BATCHES - 1) + [GROUPS, 0]
+        assert found["storages"] == GROUPS, "the gradients are pieces of the messages"
+        assert found["gradients"].keys() == gradients.keys()
+        for name, gradient in found["gradients"].items():
+            torch.testing.assert_close(gradient, gradients[name], rtol=1e-7, atol=1e-12)
+
+
+def test_what_no_hook_told_of_is_sent_at_the_end() -> None:
+    gradients, _ = one_rank(2)
+    for found in run_ranks(2, partial(stepped, hooks=False), 2):
+        assert found["left"] == [0] * MICRO_BATCHES + [GROUPS]
+        for name, gradient in found["gradients"].items():
+            torch.testing.assert_close(gradient, gradients[name], rtol=1e-7, atol=1e-12)
+
+
+def test_frozen_parameters_send_nothing() -> None:
+    gradients, _ = one_rank(2)
+    for found in run_ranks(2, stepped, 2, freeze_some):
+        assert found["left"] == [0] * (MICRO_BATCHES - 1) + [GROUPS - 1, 0]
+        assert not any(".1." in name or "embed" in name for name in found["gradients"])
+        for name, gradient in found["gradients"].items():
+            torch.testing.assert_close(gradient, gradients[name], rtol=1e-7, atol=1e-12)
+
+
+def test_messages_in_a_reduce_dtype_of_their_own() -> None:
+    gradients, _ = one_rank(2)
+    for found in run_ranks(2, partial(stepped, dtype=torch.bfloat16), 2):
+        for name, gradient in found["gradients"].items():
+            assert gradient.dtype == torch.bfloat16
+            torch.testing.assert_close(gradient.double(), gradients[name], rtol=3e-2, atol=1e-4)
