@@ -1,0 +1,38 @@
+"""A plan in another tool's own configuration, with what that tool can't express of it.
+
+    config + layout ──> accelerate | deepspeed | torchtitan | megatron | axolotl | llamafactory
+                        files of that tool · the command that starts it · what is missing, as sentences
+
+A layout that a tool can't run at all is refused, every reason at once. What it merely runs otherwise (a
+schedule it doesn't have, recomputation of whole blocks where the layout asks for less) is written in the
+nearest way that fits the same memory, and said.
+"""
+
+import difflib
+from collections.abc import Callable, Mapping
+
+from meshtune.config import Config
+from meshtune.errors import UserError
+from meshtune.layout import Layout
+from meshtune.plan.export import accelerate, axolotl, deepspeed, llamafactory, megatron, torchtitan
+from meshtune.plan.export.exported import Exported
+
+__all__ = ["TOOLS", "Exported", "export"]
+
+TOOLS: Mapping[str, Callable[[Config, Layout, int], Exported]] = {  # writer(config, layout, gpus_per_node)
+    "accelerate": accelerate.write,
+    "deepspeed": deepspeed.write,
+    "torchtitan": torchtitan.write,
+    "megatron": megatron.write,
+    "axolotl": axolotl.write,
+    "llamafactory": llamafactory.write,
+}
+
+
+def export(tool: str, config: Config, layout: Layout, gpus_per_node: int) -> Exported:
+    """What `tool` needs to run `layout`. Raises UserError where it can't, and for an unknown tool."""
+    if tool not in TOOLS:
+        near = difflib.get_close_matches(tool.lower().replace("-", ""), TOOLS, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"tools: {', '.join(TOOLS)}."
+        raise UserError(f"--export {tool} is no tool that plans are written for; {hint}")
+    return TOOLS[tool](config, layout, gpus_per_node)

@@ -1,0 +1,63 @@
+"""transformers' TrainingArguments from a config: what a Trainer script under accelerate and LLaMA-Factory
+both read.
+"""
+
+from typing import Any
+
+from meshtune.config import Config
+from meshtune.layout import Layout
+
+SCHEDULERS = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
+
+
+def training_arguments(config: Config, layout: Layout) -> dict[str, Any]:
+    """Of transformers 5, where `warmup_steps` below 1 is a share of all steps."""
+    train, checkpoint = config.train, config.checkpoint
+    arguments = {
+        "output_dir": config.output,
+        "per_device_train_batch_size": layout.micro_batch_size,
+        "gradient_accumulation_steps": layout.gradient_accumulation_steps,
+        "learning_rate": train.learning_rate,
+        "lr_scheduler_type": SCHEDULERS[train.lr_scheduler],
+        "warmup_steps": train.warmup_ratio if train.warmup_steps is None else train.warmup_steps,
+        "weight_decay": train.weight_decay,
+        "max_grad_norm": train.max_grad_norm,
+        "optim": "adamw_torch_fused",
+        "adam_beta1": train.adam_betas[0],
+        "adam_beta2": train.adam_betas[1],
+        "adam_epsilon": train.adam_eps,
+        "bf16": train.precision == "bf16",
+        "torch_compile": train.compile,
+        "seed": train.seed,
+        "logging_steps": config.log.every,
+        "save_strategy": "steps" if checkpoint.every else "no",
+        "save_total_limit": checkpoint.keep,
+        "report_to": trackers(config) or "none",
+        **evaluation(config),
+    }
+    if checkpoint.every:
+        arguments["save_steps"] = checkpoint.every
+    if train.max_steps:
+        arguments["max_steps"] = train.max_steps
+    if train.num_epochs:
+        arguments["num_train_epochs"] = train.num_epochs
+    if config.hub.push_to:
+        arguments |= {
+            "push_to_hub": True,
+            "hub_model_id": config.hub.push_to,
+            "hub_private_repo": config.hub.private,
+        }
+    return arguments
+
+
+def evaluation(config: Config) -> dict[str, Any]:
+    """When a Trainer evaluates: it knows steps and epochs, not the end alone."""
+    if not (config.data.eval or config.data.eval_split):
+        return {}
+    if config.eval.every:
+        return {"eval_strategy": "steps", "eval_steps": config.eval.every}
+    return {"eval_strategy": "epoch"}
+
+
+def trackers(config: Config) -> list[str]:
+    return [name for name in config.log.to if name in ("tensorboard", "wandb", "mlflow")]

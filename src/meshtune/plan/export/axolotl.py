@@ -1,0 +1,252 @@
+"""axolotl: its YAML. It trains through accelerate, so what accelerate's FSDP can't run, it can't."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from meshtune.config import Config, SourceConfig
+from meshtune.layout import Layout
+from meshtune.plan.export.accelerate import fsdp_differences, problems, sharded
+from meshtune.plan.export.arguments import SCHEDULERS, evaluation, trackers
+from meshtune.plan.export.exported import (
+    Exported,
+    column,
+    evaluated,
+    file_kind,
+    guessed,
+    is_file,
+    no_attention_recompute,
+    nodes,
+    refuse,
+    row_format,
+    unsaid,
+)
+
+TOOL = "axolotl"
+PRECISION = {
+    "fp32": {"bf16": False, "float32": True},
+    "bf16": {"bf16": True},
+    "bf16-pure": {"bf16": False, "bfloat16": True},
+}
+MATMULS = ("aten::mm", "aten::addmm", "aten::linear")
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {"gradient_checkpointing": False},
+    "attention": {"gradient_checkpointing": False},
+    "selective": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "selective_checkpointing": {"save": ["attention", *MATMULS]},
+    },
+    "full": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+}
+
+
+def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
+    refuse(config, layout, gpus_per_node, [*problems(layout, TOOL), *own_problems(config, layout)])
+    settings = {
+        **model(config),
+        **data(config),
+        **training(config, layout),
+        **parallelism(layout),
+        **recomputation(config, layout),
+    }
+    count = nodes(layout, gpus_per_node)
+    rendezvous = " --node_rank $NODE_RANK --master_addr $MASTER_ADDR --master_port 29500" if count > 1 else ""
+    return Exported(
+        files={"axolotl.yaml": yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)},
+        command=(
+            f"axolotl train axolotl.yaml --launcher torchrun -- --nnodes {count} --nproc_per_node "
+            f"{layout.world // count}{rendezvous}"
+        ),
+        missing=(*differences(config, layout), *unsaid(TOOL, config)),
+    )
+
+
+def model(config: Config) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "base_model": config.model.name,
+        "trust_remote_code": config.model.trust_remote_code,
+        # Flash attention, which context parallelism needs, has no fp32; FlexAttention packs as well.
+        "attn_implementation": "flex_attention" if config.train.precision == "fp32" else "flash_attention_2",
+    }
+    if config.model.revision:
+        settings["revision_of_model"] = config.model.revision
+    if config.method == "lora":
+        lora = config.lora
+        settings |= {
+            "adapter": "lora",
+            "lora_r": lora.r,
+            "lora_alpha": int(lora.alpha),
+            "lora_dropout": lora.dropout,
+        }
+        if lora.target_modules == "all-linear":
+            settings["lora_target_linear"] = True
+        else:
+            settings["lora_target_modules"] = list(lora.target_modules)
+    return settings
+
+
+def data(config: Config) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "datasets": [dataset(config, source) for source in config.data.train],
+        "sequence_len": config.data.seq_len,
+        "sample_packing": config.data.packing,
+        "train_on_inputs": config.data.train_on == "all",
+    }
+    if config.data.streaming:
+        settings["streaming"] = True
+    if config.data.eval:
+        settings["test_datasets"] = [dataset(config, source) for source in config.data.eval]
+    elif config.data.eval_split:
+        settings["val_set_size"] = config.data.eval_split
+    return settings | evaluation(config)
+
+
+def dataset(config: Config, source: SourceConfig) -> dict[str, Any]:
+    def named(name: str) -> str:
+        return column(config.data, source, name)
+
+    kind = row_format(config.data, source)
+    rows: dict[str, Any] = {"path": source.path}
+    if is_file(source):
+        rows["ds_type"] = file_kind(source)
+    if source.split or is_file(source):
+        rows["split"] = source.split or "train"
+    match kind:
+        case "text":
+            return rows | {"type": "completion", "field": named("text")}
+        case "messages":
+            return rows | {"type": "chat_template", "field_messages": named("messages")}
+        case "sharegpt":
+            mapping = {"role": "from", "content": "value"}
+            turns = {"field_messages": named("conversations"), "message_property_mappings": mapping}
+            return rows | {"type": "chat_template"} | turns
+        case "alpaca":
+            question, answer = named("instruction"), named("output")
+            extra = {
+                "field_input": named("input"),
+                "format": "{instruction}\n{input}" + config.data.separator,
+            }
+        case _:
+            question, answer, extra = named("prompt"), named("completion"), {}
+    alone = "{instruction}" + config.data.separator
+    prompter = {
+        "field_instruction": question,
+        "field_output": answer,
+        "format": alone,
+        "no_input_format": alone,
+    }
+    return rows | {"type": prompter | extra}
+
+
+def training(config: Config, layout: Layout) -> dict[str, Any]:
+    train = config.train
+    settings: dict[str, Any] = {
+        "micro_batch_size": layout.micro_batch_size,
+        "gradient_accumulation_steps": layout.gradient_accumulation_steps,
+        "learning_rate": train.learning_rate,
+        "lr_scheduler": SCHEDULERS[train.lr_scheduler],
+        "optimizer": "adamw_torch_fused",
+        "adam_beta1": train.adam_betas[0],
+        "adam_beta2": train.adam_betas[1],
+        "adam_epsilon": train.adam_eps,
+        "weight_decay": train.weight_decay,
+        "max_grad_norm": train.max_grad_norm,
+        "num_epochs": train.num_epochs or 1,
+        "seed": train.seed,
+        "torch_compile": train.compile,
+        "output_dir": config.output,
+        "logging_steps": config.log.every,
+        "save_total_limit": config.checkpoint.keep,
+        **PRECISION[train.precision],
+        **{f"use_{name}": True for name in trackers(config)},
+    }
+    if config.hub.push_to:
+        settings["hub_model_id"] = config.hub.push_to
+    if train.max_steps:
+        settings["max_steps"] = train.max_steps
+    warmup = {"warmup_ratio": train.warmup_ratio} if train.warmup_steps is None else {}
+    return settings | (warmup or {"warmup_steps": train.warmup_steps}) | saving(config)
+
+
+def saving(config: Config) -> dict[str, Any]:
+    if config.checkpoint.every:
+        return {"save_steps": config.checkpoint.every}
+    return {"save_strategy": "no"}
+
+
+def parallelism(layout: Layout) -> dict[str, Any]:
+    if layout.world == layout.dp_replicate:
+        return {}  # plain data parallelism is what it does unasked
+    settings: dict[str, Any] = {
+        "dp_replicate_size": layout.dp_replicate,
+        "dp_shard_size": layout.dp_shard,
+        "tensor_parallel_size": layout.tp,
+        "context_parallel_size": layout.cp,
+    }
+    if sharded(layout):
+        settings["fsdp_version"] = 2
+        settings["fsdp_config"] = {
+            "reshard_after_forward": layout.zero == 3,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "state_dict_type": "SHARDED_STATE_DICT",
+            "final_state_dict_type": "FULL_STATE_DICT",
+            "cpu_ram_efficient_loading": True,
+            "offload_params": False,
+        }
+    return settings
+
+
+def recomputation(config: Config, layout: Layout) -> dict[str, Any]:
+    settings = RECOMPUTE[layout.recompute]
+    if selective_lora(config, layout):  # peft adds to a matmul's output in place, so it can't be saved
+        settings = settings | {"selective_checkpointing": {"save": ["attention"]}}
+    return settings
+
+
+def selective_lora(config: Config, layout: Layout) -> bool:
+    return config.method == "lora" and layout.recompute == "selective"
+
+
+def own_problems(config: Config, layout: Layout) -> Iterator[str]:
+    if layout.cp > 1 and config.data.packing and layout.micro_batch_size > 1:
+        micro, accumulation = layout.micro_batch_size, layout.gradient_accumulation_steps
+        yield (
+            f"{TOOL} packs under context parallelism with one sequence per micro-batch; write "
+            f"mb1-ga{micro * accumulation} instead of mb{micro}-ga{accumulation}."
+        )
+    if layout.cp > 1 and config.train.precision == "fp32":
+        yield (
+            f"{TOOL}'s context parallelism is ring flash attention, which has no fp32; set "
+            "train.precision=bf16."
+        )
+    if config.method == "lora" and config.lora.alpha != int(config.lora.alpha):
+        yield f"{TOOL} takes a whole lora_alpha, not {config.lora.alpha}; try {round(config.lora.alpha)}."
+
+
+def differences(config: Config, layout: Layout) -> Iterator[str]:
+    kinds = {row_format(config.data, source) for source in config.data.train}
+    yield from fsdp_differences(TOOL, config, layout)
+    if layout.recompute == "attention":
+        yield no_attention_recompute(TOOL)
+    if selective_lora(config, layout):
+        yield f"{TOOL} saves attention but no matmuls with LoRA: recompute=selective recomputes more."
+    if layout.cp > 1:
+        yield (
+            f"{TOOL} runs cp{layout.cp} as ring attention and needs ring-flash-attn; each step sends as much."
+        )
+    if config.train.precision == "bf16" and not sharded(layout):
+        yield (
+            f"{TOOL} loads bf16 weights and keeps no fp32 copy without FSDP: precision=bf16 runs as "
+            "bf16-pure."
+        )
+    if kinds - {"text"} and config.data.train_on == "completion":
+        yield f"{TOOL} labels every assistant turn; train_on=completion differs where rows have several."
+    if kinds & {"prompt-completion", "alpaca"}:
+        yield (
+            f"{TOOL} puts no chat template around prompts and completions; rewrite the rows as messages for "
+            "one."
+        )
+    yield from evaluated(TOOL, config)
+    yield from guessed(config.data)

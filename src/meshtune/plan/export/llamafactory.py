@@ -1,0 +1,190 @@
+"""LLaMA-Factory: its YAML, its dataset_info.json, and DeepSpeed's JSON for ZeRO and tensor parallelism."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from meshtune.config import Config, SourceConfig
+from meshtune.layout import Layout
+from meshtune.plan.export import deepspeed
+from meshtune.plan.export.arguments import training_arguments
+from meshtune.plan.export.exported import (
+    Exported,
+    column,
+    evaluated,
+    guessed,
+    is_file,
+    nodes,
+    refuse,
+    row_format,
+    unsaid,
+    whole_blocks,
+)
+
+TOOL = "LLaMA-Factory"
+OPENAI_TAGS = {
+    "role_tag": "role",
+    "content_tag": "content",
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+    "observation_tag": "tool",
+    "function_tag": "function_call",
+    "system_tag": "system",
+}
+
+
+def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
+    refuse(config, layout, gpus_per_node, problems(config, layout))
+    recompute, changed = whole_blocks(TOOL, layout)
+    sources = {"train": config.data.train, "eval": config.data.eval}
+    datasets = {
+        f"{name}_{index}": dataset(config, source)
+        for name, each in sources.items()
+        for index, source in enumerate(each)
+    }
+    settings = {
+        **model(config),
+        **data(config, datasets),
+        **training_arguments(config, layout),
+        "disable_gradient_checkpointing": not recompute,
+        "ddp_timeout": 180_000_000,
+    }
+    files = {}
+    if through_deepspeed(layout):
+        settings["deepspeed"] = "deepspeed.json"
+        files["deepspeed.json"] = json.dumps(deepspeed.engine(config, layout), indent=2) + "\n"
+    count = nodes(layout, gpus_per_node)
+    several = f"NNODES={count} NODE_RANK=$NODE_RANK MASTER_ADDR=$MASTER_ADDR MASTER_PORT=29500 "
+    return Exported(
+        files={
+            "llamafactory.yaml": yaml.safe_dump(settings, sort_keys=False, allow_unicode=True),
+            "dataset_info.json": json.dumps(datasets, indent=2, ensure_ascii=False) + "\n",
+            **files,
+        },
+        command=(
+            f"FORCE_TORCHRUN=1 {several if count > 1 else ''}NPROC_PER_NODE={layout.world // count} "
+            "llamafactory-cli train llamafactory.yaml"
+        ),
+        missing=(*changed, *differences(config, layout), *unsaid(TOOL, config)),
+    )
+
+
+def through_deepspeed(layout: Layout) -> bool:
+    return layout.zero > 0 or layout.tp > 1
+
+
+def model(config: Config) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "model_name_or_path": config.model.name,
+        "trust_remote_code": config.model.trust_remote_code,
+        "finetuning_type": config.method,
+        "pure_bf16": config.train.precision == "bf16-pure",
+        "flash_attn": "sdpa" if config.train.precision == "fp32" else "fa2",  # flash attention has no fp32
+    }
+    if config.model.revision:
+        settings["model_revision"] = config.model.revision
+    if config.method == "lora":
+        target = config.lora.target_modules
+        settings |= {
+            "lora_rank": config.lora.r,
+            "lora_alpha": int(config.lora.alpha),
+            "lora_dropout": config.lora.dropout,
+            "lora_target": "all" if target == "all-linear" else ",".join(target),
+        }
+    return settings
+
+
+def data(config: Config, datasets: dict[str, Any]) -> dict[str, Any]:
+    stage = "pt" if pretraining(config) else "sft"
+    settings: dict[str, Any] = {
+        "stage": stage,
+        "do_train": True,
+        "dataset_dir": ".",
+        "dataset": ",".join(name for name in datasets if name.startswith("train_")),
+        "cutoff_len": config.data.seq_len,
+        "packing": config.data.packing,
+        "streaming": config.data.streaming,
+    }
+    if stage == "sft":
+        settings |= {
+            "neat_packing": config.data.packing,  # documents don't attend to each other
+            "train_on_prompt": config.data.train_on == "all",
+            "mask_history": config.data.train_on == "completion",
+        }
+    if config.data.eval:
+        settings["eval_dataset"] = ",".join(name for name in datasets if name.startswith("eval_"))
+    elif config.data.eval_split:
+        settings["val_size"] = config.data.eval_split
+    return settings
+
+
+def pretraining(config: Config) -> bool:
+    return bool(config.data.train) and all(
+        row_format(config.data, source) == "text" for source in config.data.train
+    )
+
+
+def dataset(config: Config, source: SourceConfig) -> dict[str, Any]:
+    """An entry of dataset_info.json."""
+
+    def named(**columns: str) -> dict[str, str]:
+        return {theirs: column(config.data, source, ours) for theirs, ours in columns.items()}
+
+    rows: dict[str, Any] = {"file_name" if is_file(source) else "hf_hub_url": source.path}
+    if source.split:
+        rows["split"] = source.split
+    match row_format(config.data, source):
+        case "text":
+            return rows | {"columns": named(prompt="text")}
+        case "messages":
+            return rows | {
+                "formatting": "sharegpt",
+                "columns": named(messages="messages"),
+                "tags": OPENAI_TAGS,
+            }
+        case "sharegpt":
+            return rows | {"formatting": "sharegpt", "columns": named(messages="conversations")}
+        case "alpaca":
+            return rows | {"columns": named(prompt="instruction", query="input", response="output")}
+    return rows | {"columns": named(prompt="prompt", response="completion")}
+
+
+def problems(config: Config, layout: Layout) -> Iterator[str]:
+    if layout.cp > 1:
+        ours = f"{'ulysses' if layout.cp_method == 'ulysses' else 'cp'}{layout.cp}"
+        yield f"{TOOL}'s trainer has no context parallelism; for {ours} use --export accelerate or deepspeed."
+    else:
+        yield from deepspeed.problems(layout, TOOL)
+    if layout.pp > 1 and layout.cp > 1:
+        yield from deepspeed.problems(Layout(pp=layout.pp), TOOL)
+    kinds = {row_format(config.data, source) for source in config.data.train}
+    if "text" in kinds and len(kinds) > 1:
+        yield (
+            f"{TOOL} trains on text (stage pt) or on conversations (stage sft), not on both; split "
+            "data.train."
+        )
+    if config.method == "lora" and config.lora.alpha != int(config.lora.alpha):
+        yield f"{TOOL} takes a whole lora_alpha, not {config.lora.alpha}; try {round(config.lora.alpha)}."
+    if config.train.precision == "bf16-pure" and through_deepspeed(layout):
+        yield (
+            f"{TOOL} has no pure_bf16 under DeepSpeed; set train.precision=bf16, or plan plain data "
+            "parallelism."
+        )
+
+
+def differences(config: Config, layout: Layout) -> Iterator[str]:
+    if through_deepspeed(layout):
+        yield from deepspeed.engine_differences(config, layout)
+    if not config.data.train:
+        yield "data.train is empty: fill in dataset_info.json and the key dataset."
+    if pretraining(config) and config.data.packing:
+        yield f"In stage pt {TOOL} packs texts that attend to each other."
+    if config.method == "lora" and config.train.precision == "fp32":
+        yield (
+            f"{TOOL} loads frozen weights in the checkpoint's dtype: precision=fp32 holds for the adapter "
+            "alone."
+        )
+    yield from evaluated(TOOL, config)
+    yield from guessed(config.data)

@@ -1,0 +1,913 @@
+"""Plans in other tools' configurations: each file is read by that tool's own parser, and the degrees and the
+batch that it understands are the layout's. A tool that isn't installed is skipped; the text is checked
+without it as well.
+"""
+
+import ast
+import importlib.util
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from meshtune.config import Config, load
+from meshtune.data import source
+from meshtune.errors import UserError
+from meshtune.layout import Layout
+from meshtune.plan.export import TOOLS, Exported, export
+from meshtune.plan.export import exported as shared
+
+COLUMNS = "data.columns={prompt: question, completion: answer}"
+PARALLEL = {  # what each tool runs; gpus_per_node is 8
+    "accelerate": """
+        mb1-ga1 mb4-ga2-full dp2-mb2-ga4 dp8-mb1-ga2-selective zero1x4-mb2-ga2 zero2x8-mb1-ga4
+        zero3x8-mb2-ga4-full dp2-zero3x4-mb1-ga2 dp4-zero2x8-mb1-ga1 tp2-mb2-ga2 tp4-sp-mb1-ga2
+        zero3x4-tp2-mb1-ga2-attention dp2-zero3x2-tp2-mb1-ga1 cp2-mb1-ga4 zero3x4-cp2-mb1-ga2
+        zero3x2-cp2-tp2-mb1-ga2 zero3x64-mb1-ga1
+    """,
+    "deepspeed": """
+        mb1-ga1 mb4-ga2-full dp2-mb2-ga4 dp8-mb1-ga2-selective zero1x4-mb2-ga2 zero2x8-mb1-ga4
+        zero3x8-mb2-ga4-full zero3x16-mb1-ga2 tp2-mb2-ga2 dp2-tp4-mb1-ga2 zero1x4-tp2-mb1-ga2
+        zero2x4-tp2-sp-mb1-ga2 ulysses2-mb1-ga4 zero3x4-ulysses2-mb1-ga2 dp2-ulysses4-mb1-ga2
+    """,
+    "torchtitan": """
+        mb1-ga1 mb4-ga2-full dp2-mb2-ga4 zero1x4-mb2-ga2-selective zero2x8-mb1-ga4
+        zero3x8-mb2-ga4-full dp2-zero3x4-mb1-ga2 tp4-sp-mb1-ga2 zero3x4-tp2-mb1-ga2-attention
+        cp2-mb1-ga4 zero3x2-cp2-tp2-sp-mb1-ga2 pp2-gpipe-mb2-ga4 pp4-1f1b-mb1-ga8
+        pp2-interleaved1f1b-v2-mb1-ga4 pp2-loopedbfs-v2-mb1-ga4 pp2-zb-v2-mb2-ga4 pp2-zbv-mb1-ga4
+        pp2-dualpipev-mb1-ga8 dp2-zero3x4-tp2-sp-pp2-1f1b-mb2-ga8-full
+    """,
+    "megatron": """
+        mb1-ga1 mb1-ga8-full dp2-mb1-ga4 zero1x4-mb1-ga2 dp2-zero1x4-mb1-ga2-attention
+        zero2x8-mb1-ga4-selective zero3x8-mb1-ga4 dp2-zero3x4-mb1-ga2 tp4-sp-mb1-ga2
+        zero1x2-tp2-sp-pp2-1f1b-mb1-ga8-full cp2-mb1-ga4 ulysses2-tp2-mb1-ga4
+        pp4-interleaved1f1b-v2-mb1-ga8 pp2-zb-mb1-ga4 pp2-zbv-mb1-ga4 pp2-gpipe-mb1-ga4
+        zero3x2-cp2-tp2-mb1-ga2 zero1x16-mb1-ga2
+    """,
+    "axolotl": """
+        mb1-ga1 mb4-ga2-full dp2-mb2-ga4 dp16-mb1-ga2-selective zero1x4-mb2-ga2 zero2x8-mb1-ga4
+        zero3x8-mb2-ga4-full dp2-zero3x4-mb1-ga2 tp2-mb2-ga2 zero3x4-tp2-sp-mb1-ga2-attention
+        dp2-zero3x2-tp2-mb1-ga1 cp2-mb1-ga4 zero3x4-cp2-mb1-ga2 zero3x2-cp2-tp2-mb1-ga2
+    """,
+    "llamafactory": """
+        mb1-ga1 mb4-ga2-full dp2-mb2-ga4 dp8-mb1-ga2-selective zero1x4-mb2-ga2 zero2x8-mb1-ga4
+        zero3x8-mb2-ga4-full zero3x16-mb1-ga2-attention tp2-mb2-ga2 dp2-tp4-mb1-ga2
+        zero1x4-tp2-mb1-ga2 zero2x4-tp2-sp-mb1-ga2
+    """,
+}
+CASES = [(tool, layout) for tool, layouts in PARALLEL.items() for layout in layouts.split()]
+
+
+def config(layout: Layout, *settings: str) -> Config:
+    columns = [] if any(setting.startswith("data.columns=") for setting in settings) else [COLUMNS]
+    return load(
+        overrides=[
+            "model.name=Qwen/Qwen3-0.6B",
+            "data.train=train.jsonl",
+            *columns,
+            "train.max_steps=100",
+            f"train.global_batch_size={layout.global_batch_size}",
+            *settings,
+        ]
+    )
+
+
+def exported(tool: str, text: str, *settings: str) -> Exported:
+    layout = Layout.parse(text)
+    return export(tool, config(layout, *settings), layout, 8)
+
+
+class Understood(NamedTuple):
+    """What a tool's own parser makes of its files."""
+
+    sizes: dict[str, int]  # dp_replicate, dp_shard, cp, tp, pp
+    micro_batch_size: int
+    accumulation: int  # of micro-batches, in a pipeline or one after another
+    data_ranks: int
+    bf16: bool
+    more: Any = None  # the tool's own object
+
+
+def sizes(layout: Layout) -> dict[str, int]:
+    return {name: getattr(layout, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp")}
+
+
+def gpus(command: str) -> int:
+    """The world that a command starts."""
+    per_node = re.search(r"(?:--nproc[-_]per[-_]node |--num_gpus |NPROC_PER_NODE=)(\d+)", command)
+    count = re.search(r"(?:--nnodes |--num_nodes |NNODES=)(\d+)", command)
+    assert per_node
+    return int(per_node[1]) * (int(count[1]) if count else 1)
+
+
+def saved(result: Exported, folder: Path) -> Path:
+    for name, text in result.files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+# Reading back, one function per tool -------------------------------------------------------------------
+
+
+def read_accelerate(result: Exported, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Understood:
+    launch = pytest.importorskip("accelerate.commands.launch")
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+
+    arguments = training_arguments(yaml.safe_load(result.files["training_arguments.yaml"]), folder)
+    command = launch.launch_command_parser().parse_args(
+        ["--config_file", str(folder / "accelerate.yaml"), "x.py"]
+    )
+    command, _, _ = launch._validate_launch_command(command)
+    world = command.num_processes
+    one = world == 1
+    environment = prepare_simple_launcher_cmd_env(command)[1] if one else prepare_multi_gpu_env(command)
+    for name, value in environment.items():
+        if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_")):
+            monkeypatch.setenv(name, value)
+    mesh = ParallelismConfig()
+    if "ACCELERATE_USE_PARALLELISM_CONFIG" not in environment:
+        mesh = ParallelismConfig(dp_replicate_size=world)
+    plugin = FullyShardedDataParallelPlugin() if "ACCELERATE_USE_FSDP" in environment else None
+    assert mesh.total_size == world
+    return Understood(
+        sizes={
+            "dp_replicate": mesh.dp_replicate_size,
+            "dp_shard": mesh.dp_shard_size,
+            "cp": mesh.cp_size,
+            "tp": mesh.tp_size,
+            "pp": 1,
+        },
+        micro_batch_size=arguments.per_device_train_batch_size,
+        accumulation=arguments.gradient_accumulation_steps,
+        data_ranks=mesh.data_parallel_size,
+        bf16=environment["ACCELERATE_MIXED_PRECISION"] == "bf16",
+        more=(plugin, arguments),
+    )
+
+
+def training_arguments(values: dict[str, Any], folder: Path) -> Any:
+    transformers = pytest.importorskip("transformers")
+    parser = transformers.HfArgumentParser(transformers.TrainingArguments)
+    (arguments,) = parser.parse_dict({**values, "use_cpu": True, "output_dir": str(folder)})
+    return arguments
+
+
+def read_deepspeed(result: Exported, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Understood:
+    return deepspeed_engine(json.loads(result.files["deepspeed.json"]), gpus(result.command), monkeypatch)
+
+
+def deepspeed_engine(values: dict[str, Any], world: int, monkeypatch: pytest.MonkeyPatch) -> Understood:
+    module = pytest.importorskip("deepspeed.runtime.config", exc_type=ImportError)
+    tp = values.get("tensor_parallel", {}).get("autotp_size", 1)
+    monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(
+        module.dist, "get_world_size", lambda: world // tp
+    )  # as its engine counts under AutoTP
+    engine = module.DeepSpeedConfig(values)
+    assert max(1, engine.tensor_parallel_config.autotp_size) == tp
+    data_ranks, cp = int(engine.world_size), values.get("sequence_parallel_size", 1)
+    stage = int(engine.zero_config.stage)
+    micro, accumulation = engine.train_micro_batch_size_per_gpu, engine.gradient_accumulation_steps
+    assert engine.train_batch_size == micro * accumulation * data_ranks
+    return Understood(
+        sizes={
+            "dp_replicate": 1 if stage else data_ranks,
+            "dp_shard": data_ranks if stage else 1,
+            "cp": cp,
+            "tp": tp,
+            "pp": 1,
+        },
+        micro_batch_size=micro,
+        accumulation=accumulation,
+        data_ranks=data_ranks,
+        bf16=engine.bfloat16_config.enabled,
+        more=stage,
+    )
+
+
+def read_torchtitan(result: Exported, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Understood:
+    pytest.importorskip(
+        "torchtitan.experiments.transformers_modeling_backend.config_registry", exc_type=ImportError
+    )
+    from torch.distributed.pipelining.schedules import get_schedule_class
+    from torchtitan.config.manager import ConfigManager
+    from torchtitan.distributed import ParallelDims
+
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "meshtune_torchtitan", raising=False)
+    command = shlex.split(result.command)
+    settings = ConfigManager().parse_args(command[command.index("--module") :])
+    mesh = ParallelDims.from_config(settings.parallelism, gpus(result.command))
+    data_ranks, local = mesh.dp_replicate * mesh.dp_shard, settings.training.local_batch_size
+    micro = settings.parallelism.pipeline_parallel_microbatch_size if mesh.pp > 1 else local
+    assert get_schedule_class(settings.parallelism.pipeline_parallel_schedule)
+    return Understood(
+        sizes={name: getattr(mesh, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp")},
+        micro_batch_size=micro,
+        accumulation=settings.training.global_batch_size // (local * data_ranks) * (local // micro),
+        data_ranks=data_ranks,
+        bf16=settings.training.mixed_precision_param == "bfloat16",
+        more=settings,
+    )
+
+
+def megatron_flags(result: Exported, folder: Path) -> dict[str, str]:
+    """The flags that bash hands on, read from a torchrun that prints them."""
+    (folder / "torchrun").write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
+    (folder / "torchrun").chmod(0o755)
+    names = dict.fromkeys(re.findall(r"(\w+)=…", result.command), "7")  # what the command asks for, no more
+    environment = {**os.environ, **names, "PATH": f"{folder}:{os.environ['PATH']}"}
+    run = subprocess.run(
+        ["bash", "megatron.sh"], cwd=folder, env=environment, capture_output=True, text=True, check=True
+    )
+    words = run.stdout.split("\0")[:-1]
+    words = words[words.index("pretrain_gpt.py") + 1 :]
+    flags = [word for word in words if word.startswith("--")]
+    values = dict(zip(words, [*words[1:], ""], strict=True))
+    return {flag[2:]: "" if values[flag].startswith("--") else values[flag] for flag in flags}
+
+
+def read_megatron(result: Exported, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Understood:
+    flags = megatron_flags(result, folder)
+    pytest.importorskip("megatron.core.transformer.transformer_config", exc_type=ImportError)
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator
+    from megatron.core.parallel_state import RankGenerator
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    fields = {name.replace("-", "_"): value for name, value in flags.items()}
+    world = gpus(result.files["megatron.sh"])
+    names = {
+        "tp": "tensor_model_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "cp": "context_parallel_size",
+    }
+    degrees = {ours: int(fields[theirs]) for ours, theirs in names.items()}
+    data_ranks = world // math.prod(degrees.values())
+    order = RankGenerator(**degrees, ep=1, dp=data_ranks, order="tp-cp-ep-dp-pp")
+    assert order.world_size == world and len(order.get_ranks("dp")[0]) == data_ranks
+    model = TransformerConfig(  # checks degrees and recomputation against each other
+        num_layers=64,
+        hidden_size=64,
+        num_attention_heads=8,
+        **{theirs: degrees[ours] for ours, theirs in names.items()},
+        sequence_parallel="sequence_parallel" in fields,
+        virtual_pipeline_model_parallel_size=int(fields.get("num_virtual_stages_per_pipeline_rank", 0))
+        or None,
+        pipeline_dtype="bf16",
+        cp_comm_type=fields.get("cp_comm_type"),
+        recompute_granularity=fields.get("recompute_granularity"),
+        recompute_method=fields.get("recompute_method"),
+        recompute_num_layers=int(fields.get("recompute_num_layers", 0)) or None,
+        recompute_modules=[fields["recompute_modules"]] if "recompute_modules" in fields else None,
+    )
+    sharding = DistributedDataParallelConfig(
+        use_distributed_optimizer="use_distributed_optimizer" in fields,
+        num_distributed_optimizer_instances=int(fields.get("num_distributed_optimizer_instances", 1)),
+        use_megatron_fsdp="use_megatron_fsdp" in fields,
+        data_parallel_sharding_strategy=fields.get("data_parallel_sharding_strategy", "no_shard"),
+    )
+    replicas = (
+        sharding.num_distributed_optimizer_instances if sharding.use_distributed_optimizer else data_ranks
+    )
+    micro = int(fields["micro_batch_size"])
+    batches = ConstantNumMicroBatchesCalculator(
+        global_batch_size=int(fields["global_batch_size"]),
+        micro_batch_size=micro,
+        data_parallel_size=data_ranks,
+        decrease_batch_size_if_needed=False,
+        rank=0,
+    )
+    return Understood(
+        sizes={"dp_replicate": replicas, "dp_shard": data_ranks // replicas, **degrees},
+        micro_batch_size=micro,
+        accumulation=batches.get(),
+        data_ranks=data_ranks,
+        bf16="bf16" in fields,
+        more=(model, sharding),
+    )
+
+
+def read_axolotl(result: Exported, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Understood:
+    schema = pytest.importorskip("axolotl.utils.schemas.config", exc_type=ImportError)
+    distributed = pytest.importorskip("axolotl.utils.distributed", exc_type=ImportError)
+    monkeypatch.setitem(sys.modules, "ring_flash_attn", ModuleType("ring_flash_attn"))  # asked for, not used
+    values = yaml.safe_load(result.files["axolotl.yaml"])
+    assert values.keys() <= schema.AxolotlInputConfig.model_fields.keys()
+    settings = schema.AxolotlInputConfig(**values)
+    world = gpus(result.command)
+    mesh = SimpleNamespace(dp_replicate_size=world, dp_shard_size=1, tp_size=1, cp_size=1)
+    if settings.dp_replicate_size:
+        kwargs = distributed._get_parallel_config_kwargs(
+            world,
+            settings.tensor_parallel_size,
+            settings.context_parallel_size,
+            settings.dp_shard_size,
+            settings.dp_replicate_size,
+            bool(settings.fsdp_config),
+        )
+        from accelerate.parallelism_config import ParallelismConfig
+
+        mesh = ParallelismConfig(**kwargs)
+        assert mesh.total_size == world
+    names = {
+        "dp_replicate": "dp_replicate_size",
+        "dp_shard": "dp_shard_size",
+        "cp": "cp_size",
+        "tp": "tp_size",
+    }
+    return Understood(
+        sizes={ours: getattr(mesh, theirs) for ours, theirs in names.items()} | {"pp": 1},
+        micro_batch_size=settings.micro_batch_size,
+        accumulation=settings.gradient_accumulation_steps,
+        data_ranks=mesh.dp_replicate_size * mesh.dp_shard_size,
+        bf16=bool(settings.bf16),
+        more=settings,
+    )
+
+
+def read_llamafactory(result: Exported, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Understood:
+    monkeypatch.setenv("DISABLE_VERSION_CHECK", "1")  # it pins transformers more tightly than we do
+    monkeypatch.chdir(folder)
+    parser = pytest.importorskip("llamafactory.hparams.parser", exc_type=ImportError)
+    values = yaml.safe_load(result.files["llamafactory.yaml"])
+    engine = values.pop("deepspeed", None)  # its JSON is read by DeepSpeed itself, below
+    model, data, training, tuning, _ = parser._parse_train_args({**values, "use_cpu": True})
+    rows = dataset_attributes(parser, data)
+    assert len(rows) == 1
+    world = gpus(result.command)
+    read = Understood(
+        sizes={"dp_replicate": world, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1},
+        micro_batch_size=training.per_device_train_batch_size,
+        accumulation=training.gradient_accumulation_steps,
+        data_ranks=world,
+        bf16=training.bf16,
+    )
+    if engine:
+        pytest.importorskip("deepspeed", exc_type=ImportError)
+        from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+        together = HfTrainerDeepSpeedConfig(json.loads(result.files[engine]))
+        together.trainer_config_process(training)
+        assert not together.mismatches
+        under = deepspeed_engine(json.loads(result.files[engine]), world, monkeypatch)
+        assert (under.micro_batch_size, under.accumulation) == (read.micro_batch_size, read.accumulation)
+        assert under.bf16 == read.bf16
+        read = under
+    return read._replace(more=(model, data, tuning, rows))
+
+
+def dataset_attributes(parser: ModuleType, data: Any) -> list[Any]:
+    """The sources that dataset_info.json names, by a file of LLaMA-Factory whose package wants torchaudio."""
+    file = Path(str(parser.__file__)).parents[1] / "data" / "parser.py"
+    spec = importlib.util.spec_from_file_location("llamafactory.data.parser", file)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_dataset_list(data.dataset, data.dataset_dir)
+
+
+READERS: dict[str, Callable[[Exported, Path, pytest.MonkeyPatch], Understood]] = {
+    "accelerate": read_accelerate,
+    "deepspeed": read_deepspeed,
+    "torchtitan": read_torchtitan,
+    "megatron": read_megatron,
+    "axolotl": read_axolotl,
+    "llamafactory": read_llamafactory,
+}
+
+
+def read(tool: str, result: Exported, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Understood:
+    return READERS[tool](result, saved(result, folder), monkeypatch)
+
+
+# What is written ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tool", "text"), CASES)
+def test_the_tool_reads_back_the_layout(
+    tool: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = Layout.parse(text)
+    found = read(tool, exported(tool, text), tmp_path, monkeypatch)
+    assert found.sizes == sizes(layout)
+    assert (found.micro_batch_size, found.accumulation, found.data_ranks) == (
+        layout.micro_batch_size,
+        layout.gradient_accumulation_steps,
+        layout.data_ranks,
+    )
+    assert found.micro_batch_size * found.accumulation * found.data_ranks == layout.global_batch_size
+    assert found.bf16
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_the_tool_reads_back_fp32(tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not read(tool, exported(tool, "mb1-ga2", "train.precision=fp32"), tmp_path, monkeypatch).bf16
+
+
+@pytest.mark.parametrize(("tool", "text"), CASES)
+def test_every_file_is_well_formed_and_every_rank_is_started(tool: str, text: str) -> None:
+    result = exported(tool, text)
+    for name, content in result.files.items():
+        match Path(name).suffix:
+            case ".yaml":
+                assert isinstance(yaml.safe_load(content), dict)
+            case ".json":
+                assert isinstance(json.loads(content), dict)
+            case ".py":
+                ast.parse(content)
+            case ".sh":
+                subprocess.run(["bash", "-n"], input=content, text=True, check=True)
+    start = result.files.get("megatron.sh", result.command)
+    started = (
+        yaml.safe_load(result.files["accelerate.yaml"])["num_processes"]
+        if tool == "accelerate"
+        else gpus(start)
+    )
+    assert started == Layout.parse(text).world
+    assert all(sentence.endswith(".") for sentence in result.missing)
+
+
+def test_accelerate_wraps_by_zero_stage_and_recomputes_in_one_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin, arguments = read(
+        "accelerate", exported("accelerate", "zero3x8-mb1-ga1-full"), tmp_path, monkeypatch
+    ).more
+    assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is True
+    assert plugin.activation_checkpointing and not arguments.gradient_checkpointing
+    plugin, _ = read("accelerate", exported("accelerate", "zero2x8-mb1-ga1"), tmp_path, monkeypatch).more
+    assert plugin.reshard_after_forward is False and not plugin.activation_checkpointing
+    alone = exported("accelerate", "dp2-mb1-ga1-full", "train.num_epochs=2", "train.max_steps=null")
+    values = yaml.safe_load(alone.files["training_arguments.yaml"])
+    assert values["gradient_checkpointing"] and values["num_train_epochs"] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "stage"), [("dp4-mb1-ga1", 0), ("zero1x4-mb1-ga1", 1), ("zero2x4-mb1-ga1", 2)]
+)
+def test_deepspeed_reads_back_the_stage(text: str, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = json.loads(exported("deepspeed", text).files["deepspeed.json"])
+    assert deepspeed_engine(values, 4, monkeypatch).more == stage
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "needed"),
+    [
+        ("cosine", "WarmupCosineLR", {"total_num_steps": 100, "warmup_num_steps": 3}),
+        ("linear", "WarmupDecayLR", {"total_num_steps": 100, "warmup_max_lr": 1e-5}),
+        ("constant", "WarmupLR", {"warmup_max_lr": 1e-5}),
+    ],
+)
+def test_deepspeed_takes_the_learning_rate_schedule(name: str, schedule: str, needed: dict) -> None:
+    result = exported("deepspeed", "zero2x8-mb1-ga1", f"train.lr_scheduler={name}")
+    written = json.loads(result.files["deepspeed.json"])["scheduler"]
+    assert written["type"] == schedule and needed.items() <= written["params"].items()
+    pytest.importorskip("deepspeed.runtime.lr_schedules", exc_type=ImportError)
+    import torch
+    from deepspeed.runtime import lr_schedules
+
+    adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-5)
+    getattr(lr_schedules, schedule)(adam, **written["params"])
+
+
+def test_deepspeed_takes_pure_bf16_with_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = exported("deepspeed", "zero3x8-mb1-ga1", "train.precision=bf16-pure")
+    values = json.loads(result.files["deepspeed.json"])
+    assert values["bf16"]["bf16_optimizer_states"] and "data_types" not in values
+    assert deepspeed_engine(values, 8, monkeypatch).bf16
+
+
+@pytest.mark.parametrize(
+    ("text", "schedule"),
+    [
+        ("pp2-gpipe-mb1-ga4", "GPipe"),
+        ("pp2-interleaved1f1b-v2-mb1-ga4", "Interleaved1F1B"),
+        ("pp2-zb-v2-mb1-ga4", "InterleavedZeroBubble"),
+        ("pp2-zbv-mb1-ga4", "ZBVZeroBubble"),
+        ("pp2-dualpipev-mb1-ga4", "DualPipeV"),
+    ],
+)
+def test_torchtitan_keeps_the_schedule(text: str, schedule: str) -> None:
+    assert (
+        f"pipeline_parallel_schedule='{schedule}'"
+        in exported("torchtitan", text).files["meshtune_torchtitan.py"]
+    )
+
+
+def test_torchtitan_keeps_workload_and_recomputation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = exported(
+        "torchtitan",
+        "zero3x2-mb1-ga1-full",
+        "train.learning_rate=3e-4",
+        "checkpoint.keep=1",
+        "data.seq_len=512",
+        "train.warmup_steps=9",
+    )
+    settings = read("torchtitan", result, tmp_path, monkeypatch).more
+    assert type(settings.activation_checkpoint).__qualname__ == "FullAC.Config"
+    assert settings.optimizer.param_groups[0].optimizer_kwargs["lr"] == 3e-4
+    assert settings.training.seq_len == 512 and settings.training.steps == 100
+    assert settings.checkpoint.keep_latest_k == 2 and settings.lr_scheduler.warmup_steps == 9
+    assert settings.dataloader.sample_processor({"question": "1 + 1?", "answer": "2"}) == [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": "2"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "row"),
+    [
+        (["data.format=alpaca", "data.columns={}"], {"instruction": "a", "input": None, "output": "b"}),
+        (
+            ["data.format=messages", "data.columns={messages: 'it''s'}"],
+            {"it's": [{"content": "a"}, {"content": "b"}]},
+        ),
+        (["data.format=sharegpt", "data.columns={}"], {"conversations": [{"value": "a"}, {"value": "b"}]}),
+    ],
+)
+def test_torchtitan_reads_rows_of_every_format(settings: list[str], row: dict) -> None:
+    tree = ast.parse(exported("torchtitan", "mb1-ga1", *settings).files["meshtune_torchtitan.py"])
+    function = next(
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "messages"
+    )
+    names: dict[str, Any] = {}
+    exec(compile(ast.Module([function], []), "rows", "exec"), names)
+    user, assistant = names["messages"](row)
+    assert user["content"].strip() == "a" and assistant["content"] == "b"
+
+
+@pytest.mark.parametrize("path", ["train.jsonl", "org/name"])
+def test_torchtitan_reads_text(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = exported(
+        "torchtitan", "mb1-ga1", "data.format=text", "data.columns={text: body}", f"data.train={path}"
+    )
+    settings = read("torchtitan", result, tmp_path, monkeypatch).more
+    assert settings.dataloader.dataset == "train"
+
+
+def test_steps_that_are_not_known_are_asked_for(tmp_path: Path) -> None:
+    for tool in ("torchtitan", "megatron"):
+        result = exported(tool, "mb1-ga1", "train.max_steps=null", "train.num_epochs=1")
+        assert "TRAIN_STEPS=…" in result.command and any("set TRAIN_STEPS" in each for each in result.missing)
+    assert megatron_flags(result, saved(result, tmp_path))["train-iters"] == "7"
+
+
+def test_megatron_quotes_what_the_shell_would_read(tmp_path: Path) -> None:
+    result = exported("megatron", "mb1-ga1", "output=$(touch oops) run", "model.name=it's")
+    flags = megatron_flags(result, saved(result, tmp_path))
+    assert flags["save"] == "$(touch oops) run" and flags["tokenizer-model"] == "it's"
+    assert not (tmp_path / "oops").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "queues"),
+    [
+        ("tp2-mb1-ga1", "export CUDA_DEVICE_MAX_CONNECTIONS=1"),
+        ("zero3x4-tp2-mb1-ga1", "unset CUDA_DEVICE_MAX_CONNECTIONS"),
+        ("dp2-mb1-ga1", None),
+    ],
+)
+def test_megatron_sets_the_queues_that_its_flags_need(text: str, queues: str | None) -> None:
+    script = exported("megatron", text).files["megatron.sh"].splitlines()
+    assert [line for line in script if "CUDA_DEVICE_MAX_CONNECTIONS" in line] == ([queues] if queues else [])
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "sent"),
+    [
+        ("cp2-mb1-ga1", [], "p2p"),
+        ("cp2-mb1-ga1", ["data.format=text"], "all_gather"),
+        ("ulysses2-mb1-ga1", [], "a2a"),
+    ],
+)
+def test_megatron_takes_the_context_parallelism_that_its_rows_allow(
+    text: str, settings: list[str], sent: str, tmp_path: Path
+) -> None:
+    result = exported("megatron", text, *settings)
+    assert megatron_flags(result, saved(result, tmp_path))["cp-comm-type"] == sent
+
+
+def test_megatron_keeps_zero_stage_schedule_and_recomputation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = exported("megatron", "zero2x8-mb1-ga4-full", "train.warmup_steps=7", "data.format=text")
+    flags = megatron_flags(text, saved(text, tmp_path))
+    assert flags["data-parallel-sharding-strategy"] == "optim_grads" and flags["lr-warmup-iters"] == "7"
+    assert flags["recompute-granularity"] == "full" and flags["tokenizer-type"] == "HuggingFaceTokenizer"
+    interleaved = exported("megatron", "pp4-interleaved1f1b-v2-mb1-ga8", "log.to=[console]")
+    model, sharding = read("megatron", interleaved, tmp_path, monkeypatch).more
+    assert model.virtual_pipeline_model_parallel_size == 2 and not sharding.use_megatron_fsdp
+
+
+ROWS = {
+    "text": (["data.format=text", "data.columns={text: body}"], {"type": "completion", "field": "body"}),
+    "prompt-completion": (
+        [],
+        {
+            "type": {
+                "field_instruction": "question",
+                "field_output": "answer",
+                "format": "{instruction}\n",
+                "no_input_format": "{instruction}\n",
+            }
+        },
+    ),
+    "alpaca": (
+        ["data.format=alpaca", "data.columns={}"],
+        {
+            "type": {
+                "field_instruction": "instruction",
+                "field_input": "input",
+                "field_output": "output",
+                "format": "{instruction}\n{input}\n",
+                "no_input_format": "{instruction}\n",
+            }
+        },
+    ),
+    "messages": (
+        ["data.format=messages", "data.columns={messages: chat}"],
+        {"type": "chat_template", "field_messages": "chat"},
+    ),
+    "sharegpt": (
+        ["data.format=sharegpt", "data.columns={}"],
+        {
+            "type": "chat_template",
+            "field_messages": "conversations",
+            "message_property_mappings": {"role": "from", "content": "value"},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_axolotl_reads_rows_of_every_format(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, wanted = ROWS[kind]
+    result = exported("axolotl", "mb1-ga1", *settings)
+    (rows,) = yaml.safe_load(result.files["axolotl.yaml"])["datasets"]
+    assert rows == {"path": "train.jsonl", "ds_type": "json", "split": "train", **wanted}
+    read("axolotl", result, tmp_path, monkeypatch)
+
+
+def test_axolotl_keeps_lora_evaluation_and_what_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = exported(
+        "axolotl", "zero3x2-mb1-ga1-selective", "method=lora", "lora.target_modules=[q_proj, v_proj]",
+        "model.revision=main", "data.eval=org/held-out", "checkpoint.every=0", "train.warmup_steps=5",
+        "eval.every=10", "data.streaming=true", "hub.push_to=org/tuned",
+    )  # fmt: skip
+    settings = read("axolotl", result, tmp_path, monkeypatch).more
+    assert (settings.adapter, settings.lora_r, settings.lora_alpha) == ("lora", 16, 32)
+    assert settings.lora_target_modules == ["q_proj", "v_proj"] and settings.revision_of_model == "main"
+    assert (
+        settings.selective_checkpointing.save == ["attention"] and settings.fsdp_config.reshard_after_forward
+    )
+    assert len(settings.test_datasets) == 1 and settings.warmup_steps == 5 and settings.eval_steps == 10
+    assert settings.streaming and settings.hub_model_id == "org/tuned" and settings.use_tensorboard
+    everywhere = yaml.safe_load(
+        exported(
+            "axolotl", "mb1-ga1", "method=lora", "data.eval_split=0.1", "data.train={path: a.csv, split: b}"
+        )
+        .files["axolotl.yaml"]
+    )  # fmt: skip
+    assert everywhere["lora_target_linear"] and everywhere["val_set_size"] == 0.1
+    assert everywhere["datasets"][0]["ds_type"] == "csv" and everywhere["datasets"][0]["split"] == "b"
+
+
+LLAMAFACTORY_ROWS = {
+    "text": ("alpaca", {"prompt": "body"}),
+    "prompt-completion": ("alpaca", {"prompt": "question", "response": "answer"}),
+    "alpaca": ("alpaca", {"prompt": "instruction", "query": "input", "response": "output"}),
+    "messages": ("sharegpt", {"messages": "chat", "role_tag": "role", "assistant_tag": "assistant"}),
+    "sharegpt": ("sharegpt", {"messages": "conversations", "role_tag": "from", "assistant_tag": "gpt"}),
+}
+
+
+@pytest.mark.parametrize("kind", LLAMAFACTORY_ROWS)
+def test_llamafactory_reads_rows_of_every_format(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = exported("llamafactory", "mb1-ga1", *ROWS[kind][0])
+    _, _, tuning, (rows,) = read("llamafactory", result, tmp_path, monkeypatch).more
+    formatting, columns = LLAMAFACTORY_ROWS[kind]
+    assert rows.formatting == formatting and {name: getattr(rows, name) for name in columns} == columns
+    assert tuning.stage == ("pt" if kind == "text" else "sft")
+
+
+def test_llamafactory_keeps_lora_evaluation_and_labels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = exported(
+        "llamafactory", "dp2-mb1-ga1-full", "method=lora", "lora.target_modules=[q_proj, v_proj]",
+        "model.revision=v1", "data.eval={path: org/held-out, split: test}", "data.packing=false",
+        "hub.push_to=org/tuned",
+    )  # fmt: skip
+    model, data, tuning, _ = read("llamafactory", result, tmp_path, monkeypatch).more
+    assert tuning.finetuning_type == "lora" and (tuning.lora_rank, tuning.lora_alpha) == (16, 32)
+    assert tuning.lora_target == ["q_proj", "v_proj"] and model.model_revision == "v1"
+    assert not model.disable_gradient_checkpointing and not data.neat_packing and data.mask_history
+    assert json.loads(result.files["dataset_info.json"])["eval_0"] == {
+        "hf_hub_url": "org/held-out",
+        "split": "test",
+        "columns": {"prompt": "question", "response": "answer"},
+    }
+    split = exported("llamafactory", "mb1-ga1", "method=lora", "data.eval_split=0.1", "data.train_on=all")
+    values = yaml.safe_load(split.files["llamafactory.yaml"])
+    assert values["val_size"] == 0.1 and values["lora_target"] == "all" and values["train_on_prompt"]
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_several_nodes_are_started_from_each(tool: str) -> None:
+    result = exported(tool, "zero3x16-mb1-ga1")
+    text = result.files.get("megatron.sh", result.command)
+    assert "hostfile" in text if tool == "deepspeed" else "$NODE_RANK" in text and "$MASTER_ADDR" in text
+
+
+# What is refused, and what is said --------------------------------------------------------------------
+
+FSDP_ZERO1 = "zero1x4 is written as ZeRO-2"
+REFUSED = [
+    (
+        "accelerate",
+        "zero3x2-pp2-1f1b-mb1-ga2",
+        [],
+        "without pipeline parallelism; pp2 needs --export torchtitan",
+    ),
+    ("accelerate", "ulysses4-mb1-ga1", [], "for ulysses4 use --export deepspeed, or plan cp4"),
+    ("accelerate", "dp2-tp2-mb1-ga1", [], "write zero3x2 instead of dp2"),
+    ("deepspeed", "zero1x2-pp2-1f1b-mb1-ga2", [], "or a layout such as zero3x4"),
+    ("deepspeed", "cp2-mb1-ga1", [], "DeepSpeed's context parallelism is Ulysses"),
+    ("deepspeed", "ulysses2-tp2-mb1-ga1", [], "drop ulysses2 or tp2"),
+    ("deepspeed", "dp2-zero3x4-mb1-ga1", [], "write zero3x8 instead of dp2-zero3x4"),
+    ("torchtitan", "mb1-ga1", ["method=lora"], "has no LoRA"),
+    ("torchtitan", "ulysses2-mb1-ga1", [], "or plan cp2"),
+    ("torchtitan", "pp2-interleaved1f1b-v4-mb1-ga4", [], "write v2 instead of v4"),
+    ("torchtitan", "cp2-tp2-mb1-ga1", ["data.seq_len=100"], "do not divide data.seq_len = 100; try 96"),
+    ("megatron", "mb1-ga1", ["method=lora"], "trains every parameter; for method=lora use --export axolotl"),
+    ("megatron", "zero3x2-pp2-1f1b-mb1-ga2", [], "with pp2 write zero1x2, or zero3x4 without pp"),
+    ("megatron", "cp2-mb1-ga1", ["data.seq_len=102"], "do not divide data.seq_len = 102; try 104"),
+    ("megatron", "mb2-ga3", [], "write mb1-ga6 instead of mb2-ga3"),
+    ("megatron", "pp4-interleaved1f1b-v2-mb1-ga6", [], "ga6 is no multiple, try ga8"),
+    ("axolotl", "pp2-1f1b-mb1-ga2", [], "axolotl trains without pipeline parallelism"),
+    ("axolotl", "cp2-mb2-ga1", [], "write mb1-ga2 instead of mb2-ga1"),
+    ("axolotl", "zero3x2-cp2-mb1-ga1", ["train.precision=fp32"], "has no fp32; set train.precision=bf16"),
+    ("axolotl", "mb1-ga1", ["method=lora", "lora.alpha=8.5"], "takes a whole lora_alpha, not 8.5; try 8"),
+    ("llamafactory", "pp2-1f1b-mb1-ga2", [], "LLaMA-Factory pipelines models written as its PipelineModule"),
+    ("llamafactory", "cp2-mb1-ga1", [], "no context parallelism; for cp2 use --export accelerate"),
+    ("llamafactory", "mb1-ga1", ["data.train=[{path: a.jsonl, format: text}, b.jsonl]"], "split data.train"),
+    (
+        "llamafactory",
+        "mb1-ga1",
+        ["method=lora", "lora.alpha=8.5"],
+        "takes a whole lora_alpha, not 8.5; try 8",
+    ),
+    ("llamafactory", "zero2x2-mb1-ga1", ["train.precision=bf16-pure"], "has no pure_bf16 under DeepSpeed"),
+    *((tool, "mb1-ga1", ["train.precision=fp64"], "use fp32 or bf16") for tool in TOOLS),
+    *(
+        (tool, "dp12-mb1-ga1", [], "12 GPUs do not fill nodes of 8; choose a layout of 8 GPUs")
+        for tool in TOOLS
+    ),
+    *((tool, "mb1-ga3", ["train.global_batch_size=4"], "makes 3 sequences per step") for tool in TOOLS),
+]
+EPOCHS = ["train.max_steps=null", "train.num_epochs=1"]
+PURE = ["train.precision=bf16-pure"]
+MESSAGES = ["data.format=messages", "data.columns={}"]
+SAID = [
+    *((tool, "mb1-ga1", ["model.freeze=[model.embed_tokens.*]"], "model.freeze") for tool in TOOLS),
+    *((tool, "mb1-ga1", ["data.chat_template=chatml"], "data.chat_template=chatml is not") for tool in TOOLS),
+    *((tool, "mb1-ga1", ["eval.samples=2", "eval.keep_best=1"], "eval.samples, eval.keep") for tool in TOOLS),
+    *((tool, "mb1-ga1", ["data.overlong=drop"], "data.overlong=drop is not carried over") for tool in TOOLS),
+    *((tool, "mb1-ga1", ["data.train=[{path: a.jsonl, weight: 2}]"], "The weights of") for tool in TOOLS),
+    *(
+        (tool, "mb1-ga1", ["model.init=random"], "starts from the pretrained")
+        for tool in TOOLS
+        if tool != "torchtitan"
+    ),
+    *(
+        (tool, "mb1-ga1", ["data.columns={}"], "taken as messages; set data.format")
+        for tool in ("torchtitan", "megatron", "axolotl", "llamafactory")
+    ),
+    *((tool, "mb1-ga1-selective", [], "written as full") for tool in ("accelerate", "llamafactory")),
+    *(
+        (tool, "mb1-ga1-attention", [], "recompute=attention is written as none")
+        for tool in ("accelerate", "torchtitan", "axolotl", "llamafactory")
+    ),
+    *((tool, "zero1x4-mb1-ga1", [], FSDP_ZERO1) for tool in ("accelerate", "axolotl", "torchtitan")),
+    *(
+        (tool, "cp2-mb1-ga1", [], "shards over the 2 context ranks")
+        for tool in ("accelerate", "axolotl", "torchtitan")
+    ),
+    *(
+        (tool, "tp2-sp-mb1-ga1", [], "sp is left out")
+        for tool in ("accelerate", "axolotl", "deepspeed", "llamafactory")
+    ),
+    *((tool, "zero3x2-mb1-ga1", [], "reduces gradients in bf16") for tool in ("accelerate", "axolotl")),
+    ("accelerate", "mb1-ga1", [], "belong to the training script"),
+    ("accelerate", "mb1-ga1", [], "loads them with dtype=float32"),
+    ("accelerate", "mb1-ga1", PURE, "loads the weights with dtype=bfloat16"),
+    ("accelerate", "tp2-mb1-ga1", [], "DistributedConfig(tp_size=2)"),
+    ("accelerate", "zero3x2-cp2-mb1-ga1", [], "attn_implementation='sdpa'"),
+    ("accelerate", "zero3x2-cp2-mb1-ga1", [], "must not pack"),
+    ("deepspeed", "mb1-ga1", [], "belong to the training script"),
+    ("deepspeed", "mb1-ga1-selective", [], "gradient_checkpointing_enable()"),
+    ("deepspeed", "mb1-ga1", EPOCHS, "schedules can't be written"),
+    ("deepspeed", "ulysses2-mb1-ga1", [], "UlyssesSPAttentionHF"),
+    ("deepspeed", "dp2-mb1-ga1", [], "adds up bf16 gradients in bf16"),
+    ("deepspeed", "dp2-mb1-ga1", PURE, "bf16-pure has no key"),
+    ("deepspeed", "dp2-mb1-ga1", ["train.compile=true"], "engine.compile()"),
+    ("torchtitan", "mb1-ga1", [], "a local copy of Qwen/Qwen3-0.6B"),
+    ("torchtitan", "tp2-mb1-ga1", [], "the layout runs with sp"),
+    ("torchtitan", "mb1-ga1-selective", [], "every second matmul"),
+    ("torchtitan", "pp2-1f1b-mb1-ga2", [], "meshtune's cut may differ"),
+    ("torchtitan", "mb1-ga1", ["train.reduce_dtype=bf16"], "reduces gradients in fp32"),
+    ("torchtitan", "mb1-ga1", EPOCHS, "counts steps, not epochs"),
+    ("torchtitan", "mb1-ga1", ["data.packing=false"], "always packs"),
+    ("torchtitan", "mb1-ga1", ["data.train_on=all"], "train_on=all has no key"),
+    ("torchtitan", "mb1-ga1", MESSAGES, "later turns are dropped"),
+    ("torchtitan", "mb1-ga1", ["data.train=[a.jsonl, b.jsonl]"], "first of the 2 sources of data.train"),
+    ("megatron", "mb1-ga1", [], "convert Qwen/Qwen3-0.6B with Megatron-Bridge"),
+    ("megatron", "pp2-zb-mb1-ga4", [], "has no schedule zb: 1F1B is written"),
+    ("megatron", "pp2-zbv-mb1-ga4", [], "has no schedule zbv: interleaved 1F1B with v2 is written"),
+    ("megatron", "cp2-mb1-ga1", [], "cp2 over --sft's packed rows is written as ring attention"),
+    ("megatron", "ulysses2-mb1-ga1", [], "needs a recent Transformer Engine"),
+    ("megatron", "mb1-ga1-attention", [], "--recompute-modules core_attn"),
+    ("megatron", "mb1-ga1-selective", [], "norms are recomputed"),
+    ("megatron", "mb1-ga1", PURE, "bf16-pure has no flag"),
+    ("megatron", "mb1-ga1", EPOCHS, "counts steps, not epochs"),
+    ("megatron", "mb1-ga1", ["train.compile=true"], "train.compile is not carried over"),
+    ("megatron", "mb1-ga1", [], "--sft-tokenizer-prompt-format"),
+    ("megatron", "mb1-ga1", [], "packs nothing by itself"),
+    ("megatron", "mb1-ga1", ["data.format=text", "data.columns={}"], "tools/preprocess_data.py"),
+    ("megatron", "mb1-ga1", [], "no reader for prompt-completion rows"),
+    ("axolotl", "zero3x2-cp2-mb1-ga1", [], "needs ring-flash-attn"),
+    ("axolotl", "dp2-mb1-ga1", [], "runs as bf16-pure"),
+    ("axolotl", "mb1-ga1-selective", ["method=lora"], "saves attention but no matmuls with LoRA"),
+    ("axolotl", "mb1-ga1", MESSAGES, "labels every assistant turn"),
+    ("axolotl", "mb1-ga1", [], "no chat template around prompts"),
+    *(
+        (tool, "mb1-ga1", ["data.eval=test.jsonl"], "evaluates after every epoch")
+        for tool in ("accelerate", "axolotl", "llamafactory")
+    ),
+    ("llamafactory", "mb1-ga1", ["method=lora", "train.precision=fp32"], "holds for the adapter alone"),
+    ("llamafactory", "mb1-ga1", ["data.train=[]"], "data.train is empty"),
+    ("llamafactory", "mb1-ga1", ["data.format=text", "data.columns={}"], "texts that attend to each other"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tool", "text", "settings", "reason"), REFUSED)
+def test_what_the_tool_cannot_run_is_refused(tool: str, text: str, settings: list[str], reason: str) -> None:
+    with pytest.raises(UserError, match=re.escape(reason)):
+        exported(tool, text, *settings)
+
+
+@pytest.mark.parametrize(("tool", "text", "settings", "sentence"), SAID)
+def test_what_the_tool_expresses_otherwise_is_said(
+    tool: str, text: str, settings: list[str], sentence: str
+) -> None:
+    assert any(sentence in each for each in exported(tool, text, *settings).missing)
+
+
+def test_every_reason_is_given_at_once() -> None:
+    layout = Layout.parse("ulysses2-pp2-1f1b-mb1-ga2")
+    with pytest.raises(UserError) as refused:
+        export("llamafactory", config(layout, "train.precision=fp64", "train.global_batch_size=9"), layout, 3)
+    assert len(refused.value.problems) == 5
+
+
+@pytest.mark.parametrize(
+    ("tool", "hint"),
+    [
+        ("deep-speed", "did you mean deepspeed?"),
+        ("LLaMA-Factory", "did you mean llamafactory?"),
+        ("x", "tools: accelerate"),
+    ],
+)
+def test_an_unknown_tool_names_the_nearest(tool: str, hint: str) -> None:
+    with pytest.raises(UserError, match=re.escape(hint)):
+        export(tool, config(Layout()), Layout(), 8)
+
+
+def test_formats_and_suffixes_are_those_that_are_read() -> None:
+    assert (shared.FORMATS, shared.SUFFIXES) == (source.FORMATS, source.SUFFIXES)
+
+
+def test_exporting_needs_no_torch() -> None:
+    code = (
+        "import sys, meshtune.plan.export; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
