@@ -1,28 +1,15 @@
 """Model FLOPs utilisation: the share of the peak that the model's own arithmetic takes (docs/mfu.md)."""
 
 import math
-import tomllib
 from collections.abc import Callable
-from functools import cache
-from importlib.resources import files
 
 import torch
 
 from meshtune.data.loader import Batch
 from meshtune.model.census import Census, palm_flops, step_flops
+from meshtune.plan.hardware import named
 
-COLUMNS = {
-    "fp32": "fp32",
-    "tf32": "tf32",
-    "bf16": "bf16",
-    "bf16-pure": "bf16",
-}  # precision -> column of peak.toml
-OTHERS = {"MIG", "Laptop", "D"}  # a slice of a GPU, and slower chips that share a name
-
-
-@cache
-def _peaks() -> dict[str, dict]:
-    return tomllib.loads(files("meshtune.train").joinpath("peak.toml").read_text("utf-8"))
+RATES = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "bf16-pure": "bf16"}  # precision -> rate of a Gpu
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
@@ -39,13 +26,8 @@ def datasheet_flops(device_name: str, precision: str) -> float | None:
 
     precision: fp32, tf32 (fp32 with TensorFloat-32 products allowed), bf16, bf16-pure; others have no figure.
     """
-    words = set(device_name.replace("-", " ").split())
-    if words & OTHERS or precision not in COLUMNS:
-        return None
-    named = [entry for entry in _peaks().values() if words.issuperset(entry["words"])]
-    if not named:
-        return None
-    return 1e12 * max(named, key=lambda entry: len(entry["words"]))[COLUMNS[precision]]
+    gpu = named(device_name)
+    return getattr(gpu, RATES[precision]) if gpu is not None and precision in RATES else None
 
 
 def flops_of(census: Census, seq_len: int, ranks: int = 1) -> Callable[[Batch], tuple[float, float]]:

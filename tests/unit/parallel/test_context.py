@@ -249,7 +249,9 @@ def test_kernels_of_cuda_are_given_the_keys_that_queries_see(window, ranks, monk
         expected = attention.core(q, k, v, DOCUMENTS, 0.3, 0.0, softcap, window)
         for rank in range(ranks):
             own = context.columns(SEQ, Axis("cp", ranks, rank), "allgather")
-            found = way(q[:, :, own], k, v, context._runs(DOCUMENTS, SEQ // ranks, ranks, rank, window), 0.3)
+            found = way(
+                q[:, :, own], k, v, context._runs_of_rank(DOCUMENTS, SEQ // ranks, ranks, rank, window), 0.3
+            )
             torch.testing.assert_close(found, expected[:, :, own], rtol=0, atol=1e-12, msg=name)
 
 
@@ -368,5 +370,5 @@ def test_ulysses_exchanges_queries_keys_values_and_outputs():
 
 def test_no_kernel_call_has_more_queries_than_a_block():
     for rank in range(2):
-        blocks = attention._blocks(context._runs(((4300, 400),), 2400, 2, rank, None))
+        blocks = attention._blocks(context._runs_of_rank(((4300, 400),), 2400, 2, rank, None))
         assert all(each.queries.stop - each.queries.start <= attention.WINDOW_BLOCK for each in blocks)

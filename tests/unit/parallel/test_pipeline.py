@@ -85,6 +85,16 @@ def reference(family: str, steps: list[list[Any]]) -> list[tuple[float, dict[str
     return found
 
 
+class OnParameters:
+    """Gradients where autograd leaves them, as replicas want them."""
+
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        return parameter.grad
+
+    def replace_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        parameter.grad = gradient
+
+
 def build(family: str, layout: Layout) -> Any:
     world = join(layout, torch.device("cpu"))
     every = stage_blocks([1.0] * BLOCKS, stage_count(layout), last=0.5)
@@ -98,12 +108,15 @@ def build(family: str, layout: Layout) -> Any:
     for name, piece in parallel.named_pieces():
         cut = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.tensor.shape, strict=True))
         piece.tensor.copy_(whole[name].detach()[cut])
+    if parallel.replicas is not None:
+        parallel.replicas.watch(OnParameters())
     return parallel
 
 
 def step(parallel: Any, own: list[Any], scale: float) -> tuple[float, dict[str, torch.Tensor], Counter[str]]:
     for _, p in parallel.named_parameters():
         p.grad = None
+    parallel.begin(len(own))
     with Messages() as messages:
         total = parallel.pipeline.forward_backward([parallel.localise(b) for b in own], scale, lambda: None)
 

@@ -1,0 +1,98 @@
+"""GPUs, software stacks and clusters, as facts with sources and constants with who measured them.
+
+hardware.toml  what a GPU can do, and what share of it is reached
+stacks.toml    what the software around it adds, and how it accounts for memory
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from meshtune.units import GIB, TERA
+
+OTHERS = {"MIG", "Laptop", "D"}  # a slice of a GPU, and slower chips that share a name
+GIGA = 10**9
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU. Rates in FLOP/s, None where it has none; bandwidths in bytes per second.
+
+    memory: bytes that a program can have, by what torch reports. link: to the other GPUs of its node, per
+    direction. network: its part of the node's, per direction. efficiency: the fields of seconds.Machine that
+    are a GPU's, by name; where they were not measured on this kind, those of the kind named in `as_of`.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    bf16: float
+    fp8: float | None
+    tf32: float | None
+    fp32: float
+    memory: float
+    bandwidth: float
+    link: float
+    link_kind: str
+    node: int
+    network: float
+    multiprocessors: int
+    source: str
+    efficiency: Mapping[str, float]
+    as_of: str | None = None
+
+
+@cache
+def catalogue() -> dict[str, Gpu]:
+    """All GPUs of hardware.toml, by name."""
+    tables = _tables("hardware.toml")
+    return {name: _gpu(name, table, tables) for name, table in tables.items()}
+
+
+@cache
+def stacks() -> dict[str, dict[str, float]]:
+    """The constants of each software stack, by name; `like` takes those of another where it has no own."""
+    tables = _tables("stacks.toml")
+    found: dict[str, dict[str, float]] = {}
+    for name, table in tables.items():
+        base = found[table["like"]] if "like" in table else {}
+        found[name] = base | {key: float(v) for key, v in table.items() if not isinstance(v, str)}
+    return found
+
+
+def named(device_name: str) -> Gpu | None:
+    """The GPU that a driver calls so; None for an unknown one, a slice of one or a laptop's."""
+    words = set(device_name.replace("-", " ").split())
+    if words & OTHERS:
+        return None
+    fitting = [gpu for gpu in catalogue().values() if words.issuperset(gpu.words)]
+    return max(fitting, key=lambda gpu: len(gpu.words), default=None)
+
+
+def _tables(file: str) -> dict[str, dict[str, Any]]:
+    return tomllib.loads(files("meshtune.plan").joinpath(file).read_text("utf-8"))
+
+
+def _gpu(name: str, table: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]) -> Gpu:
+    as_of = table.get("efficiency_as")
+    efficiency = tables[as_of]["efficiency"] if as_of else table["efficiency"]
+    return Gpu(
+        name=name,
+        words=tuple(table["words"]),
+        bf16=table["bf16"] * TERA,
+        fp8=table["fp8"] * TERA if "fp8" in table else None,
+        tf32=table["tf32"] * TERA if "tf32" in table else None,
+        fp32=table["fp32"] * TERA,
+        memory=table["memory_gib"] * GIB,
+        bandwidth=table["bandwidth"] * GIGA,
+        link=table["link"] * GIGA,
+        link_kind=table["link_kind"],
+        node=table["node"],
+        network=table["network"] * GIGA,
+        multiprocessors=table["multiprocessors"],
+        source=table["source"],
+        efficiency={key: value for key, value in efficiency.items() if not isinstance(value, str)},
+        as_of=as_of,
+    )

@@ -1,0 +1,338 @@
+"""The time of an optimizer step under a layout: closed forms, part by part.
+
+    a block's products, attention, elementwise passes  ->  roofline on one GPU
+    + what its ranks say to each other (tp, cp, ZeRO)   ->  rings, on the link or the network
+    x blocks x micro-batches, + the pipeline's fill, + gradients, + the optimizer
+
+Efficiencies are of a GPU kind, a software stack or a cluster (hardware.toml, stacks.toml), never of a layout.
+All functions take floats or arrays; seconds, bytes, FLOPs and their rates per second throughout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from meshtune.plan.work import Columns, Core, Gemm, Number, Work
+
+TILE = 128 * 128  # elements of a product that one multiprocessor works on at a time
+ALIGNED = 64  # elements (128 bytes of 16 bits): what tensor cores want rows to be multiples of
+ELEMENT = 2  # bytes of what computes
+PARTS = ("compute", "tensor", "context", "pipeline", "data", "optimizer", "bubble", "host")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPU, software and network, as the formulas want them.
+
+    flops: dense peak. bandwidth: of the GPU's memory. link: from a GPU to the others of its node. network:
+    of a whole node to the others. node: GPUs of a node.
+    """
+
+    flops: Number
+    bandwidth: Number
+    link: Number
+    network: Number
+    node: Number
+    multiprocessors: Number
+    # efficiencies of the GPU kind
+    matmul: Number  # share of the peak that large products reach
+    depth: Number  # inner size at which a product loses half of that
+    tiles: Number  # how much a last, incomplete wave of tiles costs
+    misaligned: Number  # how much slower products with unaligned sizes are
+    attention: Number  # share of the peak of the attention kernel
+    memory: Number  # share of the memory's bandwidth
+    # of its links
+    link_share: Number
+    network_share: Number
+    link_latency: Number
+    network_latency: Number
+    # of the software
+    stack_matmul: Number
+    stack_attention: Number
+    attention_backward: Number  # its backward's time per FLOP over its forward's
+    flash: Number  # 1: scores stay on chip; 0: they are written out
+    score_bytes: Number  # moved for each score that is written out, forward
+    batched: Number  # share of `matmul` that products of scores reach
+    elementwise_hidden: Number  # tensors of [tokens, hidden] moved in a block's forward
+    elementwise_wide: Number  # and of [tokens, widened]
+    logit_bytes: Number  # moved for each logit, there and back
+    selective: Number  # share of a forward's products that recompute "selective" repeats
+    host_block: Number  # seconds in which the host launches a block's forward
+    host_micro_batch: Number
+    host_step: Number
+    gradient_bytes: Number  # of an element of a gradient message of dp and ZeRO-1
+    scatter_bytes: Number  # of ZeRO-2 and -3
+    tensor_overlap: Number  # share of tensor messages in backward that computing hides
+    shard_overlap: Number  # share of ZeRO-3's
+    shard_share: Number  # of the links' speed that ZeRO-3's messages reach
+    data_overlap: Number  # share of the gradients' all-reduce
+    optimizer_bytes: Number  # read and written per parameter
+    send_share: Number  # of a GPU's part of the network that a pipeline's message reaches
+    balanced: Number  # 1: stages are balanced with the head's cost; 0: equal numbers of blocks
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """One step; exposed time, so that the parts add up to the total."""
+
+    compute: Number
+    tensor: Number
+    context: Number
+    pipeline: Number
+    data: Number
+    optimizer: Number
+    bubble: Number
+    host: Number
+
+    @property
+    def total(self) -> Number:
+        return sum(getattr(self, part.name) for part in fields(self))
+
+
+# one GPU #
+
+
+def product(m: Machine, rows: Number, cols: Number, inner: Number) -> Number:
+    """[rows, inner] @ [inner, cols]: at the peak's share, less what short inner sizes, an incomplete wave of
+    tiles and unaligned sizes cost; or as long as its operands take to be read and written.
+    """
+    rate = m.flops * m.matmul * m.stack_matmul
+    tiled = rows * cols + m.tiles * m.multiprocessors * TILE
+    unaligned = (np.floor(cols) % ALIGNED != 0) | (np.floor(inner) % ALIGNED != 0)
+    busy = 2 * tiled * (inner + m.depth) / rate * np.where(unaligned, m.misaligned, 1.0)
+    moved = ELEMENT * (rows * inner + inner * cols + rows * cols) / (m.bandwidth * m.memory)
+    return _longer(busy, moved)
+
+
+def matrix(m: Machine, tokens: Number, gemm: Gemm, tp: Number) -> tuple[Number, Number]:
+    """(forward, backward) of one kind of matrix in a block, of which tp gives each rank a part."""
+    rows = gemm.rows / tp if gemm.cut == "rows" else gemm.rows
+    cols = gemm.cols / tp if gemm.cut == "cols" else gemm.cols
+    forward = product(m, tokens, rows, cols)
+    backward = gemm.input_gradient * product(m, tokens, cols, rows)
+    backward = backward + gemm.trainable * product(m, rows, cols, tokens)
+    return gemm.count * forward, gemm.count * backward
+
+
+def attended(document_tokens: Number, window: Number) -> Number:
+    """Keys that a query sees on average: (n + 1) / 2 in a document of n tokens, fewer with a window."""
+    n, w = document_tokens, np.minimum(window, document_tokens)
+    return (w * (w + 1) / 2 + (n - w) * w) / n
+
+
+def attention(
+    m: Machine, queries: Number, seq_len: Number, document_tokens: Number, core: Core, tp: Number
+) -> tuple[Number, Number]:
+    """(forward, backward) of one kind of attention core in a block. Flash kernels compute QKᵀ once more in
+    backward: 5 products against 2 (Dao 2023, arXiv:2307.08691). Scores that are written out are all of
+    [queries, seq_len], and pass through memory in softmax and dropout.
+    """
+    heads = core.query_heads / tp
+    width = heads * (core.qk_dim + core.v_dim)
+    pairs = queries * attended(document_tokens, core.window)
+    small_heads = 1 + 10 / core.qk_dim
+    flash = 2 * pairs * width / (m.flops * m.attention * m.stack_attention) * small_heads
+    scores = queries * seq_len * heads
+    products = 2 * queries * seq_len * width / (m.flops * m.matmul * m.batched)
+    products = products * (1 + m.depth / core.qk_dim)
+    written = scores * m.score_bytes / (m.bandwidth * m.memory)
+    forward = np.where(m.flash > 0, flash, products + written)
+    backward = np.where(m.flash > 0, 2.5 * m.attention_backward * flash, 2 * products + 1.3 * written)
+    return core.count * forward, core.count * backward
+
+
+def elementwise(m: Machine, tokens: Number, work: Work, c: Columns) -> Number:
+    """Norms, activations, residuals, dropout of a block's forward: memory traffic. sp splits what is outside
+    the matrices that tp cuts.
+    """
+    outside = m.elementwise_hidden * work.hidden / np.where(c.sp > 0, c.tp, 1.0)
+    inside = m.elementwise_wide * work.wide / c.tp
+    return ELEMENT * tokens * (outside + inside) / (m.bandwidth * m.memory)
+
+
+def head(m: Machine, tokens: Number, work: Work, tp: Number) -> Number:
+    """Logits and loss of all tokens, there and back."""
+    rows = work.vocabulary / tp
+    products = product(m, tokens, rows, work.hidden) + product(m, tokens, work.hidden, rows)
+    products = products + product(m, rows, work.hidden, tokens)
+    return products + tokens * rows * m.logit_bytes / (m.bandwidth * m.memory)
+
+
+# messages #
+
+
+def ring_bandwidth(m: Machine, ranks: Number, local: Number) -> Number:
+    """Bytes per second that a ring of `ranks` with `local` of them in each node moves past each: the link's
+    inside a node; between nodes the part of a node's network that falls to the group, its other GPUs being in
+    rings of their own.
+    """
+    inside = m.link * m.link_share
+    across = m.network * m.network_share * local / m.node
+    return np.where(ranks > local, np.minimum(inside, across), inside)
+
+
+def gathered(m: Machine, size: Number, ranks: Number, local: Number) -> Number:
+    """An all-gather or reduce-scatter of a tensor of `size` bytes as it is whole: (n-1)/n of it past each
+    rank (Chan et al. 2007).
+    """
+    moved = size * (ranks - 1) / ranks / ring_bandwidth(m, ranks, local)
+    return np.where(ranks > 1, moved, 0.0)
+
+
+def latency(m: Machine, ranks: Number, local: Number) -> Number:
+    each = np.where(ranks > local, m.network_latency, m.link_latency)
+    return np.where(ranks > 1, each * (1 + np.log2(ranks)), 0.0)
+
+
+def all_reduced(m: Machine, size: Number, ranks: Number, local: Number) -> Number:
+    """Twice an all-gather."""
+    return 2 * gathered(m, size, ranks, local) + latency(m, ranks, local)
+
+
+# a step #
+
+
+def step(
+    work: Work, c: Columns, m: Machine, seq_len: Number, document_tokens: Number | None = None
+) -> Seconds:
+    """The time of one optimizer step.
+
+    document_tokens: mean length of what a token attends in (the sum of the squared lengths over the sum of
+    the lengths); None: whole sequences.
+    """
+    documents = seq_len if document_tokens is None else np.minimum(document_tokens, seq_len)
+    tokens = c.micro_batch_size * seq_len / c.cp  # of a micro-batch, on a rank
+    local_tp = np.minimum(c.tp, m.node)
+    local_cp = np.minimum(c.cp, np.maximum(1.0, m.node / c.tp))
+    shards = c.dp_shard * c.cp
+    inner = c.tp * c.cp
+
+    # one block, one micro-batch
+    products = [matrix(m, tokens, gemm, c.tp) for gemm in work.matrices]
+    cores = [attention(m, tokens, seq_len, documents, core, c.tp) for core in work.cores]
+    passes = elementwise(m, tokens, work, c)
+    core_forward = sum(forward for forward, _ in cores)
+    product_forward = sum(forward for forward, _ in products)
+    gpu_forward = product_forward + core_forward + passes
+    gpu_backward = sum(backward for _, backward in (*products, *cores)) + 2 * passes
+    again = np.where(c.recomputes("full"), gpu_forward, 0.0)
+    again = again + np.where(c.recomputes("attention"), core_forward, 0.0)
+    again = again + np.where(c.recomputes("selective"), m.selective * product_forward + passes, 0.0)
+    forward = _longer(gpu_forward, m.host_block)
+    hosts = 2 * m.host_block + np.where(c.recomputes("full"), m.host_block, 0.0)
+    backward = _longer(gpu_backward + again, hosts)
+    computing = gpu_forward + gpu_backward + again
+    waiting = forward + backward - computing  # for the host
+
+    hidden_bytes = ELEMENT * tokens * work.hidden
+    reduced = all_reduced(m, hidden_bytes, c.tp, local_tp)
+    repeated = c.recomputes("full") | (c.recomputes("selective") & (m.selective > 0))
+    tensor = 2 * reduced * (1 + repeated) + 2 * reduced * (1 - m.tensor_overlap)
+
+    widths = sum(k.count * k.key_heads * (k.qk_dim + k.v_dim) for k in work.cores) / c.tp
+    heads = sum(k.count * (k.query_heads + k.key_heads) * (k.qk_dim + k.v_dim) for k in work.cores) / c.tp
+    keys = gathered(m, ELEMENT * tokens * c.cp * widths, c.cp, local_cp) + latency(m, c.cp, local_cp)
+    exchanged = gathered(m, ELEMENT * tokens * heads, c.cp, local_cp) + latency(m, c.cp, local_cp)
+    times = 2 + ~c.recomputes("none")
+    context = np.where(c.ulysses > 0, exchanged, keys) * times * (c.cp > 1)
+
+    local_shards = np.minimum(shards, np.maximum(1.0, m.node / c.tp))
+    weights = ELEMENT * work.block_parameters / c.tp / m.shard_share
+    gather = gathered(m, weights, shards, local_shards) + np.where(shards > 1, m.network_latency, 0.0)
+    sums = m.scatter_bytes / ELEMENT * work.trainable
+    scatter = gathered(m, weights * sums, shards, local_shards) + np.where(shards > 1, m.network_latency, 0.0)
+    block_forward = forward + tensor / 2 + context / 2
+    block_backward = backward + tensor / 2 + context / 2
+    sharding = np.where(c.zero == 3, _exposed(block_forward, gather, m.shard_overlap), 0.0)
+    arriving = np.where(c.zero == 3, gather + scatter, np.where(c.zero == 2, scatter, 0.0))
+    sharding = sharding + _exposed(block_backward, arriving, m.shard_overlap)
+
+    # a stage, and the pipeline
+    block = block_forward + block_backward + sharding
+    last = head(m, tokens, work, c.tp)
+    fullest = _fullest_stage(work.blocks, c.pp, last / block, m.balanced)
+    send = _sent(hidden_bytes / np.where(c.sp > 0, c.tp, 1.0), inner * c.data_ranks, m) * (c.pp > 1)
+    sends = 2 * send * c.virtual_stages
+    micro_batches = c.gradient_accumulation_steps
+    stage = block * work.blocks / c.pp + sends + m.host_micro_batch
+    slowest = block * fullest + sends + m.host_micro_batch
+    one_forward = block_forward * work.blocks / c.pp
+    weight_pass = sum(gemm.count * _weights(m, tokens, gemm, c.tp) for gemm in work.matrices)
+    weight_pass = weight_pass * work.blocks / c.pp
+    fill = _fill(c, stage, one_forward, weight_pass)
+
+    # once a step
+    own = (work.blocks * work.block_parameters / c.pp + work.vocabulary * work.hidden) / c.tp
+    trained = own * work.trainable
+    replicas = np.where(c.zero > 0, c.dp_replicate, c.dp_replicate * c.cp)
+    local_data = np.minimum(c.data_ranks * c.cp, np.maximum(1.0, m.node / c.tp))
+    all_data = c.data_ranks * c.cp
+    whole = 2 * gathered(m, m.gradient_bytes * trained, all_data, local_data)
+    local_replicas = np.minimum(replicas, np.maximum(1.0, m.node / (c.tp * shards)))
+    between = 2 * gathered(m, m.gradient_bytes * trained / shards, replicas, local_replicas)
+    once = np.where(c.zero < 2, whole, np.where(replicas > 1, between, 0.0))
+    data = once - np.minimum(once * m.data_overlap, block_backward * work.blocks / c.pp)
+    state = np.where(c.zero > 0, trained / shards, trained)
+    updating = state * m.optimizer_bytes / (m.bandwidth * m.memory)
+
+    blocks = micro_batches * work.blocks / c.pp
+    uneven = micro_batches * (slowest - stage)  # what waits for the slowest stage, the head's own time in it
+    lone_head = np.where(c.pp > 1, 0.0, micro_batches * last)
+    uneven_head = np.where(c.pp > 1, uneven, 0.0)
+    return Seconds(
+        compute=blocks * computing + lone_head,
+        tensor=blocks * tensor,
+        context=blocks * context,
+        pipeline=micro_batches * sends,
+        data=blocks * sharding + data,
+        optimizer=updating,
+        bubble=fill + uneven_head,
+        host=blocks * waiting + micro_batches * m.host_micro_batch + m.host_step,
+    )
+
+
+def _longer(a: Number, b: Number) -> Number:
+    """The longer of two times that run side by side, a little more where they are alike."""
+    return (a**4 + b**4) ** 0.25
+
+
+def _exposed(computing: Number, message: Number, overlap: Number) -> Number:
+    """What a message beside a computation adds to it."""
+    return np.maximum(message - computing, 0.0) + (1 - overlap) * np.minimum(computing, message)
+
+
+def _weights(m: Machine, tokens: Number, gemm: Gemm, tp: Number) -> Number:
+    rows = gemm.rows / tp if gemm.cut == "rows" else gemm.rows
+    cols = gemm.cols / tp if gemm.cut == "cols" else gemm.cols
+    return gemm.trainable * product(m, rows, cols, tokens)
+
+
+def _fullest_stage(blocks: Number, pp: Number, head_blocks: Number, balanced: Number) -> Number:
+    """The cost of the slowest stage, in blocks. head_blocks: what the head costs, in blocks."""
+    equal = np.ceil(blocks / pp - 1e-9) + np.where(pp > 1, head_blocks, 0.0)
+    at_last = np.maximum(1.0, np.round((blocks + head_blocks) / pp - head_blocks))
+    others = np.ceil((blocks - at_last) / np.maximum(pp - 1, 1.0) - 1e-9)
+    even = np.where(pp > 1, np.maximum(at_last + head_blocks, others), blocks)
+    return np.where(balanced > 0, even, equal)
+
+
+def _sent(size: Number, inside: Number, m: Machine) -> Number:
+    """Hidden states to the next stage: over the network once a stage fills a node or more."""
+    across = m.network * m.network_share / m.node * m.send_share
+    return np.where(inside >= m.node, size / across, size / (m.link * 0.5)) + m.network_latency
+
+
+def _fill(c: Columns, stage: Number, forward: Number, weights: Number) -> Number:
+    """Time in which a rank waits for the first micro-batches, and for the last ones.
+
+    (pp - 1) · (F + B) for GPipe and 1F1B, a v-th of it interleaved (Narayanan et al. 2021, section 2.2); with
+    the weights' gradients W put off, (pp - 1)·(F + B - W) for ZB-H1, (pp - 1)·(F + B - 2W) for ZBV
+    (Qi et al. 2024, arXiv:2401.10241); B with W in it. DualPipeV as ZB-H1 over its half stages.
+    """
+    each = np.where(c.runs("gpipe", "1f1b"), stage, stage / c.virtual_stages)
+    later = np.where(c.runs("zb"), weights / c.virtual_stages, np.where(c.runs("zbv"), weights, 0.0))
+    later = np.where(c.runs("dualpipev"), weights / 2, later)
+    floor = np.where(c.runs("zb", "zbv", "dualpipev"), forward / c.virtual_stages * 0.5, 0.0)
+    return np.where(c.pp > 1, (c.pp - 1) * np.maximum(each - later, floor), 0.0)

@@ -1,0 +1,198 @@
+"""What a model asks of the hardware, and a layout as columns: the planner's numbers.
+
+Every number may be a float or a numpy array, one element per layout or per published row: the formulas of
+seconds.py and memory.py are written once and rank tens of thousands of layouts as they explain one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshtune.layout import RECOMPUTE, SCHEDULES, V_SCHEDULES, Layout
+from meshtune.model.census import Census
+
+Number = Any  # float | np.ndarray, in any mixture that numpy broadcasts
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """A matrix that every token is multiplied with: rows outputs, cols inputs, `count` of them in a block.
+
+    cut: what tensor parallelism cuts, "rows" or "cols"; "": nothing. trainable, input_gradient: the share of
+    these matrices whose weight, and whose input, needs a gradient.
+    """
+
+    rows: Number
+    cols: Number
+    count: Number = 1.0
+    cut: str = ""
+    trainable: Number = 1.0
+    input_gradient: Number = 1.0
+
+
+@dataclass(frozen=True)
+class Core:
+    """An attention core, `count` of them in a block. window: infinite where it attends to all before it."""
+
+    query_heads: Number
+    key_heads: Number
+    qk_dim: Number
+    v_dim: Number
+    window: Number = np.inf
+    count: Number = 1.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model as the planner counts it: its average block, times `blocks`, and its head.
+
+    wide: features that widen in the MLP of a block (2·f with a gate, f without). parameters: elements of an
+    average block, and of embedding and head together. trainable: the share of all that is trained.
+    """
+
+    blocks: Number
+    hidden: Number
+    vocabulary: Number
+    wide: Number
+    matrices: tuple[Gemm, ...]
+    cores: tuple[Core, ...]
+    block_parameters: Number
+    outside_parameters: Number
+    trainable: Number = 1.0
+
+    @classmethod
+    def of(cls, census: Census) -> Work:
+        """The work of a model whose numbers the census has."""
+        n = len(census.blocks)
+        cuts = {
+            p.name: ("rows", "cols")[p.cut] for b in census.blocks for p in b.parameters if p.cut in (0, 1)
+        }
+        alike: dict[tuple, float] = {}
+        for block in census.blocks:
+            for m in block.matrices:
+                key = (m.rows, m.cols, cuts.get(m.name, ""), m.trainable, m.input_gradient)
+                alike[key] = alike.get(key, 0) + m.count
+        matrices = tuple(
+            Gemm(rows, cols, count / n, cut, float(trainable), float(back))
+            for (rows, cols, cut, trainable, back), count in alike.items()
+        )
+        cores = tuple(
+            Core(
+                a.query_heads, a.key_heads, a.qk_dim, a.v_dim, np.inf if a.window is None else a.window, k / n
+            )
+            for a, k in census.attentions.items()
+        )
+        wide = sum(
+            m.rows * m.count
+            for b in census.blocks
+            for m in b.matrices
+            if m.kind == "mlp" and m.rows != census.hidden
+        )
+        inside = sum(p.count for b in census.blocks for p in b.parameters)
+        return cls(
+            blocks=n,
+            hidden=census.hidden,
+            vocabulary=census.vocabulary,
+            wide=wide / n,
+            matrices=matrices,
+            cores=cores,
+            block_parameters=inside / n,
+            outside_parameters=census.total - inside,
+            trainable=census.trainable / census.total,
+        )
+
+    @classmethod
+    def of_shape(
+        cls, *, layers: Number, hidden: Number, ffn: Number, heads: Number, kv_heads: Number,
+        vocabulary: Number, gated: Number = 1.0, tied: Number = 0.0,
+    ) -> Work:  # fmt: skip
+        """The work of a plain decoder from shape numbers, as published tables give them.
+
+        gated: 1 for SwiGLU (three matrices), 0 for two. Norms and biases are counted as 4·hidden a block.
+        """
+        head_dim = hidden / heads
+        wide = (1 + gated) * ffn
+        matrices = (
+            Gemm(hidden + 2 * kv_heads * head_dim, hidden, 1.0, "rows"),
+            Gemm(hidden, hidden, 1.0, "cols"),
+            Gemm(ffn, hidden, 1 + gated, "rows"),
+            Gemm(hidden, ffn, 1.0, "cols"),
+        )
+        block = sum(m.rows * m.cols * m.count for m in matrices) + 4 * hidden
+        return cls(
+            blocks=layers,
+            hidden=hidden,
+            vocabulary=vocabulary,
+            wide=wide,
+            matrices=matrices,
+            cores=(Core(heads, kv_heads, head_dim, head_dim),),
+            block_parameters=block,
+            outside_parameters=(2 - tied) * vocabulary * hidden,
+        )
+
+    @property
+    def parameters(self) -> Number:
+        return self.blocks * self.block_parameters + self.outside_parameters
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Layouts as columns: the fields of Layout, with its names; schedule and recompute as their index."""
+
+    dp_replicate: Number
+    dp_shard: Number
+    zero: Number
+    cp: Number
+    ulysses: Number
+    tp: Number
+    sp: Number
+    pp: Number
+    schedule: Number  # index in SCHEDULES
+    virtual_stages: Number  # stages a rank has; 2 with the V schedules
+    micro_batch_size: Number
+    gradient_accumulation_steps: Number
+    recompute: Number  # index in RECOMPUTE
+
+    @classmethod
+    def of(cls, layouts: Sequence[Layout]) -> Columns:
+        def column(read: Any) -> np.ndarray:
+            return np.array([read(layout) for layout in layouts], dtype=float)
+
+        return cls(
+            dp_replicate=column(lambda x: x.dp_replicate),
+            dp_shard=column(lambda x: x.dp_shard),
+            zero=column(lambda x: x.zero),
+            cp=column(lambda x: x.cp),
+            ulysses=column(lambda x: x.cp_method == "ulysses"),
+            tp=column(lambda x: x.tp),
+            sp=column(lambda x: x.sp),
+            pp=column(lambda x: x.pp),
+            schedule=column(lambda x: SCHEDULES.index(x.schedule)),
+            virtual_stages=column(lambda x: 2 if x.schedule in V_SCHEDULES else x.virtual_stages),
+            micro_batch_size=column(lambda x: x.micro_batch_size),
+            gradient_accumulation_steps=column(lambda x: x.gradient_accumulation_steps),
+            recompute=column(lambda x: RECOMPUTE.index(x.recompute)),
+        )
+
+    @property
+    def data_ranks(self) -> Number:
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world(self) -> Number:
+        return self.data_ranks * self.cp * self.tp * self.pp
+
+    @property
+    def global_batch_size(self) -> Number:
+        return self.micro_batch_size * self.gradient_accumulation_steps * self.data_ranks
+
+    def recomputes(self, mode: str) -> Number:
+        return self.recompute == RECOMPUTE.index(mode)
+
+    def runs(self, *schedules: str) -> Number:
+        """Whether the pipeline's schedule is one of these; never without a pipeline."""
+        return (self.pp > 1) & np.isin(self.schedule, [SCHEDULES.index(name) for name in schedules])

@@ -1,0 +1,177 @@
+"""The time of a step, against figures by hand and from papers."""
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from families import FAMILIES
+
+from meshtune.layout import Layout
+from meshtune.model.trace import census
+from meshtune.plan.hardware import catalogue, stacks
+from meshtune.plan.seconds import (
+    Machine,
+    all_reduced,
+    attended,
+    gathered,
+    product,
+    ring_bandwidth,
+    step,
+)
+from meshtune.plan.work import Columns, Work
+
+# A GPU that reaches all it can, software that costs nothing, networks of round figures.
+IDEAL = Machine(
+    flops=1e15, bandwidth=1e18, link=400e9, network=200e9, node=8, multiprocessors=100,
+    matmul=1, depth=0, tiles=0, misaligned=1, attention=1e6, memory=1, link_share=1, network_share=1,
+    link_latency=0, network_latency=0, stack_matmul=1, stack_attention=1, attention_backward=1, flash=1,
+    score_bytes=0, batched=1, elementwise_hidden=0, elementwise_wide=0, logit_bytes=0, selective=0,
+    host_block=0, host_micro_batch=0, host_step=0, gradient_bytes=4, scatter_bytes=4, tensor_overlap=0,
+    shard_overlap=0, shard_share=1, data_overlap=0, optimizer_bytes=0, send_share=1, balanced=0,
+)  # fmt: skip
+GPT = Work.of_shape(
+    layers=32, hidden=4096, ffn=16384, heads=32, kv_heads=32, vocabulary=0, gated=0, tied=1
+)  # without a head, so that blocks are all there is
+SEQ_LEN = 2048
+
+
+def seconds(text: str, machine: Machine = IDEAL, work: Work = GPT):
+    return step(work, Columns.of([Layout.parse(text)]), machine, SEQ_LEN)
+
+
+def real(gpu: str = "h100-sxm", stack: str = "meshtune") -> Machine:
+    found = catalogue()[gpu]
+    return Machine(
+        flops=found.bf16, bandwidth=found.bandwidth, link=found.link, network=8 * found.network, node=8,
+        multiprocessors=found.multiprocessors, flash=1.0, network_share=0.8,
+        **found.efficiency, **stacks()[stack],
+    )  # fmt: skip
+
+
+def test_a_product_takes_its_flops_or_its_bytes() -> None:
+    assert product(IDEAL, 4096, 8192, 1024) == pytest.approx(2 * 4096 * 8192 * 1024 / 1e15)
+    slow = replace(IDEAL, bandwidth=1e12)
+    moved = 2 * (16 * 8192 + 8192 * 8192 + 16 * 8192)
+    assert product(slow, 16, 8192, 8192) == pytest.approx(moved / 1e12, rel=1e-3)
+
+
+def test_unaligned_sizes_and_short_inner_ones_are_slower() -> None:
+    m = replace(IDEAL, misaligned=1.8, depth=100.0)
+    assert product(m, 4096, 1800, 4096) > 1.7 * product(m, 4096, 1792, 4096)
+    assert product(m, 4096, 4096, 100 * 64) < product(m, 4096, 4096, 64) * 100
+
+
+@pytest.mark.parametrize("n", [1, 7, 300])
+@pytest.mark.parametrize("window", [np.inf, 5.0, 300.0])
+def test_attended_keys_are_those_of_the_mask(n: int, window: float) -> None:
+    rows, columns = np.indices((n, n))
+    mask = (columns <= rows) & (rows - columns < window)
+    assert attended(float(n), window) == pytest.approx(mask.sum() / n)
+
+
+def test_backward_is_twice_forward_and_full_recompute_a_third_more() -> None:
+    none, full = seconds("mb1-ga1"), seconds("mb1-ga1-full")
+    parameters = GPT.blocks * (GPT.block_parameters - 4 * 4096)  # without norms
+    assert none.compute == pytest.approx(6 * parameters * SEQ_LEN / 1e15, rel=1e-4)
+    assert full.compute / none.compute == pytest.approx(4 / 3, rel=1e-4)
+
+
+def test_lora_needs_no_gradients_of_frozen_weights() -> None:
+    frozen = replace(
+        GPT, matrices=tuple(replace(each, trainable=0.0) for each in GPT.matrices), trainable=0.0
+    )
+    assert seconds("mb1-ga1", work=frozen).compute == pytest.approx(
+        seconds("mb1-ga1").compute * 2 / 3, rel=1e-4
+    )
+
+
+def test_rings_by_hand() -> None:
+    assert ring_bandwidth(IDEAL, 8, 8) == 400e9
+    assert ring_bandwidth(IDEAL, 16, 8) == 200e9, "a group of whole nodes has their whole network"
+    assert ring_bandwidth(IDEAL, 4, 1) == 25e9, "eight groups share it"
+    assert gathered(IDEAL, 8e9, 8, 8) == pytest.approx(7 / 8 * 8e9 / 400e9)
+    assert all_reduced(IDEAL, 8e9, 4, 4) == pytest.approx(2 * 3 / 4 * 8e9 / 400e9)
+    assert gathered(IDEAL, 8e9, 1, 1) == 0
+
+
+def test_tensor_parallel_sums_four_times_a_block_and_six_times_with_full_recompute() -> None:
+    one = all_reduced(IDEAL, 2 * SEQ_LEN * 4096, 4, 4)
+    assert seconds("tp4-mb1-ga1").tensor == pytest.approx(32 * 4 * one)
+    assert seconds("tp4-mb1-ga1-full").tensor == pytest.approx(32 * 6 * one)
+
+
+def test_tensor_parallel_beyond_the_node_pays_the_networks_price() -> None:
+    inside, beyond = seconds("tp8-mb1-ga1").tensor, seconds("tp16-mb1-ga1").tensor
+    assert beyond > 1.5 * inside
+
+
+def test_zero_speaks_as_often_as_its_stage_says() -> None:
+    """Messages of ZeRO-3 are 3 times the parameters each micro-batch, of plain dp twice, once a step
+    (Rajbhandari et al. 2020, section 7), here with gradients of 4 bytes.
+    """
+    once = gathered(IDEAL, 1.0, 4, 4)
+    weights = GPT.blocks * GPT.block_parameters
+    assert seconds("dp4-mb1-ga4").data == pytest.approx(2 * 4 * weights * once)
+    assert seconds("zero1x4-mb1-ga4").data == pytest.approx(2 * 4 * weights * once)
+    assert seconds("zero3x4-mb1-ga4").data == pytest.approx(4 * (2 + 2 + 4) * weights * once)
+    hidden = replace(IDEAL, shard_overlap=1.0, link=1e15)
+    assert seconds("zero3x4-mb1-ga4", hidden).data == pytest.approx(0)
+
+
+@pytest.mark.parametrize(
+    ("text", "bubble"),
+    [
+        ("pp4-1f1b-mb1-ga8", 3 / 8),
+        ("pp4-gpipe-mb1-ga8", 3 / 8),
+        ("pp4-interleaved1f1b-v2-mb1-ga8", 3 / 16),
+        ("pp4-zb-mb1-ga8", 3 / 8 * 2 / 3),
+        ("mb1-ga8", 0),
+    ],
+)
+def test_bubbles_are_the_papers(text: str, bubble: float) -> None:
+    """As a part of the ideal time; with F = 1 and B = 2 of which W = 1, ZB-H1 saves one of three."""
+    fast = replace(IDEAL, network=1e18, link=1e18)
+    found = seconds(text, fast)
+    assert found.bubble / found.compute == pytest.approx(bubble, rel=1e-3)
+
+
+def test_a_balanced_pipeline_waits_less_for_the_head() -> None:
+    heavy = replace(GPT, vocabulary=256_000.0)
+    unbalanced, balanced = (
+        seconds("pp4-1f1b-mb1-ga8", replace(IDEAL, balanced=b), heavy).total for b in (0.0, 1.0)
+    )
+    assert balanced < unbalanced
+
+
+def test_parts_add_up_and_columns_are_rows() -> None:
+    texts = ["mb1-ga4", "dp2-zero3x4-tp2-sp-mb2-ga2-full", "zero1x2-cp2-tp2-pp2-1f1b-mb1-ga4-selective",
+             "ulysses2-pp2-zbv-mb1-ga8", "zero2x8-mb4-ga1-attention"]  # fmt: skip
+    work = Work.of(census(FAMILIES["llama"]()))
+    together = step(work, Columns.of([Layout.parse(text) for text in texts]), real(), SEQ_LEN)
+    for place, text in enumerate(texts):
+        alone = step(work, Columns.of([Layout.parse(text)]), real(), SEQ_LEN)
+        parts = [np.broadcast_to(getattr(together, f.name), len(texts))[place] for f in fields(together)]
+        assert all(part >= 0 for part in parts), text
+        assert together.total[place] == pytest.approx(sum(parts))
+        assert alone.total[0] == pytest.approx(together.total[place])
+
+
+def test_shorter_documents_cost_less_attention() -> None:
+    columns = Columns.of([Layout()])
+    long, short = (step(GPT, columns, real(), 32768, d).compute for d in (32768, 512))
+    assert short < 0.8 * long
+
+
+def test_a_census_and_its_shape_are_the_same_work() -> None:
+    config = FAMILIES["llama"](num_hidden_layers=4)
+    exact = Work.of(census(config))
+    shape = Work.of_shape(
+        layers=4, hidden=config.hidden_size, ffn=config.intermediate_size, heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads, vocabulary=config.vocab_size, gated=1,
+        tied=float(config.tie_word_embeddings),
+    )  # fmt: skip
+    assert exact.parameters == pytest.approx(shape.parameters, rel=5e-3)  # norms and biases
+    assert exact.wide == shape.wide
+    columns = Columns.of([Layout()])
+    ours, theirs = (step(work, columns, replace(IDEAL, attention=1.0), 64).compute for work in (exact, shape))
+    assert ours == pytest.approx(theirs, rel=1e-2)

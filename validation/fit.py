@@ -1,0 +1,208 @@
+"""Fit the planner's constants to published throughput; show how far off each source is when it is left out.
+
+    python validation/fit.py FILE.csv … [--write constants.json] [--leave-out]
+
+Constants are of a GPU kind, a software stack or a cluster; FREE says which are fitted, within which bounds.
+Everything else follows from what hardware and software are. Weighted so that no source counts by its number
+of rows alone; errors beyond 5 % count linearly (a pseudo-Huber loss), or a few broken runs would decide.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from measured import (
+    Machines,
+    Row,
+    columns_of,
+    constants_of,
+    origin_of,
+    origins,
+    read,
+    throughput,
+    why_not,
+    work_of,
+)
+
+from meshtune.plan.seconds import step
+
+SCALE = 0.05  # of an error that counts linearly
+FREE: dict[str, tuple[float, float]] = {
+    "gpu.a100-80.matmul": (0.6, 0.95), "gpu.a100-40.matmul": (0.6, 0.95), "gpu.h100-sxm.matmul": (0.4, 0.9),
+    "gpu.a100.depth": (0, 800), "gpu.h100-sxm.depth": (0, 1500),
+    "gpu.*.tiles": (0, 2), "gpu.*.misaligned": (1, 2.5), "gpu.*.memory": (0.5, 0.95),
+    "gpu.a100.attention": (0.2, 0.8), "gpu.h100-sxm.attention": (0.1, 0.7),
+    "gpu.a100.link_share": (0.4, 0.95), "gpu.h100-sxm.link_share": (0.2, 0.95),
+    "stack.megatron-deepspeed.stack_matmul": (0.7, 1.1), "stack.nanotron.stack_matmul": (0.6, 1.2),
+    "stack.torchtitan.stack_matmul": (0.6, 1.1), "stack.torchtitan.stack_attention": (0.4, 1.6),
+    "stack.nanotron.stack_attention": (0.4, 1.6), "stack.*.attention_backward": (0.7, 1.6),
+    "stack.*.score_bytes": (4, 30), "stack.*.batched": (0.2, 1),
+    "stack.composer.elementwise_hidden": (2, 40), "stack.composer.elementwise_wide": (0.5, 12),
+    "stack.megatron.elementwise_hidden": (2, 40), "stack.megatron.elementwise_wide": (0.5, 12),
+    "stack.torchtitan.elementwise_hidden": (2, 40), "stack.torchtitan.elementwise_wide": (0.5, 12),
+    "stack.nanotron.elementwise_hidden": (2, 40), "stack.nanotron.elementwise_wide": (0.5, 12),
+    "stack.megatron.logit_bytes": (6, 60), "stack.composer.logit_bytes": (6, 60),
+    "stack.megatron.host_block": (1e-4, 4e-3), "stack.megatron-deepspeed.host_block": (1e-4, 4e-3),
+    "stack.composer.host_block": (1e-5, 3e-3), "stack.nanotron.host_block": (1e-5, 5e-3),
+    "stack.megatron-deepspeed.host_micro_batch": (0, 2e-2),
+    "stack.nanotron.host_micro_batch": (0, 5e-2),
+    "stack.torchtitan.tensor_overlap": (0, 1),
+    "stack.composer.shard_overlap": (0, 1), "stack.torchtitan.shard_overlap": (0, 1),
+    "stack.nanotron.data_overlap": (0, 1), "stack.deepspeed-zero3.shard_share": (0.1, 1),
+    "stack.*.optimizer_bytes": (10, 150), "stack.*.link_latency": (1e-6, 1e-4),
+    "stack.*.network_latency": (1e-6, 3e-4),
+    "cluster.mosaic-a100.network_share": (0.05, 0.95), "cluster.jean-zay.network_share": (0.05, 0.95),
+    "cluster.vtrain-multi.network_share": (0.05, 0.95), "cluster.selene.network_share": (0.05, 0.95),
+    "cluster.nanotron.network_share": (0.03, 0.95), "cluster.titan.network_share": (0.05, 0.95),
+    "cluster.titan-a100.network_share": (0.05, 0.95),
+}  # fmt: skip
+LIKE = {  # stacks that take a constant of another's, unless it is fitted for them too
+    "megatron-deepspeed": "megatron", "deepspeed-zero3": "megatron", "torchtitan-compiled": "torchtitan",
+    "torchtitan": "composer", "nanotron": "composer",
+}  # fmt: skip
+
+
+def spread(free: Mapping[str, float], start: Mapping[str, float]) -> dict[str, float]:
+    """All constants, from the fitted ones: `*` and families stand for each table that has none of its own."""
+    found = dict(start)
+    for key in start:
+        kind, name, field = key.split(".")
+        names = [name]
+        while kind == "stack" and names[-1] in LIKE:
+            names.append(LIKE[names[-1]])
+        if kind == "gpu" and name.startswith("a100"):
+            names.append("a100")
+        for each in (*names, "*"):
+            if f"{kind}.{each}.{field}" in free:
+                found[key] = free[f"{kind}.{each}.{field}"]
+                break
+    return found
+
+
+def predictor(rows: Sequence[Row], start: Mapping[str, float]) -> Callable[[Mapping[str, float]], np.ndarray]:
+    """Fitted constants -> tokens per second and GPU of each row."""
+    among = origins()
+    work, columns = work_of(rows), columns_of(rows, among)
+    machines = Machines.of(rows, among, start)
+    seq_len = np.array([float(row["seq_len"]) for row in rows])
+
+    def predict(free: Mapping[str, float]) -> np.ndarray:
+        machine = machines.with_constants(spread(free, start))
+        seconds = step(work, columns, machine, seq_len).total
+        return columns.global_batch_size * seq_len / seconds / columns.world
+
+    return predict
+
+
+def fit(rows: Sequence[Row], rounds: int = 40) -> dict[str, float]:
+    """The constants of FREE that fit best, by Levenberg-Marquardt on logits between their bounds."""
+    start = constants_of(origins())
+    predict, measured = predictor(rows, start), np.array([throughput(row) for row in rows])
+    names = list(FREE)
+    low, high = (np.array([FREE[name][end] for name in names]) for end in (0, 1))
+    first = np.array([_start(name, start) for name in names])
+    u = np.clip(np.log((first - low + 1e-12) / np.maximum(high - first, 1e-12)), -4, 4)
+    origin, ridge = u.copy(), 4e-5
+    weights = _weights(rows)
+
+    def error(u: np.ndarray) -> np.ndarray:
+        values = low + (high - low) / (1 + np.exp(-u))
+        return np.log(predict(dict(zip(names, values, strict=True))) / measured)
+
+    def cost(e: np.ndarray, u: np.ndarray) -> float:
+        huber = 2 * SCALE**2 * (np.sqrt(1 + (e / SCALE) ** 2) - 1)
+        return float(weights @ huber + ridge * np.sum((u - origin) ** 2))
+
+    damping, e = 1e-2, error(u)
+    now = cost(e, u)
+    for _ in range(rounds):
+        slope = np.stack([(error(u + 1e-3 * unit) - e) / 1e-3 for unit in np.eye(len(u))], axis=1)
+        w = weights / np.sqrt(1 + (e / SCALE) ** 2)
+        normal = slope.T @ (slope * w[:, None]) + ridge * np.eye(len(u))
+        right = slope.T @ (w * e) + ridge * (u - origin)
+        before = now
+        for _ in range(8):
+            move = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-6), right)
+            there = u - np.clip(move, -1.5, 1.5)
+            e_there = error(there)
+            if (then := cost(e_there, there)) < now:
+                u, e, now, damping = there, e_there, then, max(damping / 3, 1e-7)
+                break
+            damping *= 4
+        if before - now < 1e-6 * before:
+            break
+    values = low + (high - low) / (1 + np.exp(-u))
+    return {name: float(value) for name, value in zip(names, values, strict=True)}
+
+
+def _start(name: str, start: Mapping[str, float]) -> float:
+    kind, table, field = name.split(".")
+    tables = {"*": "a100-80" if kind == "gpu" else "megatron", "a100": "a100-80"}
+    return start[f"{kind}.{tables.get(table, table)}.{field}"]
+
+
+def _weights(rows: Sequence[Row]) -> np.ndarray:
+    among = origins()
+    clusters = [origin.cluster for row in rows if (origin := origin_of(row, among))]
+    return np.array([clusters.count(each) ** -0.5 for each in clusters])
+
+
+def fitted_on(files: Sequence[Path]) -> list[Row]:
+    """The 16-bit rows that can be predicted."""
+    among = origins()
+    rows = [row for file in files for row in read(file)]
+    return [
+        row
+        for row in rows
+        if row["precision"] in ("bf16", "fp16") and not why_not(row, among)
+        and throughput(row) == throughput(row) and not row["id"].startswith("torchtune")
+    ]  # fmt: skip
+
+
+def report(rows: Sequence[Row], predicted: np.ndarray) -> dict[str, tuple[int, float, float]]:
+    among = origins()
+    measured = np.array([throughput(row) for row in rows])
+    wrong = abs(predicted / measured - 1)
+    clusters = np.array([origin.cluster for row in rows if (origin := origin_of(row, among))])
+    found = {}
+    for cluster in [*dict.fromkeys(clusters), "all"]:
+        own = wrong if cluster == "all" else wrong[clusters == cluster]
+        found[str(cluster)] = (len(own), 100 * float(own.mean()), 100 * float(np.median(own)))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--write", type=Path, help="the constants, as JSON")
+    parser.add_argument(
+        "--leave-out", action="store_true", help="also fit without each cluster, and predict it"
+    )
+    options = parser.parse_args()
+    rows, start = fitted_on(options.files), constants_of(origins())
+    best = fit(rows)
+    print(f"{len(rows)} rows, {len(best)} constants")
+    for name, (n, mean, median) in report(rows, predictor(rows, start)(best)).items():
+        print(f"{name:16s} n={n:4d}  mean {mean:5.1f} %  median {median:5.1f} %")
+    for name, value in best.items():
+        low, high = FREE[name]
+        at = (value - low) / (high - low)
+        bound = " (at its lower bound)" if at < 0.03 else " (at its upper bound)" if at > 0.97 else ""
+        print(f"  {name} = {value:.4g}{bound}")
+    if options.write:
+        options.write.write_text(json.dumps(spread(best, start), indent=1) + "\n")
+    if options.leave_out:
+        among = origins()
+        for cluster in dict.fromkeys(origin.cluster for row in rows if (origin := origin_of(row, among))):
+            inside = [row for row in rows if (origin := origin_of(row, among)) and origin.cluster != cluster]
+            outside = [row for row in rows if (origin := origin_of(row, among)) and origin.cluster == cluster]
+            n, mean, median = report(outside, predictor(outside, start)(fit(inside)))["all"]
+            print(f"without {cluster:16s} n={n:4d}  mean {mean:5.1f} %  median {median:5.1f} %")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""Published rows as the planner takes them: which it can predict, on what machine, with which software.
+
+The columns are those of throughput.csv. A row is predicted when it says all that the planner needs; what it
+lacks is its reason for being skipped. Nothing of a row's measurement is looked at for its prediction.
+"""
+
+import csv
+import math
+import tomllib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+
+from meshtune.layout import RECOMPUTE, SCHEDULES
+from meshtune.plan.hardware import catalogue, stacks
+from meshtune.plan.seconds import Machine
+from meshtune.plan.work import Columns, Work
+
+Row = dict[str, str]
+HERE = Path(__file__).parent
+NEEDED = (
+    "layers", "hidden", "ffn", "heads", "vocab", "gpu", "gpus", "precision", "seq_len", "micro_batch",
+    "global_batch", "dp", "zero_stage", "tp", "pp", "cp", "recompute",
+)  # fmt: skip
+HEAD_DIM = 128  # where a row leaves its heads out
+RATES = {"bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "mxfp8": "fp8"}
+
+
+def read(file: Path) -> list[Row]:
+    with file.open(newline="", encoding="utf-8") as lines:
+        return list(csv.DictReader(lines))
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where rows with this prefix of their id ran. network: bytes per second of a node."""
+
+    prefix: str
+    stack: str
+    cluster: str
+    network: float
+    network_share: float
+    zero: str = ""  # of rows with this ZeRO stage alone
+
+
+def origins() -> list[Origin]:
+    """Longest prefix first."""
+    tables = tomllib.loads((HERE / "clusters.toml").read_text(encoding="utf-8"))
+    found = [
+        Origin(
+            prefix,
+            table["stack"],
+            name,
+            table["network"] * 1e9,
+            table["network_share"],
+            str(table.get("zero", "")),
+        )
+        for name, table in tables.items()
+        for prefix in table["ids"]
+    ]
+    return sorted(found, key=lambda origin: (-len(origin.prefix), not origin.zero))
+
+
+def origin_of(row: Row, among: Sequence[Origin]) -> Origin | None:
+    fitting = (origin for origin in among if row["id"].startswith(origin.prefix))
+    return next((origin for origin in fitting if origin.zero in ("", row["zero_stage"])), None)
+
+
+def why_not(row: Row, among: Sequence[Origin]) -> str | None:
+    """Why a row can't be predicted; None: it can."""
+    lacks = [name for name in NEEDED if not row.get(name)]
+    if lacks == ["heads"]:  # its time hardly depends on them
+        lacks = []
+    if "WARNING" in row["notes"]:
+        return "its source warns of it"
+    if lacks:
+        return f"it lacks {', '.join(lacks)}"
+    if row["gpu"] not in catalogue():
+        return f"unknown GPU {row['gpu']}"
+    if row["precision"] not in RATES:
+        return f"precision {row['precision']}"
+    if row["recompute"] not in ("none", "selective", "full"):
+        return f"recompute {row['recompute']}"
+    if origin_of(row, among) is None:
+        return "unknown source"
+    if "task=LoRA" in row["notes"] or "task=QLoRA" in row["notes"]:
+        return "LoRA of unstated rank"
+    return None
+
+
+def flops_per_token(row: Row) -> float:
+    """6N with the head, and full attention: what most sources divide by (README of the tables)."""
+    layers, hidden, ffn, vocabulary, seq_len = (
+        float(row[name]) for name in ("layers", "hidden", "ffn", "vocab", "seq_len")
+    )
+    heads = float(row["heads"] or hidden / HEAD_DIM)
+    kv = float(row["kv_heads"] or heads)
+    matrices = 3 if row["gated_mlp"] == "1" else 2
+    n = layers * (2 * hidden**2 + 2 * hidden**2 * kv / heads + matrices * hidden * ffn) + vocabulary * hidden
+    return 6 * n + 12 * layers * hidden * seq_len
+
+
+def throughput(row: Row) -> float:
+    """Measured tokens per second and GPU; from the printed MFU or TFLOP/s where the row has only those."""
+    if row["tokens_per_s_per_gpu"]:
+        return float(row["tokens_per_s_per_gpu"])
+    peak = getattr(catalogue()[row["gpu"]], RATES.get(row["precision"], "bf16"), None)
+    if row["mfu_pct"] and peak:
+        return float(row["mfu_pct"]) / 100 * peak / flops_per_token(row)
+    if row["tflops_per_gpu"]:
+        return float(row["tflops_per_gpu"]) * 1e12 / flops_per_token(row)
+    return math.nan
+
+
+def column(rows: Sequence[Row], name: str, default: float = math.nan) -> np.ndarray:
+    return np.array([float(row[name]) if row.get(name) else default for row in rows])
+
+
+def work_of(rows: Sequence[Row]) -> Work:
+    hidden = column(rows, "hidden")
+    heads = column(rows, "heads")
+    heads = np.where(np.isnan(heads), np.round(hidden / HEAD_DIM), heads)
+    kv = column(rows, "kv_heads")
+    return Work.of_shape(
+        layers=column(rows, "layers"),
+        hidden=hidden,
+        ffn=column(rows, "ffn"),
+        heads=heads,
+        kv_heads=np.where(np.isnan(kv), heads, kv),
+        vocabulary=column(rows, "vocab"),
+        gated=column(rows, "gated_mlp", 0.0),
+        tied=column(rows, "tied_embeddings", 0.0),
+    )
+
+
+def recompute_of(row: Row, origin: Origin) -> int:
+    """Megatron's "selective" recomputes the attention core, torchtitan's half of the products."""
+    if row["recompute"] == "selective" and origin.stack != "torchtitan":
+        return RECOMPUTE.index("attention")
+    return RECOMPUTE.index(row["recompute"])
+
+
+def columns_of(rows: Sequence[Row], among: Sequence[Origin]) -> Columns:
+    dp, zero = column(rows, "dp"), column(rows, "zero_stage")
+    virtual = column(rows, "vpp", 1.0)
+    return Columns(
+        dp_replicate=np.where(zero > 0, 1.0, dp),
+        dp_shard=np.where(zero > 0, dp, 1.0),
+        zero=zero,
+        cp=column(rows, "cp"),
+        ulysses=np.zeros(len(rows)),
+        tp=column(rows, "tp"),
+        sp=column(rows, "sp", 0.0),
+        pp=column(rows, "pp"),
+        schedule=np.where(virtual > 1, SCHEDULES.index("interleaved1f1b"), SCHEDULES.index("1f1b")),
+        virtual_stages=virtual,
+        micro_batch_size=column(rows, "micro_batch"),
+        gradient_accumulation_steps=column(rows, "global_batch") / column(rows, "micro_batch") / dp,
+        recompute=np.array([float(recompute_of(row, origin_of(row, among))) for row in rows]),  # type: ignore[arg-type]
+    )
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The machine of each row, as places in a flat table of constants: made once, filled in often."""
+
+    facts: Mapping[str, np.ndarray]
+    keys: Mapping[
+        str, tuple[list[str], np.ndarray]
+    ]  # field -> distinct constants, and which one each row has
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], among: Sequence[Origin], constants: Collection[str]) -> "Machines":
+        gpus, facts, places = catalogue(), [], []
+        for row in rows:
+            origin, gpu = origin_of(row, among), gpus[row["gpu"]]
+            assert origin is not None
+            facts.append({
+                "flops": getattr(gpu, RATES[row["precision"]]) or gpu.bf16,
+                "bandwidth": gpu.bandwidth,
+                "link": gpu.link,
+                "network": origin.network,
+                "node": float(row["gpus_per_node"] or 8),
+                "multiprocessors": gpu.multiprocessors,
+                "flash": 0.0 if row["attention"] == "naive" else 1.0,
+            })  # fmt: skip
+            stack = origin.stack + ("-compiled" if row["compile"] == "1" else "")
+            stack = stack if f"stack.{stack}.host_step" in constants else origin.stack
+            places.append((f"gpu.{row['gpu']}", f"stack.{stack}", f"cluster.{origin.cluster}"))
+        keys = {}
+        for field in (field.name for field in fields(Machine)):
+            if field in facts[0]:
+                continue
+            each = [next(f"{p}.{field}" for p in own if f"{p}.{field}" in constants) for own in places]
+            if field == "gradient_bytes":  # in fp16 they travel as they are
+                each = [
+                    key + ".fp16" if row["precision"] == "fp16" else key
+                    for key, row in zip(each, rows, strict=True)
+                ]
+            distinct = sorted(set(each))
+            keys[field] = (distinct, np.array([distinct.index(key) for key in each]))
+        return cls({name: np.array([row[name] for row in facts], dtype=float) for name in facts[0]}, keys)
+
+    def with_constants(self, constants: Mapping[str, float]) -> Machine:
+        values = {
+            field: np.array([2.0 if key.endswith(".fp16") else constants[key] for key in distinct])[which]
+            for field, (distinct, which) in self.keys.items()
+        }
+        return Machine(**values, **self.facts)
+
+
+def constants_of(among: Iterable[Origin]) -> dict[str, float]:
+    """All constants of the catalogues, flat."""
+    found = {
+        f"gpu.{name}.{key}": value
+        for name, gpu in catalogue().items()
+        for key, value in gpu.efficiency.items()
+    }
+    found |= {
+        f"stack.{name}.{key}": value for name, stack in stacks().items() for key, value in stack.items()
+    }
+    return found | {f"cluster.{origin.cluster}.network_share": origin.network_share for origin in among}

@@ -1,0 +1,259 @@
+"""The planner against published measurements: predicted and measured throughput, row by row.
+
+    python validation/published.py FILE.csv [--json] [--predictions OUT.csv] [--picture FILE.svg]
+
+FILE.csv has the columns of the published tables (validation/README.md). Every row that says all that the
+planner needs is predicted, none is fitted to. Printed: the error by source, GPU and technique (median, mean
+absolute percentage, worst, signed bias), and in each group where only the layout differs the rank correlation
+and the regret: how much slower the planner's choice was, when measured, than the best measured.
+"""
+
+import argparse
+import csv
+import io
+import json
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fit import FREE
+from measured import (
+    Machines,
+    Row,
+    columns_of,
+    constants_of,
+    origins,
+    read,
+    throughput,
+    why_not,
+    work_of,
+)
+
+from meshtune.plan.seconds import step
+from meshtune.rundir import write_text_atomically
+
+# what a group has in common, and in what its layouts differ
+SAME = (
+    "model", "layers", "hidden", "vocab", "gpu", "gpus", "seq_len", "global_batch", "precision", "recompute",
+    "compile", "attention",
+)  # fmt: skip
+DIFFERS = ("dp", "zero_stage", "tp", "pp", "cp", "vpp", "micro_batch", "sp")
+LEAST = 3  # layouts in a group that is compared
+
+
+def predict(rows: Sequence[Row]) -> np.ndarray:
+    """Tokens per second and GPU of each row, which must be one that `why_not` has nothing against."""
+    among = origins()
+    constants = constants_of(among)
+    columns, seq_len = columns_of(rows, among), np.array([float(row["seq_len"]) for row in rows])
+    machine = Machines.of(rows, among, constants).with_constants(constants)
+    seconds = step(work_of(rows), columns, machine, seq_len).total
+    return columns.global_batch_size * seq_len / seconds / columns.world
+
+
+def source_of(row: Row) -> str:
+    return row["id"].rsplit("-", 1)[0].split("-")[0]
+
+
+def technique_of(row: Row) -> str:
+    """The axes of a row's layout."""
+    names = []
+    if float(row["dp"]) > 1:
+        names.append(f"zero{row['zero_stage']}" if row["zero_stage"] not in ("", "0") else "dp")
+    names += [axis for axis in ("tp", "pp", "cp") if float(row[axis] or 1) > 1]
+    return "+".join(names) or "one GPU"
+
+
+def errors(predicted: np.ndarray, measured: np.ndarray) -> dict[str, Any]:
+    """Relative errors in percent, and the rank correlation."""
+    wrong = 100 * (predicted / measured - 1)
+    return {
+        "n": len(wrong),
+        "mape": float(abs(wrong).mean()),
+        "median": float(np.median(abs(wrong))),
+        "worst": float(wrong[abs(wrong).argmax()]),
+        "bias": float(wrong.mean()),
+        "spearman": spearman(predicted, measured),
+    }
+
+
+def spearman(a: np.ndarray, b: np.ndarray) -> float | None:
+    """Spearman's rank correlation; equal values share their mean rank."""
+    if len(a) < 2:
+        return None
+    first, second = _ranks(a), _ranks(b)
+    if first.std() == 0 or second.std() == 0:
+        return None
+    return float(np.corrcoef(first, second)[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+
+
+def by(
+    rows: Sequence[Row], key: Callable[[Row], str], predicted: np.ndarray, measured: np.ndarray
+) -> dict[str, Any]:
+    places: dict[str, list[int]] = defaultdict(list)
+    for place, row in enumerate(rows):
+        places[key(row)].append(place)
+    return {name: errors(predicted[own], measured[own]) for name, own in sorted(places.items())}
+
+
+def choices(rows: Sequence[Row], predicted: np.ndarray, measured: np.ndarray) -> dict[str, Any]:
+    """Groups in which the same model on the same cluster was measured in several layouts: what the planner's
+    choice loses against the best measured, in percent. A layout measured more than once counts by its median.
+    """
+    groups: dict[tuple, dict[tuple, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for place, row in enumerate(rows):
+        same = (source_of(row), *(row[name] for name in SAME))
+        groups[same][tuple(row[name] for name in DIFFERS)].append(place)
+    found, ranks = [], []
+    for same, layouts in groups.items():
+        if len(layouts) < LEAST:
+            continue
+        ours = np.array([np.median(predicted[own]) for own in layouts.values()])
+        theirs = np.array([np.median(measured[own]) for own in layouts.values()])
+        regret = 100 * (1 - theirs[ours.argmax()] / theirs.max())
+        found.append(
+            {"group": "-".join(same[:2]) + f"-{same[6]}g", "layouts": len(layouts), "regret": float(regret)}
+        )
+        if (rho := spearman(ours, theirs)) is not None:
+            ranks.append(rho)
+    losses = [each["regret"] for each in found]
+    return {
+        "groups": len(found),
+        "mean": float(np.mean(losses)) if losses else None,
+        "worst": max(losses, default=None),
+        "spearman": float(np.mean(ranks)) if ranks else None,
+        "each": sorted(found, key=lambda each: -each["regret"]),
+    }
+
+
+def validate(rows: Sequence[Row]) -> tuple[dict[str, Any], list[Row], np.ndarray]:
+    """The whole answer, the rows that were predicted, and their throughput."""
+    among = origins()
+    reasons = [why_not(row, among) for row in rows]
+    kept = [row for row, reason in zip(rows, reasons, strict=True) if reason is None]
+    predicted = predict(kept) if kept else np.zeros(0)
+    measured = np.array([throughput(row) for row in kept])
+    known = np.isfinite(measured)
+    scored = [row for row, is_known in zip(kept, known, strict=True) if is_known]
+    ours, theirs = predicted[known], measured[known]
+    constants = constants_of(among)
+    answer: dict[str, Any] = {
+        "rows": len(rows),
+        "predicted": len(kept),
+        "skipped": dict(Counter(reason for reason in reasons if reason).most_common()),
+        "throughput": {
+            "all": errors(ours, theirs) if len(scored) else {"n": 0},
+            "by_source": by(scored, source_of, ours, theirs),
+            "by_gpu": by(scored, lambda row: row["gpu"], ours, theirs),
+            "by_technique": by(scored, technique_of, ours, theirs),
+            "by_precision": by(scored, lambda row: row["precision"], ours, theirs),
+        },
+        "memory": {},
+        "regret": choices(scored, ours, theirs),
+        "constants": {
+            "fitted": len(FREE),
+            "on": "the 16-bit rows of the published throughput tables (validation/README.md)",
+            "values": constants,
+        },
+    }
+    sixteen = np.array([row["precision"] in ("bf16", "fp16") for row in scored], dtype=bool)
+    if sixteen.any():
+        answer["throughput"]["16-bit"] = errors(ours[sixteen], theirs[sixteen])
+        rest = sixteen & np.array([source_of(row) != "nanotron" for row in scored])
+        if rest.any():
+            answer["throughput"]["16-bit without nanotron"] = errors(ours[rest], theirs[rest])
+    return answer, kept, predicted
+
+
+def table(answer: dict[str, Any]) -> str:
+    lines = [f"{answer['rows']} rows, {answer['predicted']} predicted"]
+    lines += [f"  skipped {n}: {reason}" for reason, n in answer["skipped"].items()]
+    found = answer["throughput"]
+    sections = [
+        ("", {name: found[name] for name in ("all", "16-bit", "16-bit without nanotron") if name in found})
+    ]
+    sections += [(kind, found[kind]) for kind in ("by_source", "by_gpu", "by_technique", "by_precision")]
+    for title, rows in sections:
+        lines += [
+            "",
+            title.replace("_", " ") or "throughput",
+            f"{'':28}{'n':>6}{'mean %':>9}{'median':>9}{'worst':>9}{'bias':>9}{'ranks':>8}",
+        ]
+        for name, e in rows.items():
+            if e["n"]:
+                ranks = "" if e["spearman"] is None else f"{e['spearman']:.3f}"
+                lines.append(
+                    f"{name:28}{e['n']:6}{e['mape']:9.1f}{e['median']:9.1f}{e['worst']:9.1f}{e['bias']:9.1f}{ranks:>8}"
+                )
+    regret = answer["regret"]
+    if regret["groups"]:
+        lines += [
+            "",
+            f"the choice among layouts, {regret['groups']} groups: {regret['mean']:.1f} % slower than the",
+            f"best measured on average, {regret['worst']:.1f} % at worst; ranks {regret['spearman']:.2f}",
+            *(
+                f"  {each['regret']:5.1f} %  {each['group']} ({each['layouts']} layouts)"
+                for each in regret["each"][:5]
+                if each["regret"] > 0
+            ),
+        ]
+    return "\n".join(lines)
+
+
+def predictions(kept: Sequence[Row], predicted: np.ndarray) -> str:
+    out = io.StringIO()
+    writer = csv.writer(out)
+    writer.writerow(["id", "tokens_per_s_per_gpu", "peak_mem_gib"])
+    writer.writerows([row["id"], f"{value:.6g}", ""] for row, value in zip(kept, predicted, strict=True))
+    return out.getvalue()
+
+
+def draw(kept: Sequence[Row], predicted: np.ndarray, file: Path) -> None:
+    """Predicted against measured, each source in its colour; the band is 10 %."""
+    import matplotlib.pyplot as plt
+
+    measured = np.array([throughput(row) for row in kept])
+    known = np.isfinite(measured)
+    low, high = measured[known].min() * 0.7, measured[known].max() * 1.4
+    figure, panel = plt.subplots(figsize=(6.4, 6))
+    panel.fill_between([low, high], [0.9 * low, 0.9 * high], [1.1 * low, 1.1 * high], color="#e8eaed")
+    panel.plot([low, high], [low, high], color="#3b4046", linewidth=0.8)
+    for source in sorted({source_of(row) for row in kept}):
+        own = known & np.array([source_of(row) == source for row in kept])
+        if own.any():
+            panel.scatter(measured[own], predicted[own], s=9, alpha=0.6, label=f"{source} ({own.sum()})")
+    panel.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
+    panel.set(xlabel="measured, tokens/s per GPU", ylabel="predicted, tokens/s per GPU")
+    panel.legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--predictions", type=Path, help="write id,tokens_per_s_per_gpu,peak_mem_gib")
+    parser.add_argument("--picture", type=Path, help="predicted against measured, .svg or .png")
+    options = parser.parse_args()
+    answer, kept, predicted = validate(read(options.file))
+    if options.predictions:
+        write_text_atomically(options.predictions, predictions(kept, predicted))
+    if options.picture:
+        draw(kept, predicted, options.picture)
+    print(json.dumps(answer, indent=1) if options.json else table(answer))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
