@@ -1,0 +1,114 @@
+"""Memory, against textbook figures, papers and what was measured to the byte."""
+
+import numpy as np
+import pytest
+
+from meshtune.layout import Layout
+from meshtune.plan.memory import (
+    EAGER,
+    MEGATRON,
+    PRECISIONS,
+    gpt_parameters,
+    in_flight,
+    saved,
+    states,
+)
+from meshtune.plan.work import Columns, Work
+
+GB = 1e9
+GPT3 = Work.of_shape(layers=96, hidden=12288, ffn=4 * 12288, heads=96, kv_heads=96, vocabulary=51200, gated=0)
+
+
+@pytest.mark.parametrize(
+    ("billions", "fp32", "mixed"), [(1, 16, 20), (7, 112, 140), (70, 1120, 1400), (405, 6480, 8100)]
+)
+def test_states_of_the_textbooks(billions: float, fp32: float, mixed: float) -> None:
+    """The Ultra-Scale Playbook's table: fp32, and bf16 with gradients that add up in fp32; in GB."""
+    n = billions * 1e9
+    assert states(PRECISIONS["fp32"], n).total == pytest.approx(fp32 * GB)
+    assert states(PRECISIONS["mixed, fp32 gradients beside"], n).total == pytest.approx(mixed * GB)
+    assert states(PRECISIONS["mixed"], n).total == pytest.approx(16 * n)
+
+
+@pytest.mark.parametrize(("zero", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.88)])
+def test_states_of_the_zero_paper(zero: int, gigabytes: float) -> None:
+    """Rajbhandari et al. 2020, figure 1: 7.5 B parameters over 64 ranks."""
+    found = states(PRECISIONS["mixed"], 7.5e9, zero, 64 if zero else 1)
+    assert found.total / GB == pytest.approx(gigabytes, rel=3e-3)
+
+
+@pytest.mark.parametrize("degree", [1, 4, 16, 64, 256, 1024])
+def test_states_of_the_zero_paper_by_degree(degree: int) -> None:
+    n = 7.5e9
+    every = [states(PRECISIONS["mixed"], n, z, degree).total / n for z in (1, 2, 3)]
+    assert every == pytest.approx([4 + 12 / degree, 2 + 14 / degree, 16 / degree])
+
+
+def test_parameters_of_gpt() -> None:
+    """GPT-3 (Brown et al. 2020: 175.0 B) and GPT-2 XL (1.558 B, with 1024 positions)."""
+    assert gpt_parameters(96, 12288, 50257, 2048) / 1e9 == pytest.approx(174.6, rel=1e-3)
+    assert gpt_parameters(48, 1600, 50257, 1024) == 1_557_611_200
+
+
+def kept(text: str, s=MEGATRON, work: Work = GPT3, seq_len: int = 2048) -> float:
+    """Per token, in bytes."""
+    layout = Layout.parse(text)
+    found, _ = saved(s, work, Columns.of([layout]), seq_len)
+    return float(found[0]) / (layout.micro_batch_size * seq_len)
+
+
+def test_activations_of_korthikanti_table_2() -> None:
+    h, a, s, t = 12288, 96, 2048, 8
+    assert kept("mb1-ga1") == pytest.approx(h * (34 + 5 * a * s / h))
+    assert kept("tp8-mb1-ga1") == pytest.approx(h * (10 + 24 / t + 5 * a * s / (h * t)))
+    assert kept("tp8-sp-mb1-ga1") == pytest.approx(h / t * (34 + 5 * a * s / h))
+    assert kept("tp8-mb1-ga1-attention") == pytest.approx(h * (10 + 24 / t))
+    assert kept("tp8-sp-mb1-ga1-attention") == pytest.approx(34 * h / t)
+    assert kept("mb1-ga1-full") == pytest.approx(2 * h)
+
+
+def test_recomputing_attention_of_gpt_3_saves_70_percent() -> None:
+    """Korthikanti et al. 2022, section 5: 5as/h = 80 against 34."""
+    saving = 1 - kept("tp8-sp-mb1-ga1-attention") / kept("tp8-sp-mb1-ga1")
+    assert saving == pytest.approx(80 / 114)
+
+
+@pytest.mark.parametrize(
+    ("h", "kv", "f", "a"), [(4096, 1024, 14336, 32), (512, 256, 1408, 8), (2048, 2048, 8192, 16)]
+)
+def test_activations_of_a_llama_block_to_the_byte(h: int, kv: int, f: int, a: int) -> None:
+    work = Work.of_shape(layers=4, hidden=h, ffn=f, heads=a, kv_heads=kv * a // h, vocabulary=1000)
+    assert kept("mb2-ga1", EAGER, work) == 20 * h + 4 * kv + 8 * f + 4 * a + 8
+    assert kept("mb2-ga1-attention", EAGER, work) == 20 * h + 4 * kv + 8 * f + 8
+    assert kept("mb2-ga1-selective", EAGER, work) == 2 * (5 * h + 2 * kv + 2 * f) + 4 * a
+    assert kept("mb2-ga1-full", EAGER, work) == 2 * h
+    assert kept("cp2-mb2-ga1", EAGER, work) == kept("mb2-ga1", EAGER, work) / 2
+
+
+def test_sequence_parallel_here_keeps_gathered_inputs() -> None:
+    work = Work.of_shape(layers=4, hidden=512, ffn=1408, heads=8, kv_heads=4, vocabulary=1000)
+    rest = 20 * 512 - 4 * 512 + 4 * 256 + 8 * 1408 + 4 * 8
+    assert kept("tp2-sp-mb1-ga1", EAGER, work) == 4 * 512 + rest / 2 + 8
+
+
+@pytest.mark.parametrize(
+    ("text", "held"),
+    [
+        ("mb1-ga8", 1),
+        ("pp4-gpipe-mb1-ga8", 8),
+        ("pp4-1f1b-mb1-ga8", 4),
+        ("pp4-1f1b-mb1-ga2", 2),
+        ("pp4-interleaved1f1b-v2-mb1-ga8", 4 * (1 + 3 / 8)),
+        ("pp4-loopedbfs-v2-mb1-ga8", 8),
+        ("pp4-zbv-mb1-ga8", 4),
+    ],
+)
+def test_micro_batches_in_flight(text: str, held: float) -> None:
+    assert in_flight(Columns.of([Layout.parse(text)]))[0] == pytest.approx(held)
+
+
+def test_columns_are_rows() -> None:
+    texts = ["mb1-ga4", "tp2-sp-mb2-ga2-full", "cp2-tp2-pp2-1f1b-mb1-ga4-selective", "pp2-gpipe-mb1-ga8"]
+    together, _ = saved(EAGER, GPT3, Columns.of([Layout.parse(text) for text in texts]), 2048)
+    alone = [saved(EAGER, GPT3, Columns.of([Layout.parse(text)]), 2048)[0][0] for text in texts]
+    assert np.allclose(together, alone)
