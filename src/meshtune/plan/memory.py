@@ -78,10 +78,12 @@ def gpt_parameters(layers: Number, hidden: Number, vocabulary: Number, seq_len: 
 class Saved(NamedTuple):
     """What a block's forward keeps for its backward, in bytes per token and feature of each kind.
 
-    outside: per hidden feature, outside what tp cuts (sp splits it). entering: per hidden feature of what
-    goes into the cut matrices; sp splits it only where the stack gathers it again (`regathers`). queries, keys,
-    heads: per feature of queries and of keys and values, and per head. output: per feature of the core's
-    output. wide: per widened feature of the MLP. scores: per head and key, where scores are written out.
+    outside: per hidden feature, outside what tp cuts (sp splits it).
+    entering: per hidden feature of what goes into the cut matrices; sp splits it only where the stack gathers
+    it again (`regathers`).
+    queries, keys, heads: per feature of queries and of keys and values, and per head.
+    output: per feature of the core's output. wide: per widened feature of the MLP.
+    scores: per head and key, where scores are written out.
     matrices: per output feature of a matrix, where "selective" keeps those alone. constant: per token.
     """
 
