@@ -179,6 +179,8 @@ class Machines:
             assert origin is not None
             facts.append({
                 "flops": getattr(gpu, RATES[row["precision"]]) or gpu.bf16,
+                "core_flops": gpu.bf16,
+                "weight_bytes": 1.0 if row["precision"] == "fp8" and origin.stack == "torchtitan" else 2.0,
                 "bandwidth": gpu.bandwidth,
                 "link": gpu.link,
                 "network": origin.network,
@@ -194,6 +196,11 @@ class Machines:
             if field in facts[0]:
                 continue
             each = [next(f"{p}.{field}" for p in own if f"{p}.{field}" in constants) for own in places]
+            if field == "matmul":  # 8-bit products reach another share of their peak
+                each = [
+                    own[0] + ".matmul_fp8" if RATES[row["precision"]] == "fp8" else key
+                    for key, own, row in zip(each, places, rows, strict=True)
+                ]
             if field == "gradient_bytes":  # in fp16 they travel as they are
                 each = [
                     key + ".fp16" if row["precision"] == "fp16" else key

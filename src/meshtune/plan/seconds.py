@@ -10,10 +10,12 @@ All functions take floats or arrays; seconds, bytes, FLOPs and their rates per s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import numpy as np
 
+from meshtune.plan.hardware import Gpu
 from meshtune.plan.work import Columns, Core, Gemm, Number, Work
 
 TILE = 128 * 128  # elements of a product that one multiprocessor works on at a time
@@ -26,16 +28,18 @@ PARTS = ("compute", "tensor", "context", "pipeline", "data", "optimizer", "bubbl
 class Machine:
     """GPU, software and network, as the formulas want them.
 
-    flops: dense peak. bandwidth: of the GPU's memory. link: from a GPU to the others of its node. network:
-    of a whole node to the others. node: GPUs of a node.
+    flops: dense peak of products with weights, core_flops: of attention (16 bits). bandwidth: of the GPU's
+    memory. link: from a GPU to the others of its node. network: of a whole node to others. node: its GPUs.
     """
 
     flops: Number
+    core_flops: Number
     bandwidth: Number
     link: Number
     network: Number
     node: Number
     multiprocessors: Number
+    weight_bytes: Number  # of an element of the weights that ZeRO gathers
     # efficiencies of the GPU kind
     matmul: Number  # share of the peak that large products reach
     depth: Number  # inner size at which a product loses half of that
@@ -55,6 +59,7 @@ class Machine:
     flash: Number  # 1: scores stay on chip; 0: they are written out
     score_bytes: Number  # moved for each score that is written out, forward
     batched: Number  # share of `matmul` that products of scores reach
+    context_attention: Number  # how much longer attention takes when cp cuts the sequence
     elementwise_hidden: Number  # tensors of [tokens, hidden] moved in a block's forward
     elementwise_wide: Number  # and of [tokens, widened]
     logit_bytes: Number  # moved for each logit, there and back
@@ -71,6 +76,27 @@ class Machine:
     optimizer_bytes: Number  # read and written per parameter
     send_share: Number  # of a GPU's part of the network that a pipeline's message reaches
     balanced: Number  # 1: stages are balanced with the head's cost; 0: equal numbers of blocks
+
+    @classmethod
+    def of(
+        cls, gpu: Gpu, stack: Mapping[str, float], *, network_share: float = 0.7, fp8: bool = False
+    ) -> Machine:
+        """A usual machine of this GPU with a stack of stacks.toml. network_share: a network's, unmeasured."""
+        own = dict(gpu.efficiency)
+        eighths = own.pop("matmul_fp8")
+        facts = {
+            "flops": gpu.fp8 if fp8 and gpu.fp8 else gpu.bf16,
+            "core_flops": gpu.bf16,
+            "bandwidth": gpu.bandwidth,
+            "link": gpu.link,
+            "network": gpu.network * gpu.node,
+            "node": float(gpu.node),
+            "multiprocessors": gpu.multiprocessors,
+            "weight_bytes": 1.0 if fp8 else 2.0,
+            "flash": 1.0,
+            "network_share": network_share,
+        }
+        return cls(**facts | own | dict(stack) | ({"matmul": eighths} if fp8 else {}))
 
 
 @dataclass(frozen=True)
@@ -133,9 +159,9 @@ def attention(
     width = heads * (core.qk_dim + core.v_dim)
     pairs = queries * attended(document_tokens, core.window)
     small_heads = 1 + 10 / core.qk_dim
-    flash = 2 * pairs * width / (m.flops * m.attention * m.stack_attention) * small_heads
+    flash = 2 * pairs * width / (m.core_flops * m.attention * m.stack_attention) * small_heads
     scores = queries * seq_len * heads
-    products = 2 * queries * seq_len * width / (m.flops * m.matmul * m.batched)
+    products = 2 * queries * seq_len * width / (m.core_flops * m.matmul * m.batched)
     products = products * (1 + m.depth / core.qk_dim)
     written = scores * m.score_bytes / (m.bandwidth * m.memory)
     forward = np.where(m.flash > 0, flash, products + written)
@@ -211,7 +237,12 @@ def step(
 
     # one block, one micro-batch
     products = [matrix(m, tokens, gemm, c.tp) for gemm in work.matrices]
-    cores = [attention(m, tokens, seq_len, documents, core, c.tp) for core in work.cores]
+    slower = np.where(c.cp > 1, m.context_attention, 1.0)
+    cores = [
+        (slower * ahead, slower * back)
+        for core in work.cores
+        for ahead, back in [attention(m, tokens, seq_len, documents, core, c.tp)]
+    ]
     passes = elementwise(m, tokens, work, c)
     core_forward = sum(forward for forward, _ in cores)
     product_forward = sum(forward for forward, _ in products)
@@ -239,10 +270,10 @@ def step(
     context = np.where(c.ulysses > 0, exchanged, keys) * times * (c.cp > 1)
 
     local_shards = np.minimum(shards, np.maximum(1.0, m.node / c.tp))
-    weights = ELEMENT * work.block_parameters / c.tp / m.shard_share
-    gather = gathered(m, weights, shards, local_shards) + np.where(shards > 1, m.network_latency, 0.0)
-    sums = m.scatter_bytes / ELEMENT * work.trainable
-    scatter = gathered(m, weights * sums, shards, local_shards) + np.where(shards > 1, m.network_latency, 0.0)
+    weights = work.block_parameters / c.tp / m.shard_share
+    gather = gathered(m, m.weight_bytes * weights, shards, local_shards)
+    scatter = gathered(m, m.scatter_bytes * weights * work.trainable, shards, local_shards)
+    gather, scatter = (each + np.where(shards > 1, m.network_latency, 0.0) for each in (gather, scatter))
     block_forward = forward + tensor / 2 + context / 2
     block_backward = backward + tensor / 2 + context / 2
     sharding = np.where(c.zero == 3, _exposed(block_forward, gather, m.shard_overlap), 0.0)

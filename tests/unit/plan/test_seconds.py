@@ -22,7 +22,8 @@ from meshtune.plan.work import Columns, Work
 
 # A GPU that reaches all it can, software that costs nothing, networks of round figures.
 IDEAL = Machine(
-    flops=1e15, bandwidth=1e18, link=400e9, network=200e9, node=8, multiprocessors=100,
+    flops=1e15, core_flops=1e15, weight_bytes=2, context_attention=1, bandwidth=1e18,
+    link=400e9, network=200e9, node=8, multiprocessors=100,
     matmul=1, depth=0, tiles=0, misaligned=1, attention=1e6, memory=1, link_share=1, network_share=1,
     link_latency=0, network_latency=0, stack_matmul=1, stack_attention=1, attention_backward=1, flash=1,
     score_bytes=0, batched=1, elementwise_hidden=0, elementwise_wide=0, logit_bytes=0, selective=0,
@@ -40,12 +41,7 @@ def seconds(text: str, machine: Machine = IDEAL, work: Work = GPT):
 
 
 def real(gpu: str = "h100-sxm", stack: str = "meshtune") -> Machine:
-    found = catalogue()[gpu]
-    return Machine(
-        flops=found.bf16, bandwidth=found.bandwidth, link=found.link, network=8 * found.network, node=8,
-        multiprocessors=found.multiprocessors, flash=1.0, network_share=0.8,
-        **found.efficiency, **stacks()[stack],
-    )  # fmt: skip
+    return Machine.of(catalogue()[gpu], stacks()[stack])
 
 
 def test_a_product_takes_its_flops_or_its_bytes() -> None:
