@@ -1,15 +1,13 @@
-"""The memory of a rank: model states, saved activations and what else a step holds, moment by moment.
+"""What the memory of a rank is made of, in closed forms.
 
-    states (weights, gradients, optimizer)     by precision and ZeRO stage       `states`
-    + saved activations                        by block, recompute, tp, sp, cp   `saved`, times `in_flight`
-    + one block at work, logits, messages      at the moment that holds most     `moments`
+    states (weights, gradients, optimizer)   by precision and ZeRO stage       `states`
+    saved activations                        by block, recompute, tp, sp, cp   `saved`, times `in_flight`
 
 What a stack saves and keeps is data (`Saved`, `Precision`), not branches. Bytes throughout; floats or arrays.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -147,33 +145,3 @@ def in_flight(c: Columns) -> Number:
     ranks = np.where(c.runs("dualpipev"), c.pp + 0.5, ranks)
     held = np.where(c.runs("gpipe", "loopedbfs"), m, np.minimum(ranks, m))
     return np.where(c.pp > 1, held, 1.0)
-
-
-# a step #
-
-
-@dataclass(frozen=True)
-class Peak:
-    """What a rank holds at the moment of its peak. moment: index in MOMENTS."""
-
-    weights: Number
-    gradients: Number
-    optimizer: Number
-    activations: Number
-    logits: Number
-    communication: Number
-    moment: Number
-
-    @property
-    def total(self) -> Number:
-        return (
-            self.weights
-            + self.gradients
-            + self.optimizer
-            + self.activations
-            + self.logits
-            + self.communication
-        )
-
-
-MOMENTS = ("at the loss", "in a block's backward", "in the optimizer step")
