@@ -41,6 +41,13 @@ def varlen_attention(
     return out
 
 
+def fsdp_parameters(module: Any) -> list[Any]:
+    """FSDP2's own of the parameters that travel with `module`; until torch 2.13 a module had one group."""
+    state = module._get_fsdp_state()
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+
+
 def all_gather_single(output: Tensor, piece: Tensor, group: dist.ProcessGroup | None) -> None:
     """The ranks' pieces one after the other along dimension 0; until torch 2.13 all_gather_into_tensor."""
     _first_of("all_gather_single", "all_gather_into_tensor")(output, piece, group=group)

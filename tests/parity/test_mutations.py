@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from meshtune.parallel import context, exchange, mesh, tensor, zero
 from meshtune.parallel.pipeline import Pipeline
-from meshtune.parallel.replicas import Replicas
+from meshtune.parallel.replicas import Replicas, Sent
 from meshtune.train import build, loss
 from meshtune.train.optim import Optimizer
 
@@ -43,6 +43,12 @@ def _unsent(x: torch.Tensor, axis: mesh.Axis, cut: int, join: int) -> torch.Tens
     return x.unflatten(cut, (axis.size, -1)).movedim(cut, 0).movedim(0, join).flatten(join, join + 1)
 
 
+class _Done:
+    """A message that was never sent."""
+
+    def wait(self) -> None: ...
+
+
 class _Deaf:
     """torch.distributed as a module sees it, without its all-reduce of one kind."""
 
@@ -60,7 +66,7 @@ class _Deaf:
 # what is taken away: (layout that needs it, where, what, by what it is replaced)
 MUTATIONS: dict[str, tuple[str, Any, str, Any]] = {
     "gradients are sums, no means": ("zero2x2", zero.FSDPModule, "set_gradient_divide_factor", _nothing),
-    "gradients of replicas": ("dp2", Replicas, "_send", lambda self: self.sent.append(None)),
+    "gradients of replicas": ("dp2", Replicas, "_send", lambda self: self.sent.append(Sent(_Done(), []))),
     "gradients of shards": ("zero1x2", zero, "before_backward", _unsynced),
     "gradients over replicas of shards": ("dp2-zero2x2", zero.FSDPModule, "set_requires_all_reduce",
                                           lambda self, _: honest_all_reduce(self, False)),

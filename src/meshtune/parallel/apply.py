@@ -190,8 +190,11 @@ def apply(
 
 def groups_of(stage: Stage, inside: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
     """A stage's parameters, by block and those outside, in the order in which a forward pass needs them."""
-    blocks = [list(block.parameters()) for block in inside]
-    taken = {parameter for block in blocks for parameter in block}
+    taken: set[nn.Parameter] = set()
+    blocks = []
+    for block in inside:  # a parameter that two blocks share is needed by the first one
+        blocks.append([parameter for parameter in block.parameters() if parameter not in taken])
+        taken.update(blocks[-1])
     outside = [parameter for parameter in stage.parameters() if parameter not in taken]
     return [outside, *blocks] if stage.first else [*blocks, outside]
 

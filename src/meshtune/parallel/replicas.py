@@ -9,7 +9,7 @@ Context ranks see other tokens with the same parameters, so here they are data r
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,16 @@ class Gradients(Protocol):
     def gradient(self, parameter: nn.Parameter) -> Tensor | None: ...
 
     def replace_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None: ...
+
+
+class Sent(NamedTuple):
+    """A message that is under way.
+
+    without: parameters that this rank has no gradient of, with their piece of it, and how many ranks have.
+    """
+
+    work: Any
+    without: list[tuple[nn.Parameter, Tensor, Tensor]]
 
 
 class Replicas:
@@ -39,7 +49,7 @@ class Replicas:
         self.groups = [own for group in groups if (own := [p for p in group if p.requires_grad])]
         self.mesh, self.dtype = mesh, dtype
         self.missing: list[int] = []  # gradients of each group that this step's passes are still to make
-        self.sent: list[Any] = []  # messages of the first groups that are under way
+        self.sent: list[Sent] = []  # messages of the first groups
 
     def watch(self, gradients: Gradients) -> None:
         """Send gradients from now on as they come; to be called when `gradients` has its own hooks."""
@@ -59,9 +69,11 @@ class Replicas:
         """
         while len(self.sent) < len(self.groups):
             self._send()
-        for work in self.sent:
-            if work is not None:
-                work.wait()
+        for sent in self.sent:
+            sent.work.wait()
+            for parameter, piece, others in sent.without:
+                if others > 0:
+                    self.gradients.replace_gradient(parameter, piece)
         self.sent = []
 
     def _arrived(self, index: int, _: Tensor) -> None:
@@ -70,14 +82,25 @@ class Replicas:
             self._send()
 
     def _send(self) -> None:
-        """The next group's message; its gradients are views of it, to be read when it has arrived."""
+        """The next group's message; its gradients are views of it, to be read when it has arrived.
+
+        A parameter that a rank's passes did not reach (layerdrop, experts) sends zeros. How many ranks
+        reached each stands at the end of the message: none, and it has no gradient, as on one device.
+        """
         group = self.groups[len(self.sent)]
-        found = {p: gradient for p in group if (gradient := self.gradients.gradient(p)) is not None}
-        if not found:  # on no rank: all run the same model
-            self.sent.append(None)
-            return
-        message = torch.cat([gradient.flatten() for gradient in found.values()]).to(self.dtype)
-        pieces = message.split([gradient.numel() for gradient in found.values()])
-        for (parameter, gradient), piece in zip(found.items(), pieces, strict=True):
-            self.gradients.replace_gradient(parameter, piece.view(gradient.shape))
-        self.sent.append(dist.all_reduce(message, group=self.mesh.get_group(), async_op=True))
+        found = [self.gradients.gradient(parameter) for parameter in group]
+        flat = [
+            torch.zeros_like(p).flatten() if g is None else g.flatten()
+            for p, g in zip(group, found, strict=True)
+        ]
+        reached = torch.tensor([float(g is not None) for g in found])
+        message = torch.cat([*flat, reached.to(flat[0].device)]).to(self.dtype or flat[0].dtype)
+        *pieces, ranks = message.split([*(p.numel() for p in group), len(group)])
+        without = []
+        for place, (parameter, piece) in enumerate(zip(group, pieces, strict=True)):
+            if found[place] is None:
+                without.append((parameter, piece.view(parameter.shape), ranks[place]))
+            else:
+                self.gradients.replace_gradient(parameter, piece.view(parameter.shape))
+        work = dist.all_reduce(message, group=self.mesh.get_group(), async_op=True)
+        self.sent.append(Sent(work, without))

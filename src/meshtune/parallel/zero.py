@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from meshtune import compat
 from meshtune.parallel.mesh import World
 
 
@@ -96,10 +97,9 @@ def add_up(root: nn.Module) -> None:
     micro-batch go into their sum, which is in the reduce dtype.
     """
     for module in groups(root):
-        for group in module._get_fsdp_state()._fsdp_param_groups:  # pyright: ignore[reportAttributeAccessIssue]
-            for parameter in group.fsdp_params:
-                parameter.accumulate_unsharded_grad_if_needed()
-                parameter.to_accumulated_grad_if_needed()
+        for parameter in compat.fsdp_parameters(module):
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
 
 
 def let_go(root: nn.Module) -> None:

@@ -182,7 +182,7 @@ def head(m: Machine, tokens: Number, work: Work, tp: Number) -> Number:
     """Logits and loss of all tokens, there and back."""
     rows = work.vocabulary / tp
     products = product(m, tokens, rows, work.hidden) + product(m, tokens, work.hidden, rows)
-    products = products + product(m, rows, work.hidden, tokens)
+    products = products + work.head_trainable * product(m, rows, work.hidden, tokens)
     return products + tokens * rows * m.logit_bytes / (m.bandwidth * m.memory)
 
 
@@ -266,7 +266,7 @@ def step(
     heads = sum(k.count * (k.query_heads + k.key_heads) * (k.qk_dim + k.v_dim) for k in work.cores) / c.tp
     keys = gathered(m, ELEMENT * tokens * c.cp * widths, c.cp, local_cp) + latency(m, c.cp, local_cp)
     exchanged = gathered(m, ELEMENT * tokens * heads, c.cp, local_cp) + latency(m, c.cp, local_cp)
-    times = 2 + ~c.recomputes("none")
+    times = np.where(c.recomputes("none"), 2, 3)
     context = np.where(c.ulysses > 0, exchanged, keys) * times * (c.cp > 1)
 
     local_shards = np.minimum(shards, np.maximum(1.0, m.node / c.tp))
@@ -295,18 +295,29 @@ def step(
     fill = _fill(c, stage, one_forward, weight_pass)
 
     # once a step
-    own = (work.blocks * work.block_parameters / c.pp + work.vocabulary * work.hidden) / c.tp
+    outside = np.where(
+        c.pp > 1, work.vocabulary * work.hidden, work.outside_parameters
+    )  # of the fullest stage
+    own = (work.blocks * work.block_parameters / c.pp + outside) / c.tp
     trained = own * work.trainable
-    replicas = np.where(c.zero > 0, c.dp_replicate, c.dp_replicate * c.cp)
-    local_data = np.minimum(c.data_ranks * c.cp, np.maximum(1.0, m.node / c.tp))
-    all_data = c.data_ranks * c.cp
-    whole = 2 * gathered(m, m.gradient_bytes * trained, all_data, local_data)
-    local_replicas = np.minimum(replicas, np.maximum(1.0, m.node / (c.tp * shards)))
-    between = 2 * gathered(m, m.gradient_bytes * trained / shards, replicas, local_replicas)
-    once = np.where(c.zero < 2, whole, np.where(replicas > 1, between, 0.0))
-    data = once - np.minimum(once * m.data_overlap, block_backward * work.blocks / c.pp)
-    state = np.where(c.zero > 0, trained / shards, trained)
-    updating = state * m.optimizer_bytes / (m.bandwidth * m.memory)
+    copies = np.where(c.zero > 0, c.dp_replicate, c.data_ranks * c.cp)
+    local_copies = np.minimum(copies, np.maximum(1.0, m.node / (c.tp * np.where(c.zero > 0, shards, 1.0))))
+    kept = np.where(c.zero > 0, trained / shards, trained)
+    summed = 2 * gathered(m, m.gradient_bytes * kept, copies, local_copies)
+    summed = summed + np.where(
+        c.zero == 1, gathered(m, m.gradient_bytes * trained, shards, local_shards), 0.0
+    )
+    hidden = np.minimum(summed * m.data_overlap, block_backward * work.blocks / c.pp)
+    whole = (c.zero == 1) | (c.zero == 2)  # weights are gathered once, before the first forward
+    once = np.where(whole, gathered(m, m.weight_bytes * own, shards, local_shards), 0.0)
+    data = summed - hidden + once
+    updating = kept * m.optimizer_bytes / (m.bandwidth * m.memory)
+
+    # and what ZeRO-2 and -3 say of what is outside the blocks, with nothing beside it to hide behind
+    root = outside / c.tp / m.shard_share
+    root_gather = gathered(m, 2 * m.weight_bytes * root, shards, local_shards)
+    root_scatter = gathered(m, m.scatter_bytes * root * work.trainable, shards, local_shards)
+    rooted = np.where(c.zero == 3, root_gather, 0.0) + np.where(c.zero >= 2, root_scatter, 0.0)
 
     blocks = micro_batches * work.blocks / c.pp
     uneven = micro_batches * (slowest - stage)  # what waits for the slowest stage, the head's own time in it
@@ -317,7 +328,7 @@ def step(
         tensor=blocks * tensor,
         context=blocks * context,
         pipeline=micro_batches * sends,
-        data=blocks * sharding + data,
+        data=blocks * sharding + micro_batches * rooted + data,
         optimizer=updating,
         bubble=fill + uneven_head,
         host=blocks * waiting + micro_batches * m.host_micro_batch + m.host_step,
@@ -358,12 +369,16 @@ def _sent(size: Number, inside: Number, m: Machine) -> Number:
 def _fill(c: Columns, stage: Number, forward: Number, weights: Number) -> Number:
     """Time in which a rank waits for the first micro-batches, and for the last ones.
 
-    (pp - 1) · (F + B) for GPipe and 1F1B, a v-th of it interleaved (Narayanan et al. 2021, section 2.2); with
-    the weights' gradients W put off, (pp - 1)·(F + B - W) for ZB-H1, (pp - 1)·(F + B - 2W) for ZBV
-    (Qi et al. 2024, arXiv:2401.10241); B with W in it. DualPipeV as ZB-H1 over its half stages.
+    With F, B and W a rank's forward, backward of activations and backward of weights:
+    (pp - 1)·(F + B + W) for GPipe and 1F1B, a v-th of it interleaved (Narayanan et al. 2021, section 2.2);
+    (pp - 1)·(F + B - W) for ZB-H1 and (pp - 1)·(F + B - 2W) over half stages for ZBV (Qi et al. 2024,
+    arXiv:2401.10241); (pp - 1)·(F + 2B - W) over half stages for DualPipeV (DeepSeek-AI 2024,
+    arXiv:2412.19437, table 2, with no overlap inside a pair). Never less than half a forward: the three are
+    not as equal as that.
     """
-    each = np.where(c.runs("gpipe", "1f1b"), stage, stage / c.virtual_stages)
-    later = np.where(c.runs("zb"), weights / c.virtual_stages, np.where(c.runs("zbv"), weights, 0.0))
-    later = np.where(c.runs("dualpipev"), weights / 2, later)
+    chunk = stage / c.virtual_stages
+    saved = np.where(c.runs("zb"), 2 * weights, np.where(c.runs("zbv"), 3 * weights, 0.0))
+    saved = np.where(c.runs("dualpipev"), 3 * weights + forward - stage, saved) / c.virtual_stages
+    each = np.where(c.runs("gpipe", "1f1b"), stage, chunk)
     floor = np.where(c.runs("zb", "zbv", "dualpipev"), forward / c.virtual_stages * 0.5, 0.0)
-    return np.where(c.pp > 1, (c.pp - 1) * np.maximum(each - later, floor), 0.0)
+    return np.where(c.pp > 1, (c.pp - 1) * np.maximum(each - saved, floor), 0.0)

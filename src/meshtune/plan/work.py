@@ -50,8 +50,9 @@ class Core:
 class Work:
     """A model as the planner counts it: its average block, times `blocks`, and its head.
 
-    wide: features that widen in the MLP of a block (2·f with a gate, f without). parameters: elements of an
-    average block, and of embedding and head together. trainable: the share of all that is trained.
+    wide: features that widen in the MLP of a block (2·f with a gate, f without).
+    block_parameters, outside_parameters: elements of an average block, and of embedding and head together.
+    trainable: the share of all parameters that is trained; head_trainable: 1 or 0.
     """
 
     blocks: Number
@@ -63,6 +64,7 @@ class Work:
     block_parameters: Number
     outside_parameters: Number
     trainable: Number = 1.0
+    head_trainable: Number = 1.0
 
     @classmethod
     def of(cls, census: Census) -> Work:
@@ -90,7 +92,7 @@ class Work:
             m.rows * m.count
             for b in census.blocks
             for m in b.matrices
-            if m.kind == "mlp" and m.rows != census.hidden
+            if m.kind == "mlp" and m.cols == census.hidden and cuts.get(m.name) != "cols"
         )
         inside = sum(p.count for b in census.blocks for p in b.parameters)
         return cls(
@@ -103,6 +105,7 @@ class Work:
             block_parameters=inside / n,
             outside_parameters=census.total - inside,
             trainable=census.trainable / census.total,
+            head_trainable=float(census.head.trainable) if census.head else 1.0,
         )
 
     @classmethod

@@ -177,14 +177,7 @@ class Checkpoints:
         return sum(size for host, size in everyone if host == socket.gethostname())
 
     def clear_leftovers(self) -> None:
-        """Remove what killed runs left half-written. Each save does it too; only the run that writes may.
-
-        A checkpoint that was whole and only lacked its name, its predecessor being set aside, gets it.
-        """
-        for path in self.folder.glob(".tmp-step-*"):
-            named = self.folder / path.name.removeprefix(".tmp-")
-            if (path / "manifest.json").exists() and not named.exists():
-                path.rename(named)
+        """Remove what killed runs left half-written. Each save does it too; only the run that writes may."""
         for path in self.folder.glob(".tmp-*"):
             shutil.rmtree(path, ignore_errors=True)
 

@@ -226,9 +226,15 @@ class _BodyOutput(BaseModelOutputWithPast):
 class _Stub(nn.Module):
     """Stands for the body while the model's forward runs only its head."""
 
-    def __init__(self) -> None:
+    def __init__(self, body: nn.Module) -> None:
         super().__init__()
         self.hidden: Tensor | None = None
+        self.parts = {name for name, _ in body.named_children()}
+
+    def __getattr__(self, name: str) -> Any:
+        """Some heads call a part of the body (OPT its decoder): that is the stub too."""
+        parts = self.__dict__.get("parts", ())
+        return self if name in parts else super().__getattr__(name)
 
     def forward(self, *_: Any, **__: Any) -> _BodyOutput:
         return _BodyOutput(last_hidden_state=self.hidden)  # type: ignore[arg-type]
@@ -243,7 +249,8 @@ def headed(model: nn.Module, anatomy: Anatomy) -> Iterator[Callable[[Tensor], Te
     """
     parent_path, _, name = anatomy.body.rpartition(".")
     parent = model.get_submodule(parent_path)
-    body, stub = parent._modules[name], _Stub()
+    body = parent.get_submodule(name)
+    stub = _Stub(body)
 
     def logits_of(hidden: Tensor) -> Tensor:
         stub.hidden = hidden[None]

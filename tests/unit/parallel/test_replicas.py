@@ -21,14 +21,14 @@ BLOCKS = "model.model.layers"
 
 def stepped(
     ranks: int,
-    prepare: Callable[[Whole], Any] = lambda root: None,
+    prepare: Callable[[Whole, int], Any] = lambda root, rank: None,
     dtype: torch.dtype | None = None,
     hooks: bool = True,
 ) -> dict[str, Any]:
     """One step of replicas: messages by the micro-batch in whose backward they left, and the gradients."""
     world, root = join(Layout(dp_replicate=ranks), torch.device("cpu")), Whole()
     root.first = True  # type: ignore[assignment]  # as a stage is
-    prepare(root)
+    prepare(root, world.rank)
     mesh = zero.parameter_mesh(world)
     assert mesh is not None
     optimizer = Optimizer(root.named_parameters(), betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
@@ -51,7 +51,7 @@ def stepped(
     return {"left": left, "gradients": gradients, "storages": len(storages)}
 
 
-def freeze_some(root: Whole) -> None:
+def freeze_some(root: Whole, rank: int) -> None:
     """A whole block, and the embedding."""
     for parameter in (*root.get_submodule(f"{BLOCKS}.1").parameters(), root.model.model.embed_tokens.weight):
         parameter.requires_grad_(False)
@@ -91,3 +91,28 @@ def test_messages_in_a_reduce_dtype_of_their_own() -> None:
         for name, gradient in found["gradients"].items():
             assert gradient.dtype == torch.bfloat16
             torch.testing.assert_close(gradient.double(), gradients[name], rtol=3e-2, atol=1e-4)
+
+
+def skip_some(root: Whole, rank: int) -> None:
+    """Rank 1 never runs block 2, nobody block 3."""
+    for number in (2, 3) if rank else (3,):
+        root.get_submodule(f"{BLOCKS}.{number}").forward = lambda hidden, *_, **__: hidden  # type: ignore[method-assign]
+
+
+def test_ranks_that_reach_other_parameters_agree() -> None:
+    batches = micro_batches(2)
+    labels = sum(each.label_tokens for each in batches)
+    expected: dict[str, torch.Tensor] = {}
+    for rank in range(2):
+        root = Whole()
+        skip_some(root, rank)
+        for micro_batch in batches[rank::2]:
+            (root(micro_batch) / labels).backward()
+        for name, parameter in root.named_parameters():
+            if parameter.grad is not None:
+                expected[name] = expected.get(name, 0) + parameter.grad
+    for found in run_ranks(2, stepped, 2, skip_some):
+        assert found["gradients"].keys() == expected.keys()
+        assert any(".2." in name for name in expected) and not any(".3." in name for name in expected)
+        for name, gradient in found["gradients"].items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-7, atol=1e-12)

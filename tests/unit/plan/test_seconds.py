@@ -108,7 +108,8 @@ def test_zero_speaks_as_often_as_its_stage_says() -> None:
     once = gathered(IDEAL, 1.0, 4, 4)
     weights = GPT.blocks * GPT.block_parameters
     assert seconds("dp4-mb1-ga4").data == pytest.approx(2 * 4 * weights * once)
-    assert seconds("zero1x4-mb1-ga4").data == pytest.approx(2 * 4 * weights * once)
+    assert seconds("zero1x4-mb1-ga4").data == pytest.approx((4 + 2) * weights * once)
+    assert seconds("zero2x4-mb1-ga4").data == pytest.approx((4 * 4 + 2) * weights * once)
     assert seconds("zero3x4-mb1-ga4").data == pytest.approx(4 * (2 + 2 + 4) * weights * once)
     hidden = replace(IDEAL, shard_overlap=1.0, link=1e15)
     assert seconds("zero3x4-mb1-ga4", hidden).data == pytest.approx(0)
@@ -120,12 +121,12 @@ def test_zero_speaks_as_often_as_its_stage_says() -> None:
         ("pp4-1f1b-mb1-ga8", 3 / 8),
         ("pp4-gpipe-mb1-ga8", 3 / 8),
         ("pp4-interleaved1f1b-v2-mb1-ga8", 3 / 16),
-        ("pp4-zb-mb1-ga8", 3 / 8 * 2 / 3),
+        ("pp4-zb-mb1-ga8", 3 / 8 / 3),
         ("mb1-ga8", 0),
     ],
 )
 def test_bubbles_are_the_papers(text: str, bubble: float) -> None:
-    """As a part of the ideal time; with F = 1 and B = 2 of which W = 1, ZB-H1 saves one of three."""
+    """As a part of the ideal time; with F = B = W, ZB-H1 leaves a third of 1F1B's."""
     fast = replace(IDEAL, network=1e18, link=1e18)
     found = seconds(text, fast)
     assert found.bubble / found.compute == pytest.approx(bubble, rel=1e-3)

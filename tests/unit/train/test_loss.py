@@ -9,11 +9,11 @@ from families import COMMON, FAMILIES
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, GraniteConfig
+from transformers import AutoModelForCausalLM, GraniteConfig, OPTConfig
 
 from meshtune.data.loader import MicroBatch
 from meshtune.model.anatomy import anatomy
-from meshtune.train.loss import head_loss, summed_loss
+from meshtune.train.loss import head_loss, headed, summed_loss
 
 FAMILIES_AND_GRANITE = FAMILIES | {"granite": lambda: GraniteConfig(**COMMON, logits_scaling=3.0)}
 DOCUMENTS, SEQ, VOCABULARY = ((13, 5, 20), (38,), (9, 17), (1, 2, 30)), 40, 256
@@ -247,3 +247,19 @@ def test_a_wrong_label_count_is_noticed():
     )
     with pytest.raises(RuntimeError, match="label_tokens"):
         summed_loss(ours, anatomy(ours), wrong)
+
+
+def test_a_head_that_calls_a_part_of_the_body_goes_through_its_own_forward():
+    """OPT's calls `self.model.decoder`."""
+    model = AutoModelForCausalLM.from_config(
+        OPTConfig(
+            vocab_size=64, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
+            max_position_embeddings=32, word_embed_proj_dim=32,
+        )
+    ).eval()  # fmt: skip
+    ids = torch.randint(0, 64, (1, 8))
+    with torch.no_grad():
+        expected = model(ids).logits[0]
+        hidden = model.model.decoder(ids).last_hidden_state[0]
+        with headed(model, anatomy(model)) as logits_of:
+            torch.testing.assert_close(logits_of(hidden), expected)
