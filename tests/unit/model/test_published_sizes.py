@@ -55,7 +55,13 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+LARGE = 20e9  # parameters: so many modules take seconds to build
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if size > LARGE else n for n, (_, size) in PUBLISHED.items()],
+)
 def test_a_config_alone_gives_the_published_number_of_parameters(name: str) -> None:
     settings, published = PUBLISHED[name]
     found = census(AutoConfig.for_model(**settings))
