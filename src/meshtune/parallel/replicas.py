@@ -93,8 +93,10 @@ class Replicas:
             torch.zeros_like(p).flatten() if g is None else g.flatten()
             for p, g in zip(group, found, strict=True)
         ]
-        reached = torch.tensor([float(g is not None) for g in found])
-        message = torch.cat([*flat, reached.to(flat[0].device)]).to(self.dtype or flat[0].dtype)
+        reached = flat[0].new_ones(len(group))
+        if any(g is None for g in found):
+            reached = reached.new_tensor([float(g is not None) for g in found])
+        message = torch.cat([*flat, reached]).to(self.dtype or flat[0].dtype)
         *pieces, ranks = message.split([*(p.numel() for p in group), len(group)])
         without = []
         for place, (parameter, piece) in enumerate(zip(group, pieces, strict=True)):
