@@ -42,7 +42,7 @@ def varlen_attention(
 
 
 def fsdp_parameters(module: Any) -> list[Any]:
-    """FSDP2's own of the parameters that travel with `module`; until torch 2.13 a module had one group."""
+    """FSDP2's own of the parameters that travel with `module`; torch 2.13 has a list of groups."""
     state = module._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [parameter for group in groups if group is not None for parameter in group.fsdp_params]

@@ -16,7 +16,16 @@ from typing import Any, NamedTuple
 from meshtune.errors import UserError
 
 CP_METHODS = ("allgather", "ulysses")
-SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "loopedbfs", "zb", "zbv", "dualpipev")
+TORCH_SCHEDULES = {  # ours -> what torch.distributed.pipelining calls them
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved1f1b": "Interleaved1F1B",
+    "loopedbfs": "LoopedBFS",
+    "zb": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+SCHEDULES = tuple(TORCH_SCHEDULES)
 VIRTUAL_SCHEDULES = ("interleaved1f1b", "loopedbfs", "zb")  # the ones that take v > 1
 V_SCHEDULES = ("zbv", "dualpipev")  # two stages a rank: down the ranks and up again
 RECOMPUTE = ("none", "attention", "selective", "full")

@@ -28,6 +28,7 @@ from torch.distributed.pipelining.schedules import (
 from transformers import PreTrainedModel
 
 from meshtune.data.loader import MicroBatch
+from meshtune.layout import TORCH_SCHEDULES
 from meshtune.model.anatomy import Anatomy, StandIn
 from meshtune.model.partition import stage_of_rank
 from meshtune.parallel import zero
@@ -35,16 +36,6 @@ from meshtune.parallel.attention import body_forward
 from meshtune.parallel.mesh import World
 
 Finish = Callable[[nn.Module, Anatomy, Tensor, MicroBatch], Tensor]
-
-SCHEDULES = {
-    "gpipe": "GPipe",
-    "1f1b": "1F1B",
-    "interleaved1f1b": "Interleaved1F1B",
-    "loopedbfs": "LoopedBFS",
-    "zb": "InterleavedZeroBubble",
-    "zbv": "ZBVZeroBubble",
-    "dualpipev": "DualPipeV",
-}
 
 
 class Stage(nn.Module):
@@ -209,7 +200,7 @@ class Pipeline:
                 )
                 for stage in self.stages
             ]  # fmt: skip
-            kind = get_schedule_class(SCHEDULES[layout.schedule])
+            kind = get_schedule_class(TORCH_SCHEDULES[layout.schedule])
             several = issubclass(kind, PipelineScheduleMulti)
             self._schedules[key] = kind(
                 made if several else made[0], number, loss_fn=self._scaled, scale_grads=False

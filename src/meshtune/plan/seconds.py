@@ -132,14 +132,13 @@ def product(m: Machine, rows: Number, cols: Number, inner: Number) -> Number:
     return _longer(busy, moved)
 
 
-def matrix(m: Machine, tokens: Number, gemm: Gemm, tp: Number) -> tuple[Number, Number]:
-    """(forward, backward) of one kind of matrix in a block, of which tp gives each rank a part."""
+def matrix(m: Machine, tokens: Number, gemm: Gemm, tp: Number) -> tuple[Number, Number, Number]:
+    """(forward, backward of inputs, of weights) of one kind of matrix in a block, cut by tp."""
     rows = gemm.rows / tp if gemm.cut == "rows" else gemm.rows
     cols = gemm.cols / tp if gemm.cut == "cols" else gemm.cols
-    forward = product(m, tokens, rows, cols)
-    backward = gemm.input_gradient * product(m, tokens, cols, rows)
-    backward = backward + gemm.trainable * product(m, rows, cols, tokens)
-    return gemm.count * forward, gemm.count * backward
+    inputs = gemm.input_gradient * product(m, tokens, cols, rows)
+    weights = gemm.trainable * product(m, rows, cols, tokens)
+    return gemm.count * product(m, tokens, rows, cols), gemm.count * inputs, gemm.count * weights
 
 
 def attended(document_tokens: Number, window: Number) -> Number:
@@ -245,9 +244,11 @@ def step(
     ]
     passes = elementwise(m, tokens, work, c)
     core_forward = sum(forward for forward, _ in cores)
-    product_forward = sum(forward for forward, _ in products)
+    product_forward = sum(ahead for ahead, _, _ in products)
+    weight_gradients = sum(weights for _, _, weights in products)
     gpu_forward = product_forward + core_forward + passes
-    gpu_backward = sum(backward for _, backward in (*products, *cores)) + 2 * passes
+    gpu_backward = sum(inputs for _, inputs, _ in products) + weight_gradients
+    gpu_backward = gpu_backward + sum(back for _, back in cores) + 2 * passes
     again = np.where(c.recomputes("full"), gpu_forward, 0.0)
     again = again + np.where(c.recomputes("attention"), core_forward, 0.0)
     again = again + np.where(c.recomputes("selective"), m.selective * product_forward + passes, 0.0)
@@ -290,14 +291,10 @@ def step(
     stage = block * work.blocks / c.pp + sends + m.host_micro_batch
     slowest = block * fullest + sends + m.host_micro_batch
     one_forward = block_forward * work.blocks / c.pp
-    weight_pass = sum(gemm.count * _weights(m, tokens, gemm, c.tp) for gemm in work.matrices)
-    weight_pass = weight_pass * work.blocks / c.pp
-    fill = _fill(c, stage, one_forward, weight_pass)
+    fill = _fill(c, stage, one_forward, weight_gradients * work.blocks / c.pp)
 
     # once a step
-    outside = np.where(
-        c.pp > 1, work.vocabulary * work.hidden, work.outside_parameters
-    )  # of the fullest stage
+    outside = np.where(c.pp > 1, work.vocabulary * work.hidden, work.outside_parameters)
     own = (work.blocks * work.block_parameters / c.pp + outside) / c.tp
     trained = own * work.trainable
     copies = np.where(c.zero > 0, c.dp_replicate, c.data_ranks * c.cp)
@@ -343,12 +340,6 @@ def _longer(a: Number, b: Number) -> Number:
 def _exposed(computing: Number, message: Number, overlap: Number) -> Number:
     """What a message beside a computation adds to it."""
     return np.maximum(message - computing, 0.0) + (1 - overlap) * np.minimum(computing, message)
-
-
-def _weights(m: Machine, tokens: Number, gemm: Gemm, tp: Number) -> Number:
-    rows = gemm.rows / tp if gemm.cut == "rows" else gemm.rows
-    cols = gemm.cols / tp if gemm.cut == "cols" else gemm.cols
-    return gemm.trainable * product(m, rows, cols, tokens)
 
 
 def _fullest_stage(blocks: Number, pp: Number, head_blocks: Number, balanced: Number) -> Number:

@@ -15,13 +15,12 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from meshtune.layout import Layout
+from meshtune.layout import TORCH_SCHEDULES, Layout
 from meshtune.model.anatomy import anatomy
 from meshtune.model.partition import stage_blocks, stage_count, stage_of_rank
 from meshtune.model.support import ZERO_BUBBLE
 from meshtune.parallel.apply import apply
 from meshtune.parallel.mesh import join
-from meshtune.parallel.pipeline import SCHEDULES
 from meshtune.parallel.zero import local
 from meshtune.train.loss import finish_loss, summed_loss
 
@@ -30,7 +29,7 @@ BLOCKS, VOCABULARY = 8, 256
 
 def test_torchs_schedules_still_take_lists_of_micro_batches() -> None:
     """`Pipeline` calls their private `_step_microbatches`: the public `step` splits tensors only."""
-    for name in SCHEDULES.values():
+    for name in TORCH_SCHEDULES.values():
         taken = signature(get_schedule_class(name)._step_microbatches).parameters
         assert list(taken)[1:5] == ["arg_mbs", "kwarg_mbs", "target_mbs", "losses"]
         assert "return_outputs" in taken

@@ -9,7 +9,7 @@ from textwrap import indent
 from typing import Any
 
 from meshtune.config import Config, SourceConfig
-from meshtune.layout import V_SCHEDULES, Layout
+from meshtune.layout import TORCH_SCHEDULES, V_SCHEDULES, Layout
 from meshtune.plan.export.exported import (
     Exported,
     column,
@@ -25,15 +25,6 @@ from meshtune.plan.export.exported import (
 )
 
 TOOL = "torchtitan"
-SCHEDULES = {
-    "gpipe": "GPipe",
-    "1f1b": "1F1B",
-    "interleaved1f1b": "Interleaved1F1B",
-    "loopedbfs": "LoopedBFS",
-    "zb": "InterleavedZeroBubble",
-    "zbv": "ZBVZeroBubble",
-    "dualpipev": "DualPipeV",
-}
 LOOPED = ("interleaved1f1b", "loopedbfs", "zb", *V_SCHEDULES)  # cut into two stages a rank
 RECOMPUTE = {
     "none": "None",
@@ -218,7 +209,7 @@ def parallelism(layout: Layout) -> dict[str, Any]:
         "fsdp_reshard_after_forward": RESHARD[layout.zero],
     }
     if layout.pp > 1:
-        sizes["pipeline_parallel_schedule"] = SCHEDULES[layout.schedule]
+        sizes["pipeline_parallel_schedule"] = TORCH_SCHEDULES[layout.schedule]
         sizes["pipeline_parallel_microbatch_size"] = layout.micro_batch_size
     if layout.cp > 1:
         sizes["context_parallel_load_balancer"] = "ptrr"  # the one that cuts masks of packed documents
