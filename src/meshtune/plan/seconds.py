@@ -216,6 +216,177 @@ def all_reduced(m: Machine, size: Number, ranks: Number, local: Number) -> Numbe
     return 2 * gathered(m, size, ranks, local) + latency(m, ranks, local)
 
 
+# a block, one micro-batch #
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What a GPU computes of one block for one micro-batch. again: what backward repeats of forward. weights:
+    the part of backward that makes the gradients of weights.
+    """
+
+    forward: Number
+    backward: Number
+    again: Number
+    weights: Number
+
+    @property
+    def total(self) -> Number:
+        return self.forward + self.backward + self.again
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block and micro-batch on a rank: forward and backward with the messages between its tensor and
+    context ranks (of which `tensor` and `context` are there and back) and the host's `waiting`; `sharding` is
+    what ZeRO-2 and -3 add to them.
+    """
+
+    passes: Passes
+    forward: Number
+    backward: Number
+    waiting: Number
+    tensor: Number
+    context: Number
+    sharding: Number
+
+    @property
+    def total(self) -> Number:
+        return self.forward + self.backward + self.sharding
+
+
+def block_of(work: Work, c: Columns, m: Machine, seq_len: Number, documents: Number) -> Block:
+    passes = computed(work, c, m, seq_len, documents)
+    hosts = np.where(c.recomputes("full"), 3, 2) * m.host_block
+    forward = _longer(passes.forward, m.host_block)
+    backward = _longer(passes.backward + passes.again, hosts)
+    tensor, context = tensor_messages(work, c, m, seq_len), context_messages(work, c, m, seq_len)
+    told = (tensor + context) / 2
+    return Block(
+        passes=passes,
+        forward=forward + told,
+        backward=backward + told,
+        waiting=forward + backward - passes.total,
+        tensor=tensor,
+        context=context,
+        sharding=shard_messages(work, c, m, forward + told, backward + told),
+    )
+
+
+def computed(work: Work, c: Columns, m: Machine, seq_len: Number, documents: Number) -> Passes:
+    tokens = _tokens(c, seq_len)
+    products = [matrix(m, tokens, gemm, c.tp) for gemm in work.matrices]
+    slower = np.where(c.cp > 1, m.context_attention, 1.0)
+    cores = [
+        (slower * ahead, slower * back)
+        for core in work.cores
+        for ahead, back in [attention(m, tokens, seq_len, documents, core, c.tp)]
+    ]
+    passes = elementwise(m, tokens, work, c)
+    core_forward = sum(ahead for ahead, _ in cores)
+    product_forward = sum(ahead for ahead, _, _ in products)
+    weights = sum(weights for _, _, weights in products)
+    forward = product_forward + core_forward + passes
+    backward = sum(inputs for _, inputs, _ in products) + weights
+    backward = backward + sum(back for _, back in cores) + 2 * passes
+    again = np.where(c.recomputes("full"), forward, 0.0)
+    again = again + np.where(c.recomputes("attention"), core_forward, 0.0)
+    again = again + np.where(c.recomputes("selective"), m.selective * product_forward + passes, 0.0)
+    return Passes(forward, backward, again, weights)
+
+
+def tensor_messages(work: Work, c: Columns, m: Machine, seq_len: Number) -> Number:
+    """Two sums of hidden states in forward, two in backward, two more where a forward is repeated."""
+    hidden_bytes = ELEMENT * _tokens(c, seq_len) * work.hidden
+    reduced = all_reduced(m, hidden_bytes, c.tp, _local(c.tp, 1.0, m))
+    repeated = c.recomputes("full") | (c.recomputes("selective") & (m.selective > 0))
+    return 2 * reduced * (1 + repeated) + 2 * reduced * (1 - m.tensor_overlap)
+
+
+def context_messages(work: Work, c: Columns, m: Machine, seq_len: Number) -> Number:
+    """Keys and values of the whole sequence gathered, or (Ulysses) sequences exchanged for heads."""
+    tokens = _tokens(c, seq_len)
+    local = _local(c.cp, c.tp, m)
+    widths = sum(k.count * k.key_heads * (k.qk_dim + k.v_dim) for k in work.cores) / c.tp
+    heads = sum(k.count * (k.query_heads + k.key_heads) * (k.qk_dim + k.v_dim) for k in work.cores) / c.tp
+    keys = gathered(m, ELEMENT * tokens * c.cp * widths, c.cp, local) + latency(m, c.cp, local)
+    exchanged = gathered(m, ELEMENT * tokens * heads, c.cp, local) + latency(m, c.cp, local)
+    times = np.where(c.recomputes("none"), 2, 3)
+    return np.where(c.ulysses > 0, exchanged, keys) * times * (c.cp > 1)
+
+
+def shard_messages(work: Work, c: Columns, m: Machine, forward: Number, backward: Number) -> Number:
+    """What ZeRO's gathered parameters (3) and scattered gradients (2, 3) add to the passes beside which they
+    travel.
+    """
+    shards = _shards(c)
+    local = _local(shards, c.tp, m)
+    weights = work.block_parameters / c.tp / m.shard_share
+    gather = gathered(m, m.weight_bytes * weights, shards, local)
+    scatter = gathered(m, m.scatter_bytes * weights * work.trainable, shards, local)
+    gather, scatter = (each + np.where(shards > 1, m.network_latency, 0.0) for each in (gather, scatter))
+    arriving = np.where(c.zero == 3, gather + scatter, np.where(c.zero == 2, scatter, 0.0))
+    ahead = np.where(c.zero == 3, _exposed(forward, gather, m.shard_overlap), 0.0)
+    return ahead + _exposed(backward, arriving, m.shard_overlap)
+
+
+# a pipeline #
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """sends: of one micro-batch, at one stage. bubble: of a step."""
+
+    sends: Number
+    bubble: Number
+
+
+def pipeline_of(work: Work, c: Columns, m: Machine, seq_len: Number, block: Block, head: Number) -> Pipeline:
+    """All stages wait for the first micro-batches and the last ones, and for the slowest stage, which may be
+    the one with the head.
+    """
+    fullest = _fullest_stage(work.blocks, c.pp, head / block.total, m.balanced)
+    hidden_bytes = ELEMENT * _tokens(c, seq_len) * work.hidden
+    send = _sent(hidden_bytes / np.where(c.sp > 0, c.tp, 1.0), c.tp * c.cp * c.data_ranks, m) * (c.pp > 1)
+    sends = 2 * send * c.virtual_stages
+    blocks = work.blocks / c.pp
+    stage = block.total * blocks + sends + m.host_micro_batch
+    slowest = block.total * fullest + sends + m.host_micro_batch
+    fill = _fill(c, stage, block.forward * blocks, block.passes.weights * blocks)
+    uneven = np.where(c.pp > 1, c.gradient_accumulation_steps * (slowest - stage), 0.0)
+    return Pipeline(sends, fill + uneven)
+
+
+# once a step #
+
+
+def gradients_and_update(work: Work, c: Columns, m: Machine, block: Block) -> tuple[Number, Number]:
+    """(messages of gradients and parameters that are not each block's own, the optimizer's update)."""
+    shards = _shards(c)
+    local_shards = _local(shards, c.tp, m)
+    outside = np.where(c.pp > 1, work.vocabulary * work.hidden, work.outside_parameters)
+    own = (work.blocks * work.block_parameters / c.pp + outside) / c.tp
+    trained = own * work.trainable
+    copies = np.where(c.zero > 0, c.dp_replicate, c.data_ranks * c.cp)
+    local_copies = _local(copies, c.tp * np.where(c.zero > 0, shards, 1.0), m)
+    kept = np.where(c.zero > 0, trained / shards, trained)
+    summed = 2 * gathered(m, m.gradient_bytes * kept, copies, local_copies)
+    summed = summed + np.where(
+        c.zero == 1, gathered(m, m.gradient_bytes * trained, shards, local_shards), 0.0
+    )
+    hidden = np.minimum(summed * m.data_overlap, block.backward * work.blocks / c.pp)
+    whole = (c.zero == 1) | (c.zero == 2)  # weights are gathered once, before the first forward
+    once = np.where(whole, gathered(m, m.weight_bytes * own, shards, local_shards), 0.0)
+
+    # what ZeRO-2 and -3 say of what is outside the blocks, with nothing beside it to hide behind
+    root = outside / c.tp / m.shard_share
+    root_gather = gathered(m, 2 * m.weight_bytes * root, shards, local_shards)
+    root_scatter = gathered(m, m.scatter_bytes * root * work.trainable, shards, local_shards)
+    rooted = np.where(c.zero == 3, root_gather, 0.0) + np.where(c.zero >= 2, root_scatter, 0.0)
+    messages = summed - hidden + once + c.gradient_accumulation_steps * rooted
+    return messages, kept * m.optimizer_bytes / (m.bandwidth * m.memory)
+
+
 # a step #
 
 
@@ -228,108 +399,37 @@ def step(
     the lengths); None: whole sequences.
     """
     documents = seq_len if document_tokens is None else np.minimum(document_tokens, seq_len)
-    tokens = c.micro_batch_size * seq_len / c.cp  # of a micro-batch, on a rank
-    local_tp = np.minimum(c.tp, m.node)
-    local_cp = np.minimum(c.cp, np.maximum(1.0, m.node / c.tp))
-    shards = c.dp_shard * c.cp
-    inner = c.tp * c.cp
-
-    # one block, one micro-batch
-    products = [matrix(m, tokens, gemm, c.tp) for gemm in work.matrices]
-    slower = np.where(c.cp > 1, m.context_attention, 1.0)
-    cores = [
-        (slower * ahead, slower * back)
-        for core in work.cores
-        for ahead, back in [attention(m, tokens, seq_len, documents, core, c.tp)]
-    ]
-    passes = elementwise(m, tokens, work, c)
-    core_forward = sum(forward for forward, _ in cores)
-    product_forward = sum(ahead for ahead, _, _ in products)
-    weight_gradients = sum(weights for _, _, weights in products)
-    gpu_forward = product_forward + core_forward + passes
-    gpu_backward = sum(inputs for _, inputs, _ in products) + weight_gradients
-    gpu_backward = gpu_backward + sum(back for _, back in cores) + 2 * passes
-    again = np.where(c.recomputes("full"), gpu_forward, 0.0)
-    again = again + np.where(c.recomputes("attention"), core_forward, 0.0)
-    again = again + np.where(c.recomputes("selective"), m.selective * product_forward + passes, 0.0)
-    forward = _longer(gpu_forward, m.host_block)
-    hosts = 2 * m.host_block + np.where(c.recomputes("full"), m.host_block, 0.0)
-    backward = _longer(gpu_backward + again, hosts)
-    computing = gpu_forward + gpu_backward + again
-    waiting = forward + backward - computing  # for the host
-
-    hidden_bytes = ELEMENT * tokens * work.hidden
-    reduced = all_reduced(m, hidden_bytes, c.tp, local_tp)
-    repeated = c.recomputes("full") | (c.recomputes("selective") & (m.selective > 0))
-    tensor = 2 * reduced * (1 + repeated) + 2 * reduced * (1 - m.tensor_overlap)
-
-    widths = sum(k.count * k.key_heads * (k.qk_dim + k.v_dim) for k in work.cores) / c.tp
-    heads = sum(k.count * (k.query_heads + k.key_heads) * (k.qk_dim + k.v_dim) for k in work.cores) / c.tp
-    keys = gathered(m, ELEMENT * tokens * c.cp * widths, c.cp, local_cp) + latency(m, c.cp, local_cp)
-    exchanged = gathered(m, ELEMENT * tokens * heads, c.cp, local_cp) + latency(m, c.cp, local_cp)
-    times = np.where(c.recomputes("none"), 2, 3)
-    context = np.where(c.ulysses > 0, exchanged, keys) * times * (c.cp > 1)
-
-    local_shards = np.minimum(shards, np.maximum(1.0, m.node / c.tp))
-    weights = work.block_parameters / c.tp / m.shard_share
-    gather = gathered(m, m.weight_bytes * weights, shards, local_shards)
-    scatter = gathered(m, m.scatter_bytes * weights * work.trainable, shards, local_shards)
-    gather, scatter = (each + np.where(shards > 1, m.network_latency, 0.0) for each in (gather, scatter))
-    block_forward = forward + tensor / 2 + context / 2
-    block_backward = backward + tensor / 2 + context / 2
-    sharding = np.where(c.zero == 3, _exposed(block_forward, gather, m.shard_overlap), 0.0)
-    arriving = np.where(c.zero == 3, gather + scatter, np.where(c.zero == 2, scatter, 0.0))
-    sharding = sharding + _exposed(block_backward, arriving, m.shard_overlap)
-
-    # a stage, and the pipeline
-    block = block_forward + block_backward + sharding
-    last = head(m, tokens, work, c.tp)
-    fullest = _fullest_stage(work.blocks, c.pp, last / block, m.balanced)
-    send = _sent(hidden_bytes / np.where(c.sp > 0, c.tp, 1.0), inner * c.data_ranks, m) * (c.pp > 1)
-    sends = 2 * send * c.virtual_stages
+    block = block_of(work, c, m, seq_len, documents)
+    last = head(m, _tokens(c, seq_len), work, c.tp)
+    pipeline = pipeline_of(work, c, m, seq_len, block, last)
+    messages, update = gradients_and_update(work, c, m, block)
     micro_batches = c.gradient_accumulation_steps
-    stage = block * work.blocks / c.pp + sends + m.host_micro_batch
-    slowest = block * fullest + sends + m.host_micro_batch
-    one_forward = block_forward * work.blocks / c.pp
-    fill = _fill(c, stage, one_forward, weight_gradients * work.blocks / c.pp)
-
-    # once a step
-    outside = np.where(c.pp > 1, work.vocabulary * work.hidden, work.outside_parameters)
-    own = (work.blocks * work.block_parameters / c.pp + outside) / c.tp
-    trained = own * work.trainable
-    copies = np.where(c.zero > 0, c.dp_replicate, c.data_ranks * c.cp)
-    local_copies = np.minimum(copies, np.maximum(1.0, m.node / (c.tp * np.where(c.zero > 0, shards, 1.0))))
-    kept = np.where(c.zero > 0, trained / shards, trained)
-    summed = 2 * gathered(m, m.gradient_bytes * kept, copies, local_copies)
-    summed = summed + np.where(
-        c.zero == 1, gathered(m, m.gradient_bytes * trained, shards, local_shards), 0.0
-    )
-    hidden = np.minimum(summed * m.data_overlap, block_backward * work.blocks / c.pp)
-    whole = (c.zero == 1) | (c.zero == 2)  # weights are gathered once, before the first forward
-    once = np.where(whole, gathered(m, m.weight_bytes * own, shards, local_shards), 0.0)
-    data = summed - hidden + once
-    updating = kept * m.optimizer_bytes / (m.bandwidth * m.memory)
-
-    # and what ZeRO-2 and -3 say of what is outside the blocks, with nothing beside it to hide behind
-    root = outside / c.tp / m.shard_share
-    root_gather = gathered(m, 2 * m.weight_bytes * root, shards, local_shards)
-    root_scatter = gathered(m, m.scatter_bytes * root * work.trainable, shards, local_shards)
-    rooted = np.where(c.zero == 3, root_gather, 0.0) + np.where(c.zero >= 2, root_scatter, 0.0)
-
     blocks = micro_batches * work.blocks / c.pp
-    uneven = micro_batches * (slowest - stage)  # what waits for the slowest stage, the head's own time in it
-    lone_head = np.where(c.pp > 1, 0.0, micro_batches * last)
-    uneven_head = np.where(c.pp > 1, uneven, 0.0)
     return Seconds(
-        compute=blocks * computing + lone_head,
-        tensor=blocks * tensor,
-        context=blocks * context,
-        pipeline=micro_batches * sends,
-        data=blocks * sharding + micro_batches * rooted + data,
-        optimizer=updating,
-        bubble=fill + uneven_head,
-        host=blocks * waiting + micro_batches * m.host_micro_batch + m.host_step,
+        compute=blocks * block.passes.total + np.where(c.pp > 1, 0.0, micro_batches * last),
+        tensor=blocks * block.tensor,
+        context=blocks * block.context,
+        pipeline=micro_batches * pipeline.sends,
+        data=blocks * block.sharding + messages,
+        optimizer=update,
+        bubble=pipeline.bubble,
+        host=blocks * block.waiting + micro_batches * m.host_micro_batch + m.host_step,
     )
+
+
+def _tokens(c: Columns, seq_len: Number) -> Number:
+    """Of a micro-batch, on a rank."""
+    return c.micro_batch_size * seq_len / c.cp
+
+
+def _shards(c: Columns) -> Number:
+    """Ranks that ZeRO cuts its state over."""
+    return c.dp_shard * c.cp
+
+
+def _local(ranks: Number, inside: Number, m: Machine) -> Number:
+    """How many of a group's ranks are in one node, where each stands for `inside` neighbours."""
+    return np.minimum(ranks, np.maximum(1.0, m.node / inside))
 
 
 def _longer(a: Number, b: Number) -> Number:
