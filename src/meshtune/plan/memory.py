@@ -1,25 +1,37 @@
-"""What the memory of a rank is made of, in closed forms.
+"""What a rank holds at each moment of a step, in closed forms.
 
-    states (weights, gradients, optimizer)   by precision and ZeRO stage       `states`
-    saved activations                        by block, recompute, tp, sp, cp   `saved`, times `in_flight`
+    states (weights, gradients, optimizer)   by precision and ZeRO stage            `states`, `held_states`
+    saved activations                        by block, recompute, tp, sp, cp        `saved`, times `in_flight`
+    the loss, messages, what software adds   by what the stack does                 `Accounting`
+                                             ──> `peak`: the most of all moments and pipeline ranks
 
-What a stack saves and keeps is data (`Saved`, `Precision`), not branches. Bytes throughout; floats or arrays.
+What a stack keeps is data (`Accounting`, stacks.toml), not branches. Bytes throughout; floats or arrays.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from meshtune.plan.work import Columns, Number, Work
+from meshtune.plan.work import Columns, Kept, Number, Weight, Work
+
+CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "overhead")
+MOMENTS = ("loss", "backward of the head", "backward of a block", "end of backward", "update")
+BUCKET = 64 * 2**20  # elements that the optimizer turns into fp32 at a time (train/optim.py)
+RANKS = ("first", "middle", "last")  # pipeline ranks that a peak can be on
 
 # model states #
 
 
 class Precision(NamedTuple):
-    """Bytes per parameter of each copy. accumulated: a sum of gradients beside them; master: a second, wider
-    copy of the weights.
+    """Bytes per parameter of each copy.
+
+    weight: as forward and backward compute with it; gradient: as a backward makes it. accumulated: of the
+    sum over micro-batches and ranks; beside: 1: that sum stands beside the gradients, 0: in their place.
+    master: a second, wider copy of the weights. moments: AdamW's two.
     """
 
     weight: float
@@ -27,28 +39,36 @@ class Precision(NamedTuple):
     accumulated: float
     master: float
     moments: float
+    beside: float = 0.0
 
     @property
-    def total(self) -> float:
-        return sum(self)
+    def trained(self) -> float:
+        """Of the weights as the optimizer has them."""
+        return self.master or self.weight
 
 
 PRECISIONS = {
-    "fp32": Precision(4, 4, 0, 0, 8),
-    "mixed": Precision(2, 2, 0, 4, 8),  # Rajbhandari et al. 2020: 2 + 2 + 12
-    "mixed, fp32 gradients beside": Precision(2, 2, 4, 4, 8),  # several micro-batches add up in fp32
-    "bf16-pure": Precision(2, 2, 0, 0, 4),
+    "fp32": Precision(4, 4, 4, 0, 8),
+    "fp64": Precision(8, 8, 8, 0, 16),
+    "bf16": Precision(2, 2, 4, 4, 8),
+    "bf16-pure": Precision(2, 2, 4, 0, 4),
 }
+# Rajbhandari et al. 2020: 2 + 2 + 12; and with micro-batches that add up in fp32 beside the gradients
+MIXED = Precision(2, 2, 2, 4, 8)
+MIXED_BESIDE = Precision(2, 2, 4, 4, 8, beside=1)
 
 
 class States(NamedTuple):
+    """In bytes. gathered: whole weights beside a shard of them."""
+
     weights: Number
     gradients: Number
     optimizer: Number
+    gathered: Number = 0.0
 
     @property
     def total(self) -> Number:
-        return self.weights + self.gradients + self.optimizer
+        return sum(self)
 
 
 def states(precision: Precision, parameters: Number, zero: Number = 0, shards: Number = 1) -> States:
@@ -56,9 +76,10 @@ def states(precision: Precision, parameters: Number, zero: Number = 0, shards: N
     state from 1, gradients from 2, weights from 3 (Rajbhandari et al. 2020, arXiv:1910.02054, figure 1).
     """
     p, n = precision, parameters
+    gradient = p.gradient + p.accumulated if p.beside else p.accumulated
     return States(
         weights=n * p.weight / np.where(zero >= 3, shards, 1),
-        gradients=n * (p.gradient + p.accumulated) / np.where(zero >= 2, shards, 1),
+        gradients=n * gradient / np.where(zero >= 2, shards, 1),
         optimizer=n * (p.master + p.moments) / np.where(zero >= 1, shards, 1),
     )
 
@@ -70,6 +91,64 @@ def gpt_parameters(layers: Number, hidden: Number, vocabulary: Number, seq_len: 
     return layers * (12 * hidden**2 + 13 * hidden) + (vocabulary + seq_len) * hidden + 2 * hidden
 
 
+class Elements(NamedTuple):
+    """Of parameters on a rank: all after tp and pp, those that are trained, and its ZeRO shards of both."""
+
+    whole: Number
+    trained: Number
+    shard: Number
+    trained_shard: Number
+
+
+def elements(weights: Sequence[Weight], c: Columns) -> Elements:
+    """Of the rank that has most: the first shard, cut along the rows, and the first piece of each matrix
+    (partition.piece's rule).
+    """
+    shards = np.where(c.zero > 0, c.dp_shard * c.cp, 1.0)
+    found = []
+    for w in weights:
+        splits = np.where((w.heads > 0) & (w.heads < c.tp), 1.0, c.tp)
+        rows = np.ceil(w.rows / splits) if w.cut == "rows" else w.rows
+        cols = np.ceil(w.cols / splits) if w.cut == "cols" else w.cols
+        whole, shard = w.count * rows * cols, w.count * np.ceil(rows / shards) * cols
+        found.append((whole, whole * w.trainable, shard, shard * w.trainable))
+    return Elements(*(sum(each) for each in zip(*found, strict=True))) if found else Elements(0, 0, 0, 0)
+
+
+def held_states(a: Accounting, n: Elements, c: Columns) -> States:
+    """Of a rank while the last backward of a step ends, by what the stack does (partition.Bytes is the same
+    for ours, tested equal).
+    """
+    p = a.precision
+    several = (c.gradient_accumulation_steps > 1) | (
+        np.where(c.zero > 0, c.dp_replicate, c.data_ranks * c.cp) > 1
+    )
+    sharded = c.zero > 0
+    frozen_shard = n.shard - n.trained_shard
+    summed = np.where(several, p.accumulated, p.gradient) + p.beside * p.gradient
+    kept_whole = (c.zero < 2) & (c.gradient_accumulation_steps > 1)
+    if (
+        a.shards_masters
+    ):  # FSDP: the shard is the master, and the passes compute with what is gathered from it
+        return States(
+            weights=np.where(
+                sharded, n.trained_shard * p.trained + frozen_shard * p.weight, n.whole * p.weight
+            ),
+            gathered=np.where(sharded & (c.zero < 3), n.whole * p.weight, 0.0),
+            gradients=np.where(
+                sharded,
+                np.where(kept_whole, n.trained * p.accumulated, n.trained_shard * p.trained),
+                n.trained * summed,
+            ),
+            optimizer=np.where(sharded, n.trained_shard * p.moments, n.trained * (p.master + p.moments)),
+        )
+    return States(
+        weights=np.where(c.zero == 3, n.shard, n.whole) * p.weight,
+        gradients=np.where(c.zero >= 2, n.trained_shard, n.trained) * summed,
+        optimizer=np.where(sharded, n.trained_shard, n.trained) * (p.master + p.moments),
+    )
+
+
 # saved activations #
 
 
@@ -77,12 +156,10 @@ class Saved(NamedTuple):
     """What a block's forward keeps for its backward, in bytes per token and feature of each kind.
 
     outside: per hidden feature, outside what tp cuts (sp splits it).
-    entering: per hidden feature of what goes into the cut matrices; sp splits it only where the stack gathers
-    it again (`regathers`).
+    entering: per hidden feature of what goes into the cut matrices.
     queries, keys, heads: per feature of queries and of keys and values, and per head.
     output: per feature of the core's output. wide: per widened feature of the MLP.
-    scores: per head and key, where scores are written out.
-    matrices: per output feature of a matrix, where "selective" keeps those alone. constant: per token.
+    scores: per head and key, where scores are written out. constant: per token.
     """
 
     outside: float
@@ -93,55 +170,296 @@ class Saved(NamedTuple):
     output: float
     wide: float
     scores: float
-    matrices: float = 2
     constant: float = 0
-    regathers: float = 1
+
+    def of(self, work: Work, seq_len: Number) -> Kept:
+        """In bytes per token of an average block of a plain decoder."""
+        queries = sum(k.count * k.query_heads * k.qk_dim for k in work.cores)
+        outputs = sum(k.count * k.query_heads * k.v_dim for k in work.cores)
+        keys = sum(k.count * k.key_heads * (k.qk_dim + k.v_dim) for k in work.cores)
+        heads = sum(k.count * k.query_heads for k in work.cores)
+        return Kept(
+            outside=self.outside * work.hidden + self.constant,
+            entering=self.entering * work.hidden,
+            inside=self.wide * work.wide,
+            core=self.queries * queries + self.keys * keys + self.output * outputs,
+            keys=self.keys * keys,
+            statistics=self.heads * heads + self.scores * heads * seq_len,
+        )
 
 
 # Korthikanti et al. 2022 (arXiv:2205.05198), table 2, 16-bit with dropout: 10 + 24/t + 5as/(ht)
 MEGATRON = Saved(outside=6, entering=4, queries=2, keys=2, heads=0, output=2, wide=4, scores=5)
 # Hugging Face's Llama with a flash kernel, bf16, measured to the byte: 20h + 4·h_kv + 8f + 4a + 8
-EAGER = Saved(
-    outside=12, entering=4, queries=2, keys=2, heads=4, output=2, wide=4, scores=0, constant=8, regathers=0
-)
+EAGER = Saved(outside=12, entering=4, queries=2, keys=2, heads=4, output=2, wide=4, scores=0, constant=8)
 
 
 def saved(
-    s: Saved, work: Work, c: Columns, seq_len: Number, hidden_bytes: float = 2
+    kept: Kept, work: Work, c: Columns, tokens: Number, *, element: float = 2, regathers: bool = False
 ) -> tuple[Number, Number]:
-    """(kept, at work): bytes that a micro-batch keeps in an average block until its backward, and what that
-    backward has at once when it has computed the rest again.
+    """(kept, at work): bytes that a micro-batch of `tokens` on a rank keeps in an average block until its
+    backward, and what that backward has at once when it has computed the rest again.
+
+    regathers: what enters cut matrices is gathered again under sp, so that its split is what is kept.
     """
-    tokens = c.micro_batch_size * seq_len / c.cp
     sequence = np.where(c.sp > 0, c.tp, 1.0)
-    outside = s.outside * work.hidden / sequence + s.constant
-    entering = s.entering * work.hidden / np.where(s.regathers > 0, sequence, 1.0)
-    queries = sum(k.count * k.query_heads * k.qk_dim for k in work.cores)
+    core = (kept.core + kept.statistics) / c.tp
     outputs = sum(k.count * k.query_heads * k.v_dim for k in work.cores)
-    keys = sum(k.count * k.key_heads * (k.qk_dim + k.v_dim) for k in work.cores)
-    heads = sum(k.count * k.query_heads for k in work.cores)
-    core = s.heads * heads + s.scores * heads * seq_len  # its output is what the next matrix keeps
-    inside = (s.queries * queries + s.keys * keys + s.output * outputs + core + s.wide * work.wide) / c.tp
-    whole = tokens * (outside + entering + inside)
+    gathered = np.where(c.ulysses > 0, element * outputs, (c.cp - 1) * kept.keys) / c.tp
+    core = core + np.where(
+        c.cp > 1, gathered, 0.0
+    )  # keys and values of all; or the output as it came and as it left
+    whole = tokens * (
+        kept.outside / sequence + kept.entering / (sequence if regathers else 1.0) + kept.inside / c.tp + core
+    )
+    boundary = tokens * element * work.hidden / sequence
     cut = sum(m.count * m.rows for m in work.matrices if m.cut == "rows") + outputs
     uncut = sum(m.count * m.rows for m in work.matrices if m.cut != "rows")
-    matrices = s.matrices * (cut / c.tp + uncut / sequence)
-    by_selective = tokens * (matrices + s.heads * heads / c.tp + hidden_bytes * work.hidden / sequence)
-    by_full = tokens * hidden_bytes * work.hidden / sequence
-    kept = np.where(c.recomputes("attention"), whole - tokens * core / c.tp, whole)
-    kept = np.where(c.recomputes("selective"), np.minimum(by_selective, whole), kept)
-    kept = np.where(c.recomputes("full"), by_full, kept)
-    return kept, np.where(c.recomputes("none"), 0.0, whole - np.where(c.recomputes("full"), 0.0, kept))
+    products = tokens * (element * (cut / c.tp + uncut / sequence) + kept.statistics / c.tp) + boundary
+    found = np.where(c.recomputes("attention"), whole - tokens * kept.statistics / c.tp, whole)
+    found = np.where(c.recomputes("selective"), np.minimum(products, whole), found)
+    found = np.where(c.recomputes("full"), boundary, found)
+    again = np.where(c.recomputes("selective"), whole - found, np.where(c.recomputes("full"), whole, 0.0))
+    return found, again
 
 
-def in_flight(c: Columns) -> Number:
-    """Micro-batches whose activations the first pipeline rank holds at most, in whole stages of this rank.
+# pipelines #
 
-    GPipe and looped BFS: all of them; 1F1B, zero-bubble and ZBV: as many as there are ranks; interleaved
-    (1 + (p - 1)/(p·v)) times that (Korthikanti et al. 2022, section 4.2.3); DualPipeV half a stage more.
+
+@dataclass(frozen=True)
+class Stages:
+    """What the first, a middle and the last pipeline rank have: arrays [RANKS, layouts].
+
+    blocks: on the rank; chunk: in its largest stage. first, last: 1 on the rank with the embedding, with the
+    head. place: the rank's index.
     """
-    m = c.gradient_accumulation_steps
-    ranks = np.where(c.runs("interleaved1f1b"), c.pp * (1 + (c.pp - 1) / (c.pp * c.virtual_stages)), c.pp)
-    ranks = np.where(c.runs("dualpipev"), c.pp + 0.5, ranks)
-    held = np.where(c.runs("gpipe", "loopedbfs"), m, np.minimum(ranks, m))
+
+    blocks: Number
+    chunk: Number
+    first: Number
+    last: Number
+    place: Number
+
+    @classmethod
+    def even(cls, blocks: Number, c: Columns) -> Stages:
+        """Equal stages, the larger ones first."""
+        most = np.ceil(blocks / c.pp - 1e-9)
+        place = np.stack([0 * c.pp, np.minimum(1.0, c.pp - 1), c.pp - 1])
+        v_shaped = c.runs("zbv", "dualpipev")
+        return cls(
+            blocks=np.broadcast_to(most, place.shape),
+            chunk=np.broadcast_to(np.ceil(most / c.virtual_stages - 1e-9), place.shape),
+            first=(place == 0) * 1.0,
+            last=np.where(v_shaped, place == 0, place == c.pp - 1) * 1.0,
+            place=place,
+        )
+
+
+def in_flight(c: Columns, place: Number = 0.0) -> Number:
+    """Micro-batches whose activations pipeline rank `place` holds at most, in whole stages of this rank.
+
+    GPipe and looped BFS: all of them; 1F1B: as many as there are ranks from it on; interleaved: the warm-up
+    of (v - 1)·p + 2·(p - 1 - i) stages and one more, on the first rank 1 + (p - 1)/(p·v) times p
+    (Korthikanti et al. 2022, section 4.2.3); zero-bubble schedules, whose backward of weights comes later: as
+    many as there are ranks; DualPipeV half a stage more.
+    """
+    m, v = c.gradient_accumulation_steps, c.virtual_stages
+    behind = c.pp - place
+    held = np.where(c.runs("interleaved1f1b"), ((v - 1) * c.pp + 2 * (behind - 1) + 1) / v, behind)
+    held = np.where(c.runs("zb", "zbv"), c.pp, np.where(c.runs("dualpipev"), c.pp + 0.5, held))
+    held = np.where(c.runs("gpipe", "loopedbfs"), m, np.minimum(held, m))
     return np.where(c.pp > 1, held, 1.0)
+
+
+# a step #
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """How software keeps things, in bytes (stacks.toml; `ours` for this engine).
+
+    element: of activations. shards_masters: ZeRO's shards are the masters, and weights are gathered from them
+    (FSDP). regathers: see `saved`. saved: where a model was not traced. chunk: tokens whose logits exist at a
+    time. logit: what is held for each of them. ahead: groups of parameters that ZeRO-3 gathers at a time.
+    message: of an element of a gradient message. reserved: what the allocator keeps beyond what is in use, as
+    a share of what comes and goes. context: outside the allocator; communicator: for each kind of group that
+    a rank talks to.
+    """
+
+    precision: Precision
+    element: float = 2
+    shards_masters: bool = True
+    regathers: bool = False
+    saved: Saved = EAGER
+    chunk: float = 1024
+    logit: float = 8
+    ahead: float = 2
+    message: float = 4
+    reserved: float = 0.0
+    context: float = 0.0
+    communicator: float = 0.0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The fullest rank at the fullest moment of a step, by category, in bytes."""
+
+    weights: Number
+    gradients: Number
+    optimizer: Number
+    activations: Number
+    logits: Number
+    communication: Number
+    overhead: Number
+    moment: Number  # index in MOMENTS
+    rank: Number  # index in RANKS
+
+    @property
+    def peak(self) -> Number:
+        return sum(getattr(self, name) for name in CATEGORIES)
+
+
+def moments(
+    work: Work, c: Columns, a: Accounting, seq_len: Number, stages: Stages, *, first_step: bool = False
+) -> dict[str, dict[str, Number]]:
+    """What each pipeline rank holds at each of MOMENTS, by category but overhead; [RANKS, layouts] each.
+
+    first_step: before there is optimizer state, up to the update.
+    """
+    s = stages
+    tokens = c.micro_batch_size * seq_len / c.cp
+    sequence = np.where(c.sp > 0, c.tp, 1.0)
+    hidden = a.element * work.hidden * tokens  # of all of a micro-batch's tokens on a rank
+    p = a.precision
+
+    block, first, last = (
+        elements(each, c) for each in (work.block_weights, work.first_weights, work.last_weights)
+    )
+    copy = elements(work.first_weights, c)  # of a tied table, on a last stage of its own
+    tied = work.tied * (c.pp > 1)
+    outside = Elements(
+        *(
+            f * s.first + (e + tied * k * (1 - s.first)) * s.last
+            for f, e, k in zip(first, last, copy, strict=True)
+        )
+    )
+    rank = Elements(*(s.blocks * b + o for b, o in zip(block, outside, strict=True)))
+    state = held_states(a, rank, c)
+
+    kept_in, again = saved(
+        work.kept.get(int(a.element)) or a.saved.of(work, seq_len),
+        work,
+        c,
+        tokens,
+        element=a.element,
+        regathers=a.regathers,
+    )
+    held = in_flight(c, s.place)
+    travelling = np.where(c.pp > 1, hidden / sequence, 0.0)
+    received = travelling * c.gradient_accumulation_steps * c.virtual_stages  # a buffer for each
+    received = received * ((1 - s.first) + (1 - s.last))
+    kept = held * (s.blocks * kept_in + travelling * (c.virtual_stages - s.last))
+
+    # the loss, on the rank with the head: logits, a copy of their hidden states, these states' gradient
+    rows = np.ceil(tokens / np.ceil(tokens / a.chunk))
+    head_gradient = work.vocabulary * work.hidden / c.tp * work.head_trainable
+    summed = np.where(rows < tokens, head_gradient * (p.gradient + 4.0), 0.0)
+    at_loss = rows * (work.vocabulary / c.tp * a.logit + a.element * work.hidden) + hidden + summed
+    # every micro-batch in flight holds what its loss has made already (train/loss.py)
+    kept = kept + s.last * (held - 1) * (hidden + head_gradient * p.gradient)
+    # the last norm keeps its input in fp32, what it made of it, and its output, which sp gathers
+    wide = work.hidden * tokens / sequence * max(4, a.element)
+    norm = wide + hidden / sequence + hidden
+
+    # what ZeRO-3 gathers, what is sent
+    sharded, third = c.zero > 0, c.zero == 3
+    more = c.gradient_accumulation_steps > 1
+    root = np.where(third, outside.whole * p.weight, 0.0)
+    gathered = np.where(third, block.whole * p.weight, 0.0)
+    # ZeRO-2 and -3 have the last message of the micro-batch before until they send the next one
+    left = np.where((c.zero >= 2) & more, outside.trained * a.message, 0.0)
+    late = (c.zero == 1) & (c.pp > 1)  # torch's stages send ZeRO-1's after all passes
+    made = np.where(sharded, block.trained * (p.gradient + np.where(late, 0.0, a.message)), 0.0)
+    copies = np.where(sharded, 1.0, c.data_ranks * c.cp)
+    made = made + np.where(copies > 1, block.trained * a.message, 0.0)
+    waits = sharded | ~(more | (copies > 1))  # the head's gradient, until it is added up
+    waiting = np.where(waits, head_gradient * p.gradient, 0.0)
+
+    # the backward of a block: the gradient of what it gave, and two features as wide as the MLP is inside
+    inner = np.max([np.broadcast_to(m.cols, np.shape(tokens)) for m in work.matrices], axis=0)
+    working = hidden / sequence + 2 * a.element * tokens * inner / c.tp
+    working = working + np.where(c.recomputes("selective"), 2 * hidden / sequence, 0.0)
+
+    update = np.minimum(rank.trained, BUCKET) * np.maximum(p.trained - p.gradient, 0.0)
+    update = np.where(sharded | more | (copies > 1), 0.0, update)  # sums are as wide already
+    # where all micro-batches are in flight at once, the first gradients come when one of them is through
+    one = kept / np.maximum(held, 1.0)
+    together = (c.pp > 1) & (held >= c.gradient_accumulation_steps)
+    before = np.where(together, np.maximum(state.gradients - one, 0.0), np.where(more, state.gradients, 0.0))
+    none = np.zeros_like(kept)
+    steady = {
+        "weights": state.weights + state.gathered, "gradients": before,
+        "optimizer": none if first_step else state.optimizer,
+        "activations": kept, "logits": none, "communication": root + received,
+    }  # fmt: skip
+    return {
+        "loss": steady | {
+            "activations": kept + s.last * norm, "logits": s.last * at_loss,
+            "communication": steady["communication"] + gathered + left,
+        },
+        "backward of the head": steady | {
+            "activations": kept + s.last * (wide * 4 + 2 * hidden / sequence + hidden / sequence),
+            "logits": s.last * waiting,
+            "communication": steady["communication"] + gathered + left,
+        },
+        "backward of a block": steady | {
+            "activations": kept + again + working, "logits": s.last * waiting,
+            "communication": steady["communication"] + a.ahead * gathered + made,
+        },
+        "end of backward": steady | {
+            "gradients": state.gradients, "activations": kept_in + again + working,
+            "communication": steady["communication"] + gathered + made,
+        },
+        "update": steady | {
+            "gradients": state.gradients, "optimizer": state.optimizer, "activations": none,
+            "communication": received + update,
+        },
+    }  # fmt: skip
+
+
+def peak(
+    work: Work,
+    c: Columns,
+    a: Accounting,
+    seq_len: Number,
+    stages: Stages | None = None,
+    *,
+    first_step: bool = False,
+) -> Memory:
+    """The most that any rank holds at any moment of a step.
+
+    stages: of each pipeline rank; None: equal ones. first_step: the first step instead of all later ones.
+    """
+    found = moments(work, c, a, seq_len, stages or Stages.even(work.blocks, c), first_step=first_step)
+    # [MOMENTS, RANKS, layouts]
+    parts = {
+        name: np.stack([np.broadcast_to(found[m][name], found["loss"]["activations"].shape) for m in MOMENTS])
+        for name in CATEGORIES[:-1]
+    }
+    transient = parts["activations"] + parts["logits"] + parts["communication"]
+    groups = sum((each > 1) * 1.0 for each in (c.data_ranks * c.cp, c.cp, c.tp, c.pp))
+    parts["overhead"] = a.reserved * transient + a.context + a.communicator * groups
+    total = sum(parts.values())
+    shape = total.shape
+    flat = {name: each.reshape(-1, *shape[2:]) for name, each in parts.items()}
+    most = total.reshape(-1, *shape[2:]).argmax(0)
+    at = {name: np.take_along_axis(each, most[None], 0)[0] for name, each in flat.items()}
+    return Memory(**at, moment=most // len(RANKS), rank=most % len(RANKS))
+
+
+def ours(precision: str, reduce_dtype: str = "fp32", **others: float) -> Accounting:
+    """How this engine keeps things (train/optim.py, train/loss.py, parallel/). The settings' values."""
+    p = PRECISIONS[precision]
+    if reduce_dtype == "bf16" and p.weight == 2:
+        p = p._replace(accumulated=2)
+    return Accounting(p, element=p.weight, message=p.accumulated, **others)

@@ -6,14 +6,16 @@ seconds.py and memory.py are written once and rank tens of thousands of layouts 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from meshtune.layout import RECOMPUTE, SCHEDULES, V_SCHEDULES, Layout
-from meshtune.model.census import Census
+from meshtune.model.census import Census, Parameter
 
 Number = Any  # float | np.ndarray, in any mixture that numpy broadcasts
 
@@ -47,12 +49,50 @@ class Core:
 
 
 @dataclass(frozen=True)
+class Weight:
+    """A parameter tensor [rows, cols], `count` of them; cols 1: a vector.
+
+    cut: what tensor parallelism cuts, "rows" or "cols"; "": nothing. heads: key-value heads in its rows; more
+    ranks than those hold all of it. trainable: the share of these that is trained.
+    """
+
+    rows: Number
+    cols: Number
+    count: Number = 1.0
+    cut: str = ""
+    heads: Number = 0.0
+    trainable: Number = 1.0
+
+    @property
+    def elements(self) -> Number:
+        return self.rows * self.cols * self.count
+
+
+class Kept(NamedTuple):
+    """Bytes per token that an average block's forward keeps for its backward, nothing recomputed.
+
+    outside: of attention and MLP; sp splits it. entering: what goes into their first matrices. inside: them;
+    tp splits it. core: queries, keys, values and output of the attention core, and of these the keys and
+    values; statistics: what only a second run of the core gives again.
+    """
+
+    outside: Number
+    entering: Number
+    inside: Number
+    core: Number
+    keys: Number
+    statistics: Number
+
+
+@dataclass(frozen=True)
 class Work:
     """A model as the planner counts it: its average block, times `blocks`, and its head.
 
     wide: features that widen in the MLP of a block (2·f with a gate, f without).
-    block_parameters, outside_parameters: elements of an average block, and of embedding and head together.
+    block_weights: of an average block; first_weights, last_weights: before and after the blocks. tied: 1
+    where the head is the embedding, so that a last pipeline stage of its own has a copy.
     trainable: the share of all parameters that is trained; head_trainable: 1 or 0.
+    kept: by bytes of an element (2 or 4), where the model was traced.
     """
 
     blocks: Number
@@ -61,10 +101,13 @@ class Work:
     wide: Number
     matrices: tuple[Gemm, ...]
     cores: tuple[Core, ...]
-    block_parameters: Number
-    outside_parameters: Number
+    block_weights: tuple[Weight, ...]
+    first_weights: tuple[Weight, ...]
+    last_weights: tuple[Weight, ...]
+    tied: Number = 0.0
     trainable: Number = 1.0
     head_trainable: Number = 1.0
+    kept: Mapping[int, Kept] = field(default_factory=dict)
 
     @classmethod
     def of(cls, census: Census) -> Work:
@@ -94,7 +137,6 @@ class Work:
             for m in b.matrices
             if m.kind == "mlp" and m.cols == census.hidden and cuts.get(m.name) != "cols"
         )
-        inside = sum(p.count for b in census.blocks for p in b.parameters)
         return cls(
             blocks=n,
             hidden=census.hidden,
@@ -102,8 +144,10 @@ class Work:
             wide=wide / n,
             matrices=matrices,
             cores=cores,
-            block_parameters=inside / n,
-            outside_parameters=census.total - inside,
+            block_weights=_weights((p for b in census.blocks for p in b.parameters), n),
+            first_weights=_weights(p for p in census.parameters_outside if not p.last),
+            last_weights=_weights(p for p in census.parameters_outside if p.last),
+            tied=float(census.tied),
             trainable=census.trainable / census.total,
             head_trainable=float(census.head.trainable) if census.head else 1.0,
         )
@@ -125,7 +169,7 @@ class Work:
             Gemm(ffn, hidden, 1 + gated, "rows"),
             Gemm(hidden, ffn, 1.0, "cols"),
         )
-        block = sum(m.rows * m.cols * m.count for m in matrices) + 4 * hidden
+        weights = tuple(Weight(m.rows, m.cols, m.count, m.cut) for m in matrices)
         return cls(
             blocks=layers,
             hidden=hidden,
@@ -133,13 +177,42 @@ class Work:
             wide=wide,
             matrices=matrices,
             cores=(Core(heads, kv_heads, head_dim, head_dim),),
-            block_parameters=block,
-            outside_parameters=(2 - tied) * vocabulary * hidden,
+            block_weights=(*weights, Weight(hidden, 1, 4.0)),
+            first_weights=(Weight(vocabulary, hidden, 1.0, "rows"),),
+            last_weights=(Weight(vocabulary, hidden, 1.0 - tied, "rows"),),
+            tied=tied,
         )
+
+    @property
+    def block_parameters(self) -> Number:
+        """Elements of an average block."""
+        return sum(w.elements for w in self.block_weights)
+
+    @property
+    def outside_parameters(self) -> Number:
+        return sum(w.elements for w in (*self.first_weights, *self.last_weights))
 
     @property
     def parameters(self) -> Number:
         return self.blocks * self.block_parameters + self.outside_parameters
+
+
+def _weights(parameters: Iterable[Parameter], blocks: int = 1) -> tuple[Weight, ...]:
+    """These parameters, equal ones together, of one of `blocks` on average."""
+    alike = Counter(
+        (
+            p.shape[0],
+            math.prod(p.shape[1:]),
+            ("rows", "cols")[p.cut] if p.cut in (0, 1) else "",
+            p.heads,
+            p.trainable,
+        )
+        for p in parameters
+    )
+    return tuple(
+        Weight(rows, cols, count / blocks, cut, heads, float(trainable))
+        for (rows, cols, cut, heads, trainable), count in alike.items()
+    )
 
 
 @dataclass(frozen=True)

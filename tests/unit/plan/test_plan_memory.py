@@ -7,9 +7,13 @@ from meshtune.layout import Layout
 from meshtune.plan.memory import (
     EAGER,
     MEGATRON,
+    MIXED,
+    MIXED_BESIDE,
     PRECISIONS,
     gpt_parameters,
     in_flight,
+    ours,
+    peak,
     saved,
     states,
 )
@@ -26,21 +30,21 @@ def test_states_of_the_textbooks(billions: float, fp32: float, mixed: float) -> 
     """The Ultra-Scale Playbook's table: fp32, and bf16 with gradients that add up in fp32; in GB."""
     n = billions * 1e9
     assert states(PRECISIONS["fp32"], n).total == pytest.approx(fp32 * GB)
-    assert states(PRECISIONS["mixed, fp32 gradients beside"], n).total == pytest.approx(mixed * GB)
-    assert states(PRECISIONS["mixed"], n).total == pytest.approx(16 * n)
+    assert states(MIXED_BESIDE, n).total == pytest.approx(mixed * GB)
+    assert states(MIXED, n).total == pytest.approx(16 * n)
 
 
 @pytest.mark.parametrize(("zero", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.88)])
 def test_states_of_the_zero_paper(zero: int, gigabytes: float) -> None:
     """Rajbhandari et al. 2020, figure 1: 7.5 B parameters over 64 ranks."""
-    found = states(PRECISIONS["mixed"], 7.5e9, zero, 64 if zero else 1)
+    found = states(MIXED, 7.5e9, zero, 64 if zero else 1)
     assert found.total / GB == pytest.approx(gigabytes, rel=3e-3)
 
 
 @pytest.mark.parametrize("degree", [1, 4, 16, 64, 256, 1024])
 def test_states_of_the_zero_paper_by_degree(degree: int) -> None:
     n = 7.5e9
-    every = [states(PRECISIONS["mixed"], n, z, degree).total / n for z in (1, 2, 3)]
+    every = [states(MIXED, n, z, degree).total / n for z in (1, 2, 3)]
     assert every == pytest.approx([4 + 12 / degree, 2 + 14 / degree, 16 / degree])
 
 
@@ -53,7 +57,8 @@ def test_parameters_of_gpt() -> None:
 def kept(text: str, s=MEGATRON, work: Work = GPT3, seq_len: int = 2048) -> float:
     """Per token, in bytes."""
     layout = Layout.parse(text)
-    found, _ = saved(s, work, Columns.of([layout]), seq_len)
+    tokens = layout.micro_batch_size * seq_len / layout.cp
+    found, _ = saved(s.of(work, seq_len), work, Columns.of([layout]), tokens, regathers=s is MEGATRON)
     return float(found[0]) / (layout.micro_batch_size * seq_len)
 
 
@@ -82,13 +87,13 @@ def test_activations_of_a_llama_block_to_the_byte(h: int, kv: int, f: int, a: in
     assert kept("mb2-ga1-attention", EAGER, work) == 20 * h + 4 * kv + 8 * f + 8
     assert kept("mb2-ga1-selective", EAGER, work) == 2 * (5 * h + 2 * kv + 2 * f) + 4 * a
     assert kept("mb2-ga1-full", EAGER, work) == 2 * h
-    assert kept("cp2-mb2-ga1", EAGER, work) == kept("mb2-ga1", EAGER, work) / 2
+    assert kept("cp2-mb2-ga1", EAGER, work) == (kept("mb2-ga1", EAGER, work) + 4 * kv) / 2  # all keys
 
 
 def test_sequence_parallel_here_keeps_gathered_inputs() -> None:
     work = Work.of_shape(layers=4, hidden=512, ffn=1408, heads=8, kv_heads=4, vocabulary=1000)
     rest = 20 * 512 - 4 * 512 + 4 * 256 + 8 * 1408 + 4 * 8
-    assert kept("tp2-sp-mb1-ga1", EAGER, work) == 4 * 512 + rest / 2 + 8
+    assert kept("tp2-sp-mb1-ga1", EAGER, work) == 4 * 512 + (rest + 8) / 2
 
 
 @pytest.mark.parametrize(
@@ -109,6 +114,7 @@ def test_micro_batches_in_flight(text: str, held: float) -> None:
 
 def test_columns_are_rows() -> None:
     texts = ["mb1-ga4", "tp2-sp-mb2-ga2-full", "cp2-tp2-pp2-1f1b-mb1-ga4-selective", "pp2-gpipe-mb1-ga8"]
-    together, _ = saved(EAGER, GPT3, Columns.of([Layout.parse(text) for text in texts]), 2048)
-    alone = [saved(EAGER, GPT3, Columns.of([Layout.parse(text)]), 2048)[0][0] for text in texts]
+    every = [Layout.parse(text) for text in texts]
+    together = peak(GPT3, Columns.of(every), ours("bf16"), 2048).peak
+    alone = [peak(GPT3, Columns.of([layout]), ours("bf16"), 2048).peak[0] for layout in every]
     assert np.allclose(together, alone)
