@@ -1,6 +1,6 @@
 """Fit the planner's constants to published throughput; show how far off each source is when it is left out.
 
-    python validation/fit.py FILE.csv … [--write constants.json] [--leave-out]
+    python validation/fit.py FILE.csv … [--apply] [--leave-out] [--folds 4]
 
 Constants are of a GPU kind, a software stack or a cluster; FREE says which are fitted, within which bounds.
 Everything else follows from what hardware and software are. Weighted so that no source counts by its number
@@ -9,8 +9,10 @@ the rows can't tell stays at its guess, so that a source that was left out is pr
 """
 
 import argparse
-import json
+import re
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -27,34 +29,41 @@ from measured import (
     work_of,
 )
 
+from meshtune.plan.hardware import catalogue, stacks
 from meshtune.plan.seconds import step
 
+HERE = Path(__file__).parent
+PLAN = HERE.parent / "src" / "meshtune" / "plan"
 SCALE = 0.05  # of an error that counts linearly
 # lowest, as one would guess before any fit, highest
 FREE: dict[str, tuple[float, float, float]] = {
     "gpu.a100-80.matmul": (0.6, 0.8, 0.95), "gpu.a100-40.matmul": (0.6, 0.8, 0.95),
-    "gpu.h100-sxm.matmul": (0.4, 0.7, 0.9), "gpu.*.matmul_fp8": (0.3, 0.6, 0.9),
+    "gpu.h100-sxm.matmul": (0.4, 0.7, 0.9), "gpu.h100-96.matmul": (0.3, 0.6, 0.9),
+    "gpu.h100-sxm.matmul_fp8": (0.3, 0.6, 0.9), "gpu.h100-96.matmul_fp8": (0.2, 0.5, 0.9),
     "stack.torchtitan.context_attention": (1, 1.2, 2.5), "gpu.a100.depth": (0, 100, 800),
-    "gpu.h100-sxm.depth": (0, 200, 1500), "gpu.*.tiles": (0, 0.5, 2), "gpu.*.misaligned": (1, 1.5, 2.5),
+    "gpu.h100.depth": (0, 200, 1500), "gpu.*.tiles": (0, 0.5, 2), "gpu.*.misaligned": (1, 1.5, 2.5),
     "gpu.*.memory": (0.5, 0.8, 0.95), "gpu.a100.attention": (0.2, 0.5, 0.8),
-    "gpu.h100-sxm.attention": (0.1, 0.35, 0.7), "gpu.a100.link_share": (0.4, 0.75, 0.95),
-    "gpu.h100-sxm.link_share": (0.2, 0.75, 0.95),
+    "gpu.h100-sxm.attention": (0.1, 0.35, 0.7), "gpu.h100-96.attention": (0.1, 0.3, 0.7),
+    "gpu.a100.link_share": (0.4, 0.75, 0.95), "gpu.h100.link_share": (0.2, 0.75, 0.95),
     "stack.megatron-deepspeed.stack_matmul": (0.7, 1.0, 1.1),
-    "stack.nanotron.stack_matmul": (0.6, 1.0, 1.2), "stack.torchtitan.stack_matmul": (0.6, 1.0, 1.1),
-    "stack.torchtitan.stack_attention": (0.4, 1.0, 1.6), "stack.nanotron.stack_attention": (0.4, 1.0, 1.6),
+    "stack.nanotron.stack_matmul": (0.6, 1.0, 1.2),
+    "stack.torchtitan-compiled-rowwise.stack_matmul": (0.3, 0.8, 1.0),
+    "stack.nanotron.stack_attention": (0.4, 1.0, 1.6),
     "stack.*.attention_backward": (0.7, 1.0, 1.6), "stack.*.score_bytes": (4, 12, 30),
     "stack.*.batched": (0.2, 0.6, 1),
     "stack.composer.elementwise_hidden": (2, 16, 40), "stack.composer.elementwise_wide": (0.5, 4, 12),
     "stack.megatron.elementwise_hidden": (2, 12, 40), "stack.megatron.elementwise_wide": (0.5, 3, 12),
     "stack.torchtitan.elementwise_hidden": (2, 16, 40), "stack.torchtitan.elementwise_wide": (0.5, 4, 12),
+    "stack.*-compiled.elementwise_hidden": (2, 8, 40), "stack.*-compiled.elementwise_wide": (0.5, 2.5, 12),
     "stack.nanotron.elementwise_hidden": (2, 16, 40), "stack.nanotron.elementwise_wide": (0.5, 4, 12),
     "stack.megatron.logit_bytes": (6, 20, 60), "stack.composer.logit_bytes": (6, 20, 60),
     "stack.megatron.host_block": (1e-4, 5e-4, 4e-3),
     "stack.megatron-deepspeed.host_block": (1e-4, 5e-4, 4e-3),
+    "stack.bigscience.host_block": (1e-4, 1e-3, 6e-3),
     "stack.composer.host_block": (1e-5, 5e-4, 3e-3), "stack.nanotron.host_block": (1e-5, 5e-4, 5e-3),
     "stack.megatron-deepspeed.host_micro_batch": (0, 1e-3, 2e-2),
     "stack.nanotron.host_micro_batch": (0, 1e-3, 5e-2),
-    "stack.torchtitan.tensor_overlap": (0, 0.2, 1), "stack.composer.shard_overlap": (0, 0.5, 1),
+    "stack.*-async.tensor_overlap": (0, 0.5, 1), "stack.composer.shard_overlap": (0, 0.5, 1),
     "stack.torchtitan.shard_overlap": (0, 0.5, 1), "stack.nanotron.data_overlap": (0, 0.5, 1),
     "stack.deepspeed-zero3.shard_share": (0.1, 0.8, 1), "stack.*.optimizer_bytes": (10, 40, 150),
     "stack.*.link_latency": (1e-6, 2e-5, 1e-4), "stack.*.network_latency": (1e-6, 4e-5, 3e-4),
@@ -65,27 +74,35 @@ FREE: dict[str, tuple[float, float, float]] = {
     "cluster.nanotron.network_share": (0.03, 0.7, 0.95), "cluster.titan.network_share": (0.05, 0.7, 0.95),
     "cluster.titan-a100.network_share": (0.05, 0.7, 0.95),
 }  # fmt: skip
-LIKE = {  # stacks that take a constant of another's, unless it is fitted for them too
-    "megatron-deepspeed": "megatron", "deepspeed-zero3": "megatron", "torchtitan-compiled": "torchtitan",
-    "torchtitan": "composer", "nanotron": "composer",
-}  # fmt: skip
 
 
 def spread(free: Mapping[str, float], start: Mapping[str, float]) -> dict[str, float]:
-    """All constants, from the fitted ones: `*` and families stand for each table that has none of its own."""
+    """All constants, from the fitted ones: those of the first in `_bearers` that has one."""
     found = dict(start)
     for key in start:
-        kind, name, field = key.split(".")
-        names = [name]
-        while kind == "stack" and names[-1] in LIKE:
-            names.append(LIKE[names[-1]])
-        if kind == "gpu" and name.startswith("a100"):
-            names.append("a100")
-        for each in (*names, "*"):
-            if f"{kind}.{each}.{field}" in free:
-                found[key] = free[f"{kind}.{each}.{field}"]
-                break
+        if name := next((name for name in _bearers(key) if name in free), None):
+            found[key] = free[name]
     return found
+
+
+@cache
+def _bearers(key: str) -> list[str]:
+    """Whose fitted constant stands for this one: its own; a GPU's that it stands `as_of`, its family's (the
+    name up to a hyphen); of a stack that of variants with its last word, and those of the stacks that it is
+    like, up to the one whose table has the key; at last that of all.
+    """
+    kind, name, field = key.split(".")
+    names = [name]
+    if kind == "gpu":
+        names.append(catalogue()[name].as_of or name)
+        names.append(names[-1].split("-")[0])
+    if kind == "stack":
+        tables = tomllib.loads((PLAN / "stacks.toml").read_text("utf-8"))
+        while field not in tables[name] and "like" in tables[name]:
+            name = tables[name]["like"]
+            names.append(name)
+        names = [each for name in names for each in (name, "*-" + name.split("-")[-1])]
+    return [f"{kind}.{each}.{field}" for each in (*names, "*")]
 
 
 def predictor(rows: Sequence[Row], start: Mapping[str, float]) -> Callable[[Mapping[str, float]], np.ndarray]:
@@ -143,10 +160,59 @@ def fit(rows: Sequence[Row], rounds: int = 40) -> dict[str, float]:
     return {name: float(value) for name, value in zip(names, values, strict=True)}
 
 
-def _weights(rows: Sequence[Row]) -> np.ndarray:
+def clusters(rows: Sequence[Row]) -> np.ndarray:
     among = origins()
-    clusters = [origin.cluster for row in rows if (origin := origin_of(row, among))]
-    return np.array([clusters.count(each) ** -0.5 for each in clusters])
+    return np.array([origin.cluster for row in rows if (origin := origin_of(row, among))])
+
+
+def _weights(rows: Sequence[Row]) -> np.ndarray:
+    names = clusters(rows)
+    return np.array([np.sum(names == each) ** -0.5 for each in names])
+
+
+def parts(rows: Sequence[Row], count: int) -> np.ndarray:
+    """A part for each row, at random, as many of each cluster in one as in the next."""
+    names, found, draw = clusters(rows), np.zeros(len(rows), dtype=int), np.random.default_rng(0)
+    for name in dict.fromkeys(names):
+        own = draw.permutation(np.flatnonzero(names == name))
+        found[own] = (np.arange(len(own)) + draw.integers(count)) % count
+    return found
+
+
+def unseen(rows: Sequence[Row], label: np.ndarray) -> np.ndarray:
+    """Each row as predicted from the rows with other labels."""
+    start, found = constants_of(origins()), np.zeros(len(rows))
+    for each in dict.fromkeys(label):
+        inside = [row for row, own in zip(rows, label, strict=True) if own != each]
+        outside = [row for row, own in zip(rows, label, strict=True) if own == each]
+        found[label == each] = predictor(outside, start)(fit(inside))
+    return found
+
+
+def apply(constants: Mapping[str, float]) -> None:
+    """Write constants into the lines that have them, of the tables of GPUs, stacks and clusters."""
+    for kind, file in (
+        ("gpu", PLAN / "hardware.toml"), ("stack", PLAN / "stacks.toml"), ("cluster", HERE / "clusters.toml"),
+    ):  # fmt: skip
+        lines, table = file.read_text("utf-8").splitlines(keepends=True), ""
+        for place, line in enumerate(lines):
+            if header := re.match(r"\[([^\]]+)\]", line):
+                table = header[1]
+
+            def new(found: re.Match[str], table: str = table, kind: str = kind) -> str:
+                key = f"{kind}.{table}.{found[1]}"
+                if key not in constants or float(f"{constants[key]:.4g}") == float(found[3]):
+                    return found[0]
+                return f"{found[1]}{found[2]}{constants[key]:.4g}"
+
+            if kind != "gpu" or line.startswith("efficiency = "):
+                lines[place] = re.sub(r"(\w+)( = )([-+.e\d]+)", new, line)
+        file.write_text("".join(lines), "utf-8")
+    catalogue.cache_clear()
+    stacks.cache_clear()
+    there = constants_of(origins())
+    if lost := [key for key, value in constants.items() if abs(there[key] - value) > 1e-3 * abs(value)]:
+        raise ValueError(f"These have no line of their own to be written to: {', '.join(lost)}.")
 
 
 def fitted_on(files: Sequence[Path]) -> list[Row]:
@@ -162,15 +228,18 @@ def fitted_on(files: Sequence[Path]) -> list[Row]:
 
 
 def report(rows: Sequence[Row], predicted: np.ndarray) -> dict[str, tuple[int, float, float]]:
-    among = origins()
     measured = np.array([throughput(row) for row in rows])
-    wrong = abs(predicted / measured - 1)
-    clusters = np.array([origin.cluster for row in rows if (origin := origin_of(row, among))])
+    wrong, names = abs(predicted / measured - 1), clusters(rows)
     found = {}
-    for cluster in [*dict.fromkeys(clusters), "all"]:
-        own = wrong if cluster == "all" else wrong[clusters == cluster]
+    for cluster in [*dict.fromkeys(names), "all"]:
+        own = wrong if cluster == "all" else wrong[names == cluster]
         found[str(cluster)] = (len(own), 100 * float(own.mean()), 100 * float(np.median(own)))
     return found
+
+
+def show(errors: Mapping[str, tuple[int, float, float]]) -> None:
+    for name, (n, mean, median) in errors.items():
+        print(f"{name:16s} n={n:4d}  mean {mean:5.1f} %  median {median:5.1f} %")
 
 
 def main() -> None:
@@ -178,30 +247,29 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--write", type=Path, help="the constants, as JSON")
+    parser.add_argument("--apply", action="store_true", help="write the constants to where they belong")
+    parser.add_argument("--leave-out", action="store_true", help="also predict each cluster by the others")
     parser.add_argument(
-        "--leave-out", action="store_true", help="also fit without each cluster, and predict it"
+        "--folds", type=int, default=0, help="also predict each part of the rows by the others"
     )
     options = parser.parse_args()
     rows, start = fitted_on(options.files), constants_of(origins())
     best = fit(rows)
     print(f"{len(rows)} rows, {len(best)} constants")
-    for name, (n, mean, median) in report(rows, predictor(rows, start)(best)).items():
-        print(f"{name:16s} n={n:4d}  mean {mean:5.1f} %  median {median:5.1f} %")
+    show(report(rows, predictor(rows, start)(best)))
     for name, value in best.items():
         low, _, high = FREE[name]
         at = (value - low) / (high - low)
         bound = " (at its lower bound)" if at < 0.03 else " (at its upper bound)" if at > 0.97 else ""
         print(f"  {name} = {value:.4g}{bound}")
-    if options.write:
-        options.write.write_text(json.dumps(spread(best, start), indent=1) + "\n")
+    if options.apply:
+        apply(spread(best, start))
+    if options.folds:
+        print(f"each of {options.folds} parts predicted by the others")
+        show(report(rows, unseen(rows, parts(rows, options.folds))))
     if options.leave_out:
-        among = origins()
-        for cluster in dict.fromkeys(origin.cluster for row in rows if (origin := origin_of(row, among))):
-            inside = [row for row in rows if (origin := origin_of(row, among)) and origin.cluster != cluster]
-            outside = [row for row in rows if (origin := origin_of(row, among)) and origin.cluster == cluster]
-            n, mean, median = report(outside, predictor(outside, start)(fit(inside)))["all"]
-            print(f"without {cluster:16s} n={n:4d}  mean {mean:5.1f} %  median {median:5.1f} %")
+        print("each cluster predicted by the others")
+        show(report(rows, unseen(rows, clusters(rows))))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ lacks is its reason for being skipped. Nothing of a row's measurement is looked 
 
 import csv
 import math
+import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -25,6 +26,11 @@ NEEDED = (
     "global_batch", "dp", "zero_stage", "tp", "pp", "cp", "recompute",
 )  # fmt: skip
 HEAD_DIM = 128  # where a row leaves its heads out
+VARIANTS = {  # of a stack, where stacks.toml has them: the end of its name, and what a row's notes say of it
+    "-rowwise": r"rowwise",
+    "-async": r"async ?tp",
+    "-balanced": r"own pipeline slots",
+}
 RATES = {"bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "mxfp8": "fp8"}
 
 
@@ -35,7 +41,9 @@ def read(file: Path) -> list[Row]:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where rows with this prefix of their id ran. network: bytes per second of a node."""
+    """Where rows with this prefix of their id ran. network: bytes per second of a node. gpu: the GPU, where
+    its rows are of a kind that their tables have no name for.
+    """
 
     prefix: str
     stack: str
@@ -43,6 +51,7 @@ class Origin:
     network: float
     network_share: float
     zero: str = ""  # of rows with this ZeRO stage alone
+    gpu: str = ""
 
 
 def origins() -> list[Origin]:
@@ -56,6 +65,7 @@ def origins() -> list[Origin]:
             table["network"] * 1e9,
             table["network_share"],
             str(table.get("zero", "")),
+            table.get("gpu", ""),
         )
         for name, table in tables.items()
         for prefix in table["ids"]
@@ -66,6 +76,20 @@ def origins() -> list[Origin]:
 def origin_of(row: Row, among: Sequence[Origin]) -> Origin | None:
     fitting = (origin for origin in among if row["id"].startswith(origin.prefix))
     return next((origin for origin in fitting if origin.zero in ("", row["zero_stage"])), None)
+
+
+def gpu_of(row: Row, origin: Origin) -> str:
+    return origin.gpu or row["gpu"]
+
+
+def stack_of(row: Row, origin: Origin) -> str:
+    """The stack, and of what it is said to have run with, all that stacks.toml knows."""
+    found = origin.stack
+    compiled = ["-compiled"] if row["compile"] == "1" else []
+    said = [end for end, words in VARIANTS.items() if re.search(words, row["notes"], re.IGNORECASE)]
+    for end in compiled + said:
+        found = found + end if found + end in stacks() else found
+    return found
 
 
 def why_not(row: Row, among: Sequence[Origin]) -> str | None:
@@ -175,12 +199,14 @@ class Machines:
     def of(cls, rows: Sequence[Row], among: Sequence[Origin], constants: Collection[str]) -> "Machines":
         gpus, facts, places = catalogue(), [], []
         for row in rows:
-            origin, gpu = origin_of(row, among), gpus[row["gpu"]]
+            origin = origin_of(row, among)
             assert origin is not None
+            name, stack = gpu_of(row, origin), stack_of(row, origin)
+            gpu = gpus[name]
             facts.append({
                 "flops": getattr(gpu, RATES[row["precision"]]) or gpu.bf16,
                 "core_flops": gpu.bf16,
-                "weight_bytes": 1.0 if row["precision"] == "fp8" and origin.stack == "torchtitan" else 2.0,
+                "weight_bytes": 1.0 if "fp8 all-gather" in row["notes"] else 2.0,
                 "bandwidth": gpu.bandwidth,
                 "link": gpu.link,
                 "network": origin.network,
@@ -188,9 +214,7 @@ class Machines:
                 "multiprocessors": gpu.multiprocessors,
                 "flash": 0.0 if row["attention"] == "naive" else 1.0,
             })  # fmt: skip
-            stack = origin.stack + ("-compiled" if row["compile"] == "1" else "")
-            stack = stack if f"stack.{stack}.host_step" in constants else origin.stack
-            places.append((f"gpu.{row['gpu']}", f"stack.{stack}", f"cluster.{origin.cluster}"))
+            places.append((f"gpu.{name}", f"stack.{stack}", f"cluster.{origin.cluster}"))
         keys = {}
         for field in (field.name for field in fields(Machine)):
             if field in facts[0]:

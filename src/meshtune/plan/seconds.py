@@ -65,16 +65,18 @@ class Machine:
     logit_bytes: Number  # moved for each logit, there and back
     selective: Number  # share of a forward's products that recompute "selective" repeats
     host_block: Number  # seconds in which the host launches a block's forward
+    launch_blocking: Number  # 1: the host waits for each kernel before it launches the next; 0: it runs ahead
     host_micro_batch: Number
     host_step: Number
     gradient_bytes: Number  # of an element of a gradient message of dp and ZeRO-1
     scatter_bytes: Number  # of ZeRO-2 and -3
-    tensor_overlap: Number  # share of tensor messages in backward that computing hides
+    tensor_overlap: Number  # share of tensor messages that computing hides
     shard_overlap: Number  # share of ZeRO-3's
     shard_share: Number  # of the links' speed that ZeRO-3's messages reach
     data_overlap: Number  # share of the gradients' all-reduce
     optimizer_bytes: Number  # read and written per parameter
     send_share: Number  # of a GPU's part of the network that a pipeline's message reaches
+    send_split: Number  # 1: tensor ranks send a part each, and gather it again; 0: each sends all of it
     balanced: Number  # 1: stages are balanced with the head's cost; 0: equal numbers of blocks
 
     @classmethod
@@ -258,8 +260,8 @@ class Block:
 def block_of(work: Work, c: Columns, m: Machine, seq_len: Number, documents: Number) -> Block:
     passes = computed(work, c, m, seq_len, documents)
     hosts = np.where(c.recomputes("full"), 3, 2) * m.host_block
-    forward = _longer(passes.forward, m.host_block)
-    backward = _longer(passes.backward + passes.again, hosts)
+    forward = _launched(passes.forward, m.host_block, m)
+    backward = _launched(passes.backward + passes.again, hosts, m)
     tensor, context = tensor_messages(work, c, m, seq_len), context_messages(work, c, m, seq_len)
     told = (tensor + context) / 2
     return Block(
@@ -285,7 +287,7 @@ def computed(work: Work, c: Columns, m: Machine, seq_len: Number, documents: Num
     passes = elementwise(m, tokens, work, c)
     core_forward = sum(ahead for ahead, _ in cores)
     product_forward = sum(ahead for ahead, _, _ in products)
-    weights = sum(weights for _, _, weights in products)
+    weights = sum(weights for _, _, weights in products) + accumulated(m, work, c)
     forward = product_forward + core_forward + passes
     backward = sum(inputs for _, inputs, _ in products) + weights
     backward = backward + sum(back for _, back in cores) + 2 * passes
@@ -295,12 +297,19 @@ def computed(work: Work, c: Columns, m: Machine, seq_len: Number, documents: Num
     return Passes(forward, backward, again, weights)
 
 
+def accumulated(m: Machine, work: Work, c: Columns) -> Number:
+    """Gradients that each micro-batch makes (in 16 bits) are added to those that wait for the step's end."""
+    gradients = work.block_parameters * work.trainable / c.tp
+    moved = (ELEMENT + 2 * m.gradient_bytes) * gradients / (m.bandwidth * m.memory)
+    return np.where((c.gradient_accumulation_steps > 1) & (c.zero < 2), moved, 0.0)
+
+
 def tensor_messages(work: Work, c: Columns, m: Machine, seq_len: Number) -> Number:
     """Two sums of hidden states in forward, two in backward, two more where a forward is repeated."""
     hidden_bytes = ELEMENT * _tokens(c, seq_len) * work.hidden
     reduced = all_reduced(m, hidden_bytes, c.tp, _local(c.tp, 1.0, m))
     repeated = c.recomputes("full") | (c.recomputes("selective") & (m.selective > 0))
-    return 2 * reduced * (1 + repeated) + 2 * reduced * (1 - m.tensor_overlap)
+    return 2 * reduced * (2 + repeated) * (1 - m.tensor_overlap)
 
 
 def context_messages(work: Work, c: Columns, m: Machine, seq_len: Number) -> Number:
@@ -347,8 +356,10 @@ def pipeline_of(work: Work, c: Columns, m: Machine, seq_len: Number, block: Bloc
     """
     fullest = _fullest_stage(work.blocks, c.pp, head / block.total, m.balanced)
     hidden_bytes = ELEMENT * _tokens(c, seq_len) * work.hidden
-    send = _sent(hidden_bytes / np.where(c.sp > 0, c.tp, 1.0), c.tp * c.cp * c.data_ranks, m) * (c.pp > 1)
-    sends = 2 * send * c.virtual_stages
+    cut = np.where((c.sp > 0) | (m.send_split > 0), c.tp, 1.0)
+    send = _sent(hidden_bytes / cut, c.tp * c.cp * c.data_ranks, m)
+    send = send + np.where(c.sp > 0, 0.0, gathered(m, hidden_bytes, cut, _local(cut, 1.0, m)))
+    sends = 2 * send * c.virtual_stages * (c.pp > 1)
     blocks = work.blocks / c.pp
     stage = block.total * blocks + sends + m.host_micro_batch
     slowest = block.total * fullest + sends + m.host_micro_batch
@@ -435,6 +446,11 @@ def _local(ranks: Number, inside: Number, m: Machine) -> Number:
 def _longer(a: Number, b: Number) -> Number:
     """The longer of two times that run side by side, a little more where they are alike."""
     return (a**4 + b**4) ** 0.25
+
+
+def _launched(computing: Number, host: Number, m: Machine) -> Number:
+    """Computing that the host launches: side by side, or one after the other."""
+    return np.where(m.launch_blocking > 0, computing + host, _longer(computing, host))
 
 
 def _exposed(computing: Number, message: Number, overlap: Number) -> Number:
