@@ -1,4 +1,5 @@
-"""The numbers of a model as one value: its matrices, its attention, its parameters by kind, its FLOPs.
+"""The numbers of a model as one value: its matrices, its attention, its parameters by kind, its FLOPs,
+and what its blocks keep for the backward.
 
     config or model ──trace.py──> Census ──> step_flops, palm_flops (here), memory, plans …
 
@@ -101,10 +102,32 @@ class Parameters:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """Bytes per token that a block's forward keeps for its backward: eager, a flash kernel as attention core,
+    nothing recomputed, one rank.
+
+    Each tensor counts once, in the block that saves it first; what all blocks share (rotary tables, masks)
+    in none. Dropout of attention and of adapters saves nothing here.
+    """
+
+    outside: float  # norms and residuals: what lies outside attention and MLP, split by sp
+    entering: float  # inputs of the first matrices of attention and of MLP: whole under tp
+    inside: float  # everything else within attention and MLP but the core, split by tp
+    core: float  # queries, keys and values as the attention core takes them, its output, its log-sums
+
+    @property
+    def total(self) -> float:
+        return self.outside + self.entering + self.inside + self.core
+
+
+@dataclass(frozen=True)
 class Block:
+    """kept: (bytes of an element of activations, what is kept) for 2 and 4; empty where it is not known."""
+
     matrices: tuple[Matrix, ...]
     attention: tuple[Attention, ...]
     parameters: tuple[Parameter, ...]
+    kept: tuple[tuple[int, Kept], ...] = ()
 
 
 @dataclass(frozen=True)

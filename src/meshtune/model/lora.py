@@ -70,7 +70,7 @@ def add_lora(
         raise UserError(problems)
     model.requires_grad_(False)
     for name in names:
-        _adapt(model.get_submodule(name), r, alpha, dropout, dtype)
+        adapt(model.get_submodule(name), r, alpha, dropout, dtype)
     return names
 
 
@@ -99,7 +99,8 @@ def _targets(model: PreTrainedModel, wanted: str | list[str]) -> tuple[list[str]
     return [name for name in linears if name in found], problems
 
 
-def _adapt(module: Any, r: int, alpha: float, dropout: float, dtype: torch.dtype | None) -> None:
+def adapt(module: Any, r: int, alpha: float, dropout: float = 0.0, dtype: torch.dtype | None = None) -> None:
+    """Put an adapter beside one linear layer; see `add_lora`."""
     weight = module.weight
     rows, columns = weight.shape  # [out, in] of a Linear
     if ADAPTED[type(module)] is LoraConv1D:

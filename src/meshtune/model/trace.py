@@ -15,6 +15,7 @@ counted wrongly in silence.
 import copy
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,10 +36,11 @@ from meshtune.model.anatomy import (
     repeated_heads,
     tensor_plan,
 )
-from meshtune.model.census import Attention, Block, Census, Matrix, Parameter
+from meshtune.model.census import Attention, Block, Census, Kept, Matrix, Parameter
+from meshtune.model.kept import STAND_IN, kept_by_blocks
+from meshtune.model.kept import TOKENS as KEPT_TOKENS
 
 TOKENS = 13  # of the traced forward; a prime that is no head size, so that shapes with it are recognised
-STAND_IN = "meshtune_census"
 ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(\..+)?")  # the names of LoRA's parameters
 IN_BLOCK = re.compile(r"(?P<blocks>.+?)\.(?P<index>\d+)\.(?P<name>.+)")
 
@@ -228,7 +230,7 @@ def trace(
         if found.unsupported is None:
             return found
         reasons.insert(0, found.unsupported)  # says more than an implementation that was refused
-    return _sorted(_on_meta(build, "eager", frozen), adapters, [], [], reasons[0])
+    return _sorted(_on_meta(build, "eager", frozen), adapters, [], [], reasons[0], {})
 
 
 def _on_meta(
@@ -271,16 +273,25 @@ def _attempt(
     AttentionInterface.register(STAND_IN, stand_in)
     model = _on_meta(build, attention, frozen)
     paths |= {module: name for name, module in model.named_modules()}
-    inputs: dict[str, Any] = {"input_ids": torch.zeros(1, TOKENS, dtype=torch.long, device="meta")}
-    if with_mask:  # of four dimensions: passed on as it is, where a family would look into one that it makes
-        inputs["attention_mask"] = torch.zeros(1, 1, TOKENS, TOKENS, dtype=torch.bfloat16, device="meta")
     weights = Weights(model, adapters)
     with torch.device("meta"), Products(weights) as products, weights:
-        model(**inputs, use_cache=False)
+        model(**_inputs(TOKENS, with_mask), use_cache=False)
     written_out, rest = _written_out(products.bare)
     cores += written_out
     reason = _reason(model, weights, products, cores, rest, blind=bool(written_out))
-    return _sorted(model, adapters, weights.matrices, cores, reason)
+    by_block = {}
+    if reason is None and attention == STAND_IN and not written_out:
+        with suppress(UserError):  # a model that we count but can't train
+            inputs = _inputs(KEPT_TOKENS, with_mask)
+            by_block = kept_by_blocks(copy.deepcopy(model), adapters, inputs)
+    return _sorted(model, adapters, weights.matrices, cores, reason, by_block)
+
+
+def _inputs(tokens: int, with_mask: bool) -> dict[str, Tensor]:
+    inputs = {"input_ids": torch.zeros(1, tokens, dtype=torch.long, device="meta")}
+    if with_mask:  # of four dimensions: passed on as it is, where a family would look into one that it makes
+        inputs["attention_mask"] = torch.zeros(1, 1, tokens, tokens, dtype=torch.bfloat16, device="meta")
+    return inputs
 
 
 def _written_out(products: list[Product]) -> tuple[list[Core], list[Product]]:
@@ -339,6 +350,7 @@ def _sorted(
     matrices: list[Matrix],
     cores: list[Core],
     unsupported: str | None,
+    kept: Mapping[str, tuple[tuple[int, Kept], ...]],
 ) -> Census:
     """Everything that was seen, by block."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -404,7 +416,7 @@ def _sorted(
         note(module, "lora_B", "adapter", (rows, rank), True)
     for place in parameters.keys() - {""}:
         old = blocks.get(place, Block((), (), ()))
-        blocks[place] = replace(old, parameters=tuple(parameters[place]))
+        blocks[place] = replace(old, parameters=tuple(parameters[place]), kept=kept.get(place, ()))
     return Census(
         family=model.config.model_type,
         hidden=embedding.embedding_dim,
