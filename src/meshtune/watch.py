@@ -218,13 +218,15 @@ def stack(thread: threading.Thread) -> tuple[tuple[int, int], ...]:
 def doing(thread: threading.Thread, axes: Mapping[str, str]) -> tuple[str, str | None]:
     """(the function, file and line that a thread is in, what it waits in for other ranks or None)."""
     frames = sys._current_frames()
+    # With this function's own frame among its variables the thread's tensors would outlive their functions,
+    # until the garbage collector looks.
+    del frames[threading.get_ident()]
     frame = frames.get(thread.ident or 0)
     if frame is None:
         return "its start", None
     waits = waits_in(frame, axes)
     if frame.f_code.co_name == "_engine_run_backward":  # on CUDA the hooks run in threads of autograd's own
-        others = (waits_in(each, axes) for ident, each in frames.items() if ident != threading.get_ident())
-        waits = next((each for each in others if each), None)
+        waits = next((found for each in frames.values() if (found := waits_in(each, axes))), None)
     return f"{frame.f_code.co_name}, {Path(frame.f_code.co_filename).name} line {frame.f_lineno}", waits
 
 

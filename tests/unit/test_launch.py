@@ -1,10 +1,13 @@
 """Ranks that fail, hang or are stopped, started here or by others; and what a process' environment says."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -18,9 +21,31 @@ import torch.distributed as dist
 from meshtune import launch
 from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError
 from meshtune.launch import Rank
-from meshtune.watch import Limits
+from meshtune.watch import Limits, doing
 
 QUICK = Limits(silent=1.0, stuck=1.0, end=2.0, tick=0.1, grace=1.0)
+
+
+def test_a_look_at_a_thread_keeps_nothing_of_it_alive() -> None:
+    gone, ready, done = [], threading.Event(), threading.Event()
+
+    def work() -> None:
+        tensor = torch.zeros(8)
+        gone.append(weakref.ref(tensor))
+        ready.set()
+        done.wait()
+
+    thread = threading.Thread(target=work)
+    gc.disable()  # what only the garbage collector frees is what this is about
+    try:
+        thread.start()
+        ready.wait()
+        assert "wait" in doing(thread, {})[0]
+        done.set()
+        thread.join()
+        assert gone[0]() is None
+    finally:
+        gc.enable()
 
 
 def add_up(rank: Rank, folder: Path) -> None:

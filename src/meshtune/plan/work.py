@@ -150,6 +150,7 @@ class Work:
             tied=float(census.tied),
             trainable=census.trainable / census.total,
             head_trainable=float(census.head.trainable) if census.head else 1.0,
+            kept=_kept(census),
         )
 
     @classmethod
@@ -195,6 +196,25 @@ class Work:
     @property
     def parameters(self) -> Number:
         return self.blocks * self.block_parameters + self.outside_parameters
+
+
+def _kept(census: Census) -> dict[int, Kept]:
+    """What the average block keeps, by bytes of an element; empty where the census does not know."""
+    n, found = len(census.blocks), {}
+    cores = [(core, layers / n) for core, layers in census.attentions.items()]
+    statistics = sum(4 * core.query_heads * count for core, count in cores)
+    keys = sum(core.key_heads * (core.qk_dim + core.v_dim) * count for core, count in cores)
+    for element in (2, 4):
+        each = [dict(block.kept).get(element) for block in census.blocks]
+        known = [kept for kept in each if kept is not None]
+        if len(known) < n:
+            return {}
+        outside, entering, inside, core = (
+            sum(getattr(kept, name) for kept in known) / n
+            for name in ("outside", "entering", "inside", "core")
+        )
+        found[element] = Kept(outside, entering, inside, core - statistics, element * keys, statistics)
+    return found | {8: Kept(*(2 * each for each in found[4]))}
 
 
 def _weights(parameters: Iterable[Parameter], blocks: int = 1) -> tuple[Weight, ...]:
