@@ -58,7 +58,20 @@ def stacks() -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for name, table in tables.items():
         base = found[table["like"]] if "like" in table else {}
-        found[name] = base | {key: float(v) for key, v in table.items() if not isinstance(v, str)}
+        found[name] = base | {key: float(v) for key, v in table.items() if not isinstance(v, str | dict)}
+    return found
+
+
+def memory_of(stack: str) -> dict[str, Any]:
+    """How a stack accounts for memory: its `memory` table over that of the one it is `like` (in this table,
+    else in all, "": none), and so each of the tables in it.
+    """
+    table = _tables("stacks.toml")[stack]
+    own = dict(table.get("memory", {}))
+    like = own.pop("like", table.get("like", ""))
+    found = memory_of(like) if like else {}
+    for key, value in own.items():
+        found[key] = found.get(key, {}) | value if isinstance(value, dict) else value
     return found
 
 

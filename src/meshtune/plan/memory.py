@@ -10,12 +10,15 @@ What a stack keeps is data (`Accounting`, stacks.toml), not branches. Bytes thro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshtune.plan.hardware import memory_of
 from meshtune.plan.work import Columns, Kept, Number, Weight, Work
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "overhead")
@@ -30,8 +33,8 @@ class Precision(NamedTuple):
     """Bytes per parameter of each copy.
 
     weight: as forward and backward compute with it; gradient: as a backward makes it. accumulated: of the
-    sum over micro-batches and ranks; beside: 1: that sum stands beside the gradients, 0: in their place.
-    master: a second, wider copy of the weights. moments: AdamW's two.
+    sum over micro-batches and ranks; beside: 1: that sum stands beside the gradients, in memory that it has
+    from the start, 0: in their place. master: a second, wider copy of the weights. moments: AdamW's two.
     """
 
     weight: float
@@ -125,7 +128,7 @@ def held_states(a: Accounting, n: Elements, c: Columns) -> States:
     )
     sharded = c.zero > 0
     frozen_shard = n.shard - n.trained_shard
-    summed = np.where(several, p.accumulated, p.gradient) + p.beside * p.gradient
+    summed = np.where(several | (p.beside > 0), p.accumulated, p.gradient) + p.beside * p.gradient
     kept_whole = (c.zero < 2) & (c.gradient_accumulation_steps > 1)
     if (
         a.shards_masters
@@ -195,12 +198,20 @@ EAGER = Saved(outside=12, entering=4, queries=2, keys=2, heads=4, output=2, wide
 
 
 def saved(
-    kept: Kept, work: Work, c: Columns, tokens: Number, *, element: float = 2, regathers: bool = False
+    kept: Kept,
+    work: Work,
+    c: Columns,
+    tokens: Number,
+    *,
+    element: float = 2,
+    regathers: bool = False,
+    selected: Kept | None = None,
 ) -> tuple[Number, Number]:
     """(kept, at work): bytes that a micro-batch of `tokens` on a rank keeps in an average block until its
     backward, and what that backward has at once when it has computed the rest again.
 
     regathers: what enters cut matrices is gathered again under sp, so that its split is what is kept.
+    selected: what selective recomputation keeps; None: all products and the core's output.
     """
     sequence = np.where(c.sp > 0, c.tp, 1.0)
     core = (kept.core + kept.statistics) / c.tp
@@ -209,13 +220,18 @@ def saved(
     core = core + np.where(
         c.cp > 1, gathered, 0.0
     )  # keys and values of all; or the output as it came and as it left
-    whole = tokens * (
-        kept.outside / sequence + kept.entering / (sequence if regathers else 1.0) + kept.inside / c.tp + core
-    )
+
+    def split(k: Kept, core: Number) -> Number:
+        entering = k.entering / (sequence if regathers else 1.0)
+        return tokens * (k.outside / sequence + entering + k.inside / c.tp + core)
+
+    whole = split(kept, core)
     boundary = tokens * element * work.hidden / sequence
     cut = sum(m.count * m.rows for m in work.matrices if m.cut == "rows") + outputs
     uncut = sum(m.count * m.rows for m in work.matrices if m.cut != "rows")
     products = tokens * (element * (cut / c.tp + uncut / sequence) + kept.statistics / c.tp) + boundary
+    if selected is not None:
+        products = split(selected, (selected.core + selected.statistics) / c.tp)
     found = np.where(c.recomputes("attention"), whole - tokens * kept.statistics / c.tp, whole)
     found = np.where(c.recomputes("selective"), np.minimum(products, whole), found)
     found = np.where(c.recomputes("full"), boundary, found)
@@ -254,6 +270,27 @@ class Stages:
             place=place,
         )
 
+    @classmethod
+    def dealt(cls, work: Work, c: Columns, by: str) -> Stages:
+        """As a stack deals the blocks out: by "blocks" evenly; by "slots", which embedding and head take too;
+        by "products", the head's counted, each rank taking blocks until it has passed its part.
+        """
+        even, n = cls.even(work.blocks, c), work.blocks + 0 * c.pp
+        if by == "blocks":
+            return even
+        first, last = even.first, even.last
+        if by == "slots":
+            slots = np.ceil((n + 2) / c.pp - 1e-9)
+            blocks = np.where(c.pp > 1, slots - first - last, n)
+        else:
+            head = work.vocabulary * work.hidden / work.block_parameters
+            part = (n + head) / c.pp
+            least = np.minimum(np.floor(part + 1e-9) + 1, n)
+            before = np.minimum(np.floor(part * (c.pp - 1) + 1e-9) + 1, n)
+            blocks = np.where(last > 0, n - before, np.where(first > 0, least, np.ceil(part)))
+            blocks = np.where(c.pp > 1, blocks, n)
+        return cls(blocks, np.ceil(blocks / c.virtual_stages - 1e-9), first, last, even.place)
+
 
 def in_flight(c: Columns, place: Number = 0.0) -> Number:
     """Micro-batches whose activations pipeline rank `place` holds at most, in whole stages of this rank.
@@ -279,22 +316,43 @@ class Accounting:
     """How software keeps things, in bytes (stacks.toml; `ours` for this engine).
 
     element: of activations. shards_masters: ZeRO's shards are the masters, and weights are gathered from them
-    (FSDP). regathers: see `saved`. saved: where a model was not traced. chunk: tokens whose logits exist at a
-    time. logit: what is held for each of them. ahead: groups of parameters that ZeRO-3 gathers at a time.
-    message: of an element of a gradient message. reserved: what the allocator keeps beyond what is in use, as
-    a share of what comes and goes. context: outside the allocator; communicator: for each kind of group that
-    a rank talks to.
+    (FSDP). cleared: gradients beside their sum go once they are added, else they stay until the next ones.
+    tables: the gradients of embedding and head are made whole before they are added to a sum.
+    flat, flat_shard: for each parameter, and each one in ZeRO's shard, what messages and updates make in one
+    piece, for which no freed activation has room: the allocator has it beside them from the first step on.
+
+    regathers: see `saved`. saved: where a model was not traced; selected: of it, what selective recomputation
+    keeps (None: all products). chunk: tokens whose logits exist at a time (inf: all, and nothing is copied).
+    logit: what is held for each of them, logit_split: and more where tp splits the vocabulary; logit_left:
+    while the head's gradients are made.
+
+    ahead: groups of parameters that ZeRO-3 gathers at a time. message: of an element of a gradient message.
+    buffers: micro-batches that a pipeline rank has buffers to receive in, at most (torch's stages: all).
+    outputs: 1: what a stage sent stays until its backward. dealt: see `Stages.dealt`.
+
+    reserved: what the allocator keeps beyond what is in use, as a share of what comes and goes. context:
+    outside the allocator; communicator: for each kind of group that a rank talks to.
     """
 
     precision: Precision
     element: float = 2
     shards_masters: bool = True
+    cleared: bool = False
+    tables: bool = False
+    flat: float = 0.0
+    flat_shard: float = 0.0
     regathers: bool = False
     saved: Saved = EAGER
+    selected: Saved | None = None
     chunk: float = 1024
     logit: float = 8
+    logit_split: float = 0.0
+    logit_left: float = 0.0
     ahead: float = 2
     message: float = 4
+    buffers: float = math.inf
+    outputs: float = 1.0
+    dealt: str = "blocks"
     reserved: float = 0.0
     context: float = 0.0
     communicator: float = 0.0
@@ -353,37 +411,43 @@ def moments(
         tokens,
         element=a.element,
         regathers=a.regathers,
+        selected=None if a.selected is None else a.selected.of(work, seq_len),
     )
     held = in_flight(c, s.place)
     travelling = np.where(c.pp > 1, hidden / sequence, 0.0)
-    received = travelling * c.gradient_accumulation_steps * c.virtual_stages  # a buffer for each
+    received = travelling * np.minimum(c.gradient_accumulation_steps, a.buffers) * c.virtual_stages
     received = received * ((1 - s.first) + (1 - s.last))
-    kept = held * (s.blocks * kept_in + travelling * (c.virtual_stages - s.last))
+    kept = held * (s.blocks * kept_in + a.outputs * travelling * (c.virtual_stages - s.last))
 
     # the loss, on the rank with the head: logits, a copy of their hidden states, these states' gradient
-    rows = np.ceil(tokens / np.ceil(tokens / a.chunk))
+    copied = math.isfinite(a.chunk)
+    rows = np.ceil(tokens / np.maximum(np.ceil(tokens / a.chunk), 1.0))
     head_gradient = work.vocabulary * work.hidden / c.tp * work.head_trainable
     summed = np.where(rows < tokens, head_gradient * (p.gradient + 4.0), 0.0)
-    at_loss = rows * (work.vocabulary / c.tp * a.logit + a.element * work.hidden) + hidden + summed
-    # every micro-batch in flight holds what its loss has made already (train/loss.py)
-    kept = kept + s.last * (held - 1) * (hidden + head_gradient * p.gradient)
+    at_loss = rows * work.vocabulary / c.tp * (a.logit + np.where(c.tp > 1, a.logit_split, 0.0))
+    if copied:
+        at_loss = at_loss + rows * a.element * work.hidden + hidden + summed
+        # every micro-batch in flight holds what its loss has made already (train/loss.py)
+        kept = kept + s.last * (held - 1) * (hidden + head_gradient * p.gradient)
     # the last norm keeps its input in fp32, what it made of it, and its output, which sp gathers
     wide = work.hidden * tokens / sequence * max(4, a.element)
     norm = wide + hidden / sequence + hidden
 
     # what ZeRO-3 gathers, what is sent
-    sharded, third = c.zero > 0, c.zero == 3
+    sharded, third = (c.zero > 0) & a.shards_masters, (c.zero == 3) & a.shards_masters
     more = c.gradient_accumulation_steps > 1
     root = np.where(third, outside.whole * p.weight, 0.0)
     gathered = np.where(third, block.whole * p.weight, 0.0)
     # ZeRO-2 and -3 have the last message of the micro-batch before until they send the next one
-    left = np.where((c.zero >= 2) & more, outside.trained * a.message, 0.0)
+    left = np.where(sharded & (c.zero >= 2) & more, outside.trained * a.message, 0.0)
     late = (c.zero == 1) & (c.pp > 1)  # torch's stages send ZeRO-1's after all passes
     made = np.where(sharded, block.trained * (p.gradient + np.where(late, 0.0, a.message)), 0.0)
     copies = np.where(sharded, 1.0, c.data_ranks * c.cp)
     made = made + np.where(copies > 1, block.trained * a.message, 0.0)
     waits = sharded | ~(more | (copies > 1))  # the head's gradient, until it is added up
     waiting = np.where(waits, head_gradient * p.gradient, 0.0)
+    left_of_loss = np.where(waits | a.tables, head_gradient * p.gradient, 0.0)
+    left_of_loss = left_of_loss + rows * work.vocabulary / c.tp * a.logit_left
 
     # the backward of a block: the gradient of what it gave, and two features as wide as the MLP is inside
     inner = np.max([np.broadcast_to(m.cols, np.shape(tokens)) for m in work.matrices], axis=0)
@@ -396,10 +460,18 @@ def moments(
     one = kept / np.maximum(held, 1.0)
     together = (c.pp > 1) & (held >= c.gradient_accumulation_steps)
     before = np.where(together, np.maximum(state.gradients - one, 0.0), np.where(more, state.gradients, 0.0))
+    if p.beside:
+        added = state.gradients * p.accumulated / (p.accumulated + p.beside * p.gradient)
+        before = added if a.cleared else np.where(more, state.gradients, added)
     none = np.zeros_like(kept)
+    flat = rank.trained * a.flat
+    optimizer = state.optimizer + np.where(c.zero > 0, rank.trained_shard, rank.trained) * a.flat_shard
+    # the embedding's gradient ends a micro-batch's backward, with all others still in flight
+    embedding = s.first * a.tables * first.trained * p.gradient
+    ending = np.maximum(kept_in + again + working, a.tables * (kept - one + embedding))
     steady = {
-        "weights": state.weights + state.gathered, "gradients": before,
-        "optimizer": none if first_step else state.optimizer,
+        "weights": state.weights + state.gathered, "gradients": before + flat,
+        "optimizer": none if first_step else optimizer,
         "activations": kept, "logits": none, "communication": root + received,
     }  # fmt: skip
     return {
@@ -409,7 +481,7 @@ def moments(
         },
         "backward of the head": steady | {
             "activations": kept + s.last * (wide * 4 + 2 * hidden / sequence + hidden / sequence),
-            "logits": s.last * waiting,
+            "logits": s.last * left_of_loss,
             "communication": steady["communication"] + gathered + left,
         },
         "backward of a block": steady | {
@@ -417,11 +489,11 @@ def moments(
             "communication": steady["communication"] + a.ahead * gathered + made,
         },
         "end of backward": steady | {
-            "gradients": state.gradients, "activations": kept_in + again + working,
+            "gradients": state.gradients + flat, "activations": ending,
             "communication": steady["communication"] + gathered + made,
         },
         "update": steady | {
-            "gradients": state.gradients, "optimizer": state.optimizer, "activations": none,
+            "gradients": state.gradients + flat, "optimizer": optimizer, "activations": none,
             "communication": received + update,
         },
     }  # fmt: skip
@@ -438,9 +510,10 @@ def peak(
 ) -> Memory:
     """The most that any rank holds at any moment of a step.
 
-    stages: of each pipeline rank; None: equal ones. first_step: the first step instead of all later ones.
+    stages: of each pipeline rank; None: as the stack deals the blocks out. first_step: the first step instead
+    of all later ones.
     """
-    found = moments(work, c, a, seq_len, stages or Stages.even(work.blocks, c), first_step=first_step)
+    found = moments(work, c, a, seq_len, stages or Stages.dealt(work, c, a.dealt), first_step=first_step)
     # [MOMENTS, RANKS, layouts]
     parts = {
         name: np.stack([np.broadcast_to(found[m][name], found["loss"]["activations"].shape) for m in MOMENTS])
@@ -463,3 +536,23 @@ def ours(precision: str, reduce_dtype: str = "fp32", **others: float) -> Account
     if reduce_dtype == "bf16" and p.weight == 2:
         p = p._replace(accumulated=2)
     return Accounting(p, element=p.weight, message=p.accumulated, **others)
+
+
+def accounting(stack: str, precision: str, reduce_dtype: str = "fp32") -> Accounting:
+    """How a stack of stacks.toml keeps things in this precision (fp32, fp16, bf16 …); 8-bit products keep
+    what bf16 keeps. What its tables leave out is as `ours`.
+    """
+    return _accounting(stack, "bf16" if precision in ("fp8", "mxfp8") else precision, reduce_dtype)
+
+
+@cache
+def _accounting(stack: str, precision: str, reduce_dtype: str) -> Accounting:
+    said = memory_of(stack)
+    fields: dict[str, Any] = {key: value for key, value in said.items() if not isinstance(value, dict)}
+    fields |= said.get(precision, {})
+    for name in ("saved", "selected"):
+        if name in said:
+            fields[name] = Saved(**{key: float(value) for key, value in said[name].items()})
+    if "precision" not in fields:
+        return ours(precision, reduce_dtype, **fields)
+    return Accounting(**fields | {"precision": Precision(*fields["precision"])})
