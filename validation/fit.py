@@ -42,6 +42,7 @@ FREE: dict[str, tuple[float, float, float]] = {
     "gpu.h100-sxm.matmul_fp8": (0.3, 0.6, 0.9), "gpu.h100-96.matmul_fp8": (0.2, 0.5, 0.9),
     "stack.torchtitan.context_attention": (1, 1.2, 2.5), "gpu.a100.depth": (0, 100, 800),
     "gpu.h100.depth": (0, 200, 1500), "gpu.*.tiles": (0, 0.5, 2), "gpu.*.misaligned": (1, 1.5, 2.5),
+    "gpu.*.unloaded": (1, 2, 5),
     "gpu.*.memory": (0.5, 0.8, 0.95), "gpu.a100.attention": (0.2, 0.5, 0.8),
     "gpu.h100-sxm.attention": (0.1, 0.35, 0.7), "gpu.h100-96.attention": (0.1, 0.3, 0.7),
     "gpu.a100.link_share": (0.4, 0.75, 0.95), "gpu.h100.link_share": (0.2, 0.75, 0.95),
@@ -66,13 +67,14 @@ FREE: dict[str, tuple[float, float, float]] = {
     "stack.*-async.tensor_overlap": (0, 0.5, 1), "stack.composer.shard_overlap": (0, 0.5, 1),
     "stack.torchtitan.shard_overlap": (0, 0.5, 1), "stack.nanotron.data_overlap": (0, 0.5, 1),
     "stack.deepspeed-zero3.shard_share": (0.1, 0.8, 1), "stack.*.optimizer_bytes": (10, 40, 150),
-    "stack.*.link_latency": (1e-6, 2e-5, 1e-4), "stack.*.network_latency": (1e-6, 4e-5, 3e-4),
+    "stack.*.link_latency": (1e-6, 2e-5, 1e-4), "stack.*.network_latency": (1e-6, 1e-5, 3e-4),
     "cluster.mosaic-a100.network_share": (0.05, 0.7, 0.95),
     "cluster.jean-zay.network_share": (0.05, 0.7, 0.95),
     "cluster.vtrain-multi.network_share": (0.05, 0.7, 0.95),
     "cluster.selene.network_share": (0.05, 0.7, 0.95),
     "cluster.nanotron.network_share": (0.03, 0.7, 0.95), "cluster.titan.network_share": (0.05, 0.7, 0.95),
     "cluster.titan-a100.network_share": (0.05, 0.7, 0.95),
+    "cluster.nanotron.network_latency": (1e-6, 1e-5, 3e-4),
 }  # fmt: skip
 
 

@@ -26,6 +26,7 @@ NEEDED = (
     "global_batch", "dp", "zero_stage", "tp", "pp", "cp", "recompute",
 )  # fmt: skip
 HEAD_DIM = 128  # where a row leaves its heads out
+LINKS = ("network_share", "network_latency")
 VARIANTS = {  # of a stack, where stacks.toml has them: the end of its name, and what a row's notes say of it
     "-rowwise": r"rowwise",
     "-async": r"async ?tp",
@@ -41,15 +42,15 @@ def read(file: Path) -> list[Row]:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where rows with this prefix of their id ran. network: bytes per second of a node. gpu: the GPU, where
-    its rows are of a kind that their tables have no name for.
+    """Where rows with this prefix of their id ran. network: bytes per second of a node. links: constants of
+    its own. gpu: the GPU, where its rows are of a kind that their tables have no name for.
     """
 
     prefix: str
     stack: str
     cluster: str
     network: float
-    network_share: float
+    links: Mapping[str, float]
     zero: str = ""  # of rows with this ZeRO stage alone
     gpu: str = ""
 
@@ -63,7 +64,7 @@ def origins() -> list[Origin]:
             table["stack"],
             name,
             table["network"] * 1e9,
-            table["network_share"],
+            {key: float(table[key]) for key in LINKS if key in table},
             str(table.get("zero", "")),
             table.get("gpu", ""),
         )
@@ -214,7 +215,7 @@ class Machines:
                 "multiprocessors": gpu.multiprocessors,
                 "flash": 0.0 if row["attention"] == "naive" else 1.0,
             })  # fmt: skip
-            places.append((f"gpu.{name}", f"stack.{stack}", f"cluster.{origin.cluster}"))
+            places.append((f"cluster.{origin.cluster}", f"gpu.{name}", f"stack.{stack}"))
         keys = {}
         for field in (field.name for field in fields(Machine)):
             if field in facts[0]:
@@ -222,7 +223,7 @@ class Machines:
             each = [next(f"{p}.{field}" for p in own if f"{p}.{field}" in constants) for own in places]
             if field == "matmul":  # 8-bit products reach another share of their peak
                 each = [
-                    own[0] + ".matmul_fp8" if RATES[row["precision"]] == "fp8" else key
+                    own[1] + ".matmul_fp8" if RATES[row["precision"]] == "fp8" else key
                     for key, own, row in zip(each, places, rows, strict=True)
                 ]
             if field == "gradient_bytes":  # in fp16 they travel as they are
@@ -252,4 +253,6 @@ def constants_of(among: Iterable[Origin]) -> dict[str, float]:
     found |= {
         f"stack.{name}.{key}": value for name, stack in stacks().items() for key, value in stack.items()
     }
-    return found | {f"cluster.{origin.cluster}.network_share": origin.network_share for origin in among}
+    return found | {
+        f"cluster.{origin.cluster}.{key}": value for origin in among for key, value in origin.links.items()
+    }

@@ -20,6 +20,7 @@ from meshtune.plan.work import Columns, Core, Gemm, Number, Work
 
 TILE = 128 * 128  # elements of a product that one multiprocessor works on at a time
 ALIGNED = 64  # elements (128 bytes of 16 bits): what tensor cores want rows to be multiples of
+LOADED = 8  # elements (16 bytes): what they need, or the product runs on slower kernels
 ELEMENT = 2  # bytes of what computes
 PARTS = ("compute", "tensor", "context", "pipeline", "data", "optimizer", "bubble", "host")
 
@@ -44,7 +45,8 @@ class Machine:
     matmul: Number  # share of the peak that large products reach
     depth: Number  # inner size at which a product loses half of that
     tiles: Number  # how much a last, incomplete wave of tiles costs
-    misaligned: Number  # how much slower products with unaligned sizes are
+    misaligned: Number  # how much slower products are whose rows are not multiples of 128 bytes
+    unloaded: Number  # and not even of 16
     attention: Number  # share of the peak of the attention kernel
     memory: Number  # share of the memory's bandwidth
     # of its links
@@ -122,14 +124,19 @@ class Seconds:
 # one GPU #
 
 
-def product(m: Machine, rows: Number, cols: Number, inner: Number) -> Number:
+def product(m: Machine, rows: Number, cols: Number, inner: Number, along: tuple[Number, ...] = ()) -> Number:
     """[rows, inner] @ [inner, cols]: at the peak's share, less what short inner sizes, an incomplete wave of
     tiles and unaligned sizes cost; or as long as its operands take to be read and written.
+
+    along: the sizes that memory runs along, where they are not cols and inner.
     """
     rate = m.flops * m.matmul * m.stack_matmul
     tiled = rows * cols + m.tiles * m.multiprocessors * TILE
-    unaligned = (np.floor(cols) % ALIGNED != 0) | (np.floor(inner) % ALIGNED != 0)
-    busy = 2 * tiled * (inner + m.depth) / rate * np.where(unaligned, m.misaligned, 1.0)
+    slower = 1.0
+    for size in along or (cols, inner):
+        off = np.where(np.floor(size) % LOADED != 0, m.unloaded, m.misaligned)
+        slower = np.maximum(slower, np.where(np.floor(size) % ALIGNED != 0, off, 1.0))
+    busy = 2 * tiled * (inner + m.depth) / rate * slower
     moved = ELEMENT * (rows * inner + inner * cols + rows * cols) / (m.bandwidth * m.memory)
     return _longer(busy, moved)
 
@@ -139,7 +146,7 @@ def matrix(m: Machine, tokens: Number, gemm: Gemm, tp: Number) -> tuple[Number, 
     rows = gemm.rows / tp if gemm.cut == "rows" else gemm.rows
     cols = gemm.cols / tp if gemm.cut == "cols" else gemm.cols
     inputs = gemm.input_gradient * product(m, tokens, cols, rows)
-    weights = gemm.trainable * product(m, rows, cols, tokens)
+    weights = gemm.trainable * product(m, rows, cols, tokens, (rows, cols))
     return gemm.count * product(m, tokens, rows, cols), gemm.count * inputs, gemm.count * weights
 
 
@@ -180,10 +187,11 @@ def elementwise(m: Machine, tokens: Number, work: Work, c: Columns) -> Number:
 
 
 def head(m: Machine, tokens: Number, work: Work, tp: Number) -> Number:
-    """Logits and loss of all tokens, there and back."""
+    """Logits and loss of all tokens, there and back. A vocabulary that tp does not divide is padded."""
     rows = work.vocabulary / tp
+    rows = np.where(rows % 1 > 0, np.ceil(rows / ALIGNED) * ALIGNED, rows)
     products = product(m, tokens, rows, work.hidden) + product(m, tokens, work.hidden, rows)
-    products = products + work.head_trainable * product(m, rows, work.hidden, tokens)
+    products = products + work.head_trainable * product(m, rows, work.hidden, tokens, (rows, work.hidden))
     return products + tokens * rows * m.logit_bytes / (m.bandwidth * m.memory)
 
 
@@ -200,22 +208,25 @@ def ring_bandwidth(m: Machine, ranks: Number, local: Number) -> Number:
     return np.where(ranks > local, np.minimum(inside, across), inside)
 
 
-def gathered(m: Machine, size: Number, ranks: Number, local: Number) -> Number:
-    """An all-gather or reduce-scatter of a tensor of `size` bytes as it is whole: (n-1)/n of it past each
-    rank (Chan et al. 2007).
+def moved(m: Machine, size: Number, ranks: Number, local: Number) -> Number:
+    """(n-1)/n of a tensor of `size` bytes past each rank of a ring (Chan et al. 2007)."""
+    return np.where(ranks > 1, size * (ranks - 1) / ranks / ring_bandwidth(m, ranks, local), 0.0)
+
+
+def gathered(m: Machine, size: Number, ranks: Number, local: Number, messages: Number = 1.0) -> Number:
+    """All-gathers or reduce-scatters of tensors that have `size` bytes together as they are whole. Each of
+    the messages goes once around a ring, whose steps between nodes and inside them wait for one another.
     """
-    moved = size * (ranks - 1) / ranks / ring_bandwidth(m, ranks, local)
-    return np.where(ranks > 1, moved, 0.0)
-
-
-def latency(m: Machine, ranks: Number, local: Number) -> Number:
-    each = np.where(ranks > local, m.network_latency, m.link_latency)
-    return np.where(ranks > 1, each * (1 + np.log2(ranks)), 0.0)
+    nodes = ranks / local
+    turn = (nodes - 1) * m.network_latency + (ranks - nodes) * m.link_latency
+    return moved(m, size, ranks, local) + np.where(ranks > 1, messages * turn, 0.0)
 
 
 def all_reduced(m: Machine, size: Number, ranks: Number, local: Number) -> Number:
-    """Twice an all-gather."""
-    return 2 * gathered(m, size, ranks, local) + latency(m, ranks, local)
+    """The sum of a small tensor: the traffic of two all-gathers, but along a tree."""
+    each = np.where(ranks > local, m.network_latency, m.link_latency)
+    tree = np.where(ranks > 1, each * (1 + np.log2(ranks)), 0.0)
+    return 2 * moved(m, size, ranks, local) + tree
 
 
 # a block, one micro-batch #
@@ -318,8 +329,8 @@ def context_messages(work: Work, c: Columns, m: Machine, seq_len: Number) -> Num
     local = _local(c.cp, c.tp, m)
     widths = sum(k.count * k.key_heads * (k.qk_dim + k.v_dim) for k in work.cores) / c.tp
     heads = sum(k.count * (k.query_heads + k.key_heads) * (k.qk_dim + k.v_dim) for k in work.cores) / c.tp
-    keys = gathered(m, ELEMENT * tokens * c.cp * widths, c.cp, local) + latency(m, c.cp, local)
-    exchanged = gathered(m, ELEMENT * tokens * heads, c.cp, local) + latency(m, c.cp, local)
+    keys = gathered(m, ELEMENT * tokens * c.cp * widths, c.cp, local)
+    exchanged = gathered(m, ELEMENT * tokens * heads, c.cp, local)
     times = np.where(c.recomputes("none"), 2, 3)
     return np.where(c.ulysses > 0, exchanged, keys) * times * (c.cp > 1)
 
@@ -333,7 +344,6 @@ def shard_messages(work: Work, c: Columns, m: Machine, forward: Number, backward
     weights = work.block_parameters / c.tp / m.shard_share
     gather = gathered(m, m.weight_bytes * weights, shards, local)
     scatter = gathered(m, m.scatter_bytes * weights * work.trainable, shards, local)
-    gather, scatter = (each + np.where(shards > 1, m.network_latency, 0.0) for each in (gather, scatter))
     arriving = np.where(c.zero == 3, gather + scatter, np.where(c.zero == 2, scatter, 0.0))
     ahead = np.where(c.zero == 3, _exposed(forward, gather, m.shard_overlap), 0.0)
     return ahead + _exposed(backward, arriving, m.shard_overlap)
@@ -381,21 +391,21 @@ def gradients_and_update(work: Work, c: Columns, m: Machine, block: Block) -> tu
     copies = np.where(c.zero > 0, c.dp_replicate, c.data_ranks * c.cp)
     local_copies = _local(copies, c.tp * np.where(c.zero > 0, shards, 1.0), m)
     kept = np.where(c.zero > 0, trained / shards, trained)
-    summed = 2 * gathered(m, m.gradient_bytes * kept, copies, local_copies)
-    summed = summed + np.where(
-        c.zero == 1, gathered(m, m.gradient_bytes * trained, shards, local_shards), 0.0
-    )
+    messages = np.where(m.data_overlap > 0, work.blocks / c.pp, 1.0)  # each block's own, or all at once
+    summed = 2 * gathered(m, m.gradient_bytes * kept, copies, local_copies, messages)
+    scattered = gathered(m, m.gradient_bytes * trained, shards, local_shards, messages)
+    summed = summed + np.where(c.zero == 1, scattered, 0.0)
     hidden = np.minimum(summed * m.data_overlap, block.backward * work.blocks / c.pp)
     whole = (c.zero == 1) | (c.zero == 2)  # weights are gathered once, before the first forward
-    once = np.where(whole, gathered(m, m.weight_bytes * own, shards, local_shards), 0.0)
+    once = np.where(whole, gathered(m, m.weight_bytes * own, shards, local_shards, messages), 0.0)
 
     # what ZeRO-2 and -3 say of what is outside the blocks, with nothing beside it to hide behind
     root = outside / c.tp / m.shard_share
     root_gather = gathered(m, 2 * m.weight_bytes * root, shards, local_shards)
     root_scatter = gathered(m, m.scatter_bytes * root * work.trainable, shards, local_shards)
     rooted = np.where(c.zero == 3, root_gather, 0.0) + np.where(c.zero >= 2, root_scatter, 0.0)
-    messages = summed - hidden + once + c.gradient_accumulation_steps * rooted
-    return messages, kept * m.optimizer_bytes / (m.bandwidth * m.memory)
+    told = summed - hidden + once + c.gradient_accumulation_steps * rooted
+    return told, kept * m.optimizer_bytes / (m.bandwidth * m.memory)
 
 
 # a step #

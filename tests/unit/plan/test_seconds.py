@@ -24,7 +24,8 @@ from meshtune.plan.work import Columns, Work
 IDEAL = Machine(
     flops=1e15, core_flops=1e15, weight_bytes=2, context_attention=1, bandwidth=1e18,
     link=400e9, network=200e9, node=8, multiprocessors=100,
-    matmul=1, depth=0, tiles=0, misaligned=1, attention=1e6, memory=1, link_share=1, network_share=1,
+    matmul=1, depth=0, tiles=0, misaligned=1, unloaded=1, attention=1e6, memory=1, link_share=1,
+    network_share=1,
     link_latency=0, network_latency=0, stack_matmul=1, stack_attention=1, attention_backward=1, flash=1,
     score_bytes=0, batched=1, elementwise_hidden=0, elementwise_wide=0, logit_bytes=0, selective=0,
     host_block=0, launch_blocking=0, host_micro_batch=0, host_step=0, gradient_bytes=4, scatter_bytes=4,
