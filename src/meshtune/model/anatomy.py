@@ -242,6 +242,11 @@ def own_attention(model: PreTrainedModel) -> bool:
     return model._supports_attention_backend
 
 
+def auto_attention(model: PreTrainedModel) -> str:
+    """What model.attention=auto is: ours where the family takes it, else what transformers built it with."""
+    return "meshtune" if own_attention(model) else str(model.config._attn_implementation)
+
+
 def hidden_pattern(config: PretrainedConfig, windows: Sequence[int | None]) -> str | None:
     """What the configuration says of the attention that its attention function is not told; None when
     nothing.

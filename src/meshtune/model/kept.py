@@ -7,7 +7,7 @@ it.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -30,17 +30,23 @@ PARTS = ("outside", "inside", "entering", "core")  # what several parts save cou
 
 
 def kept_by_blocks(
-    model: PreTrainedModel, adapters: Mapping[str, int], inputs: Mapping[str, Tensor]
+    model: PreTrainedModel,
+    frozen: Collection[str],
+    adapters: Mapping[str, int],
+    inputs: Mapping[str, Tensor],
 ) -> dict[str, tuple[tuple[int, Kept], ...]]:
     """(element size, what it keeps) of each block, by the block's path; a size that its forward refuses is
     left out.
 
     The model is on meta, built with the attention STAND_IN, and changed: it gets its adapters (LoRA rank by
-    module). inputs: of its forward, TOKENS long. Raises as `anatomy`.
+    module), and parameters named in `frozen` no gradient. inputs: of its forward, TOKENS long. Raises as
+    `anatomy`.
     """
     parts = anatomy(model)
     for module, rank in adapters.items():
         adapt(model.get_submodule(module), rank, alpha=rank)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
     found: dict[str, list[tuple[int, Kept]]] = {}
     for size, dtype in DTYPES.items():
         model.to(dtype)  # pyright: ignore[reportArgumentType]

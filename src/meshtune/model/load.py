@@ -29,14 +29,6 @@ from typing import Any, Literal
 import torch
 import transformers
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 from huggingface_hub.utils import enable_progress_bars
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -54,6 +46,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from meshtune.errors import UserError
+from meshtune.model.hub import asking, local
 
 logger = logging.getLogger(__name__)
 
@@ -90,39 +83,17 @@ def resolve(
 
     Raises UserError when there is neither.
     """
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
+    if folder := local(name):
+        if folder.is_dir():
+            return folder
         raise UserError(f"{name} is a file; name the folder that holds config.json.")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise UserError(f"There is no folder {name}.")
     wanted = [*SMALL, *(["*.safetensors"] if weights else []), *(["*.py"] if trust_remote_code else [])]
-    at = f"{name} at revision {revision}" if revision else name
-    try:
+    with asking(name, revision):
         # Sub-folders and "consolidated" files hold the same weights again in other formats.
         ignored = ["*/*", "consolidated*"]
         folder = Path(
             snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=ignored)
         )
-    except GatedRepoError as error:
-        raise UserError(
-            f"{name} is gated: accept its terms at https://huggingface.co/{name}, then run "
-            f"`hf auth login` or set HF_TOKEN."
-        ) from error
-    except RevisionNotFoundError as error:
-        raise UserError(f"The hub's {name} has no revision {revision}.") from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise UserError(
-            f"There is no folder {name} here and no model {name} on the Hugging Face hub that you may read; "
-            f"check the spelling, or, if it is private, run `hf auth login` or set HF_TOKEN."
-        ) from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        raise UserError(
-            f"There is no folder {name} here, {at} is not in the local cache, and the Hugging Face hub can't "
-            f"be reached (no network, or HF_HUB_OFFLINE is set). Download it where there is a network "
-            f"(`hf download {name}`) and name the folder."
-        ) from error
     if weights and not list(folder.glob("*.safetensors")):
         _say_what_the_hub_has(name, revision)
     return folder
@@ -245,11 +216,12 @@ def load_config(
     Raises UserError when it is missing, of an unknown type, or needs code that is not trusted.
     """
     folder = resolve(name, revision=revision, weights=False, trust_remote_code=trust_remote_code)
-    return _config(folder, name, trust_remote_code)
+    return read_config(folder / "config.json", name, trust_remote_code)
 
 
-def _config(folder: Path, name: str, trust_remote_code: bool) -> PretrainedConfig:
-    file = folder / "config.json"
+def read_config(file: Path, name: str, trust_remote_code: bool) -> PretrainedConfig:
+    """The configuration in `file`, of the model `name`. Raises as `load_config`."""
+    folder = file.parent
     if not file.is_file():
         if (folder / "adapter_config.json").is_file():
             base = _read_json(folder / "adapter_config.json").get("base_model_name_or_path")
@@ -257,11 +229,15 @@ def _config(folder: Path, name: str, trust_remote_code: bool) -> PretrainedConfi
                 f"{name} is a LoRA adapter, not a model: name its base ({base}) as the model, or merge the "
                 f"two with `meshtune export --merge` first."
             )
-        raise UserError(f"{name} has no config.json, so it is not a model in Hugging Face's format.")
+        raise UserError(
+            f"{name} has no config.json, so it is not a model in Hugging Face's format; name the folder that "
+            "holds one."
+        )
     raw = _read_json(file)
     if "model_type" not in raw and "auto_map" not in raw:
         raise UserError(
-            f"{file} names no `model_type`, so it is not the configuration of a transformers model."
+            f"{file} names no `model_type`, so it is not the configuration of a transformers model; take the "
+            "config.json that was published with the weights."
         )
     needs_code = "auto_map" in raw and raw.get("model_type") not in CONFIG_MAPPING
     if needs_code and not trust_remote_code:
@@ -269,8 +245,16 @@ def _config(folder: Path, name: str, trust_remote_code: bool) -> PretrainedConfi
             f"{name} brings its own Python code, which is not run unless you say so; if you have read and "
             f"trust it, set model.trust_remote_code=true."
         )
+    kind = raw.get("model_type")
+    if not needs_code and kind not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(str(kind), CONFIG_MAPPING.keys(), n=1)
+        raise UserError(
+            f"transformers {transformers.__version__} can't read {file}: it knows no model_type {kind!r}"
+            + (f"; did you mean {near[0]}?" if near else "; a newer transformers may.")
+        )
+    source = folder if file.name == "config.json" else file
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except Exception as error:  # each family's configuration class checks itself in its own way
         raise UserError(f"transformers can't read {file}: {_first_line(error)}") from error
     if config.is_encoder_decoder:
@@ -328,7 +312,7 @@ def load(
     """
     weights = init == "pretrained"
     folder = resolve(name, revision=revision, weights=weights, trust_remote_code=trust_remote_code)
-    config = _config(folder, name, trust_remote_code)
+    config = read_config(folder / "config.json", name, trust_remote_code)
     try:
         if weights:
             own = torch.device(device).type == "cpu"  # elsewhere moving copies them anyway
@@ -362,7 +346,7 @@ def skeleton(
     embeddings), so that nothing has to be restored once the parameters get memory. Raises as `load`.
     """
     folder = resolve(name, revision=revision, weights=False, trust_remote_code=trust_remote_code)
-    config = _config(folder, name, trust_remote_code)
+    config = read_config(folder / "config.json", name, trust_remote_code)
     try:
         with no_init_weights(), _parameters_on_meta():
             model = AutoModelForCausalLM.from_config(
@@ -416,7 +400,7 @@ def mapped(
         )  # fmt: skip
     else:
         folder = resolve(name, revision=revision, weights=True, trust_remote_code=trust_remote_code)
-        config = _config(folder, name, trust_remote_code)
+        config = read_config(folder / "config.json", name, trust_remote_code)
         words = _stored_dtypes(weight_files(folder))
         stored = [dtype for dtype, word in SAFETENSORS_DTYPES.items() if word in words] or [torch.float32]
         widest = reduce(torch.promote_types, stored)

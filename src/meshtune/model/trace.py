@@ -86,8 +86,9 @@ class Product:
 class Weights(TorchFunctionMode):
     """Notes each multiplication with a parameter, and whether its input needs a gradient."""
 
-    def __init__(self, model: nn.Module, adapters: Mapping[str, int]) -> None:
+    def __init__(self, model: nn.Module, frozen: Collection[str], adapters: Mapping[str, int]) -> None:
         super().__init__()
+        self.frozen = frozen
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.casts: list[Tensor] = []  # of parameters; kept, since an id is only unique among the living
         self.adapters = adapters
@@ -132,18 +133,19 @@ class Weights(TorchFunctionMode):
         finally:
             self.inside = False
         if rank := self.adapters.get(name.rpartition(".")[0]):
-            self._adapt(matrix, rank)
-            # as adding the adapter's output does
-            out = out if out.requires_grad else out.detach().requires_grad_()
+            a, b = self._adapt(matrix, rank)
+            self.matrices += [a, b]
+            if b.trainable or b.input_gradient:  # as adding the adapter's output does
+                out = out if out.requires_grad else out.detach().requires_grad_()
         return out
 
-    def _adapt(self, matrix: Matrix, rank: int) -> None:
-        module = matrix.name.rpartition(".")[0]
-        a = replace(matrix, name=f"{module}.lora_A", kind="adapter", rows=rank, trainable=True)
-        b = replace(
-            matrix, name=f"{module}.lora_B", kind="adapter", cols=rank, trainable=True, input_gradient=True
+    def _adapt(self, matrix: Matrix, rank: int) -> tuple[Matrix, Matrix]:
+        names = [f"{matrix.name.rpartition('.')[0]}.lora_{which}" for which in "AB"]
+        a, b = (
+            replace(matrix, name=name, kind="adapter", trainable=name not in self.frozen) for name in names
         )
-        self.matrices += [a, b]
+        a = replace(a, rows=rank)
+        return a, replace(b, cols=rank, input_gradient=a.input_gradient or a.trainable)
 
 
 class Products(TorchDispatchMode):
@@ -177,7 +179,8 @@ def census(
 ) -> Census:
     """The census of the causal LM that transformers builds from `config`.
 
-    frozen: names of parameters without gradient. adapters: rank of the LoRA pair beside each module named.
+    adapters: rank of the LoRA pair beside each module named. frozen: names of parameters without gradient,
+    an adapter's being <module>.lora_A and <module>.lora_B.
     """
 
     def build(attention: str) -> PreTrainedModel:
@@ -195,13 +198,13 @@ def census_of(model: PreTrainedModel) -> Census:
     frozen: set[str] = set()
     shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters():
-        if found := ADAPTER.fullmatch(name):
-            if found["which"] == "A":
-                adapters[found["module"]] = parameter.shape[0]
-            continue
-        shapes[name] = tuple(parameter.shape)
+        found = ADAPTER.fullmatch(name)
         if not parameter.requires_grad:
-            frozen.add(name)
+            frozen.add(f"{found['module']}.lora_{found['which']}" if found else name)
+        if not found:
+            shapes[name] = tuple(parameter.shape)
+        elif found["which"] == "A":
+            adapters[found["module"]] = parameter.shape[0]
 
     def build(attention: str) -> PreTrainedModel:
         built = type(model)._from_config(copy.deepcopy(model.config), attn_implementation=attention)
@@ -218,7 +221,7 @@ def trace(
     """The census of the model that `build` makes, on the meta device, with the attention implementation
     named.
 
-    frozen: names of parameters without gradient. adapters: LoRA rank by module.
+    frozen: names of parameters and adapters without gradient. adapters: LoRA rank by module.
     """
     reasons = []
     for attention, with_mask in ((STAND_IN, False), (STAND_IN, True), ("eager", True), ("eager", False)):
@@ -230,7 +233,7 @@ def trace(
         if found.unsupported is None:
             return found
         reasons.insert(0, found.unsupported)  # says more than an implementation that was refused
-    return _sorted(_on_meta(build, "eager", frozen), adapters, [], [], reasons[0], {})
+    return _sorted(_on_meta(build, "eager", frozen), frozen, adapters, [], [], reasons[0], {})
 
 
 def _on_meta(
@@ -273,7 +276,7 @@ def _attempt(
     AttentionInterface.register(STAND_IN, stand_in)
     model = _on_meta(build, attention, frozen)
     paths |= {module: name for name, module in model.named_modules()}
-    weights = Weights(model, adapters)
+    weights = Weights(model, frozen, adapters)
     with torch.device("meta"), Products(weights) as products, weights:
         model(**_inputs(TOKENS, with_mask), use_cache=False)
     written_out, rest = _written_out(products.bare)
@@ -283,8 +286,8 @@ def _attempt(
     if reason is None and attention == STAND_IN and not written_out:
         with suppress(UserError):  # a model that we count but can't train
             inputs = _inputs(KEPT_TOKENS, with_mask)
-            by_block = kept_by_blocks(copy.deepcopy(model), adapters, inputs)
-    return _sorted(model, adapters, weights.matrices, cores, reason, by_block)
+            by_block = kept_by_blocks(copy.deepcopy(model), frozen, adapters, inputs)
+    return _sorted(model, frozen, adapters, weights.matrices, cores, reason, by_block)
 
 
 def _inputs(tokens: int, with_mask: bool) -> dict[str, Tensor]:
@@ -346,6 +349,7 @@ def _reason(
 
 def _sorted(
     model: PreTrainedModel,
+    frozen: Collection[str],
     adapters: Mapping[str, int],
     matrices: list[Matrix],
     cores: list[Core],
@@ -412,8 +416,8 @@ def _sorted(
         rows, cols = shapes[f"{module}.weight"][-2:]
         if isinstance(model.get_submodule(module), Conv1D):  # its weight is [in, out]
             rows, cols = cols, rows
-        note(module, "lora_A", "adapter", (rank, cols), True)
-        note(module, "lora_B", "adapter", (rows, rank), True)
+        for leaf, shape in (("lora_A", (rank, cols)), ("lora_B", (rows, rank))):
+            note(module, leaf, "adapter", shape, f"{module}.{leaf}" not in frozen)
     for place in parameters.keys() - {""}:
         old = blocks.get(place, Block((), (), ()))
         blocks[place] = replace(old, parameters=tuple(parameters[place]), kept=kept.get(place, ()))

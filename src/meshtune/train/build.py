@@ -27,7 +27,7 @@ from meshtune.data.stream import Stream
 from meshtune.data.template import Encoder
 from meshtune.errors import UserError
 from meshtune.layout import Layout
-from meshtune.model.anatomy import anatomy, hidden_pattern, own_attention, traits
+from meshtune.model.anatomy import anatomy, auto_attention, hidden_pattern, traits
 from meshtune.model.census import Census
 from meshtune.model.load import (
     freeze,
@@ -382,7 +382,7 @@ def attention_and_refusals(config: Config, layout: Layout, ranks: int | None) ->
         model = AutoModelForCausalLM.from_config(family, trust_remote_code=trust)
     attention = config.model.attention
     if attention == "auto":
-        attention = "meshtune" if own_attention(model) else str(model.config._attn_implementation)
+        attention = auto_attention(model)
     return attention, refusals(
         traits(model),
         layout,

@@ -128,6 +128,18 @@ def test_trainable_and_adapter_parameters_are_the_models():
     )
 
 
+@pytest.mark.parametrize("frozen", [".0.", "lora_A", "lora_B"])
+def test_frozen_adapters_are_not_trained(frozen):
+    model = eager(FAMILIES["llama"]())
+    adapt(model, "q_proj", "v_proj", "down_proj")
+    for name, parameter in model.named_parameters():
+        if frozen in name:
+            parameter.requires_grad = False
+    c = census_of(model)
+    assert expected(c) == counted(model)
+    assert c.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
 @pytest.mark.parametrize(
     "config",
     [

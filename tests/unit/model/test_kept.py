@@ -20,6 +20,7 @@ from transformers import (
 
 from meshtune.model.anatomy import anatomy
 from meshtune.model.census import Kept
+from meshtune.model.load import freeze
 from meshtune.model.lora import add_lora
 from meshtune.model.trace import census, census_of
 
@@ -120,6 +121,19 @@ def test_with_lora_frozen_weights_keep_no_input_and_adapters_theirs(family, targ
     saved = real(config, DTYPES[size], prepare)
     traced = [dict(block.kept)[size].total for block in census_of(models[0]).blocks]
     assert traced == saved
+
+
+def test_frozen_adapters_keep_nothing_before_the_first_that_is_trained():
+    models = []
+
+    def prepare(model):
+        add_lora(model, r=3, alpha=6, dtype=model.dtype)
+        freeze(model, ["*.layers.0.*", "*.layers.1.self_attn.q_proj.lora_A"])
+        models.append(model)
+
+    saved = real(FAMILIES["llama"](), torch.bfloat16, prepare)
+    assert saved[0] == 0
+    assert [dict(block.kept)[2].total for block in census_of(models[0]).blocks] == saved
 
 
 @pytest.mark.parametrize("pattern", ["embed_tokens", ".mlp.", "layernorm", "layers.0."])

@@ -1,0 +1,58 @@
+"""Names of models: what is here, what the Hugging Face hub has, and what its refusals mean. Without torch."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from meshtune.errors import UserError
+
+
+def local(name: str) -> Path | None:
+    """The folder or file called `name`; None where it may be an id of the hub, UserError where it can't."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise UserError(f"There is no folder {name}.")
+    return None
+
+
+@contextmanager
+def asking(name: str, revision: str | None = None) -> Iterator[None]:
+    """Where the hub refuses a file of `name`, or can't be reached: a UserError that says what to do."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RemoteEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    at = f"{name} at revision {revision}" if revision else name
+    try:
+        yield
+    except GatedRepoError as error:
+        raise UserError(
+            f"{name} is gated: accept its terms at https://huggingface.co/{name}, then run "
+            f"`hf auth login` or set HF_TOKEN."
+        ) from error
+    except RevisionNotFoundError as error:
+        raise UserError(f"The hub's {name} has no revision {revision}.") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise UserError(
+            f"There is no folder {name} here and no model {name} on the Hugging Face hub that you may read; "
+            f"check the spelling, or, if it is private, run `hf auth login` or set HF_TOKEN."
+        ) from error
+    except RemoteEntryNotFoundError as error:
+        raise UserError(
+            f"The hub's {name} has no config.json, so it is not a model in Hugging Face's format; name the "
+            "model that it was made from."
+        ) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        raise UserError(
+            f"There is no folder {name} here, {at} is not in the local cache, and the Hugging Face hub can't "
+            f"be reached (no network, or HF_HUB_OFFLINE is set). Download it where there is a network "
+            f"(`hf download {name}`) and name the folder."
+        ) from error
