@@ -1,11 +1,12 @@
-"""The planner against published measurements: predicted and measured throughput, row by row.
+"""The planner against published measurements: predicted and measured throughput and peak memory, row by row.
 
     python validation/published.py FILE.csv [--json] [--predictions OUT.csv] [--picture FILE.svg]
 
 FILE.csv has the columns of the published tables (validation/README.md). Every row that says all that the
 planner needs is predicted, none is fitted to. Printed: the error by source, GPU and technique (median, mean
 absolute percentage, worst, signed bias), and in each group where only the layout differs the rank correlation
-and the regret: how much slower the planner's choice was, when measured, than the best measured.
+and the regret: how much slower the planner's choice was, when measured, than the best measured. Of memory:
+the same errors, rows that are more than 8 % off, and whether runs that did not fit are refused.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import io
 import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from measured import (
     why_not,
     work_of,
 )
+from peaks import FITTED, capacities, figure_of, fitted, peaks, published, ran_out
 
 from meshtune.plan.seconds import step
 from meshtune.rundir import write_text_atomically
@@ -42,6 +44,7 @@ SAME = (
 )  # fmt: skip
 DIFFERS = ("dp", "zero_stage", "tp", "pp", "cp", "vpp", "micro_batch", "sp")
 LEAST = 3  # layouts in a group that is compared
+OFF = 8.0  # percent: a row whose peak is predicted so much too low is counted, and listed as one too high
 
 
 def predict(rows: Sequence[Row]) -> np.ndarray:
@@ -134,6 +137,40 @@ def choices(rows: Sequence[Row], predicted: np.ndarray, measured: np.ndarray) ->
     }
 
 
+def remembered(rows: Sequence[Row], skipped: Sequence[Row], reasons: Sequence[str]) -> dict[str, Any]:
+    """Peak memory of rows that can be predicted; and why others can't be that have one."""
+    ours, theirs = peaks(rows), published(rows)
+    apart = np.array([bool(figure_of(row).apart) for row in rows], dtype=bool)
+    known = np.isfinite(theirs)
+    scored = [row for row, own in zip(rows, known & ~apart, strict=True) if own]
+    refused, failed = peaks(rows, whole=True) > capacities(rows), ran_out(rows)
+
+    wrong = 100 * (ours / theirs - 1)
+
+    def under(own: np.ndarray) -> dict[str, Any]:
+        found = errors(ours[own], theirs[own]) if own.any() else {"n": 0}
+        return found | {"under_8": int((wrong[own] < -OFF).sum())}
+
+    return {
+        "all": under(known & ~apart),
+        "by_source": by(scored, source_of, ours[known & ~apart], theirs[known & ~apart]),
+        "apart": under(known & apart),
+        "off": {
+            rows[at]["id"]: float(wrong[at])
+            for at in np.argsort(wrong)
+            if abs(wrong[at]) > OFF and not apart[at]
+        },
+        "out_of_memory": {"n": int(failed.sum()), "predicted": int((failed & refused).sum())},
+        "ran": {"n": int((~failed).sum()), "refused": int((~failed & refused).sum())},
+        "skipped": dict(
+            Counter(
+                reason for row, reason in zip(skipped, reasons, strict=True) if row["peak_mem_gib"]
+            ).most_common()
+        ),
+        "constants": {"fitted": len(FITTED), "values": fitted()},
+    }
+
+
 def validate(rows: Sequence[Row]) -> tuple[dict[str, Any], list[Row], np.ndarray]:
     """The whole answer, the rows that were predicted, and their throughput."""
     among = origins()
@@ -156,7 +193,13 @@ def validate(rows: Sequence[Row]) -> tuple[dict[str, Any], list[Row], np.ndarray
             "by_technique": by(scored, technique_of, ours, theirs),
             "by_precision": by(scored, lambda row: row["precision"], ours, theirs),
         },
-        "memory": {},
+        "memory": remembered(
+            kept,
+            [row for row, reason in zip(rows, reasons, strict=True) if reason],
+            [reason for reason in reasons if reason],
+        )
+        if kept
+        else {},
         "regret": choices(scored, ours, theirs),
         "constants": {
             "fitted": len(FREE),
@@ -182,17 +225,17 @@ def table(answer: dict[str, Any]) -> str:
     ]
     sections += [(kind, found[kind]) for kind in ("by_source", "by_gpu", "by_technique", "by_precision")]
     for title, rows in sections:
+        lines += section(title.replace("_", " ") or "throughput", rows)
+    if held := answer["memory"]:
+        rows = {"all": held["all"], **held["by_source"], "apart": held["apart"]}
+        out, ran = held["out_of_memory"], held["ran"]
         lines += [
-            "",
-            title.replace("_", " ") or "throughput",
-            f"{'':28}{'n':>6}{'mean %':>9}{'median':>9}{'worst':>9}{'bias':>9}{'ranks':>8}",
+            *section("peak memory", rows),
+            f"  {held['all']['under_8']} are predicted more than {OFF:.0f} % too low;"
+            f" {out['predicted']} of {out['n']} that ran out of memory are refused, and {ran['refused']} of"
+            f" {ran['n']} that ran; {held['constants']['fitted']} constants fitted",
+            *(f"  skipped {n}: {reason}" for reason, n in held["skipped"].items()),
         ]
-        for name, e in rows.items():
-            if e["n"]:
-                ranks = "" if e["spearman"] is None else f"{e['spearman']:.3f}"
-                lines.append(
-                    f"{name:28}{e['n']:6}{e['mape']:9.1f}{e['median']:9.1f}{e['worst']:9.1f}{e['bias']:9.1f}{ranks:>8}"
-                )
     regret = answer["regret"]
     if regret["groups"]:
         lines += [
@@ -208,11 +251,27 @@ def table(answer: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def section(title: str, rows: Mapping[str, dict[str, Any]]) -> list[str]:
+    lines = ["", title, f"{'':28}{'n':>6}{'mean %':>9}{'median':>9}{'worst':>9}{'bias':>9}{'ranks':>8}"]
+    for name, e in rows.items():
+        if e["n"]:
+            ranks = "" if e["spearman"] is None else f"{e['spearman']:.3f}"
+            lines.append(
+                f"{name:28}{e['n']:6}{e['mape']:9.1f}{e['median']:9.1f}{e['worst']:9.1f}{e['bias']:9.1f}{ranks:>8}"
+            )
+    return lines
+
+
 def predictions(kept: Sequence[Row], predicted: np.ndarray) -> str:
+    """Memory in GiB of what the published figure of such a row counts."""
     out = io.StringIO()
     writer = csv.writer(out)
     writer.writerow(["id", "tokens_per_s_per_gpu", "peak_mem_gib"])
-    writer.writerows([row["id"], f"{value:.6g}", ""] for row, value in zip(kept, predicted, strict=True))
+    held = peaks(kept)
+    writer.writerows(
+        [row["id"], f"{speed:.6g}", f"{memory:.6g}"]
+        for row, speed, memory in zip(kept, predicted, held, strict=True)
+    )
     return out.getvalue()
 
 

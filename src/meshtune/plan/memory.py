@@ -530,7 +530,7 @@ def peak(
     return Memory(**at, moment=most // len(RANKS), rank=most % len(RANKS))
 
 
-def ours(precision: str, reduce_dtype: str = "fp32", **others: float) -> Accounting:
+def ours(precision: str, reduce_dtype: str = "fp32", **others: Any) -> Accounting:
     """How this engine keeps things (train/optim.py, train/loss.py, parallel/). The settings' values."""
     p = PRECISIONS[precision]
     if reduce_dtype == "bf16" and p.weight == 2:
@@ -553,6 +553,5 @@ def _accounting(stack: str, precision: str, reduce_dtype: str) -> Accounting:
     for name in ("saved", "selected"):
         if name in said:
             fields[name] = Saved(**{key: float(value) for key, value in said[name].items()})
-    if "precision" not in fields:
-        return ours(precision, reduce_dtype, **fields)
-    return Accounting(**fields | {"precision": Precision(*fields["precision"])})
+    own = fields.pop("precision", None)
+    return ours(precision, reduce_dtype, **fields) if own is None else Accounting(Precision(*own), **fields)

@@ -1,0 +1,162 @@
+"""How other software keeps memory (stacks.toml), against what was published of it."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshtune.layout import Layout
+from meshtune.plan.hardware import stacks
+from meshtune.plan.memory import (
+    PRECISIONS,
+    Elements,
+    Stages,
+    accounting,
+    held_states,
+    in_flight,
+    ours,
+    peak,
+    saved,
+)
+from meshtune.plan.work import Columns, Work
+from meshtune.units import GIB
+
+SEEN = {
+    "context": 0.0,
+    "communicator": 0.0,
+    "reserved": 0.0,
+}  # what torch's max_memory_allocated doesn't count
+
+
+def gpt(layers: int, hidden: int, heads: int, vocabulary: int = 51200) -> Work:
+    return Work.of_shape(
+        layers=layers, hidden=hidden, ffn=4 * hidden, heads=heads, kv_heads=heads, vocabulary=vocabulary,
+        gated=0, tied=1.0,
+    )  # fmt: skip
+
+
+def columns(text: str) -> Columns:
+    return Columns.of([Layout.parse(text)])
+
+
+def with_fields(stack: str, precision: str, **fields: Any) -> Any:
+    how = accounting(stack, precision)
+    return type(how)(**{name: getattr(how, name) for name in how.__dataclass_fields__} | fields)
+
+
+@pytest.mark.parametrize("stack", stacks())
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_every_stack_has_an_accounting(stack: str, precision: str) -> None:
+    how = accounting(stack, precision)
+    assert how.precision.weight == 2 and 0 <= how.reserved < 0.5 and how.context > 0
+    found = peak(gpt(8, 1024, 16), columns("zero1x4-tp2-sp-pp2-1f1b-mb2-ga8-full"), how, 2048)
+    assert np.isfinite(found.peak).all() and found.peak[0] > 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
+def test_this_engine_is_ours_with_what_the_gpu_adds(precision: str) -> None:
+    how = accounting("meshtune", precision)
+    assert how.precision == PRECISIONS[precision] and how.chunk == ours(precision).chunk
+    assert how.context + how.communicator < 1.5 * GIB
+    assert accounting("meshtune-compiled", precision).reserved == how.reserved
+    assert accounting("meshtune", "bf16", "bf16").precision == ours("bf16", "bf16").precision
+
+
+@pytest.mark.parametrize(
+    ("precision", "ranks", "bytes_each"),
+    [("fp16", 1, 20), ("fp16", 8, 4 + 16 / 8), ("bf16", 1, 18), ("bf16", 8, 6 + 12 / 8)],
+)
+def test_states_of_megatron(precision: str, ranks: int, bytes_each: float) -> None:
+    """Megatron-LM's README, distributed optimizer, bytes per parameter."""
+    how = accounting("megatron", precision)
+    n = Elements(1.0, 1.0, 1.0 / ranks, 1.0 / ranks)
+    c = columns(f"zero1x{ranks}-mb1-ga4" if ranks > 1 else "mb1-ga4")
+    found = float(held_states(how, n, c).total[0]) + how.flat_shard / ranks + how.flat
+    assert found == pytest.approx(bytes_each)
+
+
+@pytest.mark.parametrize(
+    ("work", "layout", "whole", "split"),
+    [
+        (gpt(48, 6144, 64), "tp8{}-mb4-ga1", 59.25, 9.5625),
+        (gpt(96, 12288, 96), "tp8{}-pp8-interleaved1f1b-v3-mb1-ga64", 66.84375, 12.3515625),
+        (gpt(105, 20480, 128), "tp8{}-pp35-interleaved1f1b-v3-mb1-ga280", 114.0234375, 23.076171875),
+        (gpt(128, 25600, 160), "tp8{}-pp64-1f1b-mb1-ga512", 131.25, 26.5625),
+    ],
+    ids=["22B", "175B", "530B", "1T"],
+)
+def test_activations_of_korthikanti_figure_1(work: Work, layout: str, whole: float, split: float) -> None:
+    """In GiB on the first rank, of tensor parallelism, and with sequences split and attention recomputed."""
+    how = accounting("megatron", "fp16")
+    for text, published in ((layout.format(""), whole), (layout.format("-sp") + "-attention", split)):
+        c = columns(text)
+        tokens = c.micro_batch_size * 2048
+        kept, _ = saved(how.saved.of(work, 2048), work, c, tokens, regathers=how.regathers)
+        assert float((kept * in_flight(c) * work.blocks / c.pp)[0]) / GIB == pytest.approx(
+            published, rel=2e-3
+        )
+
+
+@pytest.mark.parametrize(
+    ("work", "splits", "percent"),
+    [
+        (gpt(48, 6144, 64), "-sp", 66.84),
+        (gpt(96, 12288, 96), "-sp", 62.04),
+        (gpt(96, 12288, 96), "-attention", 56.53),
+        (gpt(105, 20480, 128), "-sp-attention", 20.27),
+        (gpt(48, 6144, 64), "-full", 7.64),
+        (gpt(128, 25600, 160), "-full", 9.42),
+    ],
+)
+def test_activations_of_korthikanti_figure_7(work: Work, splits: str, percent: float) -> None:
+    how = accounting("megatron", "fp16")
+    cut, recompute = splits.startswith("-sp"), splits.removeprefix("-sp")
+    found = []
+    for text in ("tp8-mb1-ga1", f"tp8{'-sp' if cut else ''}-mb1-ga1{recompute}"):
+        kept, _ = saved(how.saved.of(work, 2048), work, columns(text), 2048, regathers=True)
+        found.append(float(kept[0]))
+    assert 100 * found[1] / found[0] == pytest.approx(percent, abs=0.5)
+
+
+def test_blocks_are_dealt_out_as_the_stack_does() -> None:
+    bloom = Stages.dealt(gpt(70, 14336, 112, 250880), columns("tp4-pp12-1f1b-mb2-ga128"), "slots")
+    assert bloom.blocks[:, 0].tolist() == [5, 6, 5]
+    llama = Work.of_shape(layers=24, hidden=2048, ffn=4096, heads=32, kv_heads=32, vocabulary=50272, tied=1.0)
+    eight = Stages.dealt(llama, columns("pp8-1f1b-mb4-ga256"), "products")
+    assert eight.blocks[[0, 2], 0].tolist() == [4, 0]
+    # 4717 MiB between steps on the first rank (huggingface.co nanotron/old_bench), of 18 bytes a parameter
+    parameters = 4 * llama.block_parameters + 50272 * 2048
+    assert 18 * parameters / 2**20 == pytest.approx(4717, rel=0.02)
+    assert Stages.dealt(llama, columns("mb4-ga4"), "products").blocks[:, 0].tolist() == [24, 24, 24]
+
+
+@pytest.mark.parametrize(
+    ("layout", "gigabytes"),
+    [
+        ("zero1x16-mb4-ga16", 41.89),
+        ("zero1x2-pp8-1f1b-mb2-ga256", 22.30),
+        ("pp8-1f1b-mb4-ga256", 43.00),
+        ("tp4-sp-pp4-1f1b-mb16-ga64", 45.99),
+        ("tp8-sp-pp2-1f1b-mb32-ga32", 60.04),
+    ],
+)
+def test_peaks_of_nanotron(layout: str, gigabytes: float) -> None:
+    """huggingface.co nanotron/old_bench, llama-1B, log_metrics.csv: GiB allocated on the first rank."""
+    work = Work.of_shape(layers=24, hidden=2048, ffn=4096, heads=32, kv_heads=32, vocabulary=50272, tied=1.0)
+    found = peak(work, columns(layout), with_fields("nanotron", "bf16", **SEEN), 4096)
+    assert float(found.peak[0]) / GIB == pytest.approx(gigabytes, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("stack", "precision", "layers", "layout", "gigabytes"),
+    [
+        ("bigscience", "fp16", 72, "zero1x4-tp8-pp12-1f1b-mb1-ga512-full", 29),
+        ("bigscience", "fp16", 72, "zero1x8-tp8-pp6-1f1b-mb4-ga64-full", 55),
+        ("bigscience-balanced", "bf16", 70, "zero1x8-tp4-pp12-1f1b-mb2-ga128-full", 59),
+        ("bigscience-balanced", "bf16", 70, "zero1x8-tp4-pp12-1f1b-mb4-ga64-full", 73),
+    ],
+)
+def test_peaks_of_bloom(stack: str, precision: str, layers: int, layout: str, gigabytes: float) -> None:
+    """bigscience train/tr11-176B-ml/chronicles-prequel.md: what nvidia-smi showed."""
+    found = peak(gpt(layers, 14336, 64, 250880), columns(layout), accounting(stack, precision), 2048)
+    assert float(found.peak[0]) / GIB == pytest.approx(gigabytes, rel=0.08)
