@@ -331,7 +331,8 @@ class Accounting:
     outputs: 1: what a stage sent stays until its backward. dealt: see `Stages.dealt`.
 
     reserved: what the allocator keeps beyond what is in use, as a share of what comes and goes. context:
-    outside the allocator; communicator: for each kind of group that a rank talks to.
+    outside the allocator; communicator: for each kind of group that a rank talks to, and for that of
+    all ranks where it is another.
     """
 
     precision: Precision
@@ -521,6 +522,7 @@ def peak(
     }
     transient = parts["activations"] + parts["logits"] + parts["communication"]
     groups = sum((each > 1) * 1.0 for each in (c.data_ranks * c.cp, c.cp, c.tp, c.pp))
+    groups = groups + (groups > 1)
     parts["overhead"] = a.reserved * transient + a.context + a.communicator * groups
     total = sum(parts.values())
     shape = total.shape

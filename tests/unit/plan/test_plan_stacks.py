@@ -63,6 +63,16 @@ def test_this_engine_is_ours_with_what_the_gpu_adds(precision: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("layout", "groups"), [("mb1-ga2", 0), ("zero3x2-mb1-ga2", 1), ("zero3x2-tp2-mb1-ga2", 3)]
+)
+def test_a_communicator_for_each_group_and_for_all(layout: str, groups: int) -> None:
+    how = accounting("meshtune", "bf16")
+    bare = with_fields("meshtune", "bf16", communicator=0.0)
+    more = [peak(gpt(4, 512, 8), columns(layout), each, 512).peak[0] for each in (how, bare)]
+    assert more[0] - more[1] == pytest.approx(groups * how.communicator)
+
+
+@pytest.mark.parametrize(
     ("precision", "ranks", "bytes_each"),
     [("fp16", 1, 20), ("fp16", 8, 4 + 16 / 8), ("bf16", 1, 18), ("bf16", 8, 6 + 12 / 8)],
 )
