@@ -129,7 +129,7 @@ def fit(rows: Sequence[Row], rounds: int = 40) -> dict[str, float]:
     names = list(FREE)
     low, first, high = (np.array([FREE[name][end] for name in names]) for end in range(3))
     u = np.clip(np.log((first - low + 1e-12) / np.maximum(high - first, 1e-12)), -4, 4)
-    origin, ridge = u.copy(), 4e-5
+    origin, ridge = u.copy(), 1e-4
     weights = _weights(rows)
 
     def error(u: np.ndarray) -> np.ndarray:

@@ -130,5 +130,7 @@ def test_errors_stay_as_small_as_they_are() -> None:
     assert found["by_source"]["foundry"]["mape"] < 8
     assert found["by_source"]["selrecomp"]["mape"] < 5
     assert found["by_source"]["vtrain"]["mape"] < 12
+    assert found["by_source"]["titan"]["mape"] < 8
+    assert answer["regret"]["mean"] < 3
     small = validated(TABLES / "throughput_single_node_small.csv")["throughput"]
     assert small["all"]["mape"] < 8.4

@@ -92,6 +92,39 @@ def test_rings_by_hand() -> None:
     assert gathered(IDEAL, 8e9, 1, 1) == 0
 
 
+def test_rows_that_are_not_whole_loads_are_slowest() -> None:
+    """Of logits over 50257 entries all three products are, the one of weights too."""
+    m = replace(IDEAL, misaligned=1.5, unloaded=3.0)
+    aligned, mild, odd = (product(m, 4096, cols, 4096) / cols for cols in (50304, 50264, 50257))
+    assert mild == pytest.approx(1.5 * aligned) and odd == pytest.approx(3 * aligned)
+    assert product(m, 50257, 4096, 8192, along=(50257, 4096)) > 2.9 * product(m, 50257, 4096, 8192)
+
+
+def test_a_ring_waits_for_each_of_its_steps() -> None:
+    slow = replace(IDEAL, link_latency=1e-6, network_latency=1e-3)
+    assert gathered(slow, 0.0, 16, 8) == pytest.approx(1e-3 + 14e-6)
+    assert gathered(slow, 0.0, 16, 8, messages=3) == pytest.approx(3 * (1e-3 + 14e-6))
+    assert gathered(slow, 0.0, 1, 1) == 0
+
+
+def test_a_pipelines_messages_cut_over_tensor_ranks_take_less_of_the_network() -> None:
+    fast = replace(IDEAL, link=1e18)
+    whole, cut = (seconds("tp8-pp4-1f1b-mb1-ga8", replace(fast, send_split=s)).pipeline for s in (0, 1))
+    assert cut == pytest.approx(whole / 8)
+
+
+def test_launches_that_block_are_waited_for_one_by_one() -> None:
+    host = replace(IDEAL, host_block=1e-3)
+    ahead, blocking = (seconds("mb1-ga1", replace(host, launch_blocking=b)) for b in (0, 1))
+    assert blocking.host == pytest.approx(32 * 3e-3) and ahead.host < blocking.host
+
+
+def test_gradients_of_each_micro_batch_are_added_to_those_that_wait() -> None:
+    slow = replace(IDEAL, bandwidth=1e12, flops=1e30)
+    added = seconds("mb1-ga4", slow).compute - 4 * seconds("mb1-ga1", slow).compute
+    assert added == pytest.approx(4 * GPT.blocks * GPT.block_parameters * (2 + 2 * 4) / 1e12)
+
+
 def test_tensor_parallel_sums_four_times_a_block_and_six_times_with_full_recompute() -> None:
     one = all_reduced(IDEAL, 2 * SEQ_LEN * 4096, 4, 4)
     assert seconds("tp4-mb1-ga1").tensor == pytest.approx(32 * 4 * one)
