@@ -176,6 +176,79 @@ def train_rank(rank: "Rank", config: "Config", as_json: bool) -> None:
 
 
 @app.command()
+def plan(
+    settings: Settings = None,
+    explain: Annotated[
+        str | None, typer.Option(metavar="LAYOUT", help="memory and time of one layout, part by part")
+    ] = None,
+    gpus: Annotated[
+        str | None, typer.Option(metavar="N,N,…", help="compare clusters of these numbers of GPUs")
+    ] = None,
+    goal: Annotated[str, typer.Option(help="speed, cost, gpus or memory")] = "speed",
+    most: Annotated[
+        str | None,
+        typer.Option("--max", metavar="WHAT", help="the largest model, seq_len or batch that fits"),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="layouts to show")] = 10,
+    plot: Annotated[Path | None, typer.Option(help="pictures: a file ending in .html, .png or .svg")] = None,
+    export: Annotated[
+        str | None, typer.Option(metavar="TOOL", help="write the plan as another tool's configuration")
+    ] = None,
+    to: Annotated[Path, typer.Option(help="the folder that --export writes into")] = Path("plan-export"),
+    as_json: AsJson = False,
+) -> None:
+    """Predict memory and step time of every parallel layout on a cluster, and choose. Needs no GPU and no
+    data.
+    """
+    file, overrides = split(settings)
+    from meshtune import config
+    from meshtune.plan import answer
+    from meshtune.report import plan_answer
+    from meshtune.train.planning import workload_of
+
+    resolved = config.load(file, overrides)
+    workload = workload_of(resolved)
+    if explain:
+        choice, against = answer.explain(resolved, workload, explain)
+        show(choice.as_dict() | {"against": against}, plan_answer.explained(choice, against), as_json=as_json)
+    elif most:
+        value, choice = answer.largest(resolved, workload, most)
+        found = {most: value} | choice.as_dict()
+        show(found, plan_answer.largest(most, value, choice), as_json=as_json)
+    else:
+        asked = answer.ask(resolved, workload, sizes=numbers(gpus, "--gpus"), goal=goal)
+        show(asked.as_dict(top), plan_answer.answer(asked, top), as_json=as_json)
+        if plot:
+            from meshtune.report import plan_plots
+
+            plan_plots.write(plot, asked.plan, sizes=asked.plans, batches=asked.batches())
+            print(f"meshtune: pictures in {plot}", file=sys.stderr)
+        if export:
+            from meshtune.plan.export import write
+
+            for sentence in write(export, resolved, asked.choice, to):
+                print(f"meshtune: {sentence}", file=sys.stderr)
+
+
+def numbers(text: str | None, option: str) -> list[int]:
+    """`8,16,32` -> [8, 16, 32]. Raises UserError for what is no number."""
+    words = [word.strip() for word in (text or "").split(",") if word.strip()]
+    if bad := [word for word in words if not word.isdecimal() or int(word) < 1]:
+        raise UserError(f"{option} {text}: '{bad[0]}' is no number of GPUs; write {option} 8,16,32.")
+    return sorted({int(word) for word in words})
+
+
+def show(found: dict[str, Any], renderable: Any, *, as_json: bool) -> None:
+    """One result, as JSON or for people."""
+    if as_json:
+        show_json(found)
+    else:
+        from rich.console import Console
+
+        Console().print(renderable)
+
+
+@app.command()
 def data(
     settings: Settings = None,
     samples: Annotated[int, typer.Option(help="documents to show, labelled parts in colour")] = 3,

@@ -77,6 +77,9 @@ class DataConfig(Section):
         default="\n", description="between prompt and completion where no chat template is in force"
     )
     seq_len: Annotated[int, Field(ge=2)] = 2048
+    mean_document_tokens: float | None = Field(
+        default=None, gt=0, description="tokens of the document that a token is in, on average; null: seq_len"
+    )
     packing: bool = True
     train_on: Literal["assistant", "completion", "all"] = "completion"
     overlong: Literal["cut", "drop", "error"] = "cut"
@@ -164,6 +167,21 @@ class LogConfig(Section):
     )
 
 
+class ClusterConfig(Section):
+    """The machines; what is left out is as in the GPU kind's usual machine (plan/hardware.toml)."""
+
+    gpu: str | None = Field(default=None, description="a kind of the catalogue; null: what is here")
+    gpus: Positive | None = None
+    gpus_per_node: Positive | None = None
+    memory_gib: float | None = Field(default=None, gt=0, description="of each GPU")
+    link: float | None = Field(default=None, gt=0, description="GB/s from a GPU to the others of its node")
+    network: float | None = Field(default=None, gt=0, description="GB/s per GPU to other nodes")
+    network_share: Fraction | None = Field(default=None, description="of that, what messages reach")
+    price_per_gpu_hour: float | None = Field(default=None, gt=0)
+    hardware: str | None = Field(default=None, description="a TOML file with more kinds of GPUs")
+    efficiency: dict[str, float] = Field(default={}, description="measured shares, by hardware.toml's names")
+
+
 class HubConfig(Section):
     push_to: str | None = Field(default=None, description="hub id that model/ is uploaded to at the end")
     private: bool = True
@@ -179,7 +197,7 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     layout: Any = "auto"
-    cluster: Any = "auto"
+    cluster: ClusterConfig | str = "auto"
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     hub: HubConfig = HubConfig()
@@ -195,6 +213,24 @@ class Config(Section):
             )
         PartialLayout.parse(value)
         return value
+
+    @field_validator("cluster", mode="before")
+    @classmethod
+    def _cluster(cls, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return _cluster_config(value)
+        if not isinstance(value, str | ClusterConfig):
+            raise ValueError(
+                f"cluster is {value!r}; write auto, a file, or a mapping such as {{gpu: h100-sxm, gpus: 64}}."
+            )
+        return value
+
+    @property
+    def cluster_config(self) -> ClusterConfig:
+        """The cluster section, from its file where it names one. Raises UserError for a bad file."""
+        if isinstance(self.cluster, ClusterConfig):
+            return self.cluster
+        return ClusterConfig() if self.cluster == "auto" else _cluster_config(read_yaml(Path(self.cluster)))
 
     @property
     def partial_layout(self) -> PartialLayout:
@@ -219,6 +255,13 @@ class Config(Section):
     def to_yaml(self) -> str:
         """The whole resolved tree, so that the file repeats the run."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _cluster_config(tree: Mapping[str, Any]) -> ClusterConfig:
+    try:
+        return ClusterConfig.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(sentences(error, "cluster")) from None
 
 
 # What it is called here <- what other trainers call it (axolotl, LLaMA-Factory, TRL, Hugging Face, torchtune,
@@ -354,10 +397,11 @@ def merge(base: Any, change: Any) -> Any:
     }
 
 
-def sentences(error: ValidationError) -> Iterator[str]:
-    """pydantic's findings as sentences with a remedy."""
+def sentences(error: ValidationError, section: str = "") -> Iterator[str]:
+    """pydantic's findings as sentences with a remedy. section: where the tree that was validated hangs."""
     for found in error.errors():
-        path = [
+        path = [section] if section else []
+        path += [
             str(part)
             for part in found["loc"]
             if part not in ("str", "tuple[str, ...]", "literal['all-linear']")

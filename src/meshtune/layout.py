@@ -9,7 +9,7 @@ A layout string is tokens joined by `-`. One table, `TOKENS`, says how each is r
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -166,6 +166,17 @@ def contradictions(layout: Layout) -> Iterator[str]:
 
 
 AUTO = "auto"
+BELONGS = {  # axis -> what only has a meaning with it
+    "dp_shard": ("zero",),
+    "cp": ("cp_method",),
+    "tp": ("sp",),
+    "pp": ("schedule", "virtual_stages"),
+}
+
+
+def _waits(name: str, chosen: Collection[str]) -> bool:
+    """Whether a field can only be judged when an axis among `chosen` has its size."""
+    return any(axis in chosen and name in (axis, *own) for axis, own in BELONGS.items())
 
 
 @dataclass(frozen=True)
@@ -174,33 +185,55 @@ class PartialLayout:
     ones.
 
     A string fixes the sizes of all axes (what it leaves out is 1) and leaves micro-batch and accumulation
-    open; `auto` fixes nothing; a mapping fixes what it names, and a field it leaves out is as in a string.
+    open; `auto` fixes nothing; a mapping fixes what it names, and a field it leaves out is as in a string. An
+    axis that is `auto` opens what belongs to it, such as sp to tp.
     """
 
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    open_axes: bool = False  # True: the data-parallel size is for us to choose
+    open: frozenset[str] = frozenset()  # fields to choose, beside micro-batch and accumulation
 
     @classmethod
     def parse(cls, value: "str | Mapping[str, Any]") -> "PartialLayout":
+        every = frozenset(each.name for each in fields(Layout))
         if value == AUTO:
-            return cls(open_axes=True)
+            return cls(open=every)
         if isinstance(value, str):
             fixed = parse_fields(value)
         else:
-            names = [each.name for each in fields(Layout)]
-            if unknown := [name for name in value if name not in names]:
-                near = {name: difflib.get_close_matches(name, names, n=1, cutoff=0.4) for name in unknown}
+            if unknown := sorted(name for name in value if name not in every):
+                near = {name: difflib.get_close_matches(name, every, n=1, cutoff=0.4) for name in unknown}
                 raise UserError(
                     f"layout.{name} is no field of a layout; "
-                    + (f"did you mean {near[name][0]}?" if near[name] else f"fields: {', '.join(names)}.")
+                    + (
+                        f"did you mean {near[name][0]}?"
+                        if near[name]
+                        else f"fields: {', '.join(sorted(every))}."
+                    )
                     for name in unknown
                 )
             fixed = {name: each for name, each in value.items() if each != AUTO}
-            open_axes = any(value.get(name) == AUTO for name in ("dp_replicate", "dp_shard"))
-            Layout(**fixed)
-            return cls(fixed, open_axes)
+            chosen = {name for name, each in value.items() if each == AUTO}
+            chosen |= {name for axis in chosen for name in BELONGS.get(axis, ()) if name not in value}
+            Layout(**{name: each for name, each in fixed.items() if not _waits(name, chosen)})
+            return cls(fixed, frozenset(chosen))
         Layout(**fixed)  # contradictions are said at once, before anything is loaded
         return cls(fixed)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Every field that is not to choose, with its value."""
+        chosen = self.open | ({"micro_batch_size", "gradient_accumulation_steps"} - self.fixed.keys())
+        return {
+            each.name: self.fixed.get(each.name, each.default)
+            for each in fields(Layout)
+            if each.name in self.fixed or each.name not in chosen
+        }
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is left to choose but what follows from the global batch."""
+        sized = {"micro_batch_size", "gradient_accumulation_steps"} & self.fixed.keys()
+        return not self.open and bool(sized)
 
     def complete(self, *, devices: int, global_batch_size: int) -> Layout:
         """The whole layout: data parallel over all devices where open, mb the largest <= 4 that divides and
@@ -210,7 +243,7 @@ class PartialLayout:
         sequences.
         """
         layout = Layout(**self.fixed)
-        if self.open_axes:
+        if self.open & {"dp_replicate", "dp_shard"}:
             inner = layout.cp * layout.tp * layout.pp * layout.dp_shard
             layout = replace(layout, dp_replicate=self.fixed.get("dp_replicate", max(1, devices // inner)))
         each_rank, rest = divmod(global_batch_size, layout.data_ranks)

@@ -48,7 +48,7 @@ class Gpu:
 def catalogue() -> dict[str, Gpu]:
     """All GPUs of hardware.toml, by name."""
     tables = _tables("hardware.toml")
-    return {name: _gpu(name, table, tables) for name, table in tables.items()}
+    return {name: gpu_of(name, table, tables) for name, table in tables.items()}
 
 
 @cache
@@ -88,9 +88,14 @@ def _tables(file: str) -> dict[str, dict[str, Any]]:
     return tomllib.loads(files("meshtune.plan").joinpath(file).read_text("utf-8"))
 
 
-def _gpu(name: str, table: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]) -> Gpu:
+def gpu_of(name: str, table: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]] | None = None) -> Gpu:
+    """A kind from a table in hardware.toml's form. Raises KeyError for a field that is missing.
+
+    tables: those that its `efficiency_as` may name; None: hardware.toml's.
+    """
     as_of = table.get("efficiency_as")
-    efficiency = tables[as_of]["efficiency"] if as_of else table["efficiency"]
+    others = _tables("hardware.toml") if tables is None else tables
+    efficiency = others[as_of]["efficiency"] if as_of else table["efficiency"]
     return Gpu(
         name=name,
         words=tuple(table["words"]),

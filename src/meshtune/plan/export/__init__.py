@@ -10,14 +10,17 @@ nearest way that fits the same memory, and said.
 
 import difflib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.plan.export import accelerate, axolotl, deepspeed, llamafactory, megatron, torchtitan
 from meshtune.plan.export.exported import Exported
+from meshtune.plan.search import Choice
+from meshtune.rundir import write_text_atomically
 
-__all__ = ["TOOLS", "Exported", "export"]
+__all__ = ["TOOLS", "Exported", "export", "write"]
 
 TOOLS: Mapping[str, Callable[[Config, Layout, int], Exported]] = {  # writer(config, layout, gpus_per_node)
     "accelerate": accelerate.write,
@@ -36,3 +39,16 @@ def export(tool: str, config: Config, layout: Layout, gpus_per_node: int) -> Exp
         hint = f"did you mean {near[0]}?" if near else f"tools: {', '.join(TOOLS)}."
         raise UserError(f"--export {tool} is no tool that plans are written for; {hint}")
     return TOOLS[tool](config, layout, gpus_per_node)
+
+
+def write(tool: str, config: Config, choice: Choice, folder: Path) -> list[str]:
+    """Put what `tool` needs into `folder`; returns how it is started and what it can't express. Raises
+    UserError, with nothing written, where the tool can't run the layout or a file is there already.
+    """
+    found = export(tool, config, choice.layout, choice.cluster.node)
+    if taken := [name for name in found.files if (folder / name).exists()]:
+        raise UserError(f"{folder / taken[0]} exists; name another folder with --to.")
+    for name, text in found.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(folder / name, text)
+    return [f"{choice.layout} for {tool} is in {folder}; start it with: {found.command}", *found.missing]

@@ -1,0 +1,217 @@
+"""One answer to `meshtune plan`: a config in, the best layouts with their reasons out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import yaml
+
+from meshtune.config import Config
+from meshtune.errors import NothingFits
+from meshtune.layout import Layout, PartialLayout, as_mapping
+from meshtune.plan import advice
+from meshtune.plan.advice import Alternative, Run
+from meshtune.plan.cluster import Cluster, cluster_of
+from meshtune.plan.search import Choice, Plan, explained, search
+from meshtune.plan.workload import Workload
+from meshtune.units import human
+
+
+@dataclass(frozen=True)
+class Answer:
+    """plans: by number of GPUs. choice: the best of all by the goal, on `gpus` of them. run: the whole run,
+    where its steps are known.
+    """
+
+    workload: Workload
+    plans: Mapping[int, Plan]
+    gpus: int
+    choice: Choice
+    goal: str
+    run: Run | None
+
+    @property
+    def plan(self) -> Plan:
+        """Of the cluster size that was chosen."""
+        return self.plans[self.gpus]
+
+    def best(self, most: int) -> list[Choice]:
+        """The choice, then the quickest of the others."""
+        others = [each for each in self.plan.best(most) if each.layout != self.choice.layout]
+        return [self.choice, *others][:most]
+
+    @cached_property
+    def reasoning(self) -> list[str]:
+        return advice.steps(self.plan, self.choice)
+
+    @cached_property
+    def alternatives(self) -> list[Alternative]:
+        return advice.alternatives(self.plan)
+
+    @cached_property
+    def changes(self) -> list[str]:
+        return advice.changes(self.plan)
+
+    @cached_property
+    def batch_advice(self) -> list[str]:
+        found = advice.batches(self.workload, self.plan.cluster, advice.batch_sizes(self.workload))
+        return advice.batch_sentences(self.workload, found)
+
+    def batches(self) -> dict[tuple[int, int], Choice | None]:
+        """The best layout by (global batch size, GPUs), around what was asked."""
+        sizes = sorted({*self.plans, *smaller(self.plan.cluster)[-4:]})
+        return {
+            (size, gpus): choice
+            for gpus in sizes
+            for size, choice in advice.batches(
+                self.workload, self.plan.cluster.of_size(gpus), advice.batch_sizes(self.workload)
+            ).items()
+        }
+
+    def as_dict(self, most: int = 10) -> dict[str, Any]:
+        """What `plan --json` prints."""
+        plan, w = self.plan, self.workload
+        found: dict[str, Any] = {
+            "model": model_facts(w),
+            "cluster": cluster_facts(plan.cluster),
+            "workload": workload_facts(w),
+            "goal": self.goal,
+            "considered": plan.considered,
+            "fitting": len(plan),
+            "layouts": [each.as_dict() for each in self.best(most)],
+            "pareto": [str(plan.choice(place).layout) for place in plan.pareto()],
+            "rejected": [each._asdict() for each in plan.rejected],
+            "reasoning": self.reasoning,
+            "alternatives": [
+                {
+                    "name": each.name,
+                    "sentence": each.sentence,
+                    "layout": each.choice and str(each.choice.layout),
+                }
+                for each in self.alternatives
+            ],
+            "changes": self.changes,
+            "batches": self.batch_advice,
+            "run": None if self.run is None else vars(self.run),
+        }
+        if len(self.plans) > 1:
+            found["sizes"] = {
+                gpus: each.choice(0).as_dict() if len(each) else None for gpus, each in self.plans.items()
+            }
+        return found
+
+
+def ask(
+    config: Config,
+    workload: Workload,
+    *,
+    sizes: Sequence[int] = (),
+    goal: str = "speed",
+    steps: int | None = None,
+) -> Answer:
+    """The best layout of the config's workload on its cluster, or on clusters of these sizes.
+
+    steps: of the whole run; None: train.max_steps. Raises UserError for bad settings, NothingFits where no
+    layout of any size fits.
+    """
+    cluster = cluster_for(config)
+    if not sizes and goal in ("cost", "gpus"):
+        sizes = smaller(cluster)
+    plans = {}
+    for gpus in sizes or (cluster.gpus,):
+        plans[gpus] = search(workload, cluster.of_size(gpus), fixed=config.partial_layout.given)
+    gpus, choice = advice.by_goal(plans, goal)
+    steps = steps or config.train.max_steps
+    return Answer(workload, plans, gpus, choice, goal, Run.of(choice, steps) if steps else None)
+
+
+def explain(config: Config, workload: Workload, text: str) -> tuple[Choice, list[str]]:
+    """What is predicted for one layout, and what speaks against it. A layout without micro-batch and
+    accumulation gets the best ones; one that makes another global batch is predicted for that.
+    """
+    partial = PartialLayout.parse(text)
+    layout = Layout(**partial.fixed)
+    cluster = cluster_for(config).of_size(layout.world)
+    if not partial.whole:
+        plan = search(workload, cluster, fixed=partial.given)
+        if not len(plan):
+            raise NothingFits(advice.nothing_fits(plan))
+        return plan.choice(0), []
+    if {"micro_batch_size", "gradient_accumulation_steps"} - partial.fixed.keys():
+        layout = partial.complete(devices=layout.world, global_batch_size=workload.global_batch_size)
+    against = workload.refusals(layout)
+    if layout.global_batch_size != workload.global_batch_size:
+        against.append(
+            f"{layout} makes {layout.global_batch_size} sequences a step, but train.global_batch_size is "
+            f"{workload.global_batch_size}; the prediction is for {layout.global_batch_size}."
+        )
+        workload = workload.of_batch(layout.global_batch_size)
+    choice = explained(workload, cluster, layout)
+    if not choice.fits:
+        held, there = human(choice.memory.peak), human(cluster.memory)
+        against.append(f"It needs {held}, and a {cluster.gpu.name} has {there}.")
+    return choice, against
+
+
+def largest(config: Config, workload: Workload, what: str) -> tuple[Any, Choice]:
+    """The largest `what` (model, seq_len, batch) that fits the config's cluster, with its best layout."""
+    return advice.largest(workload, cluster_for(config), what)
+
+
+def cluster_for(config: Config) -> Cluster:
+    """The cluster of the settings; without a number of GPUs as many as a fixed layout has."""
+    partial = config.partial_layout
+    world = None if partial.open else Layout(**partial.fixed).world
+    return cluster_of(config.cluster_config, gpus=world)
+
+
+def smaller(cluster: Cluster) -> list[int]:
+    """Numbers of GPUs up to the cluster's: halves of a machine, and doublings of machines."""
+    found, gpus = [], 1
+    while gpus < cluster.gpus:
+        found.append(gpus)
+        gpus *= 2
+    return [*found, cluster.gpus]
+
+
+def plan_yaml(choice: Choice, plan: Plan) -> str:
+    """What a run folder keeps as plan.yaml: the layout and what was predicted for it."""
+    tree = {
+        "layout": str(choice.layout),
+        "fields": as_mapping(choice.layout),
+        "cluster": cluster_facts(plan.cluster),
+        "workload": workload_facts(plan.workload),
+        "predicted": choice.as_dict(),
+        "considered": plan.considered,
+    }
+    return yaml.safe_dump(tree, sort_keys=False)
+
+
+def model_facts(w: Workload) -> dict[str, Any]:
+    parameters = float(w.work.parameters)
+    return {
+        "name": w.model,
+        "family": w.traits.name,
+        "parameters": round(parameters),
+        "trainable_parameters": round(parameters * float(w.work.trainable)),
+        "flops_per_token": w.flops_per_token,
+    }
+
+
+def cluster_facts(c: Cluster) -> dict[str, Any]:
+    return {
+        "gpu": c.gpu.name, "gpus": c.gpus, "gpus_per_node": c.node, "memory": c.memory, "link": c.link,
+        "network": c.network, "network_share": c.network_share, "price_per_gpu_hour": c.price,
+        "efficiency_as_of": c.gpu.as_of or c.gpu.name,
+    }  # fmt: skip
+
+
+def workload_facts(w: Workload) -> dict[str, Any]:
+    return {
+        "global_batch_size": w.global_batch_size, "seq_len": w.seq_len, "tokens": w.tokens,
+        "mean_document_tokens": w.document_tokens or w.seq_len, "precision": w.precision,
+        "compile": w.compile, "attention": w.attention,
+    }  # fmt: skip

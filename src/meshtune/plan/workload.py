@@ -1,0 +1,68 @@
+"""What is to be trained, as the planner takes it: a model's numbers and the settings that cost something."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from meshtune.layout import Layout
+from meshtune.model.support import Traits, refusals
+from meshtune.plan.seconds import attended
+from meshtune.plan.work import Work
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained, whatever the cluster. seq_len in tokens, global_batch_size in sequences;
+    document_tokens as in seconds.step. attention: the implementation that the model is built with.
+    """
+
+    model: str
+    work: Work
+    traits: Traits
+    seq_len: int
+    global_batch_size: int
+    document_tokens: float | None = None
+    precision: str = "bf16"
+    reduce_dtype: str = "fp32"
+    compile: bool = False
+    packing: bool = True
+    attention: str = "meshtune"
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.global_batch_size * self.seq_len
+
+    def block_flops(self, document_tokens: float | None = None) -> float:
+        """Per token, of an average block there and back: products (of what is frozen, forward and inputs
+        alone) and causal attention in documents of this length; recomputation not counted.
+        """
+        w, documents = self.work, document_tokens or self.seq_len
+        products = sum(
+            2 * m.rows * m.cols * m.count * (1 + m.trainable + m.input_gradient) for m in w.matrices
+        )
+        cores = sum(
+            6 * k.count * k.query_heads * (k.qk_dim + k.v_dim) * attended(documents, k.window)
+            for k in w.cores
+        )
+        return float(products + cores)
+
+    @property
+    def head_flops(self) -> float:
+        """Per token, there and back."""
+        return float(2 * self.work.vocabulary * self.work.hidden * (2 + self.work.head_trainable))
+
+    @property
+    def flops_per_token(self) -> float:
+        """What the model needs."""
+        return float(self.work.blocks * self.block_flops(self.document_tokens) + self.head_flops)
+
+    def of_batch(self, size: int) -> Workload:
+        """The same with another global batch size."""
+        return replace(self, global_batch_size=size)
+
+    def refusals(self, layout: Layout) -> list[str]:
+        """Why the model can't be trained under a layout, as sentences."""
+        return refusals(
+            self.traits, layout, attention=self.attention, packing=self.packing, compile=self.compile
+        )
