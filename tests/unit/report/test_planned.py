@@ -1,0 +1,158 @@
+"""What the terminal shows of a plan, at several widths, with and without colours."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from meshtune.config import ClusterConfig
+from meshtune.layout import Layout
+from meshtune.plan.cluster import cluster_of
+from meshtune.plan.memory import CATEGORIES, Memory
+from meshtune.plan.search import Choice
+from meshtune.plan.seconds import PARTS, Seconds
+from meshtune.report.planned import (
+    COLOURS,
+    LETTERS,
+    MEMORY,
+    TIME,
+    Bar,
+    blocks,
+    explanation,
+    layouts_table,
+    seconds,
+    sizes_table,
+)
+from meshtune.units import GIB
+
+CLUSTER = cluster_of(ClusterConfig(gpu="h100-sxm", gpus=8))
+NAMES = (
+    "zero3x8-mb1-ga8",
+    "zero2x4-tp2-sp-mb2-ga8",
+    "zero3x2-tp2-sp-pp2-interleaved1f1b-v2-mb1-ga32-selective",
+)
+
+
+def choice(layout: str = NAMES[1], *, gib: float = 64, step: float = 8, speed: float = 1000) -> Choice:
+    """Half of the memory weights, a quarter optimizer; three quarters of the time compute."""
+    size = gib * GIB / 16
+    held = Memory(8 * size, size, 4 * size, size, 0, size, size, moment=2, rank=0)
+    spent = Seconds(0.75 * step, 0.1 * step, 0, 0, 0.1 * step, 0, 0.05 * step, 0)
+    return Choice(Layout.parse(layout), CLUSTER, spent, held, speed, 0.4)
+
+
+def shown(renderable, width: int = 80, colours: str | None = None) -> str:
+    file = io.StringIO()
+    Console(
+        file=file, width=width, color_system=colours, force_terminal=bool(colours), legacy_windows=False
+    ).print(renderable)
+    return file.getvalue()
+
+
+CHOICES = [choice(name, gib=40 + 10 * n, step=8 + n) for n, name in enumerate(NAMES)]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 160, 240])
+def test_a_table_is_never_wider_than_the_terminal_and_keeps_a_line_for_each_layout(width):
+    for each in (layouts_table(CHOICES), layouts_table(CHOICES[:2]), explanation(CHOICES[2])):
+        assert max(map(len, shown(each, width).splitlines())) <= width
+    lines = shown(layouts_table(CHOICES[:2]), width).splitlines()
+    assert sum(any(name in line for name in NAMES) for line in lines) == 2
+
+
+def test_a_wide_terminal_shows_all_and_a_narrow_one_leaves_columns_out():
+    wide, narrow = (shown(layouts_table(CHOICES), width) for width in (160, 80))
+    assert "60.0 / 79.1 GiB" in wide and "MFU" in wide and "time" in wide
+    assert "60.0" in narrow and "/ 79.1 GiB" not in narrow and "time" not in narrow
+
+
+def test_bars_shrink_before_a_column_is_left_out():
+    tables = [shown(layouts_table(CHOICES[:1]), width) for width in (120, 100)]
+    assert all("time" in table and "/ 79.1 GiB" in table for table in tables)
+    assert tables[0].count("C") > tables[1].count("C")
+
+
+def test_letters_are_as_many_as_the_parts_are_large():
+    bar = Bar({"weights": 8, "gradients": 2, "optimizer": 6}, scale=32, width=32, until=24)
+    assert shown(bar, 32).rstrip("\n") == "WWWWWWWWGGOOOOOO········"
+
+
+def test_colours_are_as_long_as_the_parts_to_an_eighth_of_a_column():
+    owners = Bar({"weights": 1.5, "gradients": 0.25, "optimizer": 2.25}, scale=4, width=4).owners(8)
+    assert [owners.count(name) for name in ("weights", "gradients", "optimizer")] == [12, 2, 18]
+    assert blocks(owners).plain == "█▌██"  # the second column is half of it, on what has more of the rest
+    assert len(blocks(owners)) == 4
+
+
+def test_rounding_does_not_add_up():
+    assert len(Bar(dict.fromkeys(COLOURS, 1.0), scale=len(COLOURS), width=20).owners(1)) == 20
+
+
+def test_what_begins_late_is_blank_before_it():
+    bar = Bar({"": 2.5, "weights": 1.5}, scale=4, width=4)
+    assert blocks(bar.owners(8)).plain == "  ▌█"
+    assert shown(bar, 4).rstrip("\n") == "  WW"
+
+
+@pytest.mark.parametrize("colours", ["256", "truecolor"])
+def test_a_terminal_with_colours_has_blocks_and_no_letters(colours):
+    text = shown(layouts_table(CHOICES), 160, colours)
+    assert "█" in text and "\x1b[" in text and "WW" not in text
+
+
+@pytest.mark.parametrize("colours", [None, "standard"])
+def test_one_without_enough_of_them_has_letters_and_says_what_they_are(colours):
+    text = shown(layouts_table(CHOICES), 160, colours)
+    assert "WW" in text and "█" not in text
+    assert all(name in text for name in ("weights", "optimizer", "compute", "bubble", "free"))
+
+
+def test_every_name_has_a_colour_and_a_letter_of_its_own():
+    assert tuple(MEMORY) == CATEGORIES and tuple(TIME) == PARTS
+    for names in (CATEGORIES, PARTS):
+        assert len({LETTERS[name] for name in names}) == len({COLOURS[name] for name in names}) == len(names)
+
+
+def test_a_layout_that_does_not_fit_is_red_and_its_bar_goes_beyond_the_capacity():
+    text = shown(layouts_table([choice(gib=100)]), 160, "truecolor")
+    assert "\x1b[31m100.0 / 79.1 GiB" in text
+    plain = shown(explanation(choice(gib=100)))
+    assert f"does not fit: {100 - CLUSTER.memory / GIB:.2f} GiB more than a GPU has" in plain
+
+
+def test_an_explanation_sums_to_the_peak_and_the_step():
+    text = shown(explanation(CHOICES[2]), 120)
+    rows = {line.split()[1]: line.split() for line in text.splitlines() if len(line.split()) > 3}
+    assert rows["weights"][2:5] == ["30.00", "GiB", "50.0%"]
+    assert rows["60.00"][:4] == ["peak", "60.00", "GiB", "100.0%"]
+    assert rows["compute"][2:5] == ["7.50", "s", "75.0%"]
+    assert rows["10.00"][:4] == ["step", "10.00", "s", "100.0%"]
+    assert "at the peak: backward of a block, on the first pipeline rank" in text
+    assert "on every rank" in shown(explanation(CHOICES[0]), 120)
+
+
+def test_sizes_are_compared_with_the_smallest_that_has_a_layout():
+    best = {4: None, 8: choice(speed=1000, step=36), 16: choice(speed=900, step=20)}
+    lines = shown(sizes_table(best, steps=100), 120).splitlines()
+    assert lines[2].split() == ["4", "nothing", "fits"]
+    assert lines[3].split()[2:] == ["1,000", "36.00", "s", "8", "1.00", "×", "100.0%"]
+    assert lines[4].split()[2:] == ["900", "20.00", "s", "8.89", "1.80", "×", "90.0%"]
+    assert "GPU-hours" not in shown(sizes_table(best), 120)
+    assert max(map(len, shown(sizes_table(best, steps=100), 60).splitlines())) <= 60
+
+
+def test_nothing_at_all_is_no_error():
+    shown(layouts_table([]))
+    shown(sizes_table({8: None}))
+
+
+def test_a_model_without_optimizer_state_is_explained_too():
+    empty = replace(choice().memory, optimizer=0.0)
+    assert "0 B" in shown(explanation(replace(choice(), memory=empty)))
+
+
+def test_seconds_have_three_or_four_digits():
+    assert [seconds(each) for each in (0, 0.0123, 3.456, 73.8, 1234.5)] == [
+        "0 s", "12.3 ms", "3.46 s", "73.80 s", "1,234 s",
+    ]  # fmt: skip
