@@ -86,18 +86,18 @@ def stage_of_rank(schedule: str, pp: int, virtual_stages: int, pp_rank: int) -> 
 
 
 def stage_blocks(
-    costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0
+    costs: Sequence[float], stages: int, *, first: float = 0, last: float = 0
 ) -> tuple[range, ...]:
     """The blocks of each stage: contiguous, at least one each, the largest stage cost as small as can be.
 
     costs: of each block, in any unit; first and last: what the first stage (embedding) and the last one
     (norm, head, loss) cost beside their blocks. Among the cuts with the same largest cost, that with the
-    smallest sum of squares. Raises ValueError
-    for fewer blocks than stages.
+    smallest sum of squares; among those, that whose later stages have more blocks, exactly so where the costs
+    are integers. Raises ValueError for fewer blocks than stages.
     """
     if not 1 <= stages <= len(costs):
         raise ValueError(f"{len(costs)} blocks do not make {stages} stages of at least one block each.")
-    before = list(accumulate(costs, initial=0.0))
+    before = list(accumulate(costs, initial=0))
 
     def cost(start: int, stop: int) -> float:
         return before[stop] - before[start] + first * (start == 0) + last * (stop == len(costs))
@@ -120,7 +120,7 @@ def _best_cuts(
     joined(value, start, stop): the value of stages with `value` and one more of the blocks start … stop - 1;
     it must grow with `value`. O(blocks² · stages).
     """
-    values = {0: 0.0}  # of the best stages so far, by the block after them
+    values: dict[int, float] = {0: 0}  # of the best stages so far, by the block after them
     starts: list[dict[int, int]] = []  # of the last of them
     for stage in range(1, stages + 1):
         found = {
@@ -136,24 +136,25 @@ def _best_cuts(
 
 
 def census_stages(census: Census, layout: Layout, seq_len: int) -> tuple[range, ...]:
-    """The blocks of every stage of a model, by the FLOPs that each block and the head cost per token.
+    """The blocks of every stage of a model, by the FLOPs that each block and the head cost per document.
 
     Embedding and norm have next to none. Every position counts as labelled, each document as `seq_len` long.
     Where the FLOPs of a model are unknown, elements of its parameters stand for them.
     """
     head = census.vocabulary * census.hidden
     if census.unsupported or census.head is None:
-        costs = [float(sum(p.count for p in block.parameters)) for block in census.blocks]
+        costs: list[float] = [sum(p.count for p in block.parameters) for block in census.blocks]
         return stage_blocks(costs, stage_count(layout), last=head)
     costs = []
     for block in census.blocks:
         cores = (
-            (a.forward(pairs) + a.backward(pairs)) / seq_len
+            a.forward(pairs) + a.backward(pairs)
             for a in block.attention
             for pairs in [attended_pairs([seq_len], a.window)]
         )
-        costs.append(sum(m.forward + m.backward for m in block.matrices) + sum(cores))
-    return stage_blocks(costs, stage_count(layout), last=census.head.forward + census.head.backward)
+        costs.append(seq_len * sum(m.forward + m.backward for m in block.matrices) + sum(cores))
+    head = seq_len * (census.head.forward + census.head.backward)
+    return stage_blocks(costs, stage_count(layout), last=head)
 
 
 # what one rank holds and says #

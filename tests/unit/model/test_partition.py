@@ -70,8 +70,10 @@ def test_no_other_cut_has_a_smaller_largest_stage(costs, data, first, last):
     assert largest(costs, cuts, first, last) == min(largest(costs, c, first, last) for c in every)
 
 
-def test_equal_blocks_are_spread_evenly():
-    assert [len(blocks) for blocks in stage_blocks([1.0] * 7, 3)] == [2, 2, 3]
+@pytest.mark.parametrize("cost", [1.0, 12_658_795_243])  # as large as FLOPs are
+def test_equal_blocks_are_spread_evenly_later_stages_being_larger(cost):
+    assert [len(blocks) for blocks in stage_blocks([cost] * 7, 3)] == [2, 2, 3]
+    assert [len(blocks) for blocks in stage_blocks([cost] * 11, 5, last=3 * cost)] == [2, 2, 3, 3, 1]
 
 
 def test_embedding_and_head_take_blocks_off_their_stages():
