@@ -1,0 +1,327 @@
+"""What the planner counts is what the engine does: its closed forms against the engine's own arithmetic,
+which the engine's tests hold to what real ranks have.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from families import FAMILIES
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, OPTConfig
+
+from meshtune.config import ClusterConfig
+from meshtune.errors import UserError
+from meshtune.layout import CP_METHODS, RECOMPUTE, SCHEDULES, VIRTUAL_SCHEDULES, Layout
+from meshtune.model.anatomy import traits
+from meshtune.model.census import Census, step_flops
+from meshtune.model.lora import add_lora
+from meshtune.model.partition import census_stages, rank_at, share, stage_blocks, stage_of_rank
+from meshtune.model.support import Traits, refusals
+from meshtune.model.trace import census_of
+from meshtune.plan import memory
+from meshtune.plan.cluster import cluster_of
+from meshtune.plan.problems import problems
+from meshtune.plan.search import accounting_of, even_stages, layout_at, stages_of
+from meshtune.plan.work import Columns, Work
+from meshtune.plan.workload import Workload
+
+CPU = cluster_of(ClusterConfig(gpu="cpu"), gpus=64)
+SEQ_LEN = 64
+PLAIN = Traits("Plain", blocks=12, heads=8, kv_heads=2, vocabulary=256)
+
+# a model, as config and method make it #
+
+CHANGES = {
+    "opt": lambda **changes: OPTConfig(
+        hidden_size=64, num_attention_heads=4, vocab_size=256, ffn_dim=96, word_embed_proj_dim=64,
+        dropout=0.0, max_position_embeddings=64, **changes,
+    ),
+}  # fmt: skip
+ALTERNATING = ("gemma2", "gemma3")  # windows in every other block
+
+
+def config_of(family: str, blocks: int):
+    changes: dict = {"n_layer" if family == "gpt2" else "num_hidden_layers": blocks}
+    if family in ALTERNATING:
+        changes["layer_types"] = (["sliding_attention", "full_attention"] * blocks)[:blocks]
+    return (FAMILIES | CHANGES)[family](**changes)
+
+
+@cache
+def census_for(family: str, blocks: int = 2, method: str = "full", tied: bool | None = None) -> Census:
+    """method: full, lora, or what is frozen: embedding."""
+    config = config_of(family, blocks)
+    if tied is not None:
+        config.tie_word_embeddings = tied
+    model = AutoModelForCausalLM.from_config(config)
+    if method == "lora":
+        add_lora(model, r=3, alpha=6)
+    elif method == "embedding":
+        model.get_input_embeddings().requires_grad_(False)
+    return census_of(model)
+
+
+def workload_for(census: Census, precision: str = "bf16", seq_len: int = SEQ_LEN) -> Workload:
+    return Workload(
+        model=census.family, work=Work.of(census), traits=replace(PLAIN, blocks=len(census.blocks)),
+        seq_len=seq_len, global_batch_size=64, precision=precision,
+    )  # fmt: skip
+
+
+# states #
+
+DATA = [
+    "mb1-ga1", "mb1-ga3", "dp2-mb1-ga1", "dp2-mb2-ga4", "cp2-mb1-ga1", "ulysses2-dp2-mb1-ga2",
+    "zero1x2-mb1-ga1", "zero1x4-mb1-ga3", "dp2-zero1x3-cp2-mb1-ga1", "zero2x2-mb1-ga1", "zero2x5-mb1-ga2",
+    "zero3x2-mb1-ga1", "zero3x7-mb1-ga4", "dp2-zero3x2-mb1-ga1", "zero3x2-cp3-mb1-ga2",
+    "dp3-zero2x2-cp2-mb1-ga1", "zero3x64-mb1-ga1",
+]  # fmt: skip
+TENSOR = [
+    "tp2-mb1-ga1", "tp2-sp-mb1-ga4", "tp4-sp-mb1-ga1", "dp2-tp2-mb1-ga2", "zero1x2-tp4-sp-mb1-ga1",
+    "zero3x2-tp2-sp-mb1-ga1", "dp2-zero3x3-cp2-tp4-mb1-ga2",
+]  # fmt: skip
+PIPELINE = [
+    "pp2-1f1b-mb1-ga4", "pp3-gpipe-mb1-ga1", "pp2-interleaved1f1b-v2-mb1-ga4", "pp3-loopedbfs-v2-mb1-ga4",
+    "pp2-zb-mb1-ga4", "pp3-zbv-mb1-ga6", "pp2-dualpipev-mb1-ga4", "zero1x2-pp3-1f1b-mb1-ga3",
+    "zero3x2-pp2-1f1b-mb1-ga2", "dp2-pp2-1f1b-mb1-ga2", "dp2-zero2x2-cp2-tp2-sp-pp2-1f1b-mb1-ga4",
+    "tp4-pp7-1f1b-mb1-ga8",
+]  # fmt: skip
+STATES = ("weights", "gradients", "optimizer")
+
+
+def held(workload: Workload, layouts: Sequence[Layout]) -> dict[str, np.ndarray]:
+    """The states at the end of a step's backward, [first, middle and last pipeline rank, layouts]."""
+    c = Columns.of(layouts)
+    a = accounting_of(workload, CPU)
+    stages = stages_of(workload, c)
+    found = memory.moments(workload.work, c, a, workload.seq_len, stages)["end of backward"]
+    return {name: np.broadcast_to(found[name], (3, len(layouts))) for name in STATES}
+
+
+def shared(workload: Workload, census: Census, layout: Layout, pipeline_rank: int) -> dict[str, int]:
+    place = {"pp": pipeline_rank, "dp_replicate": 0, "dp_shard": 0, "cp": 0, "tp": 0}
+    found = share(
+        census, layout, rank_at(layout, place), precision=workload.precision, seq_len=workload.seq_len
+    ).bytes
+    return {
+        "weights": found.weights + found.gathered, "gradients": found.gradients, "optimizer": found.optimizer
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "embedding"])
+@pytest.mark.parametrize("family", [*FAMILIES, *CHANGES])
+def test_states_are_the_shares_to_the_byte(family: str, method: str) -> None:
+    census = census_for(family, 2, method)
+    for precision in ("fp32", "bf16", "bf16-pure"):
+        workload = workload_for(census, precision)
+        layouts = [Layout.parse(text) for text in (*DATA, *TENSOR)]
+        found = held(workload, layouts)
+        for place, layout in enumerate(layouts):
+            planned = {name: value[0, place] for name, value in found.items()}
+            expected = shared(workload, census, layout, 0)
+            assert planned == pytest.approx(expected, abs=1e-3), (precision, layout)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3"])
+def test_gathered_weights_are_the_shares(family: str) -> None:
+    """Apart from the others, which hold them together with the weights."""
+    census = census_for(family)
+    work = Work.of(census)
+    weights = (
+        *(replace(w, count=w.count * work.blocks) for w in work.block_weights),
+        *work.first_weights,
+        *work.last_weights,
+    )
+    for precision in ("fp32", "bf16", "bf16-pure"):
+        for text in (*DATA, *TENSOR):
+            layout = Layout.parse(text)
+            c = Columns.of([layout])
+            planned = memory.held_states(memory.ours(precision), memory.elements(weights, c), c)
+            expected = share(census, layout, 0, precision=precision).bytes
+            for name in expected._fields:
+                value = np.broadcast_to(getattr(planned, name), 1)[0]
+                assert value == pytest.approx(getattr(expected, name), abs=1e-3), (precision, text, name)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("method", ["full", "lora", "embedding"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "olmo2", "gpt2", "opt"])
+def test_states_of_the_pipelines_ends_are_the_shares(family: str, method: str, tied: bool) -> None:
+    census = census_for(family, 7, method, tied)
+    for precision in ("fp32", "bf16"):
+        workload = workload_for(census, precision)
+        layouts = [Layout.parse(text) for text in PIPELINE]
+        found = held(workload, layouts)
+        for place, layout in enumerate(layouts):
+            for index, rank in ((0, 0), (2, layout.pp - 1)):
+                planned = {name: value[index, place] for name, value in found.items()}
+                expected = shared(workload, census, layout, rank)
+                assert planned == pytest.approx(expected, abs=1e-3), (precision, layout, rank)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_states_of_all_ranks_are_the_shares_in_sum(family: str) -> None:
+    """Of alternating blocks a planner's average is no rank's, but the sum over all is the same."""
+    model = AutoModelForCausalLM.from_config(config_of(family, 6))
+    for index, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(index % 3 > 0 or model.config.tie_word_embeddings)
+    census = census_of(model)
+    workload = workload_for(census)
+    for text in ("pp3-1f1b-mb1-ga3", "pp2-interleaved1f1b-v3-mb1-ga2", "zero3x2-pp3-1f1b-mb1-ga3"):
+        layout = Layout.parse(text)
+        every = [shared(workload, census, layout, rank) for rank in range(layout.pp)]
+        found = whole_pipeline(workload, census, layout)
+        assert found == pytest.approx({name: sum(each[name] for each in every) for name in STATES}), text
+
+
+def whole_pipeline(workload: Workload, census: Census, layout: Layout) -> dict[str, float]:
+    """The planner's states of every pipeline rank together, with the engine's stages."""
+    stages = census_stages(census, layout, workload.seq_len)
+    total: dict[str, float] = dict.fromkeys(STATES, 0.0)
+    c = Columns.of([layout])
+    for rank in range(layout.pp):
+        own = stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, rank)
+        sizes = [len(stages[stage]) for stage in own]
+        ends = (0 in own, len(stages) - 1 in own)
+        one = memory.Stages(*(np.full((1, 1), x) for x in (sum(sizes), max(sizes), *ends, rank)))
+        a = accounting_of(workload, CPU)
+        found = memory.moments(workload.work, c, a, workload.seq_len, one)["end of backward"]
+        for name in STATES:
+            total[name] += float(np.broadcast_to(found[name], (1, 1))[0, 0])
+    return total
+
+
+# stages #
+
+
+@given(
+    data=st.data(),
+    blocks=st.integers(1, 24),
+    last=st.one_of(st.integers(0, 20_000), st.sampled_from([0, 500, 1000, 1500, 3000])),
+    first=st.sampled_from([0, 0, -250, -333, -999]),
+)
+@hypothesis_settings(max_examples=600)
+def test_stages_have_as_many_blocks_as_the_engines(data, blocks: int, last: int, first: int) -> None:
+    stages = data.draw(st.integers(1, blocks))
+    costs = [1000 + first, *[1000] * (blocks - 1)]
+    engine = [len(each) for each in stage_blocks(costs, stages, last=last)]
+
+    assert even_stages(blocks, stages, last / 1000, first / 1000) == engine
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "embedding"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gpt2", "gemma2"])
+def test_every_pipeline_rank_has_the_blocks_that_the_engine_gives_it(family: str, method: str) -> None:
+    """Gemma2's two kinds of blocks cost nearly the same; where a window is short, they would not."""
+    census = census_for(family, 7, method)
+    workload = workload_for(census)
+    texts = ["pp2-1f1b-mb1-ga8", "pp3-1f1b-mb1-ga8", "pp4-1f1b-mb1-ga8", "pp2-zbv-mb1-ga8",
+             "pp2-interleaved1f1b-v2-mb1-ga8"]  # fmt: skip
+    for layout in map(Layout.parse, texts):
+        stages = census_stages(census, layout, SEQ_LEN)
+        found = stages_of(workload, Columns.of([layout])).blocks[:, 0]
+        for index, rank in ((0, 0), (2, layout.pp - 1)):
+            own = stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, rank)
+            assert found[index] == sum(len(stages[stage]) for stage in own), layout
+
+
+# layouts #
+
+
+def random_layout(draw: random.Random) -> Layout:
+    """Any layout that does not contradict itself, whatever a model says to it."""
+
+    def one(*values: Any) -> Any:
+        return draw.choice(values)
+
+    while True:
+        zero, pp = one(0, 0, 1, 2, 3), one(1, 1, 2, 3, 4, 8)
+        tp, cp = one(1, 1, 2, 3, 4, 8, 16), one(1, 1, 2, 3, 4, 8)
+        schedule = one(*SCHEDULES) if pp > 1 else "1f1b"
+        try:
+            return Layout(
+                dp_replicate=one(1, 2, 3), dp_shard=one(2, 3, 8) if zero else 1, zero=zero, cp=cp,
+                cp_method=one(*CP_METHODS) if cp > 1 else "allgather", tp=tp,
+                sp=tp > 1 and one(False, True), pp=pp, schedule=schedule,
+                virtual_stages=one(1, 2, 3) if schedule in VIRTUAL_SCHEDULES else 1,
+                micro_batch_size=one(1, 2, 6), gradient_accumulation_steps=one(*range(1, 14)),
+                recompute=one(*RECOMPUTE),
+            )  # fmt: skip
+        except UserError:
+            continue
+
+
+LAYOUTS = [random_layout(random.Random(seed)) for seed in range(1500)]
+
+
+def test_columns_give_their_layouts_back() -> None:
+    c = Columns.of(LAYOUTS)
+    assert [layout_at(c, place) for place in range(len(LAYOUTS))] == LAYOUTS
+    assert np.array_equal(c.world, [layout.world for layout in LAYOUTS])
+    assert np.array_equal(c.global_batch_size, [layout.global_batch_size for layout in LAYOUTS])
+
+
+# refusals #
+
+TRAITS = [
+    PLAIN,
+    replace(PLAIN, blocks=3, heads=12, kv_heads=12, cuts=((768, "rows"), (36, "rows"))),
+    replace(PLAIN, heads=6, kv_heads=3, vocabulary=7),
+    replace(PLAIN, heads=16, kv_heads=1, cuts=((8, "rows"),)),
+    replace(PLAIN, heads=9, kv_heads=3, heads_cut=False, cuts=((64, "rows"),)),
+    replace(PLAIN, tensor="It can't be cut."),
+    replace(PLAIN, pipeline="Its blocks can't run apart."),
+    replace(PLAIN, attention=False),
+    replace(PLAIN, attention=False, tensor="It can't be cut.", pipeline="Its blocks can't run apart."),
+]
+SETTINGS = [
+    {"attention": attention, "packing": packing, "compile": compiled}
+    for attention in ("meshtune", "sdpa", "eager")
+    for packing in (True, False)
+    for compiled in (True, False)
+]
+
+
+@pytest.mark.parametrize("own", TRAITS, ids=range(len(TRAITS)))
+def test_layouts_are_refused_where_a_run_would_refuse_them(own: Traits) -> None:
+    c = Columns.of(LAYOUTS)
+    for given_settings in SETTINGS:
+        refused = np.zeros(len(LAYOUTS), bool)
+        for problem in problems(own, c, **given_settings):
+            refused |= np.broadcast_to(problem.where, refused.shape)
+        expected = [bool(refusals(own, layout, **given_settings)) for layout in LAYOUTS]
+        wrong = [str(LAYOUTS[n]) for n in np.flatnonzero(refused != np.array(expected))]
+        assert not wrong, given_settings
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layouts_of_real_models_are_refused_where_a_run_would_refuse_them(family: str) -> None:
+    own = traits(AutoModelForCausalLM.from_config(config_of(family, 6)))
+    c = Columns.of(LAYOUTS)
+    refused = np.any([np.broadcast_to(each.where, len(LAYOUTS)) for each in problems(own, c)], axis=0)
+    expected = [bool(refusals(own, layout)) for layout in LAYOUTS]
+    assert [str(LAYOUTS[n]) for n in np.flatnonzero(refused != np.array(expected))] == []
+    assert 0 < sum(expected) < len(expected)
+
+
+# work #
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "embedding"])
+@pytest.mark.parametrize("family", [*FAMILIES, *CHANGES])
+def test_parameters_and_flops_are_the_censuss(family: str, method: str) -> None:
+    census = census_for(family, 2, method)
+    work = Work.of(census)
+    workload = workload_for(census)
+    flops = step_flops(census, [SEQ_LEN], SEQ_LEN)
+
+    assert work.parameters == pytest.approx(census.total, abs=1e-3)
+    assert work.trainable == census.trainable / census.total
+    assert flops and workload.flops_per_token == pytest.approx(flops.total / SEQ_LEN, rel=1e-12)
