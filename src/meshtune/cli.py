@@ -142,20 +142,20 @@ def ranks_of(config: "Config", nproc: int | None) -> tuple[int, str]:
             )
         return place.world, device
     gpus = torch.cuda.device_count() if device == "cuda" else 0
-    layout = config.partial_layout.complete(
-        devices=nproc or gpus or 1, global_batch_size=config.global_batch_size
-    )
-    if nproc and nproc != layout.world:
+    world = config.partial_layout.world
+    if world is None:
+        return nproc or gpus or 1, device
+    if nproc and nproc != world:
         raise UserError(
-            f"--nproc {nproc}, but layout {layout} is for {layout.world} ranks; leave --nproc out, or change "
+            f"--nproc {nproc}, but layout {config.layout} is for {world} ranks; leave --nproc out, or change "
             "the layout."
         )
-    if gpus and layout.world > gpus:
+    if gpus and world > gpus:
         raise UserError(
-            f"Layout {layout} needs {layout.world} GPUs, but torch sees {gpus}; change the layout, start it "
+            f"Layout {config.layout} needs {world} GPUs, but torch sees {gpus}; change the layout, start it "
             "on several machines by torchrun or srun, or use train.device=cpu."
         )
-    return layout.world, device
+    return world, device
 
 
 def train_rank(rank: "Rank", config: "Config", as_json: bool) -> None:

@@ -230,6 +230,11 @@ class PartialLayout:
         }
 
     @property
+    def world(self) -> int | None:
+        """Ranks that it is for; None where that is to choose."""
+        return None if self.open & {"dp_replicate", "dp_shard", *BELONGS} else Layout(**self.fixed).world
+
+    @property
     def whole(self) -> bool:
         """Whether nothing is left to choose but what follows from the global batch."""
         sized = {"micro_batch_size", "gradient_accumulation_steps"} & self.fixed.keys()

@@ -225,7 +225,7 @@ def by_goal(plans: Mapping[int, Plan], goal: str) -> tuple[int, Choice]:
         if len(plan)
     }
     if not found:
-        raise NothingFits(nothing_fits(plans[max(plans)]))
+        raise nothing(plans[max(plans)])
     keys = {
         "speed": lambda gpus: found[gpus].seconds.total,
         "cost": lambda gpus: found[gpus].seconds.total * gpus,
@@ -238,6 +238,21 @@ def by_goal(plans: Mapping[int, Plan], goal: str) -> tuple[int, Choice]:
 
 def _by_memory(plan: Plan) -> Choice:
     return plan.choice(int(np.argmin(plan.memory.peak)))
+
+
+def nothing(plan: Plan) -> UserError:
+    """What to raise when a plan is empty: NothingFits, or where every layout is refused, the reasons."""
+    if len(plan.near.tp):
+        return NothingFits(nothing_fits(plan))
+    reasons = [f"{each.reason} ({each.count} layouts, such as {each.example})" for each in plan.rejected]
+    where = f"{plan.cluster.gpus} x {plan.cluster.gpu.name}"
+    return Refused(
+        f"{plan.workload.model} can't be trained under any layout of {where}: {'; '.join(reasons)}."
+    )
+
+
+class Refused(UserError):
+    """Every layout is refused, whatever its memory."""
 
 
 def nothing_fits(plan: Plan) -> list[str]:
@@ -338,7 +353,7 @@ def largest(workload: Workload, cluster: Cluster, what: str) -> tuple[Any, Choic
     if what == "batch":  # sequences that all data ranks together take at once; the best layout of those
         plan = search(workload, cluster)
         if not len(plan):
-            raise NothingFits(nothing_fits(plan))
+            raise nothing(plan)
         at_once = plan.columns.micro_batch_size * plan.columns.data_ranks
         place = int(at_once.argmax())
         return int(at_once[place]), plan.choice(place)

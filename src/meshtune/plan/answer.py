@@ -10,7 +10,6 @@ from typing import Any
 import yaml
 
 from meshtune.config import Config
-from meshtune.errors import NothingFits
 from meshtune.layout import Layout, PartialLayout, as_mapping
 from meshtune.plan import advice
 from meshtune.plan.advice import Alternative, Run
@@ -138,7 +137,7 @@ def explain(config: Config, workload: Workload, text: str) -> tuple[Choice, list
     if not partial.whole:
         plan = search(workload, cluster, fixed=partial.given)
         if not len(plan):
-            raise NothingFits(advice.nothing_fits(plan))
+            raise advice.nothing(plan)
         return plan.choice(0), []
     if {"micro_batch_size", "gradient_accumulation_steps"} - partial.fixed.keys():
         layout = partial.complete(devices=layout.world, global_batch_size=workload.global_batch_size)
@@ -163,9 +162,7 @@ def largest(config: Config, workload: Workload, what: str) -> tuple[Any, Choice]
 
 def cluster_for(config: Config) -> Cluster:
     """The cluster of the settings; without a number of GPUs as many as a fixed layout has."""
-    partial = config.partial_layout
-    world = None if partial.open else Layout(**partial.fixed).world
-    return cluster_of(config.cluster_config, gpus=world)
+    return cluster_of(config.cluster_config, gpus=config.partial_layout.world)
 
 
 def smaller(cluster: Cluster) -> list[int]:
@@ -177,15 +174,14 @@ def smaller(cluster: Cluster) -> list[int]:
     return [*found, cluster.gpus]
 
 
-def plan_yaml(choice: Choice, plan: Plan) -> str:
+def plan_yaml(choice: Choice, workload: Workload) -> str:
     """What a run folder keeps as plan.yaml: the layout and what was predicted for it."""
     tree = {
         "layout": str(choice.layout),
         "fields": as_mapping(choice.layout),
-        "cluster": cluster_facts(plan.cluster),
-        "workload": workload_facts(plan.workload),
+        "cluster": cluster_facts(choice.cluster),
+        "workload": workload_facts(workload),
         "predicted": choice.as_dict(),
-        "considered": plan.considered,
     }
     return yaml.safe_dump(tree, sort_keys=False)
 

@@ -72,7 +72,7 @@ def cluster_of(
     memory = settings.memory_gib * GIB if settings.memory_gib else None
     here = 0
     if settings.gpu is None:
-        gpu, here, found = _found((seen or gpus_here)(), kinds)
+        gpu, here, found = _found((seen or gpus_here)(), kinds, settings.gpus or gpus or 1)
         memory = memory or found
     else:
         gpu = _kind(settings.gpu, kinds)
@@ -111,10 +111,12 @@ def gpus_here() -> list[tuple[str, float]]:
     return found if visible is None else found[: len([each for each in visible.split(",") if each.strip()])]
 
 
-def _found(seen: list[tuple[str, float]], kinds: Mapping[str, Gpu]) -> tuple[Gpu, int, float]:
-    """(kind, how many, bytes of each); the smallest where they differ. Without a GPU: this processor."""
+def _found(seen: list[tuple[str, float]], kinds: Mapping[str, Gpu], ranks: int) -> tuple[Gpu, int, float]:
+    """(kind, how many, bytes of each); the smallest where they differ. Without a GPU: this processor, whose
+    memory the ranks share.
+    """
     if not seen:
-        return kinds["cpu"], 0, float(psutil.virtual_memory().total)
+        return kinds["cpu"], ranks, psutil.virtual_memory().total / ranks
     name = seen[0][0]
     gpu = named(name)
     if gpu is None:

@@ -390,7 +390,7 @@ def moments(
 ) -> dict[str, dict[str, Number]]:
     """What each pipeline rank holds at each of MOMENTS, by category but overhead; [RANKS, layouts] each.
 
-    first_step: before there is optimizer state, up to the update.
+    first_step: before there is optimizer state but masters, up to the update.
     """
     s = stages
     tokens = c.micro_batch_size * seq_len / c.cp
@@ -421,8 +421,8 @@ def moments(
     )
     held = in_flight(c, s.place)
     travelling = np.where(c.pp > 1, hidden / sequence, 0.0)
-    received = travelling * np.minimum(c.gradient_accumulation_steps, a.buffers) * c.virtual_stages
-    received = received * ((1 - s.first) + (1 - s.last))
+    received = travelling * np.minimum(c.gradient_accumulation_steps, a.buffers)
+    received = received * (2 * c.virtual_stages - s.first - s.last)  # from the stage before and the one after
     kept = held * (s.blocks * kept_in + a.outputs * travelling * (c.virtual_stages - s.last))
 
     # the loss, on the rank with the head: logits, a copy of their hidden states, these states' gradient
@@ -436,9 +436,11 @@ def moments(
         at_loss = np.maximum(at_loss, gradients) + copy + hidden + summed
         # every micro-batch in flight holds what its loss has made already (train/loss.py)
         kept = kept + s.last * (held - 1) * (hidden + head_gradient * p.gradient)
-    # the last norm keeps its input in fp32, what it made of it, and its output, which sp gathers
+    # the last norm keeps its input in fp32, what it made of it, and its output, which sp gathers; while other
+    # micro-batches are in flight, the first two of each
     wide = work.hidden * tokens / sequence * max(4, a.element)
     norm = wide + hidden / sequence + hidden
+    kept = kept + s.last * (held - 1) * (wide + hidden / sequence)
 
     # what ZeRO-3 gathers, what is sent
     sharded, third = (c.zero > 0) & a.shards_masters, (c.zero == 3) & a.shards_masters
@@ -473,13 +475,14 @@ def moments(
         before = added if a.cleared else np.where(more, state.gradients, added)
     none = np.zeros_like(kept)
     flat = rank.trained * a.flat
+    masters = np.where(sharded, 0.0, state.optimizer * p.master / (p.master + p.moments))
     optimizer = state.optimizer + np.where(c.zero > 0, rank.trained_shard, rank.trained) * a.flat_shard
     # the embedding's gradient ends a micro-batch's backward, with all others still in flight
     embedding = s.first * a.tables * first.trained * p.gradient
     ending = np.maximum(kept_in + again + working, a.tables * (kept - one + embedding))
     steady = {
         "weights": state.weights + state.gathered, "gradients": before + flat,
-        "optimizer": none if first_step else optimizer,
+        "optimizer": masters if first_step else optimizer,
         "activations": kept, "logits": none, "communication": root + received,
     }  # fmt: skip
     return {

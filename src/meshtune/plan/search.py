@@ -22,7 +22,7 @@ from meshtune.model.partition import stage_of_rank
 from meshtune.plan import memory
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.hardware import stacks
-from meshtune.plan.memory import Accounting, Memory, Stages
+from meshtune.plan.memory import RANKS, Accounting, Memory, Stages
 from meshtune.plan.problems import Problem, problems
 from meshtune.plan.seconds import Machine, Seconds, step
 from meshtune.plan.work import Columns, Number
@@ -244,7 +244,8 @@ def stages_of(workload: Workload, c: Columns) -> Stages:
     tables = [
         _stages(blocks, first, last, int(kind // 128), bool(kind % 2), int(kind // 2 % 64)) for kind in kinds
     ]
-    return Stages(*np.array(tables).transpose(1, 2, 0)[..., which])  # [field, rank, layout]
+    columns = np.array(tables, dtype=float).reshape(-1, len(fields(Stages)), len(RANKS))
+    return Stages(*columns.transpose(1, 2, 0)[..., which])  # [field, rank, layout]
 
 
 @lru_cache(maxsize=4096)

@@ -48,8 +48,9 @@ from meshtune.model.trace import census_of
 from meshtune.parallel.apply import Parallel, apply
 from meshtune.parallel.mesh import World, join
 from meshtune.parallel.recompute import recompute_blocks
+from meshtune.plan.advice import Refused
 from meshtune.rundir import RunDir
-from meshtune.train import folder
+from meshtune.train import folder, planning
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.evaluate import Evaluation
 from meshtune.train.export import Exporter, SharedExporter, recipe
@@ -313,7 +314,8 @@ def claimed(
     lock, found = None, None
     if world.main:
         run_folder, resumed = folder.claim(config, steps, report)
-        lock = folder.begin(run_folder, config, world.layout, resumed)
+        plan = planning.prediction(config, world.layout, gpus_of(world.device))
+        lock = folder.begin(run_folder, config, plan, resumed)
         found = run_folder, resumed
     run_folder, resumed = world.agree(found)
     missing = [rank for rank, there in enumerate(world.gather(run_folder.config_file.exists())) if not there]
@@ -326,19 +328,54 @@ def claimed(
 
 
 def layout_of(config: Config, ranks: int | None = None) -> Layout:
-    """The whole layout: over `ranks`, or those that were started. Raises UserError where none can be made,
-    with whatever else speaks against what is fixed of it.
+    """The whole layout: of `ranks`, or of those that were started. What the config leaves open the planner
+    chooses, on the first rank for all. Raises UserError where none can be made, with whatever else speaks
+    against what is fixed of it; NothingFits where none fits.
     """
-    started = dist.get_world_size() if dist.is_initialized() else 1
+    if config.partial_layout.whole:
+        return _completed(config)
+    if not dist.is_initialized():
+        return _chosen(config, ranks or 1)
+    answer: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [_chosen(config, dist.get_world_size())]
+        except UserError as error:
+            answer = [error]
+    dist.broadcast_object_list(answer)
+    if isinstance(answer[0], UserError):
+        raise answer[0]
+    return answer[0]
+
+
+def _chosen(config: Config, ranks: int) -> Layout:
+    """What the planner chooses; a model that it can't count gets data parallelism in what is open, and one
+    that can't run at all is refused with the settings' reasons.
+    """
+    try:
+        return planning.chosen(config, ranks, gpus_of(device_of(config)))
+    except (planning.Uncounted, Refused):
+        return _completed(config, ranks)
+
+
+def _completed(config: Config, ranks: int = 1) -> Layout:
     partial = config.partial_layout
     try:
-        return partial.complete(devices=ranks or started, global_batch_size=config.global_batch_size)
+        return partial.complete(devices=ranks, global_batch_size=config.global_batch_size)
     except UserError as error:
         known = Layout(**partial.fixed)
         if "gradient_accumulation_steps" not in partial.fixed:  # as many as any schedule takes
             known = replace(known, gradient_accumulation_steps=2 * stage_count(known))
         _, others = attention_and_refusals(config, known, None)
         raise UserError([*error.problems, *others]) from None
+
+
+def gpus_of(device: torch.device) -> list[tuple[str, float]]:
+    """(name, bytes) of each GPU of this machine; none where the run is on the processor."""
+    if device.type != "cuda":
+        return []
+    found = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
+    return [(each.name, float(each.total_memory)) for each in found]
 
 
 def width_multiple(layout: Layout) -> int:

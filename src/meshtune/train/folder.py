@@ -13,11 +13,8 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
-import yaml
-
 from meshtune.config import Config, load
 from meshtune.errors import UserError
-from meshtune.layout import Layout, as_mapping
 from meshtune.rundir import RunDir, write_text_atomically
 from meshtune.train.checkpoint import Checkpoints
 
@@ -72,8 +69,10 @@ def candidates(run: RunDir) -> Iterator[RunDir]:
         yield RunDir(run.path.with_name(f"{run.path.name}-{number}"))
 
 
-def begin(run: RunDir, config: Config, layout: Layout, resumed: int | None) -> IO[str]:
+def begin(run: RunDir, config: Config, plan: str, resumed: int | None) -> IO[str]:
     """Take the folder: lock it, write what is to run, and drop the rows of steps that will be done again.
+
+    plan: the text of plan.yaml.
 
     Returns the lock: closing it, or the end of the process, lets go. Raises UserError when somebody else
     holds it.
@@ -88,9 +87,7 @@ def begin(run: RunDir, config: Config, layout: Layout, resumed: int | None) -> I
             f"Another process is training in {run.path}; wait for it, or change `output`."
         ) from None
     write_text_atomically(run.config_file, resolved(config, run).to_yaml())
-    write_text_atomically(
-        run.plan_file, yaml.safe_dump({"layout": str(layout), **as_mapping(layout)}, sort_keys=False)
-    )
+    write_text_atomically(run.plan_file, plan)
     if resumed is not None:
         run.drop_after(resumed)
     else:  # what a run left that was killed before its first checkpoint

@@ -3,20 +3,27 @@
 Imports no torch by itself: `meshtune plan` asks here too, and has the model's numbers from the disk.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from meshtune.config import Config
-from meshtune.errors import NothingFits, UserError
-from meshtune.layout import Layout
+import yaml
+
+from meshtune.config import ClusterConfig, Config
+from meshtune.errors import UserError
+from meshtune.layout import Layout, as_mapping
 from meshtune.model.known import LoraShape, known
 from meshtune.plan import advice
 from meshtune.plan.answer import plan_yaml
-from meshtune.plan.cluster import cluster_of
+from meshtune.plan.cluster import Cluster, cluster_of
 from meshtune.plan.memory import compiled
-from meshtune.plan.search import search
+from meshtune.plan.search import explained, search
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
+
+
+class Uncounted(UserError):
+    """A model whose work is unknown."""
 
 
 def workload_of(config: Config) -> Workload:
@@ -35,7 +42,7 @@ def workload_of(config: Config) -> Workload:
         cache_dir=Path(config.data.cache).expanduser(),
     )
     if found.census.unsupported:
-        raise UserError(
+        raise Uncounted(
             f"{model.name} can't be planned: {found.census.unsupported}. Name a layout to train it "
             "(layout=zero3x8-mb1)."
         )
@@ -57,21 +64,30 @@ def workload_of(config: Config) -> Workload:
     )
 
 
-def chosen(config: Config, ranks: int) -> tuple[Layout, str]:
-    """The layout that the planner chooses for `ranks` ranks of the devices here, and its plan.yaml; what the
-    config fixes of it is kept.
+def chosen(config: Config, ranks: int, seen: Sequence[tuple[str, float]]) -> Layout:
+    """The layout that the planner chooses for `ranks` ranks of the devices here; what the config fixes of it
+    is kept. seen: (name, bytes) of each GPU of this machine; none: the ranks are on the processor.
 
-    Raises NothingFits, with the nearest that does, where no layout fits.
+    Raises NothingFits, with what would fit, where no layout does.
     """
-    workload = workload_of(config)
-    cluster = cluster_of(config.cluster_config, gpus=ranks)
-    if cluster.gpus != ranks:
-        raise UserError(
-            f"cluster.gpus = {cluster.gpus}, but {ranks} ranks were started; leave cluster.gpus out, or "
-            "start as many."
-        )
-    plan = search(workload, cluster, fixed=config.partial_layout.given)
+    plan = search(workload_of(config), cluster_here(config, ranks, seen), fixed=config.partial_layout.given)
     if not len(plan):
-        raise NothingFits(advice.nothing_fits(plan))
-    choice = plan.choice(0)
-    return choice.layout, plan_yaml(choice, plan)
+        raise advice.nothing(plan)
+    return plan.choice(0).layout
+
+
+def prediction(config: Config, layout: Layout, seen: Sequence[tuple[str, float]]) -> str:
+    """A run's plan.yaml: its layout, and what is predicted for it. A model that can't be predicted has its
+    layout alone.
+    """
+    try:
+        workload = workload_of(config)
+    except UserError:
+        return yaml.safe_dump({"layout": str(layout), "fields": as_mapping(layout)}, sort_keys=False)
+    return plan_yaml(explained(workload, cluster_here(config, layout.world, seen), layout), workload)
+
+
+def cluster_here(config: Config, ranks: int, seen: Sequence[tuple[str, float]]) -> Cluster:
+    """The devices of `ranks` ranks: as the settings say what can't be seen, such as the network."""
+    settings = config.cluster_config if seen else ClusterConfig()
+    return cluster_of(settings.model_copy(update={"gpus": ranks}), seen=lambda: list(seen))
