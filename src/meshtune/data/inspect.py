@@ -27,9 +27,10 @@ def describe(
     """Figures and samples of prepared data, JSON-able.
 
     rows, bad_rows, cut, dropped, seq_len, train, eval, seconds, cache are those of `Prepared.stats`; `train`
-    and `eval` gain label_share, mean_length, longest and histogram. `samples` are documents chosen by the
-    seed, each with its place and its `runs`: [text, labelled] pairs that joined give the whole text. Of a
-    stream, which has no length, the figures are those of its first window, and `of` says so.
+    and `eval` gain label_share, mean_length, mean_document_tokens, longest and histogram. `samples` are
+    documents chosen by the seed, each with its place and its `runs`: [text, labelled] pairs that joined give
+    the whole text. Of a stream, which has no length, the figures are those of its first window, and `of` says
+    so.
     """
     if isinstance(prepared.train, Stream):
         train, of = _first_window(prepared.train), f"the first {prepared.train.window:,} rows of a stream"
@@ -111,6 +112,8 @@ def _lengths(dataset: Dataset) -> dict[str, Any]:
     return {
         "label_share": dataset.label_tokens / dataset.token_count,
         "mean_length": float(lengths.mean()),
+        # of the document that a token is in: what attention's cost goes by, and the planner asks for
+        "mean_document_tokens": float((lengths.astype(float) ** 2).sum() / max(1, lengths.sum())),
         "longest": int(lengths.max()),
         "histogram": [
             {"from": int(low), "to": int(high) - 1, "documents": int(count)}
@@ -152,6 +155,7 @@ def _figures(description: dict[str, Any]) -> Table:
         ("tokens", "tokens", "{:,}"),
         ("labelled", "label_share", "{:.1%}"),
         ("tokens a document", "mean_length", "{:,.0f}"),
+        ("data.mean_document_tokens", "mean_document_tokens", "{:,.0f}"),
         ("longest document", "longest", "{:,}"),
     ):
         table.add_row(title, *(form.format(description[name][key]) for name in parts))

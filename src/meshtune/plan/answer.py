@@ -56,8 +56,10 @@ class Answer:
 
     @cached_property
     def batch_advice(self) -> list[str]:
-        found = advice.batches(self.workload, self.plan.cluster, advice.batch_sizes(self.workload))
-        return advice.batch_sentences(self.workload, found)
+        own = self.workload.global_batch_size
+        others = [size for size in advice.batch_sizes(self.workload) if size != own]
+        found = advice.batches(self.workload, self.plan.cluster, others) | {own: self.plan.choice(0)}
+        return advice.batch_sentences(self.workload, dict(sorted(found.items())))
 
     def batches(self) -> dict[tuple[int, int], Choice | None]:
         """The best layout by (global batch size, GPUs), around what was asked."""

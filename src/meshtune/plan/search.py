@@ -111,12 +111,10 @@ class Plan:
 
     def pareto(self) -> list[int]:
         """Places of the layouts that no other beats in both speed and memory, fastest first."""
-        lowest, found = math.inf, []
-        for place in np.argsort(self.seconds.total, kind="stable"):
-            if self.memory.peak[place] < lowest:
-                lowest = self.memory.peak[place]
-                found.append(int(place))
-        return found
+        order = np.argsort(self.seconds.total, kind="stable")
+        held = self.memory.peak[order]
+        before = np.minimum.accumulate(np.concatenate([[np.inf], held]))[:-1]
+        return [int(place) for place in order[held < before]]
 
 
 def search(
@@ -131,9 +129,10 @@ def search(
     inner = {ranks: _micro_batches(workload, int(ranks), fixed) for ranks in np.unique(outer.data_ranks)}
     alternatives = np.array([len(inner[ranks]) for ranks in outer.data_ranks])
     # first what no micro-batch changes, counted once for all of them
-    rejected, allowed = _refused(workload, outer, alternatives)
+    rejected, allowed = _refused(workload, outer, alternatives, _shown(outer, inner))
     c = _with_micro_batches(rows(outer, allowed), inner)
-    later, allowed = _refused(workload, c, np.ones(len(c.tp)))
+    others = () if "schedule" in fixed else (_outdone(c),)
+    later, allowed = _refused(workload, c, np.ones(len(c.tp)), c, others)
     rejected, c = rejected + later, rows(c, allowed)
     c = rows(c, np.argsort(c.pp > 1, kind="stable"))
     held = joined([peak(workload, cluster, each) for each in chunks(c)])
@@ -347,16 +346,28 @@ def _micro_batches(workload: Workload, ranks: int, fixed: Mapping[str, Any]) -> 
     ]
 
 
-def _refused(workload: Workload, c: Columns, weights: Number) -> tuple[list[Rejected], Number]:
-    """(what each rule refuses, which layouts none does). weights: layouts that each row stands for."""
+def _shown(c: Columns, inner: Mapping[float, Sequence[tuple[int, int, int]]]) -> Columns:
+    """Each of these with the first of its micro-batches."""
+    micro, accumulation, recompute = np.array([inner[ranks][0] for ranks in c.data_ranks], dtype=float).T
+    return replace(
+        c, micro_batch_size=micro, gradient_accumulation_steps=accumulation, recompute=recompute
+    )  # fmt: skip
+
+
+def _refused(
+    workload: Workload, c: Columns, weights: Number, shown: Columns, others: Sequence[Problem] = ()
+) -> tuple[list[Rejected], Number]:
+    """(what each rule refuses, which layouts none does). weights: layouts that each row stands for, of which
+    `shown` has one. A layout that several rules refuse counts for each.
+    """
     allowed, found = np.ones(len(c.tp), bool), []
     rules = problems(
         workload.traits, c, attention=workload.attention, packing=workload.packing, compile=workload.compile
     )
-    for problem in (*rules, _outdone(c)):
+    for problem in (*rules, *others):
         where = np.broadcast_to(problem.where, allowed.shape)
         if count := int(weights[where].sum()):
-            found.append(Rejected(problem.reason, count, str(layout_at(c, int(where.argmax())))))
+            found.append(Rejected(problem.reason, count, str(layout_at(shown, int(where.argmax())))))
             allowed &= ~where
     return found, allowed
 
@@ -413,7 +424,8 @@ def _schedules(pp: int, blocks: int, fixed: Mapping[str, Any]) -> Iterator[tuple
         most = min(MOST_VIRTUAL_STAGES, blocks // pp) if schedule in VIRTUAL_SCHEDULES else 1
         own = [2**n for n in range(4) if least <= 2**n <= max(most, least)]
         for virtual in [fixed["virtual_stages"]] if "virtual_stages" in fixed else own:
-            yield schedule, virtual
+            if virtual == 1 or schedule in VIRTUAL_SCHEDULES:
+                yield schedule, virtual
 
 
 @lru_cache(maxsize=1024)
