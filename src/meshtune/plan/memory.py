@@ -441,6 +441,7 @@ def moments(
     wide = work.hidden * tokens / sequence * max(4, a.element)
     norm = wide + hidden / sequence + hidden
     kept = kept + s.last * (held - 1) * (wide + hidden / sequence)
+    normed = wide * (6 if a.element < 4 else 7)  # its backward has so many at once
 
     # what ZeRO-3 gathers, what is sent
     sharded, third = (c.zero > 0) & a.shards_masters, (c.zero == 3) & a.shards_masters
@@ -452,10 +453,15 @@ def moments(
     late = (c.zero == 1) & (c.pp > 1)  # torch's stages send ZeRO-1's after all passes
     made = np.where(sharded, block.trained * (p.gradient + np.where(late, 0.0, a.message)), 0.0)
     copies = np.where(sharded, 1.0, c.data_ranks * c.cp)
-    made = made + np.where(copies > 1, block.trained * a.message, 0.0)
+    # the message between replicas: ours is made of a block's sums when its backward is over
+    joined = np.where(copies > 1, block.trained * a.message, 0.0)
+    made, ended = made + (0.0 if a.shards_masters else joined), made + joined
     waits = sharded | ~(more | (copies > 1))  # the head's gradient, until it is added up
     waiting = np.where(waits, head_gradient * p.gradient, 0.0)
     left_of_loss = np.where(waits | a.tables, head_gradient * p.gradient, 0.0)
+    if a.shards_masters:  # and a sum that no micro-batch has made before
+        summed = np.where(waits | more, 0.0, head_gradient * p.accumulated)
+        waiting, left_of_loss = waiting + summed, left_of_loss + summed
     left_of_loss = left_of_loss + rows * work.vocabulary / c.tp * a.logit_left
 
     # the backward of a block: the gradient of what it gave, and two features as wide as the MLP is inside
@@ -465,7 +471,7 @@ def moments(
 
     update = np.minimum(rank.trained, BUCKET) * np.maximum(p.trained - p.gradient, 0.0)
     update = np.where(sharded | more | (copies > 1), 0.0, update)  # sums are as wide already
-    summed = np.where(sharded, rank.trained_shard * p.trained, state.gradients)  # shards, with ZeRO-1 too
+    last_sums = np.where(sharded, rank.trained_shard * p.trained, state.gradients)  # shards, with ZeRO-1 too
     # where all micro-batches are in flight at once, the first gradients come when one of them is through
     one = kept / np.maximum(held, 1.0)
     together = (c.pp > 1) & (held >= c.gradient_accumulation_steps)
@@ -491,7 +497,7 @@ def moments(
             "communication": steady["communication"] + gathered + left,
         },
         "backward of the head": steady | {
-            "activations": kept + s.last * (wide * 4 + 2 * hidden / sequence + hidden / sequence),
+            "activations": kept + s.last * normed,
             "logits": s.last * left_of_loss,
             "communication": steady["communication"] + gathered + left,
         },
@@ -501,11 +507,11 @@ def moments(
         },
         "end of backward": steady | {
             "gradients": state.gradients + flat, "activations": ending,
-            "communication": steady["communication"] + gathered + made,
+            "communication": steady["communication"] + gathered + ended,
         },
         "update": steady | {
-            "weights": state.weights, "gradients": summed + flat, "optimizer": optimizer, "activations": none,
-            "communication": received + update,
+            "weights": state.weights, "gradients": last_sums + flat, "optimizer": optimizer,
+            "activations": none, "communication": received + update,
         },
     }  # fmt: skip
 
