@@ -1,0 +1,377 @@
+"""The planner's memory against that of real training steps, over a grid of layouts on CPU ranks.
+
+    python validation/memory_grid.py [--layouts mb2-ga2,zero3x2-mb2-ga2] [--precision bf16] --out FILE.json
+    python validation/memory_grid.py --of FILE.json     # compares what was measured before
+
+A small Llama is trained two steps per layout through the real engine, each rank watched by PhaseMemory. Every
+row is one full document with all tokens labelled, so the numbers are the same in every run. FILE.json:
+
+    {"<layout>": {"precision", "ranks": [{"rank", "steps": [{"step", "phase", "bytes", "parts"}],
+                                          "states": {"weights", "gathered", "gradients", "optimizer"}}]}}
+
+Layouts in another precision than bf16 are named "<layout> <precision>".
+
+The second step is compared, the first one that has all optimizer state, with the planner's moments:
+
+    forward               the loss
+    backward              the fullest of: backward of the head, backward of a block, end of backward
+    forward and backward  (pipelines) the fullest of these four
+    optimizer             the update
+
+States are compared to the byte: weights, gradients and optimizer state as they are when the update begins,
+without the model's buffers and the optimizer's counters of steps; what ZeRO-1 and -2 gather as it is when the
+last micro-batch's forward begins, where there is one before it that gathered. What ZeRO-1 holds of gradients
+in between is FSDP2's own; there the planner is held to `partition.share`, and that to real ranks, by unit
+tests. Gradients that replicas sum are 4 bytes more than predicted for each parameter tensor: how many ranks
+reached it travels in the same message.
+
+The rest is what is left of a phase's peak, measured and predicted, when the planner's states of that moment
+are taken off; an update has next to none. Of pipeline ranks the first, the fullest in the middle and the last
+are compared; of the ranks that differ on other axes alone, the fullest. torch's pipeline stages make the
+buffers that they receive in once, in the first step, so a watch of the second step would miss them: they are
+counted in when it begins.
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from meshtune import config, launch
+from meshtune.config import ClusterConfig, Config
+from meshtune.launch import Rank
+from meshtune.layout import Layout
+from meshtune.model.anatomy import traits
+from meshtune.model.partition import coordinates
+from meshtune.model.trace import census_of
+from meshtune.parallel.pipeline import Pipeline
+from meshtune.plan import memory
+from meshtune.plan.cluster import cluster_of
+from meshtune.plan.search import accounting_of, stages_of
+from meshtune.plan.work import Columns, Work
+from meshtune.plan.workload import Workload
+from meshtune.rundir import write_text_atomically
+from meshtune.train import build, loop
+from meshtune.train.memory import ACTIVATIONS, WATCHED_STEPS, PhaseMemory, storage_bytes
+from meshtune.train.step import ManyRanks
+
+SEQ_LEN = 512
+MODEL = LlamaConfig(
+    vocab_size=2048, hidden_size=256, intermediate_size=704, num_hidden_layers=8, num_attention_heads=8,
+    num_key_value_heads=4, max_position_embeddings=SEQ_LEN, tie_word_embeddings=False, pad_token_id=0,
+    bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+GRID = {
+    "bf16": (
+        "mb2-ga1", "mb2-ga2", "mb2-ga2-attention", "mb2-ga2-selective", "mb2-ga2-full",
+        "dp2-mb2-ga1", "dp2-mb2-ga2",
+        "zero1x2-mb2-ga2", "zero2x2-mb2-ga2", "zero3x2-mb2-ga2", "zero3x4-mb2-ga1-full",
+        "dp2-zero3x2-mb1-ga2",
+        "tp2-mb2-ga2", "tp2-sp-mb2-ga2", "tp4-sp-mb2-ga1-full", "zero3x2-tp2-sp-mb2-ga1",
+        "cp2-mb2-ga1", "ulysses2-mb2-ga2",
+        "pp2-1f1b-mb1-ga4", "pp4-1f1b-mb1-ga8", "pp2-gpipe-mb1-ga4", "pp2-interleaved1f1b-v2-mb1-ga4",
+        "zero1x2-pp2-1f1b-mb1-ga4", "dp2-tp2-sp-pp2-1f1b-mb1-ga4-full",
+    ),
+    "fp32": ("mb2-ga2", "zero3x2-mb2-ga2", "tp2-sp-mb2-ga2"),
+    "bf16-pure": ("mb2-ga2",),
+}  # fmt: skip
+MOST_ROWS = 64  # as many as two steps of the largest batch take
+MOMENTS = {  # of the planner, that a phase's peak is compared with
+    "forward": memory.MOMENTS[:1],
+    "backward": memory.MOMENTS[1:4],
+    "forward and backward": memory.MOMENTS[:4],
+    "optimizer": memory.MOMENTS[4:],
+}
+STATES = ("weights", "gradients", "optimizer")
+
+# measuring #
+
+
+class Recorder(PhaseMemory):
+    """Keeps the peaks of every watched step, and the states of the last one.
+
+    buffers: what a pipeline receives in.
+    """
+
+    def __init__(self, watched: PhaseMemory, buffers: Callable[[], list[Tensor]]) -> None:
+        super().__init__(watched.model, watched.optimizer, watched.device)
+        self.buffers = buffers
+        self.sharded = any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
+        self.steps: list[dict[str, Any]] = []
+        self.states: dict[str, int] = {}
+
+    @contextmanager
+    def watching(self, step: int) -> Iterator[None]:
+        with super().watching(step):
+            yield
+        for peak in self.peaks.values():
+            parts = {name: size for name, size in peak.parts.items() if size}
+            self.steps.append({"step": step, "phase": peak.phase, "bytes": peak.bytes, "parts": parts})
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        parameters = storage_bytes(list(self.model.parameters()))
+        if name == "forward":
+            whole: list[Tensor] = [p for p in self.model.parameters() if not isinstance(p, DTensor)]
+            self.states["gathered"] = storage_bytes(whole) if self.sharded else 0
+        elif name == "optimizer":
+            masters = storage_bytes([*self.model.parameters(), *self._state()]) - parameters
+            gradients = storage_bytes(self.optimizer.gradients())
+            self.states |= {"weights": parameters, "gradients": gradients, "optimizer": masters}
+        with super().phase(name):
+            yield
+
+    def _state(self) -> list[Tensor]:
+        """The optimizer's, masters among them; not its counters of steps."""
+        return [tensor for tensor in self.optimizer.state().values() if tensor.ndim]
+
+    def _tag(self) -> None:
+        super()._tag()
+        assert self._ledger is not None
+        self._ledger.tag(self.buffers(), ACTIVATIONS)
+
+
+def receive_buffers(run: loop.Run) -> list[Tensor]:
+    """What torch's stages have made to receive in."""
+    pipeline = run.passes.parallel.pipeline if isinstance(run.passes, ManyRanks) else None
+    schedules = pipeline._schedules.values() if pipeline else ()
+    infos = [
+        info
+        for schedule in schedules
+        for stage in Pipeline._torch_stages(schedule)
+        for received in (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
+        for info in received
+    ]
+    return [info.buffer for info in infos if isinstance(getattr(info, "buffer", None), Tensor)]
+
+
+def make_data(folder: Path) -> None:
+    """The model with a tokenizer of single bytes, and documents that are all longer than a sequence."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokens = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+    tokenizer.save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    LlamaForCausalLM(MODEL).save_pretrained(folder / "model")
+    draw = random.Random(0)
+    texts = ("".join(draw.choices("abcdefghij klmnop", k=SEQ_LEN + 88)) for _ in range(MOST_ROWS))
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    (folder / "train.jsonl").write_text("".join(lines))
+
+
+def settings_of(data: Path, output: Path, layout: Layout, precision: str) -> Config:
+    """Two steps under this layout, with the global batch size that follows from it."""
+    overrides = [
+        f"model.name={data / 'model'}", f"data.train={data / 'train.jsonl'}", f"data.cache={data / 'cache'}",
+        f"data.seq_len={SEQ_LEN}", "data.train_on=all", "data.overlong=cut", "method=full",
+        f"train.global_batch_size={layout.global_batch_size}", f"train.max_steps={WATCHED_STEPS}",
+        f"train.precision={precision}", "train.device=cpu", "checkpoint.every=0", "log.to=[jsonl]",
+        f"layout={layout}", f"output={output}",
+    ]  # fmt: skip
+    return config.load(None, overrides)
+
+
+def train_rank(rank: Rank, settings: Config, results: Path) -> None:
+    """Train on this rank and leave its peaks in `results`."""
+    run = build.build(settings)
+    run.memory = recorder = Recorder(run.memory, lambda: receive_buffers(run))
+    loop.train(run)
+    found = {"rank": rank.number, "steps": recorder.steps, "states": recorder.states}
+    (results / f"{rank.number}.json").write_text(json.dumps(found))
+
+
+def measure(data: Path, layout: str, precision: str) -> dict[str, Any]:
+    """What each rank of the layout held."""
+    parsed = Layout.parse(layout)
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder)
+        settings = settings_of(data, results / "run", parsed, precision)
+        launch.run(train_rank, settings, results, ranks=parsed.world)
+        ranks = [json.loads((results / f"{rank}.json").read_text()) for rank in range(parsed.world)]
+    return {"precision": precision, "ranks": ranks}
+
+
+def cases(layouts: str | None, precision: str | None) -> list[tuple[str, str]]:
+    """(layout, precision): those named, in bf16 unless said; else the grid, or its part in `precision`."""
+    if layouts:
+        return [(layout, precision or "bf16") for layout in layouts.split(",")]
+    return [(layout, kind) for kind in GRID if precision in (None, kind) for layout in GRID[kind]]
+
+
+# comparing #
+
+
+class Row(NamedTuple):
+    """One phase of one kind of rank, in bytes; `rest`: what is no model state."""
+
+    layout: str
+    rank: str
+    phase: str
+    measured: float
+    predicted: float
+    rest: float
+    rest_predicted: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+    @property
+    def rest_error(self) -> float:
+        return self.rest_predicted / self.rest - 1
+
+
+class Held(NamedTuple):
+    """The model states of one kind of rank; `gathered` only where it stays and was seen."""
+
+    layout: str
+    rank: str
+    measured: Mapping[str, int]
+    predicted: Mapping[str, int]
+
+    @property
+    def surplus(self) -> str:
+        """What is more than predicted; empty if all is exact."""
+        more = {part: size - self.predicted[part] for part, size in self.measured.items()}
+        return ", ".join(f"{part} {size:+,}" for part, size in more.items() if size)
+
+
+@cache
+def workload(precision: str) -> Workload:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(MODEL)
+    return Workload(
+        model="memory grid", work=Work.of(census_of(model)), traits=traits(model), seq_len=SEQ_LEN,
+        global_batch_size=1, precision=precision,
+    )  # fmt: skip
+
+
+def compare(name: str, found: Mapping[str, Any], step: int = WATCHED_STEPS) -> tuple[list[Row], list[Held]]:
+    """A layout's measured step, and the states of the last one, beside what the planner says."""
+    layout = Layout.parse(name.split()[0])
+    own, c = workload(found["precision"]), Columns.of([layout])
+    a, stages = accounting_of(own, cluster_of(ClusterConfig(gpu="cpu"), gpus=layout.world)), stages_of(own, c)
+    predicted = memory.moments(own.work, c, a, SEQ_LEN, stages, first_step=step == 1)
+    shape = len(memory.RANKS), 1
+    rows, states = [], []
+    kinds = {1: (0,), 2: (0, 2)}.get(layout.pp, (0, 1, 2))
+    for kind in kinds:
+        at = {
+            moment: {part: float(np.broadcast_to(each, shape)[kind, 0]) for part, each in parts.items()}
+            for moment, parts in predicted.items()
+        }
+        place, label = int(stages.place[kind, 0]), memory.RANKS[kind] if layout.pp > 1 else ""
+        ranks = [each for each in found["ranks"] if coordinates(layout, each["rank"])["pp"] == place]
+        for phase, moments in MOMENTS.items():
+            sizes = [
+                each["bytes"]
+                for rank in ranks
+                for each in rank["steps"]
+                if (each["step"], each["phase"]) == (step, phase)
+            ]
+            if sizes:
+                fullest = max((at[moment] for moment in moments), key=lambda parts: sum(parts.values()))
+                own_states, total = sum(fullest[part] for part in STATES), sum(fullest.values())
+                held = max(sizes)
+                rows.append(Row(name, label, phase, held, total, held - own_states, total - own_states))
+        measured = ranks[0]["states"]
+        planned = {part: round(at["update"][part]) for part in STATES}
+        if layout.zero in (1, 2) and layout.pp == 1 and layout.gradient_accumulation_steps > 1:
+            planned["gathered"] = round(at["loss"]["weights"] - at["update"]["weights"])
+        states.append(Held(name, label, {part: measured[part] for part in planned}, planned))
+    return rows, states
+
+
+def report(found: Mapping[str, Any]) -> str:
+    """All layouts as Markdown."""
+    rows, states = [], []
+    for name, each in found.items():
+        own_rows, own_states = compare(name, each)
+        rows, states = rows + own_rows, states + own_states
+    passes = [row for row in rows if row.phase != "optimizer"]
+    first = [
+        row.error
+        for name, each in found.items()
+        for row in compare(name, each, step=1)[0]
+        if row.phase != "optimizer"
+    ]
+    wrong = [f"{each.layout} {each.rank}".strip() for each in states if each.surplus]
+    fine = {row.layout for row in rows} - {row.layout for row in passes if abs(row.rest_error) > 0.02}
+    return "\n".join([
+        f"Model states exact to the byte: {'yes' if not wrong else 'no: ' + ', '.join(wrong)} "
+        f"({len(states) - len(wrong)} of {len(states)} ranks).",
+        f"The rest: {_errors([row.rest_error for row in passes])}; within 2 % on {len(fine)} of {len(found)} "
+        "layouts.",
+        f"All together: {_errors([row.error for row in rows])}; in the first step's passes {_errors(first)}.",
+        "",
+        "| layout | rank | phase | measured | predicted | error | the rest, measured | predicted | error |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        *(
+            f"| {row.layout} | {row.rank} | {row.phase} | {row.measured:,.0f} | {row.predicted:,.0f} | "
+            f"{row.error:+.1%} | {row.rest:,.0f} | {row.rest_predicted:,.0f} | "
+            f"{'' if row.phase == 'optimizer' else f'{row.rest_error:+.1%}'} |"
+            for row in rows
+        ),
+        "",
+        "| layout | rank | weights | gathered | gradients | optimizer | as predicted |",
+        "| --- | --- | ---: | ---: | ---: | ---: | --- |",
+        *(
+            f"| {each.layout} | {each.rank} | "
+            + " | ".join(
+                f"{each.measured[part]:,}" if part in each.measured else ""
+                for part in ("weights", "gathered", "gradients", "optimizer")
+            )
+            + f" | {each.surplus or 'yes'} |"
+            for each in states
+        ),
+    ])  # fmt: skip
+
+
+def _errors(errors: list[float]) -> str:
+    sizes = [abs(error) for error in errors]
+    return f"mean error {sum(sizes) / len(sizes):.1%}, worst {max(sizes):.1%}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layouts", help="comma-separated; default: the whole grid")
+    parser.add_argument("--precision", choices=[*build.PRECISIONS])
+    files = parser.add_mutually_exclusive_group(required=True)
+    files.add_argument("--out", type=Path, help="where the measured bytes go")
+    files.add_argument("--of", type=Path, help="what --out wrote, to compare again")
+    options = parser.parse_args()
+    found: dict[str, Any] = json.loads(options.of.read_text()) if options.of else {}
+    with tempfile.TemporaryDirectory() as folder:
+        if options.out:
+            make_data(Path(folder))
+        for layout, precision in cases(options.layouts, options.precision) if options.out else ():
+            name, started = layout if precision == "bf16" else f"{layout} {precision}", time.perf_counter()
+            found[name] = measure(Path(folder), layout, precision)
+            write_text_atomically(options.out, json.dumps(found, indent=1) + "\n")
+            print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+    print(report(found))
+
+
+if __name__ == "__main__":
+    main()
