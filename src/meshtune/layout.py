@@ -65,6 +65,11 @@ class Layout:
         return self.data_ranks * self.cp * self.tp * self.pp
 
     @property
+    def stages_per_rank(self) -> int:
+        """Pipeline stages that each rank has."""
+        return 2 if self.schedule in V_SCHEDULES else self.virtual_stages
+
+    @property
     def global_batch_size(self) -> int:
         """Sequences in one optimizer step."""
         return self.micro_batch_size * self.gradient_accumulation_steps * self.data_ranks
@@ -138,10 +143,13 @@ def parse_fields(text: str) -> dict[str, Any]:
 
 def contradictions(layout: Layout) -> Iterator[str]:
     """What is wrong with a layout whatever the model and the machine, as sentences with the remedy."""
-    for each in fields(layout):
-        value = getattr(layout, each.name)
-        if each.name != "zero" and each.type in (int, "int") and value < 1:
-            yield f"{each.name} is {value}; it must be at least 1."
+    numbers = {f.name: getattr(layout, f.name) for f in fields(layout) if f.type in (int, "int")}
+    if wrong := {name: value for name, value in numbers.items() if type(value) is not int}:
+        yield from (f"{name} is {value!r}; it must be a whole number." for name, value in wrong.items())
+        return
+    for name, value in numbers.items():
+        if name != "zero" and value < 1:
+            yield f"{name} is {value}; it must be at least 1."
     if layout.zero not in (0, 1, 2, 3):
         yield f"zero is {layout.zero}; it must be 0, 1, 2 or 3."
     elif (layout.zero == 0) != (layout.dp_shard == 1):
@@ -179,6 +187,16 @@ def _waits(name: str, chosen: Collection[str]) -> bool:
     return any(axis in chosen and name in (axis, *own) for axis, own in BELONGS.items())
 
 
+def _known(fixed: Mapping[str, Any], chosen: Collection[str]) -> Layout:
+    """What is fixed and does not wait, as a layout. Raises UserError for contradictions."""
+    judged = {name: each for name, each in fixed.items() if not _waits(name, chosen)}
+    if "zero" in chosen and judged.get("dp_shard", 1) != 1:
+        judged["zero"] = 1
+    if "schedule" in chosen and judged.get("virtual_stages", 1) != 1:
+        judged["schedule"] = VIRTUAL_SCHEDULES[0]
+    return Layout(**judged)
+
+
 @dataclass(frozen=True)
 class PartialLayout:
     """A layout of which only some fields are fixed: `fixed` maps field names to values; `auto` names the open
@@ -214,10 +232,15 @@ class PartialLayout:
             fixed = {name: each for name, each in value.items() if each != AUTO}
             chosen = {name for name, each in value.items() if each == AUTO}
             chosen |= {name for axis in chosen for name in BELONGS.get(axis, ()) if name not in value}
-            Layout(**{name: each for name, each in fixed.items() if not _waits(name, chosen)})
+            _known(fixed, chosen)
             return cls(fixed, frozenset(chosen))
         Layout(**fixed)  # contradictions are said at once, before anything is loaded
         return cls(fixed)
+
+    @property
+    def known(self) -> Layout:
+        """What is fixed, where it can be judged by itself."""
+        return _known(self.fixed, self.open)
 
     @property
     def given(self) -> dict[str, Any]:
@@ -232,7 +255,7 @@ class PartialLayout:
     @property
     def world(self) -> int | None:
         """Ranks that it is for; None where that is to choose."""
-        return None if self.open & {"dp_replicate", "dp_shard", *BELONGS} else Layout(**self.fixed).world
+        return None if self.open & {"dp_replicate", *BELONGS} else self.known.world
 
     @property
     def whole(self) -> bool:
@@ -247,10 +270,15 @@ class PartialLayout:
         Raises UserError when micro-batch, accumulation and data ranks cannot make `global_batch_size`
         sequences.
         """
-        layout = Layout(**self.fixed)
+        layout = self.known
         if self.open & {"dp_replicate", "dp_shard"}:
-            inner = layout.cp * layout.tp * layout.pp * layout.dp_shard
-            layout = replace(layout, dp_replicate=self.fixed.get("dp_replicate", max(1, devices // inner)))
+            data = max(1, devices // (layout.cp * layout.tp * layout.pp * layout.dp_shard))
+            zero = self.fixed.get("zero", 0) if "dp_shard" in self.open else 0
+            copies = self.fixed.get("dp_replicate", 1 if zero else data)
+            shards = data // copies if zero else 1
+            if shards > 1:
+                layout = replace(layout, dp_shard=shards, zero=zero)
+            layout = replace(layout, dp_replicate=copies)
         each_rank, rest = divmod(global_batch_size, layout.data_ranks)
         if rest:
             raise UserError(
@@ -261,7 +289,7 @@ class PartialLayout:
         micro, accumulation = (self.fixed.get(n) for n in ("micro_batch_size", "gradient_accumulation_steps"))
         if micro is None:
             # A pipeline wants at least as many micro-batches as it has stages.
-            stages = layout.pp * max(layout.virtual_stages, 1 + (layout.schedule in V_SCHEDULES))
+            stages = layout.pp * layout.stages_per_rank
             fitting = [n for n in range(1, 5) if each_rank % n == 0]
             filling = [n for n in fitting if each_rank // n >= stages]
             micro = each_rank // accumulation if accumulation else max(filling or fitting[:1])

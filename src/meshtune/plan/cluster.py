@@ -13,6 +13,7 @@ import subprocess
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,10 @@ def gpus_here() -> list[tuple[str, float]]:
     rows = [line.rsplit(",", 1) for line in answer.splitlines() if "," in line]
     found = [(name.strip(), float(mib) * 2**20) for name, mib in rows if mib.strip().isdigit()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return found if visible is None else found[: len([each for each in visible.split(",") if each.strip()])]
+    if visible is None:
+        return found
+    named = takewhile(lambda each: each not in ("", "-1"), (each.strip() for each in visible.split(",")))
+    return found[: len(list(named))]
 
 
 def _found(seen: list[tuple[str, float]], kinds: Mapping[str, Gpu], ranks: int) -> tuple[Gpu, int, float]:

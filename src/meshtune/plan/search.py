@@ -9,7 +9,7 @@ is excluded by taste: a layout that nobody would run loses by its predicted time
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -78,7 +78,7 @@ class Choice:
 @dataclass(frozen=True)
 class Plan:
     """What a search found. columns, seconds, memory: of the layouts that fit, best first. near: those that
-    run but do not fit, the smallest first.
+    run but do not fit, the smallest first. fixed: as in `search`.
     """
 
     workload: Workload
@@ -90,6 +90,7 @@ class Plan:
     memory: Memory
     near: Columns
     near_memory: Memory
+    fixed: Mapping[str, Any]
 
     def __len__(self) -> int:
         return len(self.columns.tp)
@@ -118,14 +119,22 @@ class Plan:
 
 
 def search(
-    workload: Workload, cluster: Cluster, *, fixed: Mapping[str, Any] | None = None, margin: float = MARGIN
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    fixed: Mapping[str, Any] | None = None,
+    where: Callable[[Columns], Number] | None = None,
+    margin: float = MARGIN,
 ) -> Plan:
     """All layouts of the whole cluster, predicted; those that fit ranked by step time.
 
-    fixed: fields of Layout that are given. Raises UserError where no layout makes the global batch.
+    fixed: fields of Layout that are given. where: which axes to consider; None: all. Raises UserError where
+    no layout makes the global batch.
     """
     fixed = fixed or {}
     outer = candidates(workload, cluster, fixed)
+    if where is not None:
+        outer = rows(outer, where(outer))
     inner = {ranks: _micro_batches(workload, int(ranks), fixed) for ranks in np.unique(outer.data_ranks)}
     alternatives = np.array([len(inner[ranks]) for ranks in outer.data_ranks])
     # first what no micro-batch changes, counted once for all of them
@@ -147,7 +156,7 @@ def search(
     considered = int(alternatives.sum())
     return Plan(
         workload, cluster, considered, tuple(rejected), rows(fitting, order), rows(seconds, order),
-        rows(rows(held, fits), order), rows(c, tight), rows(held, tight),
+        rows(rows(held, fits), order), rows(c, tight), rows(held, tight), fixed,
     )  # fmt: skip
 
 
@@ -308,7 +317,7 @@ def candidates(workload: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -
     data_ranks = {n for n in divisors(size) if _micro_batches(workload, n, fixed)}
     found = list(_axes(cluster, data_ranks, int(workload.work.blocks), fixed))
     if not found:
-        raise UserError(_no_batch(size, gpus, fixed))
+        raise UserError(_no_batch(workload, cluster, fixed))
     axes = np.ascontiguousarray(np.array(found, dtype=float).T)
     shared = [np.ones(len(found)), np.full(len(found), float(size * gpus)), np.zeros(len(found))]
     return Columns(*[*axes, *shared])
@@ -348,7 +357,8 @@ def _micro_batches(workload: Workload, ranks: int, fixed: Mapping[str, Any]) -> 
 
 def _shown(c: Columns, inner: Mapping[float, Sequence[tuple[int, int, int]]]) -> Columns:
     """Each of these with the first of its micro-batches."""
-    micro, accumulation, recompute = np.array([inner[ranks][0] for ranks in c.data_ranks], dtype=float).T
+    first = np.array([inner[ranks][0] for ranks in c.data_ranks], dtype=float).reshape(-1, 3)
+    micro, accumulation, recompute = first.T
     return replace(
         c, micro_batch_size=micro, gradient_accumulation_steps=accumulation, recompute=recompute
     )  # fmt: skip
@@ -433,12 +443,28 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _no_batch(size: int, gpus: int, fixed: Mapping[str, Any]) -> str:
-    given = "".join(f", {name} {value}" for name, value in fixed.items())
-    below = max(gpus, size // gpus * gpus)
+def _no_batch(workload: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -> str:
+    """Why there is no candidate, and the nearest global batch that has one."""
+    size, gpus, blocks = workload.global_batch_size, cluster.gpus, int(workload.work.blocks)
+    usual = {f.name: f.default for f in fields(Layout)}
+    given = ", ".join(f"{name} {value}" for name, value in fixed.items() if value != usual[name])
+    layouts = f"No layout of {gpus} GPU{'s' * (gpus > 1)}" + f" with {given}" * bool(given)
+    known = [fixed.get(name) for name in ("micro_batch_size", "gradient_accumulation_steps")]
+    unit = math.prod(each or 1 for each in known)
+    grains = [ranks * unit for ranks in divisors(gpus)]
+    near = {grain * (1 if all(known) else max(1, round(size / grain))) for grain in grains} - {size}
+    for other in sorted(near, key=lambda n: (abs(n - size), n)):
+        sized = workload.of_batch(other)
+        data_ranks = {n for n in divisors(other) if _micro_batches(sized, n, fixed)}
+        if any(True for _ in _axes(cluster, data_ranks, blocks, fixed)):
+            return (
+                f"{layouts} makes a global batch of {size} sequences; try train.global_batch_size={other}, "
+                "or another number of GPUs."
+            )
+    least = math.prod(fixed.get(axis, 1) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp"))
     return (
-        f"No layout of {gpus} GPUs{given} makes a global batch of {size} sequences; try "
-        f"train.global_batch_size={below}, or another number of GPUs."
+        f"{layouts} uses all of them, whatever the global batch: what is fixed takes {least} or a multiple "
+        "of that; change the number of GPUs, or leave more of the layout auto."
     )
 
 
