@@ -6,6 +6,7 @@ What a command needs is imported inside it, so that `meshtune --help` answers at
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -204,7 +205,7 @@ def plan(
     from meshtune import config
     from meshtune.plan import answer
     from meshtune.report import plan_answer
-    from meshtune.train.planning import workload_of
+    from meshtune.train.planning import lighter, workload_of
 
     resolved = config.load(file, overrides)
     workload = workload_of(resolved)
@@ -216,7 +217,9 @@ def plan(
         found = {most: value} | choice.as_dict()
         show(found, plan_answer.largest(most, value, choice), as_json=as_json)
     else:
-        asked = answer.ask(resolved, workload, sizes=numbers(gpus, "--gpus"), goal=goal)
+        asked = answer.ask(
+            resolved, workload, sizes=numbers(gpus, "--gpus"), goal=goal, others=partial(lighter, resolved)
+        )
         show(asked.as_dict(top), plan_answer.answer(asked, top), as_json=as_json)
         if plot:
             from meshtune.report import plan_plots

@@ -71,7 +71,7 @@ def group(layout: Layout, rank: int, *axes: str) -> tuple[int, ...]:
 
 def stage_count(layout: Layout) -> int:
     """Stages of the whole pipeline; several a rank under virtual stages and the V schedules."""
-    return layout.pp * (2 if layout.schedule in V_SCHEDULES else layout.virtual_stages)
+    return layout.pp * layout.stages_per_rank
 
 
 def stage_of_rank(schedule: str, pp: int, virtual_stages: int, pp_rank: int) -> tuple[int, ...]:

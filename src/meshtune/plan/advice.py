@@ -6,7 +6,7 @@ Every sentence carries the numbers of a layout that was predicted; nothing is a 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
@@ -19,13 +19,14 @@ from meshtune.model.support import Traits
 from meshtune.plan import memory
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.hardware import catalogue
-from meshtune.plan.search import Choice, Plan, explained, search
+from meshtune.plan.search import MARGIN, Choice, Plan, explained, search
 from meshtune.plan.seconds import Seconds
-from meshtune.plan.work import Columns, Work
+from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
 from meshtune.units import count, duration, human
 
 GOALS = ("speed", "cost", "gpus", "memory")
+LESS = 0.85  # of what was predicted for a run that ran out of memory may another one need
 # what a part of a step's time is spent on, in a sentence
 SPENT = {
     "compute": "computing (smaller products, or more of them recomputed)",
@@ -109,11 +110,11 @@ class Alternative:
     sentence: str
 
 
-def alternatives(plan: Plan) -> list[Alternative]:
-    """The well-known layouts, each with why it is not the first."""
+def alternatives(plan: Plan, best: Choice | None = None) -> list[Alternative]:
+    """The well-known layouts, each with why it is not the one chosen (None: the quickest)."""
     if not len(plan):
         return []
-    best = plan.best(1)[0]
+    best = best or plan.choice(0)
     gpus, node = plan.cluster.gpus, plan.cluster.node
     alone = {"tp": 1, "cp": 1, "pp": 1}
     ways: list[tuple[str, Mapping[str, Any], Any]] = [
@@ -122,7 +123,7 @@ def alternatives(plan: Plan) -> list[Alternative]:
             (f"ZeRO-{zero} alone", alone | {"zero": zero, "dp_replicate": 1}, None) for zero in (1, 2, 3)
         ),
         ("ZeRO-3 inside the node, replicas across", alone | {"zero": 3}, lambda c: c.dp_replicate > 1),
-        ("tensor parallel inside the node", {"tp": node, "cp": 1, "pp": 1}, None),
+        ("tensor parallel inside the node", {"tp": min(node, gpus), "cp": 1, "pp": 1}, None),
         ("pipeline parallel", {"cp": 1}, lambda c: c.pp > 1),
         ("context parallel", {"pp": 1, "tp": 1}, lambda c: c.cp > 1),
     ]  # fmt: skip
@@ -137,25 +138,37 @@ def _alternative(plan: Plan, best: Choice, name: str, fixed: Mapping[str, Any], 
         mask &= where(plan.columns)
     places = np.flatnonzero(mask)
     if len(places):
-        choice = plan.choice(int(places[0]))
-        if choice.layout == best.layout:
-            return Alternative(name, choice, "is the one chosen.")
-        return Alternative(name, choice, f"({choice.layout}) {against(choice, best)}")
+        return _behind(name, plan.choice(int(places[0])), best)
     try:
-        other = search(plan.workload, plan.cluster, fixed=fixed)
+        other = search(plan.workload, plan.cluster, fixed=fixed, where=where)
     except UserError as error:
         return Alternative(name, None, f"is not possible: {error.problems[0]}")
-    near = [each for each in other.nearest(8) if where is None or where(Columns.of([each.layout]))[0]]
+    if len(other):  # what was asked for has something else fixed
+        return _behind(name, other.choice(0), best)
+    near = other.nearest(1)
     if near:
         m = near[0].memory
         largest = max(memory.CATEGORIES, key=lambda part: getattr(m, part))
         return Alternative(
             name, near[0],
-            f"does not fit: {near[0].layout} needs {human(m.peak)} of {human(plan.cluster.memory)}, "
-            f"{human(getattr(m, largest))} of it {largest}.",
+            f"does not fit: {near[0].layout} needs {human(m.peak)}, {human(getattr(m, largest))} of it "
+            f"{largest}; a GPU has {room(plan.cluster)}.",
         )  # fmt: skip
-    reasons = [each.reason for each in other.rejected]
-    return Alternative(name, None, f"is not possible: {reasons[0]}." if reasons else "is not possible here.")
+    refused = max(other.rejected, key=lambda each: each.count, default=None)
+    return Alternative(
+        name, None, f"is not possible: {refused.reason}." if refused else "is not possible here."
+    )
+
+
+def _behind(name: str, choice: Choice, best: Choice) -> Alternative:
+    if choice.layout == best.layout:
+        return Alternative(name, choice, "is the one chosen.")
+    return Alternative(name, choice, f"({choice.layout}) {against(choice, best)}")
+
+
+def room(cluster: Cluster) -> str:
+    """What a GPU has, and what of it a plan uses."""
+    return f"{human(cluster.memory)}, of which {human(cluster.memory * (1 - MARGIN))} are used at most"
 
 
 def against(other: Choice, best: Choice) -> str:
@@ -163,6 +176,10 @@ def against(other: Choice, best: Choice) -> str:
     more = other.seconds.total / best.seconds.total - 1
     extra = {f.name: getattr(other.seconds, f.name) - getattr(best.seconds, f.name) for f in fields(Seconds)}
     largest = max(extra, key=lambda part: extra[part])
+    if more < -0.005:
+        return (
+            f"takes {-more:.0%} less, and holds {human(other.memory.peak)} against {human(best.memory.peak)}."
+        )
     if more < 0.005:
         return f"is as fast, and holds {human(other.memory.peak)} against {human(best.memory.peak)}."
     return f"takes {more:.0%} longer: {duration(extra[largest])} a step more on {SPENT[largest]}."
@@ -171,11 +188,13 @@ def against(other: Choice, best: Choice) -> str:
 # what to change first #
 
 
-def changes(plan: Plan) -> list[str]:
-    """What to change first for more speed, and for less memory; each was predicted."""
+def changes(plan: Plan, best: Choice | None = None) -> list[str]:
+    """What to change first for more speed than the one chosen (None: the quickest), and for less memory; each
+    was predicted.
+    """
     if not len(plan):
         return []
-    best, found = plan.best(1)[0], []
+    best, found = best or plan.choice(0), []
     largest = max(fields(Seconds), key=lambda f: getattr(best.seconds, f.name) * (f.name != "compute")).name
     spent = getattr(best.seconds, largest)
     found.append(
@@ -184,7 +203,7 @@ def changes(plan: Plan) -> list[str]:
     )
     for what, workload in _variations(plan.workload):
         try:
-            other = search(workload, plan.cluster)
+            other = search(workload, plan.cluster, fixed=plan.fixed)
         except UserError:
             continue
         if len(other):
@@ -192,8 +211,8 @@ def changes(plan: Plan) -> list[str]:
             gain = choice.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu - 1
             if gain > 0.02:
                 found.append(f"{what}: {gain:.0%} more tokens per second ({choice.layout}).")
-    for place in plan.pareto()[1:3]:
-        less = plan.choice(place)
+    lower = [place for place in plan.pareto() if plan.memory.peak[place] < best.memory.peak]
+    for less in (plan.choice(place) for place in lower[:2]):
         found.append(
             f"Less memory: {less.layout} holds {human(less.memory.peak)} instead of "
             f"{human(best.memory.peak)} and takes {less.seconds.total / best.seconds.total - 1:.0%} longer."
@@ -210,10 +229,36 @@ def _variations(workload: Workload) -> Iterator[tuple[str, Workload]]:
         yield "train.precision=bf16", replace(workload, precision="bf16")
 
 
+def out_of_memory(now: Choice, workload: Workload, others: Others = dict) -> list[str]:
+    """When a run ran out of memory under the layout `now`: what was predicted for it, and what needs less."""
+    m, cluster = now.memory, now.cluster
+    parts = sorted(memory.CATEGORIES, key=lambda name: -getattr(m, name))
+    listed = ", ".join(f"{name} {human(getattr(m, name))}" for name in parts if getattr(m, name) >= 1)
+    found = [
+        f"Predicted for {now.layout}: {human(m.peak)} at most ({memory.MOMENTS[int(m.moment)]}): {listed}. "
+        f"The largest part is {parts[0]}."
+    ]
+    smaller = replace(cluster, memory=min(cluster.memory, LESS * m.peak))
+    plan = search(workload, smaller, margin=0.0)
+    fitting = [
+        f"layout={each.layout} ({human(each.memory.peak)}, "
+        f"{each.seconds.total / now.seconds.total - 1:+.0%} time)"
+        for each in plan.best(2)
+    ]
+    if not fitting:
+        fitting = list(remedies(workload, smaller, others))
+    said = (
+        "What needs less, quickest first: " + "; ".join(fitting)
+        if fitting
+        else "Nothing tried here needs less"
+    )
+    return [*found, said + "."]
+
+
 # sizes of clusters, batches, models #
 
 
-def by_goal(plans: Mapping[int, Plan], goal: str) -> tuple[int, Choice]:
+def by_goal(plans: Mapping[int, Plan], goal: str, others: Others = dict) -> tuple[int, Choice]:
     """(GPUs, the best layout) of these cluster sizes: the quickest step, the fewest GPU-seconds a token, the
     fewest GPUs, or the least memory. Raises NothingFits where no size has a layout that fits.
     """
@@ -225,7 +270,7 @@ def by_goal(plans: Mapping[int, Plan], goal: str) -> tuple[int, Choice]:
         if len(plan)
     }
     if not found:
-        raise nothing(plans[max(plans)])
+        raise nothing(plans[max(plans)], others)
     keys = {
         "speed": lambda gpus: found[gpus].seconds.total,
         "cost": lambda gpus: found[gpus].seconds.total * gpus,
@@ -240,10 +285,13 @@ def _by_memory(plan: Plan) -> Choice:
     return plan.choice(int(np.argmin(plan.memory.peak)))
 
 
-def nothing(plan: Plan) -> UserError:
+Others = Callable[[], Mapping[str, Workload]]  # settings that train something lighter
+
+
+def nothing(plan: Plan, others: Others = dict) -> UserError:
     """What to raise when a plan is empty: NothingFits, or where every layout is refused, the reasons."""
     if len(plan.near.tp):
-        return NothingFits(nothing_fits(plan))
+        return NothingFits(nothing_fits(plan, others))
     reasons = [f"{each.reason} ({each.count} layouts, such as {each.example})" for each in plan.rejected]
     where = f"{plan.cluster.gpus} x {plan.cluster.gpu.name}"
     return Refused(
@@ -255,12 +303,13 @@ class Refused(UserError):
     """Every layout is refused, whatever its memory."""
 
 
-def nothing_fits(plan: Plan) -> list[str]:
+def nothing_fits(plan: Plan, others: Others = dict) -> list[str]:
     """Why, and what would: the nearest layout, then more GPUs, shorter sequences, LoRA, larger GPUs."""
     w, c = plan.workload, plan.cluster
     near = plan.nearest(1)
     found = [
-        f"No layout of {c.gpus} x {c.gpu.name} ({human(c.memory)} each) fits {w.model} at {w.seq_len} tokens."
+        f"No layout of {c.gpus} x {c.gpu.name} ({room(c)}) fits {w.model} at {w.seq_len} tokens"
+        + (" with what is fixed of it." if plan.fixed else ".")
     ]
     if near:
         m = near[0].memory
@@ -273,17 +322,26 @@ def nothing_fits(plan: Plan) -> list[str]:
         found += [
             f"{each.reason} ({each.count} layouts, such as {each.example})." for each in plan.rejected[:4]
         ]
-    fitting = [f"{what} ({choice.layout}, {human(choice.memory.peak)})" for what, choice in _remedies(plan)]
-    if fitting:
-        found.append("What would fit: " + "; ".join(fitting) + ".")
+    fitting = list(remedies(plan.workload, plan.cluster, others))
+    if plan.fixed and (free := _first(w, c)):
+        fitting.insert(0, f"layout={free.layout} ({human(free.memory.peak)})")
+    found.append(
+        "What would fit: " + "; ".join(fitting) + "." if fitting else "Nothing tried here would fit."
+    )
     return found
 
 
-def _remedies(plan: Plan) -> Iterator[tuple[str, Choice]]:
-    """The cheapest change of each kind that fits."""
-    w, c = plan.workload, plan.cluster
-    for factor in (2, 4, 8, 16):
-        if found := _first(w, c.of_size(c.gpus * factor)):
+def remedies(w: Workload, c: Cluster, others: Others = dict) -> Iterator[str]:
+    """The least change of each kind that fits, with its layout: more GPUs, shorter sequences, less precise,
+    lighter, larger GPUs.
+    """
+    for what, choice in _remedies(w, c, others):
+        yield f"{what} layout={choice.layout} ({human(choice.memory.peak)})"
+
+
+def _remedies(w: Workload, c: Cluster, others: Others) -> Iterator[tuple[str, Choice]]:
+    for factor in (2, 4, 8, 16) if c.gpu.name != "cpu" else ():  # processors share one memory
+        if found := _first(w, c, c.gpus * factor):
             yield f"cluster.gpus={c.gpus * factor}", found
             break
     for parts in (2, 4, 8, 16):
@@ -295,6 +353,9 @@ def _remedies(plan: Plan) -> Iterator[tuple[str, Choice]]:
             if precision != w.precision and (found := _first(replace(w, precision=precision), c)):
                 yield f"train.precision={precision}", found
                 break
+    for what, lighter in others().items():
+        if found := _first(lighter, c):
+            yield what, found
     for name in sorted(catalogue(), key=lambda name: catalogue()[name].memory):
         gpu = catalogue()[name]
         if (
@@ -306,10 +367,10 @@ def _remedies(plan: Plan) -> Iterator[tuple[str, Choice]]:
             break
 
 
-def _first(workload: Workload, cluster: Cluster) -> Choice | None:
-    """The best layout, if any fits."""
+def _first(workload: Workload, cluster: Cluster, gpus: int | None = None) -> Choice | None:
+    """The best layout, if any fits; of another number of GPUs where one is given."""
     try:
-        plan = search(workload, cluster)
+        plan = search(workload, cluster.of_size(gpus) if gpus else cluster)
     except UserError:
         return None
     return plan.best(1)[0] if len(plan) else None

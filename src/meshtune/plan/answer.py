@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 
 from meshtune.config import Config
-from meshtune.layout import Layout, PartialLayout, as_mapping
+from meshtune.layout import PartialLayout, as_mapping
 from meshtune.plan import advice
-from meshtune.plan.advice import Alternative, Run
+from meshtune.plan.advice import Alternative, Others, Run, room
 from meshtune.plan.cluster import Cluster, cluster_of
 from meshtune.plan.search import Choice, Plan, explained, search
 from meshtune.plan.workload import Workload
@@ -48,11 +48,11 @@ class Answer:
 
     @cached_property
     def alternatives(self) -> list[Alternative]:
-        return advice.alternatives(self.plan)
+        return advice.alternatives(self.plan, self.choice)
 
     @cached_property
     def changes(self) -> list[str]:
-        return advice.changes(self.plan)
+        return advice.changes(self.plan, self.choice)
 
     @cached_property
     def batch_advice(self) -> list[str]:
@@ -112,10 +112,12 @@ def ask(
     sizes: Sequence[int] = (),
     goal: str = "speed",
     steps: int | None = None,
+    others: Others = dict,
 ) -> Answer:
     """The best layout of the config's workload on its cluster, or on clusters of these sizes.
 
-    steps: of the whole run; None: train.max_steps. Raises UserError for bad settings, NothingFits where no
+    steps: of the whole run; None: train.max_steps. others: what could be trained instead where nothing fits.
+    Raises UserError for bad settings, NothingFits where no
     layout of any size fits.
     """
     cluster = cluster_for(config)
@@ -124,7 +126,7 @@ def ask(
     plans = {}
     for gpus in sizes or (cluster.gpus,):
         plans[gpus] = search(workload, cluster.of_size(gpus), fixed=config.partial_layout.given)
-    gpus, choice = advice.by_goal(plans, goal)
+    gpus, choice = advice.by_goal(plans, goal, others)
     steps = steps or config.train.max_steps
     return Answer(workload, plans, gpus, choice, goal, Run.of(choice, steps) if steps else None)
 
@@ -134,8 +136,9 @@ def explain(config: Config, workload: Workload, text: str) -> tuple[Choice, list
     accumulation gets the best ones; one that makes another global batch is predicted for that.
     """
     partial = PartialLayout.parse(text)
-    layout = Layout(**partial.fixed)
-    cluster = cluster_for(config).of_size(layout.world)
+    layout, cluster = partial.known, cluster_for(config)
+    if partial.world:
+        cluster = cluster.of_size(partial.world)
     if not partial.whole:
         plan = search(workload, cluster, fixed=partial.given)
         if not len(plan):
@@ -152,8 +155,7 @@ def explain(config: Config, workload: Workload, text: str) -> tuple[Choice, list
         workload = workload.of_batch(layout.global_batch_size)
     choice = explained(workload, cluster, layout)
     if not choice.fits:
-        held, there = human(choice.memory.peak), human(cluster.memory)
-        against.append(f"It needs {held}, and a {cluster.gpu.name} has {there}.")
+        against.append(f"It needs {human(choice.memory.peak)}, and a {cluster.gpu.name} has {room(cluster)}.")
     return choice, against
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshtune.layout import RECOMPUTE, SCHEDULES, V_SCHEDULES, Layout
+from meshtune.layout import RECOMPUTE, SCHEDULES, Layout
 from meshtune.model.census import Census, Parameter
 
 Number = Any  # float | np.ndarray, in any mixture that numpy broadcasts
@@ -268,7 +268,7 @@ class Columns:
             sp=column(lambda x: x.sp),
             pp=column(lambda x: x.pp),
             schedule=column(lambda x: SCHEDULES.index(x.schedule)),
-            virtual_stages=column(lambda x: 2 if x.schedule in V_SCHEDULES else x.virtual_stages),
+            virtual_stages=column(lambda x: x.stages_per_rank),
             micro_batch_size=column(lambda x: x.micro_batch_size),
             gradient_accumulation_steps=column(lambda x: x.gradient_accumulation_steps),
             recompute=column(lambda x: RECOMPUTE.index(x.recompute)),

@@ -57,7 +57,7 @@ from meshtune.train.export import Exporter, SharedExporter, recipe
 from meshtune.train.generate import answers, answers_of_all
 from meshtune.train.loop import Run, restore, seed_dropout
 from meshtune.train.loss import finish_loss
-from meshtune.train.memory import PhaseMemory, Workload
+from meshtune.train.memory import PhaseMemory
 from meshtune.train.metrics import Metrics, tracker_problems
 from meshtune.train.mfu import flops_of, peak_flops
 from meshtune.train.optim import Optimizer, key_of, parts_of
@@ -153,9 +153,7 @@ def build(config: Config, *, ranks: int | None = None) -> Run:
             made.model,
             made.optimizer,
             device,
-            # What is known of a whole model says little of a rank's part.
-            workload=workload_of(config, layout) if layout.world == 1 else None,
-            census=census if layout.world == 1 else None,
+            advice=partial(planning.out_of_memory, config, layout, gpus_of(device)),
         ),
         flops=flops_of(census, config.data.seq_len, ranks=world.size // world.data_ranks),
         exporter=made.exporter,
@@ -363,7 +361,7 @@ def _completed(config: Config, ranks: int = 1) -> Layout:
     try:
         return partial.complete(devices=ranks, global_batch_size=config.global_batch_size)
     except UserError as error:
-        known = Layout(**partial.fixed)
+        known = partial.known
         if "gradient_accumulation_steps" not in partial.fixed:  # as many as any schedule takes
             known = replace(known, gradient_accumulation_steps=2 * stage_count(known))
         _, others = attention_and_refusals(config, known, None)
@@ -639,19 +637,6 @@ def schedule_of(config: Config, steps: int) -> Callable[[int], float]:
         kind=train.lr_scheduler,
         warmup_steps=warmup(steps, ratio=train.warmup_ratio, steps=train.warmup_steps),
         total_steps=steps,
-    )
-
-
-def workload_of(config: Config, layout: Layout) -> Workload:
-    """What decides the memory of a step, for the advice given when it runs out."""
-    return Workload(
-        micro_batch_size=layout.micro_batch_size,
-        gradient_accumulation_steps=layout.gradient_accumulation_steps,
-        seq_len=config.data.seq_len,
-        recompute=layout.recompute,
-        precision=config.train.precision,
-        method=config.method,
-        lora_r=config.lora.r,
     )
 
 

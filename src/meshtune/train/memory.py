@@ -13,9 +13,9 @@ import resource
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshtune.errors import NothingFits
-from meshtune.model.census import Block, Census
 from meshtune.train.optim import Optimizer
 from meshtune.units import MIB, human
 
@@ -60,11 +59,10 @@ class PhaseMemory:
         optimizer: Optimizer,
         device: torch.device,
         *,
-        workload: "Workload | None" = None,
-        census: Census | None = None,
+        advice: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self.model, self.optimizer, self.device = model, optimizer, device
-        self.workload, self.census = workload, census
+        self.advice = advice  # what to do when there is not enough
         self.left = WATCHED_STEPS
         if device.type != "cuda" and any(m._compiled_call_impl is not None for m in model.modules()):
             self.left = 0
@@ -166,15 +164,18 @@ class PhaseMemory:
         return summary_line(step, self.peaks.values()) if step == self.step and self.peaks else None
 
     def explain(self, message: str) -> NothingFits:
-        """What to raise when memory ran out: which part is largest, and the cheapest changes that fit."""
+        """What to raise when memory ran out: what was held by then, and what needs less."""
         if self.device.type == "cuda":
             capacity = torch.cuda.get_device_properties(self.device).total_memory
         else:
             capacity = psutil.virtual_memory().total
         parts = {category: storage_bytes(tensors) for category, tensors in self.known().items()}
-        where = f"Out of memory in {self.now} on {self.device} ({human(capacity)})"
-        first = f"{where}: {message.splitlines()[0]}"
-        return NothingFits([first, *explain_out_of_memory(capacity, parts, self.workload, self.census)])
+        held = ", ".join(f"{name} {human(size)}" for name, size in parts.items() if size)
+        problems = [
+            f"Out of memory in {self.now} on {self.device} ({human(capacity)}): {message.splitlines()[0]}",
+            f"Held by then: {held}; the rest were activations.",
+        ]
+        return NothingFits([*problems, *self.advice()])
 
 
 def summary_line(step: int, peaks: Any) -> str:
@@ -350,167 +351,3 @@ class Ledger(TorchDispatchMode):
     def __exit__(self, *details: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize
         super().__exit__(*details)
-
-
-# When there is not enough #
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What decides how much memory a step takes, beside the model."""
-
-    micro_batch_size: int
-    gradient_accumulation_steps: int
-    seq_len: int
-    recompute: str  # none | attention | selective | full
-    precision: str  # fp32 | bf16 | bf16-pure | fp64
-    method: str = "full"  # full | lora
-    lora_r: int = 16
-
-
-# bytes per parameter: weights, (trainable only) gradients, optimizer state with masters
-STATES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12), "bf16-pure": (2, 2, 4), "fp64": (8, 8, 16)}
-LOGIT_BYTES = 12  # per logit of a chunk: its log-softmax and two gradients in fp32
-CHUNK_TOKENS = 1024  # of the loss
-
-
-def state_bytes(census: Census, workload: Workload) -> dict[str, int]:
-    """Weights, gradients and AdamW's state once all are there; bf16 gradients add up in fp32 (4 bytes)."""
-    weights, gradients, optimizer = STATES[workload.precision]
-    if workload.precision == "bf16" and workload.gradient_accumulation_steps > 1:
-        gradients = 4
-    total, trainable = census.total, census.trainable
-    if workload.method == "lora" and "adapter" not in census.parameters:
-        adapters = adapter_parameters(census, workload.lora_r)
-        total, trainable = total + adapters, adapters
-    return {WEIGHTS: weights * total, GRADIENTS: gradients * trainable, OPTIMIZER: optimizer * trainable}
-
-
-def adapter_parameters(census: Census, r: int) -> int:
-    """Of adapters of rank r beside every linear of the blocks."""
-    matrices = (m for block in census.blocks for m in block.matrices if m.kind in ("attention", "mlp"))
-    return sum(r * (m.rows + m.cols) for m in matrices)
-
-
-def activation_bytes(census: Census, workload: Workload) -> int:
-    """An estimate of what a micro-batch's forward keeps for its backward, with one chunk of logits."""
-    tokens = workload.micro_batch_size * workload.seq_len
-    element = {"fp32": 4, "fp64": 8}.get(workload.precision, 2)
-    whole = [block_bytes(census.hidden, block, element) for block in census.blocks]
-    match workload.recompute:
-        case "full":
-            kept = len(whole) * element * census.hidden + max(whole, default=0)
-        case "selective":
-            outputs = [sum(m.rows * m.count for m in b.matrices) + core_width(b) for b in census.blocks]
-            kept = min(sum(whole), element * sum(outputs) + max(whole, default=0))
-        case "attention":
-            kept = sum(whole) - element * sum(core_width(b) for b in census.blocks)
-        case _:
-            kept = sum(whole)
-    chunk = min(tokens, CHUNK_TOKENS)
-    return int(tokens * kept + LOGIT_BYTES * chunk * census.vocabulary)
-
-
-def block_bytes(hidden: int, block: Block, element: int) -> float:
-    """Bytes per token that a block saves for its backward without recomputation.
-
-    Each norm its input in fp32, the normalised and the scaled value; attention q, k, v, output and the log-
-    sum; each widening matrix of the MLP its output and what the activation makes of it. For a Llama in bf16:
-    20h + 4·h_kv + 8f + 4a, measured to the byte (8 bytes of two reciprocal roots aside).
-    """
-    norms = sum(p.count for p in block.parameters if p.kind == "norm") / hidden
-    wide = [m.rows * m.count for m in block.matrices if m.kind == "mlp" and m.rows != hidden]
-    cores = sum(
-        element * (a.query_heads * a.qk_dim + a.key_heads * (a.qk_dim + a.v_dim)) + 4 * a.query_heads
-        for a in block.attention
-    )
-    return norms * hidden * (4 + 2 * element) + cores + element * (core_width(block) + 2 * sum(wide))
-
-
-def core_width(block: Block) -> int:
-    """Features of the attention cores' output."""
-    return sum(a.query_heads * a.v_dim for a in block.attention)
-
-
-def explain_out_of_memory(
-    capacity_bytes: int, parts: Mapping[str, int], workload: Workload | None, census: Census | None
-) -> list[str]:
-    """Sentences: which part was largest, and the cheapest changes that would fit, with their estimated size.
-
-    parts: bytes of weights, gradients and optimizer state as they were; with workload and census what they
-    will be.
-    """
-    if workload is None or census is None:
-        held = ", ".join(f"{name} {human(size)}" for name, size in parts.items() if size)
-        return [
-            f"Held by then: {held}; the rest were activations. Try smaller micro-batches (mb1), recompute "
-            "full, or a layout that cuts what is largest: zero for weights, gradients and optimizer state, "
-            "tp with sp, or cp, for activations."
-        ]
-    need = estimate(census, workload)
-    largest = max(need, key=lambda name: need[name])
-    listed = ", ".join(
-        f"{name} {human(size)}" for name, size in sorted(need.items(), key=lambda p: -p[1]) if size
-    )
-    problems = [f"A step needs about {human(sum(need.values()))}: {listed}. The largest part is {largest}."]
-    room = 0.95 * capacity_bytes
-    fitting = [
-        f"{setting} (about {human(size)}; {price})"
-        for setting, price, changed in changes(workload)
-        if (size := sum(estimate(census, changed).values())) <= room
-    ]
-    if fitting:
-        return [*problems, "What would fit, cheapest first: " + "; ".join(fitting[:4]) + "."]
-    *_, (setting, _, smallest) = changes(workload)
-    size = human(sum(estimate(census, smallest).values()))
-    return [
-        *problems,
-        f"Nothing tried here fits, not even {setting} (about {size}): take a larger device or another model.",
-    ]
-
-
-def estimate(census: Census, workload: Workload) -> dict[str, int]:
-    return {**state_bytes(census, workload), ACTIVATIONS: activation_bytes(census, workload)}
-
-
-def changes(workload: Workload) -> Iterator[tuple[str, str, Workload]]:
-    """(settings, their price, the workload with them), from what costs least to what changes most."""
-    mb, ga = workload.micro_batch_size, workload.gradient_accumulation_steps
-    same = "the same numbers"
-    smaller = workload
-    for size in (n for n in range(mb - 1, 0, -1) if mb % n == 0):
-        smaller = replace(workload, micro_batch_size=size, gradient_accumulation_steps=ga * mb // size)
-        yield (
-            f"layout=mb{size}-ga{ga * mb // size}{_recompute(workload)}",
-            f"{same}, smaller products",
-            smaller,
-        )
-    if workload.recompute != "full":
-        full = replace(workload, recompute="full")
-        yield f"layout=mb{mb}-ga{ga}-full", f"{same}, up to a third more work", full
-        smaller = replace(smaller, recompute="full")
-        if mb > 1:
-            yield (
-                f"layout=mb1-ga{ga * mb}-full",
-                f"{same}, up to a third more work, smaller products",
-                smaller,
-            )
-    layout = f"layout=mb1-ga{ga * mb}-full"
-    if workload.precision not in ("bf16", "bf16-pure"):
-        smaller = replace(smaller, precision="bf16")
-        yield f"train.precision=bf16 {layout}", "products in bf16", smaller
-    if workload.method == "full":
-        lora = replace(smaller, method="lora")
-        yield f"method=lora {layout}", "trains adapters only", lora
-        if workload.precision != "bf16-pure":
-            pure = replace(smaller, precision="bf16-pure")
-            yield f"train.precision=bf16-pure {layout}", "small updates are rounded away", pure
-        smaller = lora
-        layout = f"method=lora {layout}"
-    for parts in (2, 4, 8):
-        shorter = replace(smaller, seq_len=workload.seq_len // parts)
-        yield f"data.seq_len={shorter.seq_len} {layout}", "cuts longer documents", shorter
-
-
-def _recompute(workload: Workload) -> str:
-    return "" if workload.recompute == "none" else f"-{workload.recompute}"

@@ -5,6 +5,7 @@ Imports no torch by itself: `meshtune plan` asks here too, and has the model's n
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -72,19 +73,38 @@ def chosen(config: Config, ranks: int, seen: Sequence[tuple[str, float]]) -> Lay
     """
     plan = search(workload_of(config), cluster_here(config, ranks, seen), fixed=config.partial_layout.given)
     if not len(plan):
-        raise advice.nothing(plan)
+        raise advice.nothing(plan, partial(lighter, config))
     return plan.choice(0).layout
 
 
+def lighter(config: Config) -> dict[str, Workload]:
+    """What could be trained instead of all weights: the settings for it, and its workload."""
+    if config.method == "lora":
+        return {}
+    return {"method=lora": workload_of(config.model_copy(update={"method": "lora"}))}
+
+
+def out_of_memory(config: Config, layout: Layout, seen: Sequence[tuple[str, float]]) -> list[str]:
+    """What to tell a user whose run ran out of memory."""
+    try:
+        workload, cluster = workload_of(config), cluster_here(config, layout.world, seen)
+    except UserError:
+        return [
+            "Try smaller micro-batches (mb1), recompute full, or a layout that cuts what is largest: zero "
+            "for weights, gradients and optimizer state, tp with sp, or cp, for activations."
+        ]
+    return advice.out_of_memory(explained(workload, cluster, layout), workload, partial(lighter, config))
+
+
 def prediction(config: Config, layout: Layout, seen: Sequence[tuple[str, float]]) -> str:
-    """A run's plan.yaml: its layout, and what is predicted for it. A model that can't be predicted has its
-    layout alone.
+    """A run's plan.yaml: its layout, and what is predicted for it. A model or devices for which nothing can
+    be predicted have the layout alone.
     """
     try:
-        workload = workload_of(config)
+        workload, cluster = workload_of(config), cluster_here(config, layout.world, seen)
     except UserError:
         return yaml.safe_dump({"layout": str(layout), "fields": as_mapping(layout)}, sort_keys=False)
-    return plan_yaml(explained(workload, cluster_here(config, layout.world, seen), layout), workload)
+    return plan_yaml(explained(workload, cluster, layout), workload)
 
 
 def cluster_here(config: Config, ranks: int, seen: Sequence[tuple[str, float]]) -> Cluster:

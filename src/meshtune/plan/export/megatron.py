@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator
 
 from meshtune.config import Config
-from meshtune.layout import V_SCHEDULES, Layout
+from meshtune.layout import Layout
 from meshtune.plan.export.exported import (
     Exported,
     guessed,
@@ -110,8 +110,8 @@ def arguments(config: Config, layout: Layout) -> Flags:
         # Most releases of Transformer Engine gather keys and values of unpacked sequences alone.
         gathered = "p2p" if fine_tuning(config) else "all_gather"
         flags["cp-comm-type"] = "a2a" if layout.cp_method == "ulysses" else gathered
-    if virtual_stages(layout) > 1:
-        flags["num-virtual-stages-per-pipeline-rank"] = virtual_stages(layout)
+    if layout.stages_per_rank > 1:
+        flags["num-virtual-stages-per-pipeline-rank"] = layout.stages_per_rank
     if layout.zero and layout.dp_replicate > 1:
         flags["num-distributed-optimizer-instances"] = layout.dp_replicate
     if fsdp(layout):
@@ -130,11 +130,6 @@ def fsdp(layout: Layout) -> bool:
 
 def fine_tuning(config: Config) -> bool:
     return all(row_format(config.data, source) != "text" for source in config.data.train)
-
-
-def virtual_stages(layout: Layout) -> int:
-    """Of the schedule that is written: 1F1B, or interleaved 1F1B with more than one."""
-    return 2 if layout.schedule in V_SCHEDULES else layout.virtual_stages
 
 
 def problems(config: Config, layout: Layout) -> Iterator[str]:
@@ -157,7 +152,7 @@ def problems(config: Config, layout: Layout) -> Iterator[str]:
             f"{TOOL}'s --sft takes one sequence per micro-batch; write mb1-ga{micro * accumulation} instead "
             f"of mb{micro}-ga{accumulation}."
         )
-    if virtual_stages(layout) > 1 and (accumulation < layout.pp or accumulation % layout.pp):
+    if layout.stages_per_rank > 1 and (accumulation < layout.pp or accumulation % layout.pp):
         yield (
             f"{TOOL} interleaves stages over groups of pp = {layout.pp} micro-batches; ga{accumulation} is "
             f"no multiple, try ga{-(-accumulation // layout.pp) * layout.pp}."
@@ -170,7 +165,7 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
         "widths are read from the checkpoint (--use-checkpoint-args)."
     )
     if layout.pp > 1 and layout.schedule not in ("1f1b", "interleaved1f1b"):
-        written = f"interleaved 1F1B with v{virtual_stages(layout)}" if virtual_stages(layout) > 1 else "1F1B"
+        written = f"interleaved 1F1B with v{layout.stages_per_rank}" if layout.stages_per_rank > 1 else "1F1B"
         yield (
             f"{TOOL} has no schedule {layout.schedule}: {written} is written, with another bubble and memory."
         )

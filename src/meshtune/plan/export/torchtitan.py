@@ -240,7 +240,7 @@ def problems(config: Config, layout: Layout) -> Iterator[str]:
             f"{TOOL}'s context parallelism gathers keys and values; for ulysses{layout.cp} use --export "
             f"deepspeed or megatron, or plan cp{layout.cp}."
         )
-    stages = 2 if layout.schedule in V_SCHEDULES else layout.virtual_stages
+    stages = layout.stages_per_rank
     if layout.pp > 1 and layout.schedule in LOOPED and stages != 2:
         yield (
             f"{TOOL} cuts {layout.schedule} into two stages a rank unless layers per stage are counted; "
