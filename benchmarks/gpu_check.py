@@ -99,6 +99,8 @@ def write_rows(file: Path, tokens: int) -> Path:
 
 def meshtune(work: Path, name: str, *settings: str, seconds: float) -> dict[str, Any]:
     """One run through the front door; the medians of its rows after the warm-up."""
+    import yaml
+
     output = work / name
     command = [
         sys.executable, "-m", "meshtune", "train", "model.init=random", f"data.train={work / 'rows.jsonl'}",
@@ -115,6 +117,7 @@ def meshtune(work: Path, name: str, *settings: str, seconds: float) -> dict[str,
         else []
     )
     rows = [row for row in rows if row["kind"] == "train" and row["step"] > WARM_UP]
+    predicted = yaml.safe_load((output / "plan.yaml").read_text())["predicted"] if rows else {}
     shutil.rmtree(output, ignore_errors=True)  # checkpoints and models of this size fill a disk
     if not rows:
         return {"error": done.stderr[-1500:]}
@@ -125,6 +128,10 @@ def meshtune(work: Path, name: str, *settings: str, seconds: float) -> dict[str,
         "mfu_6n": statistics.median(row["mfu_6n"] or 0 for row in rows),
         "peak_memory_bytes": max(row["peak_memory_bytes"] for row in rows),
         "losses": [row["loss"] for row in rows],
+        "layout": predicted["layout"],
+        # the planner's, before the run; its overhead is outside what the allocator has given out
+        "predicted_tokens_per_second": predicted["tokens_per_second_per_gpu"],
+        "predicted_memory_bytes": predicted["memory"]["peak"] - predicted["memory"]["overhead"],
         "memory": lines,
         "exit_code": done.returncode,
     }
@@ -294,17 +301,22 @@ def markdown(result: dict[str, Any]) -> str:
         f"CUDA {env_['cuda']}", "",
         "Llama 1.2 B, random weights, rows of 4096 tokens, micro-batch 4, two a step, AdamW; medians "
         "after the warm-up.", "",
-        "| run | tokens/s | MFU | 6N MFU | peak memory GiB |", "| --- | ---: | ---: | ---: | ---: |",
+        "| run | tokens/s | predicted | MFU | 6N MFU | peak memory GiB | predicted |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]  # fmt: skip
     for name, part in result["parts"].items():
         if "tokens_per_second" in part:
             shares = [f"{part[key]:.1%}" if part.get(key) else "" for key in ("mfu", "mfu_6n")]
             peak = part["peak_memory_bytes"] / 2**30
+            ours = "predicted_tokens_per_second" in part
+            speed = f"{part['predicted_tokens_per_second']:,.0f}" if ours else ""
+            held = f"{part['predicted_memory_bytes'] / 2**30:.1f}" if ours else ""
             lines.append(
-                f"| {name} | {part['tokens_per_second']:,.0f} | {shares[0]} | {shares[1]} | {peak:.1f} |"
+                f"| {name} | {part['tokens_per_second']:,.0f} | {speed} | {shares[0]} | {shares[1]} | "
+                f"{peak:.1f} | {held} |"
             )
         else:
-            lines.append(f"| {name} | {json.dumps(part)[:200].replace('|', ' ')} | | | |")
+            lines.append(f"| {name} | {json.dumps(part)[:200].replace('|', ' ')} | | | | | |")
     return "\n".join(lines) + "\n"
 
 

@@ -356,14 +356,13 @@ def _remedies(w: Workload, c: Cluster, others: Others) -> Iterator[tuple[str, Ch
     for what, lighter in others().items():
         if found := _first(lighter, c):
             yield what, found
-    for name in sorted(catalogue(), key=lambda name: catalogue()[name].memory):
-        gpu = catalogue()[name]
-        if (
-            gpu.memory > c.memory
-            and name != "cpu"
-            and (found := _first(w, replace(c, gpu=gpu, memory=gpu.memory)))
-        ):
-            yield f"cluster.gpu={name}", found
+    for gpu in sorted(catalogue().values(), key=lambda gpu: gpu.memory):
+        node = gpu.node if c.node == c.gpu.node else c.node
+        larger = replace(
+            c, gpu=gpu, memory=gpu.memory, link=gpu.link, network=gpu.network, node=node
+        )  # fmt: skip
+        if gpu.memory > c.memory and gpu.name != "cpu" and (found := _first(w, larger, c.gpus)):
+            yield f"cluster.gpu={gpu.name}", found
             break
 
 
@@ -455,7 +454,7 @@ def _largest(fits: Any, least: int, most: int, grain: int) -> tuple[int, Choice]
     while low * 2 <= most and (found := fits(low * 2)):
         low, best = low * 2, found
     high = low * 2
-    while high - low > max(grain, low // 16):
+    while high - low > grain:
         middle = (low + high) // 2 // grain * grain or grain
         if middle <= low:
             break

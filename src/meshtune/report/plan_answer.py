@@ -33,7 +33,7 @@ def answer(asked: Answer, most: int) -> RenderableType:
         layouts_table(asked.best(most)),
         section(
             "Why the usual ones are not first",
-            (f"{each.name}: {each.sentence}" for each in asked.alternatives),
+            (f"{each.name} {each.sentence}" for each in asked.alternatives),
         ),
         section("What to change first", asked.changes),
         section("The global batch", asked.batch_advice),
