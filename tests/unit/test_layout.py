@@ -1,6 +1,7 @@
 """Layout: one frozen value that prints, parses, and refuses contradictions."""
 
 from dataclasses import fields
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -95,6 +96,30 @@ def test_a_mapping_may_fix_some_fields_and_leave_others_auto() -> None:
     assert str(partial.complete(devices=2, global_batch_size=4)) == "dp2-mb2-ga1-full"
     with pytest.raises(UserError, match="did you mean micro_batch_size"):
         PartialLayout.parse({"micro_batch": 2})
+
+
+@pytest.mark.parametrize(
+    ("value", "devices", "layout"),
+    [
+        ({"dp_shard": "auto", "zero": 3}, 4, "zero3x4-mb4-ga1"),
+        ({"dp_shard": "auto", "zero": 3}, 1, "mb4-ga4"),
+        ({"dp_replicate": 2, "dp_shard": "auto", "zero": 2}, 4, "dp2-zero2x2-mb4-ga1"),
+        ({"dp_shard": 4, "zero": "auto", "dp_replicate": "auto"}, 8, "dp2-zero1x4-mb2-ga1"),
+        ({"pp": 2, "schedule": "auto", "virtual_stages": 2}, 2, "pp2-interleaved1f1b-v2-mb4-ga4"),
+        ({"tp": "auto", "sp": True}, 1, "mb4-ga4"),
+    ],
+    ids=str,
+)
+def test_what_belongs_together_may_be_open_in_part(value: dict[str, Any], devices: int, layout: str) -> None:
+    partial = PartialLayout.parse(value)
+    assert str(partial.complete(devices=devices, global_batch_size=16)) == layout
+    assert partial.given.items() >= {(name, each) for name, each in value.items() if each != "auto"}
+
+
+def test_a_size_is_a_whole_number() -> None:
+    for value in ("two", 2.5, True, None):
+        with pytest.raises(UserError, match=r"tp is .* it must be a whole number"):
+            PartialLayout.parse({"tp": value, "micro_batch_size": 1})
 
 
 def test_every_field_has_a_token() -> None:
