@@ -174,7 +174,7 @@ def attention(
     written = scores * m.score_bytes / (m.bandwidth * m.memory)
     forward = np.where(m.flash > 0, flash, products + written)
     backward = np.where(m.flash > 0, 2.5 * m.attention_backward * flash, 2 * products + 1.3 * written)
-    return core.count * forward, core.count * backward
+    return core.count * forward, core.count * core.backward * backward
 
 
 def elementwise(m: Machine, tokens: Number, work: Work, c: Columns) -> Number:

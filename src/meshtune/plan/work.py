@@ -38,7 +38,9 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Core:
-    """An attention core, `count` of them in a block. window: infinite where it attends to all before it."""
+    """An attention core, `count` of them in a block. window: infinite where it attends to all before it.
+    backward: of its backward's products, the share that some gradient needs.
+    """
 
     query_heads: Number
     key_heads: Number
@@ -46,6 +48,7 @@ class Core:
     v_dim: Number
     window: Number = np.inf
     count: Number = 1.0
+    backward: Number = 1.0
 
 
 @dataclass(frozen=True)
@@ -117,8 +120,8 @@ class Work:
             p.name: ("rows", "cols")[p.cut] for b in census.blocks for p in b.parameters if p.cut in (0, 1)
         }
         alike: dict[tuple, float] = {}
-        for block in census.blocks:
-            for m in block.matrices:
+        for matrices in (census.outside, *(block.matrices for block in census.blocks)):
+            for m in matrices:
                 key = (m.rows, m.cols, cuts.get(m.name, ""), m.trainable, m.input_gradient)
                 alike[key] = alike.get(key, 0) + m.count
         matrices = tuple(
@@ -127,7 +130,13 @@ class Work:
         )
         cores = tuple(
             Core(
-                a.query_heads, a.key_heads, a.qk_dim, a.v_dim, np.inf if a.window is None else a.window, k / n
+                a.query_heads,
+                a.key_heads,
+                a.qk_dim,
+                a.v_dim,
+                np.inf if a.window is None else a.window,
+                k / n,
+                a.backward(1) / (2 * a.forward(1)),
             )
             for a, k in census.attentions.items()
         )
