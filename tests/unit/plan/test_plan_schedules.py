@@ -1,0 +1,58 @@
+"""Micro-batches in flight, against the action lists of torch's own schedules."""
+
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from meshtune.layout import TORCH_SCHEDULES, Layout
+from meshtune.model.partition import stage_of_rank
+from meshtune.plan.memory import in_flight
+from meshtune.plan.work import Columns
+
+BEGINS = {"FORWARD"}
+ENDS = {"FULL_BACKWARD", "BACKWARD_WEIGHT"}  # what is kept goes with the gradients of weights
+
+
+def actions(layout: Layout) -> dict[int, list[Any]]:
+    """Each rank's actions in their order, as torch plans them."""
+    count = layout.pp * layout.stages_per_rank
+    stages = [
+        MagicMock(
+            stage_index=index, num_stages=count, group_size=layout.pp, group_rank=0, is_first=index == 0,
+            is_last=index == count - 1,
+        )
+        for index in stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, 0)
+    ]  # fmt: skip
+    kind = get_schedule_class(TORCH_SCHEDULES[layout.schedule])
+    planned: Any = kind(stages, layout.gradient_accumulation_steps, loss_fn=lambda *_: 0)
+    return planned.pipeline_order
+
+
+def most_held(order: list[Any]) -> int:
+    """The most (stage, micro-batch) pairs between their forward and the end of their backward."""
+    held: set[tuple[int, int]] = set()
+    most = 0
+    for action in filter(None, order):
+        for each in action.sub_actions or (action,):
+            pair, kind = (each.stage_index, each.microbatch_index), each.computation_type.name
+            if kind in BEGINS:
+                held.add(pair)
+            most = max(most, len(held))
+            if kind in ENDS:
+                held.discard(pair)
+    return most
+
+
+@pytest.mark.parametrize(("pp", "steps"), [(2, 4), (2, 8), (4, 8), (4, 16), (8, 32)])
+@pytest.mark.parametrize(
+    ("schedule", "virtual"),
+    [("interleaved1f1b", 2), ("interleaved1f1b", 4), ("loopedbfs", 2), ("zb", 1), ("zb", 2), ("zbv", 1),
+     ("dualpipev", 1)],
+)  # fmt: skip
+def test_what_is_in_flight_is_what_torch_plans(schedule: str, virtual: int, pp: int, steps: int) -> None:
+    layout = Layout(pp=pp, schedule=schedule, virtual_stages=virtual, gradient_accumulation_steps=steps)
+    columns = Columns.of([layout])
+    for rank, order in actions(layout).items():
+        assert in_flight(columns, float(rank))[0] == most_held(order) / layout.stages_per_rank, rank
