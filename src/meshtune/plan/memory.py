@@ -385,6 +385,171 @@ class Memory:
         return sum(getattr(self, name) for name in CATEGORIES)
 
 
+class OnRank(NamedTuple):
+    """Elements of parameters: of an average block, outside the blocks, of the first stage's own, of all."""
+
+    block: Elements
+    outside: Elements
+    first: Elements
+    all: Elements
+
+
+def on_ranks(work: Work, c: Columns, s: Stages) -> OnRank:
+    """What each pipeline rank has. Of a tied table, the first of the first weights, the last stage of a
+    pipeline has a copy.
+    """
+    block, first, last = (
+        elements(each, c) for each in (work.block_weights, work.first_weights, work.last_weights)
+    )
+    copy = elements([replace(table, count=1.0) for table in work.first_weights[:1]], c)
+    tied = work.tied * (c.pp > 1)
+    outside = Elements(
+        *(f * s.first + (e + tied * k) * s.last for f, e, k in zip(first, last, copy, strict=True))
+    )
+    every = Elements(*(s.blocks * b + o for b, o in zip(block, outside, strict=True)))
+    return OnRank(block, outside, first, every)
+
+
+class Sizes(NamedTuple):
+    """Of a micro-batch on a rank. tokens: of its part of the sequences; sequence: into how many sp splits
+    them; hidden: bytes of all their hidden states; head: elements of the head's gradient.
+    """
+
+    tokens: Number
+    sequence: Number
+    hidden: Number
+    head: Number
+
+    @classmethod
+    def of(cls, work: Work, c: Columns, a: Accounting, seq_len: Number) -> Sizes:
+        tokens = c.micro_batch_size * seq_len / c.cp
+        head = work.vocabulary * work.hidden / c.tp * work.head_trainable
+        return cls(tokens, np.where(c.sp > 0, c.tp, 1.0), a.element * work.hidden * tokens, head)
+
+
+class Loss(NamedTuple):
+    """What the rank with the head holds for it, in bytes.
+
+    at: in the loss. kept: for each other micro-batch in flight. norm, normed: of the last norm's forward and
+    backward. waiting: the head's gradients while the blocks' backward runs; left: and with what else the loss
+    has not let go of in the head's own.
+    """
+
+    at: Number
+    kept: Number
+    norm: Number
+    normed: Number
+    waiting: Number
+    left: Number
+
+
+def loss_held(work: Work, c: Columns, a: Accounting, z: Sizes) -> Loss:
+    """Logits, a copy of their hidden states and those states' gradient, the head's gradient (train/loss.py:
+    a chunk at a time, gradients in the forward); the last norm's input in fp32, what it made of it and its
+    output, which sp gathers.
+    """
+    p = a.precision
+    rows = np.ceil(z.tokens / np.maximum(np.ceil(z.tokens / a.chunk), 1.0))
+    logits = rows * work.vocabulary / c.tp
+    at, kept = logits * (a.logit + np.where(c.tp > 1, a.logit_split, 0.0)), 0.0
+    if math.isfinite(a.chunk):  # at the logarithms of a chunk, or at the gradients of logits, states and head
+        copy, summed = rows * a.element * work.hidden, np.where(rows < z.tokens, 4.0 * z.head, 0.0)
+        gradients = 3 * a.element * logits + copy + z.head * p.gradient
+        at = np.maximum(at, gradients) + copy + z.hidden + summed
+        kept = z.hidden + z.head * p.gradient  # each loss has made its gradients already
+    wide = work.hidden * z.tokens / z.sequence * max(4, a.element)
+    sharded, several = _sharded(a, c), c.gradient_accumulation_steps > 1
+    alone = ~(several | (_copies(a, c) > 1))
+    waiting = np.where(sharded | alone, z.head * p.gradient, 0.0)  # until it is added up
+    left = np.where(sharded | alone | a.tables, z.head * p.gradient, 0.0) + logits * a.logit_left
+    if a.shards_masters:  # and a sum that no micro-batch has made before
+        first_sum = np.where(sharded | alone | several, 0.0, z.head * p.accumulated)
+        waiting, left = waiting + first_sum, left + first_sum
+    return Loss(
+        at=at,
+        kept=kept + wide + z.hidden / z.sequence,
+        norm=wide + z.hidden / z.sequence + z.hidden,
+        normed=wide * (6 if a.element < 4 else 7),  # tensors that its backward has at once
+        waiting=waiting,
+        left=left,
+    )
+
+
+class Messages(NamedTuple):
+    """What data parallelism holds beside the states, in bytes.
+
+    root, gathered: whole parameters outside the blocks, and of one block, under ZeRO-3. left: the last
+    message of the micro-batch before, which ZeRO-2 and -3 have until they send the next one. made, ended: a
+    block's gradients and their message, at its fullest moment and when its backward is over.
+    """
+
+    root: Number
+    gathered: Number
+    left: Number
+    made: Number
+    ended: Number
+
+
+def messages(c: Columns, a: Accounting, on: OnRank) -> Messages:
+    """FSDP2's buffers as they were counted (torch.distributed.fsdp); between replicas a message is made of a
+    block's sums when its backward is over (parallel/replicas.py).
+    """
+    p, sharded, several = a.precision, _sharded(a, c), c.gradient_accumulation_steps > 1
+    third = sharded & (c.zero == 3)
+    late = (c.zero == 1) & (c.pp > 1)  # torch's stages send ZeRO-1's after all passes
+    made = np.where(sharded, on.block.trained * (p.gradient + np.where(late, 0.0, a.message)), 0.0)
+    joined = np.where(_copies(a, c) > 1, on.block.trained * a.message, 0.0)
+    return Messages(
+        root=np.where(third, on.outside.whole * p.weight, 0.0),
+        gathered=np.where(third, on.block.whole * p.weight, 0.0),
+        left=np.where(sharded & (c.zero >= 2) & several, on.outside.trained * a.message, 0.0),
+        made=made + (0.0 if a.shards_masters else joined),
+        ended=made + joined,
+    )
+
+
+def block_backward(work: Work, c: Columns, a: Accounting, z: Sizes) -> Number:
+    """At work in a block's backward: the gradient of what it gave, and two features as wide as the MLP is
+    inside; what selective recomputation ran last.
+    """
+    inner = np.max([np.broadcast_to(m.cols, np.shape(z.tokens)) for m in work.matrices], axis=0)
+    own = z.hidden / z.sequence
+    again = np.where(c.recomputes("selective"), 2 * own, 0.0)
+    return own + 2 * a.element * z.tokens * inner / c.tp + again
+
+
+def held_before(c: Columns, a: Accounting, state: States, one: Number, held: Number) -> Number:
+    """Gradients that a backward finds: of the micro-batches before. Where all are in flight at once, the
+    first ones come when one of them, and with it `one` of what is kept, is through.
+    """
+    p, several = a.precision, c.gradient_accumulation_steps > 1
+    if p.beside:
+        added = state.gradients * p.accumulated / (p.accumulated + p.beside * p.gradient)
+        return added if a.cleared else np.where(several, state.gradients, added)
+    together = (c.pp > 1) & (held >= c.gradient_accumulation_steps)
+    return np.where(together, np.maximum(state.gradients - one, 0.0), np.where(several, state.gradients, 0.0))
+
+
+def updating(c: Columns, a: Accounting, on: OnRank) -> Number:
+    """What the update makes of gradients that are not as wide as what is trained, a bucket at a time
+    (train/optim.py); sums are.
+    """
+    p = a.precision
+    wider = np.minimum(on.all.trained, BUCKET) * np.maximum(p.trained - p.gradient, 0.0)
+    summed = _sharded(a, c) | (c.gradient_accumulation_steps > 1) | (_copies(a, c) > 1)
+    return np.where(summed, 0.0, wider)
+
+
+def _sharded(a: Accounting, c: Columns) -> Number:
+    """Whether weights are gathered from shards."""
+    return (c.zero > 0) & a.shards_masters
+
+
+def _copies(a: Accounting, c: Columns) -> Number:
+    """Ranks that all-reduce the gradients of a micro-batch's blocks."""
+    return np.where(_sharded(a, c), 1.0, c.data_ranks * c.cp)
+
+
 def moments(
     work: Work, c: Columns, a: Accounting, seq_len: Number, stages: Stages, *, first_step: bool = False
 ) -> dict[str, dict[str, Number]]:
@@ -392,126 +557,58 @@ def moments(
 
     first_step: before there is optimizer state but masters, up to the update.
     """
-    s = stages
-    tokens = c.micro_batch_size * seq_len / c.cp
-    sequence = np.where(c.sp > 0, c.tp, 1.0)
-    hidden = a.element * work.hidden * tokens  # of all of a micro-batch's tokens on a rank
-    p = a.precision
-
-    block, first, last = (
-        elements(each, c) for each in (work.block_weights, work.first_weights, work.last_weights)
-    )
-    # of a tied table, the first of these weights, the last stage has a copy
-    copy = elements([replace(table, count=1.0) for table in work.first_weights[:1]], c)
-    tied = work.tied * (c.pp > 1)
-    outside = Elements(
-        *(f * s.first + (e + tied * k) * s.last for f, e, k in zip(first, last, copy, strict=True))
-    )
-    rank = Elements(*(s.blocks * b + o for b, o in zip(block, outside, strict=True)))
-    state = held_states(a, rank, c)
-
+    s, p, z = stages, a.precision, Sizes.of(work, c, a, seq_len)
+    on = on_ranks(work, c, s)
+    state, loss, sent = held_states(a, on.all, c), loss_held(work, c, a, z), messages(c, a, on)
     kept_in, again = saved(
-        work.kept.get(int(a.element)) or a.saved.of(work, seq_len),
-        work,
-        c,
-        tokens,
-        element=a.element,
-        regathers=a.regathers,
-        selected=None if a.selected is None else a.selected.of(work, seq_len),
-    )
+        work.kept.get(int(a.element)) or a.saved.of(work, seq_len), work, c, z.tokens, element=a.element,
+        regathers=a.regathers, selected=None if a.selected is None else a.selected.of(work, seq_len),
+    )  # fmt: skip
+    again = again + block_backward(work, c, a, z)
+
+    # micro-batches in flight: what blocks keep, what was sent and received, what their losses have made
     held = in_flight(c, s.place)
-    travelling = np.where(c.pp > 1, hidden / sequence, 0.0)
+    travelling = np.where(c.pp > 1, z.hidden / z.sequence, 0.0)
     received = travelling * np.minimum(c.gradient_accumulation_steps, a.buffers)
     received = received * (2 * c.virtual_stages - s.first - s.last)  # from the stage before and the one after
     kept = held * (s.blocks * kept_in + a.outputs * travelling * (c.virtual_stages - s.last))
-
-    # the loss, on the rank with the head: logits, a copy of their hidden states, these states' gradient
-    copied = math.isfinite(a.chunk)
-    rows = np.ceil(tokens / np.maximum(np.ceil(tokens / a.chunk), 1.0))
-    head_gradient = work.vocabulary * work.hidden / c.tp * work.head_trainable
-    at_loss = rows * work.vocabulary / c.tp * (a.logit + np.where(c.tp > 1, a.logit_split, 0.0))
-    if copied:  # at the logarithms of a chunk, or at its gradients: of logits, states and the head
-        copy, summed = rows * a.element * work.hidden, np.where(rows < tokens, 4.0 * head_gradient, 0.0)
-        gradients = 3 * a.element * rows * work.vocabulary / c.tp + copy + head_gradient * p.gradient
-        at_loss = np.maximum(at_loss, gradients) + copy + hidden + summed
-        # every micro-batch in flight holds what its loss has made already (train/loss.py)
-        kept = kept + s.last * (held - 1) * (hidden + head_gradient * p.gradient)
-    # the last norm keeps its input in fp32, what it made of it, and its output, which sp gathers; while other
-    # micro-batches are in flight, the first two of each
-    wide = work.hidden * tokens / sequence * max(4, a.element)
-    norm = wide + hidden / sequence + hidden
-    kept = kept + s.last * (held - 1) * (wide + hidden / sequence)
-    normed = wide * (6 if a.element < 4 else 7)  # its backward has so many at once
-
-    # what ZeRO-3 gathers, what is sent
-    sharded, third = (c.zero > 0) & a.shards_masters, (c.zero == 3) & a.shards_masters
-    more = c.gradient_accumulation_steps > 1
-    root = np.where(third, outside.whole * p.weight, 0.0)
-    gathered = np.where(third, block.whole * p.weight, 0.0)
-    # ZeRO-2 and -3 have the last message of the micro-batch before until they send the next one
-    left = np.where(sharded & (c.zero >= 2) & more, outside.trained * a.message, 0.0)
-    late = (c.zero == 1) & (c.pp > 1)  # torch's stages send ZeRO-1's after all passes
-    made = np.where(sharded, block.trained * (p.gradient + np.where(late, 0.0, a.message)), 0.0)
-    copies = np.where(sharded, 1.0, c.data_ranks * c.cp)
-    # the message between replicas: ours is made of a block's sums when its backward is over
-    joined = np.where(copies > 1, block.trained * a.message, 0.0)
-    made, ended = made + (0.0 if a.shards_masters else joined), made + joined
-    waits = sharded | ~(more | (copies > 1))  # the head's gradient, until it is added up
-    waiting = np.where(waits, head_gradient * p.gradient, 0.0)
-    left_of_loss = np.where(waits | a.tables, head_gradient * p.gradient, 0.0)
-    if a.shards_masters:  # and a sum that no micro-batch has made before
-        summed = np.where(waits | more, 0.0, head_gradient * p.accumulated)
-        waiting, left_of_loss = waiting + summed, left_of_loss + summed
-    left_of_loss = left_of_loss + rows * work.vocabulary / c.tp * a.logit_left
-
-    # the backward of a block: the gradient of what it gave, and two features as wide as the MLP is inside
-    inner = np.max([np.broadcast_to(m.cols, np.shape(tokens)) for m in work.matrices], axis=0)
-    working = hidden / sequence + 2 * a.element * tokens * inner / c.tp
-    working = working + np.where(c.recomputes("selective"), 2 * hidden / sequence, 0.0)
-
-    update = np.minimum(rank.trained, BUCKET) * np.maximum(p.trained - p.gradient, 0.0)
-    update = np.where(sharded | more | (copies > 1), 0.0, update)  # sums are as wide already
-    last_sums = np.where(sharded, rank.trained_shard * p.trained, state.gradients)  # shards, with ZeRO-1 too
-    # where all micro-batches are in flight at once, the first gradients come when one of them is through
+    kept = kept + s.last * (held - 1) * loss.kept
     one = kept / np.maximum(held, 1.0)
-    together = (c.pp > 1) & (held >= c.gradient_accumulation_steps)
-    before = np.where(together, np.maximum(state.gradients - one, 0.0), np.where(more, state.gradients, 0.0))
-    if p.beside:
-        added = state.gradients * p.accumulated / (p.accumulated + p.beside * p.gradient)
-        before = added if a.cleared else np.where(more, state.gradients, added)
-    none = np.zeros_like(kept)
-    flat = rank.trained * a.flat
+
+    none, flat = np.zeros_like(kept), on.all.trained * a.flat
+    sharded = _sharded(a, c)
     masters = np.where(sharded, 0.0, state.optimizer * p.master / (p.master + p.moments))
-    optimizer = state.optimizer + np.where(c.zero > 0, rank.trained_shard, rank.trained) * a.flat_shard
+    optimizer = state.optimizer + np.where(c.zero > 0, on.all.trained_shard, on.all.trained) * a.flat_shard
+    last_sums = np.where(sharded, on.all.trained_shard * p.trained, state.gradients)
     # the embedding's gradient ends a micro-batch's backward, with all others still in flight
-    embedding = s.first * a.tables * first.trained * p.gradient
-    ending = np.maximum(kept_in + again + working, a.tables * (kept - one + embedding))
+    embedding = s.first * a.tables * on.first.trained * p.gradient
     steady = {
-        "weights": state.weights + state.gathered, "gradients": before + flat,
+        "weights": state.weights + state.gathered,
+        "gradients": held_before(c, a, state, one, held) + flat,
         "optimizer": masters if first_step else optimizer,
-        "activations": kept, "logits": none, "communication": root + received,
+        "activations": kept, "logits": none, "communication": sent.root + received,
     }  # fmt: skip
     return {
         "loss": steady | {
-            "activations": kept + s.last * norm, "logits": s.last * at_loss,
-            "communication": steady["communication"] + gathered + left,
+            "activations": kept + s.last * loss.norm, "logits": s.last * loss.at,
+            "communication": steady["communication"] + sent.gathered + sent.left,
         },
         "backward of the head": steady | {
-            "activations": kept + s.last * normed,
-            "logits": s.last * left_of_loss,
-            "communication": steady["communication"] + gathered + left,
+            "activations": kept + s.last * loss.normed, "logits": s.last * loss.left,
+            "communication": steady["communication"] + sent.gathered + sent.left,
         },
         "backward of a block": steady | {
-            "activations": kept + again + working, "logits": s.last * waiting,
-            "communication": steady["communication"] + a.ahead * gathered + made,
+            "activations": kept + again, "logits": s.last * loss.waiting,
+            "communication": steady["communication"] + a.ahead * sent.gathered + sent.made,
         },
         "end of backward": steady | {
-            "gradients": state.gradients + flat, "activations": ending,
-            "communication": steady["communication"] + gathered + ended,
+            "gradients": state.gradients + flat,
+            "activations": np.maximum(kept_in + again, a.tables * (kept - one + embedding)),
+            "communication": steady["communication"] + sent.gathered + sent.ended,
         },
         "update": steady | {
             "weights": state.weights, "gradients": last_sums + flat, "optimizer": optimizer,
-            "activations": none, "communication": received + update,
+            "activations": none, "communication": received + updating(c, a, on),
         },
     }  # fmt: skip
 
