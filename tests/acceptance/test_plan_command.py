@@ -1,0 +1,399 @@
+"""`meshtune plan` as a user runs it: what it prints, draws and exports, what it refuses, and what it is for:
+the layout that `train` chooses where the config leaves it open.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from command import Command, Ended
+
+from meshtune.layout import Layout
+from meshtune.plan.advice import models
+from meshtune.plan.export import TOOLS
+from meshtune.rundir import RunDir
+
+Settings = Callable[..., list[str]]
+Plan = Callable[..., Ended]
+
+EIGHT = ["cluster.gpu=h100-sxm", "cluster.gpus=8"]
+MEMORY = ["weights", "gradients", "optimizer", "activations", "logits", "communication", "overhead"]
+TIME = ["compute", "tensor", "context", "pipeline", "data", "optimizer", "bubble", "host"]
+
+
+@pytest.fixture(scope="session")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the numbers of models are kept between the tests."""
+    return tmp_path_factory.mktemp("kept")
+
+
+@pytest.fixture(scope="session")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config.json alone: no weights, no tokenizer, no data."""
+    from transformers import Qwen3Config
+
+    folder = tmp_path_factory.mktemp("bare")
+    Qwen3Config(
+        vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=16, max_position_embeddings=4096,
+    ).save_pretrained(folder)  # fmt: skip
+    assert [file.name for file in folder.iterdir()] == ["config.json"]
+    return folder / "config.json"
+
+
+@pytest.fixture
+def plan(meshtune: Command, bare: Path, kept: Path) -> Plan:
+    """Plan the bare model with these words."""
+    return lambda *words: meshtune("plan", f"model.name={bare}", f"data.cache={kept}", *words)
+
+
+def is_choice(each: dict[str, Any]) -> None:
+    """One layout as the contract of `plan --json` has it."""
+    assert Layout.parse(each["layout"]).world == each["world"] == int(each["world"])
+    for name in ("tokens_per_second_per_gpu", "step_seconds", "mfu"):
+        assert isinstance(each[name], float) and each[name] > 0
+    memory, time = each["memory"], each["time"]
+    assert set(memory) >= {*MEMORY, "peak", "capacity"} and set(time) == {*TIME, "total"}
+    assert sum(memory[name] for name in MEMORY) == pytest.approx(memory["peak"], rel=1e-6)
+    assert sum(time[name] for name in TIME) == pytest.approx(time["total"], rel=1e-6)
+    assert each["step_seconds"] == time["total"]
+    for name in MEMORY:
+        assert memory[name] >= 0 and isinstance(memory[name], float)
+    for name in TIME:
+        assert time[name] >= 0 and isinstance(time[name], float)
+
+
+@pytest.mark.parametrize("source", ["a folder with weights", "a bare config.json"])
+def test_the_json_is_one_document_with_every_key_of_the_contract(
+    source: str, meshtune: Command, tiny: Path, bare: Path, kept: Path
+) -> None:
+    model = tiny / "model" if source.startswith("a folder") else bare
+    settings = ["data.seq_len=256", "train.global_batch_size=32", "train.max_steps=100"]
+    ended = meshtune("plan", f"model.name={model}", f"data.cache={kept}", *EIGHT, *settings, "--json")
+    assert ended.code == 0, ended.err
+    found = ended.json
+    assert found["model"]["name"] == str(model)
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    whole = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(model.parent if model == bare else model)
+    )
+    assert found["model"]["parameters"] == whole.num_parameters()
+    assert found["cluster"].items() >= {"gpu": "h100-sxm", "gpus": 8, "gpus_per_node": 8}.items()
+    assert found["workload"].items() >= {
+        "global_batch_size": 32, "seq_len": 256, "tokens": 32 * 256, "precision": "bf16"
+    }.items()  # fmt: skip
+    assert isinstance(found["considered"], int)
+    assert 0 < len(found["layouts"]) <= 10 < found["considered"]
+    for each in found["layouts"]:
+        is_choice(each)
+        assert each["world"] == 8
+        assert each["memory"]["capacity"] == found["cluster"]["memory"] > each["memory"]["peak"]
+        assert Layout.parse(each["layout"]).global_batch_size == 32
+        assert each["tokens_per_second_per_gpu"] == pytest.approx(32 * 256 / each["step_seconds"] / 8)
+    speeds = [each["step_seconds"] for each in found["layouts"]]
+    assert all(later > 0.99 * earlier for earlier, later in pairwise(speeds))
+    assert found["rejected"]
+    for each in found["rejected"]:
+        assert set(each) == {"reason", "count", "example"}
+        assert isinstance(each["count"], int) and each["count"] > 0 and each["reason"]
+        assert Layout.parse(each["example"]).world == 8
+    assert found["run"]["steps"] == 100
+    assert found["run"]["seconds"] == pytest.approx(100 * speeds[0])
+    for name in ("reasoning", "changes", "batches"):
+        assert found[name] and all(isinstance(sentence, str) for sentence in found[name])
+
+
+def test_the_terminal_shows_the_best_and_how_to_run_it(plan: Plan) -> None:
+    best = plan(*EIGHT, "--json").json["layouts"][0]["layout"]
+    shown = plan(*EIGHT, "--top", 3)
+    assert shown.code == 0, shown.err
+    for words in (
+        "How it was reached",
+        "Why the usual ones are not first",
+        "What to change first",
+        "Left out",
+    ):
+        assert words in shown.out
+    assert shown.out.rstrip().endswith(f"layout={best}")
+    assert re.search(r"^ *3  ", shown.out, re.M) and not re.search(
+        r"^ *4  (dp|zero|tp|mb|cp)", shown.out, re.M
+    )
+
+
+def test_a_second_plan_of_a_model_needs_no_torch(plan: Plan, bare: Path, kept: Path) -> None:
+    assert plan(*EIGHT, "--json").code == 0
+    words = ["plan", f"model.name={bare}", f"data.cache={kept}", *EIGHT, "data.seq_len=512", "--json"]
+    script = (
+        "import sys\nfrom meshtune import cli\n"
+        f"sys.argv = ['meshtune', *{words!r}]\n"
+        "try:\n    cli.main()\nexcept SystemExit as end:\n    code = end.code or 0\n"
+        "heavy = sorted({'torch', 'transformers', 'datasets'} & sys.modules.keys())\n"
+        "sys.exit(code or (f'imported {heavy}' if heavy else 0))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["workload"]["seq_len"] == 512
+
+
+def test_a_config_file_and_words_after_it_plan_alike(
+    plan: Plan, meshtune: Command, bare: Path, kept: Path, tmp_path: Path
+) -> None:
+    tree = {
+        "model": {"name": str(bare)}, "data": {"cache": str(kept), "seq_len": 256},
+        "cluster": {"gpu": "h100-sxm", "gpus": 4},
+    }  # fmt: skip
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    (tmp_path / "cluster.yaml").write_text("{gpu: h100-sxm, gpus: 4}")
+    by_file = meshtune("plan", tmp_path / "config.yaml", "--json").json
+    assert by_file == plan("data.seq_len=256", "cluster.gpu=h100-sxm", "cluster.gpus=4", "--json").json
+    assert by_file == plan("data.seq_len=256", f"cluster={tmp_path / 'cluster.yaml'}", "--json").json
+
+
+def test_explain_takes_one_layout_apart(plan: Plan) -> None:
+    for text in ("zero3x8-mb2-ga4", "tp2-sp-zero1x2-pp2-1f1b-mb1-ga32-full"):
+        found = plan(*EIGHT, "--explain", text, "--json").json
+        is_choice(found)
+        assert found["layout"] == str(Layout.parse(text)) and found["against"] == []
+    shown = plan(*EIGHT, "--explain", "zero3x8-mb1-ga8")
+    assert shown.code == 0 and all(name in shown.out for name in ("weights", "activations", "optimizer"))
+    best = plan(*EIGHT, "--explain", "zero2x8", "--json").json["layout"]
+    assert best.startswith("zero2x8-mb") and Layout.parse(best).global_batch_size == 64
+    refused = plan(*EIGHT, "--explain", "tp8-sp-ulysses3-mb1-ga64", "cluster.gpus_per_node=24", "--json").json
+    assert any("ulysses3 does not divide" in sentence for sentence in refused["against"])
+    small = plan(*EIGHT, "--explain", "dp8-mb8-ga1", "cluster.memory_gib=1", "--json").json
+    assert any(sentence.startswith("It needs") for sentence in small["against"])
+    assert plan(*EIGHT, "--explain", "auto", "--json").json["world"] == 8
+
+
+def test_clusters_are_compared_and_the_goal_chooses(plan: Plan) -> None:
+    sizes = [
+        "cluster.gpu=h100-sxm",
+        "train.global_batch_size=64",
+        "data.seq_len=4096",
+        "--gpus",
+        "1,2,4",
+        "--json",
+    ]
+    speed = plan(*sizes).json
+    assert list(speed["sizes"]) == ["1", "2", "4"]
+    for gpus, each in speed["sizes"].items():
+        is_choice(each)
+        assert each["world"] == int(gpus)
+    seconds = {int(gpus): each["step_seconds"] for gpus, each in speed["sizes"].items()}
+    assert speed["goal"] == "speed" and seconds[speed["cluster"]["gpus"]] == min(seconds.values())
+    cost = plan(*sizes, "--goal", "cost").json
+    assert cost["cluster"]["gpus"] == min(seconds, key=lambda gpus: gpus * seconds[gpus])
+    assert plan(*sizes, "--goal", "gpus").json["cluster"]["gpus"] == 1
+    memory = plan(*sizes, "--goal", "memory").json
+    peaks = [each["memory"]["peak"] for found in (speed, cost, memory) for each in found["layouts"]]
+    assert memory["layouts"][0]["memory"]["peak"] == min(peaks)
+    assert not any(
+        "is the one chosen" in each["sentence"]
+        for each in memory["alternatives"]
+        if each["layout"] != memory["layouts"][0]["layout"]
+    )
+
+
+def test_the_largest_of_each_kind(plan: Plan) -> None:
+    small = ["cluster.gpu=l4", "cluster.gpus=2", "train.global_batch_size=2", "--json"]
+    length = plan(*small, "--max", "seq_len").json
+    is_choice(length)
+    assert length["seq_len"] >= 2048
+    fits = plan(*small, f"data.seq_len={length['seq_len']}")
+    assert fits.code == 0 and fits.json["fitting"] > 0
+    assert plan(*small, f"data.seq_len={length['seq_len'] + 1024}").code == 3
+    assert plan(*small, "--max", "batch").json["batch"] == 2
+    assert plan(*small, "--max", "model").json["model"] in models()
+
+
+@pytest.mark.parametrize("suffix", ["png", "html"])
+def test_a_plan_is_drawn(suffix: str, plan: Plan, tmp_path: Path) -> None:
+    file = tmp_path / f"plan.{suffix}"
+    ended = plan(*EIGHT, "--plot", file, "--json")
+    assert ended.code == 0, ended.err
+    assert ended.json["layouts"] and str(file) in ended.err
+    start = {"png": b"\x89PNG", "html": b"<!DOCTYPE html"}[suffix]
+    assert file.read_bytes()[:20].lower().startswith(start.lower())
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_plan_is_exported_once(tool: str, plan: Plan, tiny: Path, tmp_path: Path) -> None:
+    words = [
+        *EIGHT, "layout=zero3x8-mb1-ga8", "train.max_steps=10", f"data.train={tiny / 'train.jsonl'}",
+        "data.format=prompt-completion", "--export", tool, "--to", tmp_path / "out", "--json",
+    ]  # fmt: skip
+    ended = plan(*words)
+    assert ended.code == 0, ended.err
+    assert ended.json["layouts"][0]["layout"] == "zero3x8-mb1-ga8"
+    assert f"zero3x8-mb1-ga8 for {tool} is in {tmp_path / 'out'}; start it with:" in ended.err
+    files = {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()}
+    assert files and all(files.values())
+    again = plan(*words)
+    assert again.code == 2 and "exists; name another folder with --to" in again.err
+    assert {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()} == files
+
+
+# what is refused #
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["cluster.gpu=h100"], "cluster.gpu = h100 is no kind that is known; did you mean h100-sxm"),
+        (["cluster.gpu=h100-sxm", "cluster.gpus=12"], "12 GPUs do not fill machines of 8; use 8 or 16"),
+        ([*EIGHT, "--gpus", "8,12"], "12 GPUs do not fill machines of 8"),
+        ([*EIGHT, "--gpus", "8,many"], "'many' is no number of GPUs; write --gpus 8,16,32"),
+        ([*EIGHT, "--goal", "fun"], "--goal fun is no goal; goals: speed, cost, gpus, memory"),
+        ([*EIGHT, "--max", "everything"], "--max everything is nothing to look for"),
+        ([*EIGHT, "--explain", "tpp8"], "'tpp8' is no token; did you mean 'tp2'"),
+        ([*EIGHT, "--explain", "zero3x8-mb3"], "train.global_batch_size is 64"),
+        ([*EIGHT, "layout=dp8", "train.global_batch_size=12"], "try train.global_batch_size=16"),
+        ([*EIGHT, "layout=dp4"], "takes 4 or a multiple"),
+        ([*EIGHT, "layout={tp: 16, dp_shard: auto}"], "takes 16 or a multiple"),
+        ([*EIGHT, "train.global_batch_tokens=1000"], "is no multiple of data.seq_len = 2048"),
+        ([*EIGHT, "--export", "deepsped"], "did you mean deepspeed?"),
+        ([*EIGHT, "--plot", "plan.jpeg"], "pictures are written as .html, .png, .svg"),
+        ([*EIGHT, "cluster.efficiency={matmull: 0.5}"], "cluster.efficiency.matmull is no efficiency"),
+        ([*EIGHT, "cluster.node=8"], "cluster.node"),
+    ],
+    ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else None,
+)  # fmt: skip
+def test_bad_words_are_refused_with_a_remedy(words: list[str], said: str, plan: Plan) -> None:
+    ended = plan(*words)
+    assert ended.code == 2, ended.err
+    assert said in ended.err and "Traceback" not in ended.err
+    assert all(line.startswith("meshtune: ") for line in ended.err.strip().splitlines())
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"model_type": "nonesuch", "hidden_size": 8}', "nonesuch"),
+        ('{"hidden_size": 8}', "model_type"),
+        ("{", "config.json"),
+        ('{"model_type": "bert"}', "What works: decoder-only transformers"),
+        (None, "There is no folder"),
+    ],
+    ids=["unknown", "without a type", "no JSON", "no language model", "nothing there"],
+)
+def test_what_is_no_model_is_refused(
+    content: str | None, said: str, meshtune: Command, tmp_path: Path
+) -> None:
+    if content:
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "config.json").write_text(content)
+    ended = meshtune("plan", f"model.name={tmp_path / 'model'}", f"data.cache={tmp_path / 'cache'}", *EIGHT)
+    assert ended.code == 2, ended.err
+    assert said in ended.err and "Traceback" not in ended.err
+    assert ended.out == ""
+
+
+def test_where_nothing_fits_the_nearest_is_named_and_what_would_fit_does(plan: Plan) -> None:
+    tight = [
+        "cluster.gpu=l4", "cluster.gpus=1", "cluster.memory_gib=2", "data.seq_len=524288",
+        "train.global_batch_size=4", "--json",
+    ]  # fmt: skip
+    ended = plan(*tight)
+    assert ended.code == 3 and ended.out == ""
+    assert re.search(r"No layout of 1 x l4 \(2\.00 GiB", ended.err)
+    nearest = re.search(r"The nearest, (\S+), needs", ended.err)
+    assert nearest
+    against = plan(*tight, "--explain", nearest[1]).json["against"]
+    assert len(against) == 1 and against[0].startswith("It needs")
+    remedies = re.findall(r"([a-z]+(?:\.\w+)?=\S+) layout=(\S+) \(", ended.err)
+    assert len(remedies) >= 2
+    for setting, layout in remedies:
+        more = ["cluster.memory_gib=null"] if setting.startswith("cluster.gpu=") else []
+        fits = plan(*tight, setting, f"layout={layout}", *more)
+        assert fits.code == 0, f"{setting} layout={layout}: {fits.err}"
+        assert fits.json["layouts"][0]["layout"] == layout
+
+
+# layout: auto #
+
+
+def losses(run: RunDir) -> list[float]:
+    return [row["loss"] for row in run.rows("train")]
+
+
+def test_train_runs_the_layout_that_the_planner_chose(
+    meshtune: Command, settings: Settings, tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path / "run")
+    ended = meshtune("train", *settings("layout=auto", "eval.every=0"))
+    assert ended.code == 0, ended.err
+    plan = yaml.safe_load(run.plan_file.read_text())
+    layout = Layout(**plan["fields"])
+    assert plan["layout"] == str(layout) == plan["predicted"]["layout"] == run.rows("run")[0]["layout"]
+    assert layout.world == 1 and layout.global_batch_size == 4
+    is_choice(plan["predicted"])
+    assert plan["cluster"]["gpu"] == "cpu" and plan["workload"]["seq_len"] == 128
+    assert str(layout) in run.report_file.read_text()
+    planned = meshtune("plan", *settings(), "cluster.gpu=cpu", "--json").json["layouts"]
+    assert str(layout) in [each["layout"] for each in planned]
+    named = RunDir(tmp_path / "named")
+    assert meshtune("train", *settings(f"layout={layout}", f"output={named.path}")).code == 0
+    assert losses(named) == losses(run) and len(losses(run)) == 4
+    assert yaml.safe_load(named.plan_file.read_text())["predicted"] == plan["predicted"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    ["auto", "{tp: auto, dp_replicate: auto}", "{pp: 2, schedule: auto}"],
+)
+def test_ranks_run_the_layout_that_the_planner_chose_for_them(
+    layout: str, process: Command, settings: Settings, tmp_path: Path
+) -> None:
+    run, named = RunDir(tmp_path / "run"), RunDir(tmp_path / "named")
+    ended = process("train", *settings(f"layout={layout}"), "--nproc", 2)
+    assert ended.code == 0, ended.err
+    plan = yaml.safe_load(run.plan_file.read_text())
+    chosen = Layout(**plan["fields"])
+    assert chosen.world == 2
+    assert plan["layout"] == str(chosen) == plan["predicted"]["layout"] == run.rows("run")[0]["layout"]
+    for name, value in (yaml.safe_load(layout) if layout != "auto" else {}).items():
+        assert value in ("auto", getattr(chosen, name))
+    ended = process("train", *settings(f"layout={chosen}", f"output={named.path}"))
+    assert ended.code == 0, ended.err
+    assert losses(named) == losses(run) and len(losses(run)) == 4
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_cannot_fit_ends_before_anything_is_written(
+    ranks: int, meshtune: Command, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=2**20, available=2**20))
+    ended = meshtune("train", *settings("layout=auto"), "--nproc", ranks)
+    assert ended.code == 3, ended.err
+    assert f"No layout of {ranks} x cpu" in ended.err and "The nearest, " in ended.err
+    assert not (tmp_path / "run").exists()
+    assert [file.name for file in (tmp_path / "cache").rglob("*") if "census" not in file.name] == []
+
+
+def test_devices_that_nobody_knows_train_under_a_named_layout(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meshtune: Command
+) -> None:
+    """A prediction is missing, no more."""
+    from meshtune.train import build
+
+    monkeypatch.setattr(build, "gpus_of", lambda device: [("GT 710", 2.0**31)])
+    ended = meshtune("train", *settings("layout=auto", "train.max_steps=1"))
+    assert ended.code == 2 and "The GPU 'GT 710' is not in the catalogue" in ended.err
+    ended = meshtune("train", *settings("layout=mb2-ga2", "train.max_steps=1"))
+    assert ended.code == 0, ended.err
+    plan = yaml.safe_load(RunDir(tmp_path / "run").plan_file.read_text())
+    assert plan["layout"] == "mb2-ga2" and "predicted" not in plan
