@@ -215,7 +215,7 @@ def test_the_largest_of_each_kind(plan: Plan) -> None:
     fits = plan(*small, f"data.seq_len={length['seq_len']}")
     assert fits.code == 0 and fits.json["fitting"] > 0
     assert plan(*small, f"data.seq_len={length['seq_len'] + 1024}").code == 3
-    assert plan(*small, "--max", "batch").json["batch"] == 2
+    assert plan(*small, "--max", "batch").json["batch"] >= 2
     assert plan(*small, "--max", "model").json["model"] in models()
 
 
@@ -339,7 +339,7 @@ def test_train_runs_the_layout_that_the_planner_chose(
     layout = Layout(**plan["fields"])
     assert plan["layout"] == str(layout) == plan["predicted"]["layout"] == run.rows("run")[0]["layout"]
     assert layout.world == 1 and layout.global_batch_size == 4
-    is_choice(plan["predicted"])
+    assert plan["predicted"]["memory"]["peak"] < plan["cluster"]["memory"]
     assert plan["cluster"]["gpu"] == "cpu" and plan["workload"]["seq_len"] == 128
     assert str(layout) in run.report_file.read_text()
     planned = meshtune("plan", *settings(), "cluster.gpu=cpu", "--json").json["layouts"]

@@ -141,7 +141,7 @@ def test_what_is_rejected_adds_up_to_what_was_considered(plan: Plan) -> None:
 
 def by_hand(w: Workload, cluster: Cluster) -> Iterator[Layout]:
     """Every layout of the cluster, one by one, without what is left out for a reason: tp without sp,
-    attention recomputed alone, shards over some nodes, more stages than blocks, one schedule for another.
+    attention recomputed alone, more stages than blocks, one schedule for another.
     """
     gpus = cluster.gpus
     axes = (
@@ -152,7 +152,7 @@ def by_hand(w: Workload, cluster: Cluster) -> Iterator[Layout]:
         if pp <= w.traits.blocks
     )
     for tp, cp, pp, data in axes:
-        for shards in {1, math.gcd(data, max(1, cluster.node // (tp * cp))), data}:
+        for shards in divisors(data):
             for zero in (1, 2, 3) if shards > 1 else (0,):
                 for method in ("allgather", "ulysses") if cp > 1 else ("allgather",):
                     for schedule, virtual in pipelines(pp, w.traits.blocks):
@@ -442,12 +442,13 @@ def test_the_longest_sequence_fits_and_the_next_does_not() -> None:
     assert not len(search(replace(w, seq_len=following), cluster))
 
 
-def test_the_largest_batch_is_what_no_layout_exceeds() -> None:
+def test_the_largest_batch_fits_at_once_and_the_next_does_not() -> None:
     w, cluster = workload("llama-3.1-8b", 128), machines(8)
-    at_once, choice = advice.largest(w, cluster, "batch")
-    plan = search(w, cluster)
-    assert choice.fits and choice.layout.micro_batch_size * choice.layout.data_ranks == at_once
-    assert at_once == (plan.columns.micro_batch_size * plan.columns.data_ranks).max()
+    size, choice = advice.largest(w, cluster, "batch")
+    once = {"gradient_accumulation_steps": 1}
+    assert choice.fits and choice.layout.gradient_accumulation_steps == 1
+    assert choice.layout.micro_batch_size * choice.layout.data_ranks == size
+    assert not len(search(w.of_batch(size + cluster.gpus), cluster, fixed=once))
 
 
 def test_the_largest_model_fits_and_no_larger_one() -> None:
@@ -548,7 +549,7 @@ def check(each: advice.Alternative, best: Choice, plan: Plan) -> None:
                 part.name: getattr(choice.seconds, part.name) - getattr(best.seconds, part.name)
                 for part in fields(Seconds)
             }
-            assert advice.SPENT[max(extra, key=lambda name: extra[name])] == longer[2]
+            assert longer[2].startswith(advice.SPENT[max(extra, key=lambda name: extra[name])])
         elif less := re.search(r"takes (\d+)% less", said):
             assert -more * 100 == pytest.approx(int(less[1]), abs=0.51)
         else:
