@@ -207,6 +207,7 @@ class Machines:
             facts.append({
                 "flops": getattr(gpu, RATES[row["precision"]]) or gpu.bf16,
                 "core_flops": gpu.bf16,
+                "element": 2.0,
                 "weight_bytes": 1.0 if "fp8 all-gather" in row["notes"] else 2.0,
                 "bandwidth": gpu.bandwidth,
                 "link": gpu.link,

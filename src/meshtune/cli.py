@@ -207,6 +207,10 @@ def plan(
     from meshtune.report import plan_answer
     from meshtune.train.planning import lighter, workload_of
 
+    if (explain or most) and (plot or export or gpus):
+        raise UserError(
+            "--explain and --max answer one question; ask for --plot, --export and --gpus without them."
+        )
     resolved = config.load(file, overrides)
     workload = workload_of(resolved)
     if explain:
@@ -224,7 +228,7 @@ def plan(
         if plot:
             from meshtune.report import plan_plots
 
-            plan_plots.write(plot, asked.plan, sizes=asked.plans, batches=asked.batches())
+            plan_plots.write(plot, asked.plan, sizes=asked.plans if gpus else None, batches=asked.batches())
             print(f"meshtune: pictures in {plot}", file=sys.stderr)
         if export:
             from meshtune.plan.export import write

@@ -331,10 +331,17 @@ def load(
             value = yaml.safe_load(text) if text else None
         except yaml.YAMLError as error:
             raise UserError(f"The value of '{each}' is not YAML: {first_line(error)}") from None
-        tree = merge(tree, nest(key.strip().split("."), value))
+        keys_ = key.strip().split(".")
+        if keys_[0] == "cluster" and len(keys_) > 1 and isinstance(tree.get("cluster"), str):
+            tree["cluster"] = {} if tree["cluster"] == "auto" else read_yaml(Path(tree["cluster"]))
+        tree = merge(tree, nest(keys_, value))
     if "model" not in tree:
+        unknown = [name for name in tree if name not in Config.model_fields]
         raise UserError(
-            "No model is named; add model: {name: …} to the config, or model.name=… to the command."
+            [
+                "No model is named; add model: {name: …} to the config, or model.name=… to the command.",
+                *(unknown_key([name]) for name in unknown),
+            ]
         )
     try:
         return Config.model_validate(tree)

@@ -35,7 +35,7 @@ def test_a_number_of_ranks_that_is_not_the_layouts_is_refused(meshtune: Command,
     ended = meshtune("train", *settings("layout=dp2"), "--nproc", 3)
     assert ended.code == 2
     assert ended.err.startswith(
-        "meshtune: --nproc 3, but layout dp2-mb2-ga1 is for 2 ranks; leave --nproc out"
+        "meshtune: --nproc 3, but layout dp2 is for 2 ranks; leave --nproc out"
     )
 
 

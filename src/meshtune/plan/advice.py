@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from meshtune.errors import NothingFits, UserError
+from meshtune.layout import RECOMPUTE
 from meshtune.model.support import Traits
 from meshtune.plan import memory
 from meshtune.plan.cluster import Cluster
@@ -29,7 +30,7 @@ GOALS = ("speed", "cost", "gpus", "memory")
 LESS = 0.85  # of what was predicted for a run that ran out of memory may another one need
 # what a part of a step's time is spent on, in a sentence
 SPENT = {
-    "compute": "computing (smaller products, or more of them recomputed)",
+    "compute": "computing",
     "tensor": "messages between tensor-parallel ranks",
     "context": "messages between context-parallel ranks",
     "pipeline": "handing hidden states to the next stage",
@@ -63,7 +64,8 @@ def steps(plan: Plan, choice: Choice) -> list[str]:
         + " x ".join(f"{getattr(layout, axis)} {axis}" for axis in ("tp", "cp", "pp"))
         + f" x {layout.data_ranks} data ranks ({_sharding(layout)}).",
         f"Accumulation: {w.global_batch_size} / ({layout.micro_batch_size} x {layout.data_ranks}) = "
-        f"{layout.gradient_accumulation_steps} micro-batches a step.",
+        f"{layout.gradient_accumulation_steps} micro-batch{'es' * (layout.gradient_accumulation_steps > 1)} "
+        "a step.",
     ]
     return found
 
@@ -91,7 +93,7 @@ def _larger(plan: Plan, choice: Choice) -> str:
 
 def _sharding(layout: Any) -> str:
     if layout.zero == 0:
-        return "each with whole weights"
+        return "plain data parallel" if layout.data_ranks > 1 else "one"
     what = {1: "optimizer state", 2: "gradients and optimizer state", 3: "everything"}[layout.zero]
     return f"ZeRO-{layout.zero}: {what} in {layout.dp_shard * layout.cp} shards" + (
         f", {layout.dp_replicate} times" if layout.dp_replicate > 1 else ""
@@ -182,7 +184,11 @@ def against(other: Choice, best: Choice) -> str:
         )
     if more < 0.005:
         return f"is as fast, and holds {human(other.memory.peak)} against {human(best.memory.peak)}."
-    return f"takes {more:.0%} longer: {duration(extra[largest])} a step more on {SPENT[largest]}."
+    on = SPENT[largest]
+    if largest == "compute":
+        heavier = RECOMPUTE.index(other.layout.recompute) > RECOMPUTE.index(best.layout.recompute)
+        on = "computing again what it does not keep" if heavier else "computing, in smaller products"
+    return f"takes {more:.0%} longer: {duration(extra[largest])} a step more on {on}."
 
 
 # what to change first #
@@ -196,11 +202,10 @@ def changes(plan: Plan, best: Choice | None = None) -> list[str]:
         return []
     best, found = best or plan.choice(0), []
     largest = max(fields(Seconds), key=lambda f: getattr(best.seconds, f.name) * (f.name != "compute")).name
-    spent = getattr(best.seconds, largest)
-    found.append(
-        f"After computing, most of a step goes to {SPENT[largest]}: {duration(spent)}, "
-        f"{spent / best.seconds.total:.0%}."
-    )
+    share = getattr(best.seconds, largest) / best.seconds.total
+    if share >= 0.01:
+        spent = duration(getattr(best.seconds, largest))
+        found.append(f"After computing, most of a step goes to {SPENT[largest]}: {spent}, {share:.0%}.")
     for what, workload in _variations(plan.workload):
         try:
             other = search(workload, plan.cluster, fixed=plan.fixed)
@@ -361,15 +366,17 @@ def _remedies(w: Workload, c: Cluster, others: Others) -> Iterator[tuple[str, Ch
         larger = replace(
             c, gpu=gpu, memory=gpu.memory, link=gpu.link, network=gpu.network, node=node
         )  # fmt: skip
-        if gpu.memory > c.memory and gpu.name != "cpu" and (found := _first(w, larger, c.gpus)):
+        if gpu.memory > 1.1 * c.memory and gpu.name != "cpu" and (found := _first(w, larger, c.gpus)):
             yield f"cluster.gpu={gpu.name}", found
             break
 
 
-def _first(workload: Workload, cluster: Cluster, gpus: int | None = None) -> Choice | None:
+def _first(
+    workload: Workload, cluster: Cluster, gpus: int | None = None, fixed: Mapping[str, Any] | None = None
+) -> Choice | None:
     """The best layout, if any fits; of another number of GPUs where one is given."""
     try:
-        plan = search(workload, cluster.of_size(gpus) if gpus else cluster)
+        plan = search(workload, cluster.of_size(gpus) if gpus else cluster, fixed=fixed)
     except UserError:
         return None
     return plan.best(1)[0] if len(plan) else None
@@ -390,6 +397,14 @@ def batch_sentences(workload: Workload, found: Mapping[int, Choice | None]) -> l
     """Large against small: what a batch costs and gives, for the same number of tokens."""
     own = found.get(workload.global_batch_size)
     sentences = []
+    speeds = [each.tokens_per_second_per_gpu for each in found.values() if each]
+    if own and None not in found.values() and max(speeds) / min(speeds) < 1.02:
+        few, many = min(found), max(found)
+        updates = [f"{1e6 / (size * workload.seq_len):.2g}" for size in (many, few)]
+        return [
+            f"From {few} to {many} sequences the speed is the same within 2 %: choose by how training goes, "
+            f"{' to '.join(updates)} updates a million tokens."
+        ]
     for size, choice in found.items():
         if choice is None:
             sentences.append(f"{size} sequences: no layout fits.")
@@ -410,19 +425,44 @@ def largest(workload: Workload, cluster: Cluster, what: str) -> tuple[Any, Choic
     """
     if what == "seq_len":
         return _largest(lambda n: _first(replace(workload, seq_len=n), cluster), 256, 2**24, 1024)
-    if what == "batch":  # sequences that all data ranks together take at once; the best layout of those
-        plan = search(workload, cluster)
-        if not len(plan):
-            raise nothing(plan)
-        at_once = plan.columns.micro_batch_size * plan.columns.data_ranks
-        place = int(at_once.argmax())
-        return int(at_once[place]), plan.choice(place)
+    if what == "batch":
+        return _largest_batch(workload, cluster)
     if what == "model":
         for name, shape in sorted(models().items(), key=lambda item: -float(item[1].work.parameters)):
             if found := _first(replace(workload, model=name, work=shape.work, traits=shape.traits), cluster):
                 return name, found
         raise NothingFits(f"None of {', '.join(models())} fits {cluster.gpus} x {cluster.gpu.name}.")
     raise UserError(f"--max {what} is nothing to look for; write --max seq_len, --max batch or --max model.")
+
+
+def _largest_batch(workload: Workload, cluster: Cluster) -> tuple[int, Choice]:
+    """The most sequences that the data ranks together take at once, without accumulating."""
+
+    def fits(size: int) -> Choice | None:
+        at_once = {"gradient_accumulation_steps": 1}
+        return _first(replace(workload, global_batch_size=size), cluster, fixed=at_once)
+
+    powers = (2**n for n in range(24))
+    found = {}
+    for size in powers:  # few sequences leave data ranks without any, so that the least may not fit
+        choice = fits(size)
+        if choice is not None:
+            found[size] = choice
+        elif found or size > cluster.gpus:
+            break
+    if not found:
+        raise nothing(search(workload, cluster))
+    low, high = max(found), 2 * max(found)
+    while high - low > cluster.gpus:
+        middle = (low + high) // 2 // cluster.gpus * cluster.gpus
+        if middle <= low:
+            break
+        choice = fits(middle)
+        if choice is None:
+            high = middle
+        else:
+            low, found[middle] = middle, choice
+    return low, found[low]
 
 
 @dataclass(frozen=True)
@@ -485,6 +525,7 @@ class Run:
         return cls(steps, seconds, hours, None if price is None else hours * price)
 
     def sentence(self) -> str:
+        """In words."""
         cost = "" if self.cost is None else f", {self.cost:,.2f} at the price given"
         return f"{self.steps} steps take {duration(self.seconds)}: {self.gpu_hours:,.1f} GPU-hours{cost}."
 

@@ -10,10 +10,11 @@ from typing import Any
 import yaml
 
 from meshtune.config import Config
+from meshtune.errors import UserError
 from meshtune.layout import PartialLayout, as_mapping
 from meshtune.plan import advice
 from meshtune.plan.advice import Alternative, Others, Run, room
-from meshtune.plan.cluster import Cluster, cluster_of
+from meshtune.plan.cluster import Cluster, cluster_of, gpus_here
 from meshtune.plan.search import Choice, Plan, explained, search
 from meshtune.plan.workload import Workload
 from meshtune.units import human
@@ -123,9 +124,14 @@ def ask(
     cluster = cluster_for(config)
     if not sizes and goal in ("cost", "gpus"):
         sizes = smaller(cluster)
-    plans = {}
+    plans, problems = {}, []
     for gpus in sizes or (cluster.gpus,):
-        plans[gpus] = search(workload, cluster.of_size(gpus), fixed=config.partial_layout.given)
+        try:
+            plans[gpus] = search(workload, cluster.of_size(gpus), fixed=config.partial_layout.given)
+        except UserError as error:
+            problems += error.problems
+    if not plans:
+        raise UserError(problems)
     gpus, choice = advice.by_goal(plans, goal, others)
     steps = steps or config.train.max_steps
     return Answer(workload, plans, gpus, choice, goal, Run.of(choice, steps) if steps else None)
@@ -141,10 +147,12 @@ def explain(config: Config, workload: Workload, text: str) -> tuple[Choice, list
         cluster = cluster.of_size(partial.world)
     if not partial.whole:
         plan = search(workload, cluster, fixed=partial.given)
-        if not len(plan):
+        if len(plan):
+            return plan.choice(0), []
+        if not (near := plan.nearest(1)):
             raise advice.nothing(plan)
-        return plan.choice(0), []
-    if {"micro_batch_size", "gradient_accumulation_steps"} - partial.fixed.keys():
+        layout = near[0].layout
+    elif {"micro_batch_size", "gradient_accumulation_steps"} - partial.fixed.keys():
         layout = partial.complete(devices=layout.world, global_batch_size=workload.global_batch_size)
     against = workload.refusals(layout)
     if layout.global_batch_size != workload.global_batch_size:
@@ -155,7 +163,7 @@ def explain(config: Config, workload: Workload, text: str) -> tuple[Choice, list
         workload = workload.of_batch(layout.global_batch_size)
     choice = explained(workload, cluster, layout)
     if not choice.fits:
-        against.append(f"It needs {human(choice.memory.peak)}, and a {cluster.gpu.name} has {room(cluster)}.")
+        against.append(f"It needs {human(choice.memory.peak)}; {cluster.gpu.name}: {room(cluster)}.")
     return choice, against
 
 
@@ -165,27 +173,39 @@ def largest(config: Config, workload: Workload, what: str) -> tuple[Any, Choice]
 
 
 def cluster_for(config: Config) -> Cluster:
-    """The cluster of the settings; without a number of GPUs as many as a fixed layout has."""
-    return cluster_of(config.cluster_config, gpus=config.partial_layout.world)
+    """The cluster of the settings; without a number of GPUs as many as a fixed layout has. Raises UserError
+    where neither the settings nor this machine say what GPUs.
+    """
+    settings = config.cluster_config
+    seen = gpus_here() if settings.gpu is None else []
+    if settings.gpu is None and not seen:
+        raise UserError(
+            "There is no GPU here to plan for; name a kind and how many, as in cluster.gpu=h100-sxm "
+            "cluster.gpus=8, or cluster.gpu=cpu."
+        )
+    return cluster_of(settings, gpus=config.partial_layout.world, seen=lambda: seen)
 
 
 def smaller(cluster: Cluster) -> list[int]:
     """Numbers of GPUs up to the cluster's: halves of a machine, and doublings of machines."""
-    found, gpus = [], 1
-    while gpus < cluster.gpus:
-        found.append(gpus)
-        gpus *= 2
-    return [*found, cluster.gpus]
+    inside = [cluster.node // 2**n for n in range(8) if cluster.node % 2**n == 0]
+    across = [cluster.node * 2**n for n in range(1, 16)]
+    return sorted({*(n for n in (*inside, *across) if n < cluster.gpus), cluster.gpus})
 
 
 def plan_yaml(choice: Choice, workload: Workload) -> str:
-    """What a run folder keeps as plan.yaml: the layout and what was predicted for it."""
+    """What a run folder keeps as plan.yaml: the layout and what was predicted for it; of a processor, whose
+    speed nobody has measured, the memory alone.
+    """
+    predicted = choice.as_dict()
+    if choice.cluster.gpu.name == "cpu":
+        predicted = {key: predicted[key] for key in ("layout", "world", "memory")}
     tree = {
         "layout": str(choice.layout),
         "fields": as_mapping(choice.layout),
         "cluster": cluster_facts(choice.cluster),
         "workload": workload_facts(workload),
-        "predicted": choice.as_dict(),
+        "predicted": predicted,
     }
     return yaml.safe_dump(tree, sort_keys=False)
 

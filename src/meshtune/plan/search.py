@@ -32,6 +32,7 @@ MARGIN = 0.04  # of a GPU's memory that a plan leaves free
 ALIKE = 0.005  # step times as near as that are equal: then the one with more memory to spare is better
 MOST_VIRTUAL_STAGES = 8
 CHUNK = 8192  # layouts
+EVERY_HYBRID = 128  # GPUs, up to which all hybrids of replicas and shards are looked at
 
 
 class Rejected(NamedTuple):
@@ -215,8 +216,14 @@ def machine_of(workload: Workload, cluster: Cluster) -> Machine:
     """The cluster with our engine on it."""
     stack = stacks()["meshtune-compiled" if workload.compile else "meshtune"]
     machine = Machine.of(cluster.gpu, stack, network_share=cluster.network_share)
+    kept = memory.accounting("meshtune", workload.precision, workload.reduce_dtype).precision
+    mixed = memory.PRECISIONS["bf16"]  # what the stack's figures are of
+    moved = 2 * (kept.trained + kept.moments) + kept.accumulated + kept.weight
+    usual = 2 * (mixed.trained + mixed.moments) + mixed.accumulated + mixed.weight
     return replace(
         machine, node=float(cluster.node), link=cluster.link, network=cluster.network * cluster.node,
+        element=kept.weight, weight_bytes=kept.weight, gradient_bytes=kept.accumulated,
+        scatter_bytes=kept.accumulated, optimizer_bytes=machine.optimizer_bytes * moved / usual,
         **rates(cluster, workload.precision),
     )  # fmt: skip
 
@@ -310,8 +317,8 @@ def candidates(workload: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -
     """All ways to use the cluster's ranks that make the global batch, as columns, with one sequence in a
     micro-batch and nothing recomputed. Raises UserError where there is none.
 
-    Hybrids of replicas and shards: shards over all data ranks, or over those inside a node; in between the
-    messages are as long, and more is kept.
+    Hybrids of replicas and shards: of a larger cluster those with shards over all data ranks, or over those
+    inside a node; what lies in between differs from one of them by less than the prediction can tell.
     """
     size, gpus = workload.global_batch_size, cluster.gpus
     data_ranks = {n for n in divisors(size) if _micro_batches(workload, n, fixed)}
@@ -400,9 +407,10 @@ def _axes(
                     continue
                 local = math.gcd(data, max(1, cluster.node // (tp * cp)))
                 given = fixed.get("dp_replicate", data)
+                few = sorted({1, local, data, max(1, data // given)})
                 shardings = [
                     (data // shards, shards, zero)
-                    for shards in options("dp_shard", sorted({1, local, data, max(1, data // given)}))
+                    for shards in options("dp_shard", divisors(data) if gpus <= EVERY_HYBRID else few)
                     if data % shards == 0
                     for zero in options("zero", (1, 2, 3) if shards > 1 else (0,))
                     if (zero == 0) == (shards == 1)

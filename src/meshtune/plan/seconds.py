@@ -21,7 +21,11 @@ from meshtune.plan.work import Columns, Core, Gemm, Number, Work
 TILE = 128 * 128  # elements of a product that one multiprocessor works on at a time
 ALIGNED = 64  # elements (128 bytes of 16 bits): what tensor cores want rows to be multiples of
 LOADED = 8  # elements (16 bytes): what they need, or the product runs on slower kernels
-ELEMENT = 2  # bytes of what computes
+LINK_OF_ONE = 0.5  # of the link's speed that one message to one neighbour reaches; assumed
+SMALL_HEADS = (
+    10  # a flash kernel's time grows by this over the head size; assumed, with the fitted share of the peak
+)
+WRITTEN_BACKWARD = 1.3  # traffic of written-out scores there and back over there; assumed
 PARTS = ("compute", "tensor", "context", "pipeline", "data", "optimizer", "bubble", "host")
 
 
@@ -41,6 +45,7 @@ class Machine:
     node: Number
     multiprocessors: Number
     weight_bytes: Number  # of an element of the weights that ZeRO gathers
+    element: Number  # bytes of what computes and of hidden states
     # efficiencies of the GPU kind
     matmul: Number  # share of the peak that large products reach
     depth: Number  # inner size at which a product loses half of that
@@ -97,6 +102,7 @@ class Machine:
             "node": float(gpu.node),
             "multiprocessors": gpu.multiprocessors,
             "weight_bytes": 1.0 if fp8 else 2.0,
+            "element": 2.0,
             "flash": 1.0,
             "network_share": network_share,
         }
@@ -137,7 +143,7 @@ def product(m: Machine, rows: Number, cols: Number, inner: Number, along: tuple[
         off = np.where(np.floor(size) % LOADED != 0, m.unloaded, m.misaligned)
         slower = np.maximum(slower, np.where(np.floor(size) % ALIGNED != 0, off, 1.0))
     busy = 2 * tiled * (inner + m.depth) / rate * slower
-    moved = ELEMENT * (rows * inner + inner * cols + rows * cols) / (m.bandwidth * m.memory)
+    moved = m.element * (rows * inner + inner * cols + rows * cols) / (m.bandwidth * m.memory)
     return _longer(busy, moved)
 
 
@@ -166,14 +172,16 @@ def attention(
     heads = core.query_heads / tp
     width = heads * (core.qk_dim + core.v_dim)
     pairs = queries * attended(document_tokens, core.window)
-    small_heads = 1 + 10 / core.qk_dim
+    small_heads = 1 + SMALL_HEADS / core.qk_dim
     flash = 2 * pairs * width / (m.core_flops * m.attention * m.stack_attention) * small_heads
     scores = queries * seq_len * heads
     products = 2 * queries * seq_len * width / (m.core_flops * m.matmul * m.batched)
     products = products * (1 + m.depth / core.qk_dim)
     written = scores * m.score_bytes / (m.bandwidth * m.memory)
     forward = np.where(m.flash > 0, flash, products + written)
-    backward = np.where(m.flash > 0, 2.5 * m.attention_backward * flash, 2 * products + 1.3 * written)
+    backward = np.where(
+        m.flash > 0, 2.5 * m.attention_backward * flash, 2 * products + WRITTEN_BACKWARD * written
+    )
     return core.count * forward, core.count * core.backward * backward
 
 
@@ -183,7 +191,7 @@ def elementwise(m: Machine, tokens: Number, work: Work, c: Columns) -> Number:
     """
     outside = m.elementwise_hidden * work.hidden / np.where(c.sp > 0, c.tp, 1.0)
     inside = m.elementwise_wide * work.wide / c.tp
-    return ELEMENT * tokens * (outside + inside) / (m.bandwidth * m.memory)
+    return m.element * tokens * (outside + inside) / (m.bandwidth * m.memory)
 
 
 def head(m: Machine, tokens: Number, work: Work, tp: Number) -> Number:
@@ -270,7 +278,8 @@ class Block:
 
 def block_of(work: Work, c: Columns, m: Machine, seq_len: Number, documents: Number) -> Block:
     passes = computed(work, c, m, seq_len, documents)
-    hosts = np.where(c.recomputes("full"), 3, 2) * m.host_block
+    again = c.recomputes("full") | c.recomputes("selective")  # the whole block is gone through again
+    hosts = np.where(again, 3, 2) * m.host_block
     forward = _launched(passes.forward, m.host_block, m)
     backward = _launched(passes.backward + passes.again, hosts, m)
     tensor, context = tensor_messages(work, c, m, seq_len), context_messages(work, c, m, seq_len)
@@ -310,14 +319,14 @@ def computed(work: Work, c: Columns, m: Machine, seq_len: Number, documents: Num
 
 def accumulated(m: Machine, work: Work, c: Columns) -> Number:
     """Gradients that each micro-batch makes (in 16 bits) are added to those that wait for the step's end."""
-    gradients = work.block_parameters * work.trainable / c.tp
-    moved = (ELEMENT + 2 * m.gradient_bytes) * gradients / (m.bandwidth * m.memory)
+    gradients = work.trained_block_parameters / c.tp
+    moved = (m.element + 2 * m.gradient_bytes) * gradients / (m.bandwidth * m.memory)
     return np.where((c.gradient_accumulation_steps > 1) & (c.zero < 2), moved, 0.0)
 
 
 def tensor_messages(work: Work, c: Columns, m: Machine, seq_len: Number) -> Number:
     """Two sums of hidden states in forward, two in backward, two more where a forward is repeated."""
-    hidden_bytes = ELEMENT * _tokens(c, seq_len) * work.hidden
+    hidden_bytes = m.element * _tokens(c, seq_len) * work.hidden
     reduced = all_reduced(m, hidden_bytes, c.tp, _local(c.tp, 1.0, m))
     repeated = c.recomputes("full") | (c.recomputes("selective") & (m.selective > 0))
     return 2 * reduced * (2 + repeated) * (1 - m.tensor_overlap)
@@ -329,8 +338,8 @@ def context_messages(work: Work, c: Columns, m: Machine, seq_len: Number) -> Num
     local = _local(c.cp, c.tp, m)
     widths = sum(k.count * k.key_heads * (k.qk_dim + k.v_dim) for k in work.cores) / c.tp
     heads = sum(k.count * (k.query_heads + k.key_heads) * (k.qk_dim + k.v_dim) for k in work.cores) / c.tp
-    keys = gathered(m, ELEMENT * tokens * c.cp * widths, c.cp, local)
-    exchanged = gathered(m, ELEMENT * tokens * heads, c.cp, local)
+    keys = gathered(m, m.element * tokens * c.cp * widths, c.cp, local)
+    exchanged = gathered(m, m.element * tokens * heads, c.cp, local)
     times = np.where(c.recomputes("none"), 2, 3)
     return np.where(c.ulysses > 0, exchanged, keys) * times * (c.cp > 1)
 
@@ -343,7 +352,8 @@ def shard_messages(work: Work, c: Columns, m: Machine, forward: Number, backward
     local = _local(shards, c.tp, m)
     weights = work.block_parameters / c.tp / m.shard_share
     gather = gathered(m, m.weight_bytes * weights, shards, local)
-    scatter = gathered(m, m.scatter_bytes * weights * work.trainable, shards, local)
+    trained = work.trained_block_parameters / c.tp / m.shard_share
+    scatter = gathered(m, m.scatter_bytes * trained, shards, local)
     arriving = np.where(c.zero == 3, gather + scatter, np.where(c.zero == 2, scatter, 0.0))
     ahead = np.where(c.zero == 3, _exposed(forward, gather, m.shard_overlap), 0.0)
     return ahead + _exposed(backward, arriving, m.shard_overlap)
@@ -365,7 +375,7 @@ def pipeline_of(work: Work, c: Columns, m: Machine, seq_len: Number, block: Bloc
     the one with the head.
     """
     fullest = _fullest_stage(work.blocks, c.pp, head / block.total, m.balanced)
-    hidden_bytes = ELEMENT * _tokens(c, seq_len) * work.hidden
+    hidden_bytes = m.element * _tokens(c, seq_len) * work.hidden
     cut = np.where((c.sp > 0) | (m.send_split > 0), c.tp, 1.0)
     send = _sent(hidden_bytes / cut, c.tp * c.cp * c.data_ranks, m)
     send = send + np.where(c.sp > 0, 0.0, gathered(m, hidden_bytes, cut, _local(cut, 1.0, m)))
@@ -387,7 +397,8 @@ def gradients_and_update(work: Work, c: Columns, m: Machine, block: Block) -> tu
     local_shards = _local(shards, c.tp, m)
     outside = np.where(c.pp > 1, work.vocabulary * work.hidden, work.outside_parameters)
     own = (work.blocks * work.block_parameters / c.pp + outside) / c.tp
-    trained = own * work.trainable
+    blocks = work.blocks / c.pp * work.trained_block_parameters
+    trained = (blocks + outside * work.trained_outside) / c.tp
     copies = np.where(c.zero > 0, c.dp_replicate, c.data_ranks * c.cp)
     local_copies = _local(copies, c.tp * np.where(c.zero > 0, shards, 1.0), m)
     kept = np.where(c.zero > 0, trained / shards, trained)
@@ -402,7 +413,7 @@ def gradients_and_update(work: Work, c: Columns, m: Machine, block: Block) -> tu
     # what ZeRO-2 and -3 say of what is outside the blocks, with nothing beside it to hide behind
     root = outside / c.tp / m.shard_share
     root_gather = gathered(m, 2 * m.weight_bytes * root, shards, local_shards)
-    root_scatter = gathered(m, m.scatter_bytes * root * work.trainable, shards, local_shards)
+    root_scatter = gathered(m, m.scatter_bytes * root * work.trained_outside, shards, local_shards)
     rooted = np.where(c.zero == 3, root_gather, 0.0) + np.where(c.zero >= 2, root_scatter, 0.0)
     told = summed - hidden + once + c.gradient_accumulation_steps * rooted
     return told, kept * m.optimizer_bytes / (m.bandwidth * m.memory)
@@ -427,13 +438,14 @@ def step(
     micro_batches = c.gradient_accumulation_steps
     blocks = micro_batches * work.blocks / c.pp
     return Seconds(
-        compute=blocks * block.passes.total + np.where(c.pp > 1, 0.0, micro_batches * last),
+        compute=blocks * block.passes.total
+        + micro_batches * last / c.pp,  # the head's, shared out over ranks
         tensor=blocks * block.tensor,
         context=blocks * block.context,
         pipeline=micro_batches * pipeline.sends,
         data=blocks * block.sharding + messages,
         optimizer=update,
-        bubble=pipeline.bubble,
+        bubble=pipeline.bubble - np.where(c.pp > 1, micro_batches * last / c.pp, 0.0),
         host=blocks * block.waiting + micro_batches * m.host_micro_batch + m.host_step,
     )
 
@@ -480,7 +492,7 @@ def _fullest_stage(blocks: Number, pp: Number, head_blocks: Number, balanced: Nu
 def _sent(size: Number, inside: Number, m: Machine) -> Number:
     """Hidden states to the next stage: over the network once a stage fills a node or more."""
     across = m.network * m.network_share / m.node * m.send_share
-    return np.where(inside >= m.node, size / across, size / (m.link * 0.5)) + m.network_latency
+    return np.where(inside >= m.node, size / across, size / (m.link * LINK_OF_ONE)) + m.network_latency
 
 
 def _fill(c: Columns, stage: Number, forward: Number, weights: Number) -> Number:
@@ -491,11 +503,13 @@ def _fill(c: Columns, stage: Number, forward: Number, weights: Number) -> Number
     (pp - 1)·(F + B - W) for ZB-H1 and (pp - 1)·(F + B - 2W) over half stages for ZBV (Qi et al. 2024,
     arXiv:2401.10241); (pp - 1)·(F + 2B - W) over half stages for DualPipeV (DeepSeek-AI 2024,
     arXiv:2412.19437, table 2, with no overlap inside a pair). Never less than half a forward: the three are
-    not as equal as that.
+    not as equal as that. With fewer micro-batches than ranks a rank's next stage waits for the first of them
+    to come round: pp - m stages more for each stage but the first.
     """
     chunk = stage / c.virtual_stages
     saved = np.where(c.runs("zb"), 2 * weights, np.where(c.runs("zbv"), 3 * weights, 0.0))
     saved = np.where(c.runs("dualpipev"), 3 * weights + forward - stage, saved) / c.virtual_stages
     each = np.where(c.runs("gpipe", "1f1b"), stage, chunk)
     floor = np.where(c.runs("zb", "zbv", "dualpipev"), forward / c.virtual_stages * 0.5, 0.0)
-    return np.where(c.pp > 1, (c.pp - 1) * np.maximum(each - saved, floor), 0.0)
+    short = np.maximum(c.pp - c.gradient_accumulation_steps, 0.0) * (c.virtual_stages - 1) * chunk
+    return np.where(c.pp > 1, (c.pp - 1) * np.maximum(each - saved, floor) + short, 0.0)

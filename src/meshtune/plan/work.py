@@ -199,6 +199,17 @@ class Work:
         return sum(w.elements for w in self.block_weights)
 
     @property
+    def trained_block_parameters(self) -> Number:
+        """Of these, what is trained."""
+        return sum(w.elements * w.trainable for w in self.block_weights)
+
+    @property
+    def trained_outside(self) -> Number:
+        """The trained share of what lies outside the blocks."""
+        trained = sum(w.elements * w.trainable for w in (*self.first_weights, *self.last_weights))
+        return trained / np.maximum(self.outside_parameters, 1.0)
+
+    @property
     def outside_parameters(self) -> Number:
         return sum(w.elements for w in (*self.first_weights, *self.last_weights))
 

@@ -42,7 +42,12 @@ class Workload:
             2 * m.rows * m.cols * m.count * (1 + m.trainable + m.input_gradient) for m in w.matrices
         )
         cores = sum(
-            6 * k.count * k.query_heads * (k.qk_dim + k.v_dim) * attended(documents, k.window)
+            2
+            * (1 + 2 * k.backward)
+            * k.count
+            * k.query_heads
+            * (k.qk_dim + k.v_dim)
+            * attended(documents, k.window)
             for k in w.cores
         )
         return float(products + cores)

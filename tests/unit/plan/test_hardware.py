@@ -9,7 +9,7 @@ from meshtune.plan.seconds import Machine
 
 FACTS = {
     "flops", "core_flops", "bandwidth", "link", "network", "node", "multiprocessors", "flash",
-    "network_share", "weight_bytes",
+    "network_share", "weight_bytes", "element",
 }  # fmt: skip
 
 

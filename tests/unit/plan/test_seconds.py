@@ -22,7 +22,7 @@ from meshtune.plan.work import Columns, Work
 
 # A GPU that reaches all it can, software that costs nothing, networks of round figures.
 IDEAL = Machine(
-    flops=1e15, core_flops=1e15, weight_bytes=2, context_attention=1, bandwidth=1e18,
+    flops=1e15, core_flops=1e15, weight_bytes=2, element=2, context_attention=1, bandwidth=1e18,
     link=400e9, network=200e9, node=8, multiprocessors=100,
     matmul=1, depth=0, tiles=0, misaligned=1, unloaded=1, attention=1e6, memory=1, link_share=1,
     network_share=1,
