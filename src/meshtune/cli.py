@@ -211,8 +211,16 @@ def plan(
         raise UserError(
             "--explain and --max answer one question; ask for --plot, --export and --gpus without them."
         )
+    if plot:  # before anything is looked for
+        from meshtune.report.plan_plots import check
+
+        check(plot)
+    if export:
+        from meshtune.plan.export import known
+
+        known(export)
     resolved = config.load(file, overrides)
-    workload = workload_of(resolved)
+    workload = workload_of(resolved, lambda text: print(f"meshtune: {text}", file=sys.stderr))
     if explain:
         choice, against = answer.explain(resolved, workload, explain)
         show(choice.as_dict() | {"against": against}, plan_answer.explained(choice, against), as_json=as_json)

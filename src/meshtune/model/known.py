@@ -6,7 +6,7 @@ name ──> config.json ──> key ─┬─ hit ──> Known, without torch
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import cache
@@ -49,11 +49,13 @@ def known(
     freeze: tuple[str, ...] = (),
     lora: LoraShape | None = None,
     cache_dir: Path,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Known:
     """The numbers of the causal language model `name`: a hub id, a folder, or a configuration file.
 
-    freeze: globs of parameters. They are kept in `cache_dir` by all that they depend on; a file there that
-    can't be read is made anew. Of a model that runs code of its own, nothing is kept.
+    say: told before what takes seconds. freeze: globs of parameters. They are kept in `cache_dir` by all that
+    they depend on; a file there that can't be read is made anew. Of a model that runs code of its own,
+    nothing is kept.
 
     Raises UserError for what is no model, or none that meshtune trains, and as `add_lora` and `freeze`.
     """
@@ -62,6 +64,7 @@ def known(
     kept = cache_dir / f"census-{key}.json"
     if key and (found := _read(kept)):
         return found
+    say(f"Building {name} without weights to count it; its numbers are kept for the next time.")
     made = _derive(file, name, revision, trust_remote_code, freeze, lora)
     if key:
         with suppress(OSError):  # a disk that is full or not ours costs time, not the answer

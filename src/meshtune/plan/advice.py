@@ -144,6 +144,13 @@ def _alternative(plan: Plan, best: Choice, name: str, fixed: Mapping[str, Any], 
     try:
         other = search(plan.workload, plan.cluster, fixed=fixed, where=where)
     except UserError as error:
+        inner = fixed.get("tp", 1) * fixed.get("cp", 1) * fixed.get("pp", 1)
+        ranks, size = plan.cluster.gpus // inner, plan.workload.global_batch_size
+        if size % ranks:
+            few = (
+                f"it has {ranks} data ranks, which the global batch of {size} sequences does not share out to"
+            )
+            return Alternative(name, None, f"is not possible: {few}.")
         return Alternative(name, None, f"is not possible: {error.problems[0]}")
     if len(other):  # what was asked for has something else fixed
         return _behind(name, other.choice(0), best)
@@ -158,7 +165,7 @@ def _alternative(plan: Plan, best: Choice, name: str, fixed: Mapping[str, Any], 
         )  # fmt: skip
     refused = max(other.rejected, key=lambda each: each.count, default=None)
     return Alternative(
-        name, None, f"is not possible: {refused.reason}." if refused else "is not possible here."
+        name, None, f"is not possible: {refused.reason.rstrip('.')}." if refused else "is not possible here."
     )
 
 
@@ -216,7 +223,7 @@ def changes(plan: Plan, best: Choice | None = None) -> list[str]:
             gain = choice.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu - 1
             if gain > 0.02:
                 found.append(f"{what}: {gain:.0%} more tokens per second ({choice.layout}).")
-    lower = [place for place in plan.pareto() if plan.memory.peak[place] < best.memory.peak]
+    lower = [place for place in plan.pareto() if plan.memory.peak[place] < 0.95 * best.memory.peak]
     for less in (plan.choice(place) for place in lower[:2]):
         found.append(
             f"Less memory: {less.layout} holds {human(less.memory.peak)} instead of "
@@ -297,7 +304,9 @@ def nothing(plan: Plan, others: Others = dict) -> UserError:
     """What to raise when a plan is empty: NothingFits, or where every layout is refused, the reasons."""
     if len(plan.near.tp):
         return NothingFits(nothing_fits(plan, others))
-    reasons = [f"{each.reason} ({each.count} layouts, such as {each.example})" for each in plan.rejected]
+    reasons = [
+        f"{each.reason.rstrip('.')} ({each.count} layouts, such as {each.example})" for each in plan.rejected
+    ]
     where = f"{plan.cluster.gpus} x {plan.cluster.gpu.name}"
     return Refused(
         f"{plan.workload.model} can't be trained under any layout of {where}: {'; '.join(reasons)}."
@@ -325,7 +334,8 @@ def nothing_fits(plan: Plan, others: Others = dict) -> list[str]:
         )
     else:
         found += [
-            f"{each.reason} ({each.count} layouts, such as {each.example})." for each in plan.rejected[:4]
+            f"{each.reason.rstrip('.')} ({each.count} layouts, such as {each.example})."
+            for each in plan.rejected[:4]
         ]
     fitting = list(remedies(plan.workload, plan.cluster, others))
     if plan.fixed and (free := _first(w, c)):
@@ -345,7 +355,7 @@ def remedies(w: Workload, c: Cluster, others: Others = dict) -> Iterator[str]:
 
 
 def _remedies(w: Workload, c: Cluster, others: Others) -> Iterator[tuple[str, Choice]]:
-    for factor in (2, 4, 8, 16) if c.gpu.name != "cpu" else ():  # processors share one memory
+    for factor in (2, 3, 4, 6, 8, 12, 16) if c.gpu.name != "cpu" else ():  # processors share one memory
         if found := _first(w, c, c.gpus * factor):
             yield f"cluster.gpus={c.gpus * factor}", found
             break
@@ -429,7 +439,9 @@ def largest(workload: Workload, cluster: Cluster, what: str) -> tuple[Any, Choic
         return _largest_batch(workload, cluster)
     if what == "model":
         for name, shape in sorted(models().items(), key=lambda item: -float(item[1].work.parameters)):
-            if found := _first(replace(workload, model=name, work=shape.work, traits=shape.traits), cluster):
+            r = workload.lora_r
+            work = shape.work if r is None else shape.work.adapted(r)
+            if found := _first(replace(workload, model=name, work=work, traits=shape.traits), cluster):
                 return name, found
         raise NothingFits(f"None of {', '.join(models())} fits {cluster.gpus} x {cluster.gpu.name}.")
     raise UserError(f"--max {what} is nothing to look for; write --max seq_len, --max batch or --max model.")

@@ -161,6 +161,8 @@ def _own_kinds(settings: ClusterConfig) -> dict[str, Gpu]:
             found[name] = gpu_of(name, table)
         except (KeyError, TypeError) as error:
             problems.append(f"cluster.hardware = {file}: [{name}] lacks or misspells {error}.")
+        except ValueError as error:
+            problems.append(f"cluster.hardware = {file}: [{name}]: {error}.")
     if problems:
         raise UserError(problems)
     return found

@@ -89,13 +89,21 @@ def _tables(file: str) -> dict[str, dict[str, Any]]:
 
 
 def gpu_of(name: str, table: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]] | None = None) -> Gpu:
-    """A kind from a table in hardware.toml's form. Raises KeyError for a field that is missing.
+    """A kind from a table in hardware.toml's form. Raises KeyError for a field that is missing, ValueError
+    for efficiencies that are.
 
     tables: those that its `efficiency_as` may name; None: hardware.toml's.
     """
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{name} is no table of a GPU's facts")
     as_of = table.get("efficiency_as")
     others = _tables("hardware.toml") if tables is None else tables
-    efficiency = others[as_of]["efficiency"] if as_of else table["efficiency"]
+    if as_of and as_of not in others:
+        raise ValueError(f"its efficiency_as names {as_of}, which is no kind")
+    efficiency = dict(others[as_of]["efficiency"]) if as_of else dict(table["efficiency"])
+    efficiency |= table.get("efficiency", {})  # its own, where it has some of them
+    if missing := sorted(_tables("hardware.toml")["a100-80"]["efficiency"].keys() - efficiency.keys()):
+        raise ValueError(f"its efficiency lacks {', '.join(missing)}")
     return Gpu(
         name=name,
         words=tuple(table["words"]),

@@ -233,9 +233,10 @@ def saved(
     if selected is not None:
         products = split(selected, (selected.core + selected.statistics) / c.tp)
     found = np.where(c.recomputes("attention"), whole - tokens * kept.statistics / c.tp, whole)
-    found = np.where(c.recomputes("selective"), np.minimum(products, whole), found)
+    found = np.where(c.recomputes("selective"), products, found)
     found = np.where(c.recomputes("full"), boundary, found)
-    again = np.where(c.recomputes("selective"), whole - found, np.where(c.recomputes("full"), whole, 0.0))
+    rest = np.maximum(whole - products, 0.0)  # with adapters all products are more than what is needed
+    again = np.where(c.recomputes("selective"), rest, np.where(c.recomputes("full"), whole, 0.0))
     return found, again
 
 

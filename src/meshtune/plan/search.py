@@ -29,7 +29,8 @@ from meshtune.plan.work import Columns, Number
 from meshtune.plan.workload import Workload
 
 MARGIN = 0.04  # of a GPU's memory that a plan leaves free
-ALIKE = 0.005  # step times as near as that are equal: then the one with more memory to spare is better
+ALIKE = 0.005  # step times as near as that to the shortest are equal to it,
+SPARED = 0.05  # and what leaves so much more of a GPU's memory free is better, then what recomputes less
 MOST_VIRTUAL_STAGES = 8
 CHUNK = 8192  # layouts
 EVERY_HYBRID = 128  # GPUs, up to which all hybrids of replicas and shards are looked at
@@ -153,12 +154,24 @@ def search(
     tight = tight[np.argsort(held.peak[tight], kind="stable")][:8]
     fitting = rows(c, fits)
     seconds = joined([times(workload, cluster, each) for each in chunks(fitting)])
-    order = np.lexsort((held.peak[fits], np.floor(np.log(np.maximum(seconds.total, 1e-9)) / ALIKE)))
+    order = _ranked(seconds.total, held.peak[fits] / cluster.memory, fitting.recompute)
     considered = int(alternatives.sum())
     return Plan(
         workload, cluster, considered, tuple(rejected), rows(fitting, order), rows(seconds, order),
         rows(rows(held, fits), order), rows(c, tight), rows(held, tight), fixed,
     )  # fmt: skip
+
+
+def _ranked(seconds: Number, held: Number, recompute: Number) -> Number:
+    """Places by step time, but first the best of those that are as quick as the quickest. held: the peak as a
+    share of a GPU's memory.
+    """
+    order = np.lexsort((held, seconds))
+    if len(order):
+        alike = order[seconds[order] <= seconds[order[0]] * math.exp(ALIKE)]
+        best = alike[np.lexsort((held[alike], recompute[alike], np.floor(held[alike] / SPARED)))[0]]
+        order = np.concatenate([[best], order[order != best]])
+    return order
 
 
 def explained(workload: Workload, cluster: Cluster, layout: Layout) -> Choice:
@@ -317,8 +330,8 @@ def candidates(workload: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -
     """All ways to use the cluster's ranks that make the global batch, as columns, with one sequence in a
     micro-batch and nothing recomputed. Raises UserError where there is none.
 
-    Hybrids of replicas and shards: of a larger cluster those with shards over all data ranks, or over those
-    inside a node; what lies in between differs from one of them by less than the prediction can tell.
+    Hybrids of replicas and shards: of a larger cluster those with shards over all data ranks, over those
+    inside a node, or over doublings of these.
     """
     size, gpus = workload.global_batch_size, cluster.gpus
     data_ranks = {n for n in divisors(size) if _micro_batches(workload, n, fixed)}
@@ -375,14 +388,14 @@ def _refused(
     workload: Workload, c: Columns, weights: Number, shown: Columns, others: Sequence[Problem] = ()
 ) -> tuple[list[Rejected], Number]:
     """(what each rule refuses, which layouts none does). weights: layouts that each row stands for, of which
-    `shown` has one. A layout that several rules refuse counts for each.
+    `shown` has one. A layout counts for the first rule that refuses it.
     """
     allowed, found = np.ones(len(c.tp), bool), []
     rules = problems(
         workload.traits, c, attention=workload.attention, packing=workload.packing, compile=workload.compile
     )
     for problem in (*rules, *others):
-        where = np.broadcast_to(problem.where, allowed.shape)
+        where = problem.where & allowed
         if count := int(weights[where].sum()):
             found.append(Rejected(problem.reason, count, str(layout_at(shown, int(where.argmax())))))
             allowed &= ~where
@@ -407,7 +420,8 @@ def _axes(
                     continue
                 local = math.gcd(data, max(1, cluster.node // (tp * cp)))
                 given = fixed.get("dp_replicate", data)
-                few = sorted({1, local, data, max(1, data // given)})
+                doubled = (local * 2**n for n in range(1, 12))
+                few = sorted({1, local, data, max(1, data // given), *(n for n in doubled if data % n == 0)})
                 shardings = [
                     (data // shards, shards, zero)
                     for shards in options("dp_shard", divisors(data) if gpus <= EVERY_HYBRID else few)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -193,6 +193,22 @@ class Work:
             tied=tied,
         )
 
+    def adapted(self, r: int) -> Work:
+        """The same frozen, with adapters of rank r beside every matrix of the blocks."""
+        frozen = tuple(replace(m, trainable=0.0) for m in self.matrices)
+        adapters = tuple(each for m in self.matrices for each in _adapters(m, r))
+        held = tuple(Weight(each.rows, each.cols, each.count, each.cut) for each in adapters)
+        weights = [
+            tuple(replace(w, trainable=0.0) for w in own)
+            for own in (self.block_weights, self.first_weights, self.last_weights)
+        ]
+        trained = self.blocks * sum(w.elements for w in held)
+        return replace(
+            self, matrices=(*frozen, *adapters), block_weights=(*weights[0], *held), first_weights=weights[1],
+            last_weights=weights[2], trainable=trained / (self.parameters + trained), head_trainable=0.0,
+            kept={},
+        )  # fmt: skip
+
     @property
     def block_parameters(self) -> Number:
         """Elements of an average block."""
@@ -216,6 +232,12 @@ class Work:
     @property
     def parameters(self) -> Number:
         return self.blocks * self.block_parameters + self.outside_parameters
+
+
+def _adapters(m: Gemm, r: int) -> tuple[Gemm, Gemm]:
+    """A takes what the matrix takes, B makes what it makes; tp cuts each as the matrix on that side."""
+    a = Gemm(r, m.cols, m.count, "cols" if m.cut == "cols" else "")
+    return a, Gemm(m.rows, r, m.count, "rows" if m.cut == "rows" else "")
 
 
 def _kept(census: Census) -> dict[int, Kept]:

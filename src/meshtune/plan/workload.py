@@ -13,7 +13,8 @@ from meshtune.plan.work import Work
 @dataclass(frozen=True)
 class Workload:
     """What is trained, whatever the cluster. seq_len in tokens, global_batch_size in sequences;
-    document_tokens as in seconds.step. attention: the implementation that the model is built with.
+    document_tokens as in seconds.step. attention: the implementation that the model is built with. lora_r:
+    the rank of adapters beside every linear; None: all weights are trained.
     """
 
     model: str
@@ -27,6 +28,7 @@ class Workload:
     compile: bool = False
     packing: bool = True
     attention: str = "meshtune"
+    lora_r: int | None = None
 
     @property
     def tokens(self) -> int:

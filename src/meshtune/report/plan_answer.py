@@ -31,7 +31,9 @@ def answer(asked: Answer, most: int) -> RenderableType:
     parts += [
         title(f"{len(plan):,} of {plan.considered:,} layouts fit; the best"),
         layouts_table(asked.best(most)),
-        Text("Steps within half a per cent are equal here: then more free memory comes first.", style="dim"),
+        Text(
+            "Within half a per cent of the shortest step, what leaves more memory free is first.", style="dim"
+        ),
         section(
             "Why the usual ones are not first",
             (f"{each.name} {each.sentence}" for each in asked.alternatives),
@@ -41,7 +43,9 @@ def answer(asked: Answer, most: int) -> RenderableType:
     ]
     if plan.rejected:
         rejected = sorted(plan.rejected, key=lambda each: -each.count)
-        lines = [f"{each.count:,}: {each.reason} (such as {each.example})" for each in rejected[:6]]
+        lines = [
+            f"{each.count:,}: {each.reason.rstrip('.')} (such as {each.example})" for each in rejected[:6]
+        ]
         parts.append(section("Left out", lines))
     if asked.run is not None:
         parts.append(section("The run", [asked.run.sentence()]))

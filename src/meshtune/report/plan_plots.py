@@ -260,7 +260,7 @@ def write(
 
     sizes: plans for other numbers of GPUs. batches: the best of each (global batch size, GPUs).
     """
-    suffix = known_suffix(file, (".html", ".png", ".svg"))
+    suffix = check(file)
     found = panels(plan, sizes, batches)
     if not found:
         raise UserError(
@@ -271,6 +271,11 @@ def write(
     else:
         save(figure(plan, found), file)
     return file
+
+
+def check(file: Path) -> str:
+    """The suffix of a file that `write` can write. Raises UserError for another."""
+    return known_suffix(file, (".html", ".png", ".svg"))
 
 
 def known_suffix(file: Path, known: Sequence[str]) -> str:

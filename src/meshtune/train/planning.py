@@ -3,7 +3,7 @@
 Imports no torch by itself: `meshtune plan` asks here too, and has the model's numbers from the disk.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,9 +27,9 @@ class Uncounted(UserError):
     """A model whose work is unknown."""
 
 
-def workload_of(config: Config) -> Workload:
-    """The workload of a config; its data need not exist. Raises UserError for a model that can't be
-    planned.
+def workload_of(config: Config, say: Callable[[str], None] = lambda _: None) -> Workload:
+    """The workload of a config; its data need not exist. say: see `known`. Raises UserError for a model that
+    can't be planned.
     """
     model, lora = config.model, None
     if config.method == "lora":
@@ -41,6 +41,7 @@ def workload_of(config: Config) -> Workload:
         freeze=model.freeze,
         lora=lora,
         cache_dir=Path(config.data.cache).expanduser(),
+        say=say,
     )
     if found.census.unsupported:
         raise Uncounted(
@@ -62,6 +63,7 @@ def workload_of(config: Config) -> Workload:
         compile=config.train.compile,
         packing=config.data.packing,
         attention=found.attention if model.attention == "auto" else model.attention,
+        lora_r=config.lora.r if config.method == "lora" else None,
     )
 
 

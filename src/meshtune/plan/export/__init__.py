@@ -32,13 +32,18 @@ TOOLS: Mapping[str, Callable[[Config, Layout, int], Exported]] = {  # writer(con
 }
 
 
-def export(tool: str, config: Config, layout: Layout, gpus_per_node: int) -> Exported:
-    """What `tool` needs to run `layout`. Raises UserError where it can't, and for an unknown tool."""
+def known(tool: str) -> str:
+    """The tool's name. Raises UserError for one that plans are not written for."""
     if tool not in TOOLS:
         near = difflib.get_close_matches(tool.lower().replace("-", ""), TOOLS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"tools: {', '.join(TOOLS)}."
         raise UserError(f"--export {tool} is no tool that plans are written for; {hint}")
-    return TOOLS[tool](config, layout, gpus_per_node)
+    return tool
+
+
+def export(tool: str, config: Config, layout: Layout, gpus_per_node: int) -> Exported:
+    """What `tool` needs to run `layout`. Raises UserError where it can't, and for an unknown tool."""
+    return TOOLS[known(tool)](config, layout, gpus_per_node)
 
 
 def write(tool: str, config: Config, choice: Choice, folder: Path) -> list[str]:
