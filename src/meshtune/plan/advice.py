@@ -124,7 +124,11 @@ def alternatives(plan: Plan, best: Choice | None = None) -> list[Alternative]:
         *(
             (f"ZeRO-{zero} alone", alone | {"zero": zero, "dp_replicate": 1}, None) for zero in (1, 2, 3)
         ),
-        ("ZeRO-3 inside the node, replicas across", alone | {"zero": 3}, lambda c: c.dp_replicate > 1),
+        (
+            "ZeRO-3 inside the node, replicas across",
+            alone | {"zero": 3},
+            lambda c: (c.dp_replicate > 1) & (c.dp_shard <= node),
+        ),
         ("tensor parallel inside the node", {"tp": min(node, gpus), "cp": 1, "pp": 1}, None),
         ("pipeline parallel", {"cp": 1}, lambda c: c.pp > 1),
         ("context parallel", {"pp": 1, "tp": 1}, lambda c: c.cp > 1),

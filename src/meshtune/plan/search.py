@@ -331,7 +331,7 @@ def candidates(workload: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -
     micro-batch and nothing recomputed. Raises UserError where there is none.
 
     Hybrids of replicas and shards: of a larger cluster those with shards over all data ranks, over those
-    inside a node, or over doublings of these.
+    inside a node, or, without a pipeline, over doublings of these.
     """
     size, gpus = workload.global_batch_size, cluster.gpus
     data_ranks = {n for n in divisors(size) if _micro_batches(workload, n, fixed)}
@@ -420,7 +420,7 @@ def _axes(
                     continue
                 local = math.gcd(data, max(1, cluster.node // (tp * cp)))
                 given = fixed.get("dp_replicate", data)
-                doubled = (local * 2**n for n in range(1, 12))
+                doubled = (local * 2**n for n in range(1, 12 if pp == 1 else 1))
                 few = sorted({1, local, data, max(1, data // given), *(n for n in doubled if data % n == 0)})
                 shardings = [
                     (data // shards, shards, zero)

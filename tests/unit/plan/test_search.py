@@ -563,7 +563,7 @@ KINDS = {
     "ZeRO-2 alone": lambda x: x.zero == 2 and x.dp_shard == x.world,
     "ZeRO-3 alone": lambda x: x.zero == 3 and x.dp_shard == x.world,
     "ZeRO-3 inside the node, replicas across": lambda x: (
-        x.zero == 3 and x.dp_replicate > 1 == x.tp == x.cp == x.pp
+        x.zero == 3 and x.dp_replicate > 1 == x.tp == x.cp == x.pp and x.dp_shard <= NODES[x.world]
     ),
     "tensor parallel inside the node": lambda x: x.tp == min(x.world, NODES[x.world]) and x.cp == x.pp == 1,
     "pipeline parallel": lambda x: x.pp > 1 and x.cp == 1,
