@@ -23,7 +23,7 @@ from meshtune.units import human
 @dataclass(frozen=True)
 class Answer:
     """plans: by number of GPUs. choice: the best of all by the goal, on `gpus` of them. run: the whole run,
-    where its steps are known.
+    where its steps are known. left_out: why other sizes can't be.
     """
 
     workload: Workload
@@ -32,6 +32,7 @@ class Answer:
     choice: Choice
     goal: str
     run: Run | None
+    left_out: tuple[str, ...] = ()
 
     @property
     def plan(self) -> Plan:
@@ -103,6 +104,8 @@ class Answer:
             found["sizes"] = {
                 gpus: each.choice(0).as_dict() if len(each) else None for gpus, each in self.plans.items()
             }
+        if self.left_out:
+            found["left_out"] = list(self.left_out)
         return found
 
 
@@ -134,7 +137,8 @@ def ask(
         raise UserError(problems)
     gpus, choice = advice.by_goal(plans, goal, others)
     steps = steps or config.train.max_steps
-    return Answer(workload, plans, gpus, choice, goal, Run.of(choice, steps) if steps else None)
+    run = Run.of(choice, steps) if steps else None
+    return Answer(workload, plans, gpus, choice, goal, run, tuple(problems))
 
 
 def explain(config: Config, workload: Workload, text: str) -> tuple[Choice, list[str]]:

@@ -28,6 +28,7 @@ def answer(asked: Answer, most: int) -> RenderableType:
     if len(asked.plans) > 1:
         best = {gpus: each.choice(0) if len(each) else None for gpus, each in asked.plans.items()}
         parts += [title("How many GPUs"), sizes_table(best)]
+    parts += [Text(f"  {sentence}") for sentence in asked.left_out]
     parts += [
         title(f"{len(plan):,} of {plan.considered:,} layouts fit; the best"),
         layouts_table(asked.best(most)),
