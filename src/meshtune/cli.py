@@ -241,7 +241,7 @@ def plan(
         if export:
             from meshtune.plan.export import write
 
-            for sentence in write(export, resolved, asked.choice, to):
+            for sentence in write(export, resolved, asked.best(500), to):
                 print(f"meshtune: {sentence}", file=sys.stderr)
 
 

@@ -9,7 +9,7 @@ nearest way that fits the same memory, and said.
 """
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from meshtune.config import Config
@@ -46,14 +46,32 @@ def export(tool: str, config: Config, layout: Layout, gpus_per_node: int) -> Exp
     return TOOLS[known(tool)](config, layout, gpus_per_node)
 
 
-def write(tool: str, config: Config, choice: Choice, folder: Path) -> list[str]:
-    """Put what `tool` needs into `folder`; returns how it is started and what it can't express. Raises
-    UserError, with nothing written, where the tool can't run the layout or a file is there already.
+def write(tool: str, config: Config, choices: Iterable[Choice], folder: Path) -> list[str]:
+    """Put what `tool` needs for the first of `choices` that it can run into `folder`; returns how it is
+    started and what it can't express. Raises UserError, with nothing written, where it can run none of them,
+    or a file is there already.
     """
-    found = export(tool, config, choice.layout, choice.cluster.node)
+    first, refused = None, None
+    for choice in choices:
+        first = first or choice
+        try:
+            found = export(tool, config, choice.layout, choice.cluster.node)
+            break
+        except UserError as error:
+            refused = refused or error
+    else:
+        raise refused or UserError(f"There is no layout to write for {tool}.")
     if taken := [name for name in found.files if (folder / name).exists()]:
         raise UserError(f"{folder / taken[0]} exists; name another folder with --to.")
     for name, text in found.files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(folder / name, text)
-    return [f"{choice.layout} for {tool} is in {folder}; start it with: {found.command}", *found.missing]
+    instead = []
+    if refused:
+        slower = choice.seconds.total / first.seconds.total - 1
+        instead = [f"{' '.join(refused.problems)} Written is {choice.layout}, {slower:+.1%} time a step."]
+    return [
+        *instead,
+        f"{choice.layout} for {tool} is in {folder}; start it with: {found.command}",
+        *found.missing,
+    ]
