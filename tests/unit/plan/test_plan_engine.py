@@ -115,8 +115,16 @@ def shared(workload: Workload, census: Census, layout: Layout, pipeline_rank: in
     }  # fmt: skip
 
 
+# All in CI; by default those that differ most in how they are cut.
+MOST_UNLIKE = ("llama", "phi3", "gpt2")
+EACH = [
+    family if family in MOST_UNLIKE else pytest.param(family, marks=pytest.mark.slow)
+    for family in [*FAMILIES, *CHANGES]
+]
+
+
 @pytest.mark.parametrize("method", ["full", "lora", "embedding"])
-@pytest.mark.parametrize("family", [*FAMILIES, *CHANGES])
+@pytest.mark.parametrize("family", EACH)
 def test_states_are_the_shares_to_the_byte(family: str, method: str) -> None:
     census = census_for(family, 2, method)
     for precision in ("fp32", "bf16", "bf16-pure"):
@@ -315,7 +323,7 @@ def test_layouts_of_real_models_are_refused_where_a_run_would_refuse_them(family
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "embedding"])
-@pytest.mark.parametrize("family", [*FAMILIES, *CHANGES])
+@pytest.mark.parametrize("family", EACH)
 def test_parameters_and_flops_are_the_censuss(family: str, method: str) -> None:
     census = census_for(family, 2, method)
     work = Work.of(census)
