@@ -1,0 +1,33 @@
+"""How long the planner takes to search a cluster: `python benchmarks/plan_search.py [GPUS]`, medians of five.
+
+The model's numbers are those of plan/models.toml, so that nothing is read or built first.
+"""
+
+import statistics
+import sys
+import time
+
+from meshtune.config import ClusterConfig
+from meshtune.plan.advice import models
+from meshtune.plan.cluster import cluster_of
+from meshtune.plan.search import search
+from meshtune.plan.workload import Workload
+
+ROUNDS = 5
+
+
+def main() -> None:
+    cluster = cluster_of(ClusterConfig(gpu="h100-sxm", gpus=int((sys.argv[1:] or ["512"])[0])))
+    for name in ("llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"):
+        shape = models()[name]
+        workload = Workload(name, shape.work, shape.traits, seq_len=8192, global_batch_size=cluster.gpus)
+        seconds = []
+        for _ in range(ROUNDS):
+            start = time.perf_counter()
+            plan = search(workload, cluster)
+            seconds.append(time.perf_counter() - start)
+        print(f"{name}: {plan.considered:,} layouts, {len(plan):,} fit, {statistics.median(seconds):.2f} s")
+
+
+if __name__ == "__main__":
+    main()
