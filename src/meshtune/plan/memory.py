@@ -254,12 +254,10 @@ def compiled(kept: Kept) -> Kept:
 class Stages:
     """What the first, a middle and the last pipeline rank have: arrays [RANKS, layouts].
 
-    blocks: on the rank; chunk: in its largest stage. first, last: 1 on the rank with the embedding, with the
-    head. place: the rank's index.
+    blocks: on the rank. first, last: 1 on the rank with the embedding, with the head. place: its index.
     """
 
     blocks: Number
-    chunk: Number
     first: Number
     last: Number
     place: Number
@@ -272,7 +270,6 @@ class Stages:
         v_shaped = c.runs("zbv", "dualpipev")
         return cls(
             blocks=np.broadcast_to(most, place.shape),
-            chunk=np.broadcast_to(np.ceil(most / c.virtual_stages - 1e-9), place.shape),
             first=(place == 0) * 1.0,
             last=np.where(v_shaped, place == 0, place == c.pp - 1) * 1.0,
             place=place,
@@ -297,7 +294,7 @@ class Stages:
             before = np.minimum(np.floor(part * (c.pp - 1) + 1e-9) + 1, n)
             blocks = np.where(last > 0, n - before, np.where(first > 0, least, np.ceil(part)))
             blocks = np.where(c.pp > 1, blocks, n)
-        return cls(blocks, np.ceil(blocks / c.virtual_stages - 1e-9), first, last, even.place)
+        return cls(blocks, first, last, even.place)
 
 
 def in_flight(c: Columns, place: Number = 0.0) -> Number:

@@ -91,7 +91,6 @@ class Plan:
     seconds: Seconds
     memory: Memory
     near: Columns
-    near_memory: Memory
     fixed: Mapping[str, Any]
 
     def __len__(self) -> int:
@@ -158,7 +157,7 @@ def search(
     considered = int(alternatives.sum())
     return Plan(
         workload, cluster, considered, tuple(rejected), rows(fitting, order), rows(seconds, order),
-        rows(rows(held, fits), order), rows(c, tight), rows(held, tight), fixed,
+        rows(rows(held, fits), order), rows(c, tight), fixed,
     )  # fmt: skip
 
 
@@ -283,7 +282,7 @@ def _stages(
     """The fields of Stages for the first, the fullest middle and the last rank."""
     count = pp * virtual
     if count > blocks:  # refused elsewhere
-        return ((1.0,) * 3, (1.0,) * 3, (1.0, 0.0, 0.0), (0.0, 0.0, 1.0), (0.0,) * 3)
+        return ((1.0,) * 3, (1.0, 0.0, 0.0), (0.0, 0.0, 1.0), (0.0,) * 3)
     sizes = even_stages(blocks, count, last, first)
     schedule = V_SCHEDULES[0] if v_shaped else SCHEDULES[0]
     own = [stage_of_rank(schedule, pp, virtual, rank) for rank in range(pp)]
@@ -292,7 +291,6 @@ def _stages(
     ranks = (0, middle, pp - 1)
     return (
         tuple(float(held[rank]) for rank in ranks),
-        tuple(float(max(sizes[stage] for stage in own[rank])) for rank in ranks),
         tuple(float(0 in own[rank]) for rank in ranks),
         tuple(float(count - 1 in own[rank]) for rank in ranks),
         tuple(float(rank) for rank in ranks),

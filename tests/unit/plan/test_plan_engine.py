@@ -198,7 +198,7 @@ def whole_pipeline(workload: Workload, census: Census, layout: Layout) -> dict[s
         own = stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, rank)
         sizes = [len(stages[stage]) for stage in own]
         ends = (0 in own, len(stages) - 1 in own)
-        one = memory.Stages(*(np.full((1, 1), x) for x in (sum(sizes), max(sizes), *ends, rank)))
+        one = memory.Stages(*(np.full((1, 1), x) for x in (sum(sizes), *ends, rank)))
         a = accounting_of(workload, CPU)
         found = memory.moments(workload.work, c, a, workload.seq_len, one)["end of backward"]
         for name in STATES:
