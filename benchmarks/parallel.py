@@ -49,8 +49,10 @@ from meshtune import config, launch
 from meshtune.config import Config
 from meshtune.data.loader import Batch
 from meshtune.layout import Layout
+from meshtune.model.load import quiet
 from meshtune.parallel.mesh import World, join
-from meshtune.train import build
+from meshtune.train import build, choose, inputs
+from meshtune.train.model import single_model
 from meshtune.watch import Limits
 
 SEQ_LEN, ROWS_PER_STEP = 96, 8
@@ -91,10 +93,10 @@ def rival(
     make: Callable[[nn.Module, World], tuple[nn.Module, Gradients]], attention: str, settings: Config
 ) -> tuple[Iterator[Any], Step]:
     """torch's own optimizer and clipping around what `make` does to the model of each rank."""
-    build.quiet()
-    world = join(build.layout_of(settings), torch.device("cpu"))
-    tokenizer, encoder = build.tokenizer_of(settings)
-    model, _ = build.model_of(settings, tokenizer, attention, world.device)
+    quiet()
+    world = join(choose.choose_together(settings).layout, torch.device("cpu"))
+    encoder = inputs.encoder_of(inputs.tokenizer_of(settings.model, settings.data), settings.data)
+    model = single_model(build.model_spec(settings, attention), world.device)
     trained, gradients = make(model, world)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
@@ -106,7 +108,8 @@ def rival(
         dist.all_reduce(loss)
         return float(loss), norm
 
-    return iter(build.loader_of(settings, build.data_of(settings, encoder).train, world)), step
+    prepared = inputs.data_of(settings.data, encoder, seed=settings.train.seed)
+    return iter(inputs.loader_of(settings, prepared.train, world)), step
 
 
 class Contender(NamedTuple):
@@ -217,7 +220,7 @@ def set_up(work: Path, sizes: dict[str, Any]) -> int:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>")
     tokenizer.save_pretrained(work / "model")
 
-    build.quiet()
+    quiet()
     torch.manual_seed(0)
     made = LlamaForCausalLM(
         LlamaConfig(

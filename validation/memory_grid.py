@@ -66,7 +66,7 @@ from meshtune.plan.workload import Workload
 from meshtune.rundir import write_text_atomically
 from meshtune.train import build, loop
 from meshtune.train.memory import ACTIVATIONS, WATCHED_STEPS, PhaseMemory, storage_bytes
-from meshtune.train.step import ManyRanks
+from meshtune.train.model import PRECISIONS
 
 SEQ_LEN = 512
 MODEL = LlamaConfig(
@@ -146,7 +146,7 @@ class Recorder(PhaseMemory):
 
 def receive_buffers(run: loop.Run) -> list[Tensor]:
     """What torch's stages have made to receive in."""
-    pipeline = run.passes.parallel.pipeline if isinstance(run.passes, ManyRanks) else None
+    pipeline = run.passes.parallel.pipeline
     schedules = pipeline._schedules.values() if pipeline else ()
     infos = [
         info
@@ -356,7 +356,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layouts", help="comma-separated; default: the whole grid")
-    parser.add_argument("--precision", choices=[*build.PRECISIONS])
+    parser.add_argument("--precision", choices=[*PRECISIONS])
     files = parser.add_mutually_exclusive_group(required=True)
     files.add_argument("--out", type=Path, help="where the measured bytes go")
     files.add_argument("--of", type=Path, help="what --out wrote, to compare again")

@@ -18,6 +18,7 @@ from meshtune.rundir import RunDir, disk_is_full
 if TYPE_CHECKING:
     from meshtune.config import Config
     from meshtune.launch import Rank
+    from meshtune.train.choose import Choice
 
 app = typer.Typer(
     name="meshtune",
@@ -114,13 +115,11 @@ def train(
 
     resolved = config.load(file, overrides)
     # Before ranks are forked: they share what is imported. And what can't run is refused.
-    from meshtune.train import build, loop  # noqa: F401
+    from meshtune.train import build, choose, loop  # noqa: F401
 
     ranks, device = ranks_of(resolved, nproc)
-    if ranks > 1 and not launch.joined():
-        layout = build.layout_of(resolved, ranks)
-        build.attention_of(resolved, layout, ranks)
-    launch.run(train_rank, resolved, as_json, ranks=ranks, device=device)
+    choice = None if launch.joined() else choose.choose(resolved, ranks)
+    launch.run(train_rank, resolved, choice, as_json, ranks=ranks, device=device)
 
 
 def ranks_of(config: "Config", nproc: int | None) -> tuple[int, str]:
@@ -159,11 +158,11 @@ def ranks_of(config: "Config", nproc: int | None) -> tuple[int, str]:
     return world, device
 
 
-def train_rank(rank: "Rank", config: "Config", as_json: bool) -> None:
-    """What each rank of a training run does."""
+def train_rank(rank: "Rank", config: "Config", choice: "Choice | None", as_json: bool) -> None:
+    """Train on one rank. choice: the layout and attention, where they are chosen already."""
     from meshtune.train import build, loop
 
-    run = build.build(config)
+    run = build.build(config, choice)
     rank.keep_log(run.folder.logs)
     world = run.world
     axes = {str(axis.group.group_name): axis.name for axis in world.axes if axis.group is not None}

@@ -14,10 +14,10 @@ from families import FAMILIES
 from layouts import Trained, differences, make_folder, trained
 from transformers import AutoModelForCausalLM
 
-from meshtune.parallel import context, exchange, mesh, tensor, zero
+from meshtune.parallel import apply, context, exchange, mesh, tensor, zero
 from meshtune.parallel.pipeline import Pipeline
 from meshtune.parallel.replicas import Replicas, Sent
-from meshtune.train import build, loss
+from meshtune.train import loss
 from meshtune.train.optim import Optimizer
 
 pytestmark = pytest.mark.slow
@@ -83,7 +83,7 @@ MUTATIONS: dict[str, tuple[str, Any, str, Any]] = {
     "the scale of a pipeline's loss": ("pp2-1f1b", Pipeline, "_scaled", lambda self, loss, _: loss * 1.0),
     "gradients of a tied embedding": ("pp2-1f1b", Pipeline, "reduce_tied", _nothing),
     "losses and norms of all ranks": ("dp2", mesh.World, "total", lambda self, *n: [float(x) for x in n]),
-    "one gradient counted once": ("tp2", build.Parallel, "copies", lambda self: {}),
+    "one gradient counted once": ("tp2", apply.Parallel, "copies", lambda self: {}),
     "other ranks read other sequences": ("dp2", mesh.World, "data_rank", property(lambda self: 0)),
     "clipping": ("zero3x2", Optimizer, "clip", _nothing),
 }  # fmt: skip

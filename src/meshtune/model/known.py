@@ -113,15 +113,17 @@ def _derive(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from meshtune.model import load
     from meshtune.model.anatomy import auto_attention, traits
+    from meshtune.model.files import resolve
+    from meshtune.model.load import read_config
     from meshtune.model.lora import add_lora
     from meshtune.model.trace import census_of
+    from meshtune.model.trainable import freeze as freeze_parameters
 
     if trust_remote_code and not local(name):  # its code lies beside
-        folder = load.resolve(name, revision=revision, weights=False, trust_remote_code=True)
+        folder = resolve(name, revision=revision, weights=False, trust_remote_code=True)
         file = folder / "config.json"
-    config = load.read_config(file, name, trust_remote_code)
+    config = read_config(file, name, trust_remote_code)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
@@ -135,7 +137,7 @@ def _derive(
             model, r=lora.r, alpha=1, target_modules=targets if isinstance(targets, str) else list(targets)
         )
     if freeze:
-        load.freeze(model, freeze)
+        freeze_parameters(model, freeze)
     return Known(census_of(model), shape, attention)
 
 

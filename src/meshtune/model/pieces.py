@@ -6,11 +6,12 @@ The files are mapped, not read: only the pages of a rank's own slices are ever t
 of the process's own. What comes from no file (adapters, embeddings of added tokens) is given or worked out.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 ROWS_AT_ONCE = 1024  # of an embedding whose mean is taken
 
@@ -38,8 +39,16 @@ class Weights:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
+        self._tensors = dict(tensors)
         self._means: dict[str, Tensor] = {}
+        self._aliases: dict[tuple[int, torch.Size], list[str]] = {}
+        for name, tensor in tensors.items():
+            self._aliases.setdefault(self._address(tensor), []).append(name)
+
+    @staticmethod
+    def _address(tensor: Tensor) -> tuple[int, torch.Size]:
+        """Equal for the names of one tied tensor."""
+        return tensor.data_ptr(), tensor.shape
 
     @torch.no_grad()
     def copy_into(self, piece: Piece, name: str) -> None:
@@ -55,6 +64,11 @@ class Weights:
         if old < len(piece.tensor):
             mean = Piece(piece.shape[1:], piece.offsets[1:], piece.tensor[0]).of(self._mean(name))
             piece.tensor[old:] = mean.to(piece.tensor.dtype)
+
+    def free(self, name: str) -> None:
+        """Let go of a tensor, under all of its names."""
+        for alias in self._aliases.pop(self._address(self._tensors[name])):
+            del self._tensors[alias]
 
     @torch.no_grad()
     def copy_buffers(self, model: nn.Module) -> None:
@@ -72,7 +86,34 @@ class Weights:
         return self._means[name]
 
 
-def fill(pieces: Iterable[tuple[str, Piece]], weights: Weights) -> None:
-    """Give each (name of a parameter, this rank's piece of it) its values, cast to the piece's dtype."""
-    for name, piece in pieces:
+def whole_pieces(model: nn.Module) -> Iterator[tuple[str, Piece]]:
+    """Each parameter of an unsharded model as one piece, live, by name."""
+    for name, parameter in model.named_parameters():
+        yield name, Piece(tuple(parameter.shape), (0,) * parameter.ndim, parameter.detach())
+
+
+def fill(pieces: Iterable[tuple[str, Piece]], weights: Weights, *, free: bool = False) -> None:
+    """Give each (name of a parameter, this rank's piece of it) its values, cast to the piece's dtype.
+
+    free: let go of a stored tensor once it is copied, so that tensors which are no mapping of a file (drawn,
+    or cast) never double a rank's memory.
+    """
+    named = list(pieces)
+    last = {name: number for number, (name, _) in enumerate(named)}
+    for number, (name, piece) in enumerate(named):
         weights.copy_into(piece, name)
+        if free and last[name] == number:
+            weights.free(name)
+
+
+def materialise(module: nn.Module, device: torch.device) -> None:
+    """Give every tensor on meta memory on `device`; bring the others (buffers, with their values) there."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for each in module.modules():
+        for name, parameter in each._parameters.items():
+            if parameter is not None and not isinstance(parameter, DTensor):
+                places.setdefault(parameter, []).append((each, name))
+    module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    for (owner, own_name), *others in places.values():  # `_apply` makes two parameters of a tied one
+        for each, name in others:
+            each._parameters[name] = owner._parameters[own_name]

@@ -26,9 +26,10 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.pytorch_utils import Conv1D
 
 from meshtune.errors import UserError
-from meshtune.model.load import INDEX, WEIGHTS, resize_to, tables
+from meshtune.model.files import INDEX, WEIGHTS
 from meshtune.model.lora import adapted, add_lora
 from meshtune.model.pieces import Piece
+from meshtune.model.trainable import resize_to, tables
 from meshtune.rundir import flush
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

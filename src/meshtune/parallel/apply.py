@@ -23,9 +23,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from meshtune.data.loader import MicroBatch
+from meshtune.layout import Layout
 from meshtune.model.anatomy import Anatomy, anatomy
 from meshtune.model.partition import Split, piece, stage_count
-from meshtune.model.pieces import Piece
+from meshtune.model.pieces import Piece, materialise
 from meshtune.parallel import context, tensor, zero
 from meshtune.parallel.mesh import World
 from meshtune.parallel.pipeline import Finish, Pipeline, Stage
@@ -57,6 +58,16 @@ class Parallel:
         """This rank's parameters; a head that is a copy of the tied embedding has its own name."""
         for stage in self.stages:
             yield from stage.model.named_parameters()
+
+    @property
+    def modules(self) -> nn.ModuleList:
+        """The stages as one module."""
+        return nn.ModuleList(self.stages)
+
+    @property
+    def width_multiple(self) -> int:
+        """The width of every micro-batch is a multiple of this many tokens."""
+        return width_multiple(self.world.layout)
 
     @property
     def tied(self) -> dict[str, str]:
@@ -121,15 +132,19 @@ class Parallel:
         """Before a micro-batch's passes, without a pipeline (which does it itself)."""
         zero.before_backward(self.stages[0], self.world.layout.zero, last=last)
 
+    @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch], finish: Finish) -> list[Tensor]:
-        """`finish` of each (local) micro-batch's last hidden states, on the ranks of the last stage."""
+        """`finish` of the last hidden states of each of this data rank's micro-batches, without gradients; on
+        the ranks of the last stage, and an empty list on others.
+        """
+        local_batches = [self.localise(micro_batch) for micro_batch in micro_batches]
         if self.pipeline is not None:
-            found = self.pipeline.forward_only(micro_batches, finish) or []
+            results = self.pipeline.forward_only(local_batches, finish) or []
         else:
-            found = [self.stages[0](None, each, finish) for each in micro_batches]
+            results = [self.stages[0](None, micro_batch, finish) for micro_batch in local_batches]
         for stage in self.stages:
             zero.let_go(stage)
-        return found
+        return results
 
     def finish_gradients(self, gradients: Callable[[frozenset[str] | None], Mapping[str, Tensor]]) -> None:
         """After the last micro-batch: add up what is still spread over replicas, over tp, and over the copies
@@ -188,6 +203,14 @@ def apply(
     return Parallel(world, parts, stages, shapes, splits, pipeline, replicas)
 
 
+def width_multiple(layout: Layout) -> int:
+    """The width of every micro-batch is a multiple of this many tokens: context parallelism cuts the sequence
+    (all-gather's zigzag into two parts a rank), and so does sequence parallelism.
+    """
+    parts = 2 * layout.cp if layout.cp > 1 and layout.cp_method == "allgather" else layout.cp
+    return parts * (layout.tp if layout.sp else 1)
+
+
 def groups_of(stage: Stage, inside: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
     """A stage's parameters, by block and those outside, in the order in which a forward pass needs them."""
     taken: set[nn.Parameter] = set()
@@ -197,16 +220,3 @@ def groups_of(stage: Stage, inside: Sequence[nn.Module]) -> list[list[nn.Paramet
         taken.update(blocks[-1])
     outside = [parameter for parameter in stage.parameters() if parameter not in taken]
     return [outside, *blocks] if stage.first else [*blocks, outside]
-
-
-def materialise(module: nn.Module, device: torch.device) -> None:
-    """Give every tensor on meta memory on `device`; bring the others (buffers, with their values) there."""
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for each in module.modules():
-        for name, parameter in each._parameters.items():
-            if parameter is not None and not isinstance(parameter, DTensor):
-                places.setdefault(parameter, []).append((each, name))
-    module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
-    for (owner, own_name), *others in places.values():  # `_apply` makes two parameters of a tied one
-        for each, name in others:
-            each._parameters[name] = owner._parameters[own_name]

@@ -13,9 +13,8 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -30,19 +29,23 @@ from meshtune.data.template import Encoder
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.model.anatomy import anatomy, capabilities
-from meshtune.model.load import load, load_config, load_tokenizer, quiet, resize_embeddings
+from meshtune.model.load import load, load_config, load_tokenizer, quiet
 from meshtune.model.lora import merge_lora
+from meshtune.model.pieces import whole_pieces
 from meshtune.model.save import adapter_base, load_adapter
+from meshtune.model.trainable import embeddings_needed, resize_embeddings
+from meshtune.parallel.apply import Parallel, apply
 from meshtune.parallel.attention import NAMES
 from meshtune.parallel.mesh import join
 from meshtune.rundir import RunDir
-from meshtune.train import build
+from meshtune.train import build, choose, inputs
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.evaluate import Evaluation
 from meshtune.train.export import push
 from meshtune.train.generate import answers
+from meshtune.train.loss import head_loss
 from meshtune.train.metrics import Metrics
-from meshtune.train.step import OneDevice
+from meshtune.train.model import single_model
 from meshtune.units import human
 
 
@@ -54,6 +57,11 @@ class Target:
     folder: Path | None = None  # model or adapter; None: config.model.name as it is
     run: RunDir | None = None
     step: int | None = None  # of the run's checkpoint to use
+
+    @property
+    def adapted(self) -> bool:
+        """Whether `folder` holds an adapter."""
+        return self.folder is not None and (self.folder / "adapter_config.json").exists()
 
 
 def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = None) -> Target:
@@ -86,56 +94,69 @@ def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = 
     return Target(settings.load(None, overrides, defaults), folder if adapter else None)
 
 
-def open_model(
-    target: Target, device: torch.device | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Encoder]:
-    """The target's model in evaluation mode on `device` (None: what its config says), tokenizer, encoder."""
+class Opened(NamedTuple):
+    """A target's model on one device, in evaluation mode, with what reads and prompts it."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    encoder: Encoder
+
+    @property
+    def parallel(self) -> Parallel:
+        """The model as the layout of one rank."""
+        blocks = range(len(self.model.get_submodule(anatomy(self.model).blocks)))  # type: ignore[arg-type]
+        return apply(
+            lambda: self.model, join(Layout(), self.model.device), {0: blocks}, finish=head_loss,
+            compute_dtype=self.model.dtype, reduce_dtype=None,
+        )  # fmt: skip
+
+
+def open_model(target: Target, device: torch.device | None = None) -> Opened:
+    """Load the target's model on `device` (None: what its config says). However it was trained, one device
+    runs it.
+    """
     quiet()
-    config, device = target.config, device or build.device_of(target.config)
-    compute, _ = build.PRECISIONS[config.train.precision]
+    config, device = target.config, device or choose.device_of(target.config.train.device)
     unpacked = config.data.model_copy(update={"packing": False})  # generating packs nothing
-    # However it was trained: one device runs it here.
-    attention = build.attention_of(config.model_copy(update={"data": unpacked}), Layout())
+    choice = choose.choose(config.model_copy(update={"data": unpacked, "layout": str(Layout())}), 1)
+    spec = build.model_spec(config, choice.attention)
     if target.step is not None and target.run is not None:
-        tokenizer, encoder = build.tokenizer_of(config)
-        model, _ = build.model_of(config, tokenizer, attention, device)
+        tokenizer = inputs.tokenizer_of(config.model, config.data)
+        encoder = inputs.encoder_of(tokenizer, config.data)
+        model = single_model(replace(spec, embeddings=embeddings_needed(tokenizer)), device)
         weights = {f"model.{name}": p.data for name, p in model.named_parameters() if p.requires_grad}
         Checkpoints(target.run.checkpoints).load(target.step, weights)
         for parameter in model.parameters():
-            parameter.data = parameter.data.to(compute)
-        return model.eval(), tokenizer, encoder
-    trust = config.model.trust_remote_code
-    adapter = target.folder is not None and (target.folder / "adapter_config.json").exists()
-    whole = str(target.folder) if target.folder and not adapter else config.model.name
+            parameter.data = parameter.data.to(spec.compute_dtype)
+        return Opened(model.eval(), tokenizer, encoder)
+    adapter = target.folder if target.adapted else None
+    folder = None if adapter else target.folder
     model = load(
-        whole,
-        init="pretrained" if target.folder and not adapter else config.model.init,
-        dtype=compute,
+        str(folder) if folder else config.model.name,
+        init="pretrained" if folder else config.model.init,
+        dtype=spec.compute_dtype,
         device=device,
-        attention=attention,
-        trust_remote_code=trust,
-        revision=None if target.folder and not adapter else config.model.revision,
+        attention=choice.attention,
+        trust_remote_code=config.model.trust_remote_code,
+        revision=None if folder else config.model.revision,
         seed=config.train.seed,
     )
-    tokenizer = load_tokenizer(str(target.folder or config.model.name), trust_remote_code=trust)
-    encoder = Encoder(
-        tokenizer,
-        train_on=config.data.train_on,
-        chat_template=config.data.chat_template,
-        separator=config.data.separator,
-        on_bad_row=config.data.on_bad_row,
+    tokenizer = load_tokenizer(
+        str(target.folder or config.model.name), trust_remote_code=config.model.trust_remote_code
     )
-    if adapter and target.folder:
-        load_adapter(model, target.folder)
+    encoder = inputs.encoder_of(tokenizer, config.data)
+    if adapter:
+        load_adapter(model, adapter)
     else:
         resize_embeddings(model, tokenizer)
-    return model.eval(), tokenizer, encoder
+    return Opened(model.eval(), tokenizer, encoder)
 
 
 def describe_data(config: Config, *, samples: int) -> dict[str, Any]:
-    """What `meshtune data` shows; see data/inspect.py."""
-    _, encoder = build.tokenizer_of(config)
-    return inspect.describe(build.data_of(config, encoder), encoder.tokenizer, samples=samples)
+    """The description that `meshtune data` shows; see data/inspect.py."""
+    encoder = inputs.encoder_of(inputs.tokenizer_of(config.model, config.data), config.data)
+    prepared = inputs.data_of(config.data, encoder, seed=config.train.seed)
+    return inspect.describe(prepared, encoder.tokenizer, samples=samples)
 
 
 def evaluate_target(name: str | None, overrides: Sequence[str]) -> dict[str, Any]:
@@ -146,29 +167,24 @@ def evaluate_target(name: str | None, overrides: Sequence[str]) -> dict[str, Any
         raise UserError(
             "There is nothing to evaluate on; add data.eval=FILE (or data.eval_split) to the command."
         )
-    model, tokenizer, encoder = open_model(target)
-    if model.config._attn_implementation not in NAMES:
-        config = config.model_copy(update={"data": config.data.model_copy(update={"packing": False})})
-    if config.data.eval:  # held-out data of its own: what was trained on may be gone
-        update = {"train": config.data.eval, "eval": (), "eval_split": 0, "streaming": False}
-        data = config.data.model_copy(update=update)
-        held_out = build.data_of(config.model_copy(update={"data": data}), encoder).train
+    opened = open_model(target)
+    data = config.data
+    if opened.model.config._attn_implementation not in NAMES:
+        data = data.model_copy(update={"packing": False})
+    if data.eval:  # held-out data of its own: what was trained on may be gone
+        data = data.model_copy(update={"train": data.eval, "eval": (), "eval_split": 0, "streaming": False})
+        held_out = inputs.data_of(data, opened.encoder, seed=config.train.seed).train
         assert isinstance(held_out, Dataset), "only streaming gives a stream"
     else:
-        held_out = build.data_of(config, encoder).eval
-    answer = partial(
-        answers, model, tokenizer, max_new_tokens=config.eval.max_new_tokens, stop_ids=encoder.stop_ids
-    )
+        held_out = inputs.data_of(data, opened.encoder, seed=config.train.seed).eval
     evaluation = Evaluation(
-        passes=OneDevice(model, anatomy(model), model.device),
-        model=model,
-        world=join(Layout(), model.device),
-        answer=answer,
-        tokenizer=tokenizer,
+        parallel=opened.parallel,
+        tokenizer=opened.tokenizer,
         dataset=held_out,
         micro_batch_size=4,
+        max_new_tokens=config.eval.max_new_tokens,
         exact_match=config.eval.exact_match,
-        stop_ids=encoder.stop_ids,
+        stop_ids=opened.encoder.stop_ids,
     )
     rows = Rows()
     evaluation.run(target.step or 0, Metrics([rows]))
@@ -199,7 +215,8 @@ def generate_target(
     """One answer per prompt, each wrapped as its run's training prompts were."""
     if not prompts:
         raise UserError("No prompt is given; use --prompt, or write prompts to stdin, one a line.")
-    model, tokenizer, encoder = open_model(target_of(name, overrides))
+    opened = open_model(target_of(name, overrides))
+    encoder = opened.encoder
     if not encoder.templated and encoder.train_on == "all":  # trained to go on with a text, not to answer
         encoder.separator = ""
     origin = Origin("prompt", 1)
@@ -217,8 +234,8 @@ def generate_target(
         for prompt in prompts
     ]
     return answers(
-        model,
-        tokenizer,
+        opened.parallel,
+        opened.tokenizer,
         [encoder.prompt_ids(example) for example in asked],
         max_new_tokens=max_new_tokens,
         stop_ids=encoder.stop_ids,
@@ -234,8 +251,7 @@ def export_run(name: Path, to: Path, *, merge: bool, step: int | None, push_to: 
         raise UserError(f"{to} exists and is not empty; name a new folder.")
     target = target_of(str(name), (), step=step)
     config = target.config
-    adapter = target.folder is not None and (target.folder / "adapter_config.json").exists()
-    adapted = adapter or (target.step is not None and config.method == "lora")
+    adapted = target.adapted or (target.step is not None and config.method == "lora")
     if merge and not adapted:
         raise UserError(f"--merge: {name} holds no LoRA adapter; leave it out.")
     if target.folder and not merge:  # as it is
@@ -246,7 +262,10 @@ def export_run(name: Path, to: Path, *, merge: bool, step: int | None, push_to: 
         if merge:
             merge_lora(model)
         ended = target.run.rows("end") if target.run else []
-        exporter = build.exporter_of(config, model, tokenizer, encoder)
+        exporter = build.exporter_of(
+            config, model, tokenizer, encoder, pieces=lambda: dict(whole_pieces(model)),
+            world=join(Layout(), model.device), dtype=model.dtype,
+        )  # fmt: skip
         steps = target.step or (ended[-1].get("model_step", 0) if ended else 0)
         replace(exporter, adapter=None if merge else exporter.adapter).write(to, steps=steps)
     if push_to:

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import FAMILIES, exact
+from forward import summed_loss
 from ranks import run_ranks
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
@@ -16,7 +17,6 @@ from meshtune.parallel import attention, context
 from meshtune.parallel.attention import document_attention
 from meshtune.parallel.mesh import Axis
 from meshtune.parallel.recompute import recompute_blocks
-from meshtune.train.loss import summed_loss
 
 SEQ = 48  # parts of 12 columns for two ranks, of 6 for four
 # Over the borders of parts, at them, within one; padding; two rows alike; a row with hardly anything.

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, exact
+from forward import summed_loss
 from ranks import run_ranks
 from tiny import documents
 from torch import nn
@@ -22,7 +23,7 @@ from meshtune.model.support import ZERO_BUBBLE
 from meshtune.parallel.apply import apply
 from meshtune.parallel.mesh import join
 from meshtune.parallel.zero import local
-from meshtune.train.loss import finish_loss, summed_loss
+from meshtune.train.loss import head_loss
 
 BLOCKS, VOCABULARY = 8, 256
 
@@ -100,7 +101,7 @@ def build(family: str, layout: Layout) -> Any:
     own = stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, world.pp.index)
     parallel = apply(
         partial(make, family, True), world, {s: every[s] for s in own},
-        finish=partial(finish_loss, once=layout.schedule not in ZERO_BUBBLE),
+        finish=partial(head_loss, once=layout.schedule not in ZERO_BUBBLE),
         compute_dtype=torch.float64, reduce_dtype=None,
     )  # fmt: skip
     whole = dict(make(family).named_parameters())
@@ -211,7 +212,7 @@ def test_zero_inside_several_stages(text: str) -> None:
 def rank_forward(text: str, mine: list[Any]) -> Any:
     parallel = build("llama", Layout.parse(text))
     with torch.no_grad():
-        return parallel.pipeline.forward_only(mine, finish_loss)
+        return parallel.pipeline.forward_only(mine, head_loss)
 
 
 @pytest.mark.parametrize("text", ["pp2-1f1b", "pp2-interleaved1f1b-v2", "pp2-zbv", "pp4-zbv"])

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from families import COMMON, FAMILIES, exact
+from forward import summed_loss
 from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -21,7 +22,6 @@ from meshtune.model.partition import Split, piece
 from meshtune.parallel.mesh import Axis
 from meshtune.parallel.recompute import recompute_blocks
 from meshtune.parallel.tensor import reduce_partial, split_model, vocabulary_of
-from meshtune.train.loss import summed_loss
 
 DOCUMENTS, SEQ = ((13, 5, 20), (38,), (9, 17)), 40
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from forward import summed_loss
 from ranks import run_ranks
 from tiny import documents
 from torch import nn
@@ -15,7 +16,6 @@ from meshtune.layout import Layout
 from meshtune.model.anatomy import anatomy
 from meshtune.parallel import zero
 from meshtune.parallel.mesh import join
-from meshtune.train.loss import summed_loss
 from meshtune.train.optim import Optimizer
 
 GROUPS = 5  # four blocks, and what lies outside
