@@ -2,6 +2,7 @@
 
     python benchmarks/parallel.py            # everything
     python benchmarks/parallel.py --quick    # does it run? (its figures mean nothing)
+    python benchmarks/parallel.py --against PATH [--layouts dp2-mb2-ga2 …]    # this checkout against another
 
     dp2       against DistributedDataParallel        same attention, loss and accumulation: only the
     zero3x2   against FSDP2's fully_shard            machinery differs
@@ -39,6 +40,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 import torch
 import torch.distributed as dist
+from against import paired, sentence
 from parallel_rivals import Gradients, by_hand, ddp, fsdp, styles
 from single_device import RESULTS, processor, say
 from torch import nn
@@ -237,17 +239,21 @@ def set_up(work: Path, sizes: dict[str, Any]) -> int:
     return sum(parameter.numel() for parameter in made.parameters())
 
 
+def settings_words(work: Path, layout: Layout) -> list[str]:
+    return [
+        f"model.name={work / 'model'}", f"data.train={work / 'train.jsonl'}", f"layout={layout}",
+        f"data.cache={work / 'cache'}", f"data.seq_len={SEQ_LEN}", "data.train_on=all",
+        f"train.global_batch_size={layout.global_batch_size}", "train.precision=fp32",
+        f"train.learning_rate={LEARNING_RATE}", "train.weight_decay=0", f"train.max_grad_norm={MAX_NORM}",
+        "log.to=[jsonl]",
+    ]  # fmt: skip
+
+
 def once(work: Path, name: str, steps: int) -> dict[str, Any]:
     """One run of one contender, on fresh ranks."""
     layout = Layout.parse(CONTENDERS[name].layout)
     with tempfile.TemporaryDirectory(dir=work) as folder:
-        words = [
-            f"model.name={work / 'model'}", f"data.train={work / 'train.jsonl'}", f"layout={layout}",
-            f"data.cache={work / 'cache'}", f"data.seq_len={SEQ_LEN}", "data.train_on=all",
-            f"train.global_batch_size={layout.global_batch_size}", "train.max_steps=1000",
-            "train.precision=fp32", f"train.learning_rate={LEARNING_RATE}", "train.weight_decay=0",
-            f"train.max_grad_norm={MAX_NORM}", "log.to=[jsonl]", f"output={folder}/run",
-        ]  # fmt: skip
+        words = [*settings_words(work, layout), "train.max_steps=1000", f"output={folder}/run"]
         result = Path(folder, "result.json")
         on_ranks(layout.world, measure, name, words, steps, result)
         found = json.loads(result.read_text())
@@ -395,6 +401,19 @@ def draw(result: dict[str, Any], file: Path) -> None:
     figure.savefig(file, metadata={"Date": None})
 
 
+def compare(options: argparse.Namespace) -> None:
+    """Print how fast this checkout trains beside another one, for each model and layout that is asked for."""
+    for model in options.models:
+        with tempfile.TemporaryDirectory() as folder:
+            set_up(Path(folder), MODELS[model])
+            for layout in map(Layout.parse, options.layouts):
+                words = [*settings_words(Path(folder), layout), "checkpoint.every=0"]
+                figures = paired(
+                    words, other=options.against, ranks=layout.world, pairs=options.pairs, say=say
+                )
+                print(f"{model}, {layout}: {sentence(figures)}", flush=True)
+
+
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -403,6 +422,11 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a run of the 28 M model")
     parser.add_argument("--tiny-steps", type=int, default=15, help="and of the tiny one")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--against", type=Path, help="another checkout's root: only the two are compared")
+    parser.add_argument("--pairs", type=int, default=20, help="steps of each that are compared")
+    parser.add_argument(
+        "--layouts", nargs="+", default=["mb4-ga2", "dp2-mb2-ga2", "zero3x2-mb2-ga2"], help="compared layouts"
+    )
     parser.add_argument("--quick", action="store_true", help="one short round, written to a temporary folder")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args()
@@ -413,6 +437,8 @@ def main() -> None:
     if options.quick:
         options.rounds, options.steps, options.tiny_steps = 1, 1, 1
         options.out = Path(tempfile.mkdtemp())
+    if options.against:
+        return compare(options)
     result: dict[str, Any] = {
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "machine": processor(),

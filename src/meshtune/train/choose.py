@@ -37,10 +37,7 @@ def choose(config: Config, ranks: int) -> Choice:
     fits in memory.
     """
     layout = layout_of(config, ranks)
-    attention, problems = attention_and_refusals(config, layout, ranks)
-    if problems:
-        raise UserError(problems)
-    return Choice(layout, attention)
+    return Choice(layout, attention_of(config, layout, ranks))
 
 
 def choose_together(config: Config) -> Choice:
@@ -84,6 +81,16 @@ def _completed(config: Config, ranks: int) -> Layout:
             known = replace(known, gradient_accumulation_steps=2 * stage_count(known))
         _, others = attention_and_refusals(config, known, None)
         raise UserError([*error.problems, *others]) from None
+
+
+def attention_of(config: Config, layout: Layout, ranks: int) -> str:
+    """The attention that the model is built with. Raises UserError, with every reason, where the model can't
+    be trained by `ranks` ranks under the layout with these settings.
+    """
+    attention, problems = attention_and_refusals(config, layout, ranks)
+    if problems:
+        raise UserError(problems)
+    return attention
 
 
 def attention_and_refusals(config: Config, layout: Layout, ranks: int | None) -> tuple[str, list[str]]:

@@ -118,8 +118,8 @@ def open_model(target: Target, device: torch.device | None = None) -> Opened:
     quiet()
     config, device = target.config, device or choose.device_of(target.config.train.device)
     unpacked = config.data.model_copy(update={"packing": False})  # generating packs nothing
-    choice = choose.choose(config.model_copy(update={"data": unpacked, "layout": str(Layout())}), 1)
-    spec = build.model_spec(config, choice.attention)
+    attention = choose.attention_of(config.model_copy(update={"data": unpacked}), Layout(), 1)
+    spec = build.model_spec(config, attention)
     if target.step is not None and target.run is not None:
         tokenizer = inputs.tokenizer_of(config.model, config.data)
         encoder = inputs.encoder_of(tokenizer, config.data)
@@ -136,7 +136,7 @@ def open_model(target: Target, device: torch.device | None = None) -> Opened:
         init="pretrained" if folder else config.model.init,
         dtype=spec.compute_dtype,
         device=device,
-        attention=choice.attention,
+        attention=attention,
         trust_remote_code=config.model.trust_remote_code,
         revision=None if folder else config.model.revision,
         seed=config.train.seed,
