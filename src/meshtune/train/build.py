@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 import meshtune
+from meshtune.attention.register import register
 from meshtune.config import Config, DataConfig, SourceConfig
 from meshtune.data.loader import Loader
 from meshtune.data.pack import Dataset
@@ -506,6 +507,7 @@ def model_of(
     config: Config, tokenizer: PreTrainedTokenizerBase, attention: str, device: torch.device
 ) -> tuple[PreTrainedModel, int]:
     """The model with frozen parameters and adapters, in training mode; and how many embeddings it gained."""
+    register()
     model = load(
         config.model.name,
         init=config.model.init,
@@ -523,6 +525,7 @@ def skeleton_of(
     config: Config, tokenizer: PreTrainedTokenizerBase, attention: str
 ) -> tuple[PreTrainedModel, int]:
     """`model_of` with its parameters on meta."""
+    register()
     model = skeleton(
         config.model.name,
         init=config.model.init,

@@ -22,6 +22,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from meshtune import config as settings
+from meshtune.attention.register import register
 from meshtune.config import Config
 from meshtune.data import inspect
 from meshtune.data.pack import Dataset
@@ -30,10 +31,10 @@ from meshtune.data.template import Encoder
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.model.anatomy import anatomy, capabilities
+from meshtune.model.body import ATTENTION_NAMES
 from meshtune.model.load import load, load_config, load_tokenizer, quiet, resize_embeddings
 from meshtune.model.lora import merge_lora
 from meshtune.model.save import adapter_base, load_adapter
-from meshtune.parallel.attention import NAMES
 from meshtune.parallel.mesh import join
 from meshtune.rundir import RunDir
 from meshtune.train import build
@@ -107,6 +108,7 @@ def open_model(
     trust = config.model.trust_remote_code
     adapter = target.folder is not None and (target.folder / "adapter_config.json").exists()
     whole = str(target.folder) if target.folder and not adapter else config.model.name
+    register()
     model = load(
         whole,
         init="pretrained" if target.folder and not adapter else config.model.init,
@@ -147,7 +149,7 @@ def evaluate_target(name: str | None, overrides: Sequence[str]) -> dict[str, Any
             "There is nothing to evaluate on; add data.eval=FILE (or data.eval_split) to the command."
         )
     model, tokenizer, encoder = open_model(target)
-    if model.config._attn_implementation not in NAMES:
+    if model.config._attn_implementation not in ATTENTION_NAMES:
         config = config.model_copy(update={"data": config.data.model_copy(update={"packing": False})})
     if config.data.eval:  # held-out data of its own: what was trained on may be gone
         update = {"train": config.data.eval, "eval": (), "eval_split": 0, "streaming": False}

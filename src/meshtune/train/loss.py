@@ -29,7 +29,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from meshtune.data.loader import IGNORE, MicroBatch
 from meshtune.model.anatomy import Anatomy
-from meshtune.parallel.attention import body_forward
+from meshtune.model.body import body_forward
 from meshtune.parallel.tensor import Vocabulary, vocabulary_of
 
 

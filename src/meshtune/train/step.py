@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from meshtune.data.loader import Batch, MicroBatch
 from meshtune.model.anatomy import Anatomy
+from meshtune.model.body import body_forward
 from meshtune.parallel.apply import Finish, Parallel
-from meshtune.parallel.attention import body_forward
 from meshtune.train.loss import summed_loss
 from meshtune.train.optim import Optimizer, key_of, parts_of
 

@@ -9,7 +9,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from meshtune.parallel.attention import NAMES, document_attention
+from meshtune.attention.register import document_attention, register
+from meshtune.model.body import ATTENTION_NAMES
+
+register()
 
 SEQ = 40
 DOCUMENTS = (
@@ -35,7 +38,7 @@ def models(family, implementation="meshtune", dtype=torch.float64, **changes):
     return eager, ours
 
 
-@pytest.mark.parametrize("implementation", NAMES)
+@pytest.mark.parametrize("implementation", ATTENTION_NAMES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_documents_equal_each_document_alone_through_eager(family, implementation):
     eager, ours = models(family, implementation)

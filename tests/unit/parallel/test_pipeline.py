@@ -15,6 +15,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from meshtune.attention.register import register
 from meshtune.layout import TORCH_SCHEDULES, Layout
 from meshtune.model.anatomy import anatomy
 from meshtune.model.partition import stage_blocks, stage_count, stage_of_rank
@@ -23,6 +24,8 @@ from meshtune.parallel.apply import apply
 from meshtune.parallel.mesh import join
 from meshtune.parallel.zero import local
 from meshtune.train.loss import finish_loss, summed_loss
+
+register()
 
 BLOCKS, VOCABULARY = 8, 256
 

@@ -12,9 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
+from meshtune.attention.register import register
 from meshtune.model.anatomy import anatomy
-from meshtune.parallel.attention import NAMES
+from meshtune.model.body import ATTENTION_NAMES
 from meshtune.parallel.recompute import recompute_blocks
+
+register()
 
 MODES = ("none", "attention", "selective", "full")
 DROPOUT = {
@@ -166,4 +169,4 @@ def test_an_unknown_mode_and_a_foreign_attention_are_refused():
 
 
 def test_attention_is_a_switch_of_the_implementation_and_can_be_seen():
-    assert build("llama", "attention").config._attn_implementation == NAMES[1]
+    assert build("llama", "attention").config._attn_implementation == ATTENTION_NAMES[1]

@@ -11,12 +11,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from meshtune.attention.register import register
 from meshtune.layout import Layout
 from meshtune.model.anatomy import anatomy
 from meshtune.parallel import zero
 from meshtune.parallel.mesh import join
 from meshtune.train.loss import summed_loss
 from meshtune.train.optim import Optimizer
+
+register()
 
 GROUPS = 5  # four blocks, and what lies outside
 MICRO_BATCHES = 4
@@ -91,7 +94,7 @@ def sharded(layout: str) -> dict[str, Any]:
         with Messages() as messages:
             backward(root, own, labels, plan.zero)
         steps.append(dict(messages.count))
-        (squares,) = world.total(optimizer.squared_norm())
+        (squares,) = world.sum_over_ranks(optimizer.squared_norm())
         gradients = {n: p.grad.full_tensor() for n, p in root.named_parameters()}  # type: ignore[union-attr]
         optimizer.zero_grad()
     held = sum(zero.local(p).numel() for p in root.parameters())
