@@ -50,6 +50,11 @@ def _kernel_backward(grad, q, k, v, out, lse, mask: Tensor | None, scale: float,
     )
 
 
+def _is_whole(runs: tuple[QueryRun, ...], padded: bool) -> bool:
+    """True if one plain causal call does the whole micro-batch."""
+    return len(runs) == 1 and not padded and not runs[0].masked
+
+
 class _PerRun(torch.autograd.Function):
     """Attention run by run. Saves q, k, v, the output and its log-sum-exp, each once.
 
@@ -62,7 +67,7 @@ class _PerRun(torch.autograd.Function):
         ctx: Any, q, k, v, runs: tuple[QueryRun, ...], padded: bool, scale: float, softcap: float | None
     ):
         batch, heads, seq = q.shape[:3]
-        if len(runs) == 1 and not padded:
+        if _is_whole(runs, padded):
             out, lse = _kernel(q, k, v, None, scale, softcap)
         else:
             # Tokens before heads: what the output projection reads without a copy.
@@ -90,7 +95,7 @@ class _PerRun(torch.autograd.Function):
         runs, scale, softcap = ctx.runs, ctx.scale, ctx.softcap
         if grad.stride(-1) != 1:
             grad = grad.contiguous()
-        if len(runs) == 1 and not ctx.padded:
+        if _is_whole(runs, ctx.padded):
             grads = _kernel_backward(grad, q, k, v, out, lse, None, scale, softcap)
             return *grads, None, None, None, None
         # Blocks of one windowed document share keys: gradients add up. Otherwise each is written once.
