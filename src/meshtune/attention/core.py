@@ -25,7 +25,10 @@ Kernel = Literal["fused", "varlen", "flex", "plain"]
 
 
 def fastest_kernel(q: Tensor, v: Tensor, dropout: float, softcap: float | None) -> Kernel:
-    """The fastest kernel that can do it for queries and values [batch, heads, seq, head_dim]."""
+    """Name of the fastest kernel for queries and values [batch, heads, seq, head_dim].
+
+    dropout: probability; softcap: of the scaled scores, or None.
+    """
     if dropout or q.shape[-1] != v.shape[-1]:
         return "plain"
     if not q.is_cuda:
@@ -116,7 +119,7 @@ def _one_by_one(
     q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, dropout: float, softcap: float | None,
     window: int | None,
 ) -> Tensor:  # fmt: skip
-    """`attend_documents` by one `_plain` call per document of neighbouring rows with equal lengths."""
+    """`attend_documents` (same arguments) by one `_plain` call per document of rows with equal lengths."""
     seq, groups = q.shape[2], [(lengths, len(list(alike))) for lengths, alike in groupby(documents)]
     outs = []
     # Split and cat, not slices: the gradient of a split is written once, that of n slices n times.

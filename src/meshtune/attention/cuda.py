@@ -42,7 +42,10 @@ def _document_ids(documents: Lengths, seq: int, device: torch.device) -> Tensor:
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, window: int | None) -> Tensor:
-    """One variable-length flash call: [batch, heads, seq, head_dim] -> the same, zeros for padding."""
+    """One variable-length flash call: [batch, heads, seq, head_dim] -> the same, zeros for padding.
+
+    window: keys that a query sees at most, its own included; None: all earlier ones of its document.
+    """
     batch, heads, seq, head_dim = q.shape
     boundaries, longest = _boundaries(documents, seq, q.device)
     flat_q, flat_k, flat_v = (x.transpose(1, 2).reshape(batch * seq, -1, head_dim) for x in (q, k, v))

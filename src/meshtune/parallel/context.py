@@ -45,8 +45,8 @@ def spans(seq: int, cp: Axis, method: str) -> tuple[range, ...]:
             f"A row of {seq} columns does not cut into {parts} parts; make its width a multiple."
         )
     size = seq // parts
-    mine = (cp.index,) if method == "ulysses" else (cp.index, parts - 1 - cp.index)
-    return tuple(range(part * size, (part + 1) * size) for part in mine)
+    indices = (cp.index,) if method == "ulysses" else (cp.index, parts - 1 - cp.index)
+    return tuple(range(part * size, (part + 1) * size) for part in indices)
 
 
 def columns(seq: int, cp: Axis, method: str) -> Tensor:
@@ -55,7 +55,10 @@ def columns(seq: int, cp: Axis, method: str) -> Tensor:
 
 
 def split(micro_batch: MicroBatch, cp: Axis, method: str) -> MicroBatch:
-    """This rank's columns of a micro-batch; `documents` stay the lengths of whole rows."""
+    """This rank's columns of a micro-batch; `documents` stay the lengths of whole rows.
+
+    method: allgather or ulysses.
+    """
     if cp.size == 1:
         return micro_batch
     index = columns(micro_batch.input_ids.shape[1], cp, method)

@@ -29,11 +29,12 @@ Collective = Callable[
 
 
 def identity(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """A view of x; nothing is communicated."""
     return x.view_as(x)
 
 
 def all_reduce(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """The sum over the ranks."""
+    """The sum over the ranks; `dim` is not used."""
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=axis.group)
     return out

@@ -131,7 +131,10 @@ def _leave_body(state: _TensorState, norm: nn.Module, args: tuple, hidden: Tenso
 
 
 def _rows(state: _TensorState, style: TensorStyle, module: nn.Module, x: Tensor) -> Tensor:
-    """Forward of a linear layer of which this rank has some rows: some output features of every token."""
+    """Forward of a linear layer of which this rank has some rows: some output features of every token.
+
+    `style.whole`: all-gather the output features.
+    """
     state.reseed(per_rank=False)
     out = type(module).forward(module, x)
     if style.whole:
@@ -141,7 +144,10 @@ def _rows(state: _TensorState, style: TensorStyle, module: nn.Module, x: Tensor)
 
 
 def _repeated(state: _TensorState, kv_heads: int, module: nn.Module, x: Tensor) -> Tensor:
-    """Forward of a key or value projection that is whole on every rank: the head of its query heads."""
+    """Forward of a key or value projection that is whole on every rank: the head of the rank's query heads.
+
+    kv_heads: of the whole model, fewer than tp ranks.
+    """
     state.reseed(per_rank=False)
     out = type(module).forward(module, x)
     state.reseed(per_rank=True)
@@ -149,7 +155,10 @@ def _repeated(state: _TensorState, kv_heads: int, module: nn.Module, x: Tensor) 
 
 
 def _columns(state: _TensorState, style: TensorStyle, module: Any, x: Tensor) -> Tensor:
-    """Forward of a linear layer of which this rank has some columns: an addend of all output features."""
+    """Forward of a linear layer of which this rank has some columns: an addend of all output features.
+
+    `style.whole`: x has all input features, of which this rank uses its shard.
+    """
     if style.whole:
         x = exchange(x, state.tp, FEATURES, take_shard, all_gather)
     state.reseed(per_rank=True)
@@ -268,7 +277,10 @@ def split_model(model: PreTrainedModel, anatomy: Anatomy, tp: Axis, *, sequence:
 
 
 def _linear_splits(style: TensorStyle, sequence: bool) -> dict[str, Split]:
-    """How the parameters of a linear layer are cut, adapters (B · A beside the weight) included."""
+    """Splits of a linear layer's parameters by name, adapters (B · A beside the weight) included.
+
+    sequence: with sequence parallelism.
+    """
     if style.dim == 0:
         return {"weight": Split(0), "bias": Split(0), "lora_A": Split(partial=True), "lora_B": Split(0)}
     bias = Split(partial=sequence)  # added after the sum: to own tokens, or to all on every rank
@@ -282,7 +294,11 @@ def _named(path: str, module: nn.Module, splits: Mapping[str, Split]) -> dict[st
 def _block_splits(
     block: nn.Module, anatomy: Anatomy, plan: Mapping[str, str], repeated: frozenset[str], sequence: bool
 ) -> dict[str, Split]:
-    """How the parameters of a block's attention and mlp are cut, by name inside the block."""
+    """Splits of the parameters of a block's attention and mlp, by name inside the block.
+
+    plan: module -> word of transformers' tensor-parallel plan; repeated: modules that stay whole because tp
+    is larger than the number of key-value heads.
+    """
     parts = (f"{anatomy.attention}.", f"{anatomy.mlp}.")
     # Modules that the plan does not name run where all ranks have the same whole activations.
     splits = {name: Split() for name, _ in block.named_parameters() if name.startswith(parts)}
@@ -342,7 +358,7 @@ def _cut_block(
 
 
 def _cut_parameters(model: nn.Module, splits: Mapping[str, Split], tp: Axis) -> None:
-    """Put this rank's shards in the place of the cut parameters; tied parameters stay one."""
+    """Replace each parameter by this rank's shard as `splits` says, by name; tied parameters stay one."""
     shards: dict[nn.Parameter, nn.Parameter] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(prefix=path, recurse=False, remove_duplicate=False):

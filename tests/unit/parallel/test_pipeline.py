@@ -1,4 +1,4 @@
-"""Pipelines: gradients per parameter against one rank, messages, forward without gradients, what is kept."""
+"""Pipelines: gradients per parameter against one rank, collectives, forward passes alone, what is kept."""
 
 from collections import Counter
 from functools import partial
@@ -38,7 +38,7 @@ def test_torchs_schedules_still_take_lists_of_micro_batches() -> None:
         assert "return_outputs" in taken
 
 
-class Messages(TorchDispatchMode):
+class Collectives(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.count: Counter[str] = Counter()
@@ -119,7 +119,7 @@ def step(parallel: Any, own: list[Any], scale: float) -> tuple[float, dict[str, 
     for _, p in parallel.named_parameters():
         p.grad = None
     parallel.begin(len(own))
-    with Messages() as messages:
+    with Collectives() as collectives:
         total = parallel.pipeline.forward_backward([parallel.localise(b) for b in own], scale, lambda: None)
 
     def gradients(names: Any) -> dict[str, torch.Tensor]:
@@ -133,7 +133,7 @@ def step(parallel: Any, own: list[Any], scale: float) -> tuple[float, dict[str, 
     for name, p in parallel.named_parameters():
         assert p.grad is not None, f"{name} has no gradient"
         found[name] = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad.clone()
-    return float(total), found, messages.count
+    return float(total), found, collectives.count
 
 
 def worst(parallel: Any, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

@@ -1,5 +1,4 @@
-"""Every recompute mode against `none`: equal results, and evidence that each keeps and repeats what it
-says."""
+"""Every recompute mode against `none`: equal results, and evidence of what each keeps and recomputes."""
 
 import copy
 import weakref
@@ -54,7 +53,7 @@ class Watch(TorchDispatchMode):
         return sum(self.storages.values())
 
     @property
-    def products(self):
+    def matmuls(self):
         return self.calls["mm"] + self.calls["addmm"]
 
     @property
@@ -108,10 +107,10 @@ def test_each_mode_repeats_what_it_says_and_no_more(family):
     backward = {mode: run(build(family, mode))[3] for mode in MODES}
     cores = {mode: watch.cores for mode, watch in backward.items()}
     assert cores == {"none": 0, "attention": RUNS * LAYERS, "selective": 0, "full": RUNS * LAYERS}
-    none = backward["none"].products
-    assert backward["attention"].products == backward["selective"].products == none
+    none = backward["none"].matmuls
+    assert backward["attention"].matmuls == backward["selective"].matmuls == none
     # q, k, v, o, gate, up again; `down` only where a norm after it needs its output (Gemma 2)
-    assert backward["full"].products == none + LAYERS * (7 if family == "gemma2" else 6)
+    assert backward["full"].matmuls == none + LAYERS * (7 if family == "gemma2" else 6)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
@@ -157,7 +156,7 @@ def test_nothing_is_kept_or_repeated_without_gradients():
         model.base_model(
             torch.ones(1, 6, dtype=torch.long), documents=((6,),), use_cache=False
         ).last_hidden_state.sum()
-    assert watch.products == LAYERS * 7
+    assert watch.matmuls == LAYERS * 7
 
 
 def test_an_unknown_mode_and_a_foreign_attention_are_refused():

@@ -1,4 +1,4 @@
-"""ZeRO stages: exactly their messages, bytes and numbers."""
+"""ZeRO stages: exactly their collectives, bytes and numbers."""
 
 from collections import Counter
 from typing import Any
@@ -25,7 +25,7 @@ GROUPS = 5  # four blocks, and what lies outside
 MICRO_BATCHES = 4
 
 
-class Messages(TorchDispatchMode):
+class Collectives(TorchDispatchMode):
     """Counts collectives by name."""
 
     def __init__(self) -> None:
@@ -91,9 +91,9 @@ def sharded(layout: str) -> dict[str, Any]:
     )  # fmt: skip
     steps = []
     for _ in range(2):  # the first step also gathers what was never gathered
-        with Messages() as messages:
+        with Collectives() as collectives:
             backward(root, own, labels, plan.zero)
-        steps.append(dict(messages.count))
+        steps.append(dict(collectives.count))
         (squares,) = world.sum_over_ranks(optimizer.squared_norm())
         gradients = {n: p.grad.full_tensor() for n, p in root.named_parameters()}  # type: ignore[union-attr]
         optimizer.zero_grad()
@@ -102,7 +102,7 @@ def sharded(layout: str) -> dict[str, Any]:
 
 
 GATHER, SCATTER, REDUCE = "allgather_base", "reduce_scatter_base", "allreduce"
-MESSAGES = {
+COLLECTIVES = {
     "zero1x2": {GATHER: GROUPS, SCATTER: GROUPS},
     "zero2x2": {GATHER: GROUPS, SCATTER: GROUPS * MICRO_BATCHES},
     "zero3x2": {GATHER: 2 * GROUPS * MICRO_BATCHES, SCATTER: GROUPS * MICRO_BATCHES},
@@ -113,13 +113,13 @@ MESSAGES = {
 }
 
 
-@pytest.mark.parametrize("layout", MESSAGES)
+@pytest.mark.parametrize("layout", COLLECTIVES)
 def test_each_stage_sends_its_messages_and_gives_one_ranks_gradients(layout: str) -> None:
     plan = Layout.parse(layout)
     gradients, norm = one_rank(plan.world)
     total = sum(gradient.numel() for gradient in gradients.values())
     for result in run_ranks(plan.world, sharded, layout):
-        assert result["steps"][1] == MESSAGES[layout]
+        assert result["steps"][1] == COLLECTIVES[layout]
         assert result["norm"] == pytest.approx(norm, rel=1e-8)
         for name, gradient in result["gradients"].items():
             torch.testing.assert_close(gradient, gradients[name], rtol=1e-7, atol=1e-12)
