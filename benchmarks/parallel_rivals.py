@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshtune.data.loader import Batch, MicroBatch
 from meshtune.model.anatomy import anatomy
-from meshtune.parallel.attention import body_forward
+from meshtune.model.body import body_forward
 from meshtune.parallel.mesh import World
 from meshtune.parallel.zero import local
 from meshtune.train.loss import head_loss

@@ -107,13 +107,13 @@ def fill(pieces: Iterable[tuple[str, Piece]], weights: Weights, *, free: bool = 
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
-    """Give every tensor on meta memory on `device`; bring the others (buffers, with their values) there."""
+    """Allocate memory on `device` for tensors on meta; move the others (buffers) there."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for each in module.modules():
-        for name, parameter in each._parameters.items():
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
             if parameter is not None and not isinstance(parameter, DTensor):
-                places.setdefault(parameter, []).append((each, name))
-    module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
-    for (owner, own_name), *others in places.values():  # `_apply` makes two parameters of a tied one
-        for each, name in others:
-            each._parameters[name] = owner._parameters[own_name]
+                places.setdefault(parameter, []).append((child, name))
+    module._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x.to(device))
+    for (owner, owner_name), *others in places.values():  # `_apply` makes two parameters of a tied one
+        for child, name in others:
+            child._parameters[name] = owner._parameters[owner_name]

@@ -181,8 +181,12 @@ def claimed(
         plan = planning.prediction(config, world.layout, gpus_of(world.device))
         lock = folder.begin(run_folder, config, plan, resumed)
         place = run_folder, resumed
-    run_folder, resumed = world.agree(place)
-    missing = [rank for rank, there in enumerate(world.gather(run_folder.config_file.exists())) if not there]
+    run_folder, resumed = world.broadcast_object(place)
+    missing = [
+        rank
+        for rank, there in enumerate(world.all_gather_object(run_folder.config_file.exists()))
+        if not there
+    ]
     if missing:
         raise UserError(
             f"output = {config.output}: ranks {', '.join(map(str, missing[:8]))} don't see the run folder "

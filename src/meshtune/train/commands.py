@@ -21,6 +21,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from meshtune import config as settings
+from meshtune.attention.register import register
 from meshtune.config import Config
 from meshtune.data import inspect
 from meshtune.data.pack import Dataset
@@ -29,13 +30,13 @@ from meshtune.data.template import Encoder
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.model.anatomy import anatomy, capabilities
+from meshtune.model.body import ATTENTION_NAMES
 from meshtune.model.load import load, load_config, load_tokenizer, quiet
 from meshtune.model.lora import merge_lora
 from meshtune.model.pieces import whole_pieces
 from meshtune.model.save import adapter_base, load_adapter
 from meshtune.model.trainable import embeddings_needed, resize_embeddings
 from meshtune.parallel.apply import Parallel, apply
-from meshtune.parallel.attention import NAMES
 from meshtune.parallel.mesh import join
 from meshtune.rundir import RunDir
 from meshtune.train import build, choose, inputs
@@ -115,6 +116,7 @@ def open_model(target: Target, device: torch.device | None = None) -> Opened:
     """Load the target's model on `device` (None: what its config says). However it was trained, one device
     runs it.
     """
+    register()
     quiet()
     config, device = target.config, device or choose.device_of(target.config.train.device)
     unpacked = config.data.model_copy(update={"packing": False})  # generating packs nothing
@@ -169,7 +171,7 @@ def evaluate_target(name: str | None, overrides: Sequence[str]) -> dict[str, Any
         )
     opened = open_model(target)
     data = config.data
-    if opened.model.config._attn_implementation not in NAMES:
+    if opened.model.config._attn_implementation not in ATTENTION_NAMES:
         data = data.model_copy(update={"packing": False})
     if data.eval:  # held-out data of its own: what was trained on may be gone
         data = data.model_copy(update={"train": data.eval, "eval": (), "eval_split": 0, "streaming": False})

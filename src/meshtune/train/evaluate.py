@@ -96,7 +96,7 @@ class Evaluation:
                 label_tokens += micro_batch.label_tokens
         # Tensor ranks have the same loss; ranks of one data rank have read the same labels.
         copies = world.size / world.data_ranks
-        total, label_tokens = world.total(total / world.tp.size, label_tokens / copies)
+        total, label_tokens = world.sum_over_ranks(total / world.tp.size, label_tokens / copies)
         return total / max(1, label_tokens), round(label_tokens)
 
 

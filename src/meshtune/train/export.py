@@ -47,7 +47,7 @@ class Exporter:
         if self.adapter is None and not renames(self.model):
             save_pieces(
                 folder, self.model, self.pieces(), self.tokenizer, dtype=self.dtype,
-                gather=world.gather, main=world.main, card=card, stop_ids=self.stop_ids,
+                gather=world.all_gather_object, main=world.main, card=card, stop_ids=self.stop_ids,
             )  # fmt: skip
             return folder
         replaced = self._collect()
@@ -60,7 +60,7 @@ class Exporter:
                 save_adapter(folder, self.model, self.tokenizer, **base, **options)
         for before, collected in replaced:
             put(self.model, before, instead_of=collected)
-        world.gather(None)  # nobody goes on before the folder is there
+        world.all_gather_object(None)  # nobody goes on before the folder is there
         return folder
 
     def push(self, folder: Path) -> str | None:
@@ -81,7 +81,7 @@ class Exporter:
                 continue
             piece = pieces.get(name)
             sent = piece and Piece(piece.shape, piece.offsets, piece.tensor.detach().to("cpu", self.dtype))
-            parts = [part for part in world.collect(sent) if part is not None]
+            parts = [part for part in world.gather_object(sent) if part is not None]
             if world.main:
                 value = nn.Parameter(joined(parts), parameter.requires_grad)
                 replaced.append((parameter, value))

@@ -142,7 +142,7 @@ def forward_answers(
             texts = [list(prompts[i]) for i in chosen] or [[0]]
             unfinished = [bool(chosen)] * len(texts)
             for _ in range(max_new_tokens):
-                (left,) = world.total(sum(unfinished))
+                (left,) = world.sum_over_ranks(sum(unfinished))
                 if not left:
                     break
                 for i, token in enumerate(_next_tokens(parallel, texts)):
@@ -150,7 +150,7 @@ def forward_answers(
                         texts[i].append(token)
                         unfinished[i] = token not in stop_ids
             rank_ids |= {i: row[len(prompts[i]) :] for i, row in zip(chosen, texts, strict=False)}
-    all_ids = {i: ids for part in world.gather(rank_ids) for i, ids in part.items()}
+    all_ids = {i: ids for part in world.all_gather_object(rank_ids) for i, ids in part.items()}
     return [[token for token in all_ids[i] if token not in stop_ids] for i in range(len(prompts))]
 
 

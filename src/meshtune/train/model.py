@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from meshtune.attention.register import register
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.model.anatomy import hidden_pattern
@@ -172,6 +173,7 @@ def trainable_skeleton(spec: ModelSpec) -> tuple[PreTrainedModel, int]:
     """(The whole model in training mode, its parameters on meta, with adapters and frozen parameters; rows
     that its embedding gained).
     """
+    register()
     model = skeleton(
         spec.source,
         init=spec.init,

@@ -15,6 +15,7 @@ from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from meshtune.attention.register import register
 from meshtune.layout import SCHEDULES, VIRTUAL_SCHEDULES, Layout
 from meshtune.model.anatomy import anatomy
 from meshtune.model.lora import add_lora
@@ -36,6 +37,8 @@ from meshtune.parallel.tensor import split_model
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 import zero_memory
+
+register()
 
 
 @given(size=st.integers(0, 50), parts=st.integers(1, 12))

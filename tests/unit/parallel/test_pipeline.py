@@ -1,4 +1,4 @@
-"""Pipelines: gradients per parameter against one rank, messages, forward without gradients, what is kept."""
+"""Pipelines: gradients per parameter against one rank, collectives, forward passes alone, what is kept."""
 
 from collections import Counter
 from functools import partial
@@ -16,6 +16,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from meshtune.attention.register import register
 from meshtune.layout import TORCH_SCHEDULES, Layout
 from meshtune.model.anatomy import anatomy
 from meshtune.model.partition import stage_blocks, stage_count, stage_of_rank
@@ -24,6 +25,8 @@ from meshtune.parallel.apply import apply
 from meshtune.parallel.mesh import join
 from meshtune.parallel.zero import local
 from meshtune.train.loss import head_loss
+
+register()
 
 BLOCKS, VOCABULARY = 8, 256
 
@@ -36,7 +39,7 @@ def test_torchs_schedules_still_take_lists_of_micro_batches() -> None:
         assert "return_outputs" in taken
 
 
-class Messages(TorchDispatchMode):
+class Collectives(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.count: Counter[str] = Counter()
@@ -117,7 +120,7 @@ def step(parallel: Any, own: list[Any], scale: float) -> tuple[float, dict[str, 
     for _, p in parallel.named_parameters():
         p.grad = None
     parallel.begin(len(own))
-    with Messages() as messages:
+    with Collectives() as collectives:
         total = parallel.pipeline.forward_backward([parallel.localise(b) for b in own], scale, lambda: None)
 
     def gradients(names: Any) -> dict[str, torch.Tensor]:
@@ -131,7 +134,7 @@ def step(parallel: Any, own: list[Any], scale: float) -> tuple[float, dict[str, 
     for name, p in parallel.named_parameters():
         assert p.grad is not None, f"{name} has no gradient"
         found[name] = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad.clone()
-    return float(total), found, messages.count
+    return float(total), found, collectives.count
 
 
 def worst(parallel: Any, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

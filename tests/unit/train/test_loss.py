@@ -12,9 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GraniteConfig, OPTConfig
 
+from meshtune.attention.register import register
 from meshtune.data.loader import MicroBatch
 from meshtune.model.anatomy import anatomy
 from meshtune.train.loss import head_loss, headed
+
+register()
 
 FAMILIES_AND_GRANITE = FAMILIES | {"granite": lambda: GraniteConfig(**COMMON, logits_scaling=3.0)}
 DOCUMENTS, SEQ, VOCABULARY = ((13, 5, 20), (38,), (9, 17), (1, 2, 30)), 40, 256
