@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from meshtune.data.source import BadRow, Dropped, Example, Origin
+from meshtune.data.example import BadRow, Dropped, Example, Origin
 
 if TYPE_CHECKING:
     from meshtune.data.template import Document, Encoder

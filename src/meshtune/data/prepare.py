@@ -28,8 +28,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from meshtune.data.documents import ROWS_AT_ONCE, SHOWN, Overlong, Tally, Usable, usable
+from meshtune.data.example import Source
 from meshtune.data.pack import Dataset, pack, permutation, singles, stored
-from meshtune.data.source import Source, fingerprint, read
+from meshtune.data.readers import fingerprint, read
 from meshtune.data.stream import Stream
 from meshtune.errors import UserError
 from meshtune.rundir import flush

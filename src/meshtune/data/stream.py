@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from meshtune.data.documents import ROWS_AT_ONCE, Overlong, Tally, Usable, usable
+from meshtune.data.example import Example, Source
 from meshtune.data.pack import Dataset, in_memory, pack, singles
-from meshtune.data.source import Example, Source, read
+from meshtune.data.readers import read
 from meshtune.errors import UserError
 
 if TYPE_CHECKING:

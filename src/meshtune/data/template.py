@@ -34,7 +34,7 @@ from typing import Any, Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from meshtune.data.source import SHOWN, BadRow, Dropped, Example, OnBadRow
+from meshtune.data.example import SHOWN, BadRow, Dropped, Example, OnBadRow
 from meshtune.errors import UserError
 
 TrainOn = Literal["assistant", "completion", "all"]

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 import meshtune
 from meshtune.config import Config, DataConfig, SourceConfig
+from meshtune.data.example import Source
 from meshtune.data.loader import Loader
 from meshtune.data.pack import Dataset
 from meshtune.data.prepare import Prepared, prepare, sentences
-from meshtune.data.source import Source
 from meshtune.data.stream import Stream
 from meshtune.data.template import Encoder
 from meshtune.errors import UserError
