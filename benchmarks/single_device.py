@@ -209,8 +209,8 @@ def prepare_trl(work: Path, processes: int | None) -> dict[str, Any]:
 
 def prepare_meshtune(work: Path) -> dict[str, Any]:
     """Rows on disk to packed sequences, with nothing cached."""
+    from meshtune.data.example import Source
     from meshtune.data.prepare import prepare
-    from meshtune.data.source import Source
     from meshtune.data.template import Encoder
     from meshtune.model.load import load_tokenizer
 

@@ -24,8 +24,8 @@ from meshtune import config as settings
 from meshtune.attention.register import register
 from meshtune.config import Config
 from meshtune.data import inspect
+from meshtune.data.example import Example, Origin
 from meshtune.data.pack import Dataset
-from meshtune.data.source import Example, Origin
 from meshtune.data.template import Encoder
 from meshtune.errors import UserError
 from meshtune.layout import Layout

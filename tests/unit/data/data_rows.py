@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
+from meshtune.data.example import Source
 from meshtune.data.pack import Dataset, in_memory, pack, singles
-from meshtune.data.source import Source
 from meshtune.data.template import Document
 
 

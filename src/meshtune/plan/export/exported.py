@@ -7,18 +7,10 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from meshtune.config import Config, DataConfig, SourceConfig
+from meshtune.data.example import SUFFIXES
+from meshtune.data.rows import FORMATS
 from meshtune.errors import UserError
 from meshtune.layout import Layout
-
-# As in data/source.py, which planning can't import: it reads the hub through a library that brings torch.
-FORMATS: Mapping[str, tuple[str, ...]] = {
-    "text": ("text",),
-    "prompt-completion": ("prompt", "completion"),
-    "alpaca": ("instruction", "output"),
-    "messages": ("messages",),
-    "sharegpt": ("conversations",),
-}
-SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".jsonl.gz", ".json.gz", ".csv.gz")
 
 
 @dataclass(frozen=True)
@@ -130,7 +122,7 @@ def row_format(data: DataConfig, source: SourceConfig) -> str:
     if named != "auto":
         return named
     fitting = (
-        name for name, needed in FORMATS.items() if set(needed) <= (source.columns or data.columns).keys()
+        name for name, form in FORMATS.items() if set(form.needs) <= (source.columns or data.columns).keys()
     )
     return next(fitting, "messages")
 
