@@ -181,7 +181,7 @@ def write_text_atomically(file: Path, text: str) -> None:
 
 
 def disk_is_full(error: BaseException) -> bool:
-    """True if `error` means a full disk, a used-up quota or a file-size limit; safetensors' errors included."""
+    """True if `error`, safetensors' own included, means a full disk, a used-up quota or a file-size limit."""
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if isinstance(error, OSError):
         return error.errno in full

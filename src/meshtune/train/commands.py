@@ -29,10 +29,10 @@ from meshtune.data.source import Example, Origin
 from meshtune.data.template import Encoder
 from meshtune.errors import UserError
 from meshtune.layout import Layout
+from meshtune.model.adapter import adapter_base, load_adapter
 from meshtune.model.anatomy import anatomy, capabilities
 from meshtune.model.load import load, load_config, load_tokenizer, quiet, resize_embeddings
 from meshtune.model.lora import merge_lora
-from meshtune.model.save import adapter_base, load_adapter
 from meshtune.parallel.attention import NAMES
 from meshtune.parallel.mesh import join
 from meshtune.rundir import RunDir
