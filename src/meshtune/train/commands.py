@@ -29,12 +29,12 @@ from meshtune.data.pack import Dataset
 from meshtune.data.template import Encoder
 from meshtune.errors import UserError
 from meshtune.layout import Layout
+from meshtune.model.adapter import adapter_base, load_adapter
 from meshtune.model.anatomy import anatomy, capabilities
 from meshtune.model.body import ATTENTION_NAMES
 from meshtune.model.load import load, load_config, load_tokenizer, quiet
 from meshtune.model.lora import merge_lora
 from meshtune.model.pieces import whole_pieces
-from meshtune.model.save import adapter_base, load_adapter
 from meshtune.model.trainable import embeddings_needed, resize_embeddings
 from meshtune.parallel.apply import Parallel, apply
 from meshtune.parallel.mesh import join

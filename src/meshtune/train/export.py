@@ -12,8 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import meshtune
 from meshtune.config import Config
 from meshtune.errors import UserError
+from meshtune.model.adapter import save_adapter
 from meshtune.model.pieces import Piece
-from meshtune.model.save import renames, save_adapter, save_model, save_pieces
+from meshtune.model.save import renames, save_model, save_pieces
 from meshtune.parallel.mesh import World
 
 

@@ -154,7 +154,7 @@ def test_a_piece_is_that_part_of_what_loading_gives(grid, save):
 def test_rows_of_added_tokens_are_the_mean_of_the_old_ones_in_every_piece(
     family, grid, save, tokenizer, monkeypatch
 ):
-    monkeypatch.setattr(module, "ROWS_AT_ONCE", 100)  # 256 rows: 100, 100, 56
+    monkeypatch.setattr(module, "MEAN_CHUNK_ROWS", 100)  # 256 rows: 100, 100, 56
     folder = save(family, torch.bfloat16)
     one, model = one_device(folder), on_meta(folder)
     assert resize_embeddings(one, tokenizer) == resize_embeddings(model, tokenizer) == 2
