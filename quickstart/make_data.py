@@ -364,6 +364,7 @@ def split_of(argument: str) -> str:
 
 
 def ask_about_a_word(rng: Random, words: Sequence[str], answer: Callable[[str], str], *phrasings: str) -> Ask:
+    """Ask for `answer` of one of the words."""
     word = rng.choice(words)
     return word, rng.choice(phrasings).format(word), answer(word)
 

@@ -133,6 +133,7 @@ def _edges(longest: int) -> np.ndarray:
 
 
 def _sample(dataset: Dataset, document: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Origin, size and text of one document, by its index in `dataset.offsets`."""
     tokens = dataset.tokens[dataset.offsets[document] : dataset.offsets[document + 1]]
     file, line = dataset.origins[document].tolist()
     return {

@@ -256,6 +256,7 @@ def _unlabelled(micro: MicroBatch) -> MicroBatch:
 
 
 def _check_sizes(global_batch_size: int, micro_batch_size: int, data_ranks: int) -> None:
+    """Raise UserError, with sizes that work, if the micro-batches of all data ranks can't make up a batch."""
     unit = micro_batch_size * data_ranks  # sequences of one micro-batch on every data rank
     if global_batch_size % unit or global_batch_size < 1:
         below, above = global_batch_size // unit * unit, -(-global_batch_size // unit) * unit

@@ -83,15 +83,9 @@ def prepare(
     if not eval_sources:
         return Prepared(stream, None, stats)
     held_out = prepare(
-        eval_sources,
-        encoder,
-        seq_len=seq_len,
-        packing=packing,
-        overlong=overlong,
-        seed=seed,
-        on_bad_row=on_bad_row,
-        cache_dir=cache_dir,
-    )
+        eval_sources, encoder, seq_len=seq_len, packing=packing, overlong=overlong, seed=seed,
+        on_bad_row=on_bad_row, cache_dir=cache_dir,
+    )  # fmt: skip
     assert isinstance(held_out.train, Dataset)
     return Prepared(stream, held_out.train, stats | {"eval": held_out.stats["train"]})
 
@@ -123,7 +117,7 @@ def _cached(
     }
     key = hashlib.blake2b(json.dumps(recipe, sort_keys=True).encode(), digest_size=16).hexdigest()
     folder = cache_dir / key
-    started = time.perf_counter()
+    started, state = time.perf_counter(), "found"
     prepared = _open(folder)
     if prepared is None:
         try:
@@ -142,10 +136,8 @@ def _cached(
                 "there, or name another folder by data.cache."
             ) from error
         assert prepared is not None, "a cache that was just written must open"
-        prepared.stats["cache"] = "made"
-    else:
-        prepared.stats["cache"] = "found"
-    prepared.stats["seconds"] = time.perf_counter() - started
+        state = "made"
+    prepared.stats.update(cache=state, seconds=time.perf_counter() - started)
     return prepared
 
 
@@ -328,6 +320,7 @@ def _sequences(
 
 
 def _stats(tally: Tally, build: _Build, parts: dict[str, Any]) -> dict[str, Any]:
+    """`Prepared.stats` without cache and seconds; `parts` has the figures of train and eval."""
     return tally.values() | {"seq_len": build.seq_len, "train": parts.get("train"), "eval": parts.get("eval")}
 
 
@@ -338,9 +331,7 @@ def _open(folder: Path) -> Prepared | None:
         if any((folder / name).stat().st_size != size for name, size in manifest["sizes"].items()):
             return None
         arrays = {
-            name.removesuffix(".npy"): np.load(folder / name, mmap_mode="r", allow_pickle=False).view(
-                np.ndarray
-            )
+            Path(name).stem: np.load(folder / name, mmap_mode="r", allow_pickle=False).view(np.ndarray)
             for name in manifest["sizes"]
         }
         stats = manifest["stats"]
@@ -435,11 +426,8 @@ def _check_settings(
     seq_len: int,
     streaming: bool,
 ) -> None:
-    problems = [
-        f"{source.path}: weight {source.weight:g} must be above 0."
-        for source in sources
-        if source.weight <= 0
-    ]
+    """Raise UserError with every setting of `prepare` that is invalid by itself or beside another."""
+    problems = [f"{s.path}: weight {s.weight:g} must be above 0." for s in sources if s.weight <= 0]
     if not sources:
         problems.append("There is no training data: name a file, a folder or a hub data set in data.train.")
     if eval_split and eval_sources:

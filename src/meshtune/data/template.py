@@ -424,6 +424,7 @@ class Encoder:
         ]
 
     def _render(self, messages: list[dict], generation: bool, tools: list | None) -> str | BadRow:
+        """Text of a conversation, with the generation prompt if `generation`; BadRow if that fails."""
         try:
             return self.tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]
                 messages, tools=tools, tokenize=False, add_generation_prompt=generation

@@ -1,4 +1,4 @@
-"""What these tests are fed with: an encoder of bytes, files of rows, data sets in memory."""
+"""Helpers of the data tests: an encoder of bytes, files of rows, data sets in memory."""
 
 import json
 from pathlib import Path
