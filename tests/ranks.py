@@ -104,7 +104,9 @@ def _end(team: list[Rank]) -> None:
 def _fork(call: Call | None) -> Rank:
     """Start a process for one call, or one that waits for calls."""
     ours, theirs = Pipe()
-    process = FORK.Process(target=_rank, args=(theirs, [ours, *(rank.pipe for rank in warm)], call), daemon=True)
+    process = FORK.Process(
+        target=_rank, args=(theirs, [ours, *(rank.pipe for rank in warm)], call), daemon=True
+    )
     process.start()
     theirs.close()  # so that its end is seen here when the process ends
     return Rank(process, ours)

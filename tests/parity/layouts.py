@@ -75,7 +75,7 @@ def train(words: list[str]) -> str:
 def trained(
     data: Path, output: Path, layout: str, precision: str, *overrides: str, forked: bool = False
 ) -> Trained:
-    """Train under `layout`, on as many ranks as it needs. `forked`: with what is patched here (see ranks.py)."""
+    """Train under `layout`, on as many ranks as it needs; if `forked`, with what is patched here."""
     words = settings(data, output, layout, precision, overrides)
     run = RunDir(run_ranks(whole(layout).world, train, words, forked=forked)[0])
     rows = run.rows("train")

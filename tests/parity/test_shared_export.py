@@ -46,7 +46,7 @@ LAYOUTS = {"zero1x3": 3, "pp2": 2, "zero3x2-tp2": 4}  # 3: uneven pieces
     "method",
     [
         "full",
-        "lora",
+        pytest.param("lora", marks=pytest.mark.slow),
         pytest.param("bf16", marks=pytest.mark.slow),
         pytest.param("random", marks=pytest.mark.slow),
     ],
