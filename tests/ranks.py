@@ -3,9 +3,9 @@
     results = run_ranks(4, function, *args)   # function(*args) on each rank; results[r] is rank r's
 
 Ranks are processes forked from this one. They are kept for the next call, because a rank that has trained
-once needs a third less time for its next run; the process group, the seeds and the environment are new in each
-call. A kept rank sees nothing that was patched or set here after it was forked, and gets its function by name:
-for patches and closures, `forked=True` runs the function on ranks that are forked now and end with it.
+once needs a third less time for its next run; the process group, the seeds and the environment are new in
+each call. A kept rank sees nothing that was patched or set here after it was forked, and gets its function by
+name: for patches and closures, `forked=True` runs the function on ranks that are forked now and end with it.
 """
 
 import gc
