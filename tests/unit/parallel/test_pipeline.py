@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import cases
 from families import FAMILIES, exact
 from forward import summed_loss
 from ranks import run_ranks
@@ -173,13 +174,23 @@ TWO = "pp2-gpipe pp2-1f1b pp2-interleaved1f1b-v2 pp2-loopedbfs-v2 pp2-zb-v2 pp2-
 
 @pytest.mark.parametrize(
     ("family", "text"),
-    [
-        *(("llama", text) for text in TWO.split()),
-        ("llama-tied", "pp2-1f1b"),
-        ("llama-tied", "pp2-zbv"),
-        ("gemma2", "pp2-1f1b"),
-        ("cohere", "pp2-zb-v2"),
-    ],
+    cases(
+        [
+            *(("llama", text) for text in TWO.split()),
+            ("llama-tied", "pp2-1f1b"),
+            ("llama-tied", "pp2-zbv"),
+            ("gemma2", "pp2-1f1b"),
+            ("cohere", "pp2-zb-v2"),
+        ],
+        default=[
+            ("llama", "pp2-gpipe"),
+            ("llama", "pp2-interleaved1f1b-v2"),
+            ("llama", "pp2-dualpipev"),
+            ("llama-tied", "pp2-1f1b"),
+            ("llama-tied", "pp2-zbv"),
+            ("cohere", "pp2-zb-v2"),
+        ],
+    ),
 )
 def test_gradients_are_those_of_one_rank(family: str, text: str) -> None:
     """The second step has another shape, the third the first one's again."""
@@ -198,7 +209,7 @@ COUNTS = {  # groups of a rank: four blocks and the rest; four micro-batches
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("text", COUNTS)
+@pytest.mark.parametrize("text", cases(COUNTS, default=["zero2x2-pp2-1f1b", "zero3x2-pp2-gpipe"]))
 def test_zero_inside_stages_sends_its_messages(text: str) -> None:
     for rank in check("llama", text, [batches(8), batches(8, seed=9)]):
         count = rank[1][3]
