@@ -73,15 +73,10 @@ def show_run(run: RunDir, *, as_json: bool) -> None:
     """Write the run's report and print what it came to, also when it was stopped."""
     from rich.console import Console
 
-    from meshtune.report import page, summary, tables
+    from meshtune.report.run import report, summary, tables
 
-    try:
-        page.write_report(run)
-    except OSError as error:  # what was trained is on the disk; its picture can be drawn again
-        print(
-            f"meshtune: {run.report_file} could not be written: {error}. Later: meshtune report {run.path}",
-            file=sys.stderr,
-        )
+    if reason := report.reason_for_no_report(run):  # the model is on the disk; the report can be drawn later
+        print(f"meshtune: {reason}", file=sys.stderr)
     if as_json:
         show_json(summary.summarise(run).as_dict())
     else:
@@ -204,7 +199,7 @@ def plan(
     file, overrides = split(settings)
     from meshtune import config
     from meshtune.plan import answer
-    from meshtune.report import plan_answer
+    from meshtune.report.plan import terminal
     from meshtune.train.planning import lighter, workload_of
 
     if (explain or most) and (plot or export or gpus):
@@ -212,7 +207,7 @@ def plan(
             "--explain and --max answer one question; ask for --plot, --export and --gpus without them."
         )
     if plot:  # before anything is looked for
-        from meshtune.report.plan_plots import check
+        from meshtune.report.plan.pictures import check
 
         check(plot)
     if export:
@@ -223,20 +218,20 @@ def plan(
     workload = workload_of(resolved, lambda text: print(f"meshtune: {text}", file=sys.stderr))
     if explain:
         choice, against = answer.explain(resolved, workload, explain)
-        show(choice.as_dict() | {"against": against}, plan_answer.explained(choice, against), as_json=as_json)
+        show(choice.as_dict() | {"against": against}, terminal.explained(choice, against), as_json=as_json)
     elif most:
         value, choice = answer.largest(resolved, workload, most)
         found = {most: value} | choice.as_dict()
-        show(found, plan_answer.largest(most, value, choice), as_json=as_json)
+        show(found, terminal.largest(most, value, choice), as_json=as_json)
     else:
         asked = answer.ask(
             resolved, workload, sizes=numbers(gpus, "--gpus"), goal=goal, others=partial(lighter, resolved)
         )
-        show(asked.as_dict(top), plan_answer.answer(asked, top), as_json=as_json)
+        show(asked.as_dict(top), terminal.answer(asked, top), as_json=as_json)
         if plot:
-            from meshtune.report import plan_plots
+            from meshtune.report.plan import pictures
 
-            plan_plots.write(plot, asked.plan, sizes=asked.plans if gpus else None, batches=asked.batches())
+            pictures.write(plot, asked.plan, sizes=asked.plans if gpus else None, batches=asked.batches())
             print(f"meshtune: pictures in {plot}", file=sys.stderr)
         if export:
             from meshtune.plan.export import write
@@ -301,9 +296,9 @@ def evaluate(target: Target, as_json: AsJson = False) -> None:
     else:
         from rich.console import Console
 
-        from meshtune.report import tables
+        from meshtune.report.facts import facts_table
 
-        Console().print(tables.facts_table(result, title="evaluation"))
+        Console().print(facts_table(result, title="evaluation"))
 
 
 @app.command()
@@ -354,9 +349,9 @@ def report(run: Annotated[Path, typer.Argument(help="a run folder")], as_json: A
     folder = RunDir(run)
     if not folder.config_file.exists() and not folder.metrics_file.exists():
         raise UserError(f"{run} holds no run: neither config.yaml nor metrics.jsonl is there.")
-    from meshtune.report import page
+    from meshtune.report.run.report import write_report
 
-    page_file = page.write_report(folder)
+    page_file = write_report(folder)
     show_json({"report": str(page_file)}) if as_json else print(page_file)
 
 
@@ -374,12 +369,10 @@ def env(
     else:
         from rich.console import Console
 
-        from meshtune.report import tables
+        from meshtune.report.facts import capability_table, facts_table
 
         console = Console()
-        console.print(
-            tables.facts_table(description["versions"] | description["devices"], title="environment")
-        )
+        console.print(facts_table(description["versions"] | description["devices"], title="environment"))
         if model:
             rows = [(row["feature"], row["supported"], row["why"]) for row in description["features"]]
-            console.print(tables.capability_table(rows, title=f"{model} ({description['type']})"))
+            console.print(capability_table(rows, title=f"{model} ({description['type']})"))
