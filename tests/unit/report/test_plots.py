@@ -84,7 +84,7 @@ def test_vega_lite_takes_every_figure(run, train):
             [one.name for one in panel.series]
         ] * len(panel.series)
         assert [tip["title"] for tip in pointer["encoding"]["tooltip"]] == [
-            "step", *(one.name for one in panel.series)
+            "at step", *(one.name for one in panel.series)
         ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ SUFFIXES = (".png", ".svg")
 WIDTH, GAP = 1200, 44  # px of a picture, and between charts side by side
 NUMBERS, UNNAMED = 52, 8  # px left of a chart for the labels of a number axis, or for none
 CHARACTER = 6.7  # px of a name's monospaced characters
-TITLE, LEGEND = 12, 24  # px between title and chart, and of a legend in one line
+TITLE, LEGEND = 12, 19  # px between title and chart, and of a legend in one line
 INDEPENDENT = {"scale": {"color": "independent", "opacity": "independent"}}
 
 

@@ -66,6 +66,7 @@ def config(colours: Mapping[str, str], *, background: str) -> dict[str, Any]:
         "params": [{"name": role, "value": colour} for role, colour in colours.items()],
         "background": background,
         "font": SANS,
+        "padding": 2,
         "view": {"stroke": None},
         "axis": {
             "domain": False,

@@ -26,17 +26,32 @@ def merged(series: Sequence[Series]) -> tuple[list[float], list[list[float | Non
 
 
 def thinned(columns: Sequence[Sequence[float | None]], most: int = MOST_ROWS) -> list[int]:
-    """Indices of the rows to draw, ascending: all of them, or at most `most` with every column's extremes."""
+    """Indices of the rows to draw, ascending: all of them, or at most `most` with every column's extremes.
+
+    A column with few values keeps all of them and leaves its share of the rows to the others.
+    """
     rows = max(map(len, columns), default=0)
     if rows <= most:
         return list(range(rows))
-    stretches = max(1, most // (2 * len(columns)) - 1)
-    kept: set[int] = set()
-    for column in columns:
-        known = [(value, row) for row, value in enumerate(column) if value is not None]
-        kept |= {row for _, row in (*known[:1], *known[-1:])}
-        for stretch in range(stretches):
-            part = known[stretch * len(known) // stretches : (stretch + 1) * len(known) // stretches]
-            if part:
-                kept |= {min(part)[1], max(part)[1]}
-    return sorted(kept)
+    drawn: set[int] = set()
+    left = most
+    known = [[(value, row) for row, value in enumerate(column) if value is not None] for column in columns]
+    for place, values in enumerate(sorted(known, key=len)):
+        share = left // (len(columns) - place)
+        chosen = {row for _, row in values} if len(values) <= share else extremes(values, share)
+        drawn |= chosen
+        left -= len(chosen)
+    return sorted(drawn)
+
+
+def extremes(values: Sequence[tuple[float, int]], most: int) -> set[int]:
+    """Rows of the first and last value, and of the lowest and highest of each stretch; at most `most`.
+
+    values: (value, row), by row.
+    """
+    chosen = {values[0][1], values[-1][1]}
+    stretches = max(1, most // 2 - 1)
+    for stretch in range(stretches):
+        part = values[stretch * len(values) // stretches : (stretch + 1) * len(values) // stretches]
+        chosen |= {min(part)[1], max(part)[1]}
+    return chosen

@@ -156,10 +156,10 @@ def sizes_table(best: Mapping[int, Choice | None], *, steps: int | None = None) 
         """A text for each size that has a layout."""
         return [form(gpus, c) if (c := best[gpus]) else "" for gpus in sizes]
 
-    def gain(gpus: int, c: Choice) -> float:
+    def gain(gpus: int, choice: Choice) -> float:
         """Throughput of the whole cluster over that of the first size."""
         assert first is not None
-        per_gpu = c.tokens_per_second_per_gpu / first[1].tokens_per_second_per_gpu
+        per_gpu = choice.tokens_per_second_per_gpu / first[1].tokens_per_second_per_gpu
         return per_gpu * gpus / first[0]
 
     columns = {
