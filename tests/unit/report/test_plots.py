@@ -89,7 +89,11 @@ def test_vega_lite_takes_every_figure(run, train):
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_figures_are_written_as_files(run, tmp_path, suffix):
+def test_figures_are_written_as_files(run, tmp_path, monkeypatch, suffix):
+    """Neither a browser nor a network is needed: there is no program on PATH and the proxy is closed."""
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("PATH", "")
     file = write_picture(run, tmp_path / f"run.{suffix}", dark=suffix == "svg")
     assert file.read_bytes()[:4] in (b"\x89PNG", b"<svg")
     assert [path.name for path in tmp_path.iterdir() if path.suffix] == [file.name]
