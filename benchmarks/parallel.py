@@ -381,24 +381,24 @@ def savings(result: dict[str, Any], model: str) -> list[list[str]]:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Bars for each technique: how many times one rank's speed two have."""
-    import matplotlib.pyplot as plt
+    """Write a picture with bars for each layout: throughput of two ranks over that of one."""
+    from meshtune.report.draw.kinds import Mark, Stacks
+    from meshtune.report.draw.picture import write
 
-    models = list(result["runs"])
-    figure, panels = plt.subplots(1, len(models), figsize=(9, 3.2), sharey=True, squeeze=False)
-    for panel, model in zip(panels[0], models, strict=True):
-        for at, (kind, colour) in enumerate((("strong", "#0072b2"), ("weak", "#009e73"))):
-            heights = [scaling(result, model, name)[at] for name in SCALED]
-            panel.bar(
-                [x + 0.4 * at - 0.2 for x in range(len(SCALED))], heights, 0.38, label=kind, color=colour
-            )
-        panel.axhline(2, color="#3b4046", linewidth=0.8, linestyle="--")
-        panel.axhline(1, color="#3b4046", linewidth=0.8)
-        panel.set_xticks(range(len(SCALED)), SCALED)
-        panel.set_title(f"{model}: tokens/s, 2 ranks / 1 rank")
-    panels[0][0].legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(file, metadata={"Date": None})
+    ratios = {model: [scaling(result, model, name) for name in SCALED] for model in result["runs"]}
+    panels = [
+        Stacks(
+            f"scaling_{place}",
+            model,
+            "tokens/s of 2 ranks / tokens/s of 1 rank",
+            tuple(SCALED),
+            {kind: tuple(pair[n] for pair in pairs) for n, kind in enumerate(("strong", "weak"))},
+            mark=Mark(2, "ideal: 2"),
+            stacked=False,
+        )
+        for place, (model, pairs) in enumerate(ratios.items())
+    ]
+    write(file, [panels], title="Speed of two ranks against one")
 
 
 def compare(options: argparse.Namespace) -> None:

@@ -21,13 +21,13 @@ def env(
         return
     from rich.console import Console
 
-    from meshtune.report import tables
+    from meshtune.report.facts import capability_table, facts_table
 
     console = Console()
-    console.print(tables.facts_table(description["versions"] | description["devices"], title="environment"))
+    console.print(facts_table(description["versions"] | description["devices"], title="environment"))
     if model:
         rows = [(row["feature"], row["supported"], row["why"]) for row in description["features"]]
-        console.print(tables.capability_table(rows, title=f"{model} ({description['type']})"))
+        console.print(capability_table(rows, title=f"{model} ({description['type']})"))
 
 
 def environment(model: str | None) -> dict[str, Any]:

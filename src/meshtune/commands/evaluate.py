@@ -11,9 +11,9 @@ def evaluate(target: TargetWords, as_json: AsJson = False) -> None:
     (eval.exact_match=N).
     """
     figures = evaluated(*split(target))
-    from meshtune.report import tables
+    from meshtune.report.facts import facts_table
 
-    show(figures, tables.facts_table(figures, title="evaluation"), as_json=as_json)
+    show(figures, facts_table(figures, title="evaluation"), as_json=as_json)
 
 
 def evaluated(name: str | None, overrides: list[str]) -> dict[str, Any]:

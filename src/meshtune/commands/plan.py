@@ -57,11 +57,11 @@ def plan(
         show_largest(resolved, workload, most, as_json=as_json)
     else:
         from meshtune.plan import answer
-        from meshtune.report import plan_answer
+        from meshtune.report.plan import terminal
 
         sizes = numbers(gpus, "--gpus")
         best = answer.ask(resolved, workload, sizes=sizes, goal=goal, others=partial(lighter, resolved))
-        show(best.as_dict(top), plan_answer.answer(best, top), as_json=as_json)
+        show(best.as_dict(top), terminal.answer(best, top), as_json=as_json)
         if plot:
             draw(best, plot, compare_sizes=bool(gpus))
         if export:
@@ -71,7 +71,7 @@ def plan(
 def check_outputs(plot: Path | None, export: str | None) -> None:
     """Raise UserError for pictures or exports that can't be written, before anything is predicted."""
     if plot:
-        from meshtune.report.plan_plots import check
+        from meshtune.report.plan.pictures import check
 
         check(plot)
     if export:
@@ -83,30 +83,28 @@ def check_outputs(plot: Path | None, export: str | None) -> None:
 def explain_layout(config: "Config", workload: "Workload", layout: str, *, as_json: bool) -> None:
     """Show memory and time of one layout, part by part, beside the best one."""
     from meshtune.plan import answer
-    from meshtune.report import plan_answer
+    from meshtune.report.plan import terminal
 
     choice, against = answer.explain(config, workload, layout)
     facts = choice.as_dict() | {"against": against}
-    show(facts, plan_answer.explained(choice, against), as_json=as_json)
+    show(facts, terminal.explained(choice, against), as_json=as_json)
 
 
 def show_largest(config: "Config", workload: "Workload", quantity: str, *, as_json: bool) -> None:
     """Show the largest model, seq_len or batch (`quantity`) that fits."""
     from meshtune.plan import answer
-    from meshtune.report import plan_answer
+    from meshtune.report.plan import terminal
 
     value, choice = answer.largest(config, workload, quantity)
     facts = {quantity: value} | choice.as_dict()
-    show(facts, plan_answer.largest(quantity, value, choice), as_json=as_json)
+    show(facts, terminal.largest(quantity, value, choice), as_json=as_json)
 
 
 def draw(answer: "Answer", file: Path, *, compare_sizes: bool) -> None:
     """Draw an answer into `file`; with compare_sizes all the clusters that were asked for."""
-    from meshtune.report import plan_plots
+    from meshtune.report.plan import pictures
 
-    plan_plots.write(
-        file, answer.plan, sizes=answer.plans if compare_sizes else None, batches=answer.batches()
-    )
+    pictures.write(file, answer.plan, sizes=answer.plans if compare_sizes else None, batches=answer.batches())
     notice(f"pictures in {file}")
 
 

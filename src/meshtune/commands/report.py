@@ -15,7 +15,7 @@ def report(run: Annotated[Path, typer.Argument(help="a run folder")], as_json: A
     folder = RunDir(run)
     if not folder.config_file.exists() and not folder.metrics_file.exists():
         raise UserError(f"{run} holds no run: neither config.yaml nor metrics.jsonl is there.")
-    from meshtune.report import page
+    from meshtune.report.run.report import write_report
 
-    page_file = page.write_report(folder)
+    page_file = write_report(folder)
     show_json({"report": str(page_file)}) if as_json else print(page_file)

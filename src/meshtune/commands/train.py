@@ -98,15 +98,10 @@ def show_run(run: RunDir, *, as_json: bool) -> None:
     """Write the run's report and print what it came to, also when it was stopped."""
     from rich.console import Console
 
-    from meshtune.report import page, summary, tables
+    from meshtune.report.run import report, summary, tables
 
-    try:
-        page.write_report(run)
-    except OSError as error:  # what was trained is on the disk; its picture can be drawn again
-        print(
-            f"meshtune: {run.report_file} could not be written: {error}. Later: meshtune report {run.path}",
-            file=sys.stderr,
-        )
+    if reason := report.reason_for_no_report(run):  # the model is on the disk; the report can be drawn later
+        print(f"meshtune: {reason}", file=sys.stderr)
     if as_json:
         show_json(summary.summarise(run).as_dict())
     else:
