@@ -11,8 +11,9 @@ from operator import attrgetter
 import numpy as np
 from measured import HERE, Row, column, columns_of, gpu_of, origin_of, origins, stack_of, work_of
 
+from meshtune.plan.accounting import Accounting, accounting
 from meshtune.plan.hardware import catalogue
-from meshtune.plan.memory import Accounting, accounting, peak
+from meshtune.plan.memory.timeline import peak
 from meshtune.units import GIB
 
 # to the published figures: stack, field and in which precision; others follow from what the software does

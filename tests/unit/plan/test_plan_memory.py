@@ -4,19 +4,11 @@ import numpy as np
 import pytest
 
 from meshtune.layout import Layout
-from meshtune.plan.memory import (
-    EAGER,
-    MEGATRON,
-    MIXED,
-    MIXED_BESIDE,
-    PRECISIONS,
-    gpt_parameters,
-    in_flight,
-    ours,
-    peak,
-    saved,
-    states,
-)
+from meshtune.plan.accounting import EAGER, MEGATRON, MIXED, MIXED_BESIDE, PRECISIONS, ours
+from meshtune.plan.memory.activations import saved
+from meshtune.plan.memory.stages import in_flight
+from meshtune.plan.memory.states import gpt_parameters, states
+from meshtune.plan.memory.timeline import peak
 from meshtune.plan.work import Columns, Work
 
 GB = 1e9

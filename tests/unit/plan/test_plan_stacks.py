@@ -6,18 +6,12 @@ import numpy as np
 import pytest
 
 from meshtune.layout import Layout
+from meshtune.plan.accounting import PRECISIONS, accounting, ours
 from meshtune.plan.hardware import stacks
-from meshtune.plan.memory import (
-    PRECISIONS,
-    Elements,
-    Stages,
-    accounting,
-    held_states,
-    in_flight,
-    ours,
-    peak,
-    saved,
-)
+from meshtune.plan.memory.activations import saved
+from meshtune.plan.memory.stages import Stages, in_flight
+from meshtune.plan.memory.states import Elements, held_states
+from meshtune.plan.memory.timeline import peak
 from meshtune.plan.work import Columns, Work
 from meshtune.units import GIB
 

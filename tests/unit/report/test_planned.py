@@ -9,9 +9,9 @@ from rich.console import Console
 from meshtune.config import ClusterConfig
 from meshtune.layout import Layout
 from meshtune.plan.cluster import cluster_of
-from meshtune.plan.memory import CATEGORIES, Memory
+from meshtune.plan.memory.timeline import CATEGORIES, Memory
 from meshtune.plan.search import Choice
-from meshtune.plan.seconds import PARTS, Seconds
+from meshtune.plan.seconds.step import PARTS, Seconds
 from meshtune.report.planned import (
     COLOURS,
     LETTERS,
