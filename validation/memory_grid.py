@@ -92,10 +92,10 @@ GRID = {
 }  # fmt: skip
 MOST_ROWS = 64  # as many as two steps of the largest batch take
 MOMENTS = {  # of the planner, that a phase's peak is compared with
-    "forward": timeline.MOMENTS[:1],
-    "backward": timeline.MOMENTS[1:4],
-    "forward and backward": timeline.MOMENTS[:4],
-    "optimizer": timeline.MOMENTS[4:],
+    "forward": timeline.EVENTS[:1],
+    "backward": timeline.EVENTS[1:4],
+    "forward and backward": timeline.EVENTS[:4],
+    "optimizer": timeline.EVENTS[4:],
 }
 STATES = ("weights", "gradients", "optimizer")
 
@@ -272,7 +272,7 @@ def compare(name: str, found: Mapping[str, Any], step: int = WATCHED_STEPS) -> t
     layout = Layout.parse(name.split()[0])
     own, c = workload(found["precision"]), Columns.of([layout])
     a, stages = accounting_of(own, cluster_of(ClusterConfig(gpu="cpu"), gpus=layout.world)), stages_of(own, c)
-    predicted = timeline.moments(own.work, c, a, SEQ_LEN, stages, first_step=step == 1)
+    predicted = timeline.step_timeline(own.work, c, a, SEQ_LEN, stages, first_step=step == 1)
     shape = len(RANKS), 1
     rows, states = [], []
     kinds = {1: (0,), 2: (0, 2)}.get(layout.pp, (0, 1, 2))
@@ -281,7 +281,7 @@ def compare(name: str, found: Mapping[str, Any], step: int = WATCHED_STEPS) -> t
             moment: {part: float(np.broadcast_to(each, shape)[kind, 0]) for part, each in parts.items()}
             for moment, parts in predicted.items()
         }
-        place, label = int(stages.place[kind, 0]), RANKS[kind] if layout.pp > 1 else ""
+        place, label = int(stages.rank[kind, 0]), RANKS[kind] if layout.pp > 1 else ""
         ranks = [each for each in found["ranks"] if coordinates(layout, each["rank"])["pp"] == place]
         for phase, moments in MOMENTS.items():
             sizes = [

@@ -1,6 +1,7 @@
 """How a software stack keeps things in memory, as data: bytes per parameter, per activation, per logit.
 
-stacks.toml has a `memory` table for each stack; `ours` is this engine. The formulas of memory/ read them.
+stacks.toml has a `memory` table for each stack; `engine_accounting` is this engine without a GPU's overhead.
+The formulas of memory/ read these values instead of branching by stack.
 """
 
 from __future__ import annotations
@@ -21,23 +22,18 @@ if TYPE_CHECKING:
 
 
 class Precision(NamedTuple):
-    """Bytes per parameter of each copy.
+    """Bytes per parameter of each copy that training holds of it."""
 
-    weight: as forward and backward compute with it; gradient: as a backward makes it. accumulated: of the
-    sum over micro-batches and ranks; beside: 1: that sum stands beside the gradients, in memory that it has
-    from the start, 0: in their place. master: a second, wider copy of the weights. moments: AdamW's two.
-    """
-
-    weight: float
-    gradient: float
-    accumulated: float
-    master: float
-    moments: float
-    beside: float = 0.0
+    weight: float  # that forward and backward compute with
+    gradient: float  # that a backward writes
+    accumulated: float  # of the gradients' sum over micro-batches and ranks
+    master: float  # of the wider copy that the optimizer updates; 0: it updates the weight itself
+    moments: float  # AdamW's two together
+    beside: float = 0.0  # 1: the sum is a buffer beside the gradient, from the start; 0: it replaces it
 
     @property
     def trained(self) -> float:
-        """Of the weights as the optimizer has them."""
+        """Bytes per parameter of the copy that the optimizer updates."""
         return self.master or self.weight
 
 
@@ -47,37 +43,30 @@ PRECISIONS = {
     "bf16": Precision(2, 2, 4, 4, 8),
     "bf16-pure": Precision(2, 2, 4, 0, 4),
 }
-# Rajbhandari et al. 2020: 2 + 2 + 12; and with micro-batches that add up in fp32 beside the gradients
+# Rajbhandari et al. 2020, section 3.1: 2 + 2 + 12; and with micro-batches summed in fp32 beside the gradients
 MIXED = Precision(2, 2, 2, 4, 8)
 MIXED_BESIDE = Precision(2, 2, 4, 4, 8, beside=1)
 
 
 class Saved(NamedTuple):
-    """What a block's forward keeps for its backward, in bytes per token and feature of each kind.
+    """Bytes that a block's forward saves per token, by what they grow with."""
 
-    outside: per hidden feature, outside what tp cuts (sp splits it).
-    entering: per hidden feature of what goes into the cut matrices.
-    queries, keys, heads: per feature of queries and of keys and values, and per head.
-    output: per feature of the core's output. wide: per widened feature of the MLP.
-    scores: per head and key, where scores are written out. constant: per token.
-    """
+    outside: float  # per hidden feature, outside attention and MLP (sp splits it)
+    entering: float  # per hidden feature of the inputs of the first matrices that tp cuts
+    queries: float  # per feature of the queries
+    keys: float  # per feature of keys and values
+    heads: float  # per attention head
+    output: float  # per feature of the attention core's output
+    wide: float  # per widened feature of the MLP
+    scores: float  # per head and key, where attention scores are written to memory
+    constant: float = 0  # per token
 
-    outside: float
-    entering: float
-    queries: float
-    keys: float
-    heads: float
-    output: float
-    wide: float
-    scores: float
-    constant: float = 0
-
-    def of(self, work: Work, seq_len: Number) -> Kept:
-        """In bytes per token of an average block of a plain decoder."""
-        queries = sum(k.count * k.query_heads * k.qk_dim for k in work.cores)
-        outputs = sum(k.count * k.query_heads * k.v_dim for k in work.cores)
-        keys = sum(k.count * k.key_heads * (k.qk_dim + k.v_dim) for k in work.cores)
-        heads = sum(k.count * k.query_heads for k in work.cores)
+    def per_token(self, work: Work, seq_len: Number) -> Kept:
+        """Bytes per token that an average block of a plain decoder saves."""
+        queries = sum(core.count * core.query_heads * core.qk_dim for core in work.cores)
+        outputs = sum(core.count * core.query_heads * core.v_dim for core in work.cores)
+        keys = sum(core.count * core.key_heads * (core.qk_dim + core.v_dim) for core in work.cores)
+        heads = sum(core.count * core.query_heads for core in work.cores)
         return Kept(
             outside=self.outside * work.hidden + self.constant,
             entering=self.entering * work.hidden,
@@ -96,91 +85,90 @@ EAGER = Saved(outside=12, entering=4, queries=2, keys=2, heads=4, output=2, wide
 
 @dataclass(frozen=True)
 class Accounting:
-    """How software keeps things, in bytes (stacks.toml; `ours` for this engine).
-
-    element: of activations. shards_masters: ZeRO's shards are the masters, and weights are gathered from them
-    (FSDP). cleared: gradients beside their sum go once they are added, else they stay until the next ones.
-    tables: the gradients of embedding and head are made whole before they are added to a sum.
-    flat, flat_shard: for each parameter, and each one in ZeRO's shard, what messages and updates make in one
-    piece, for which no freed activation has room: the allocator has it beside them from the first step on.
-
-    regathers: see `saved`. saved: where a model was not traced; selected: of it, what selective recomputation
-    keeps (None: all products). chunk: tokens whose logits exist at a time (inf: all, and nothing is copied).
-    logit: what is held for each of them, logit_split: and more where tp splits the vocabulary; logit_left:
-    while the head's gradients are made.
-
-    ahead: groups of parameters that ZeRO-3 gathers at a time. message: of an element of a gradient message.
-    buffers: micro-batches that a pipeline rank has buffers to receive in, at most (torch's stages: all).
-    outputs: 1: what a stage sent stays until its backward. dealt: see `Stages.dealt`.
-
-    reserved: what the allocator keeps beyond what is in use, as a share of what comes and goes. context:
-    outside the allocator; communicator: for each kind of group that a rank talks to, and for that of
-    all ranks where it is another.
-    """
+    """How one stack in one precision keeps things in memory; the keys of a `memory` table in stacks.toml."""
 
     precision: Precision
-    element: float = 2
-    shards_masters: bool = True
-    cleared: bool = False
-    tables: bool = False
-    flat: float = 0.0
-    flat_shard: float = 0.0
-    regathers: bool = False
-    saved: Saved = EAGER
-    selected: Saved | None = None
-    chunk: float = 1024
-    logit: float = 8
-    logit_split: float = 0.0
-    logit_left: float = 0.0
-    ahead: float = 2
-    message: float = 4
-    buffers: float = math.inf
-    outputs: float = 1.0
-    dealt: str = "blocks"
-    reserved: float = 0.0
-    context: float = 0.0
-    communicator: float = 0.0
+    element: float = 2  # bytes of an element of activations
+    shards_masters: bool = True  # ZeRO's shards are the masters; weights are gathered from them (FSDP)
+    frees_added_gradients: bool = False  # beside a sum: freed once added, else kept until the next ones
+    whole_vocabulary_gradients: bool = False  # embedding's and head's: made whole, then added to a sum
 
-    def gathers_shards(self, c: Columns) -> Number:
-        """Whether weights are gathered from shards."""
-        return (c.zero > 0) & self.shards_masters
+    # Bytes per parameter, and per parameter of ZeRO's shard, of contiguous communication and optimizer
+    # buffers. The caching allocator reserves them separately: they never reuse activation memory.
+    flat_buffers: float = 0.0
+    flat_shard_buffers: float = 0.0
 
-    def gradient_replicas(self, c: Columns) -> Number:
-        """Ranks that all-reduce the gradients of a micro-batch's blocks."""
-        return np.where(self.gathers_shards(c), 1.0, c.data_ranks * c.cp)
+    regathers_inputs: bool = False  # under sp, a block saves its part of matmul inputs, gathered in backward
+    saved: Saved = EAGER  # by a block, where the model was not traced
+    selected: Saved | None = None  # by a block under selective recomputation; None: all matmul outputs
+
+    # The loss. Bytes per logit, of the logits of `loss_chunk` tokens.
+    loss_chunk: float = 1024  # tokens whose logits exist at a time; inf: all, and no hidden states are copied
+    logit: float = 8  # in the loss
+    logit_split: float = 0.0  # more of it where tp splits the vocabulary
+    logit_head_backward: float = 0.0  # that is not freed yet while the head's gradients are made
+
+    gathered_groups: float = 2  # blocks whose whole weights ZeRO-3 holds at a time
+    reduce_bytes: float = 4  # of an element of a gradient in its reduce-scatter or all-reduce; 0: in place
+    receive_buffers: float = math.inf  # micro-batches that a pipeline rank can receive at once, at most
+    keeps_sent: float = 1.0  # 1: the output that a stage sent stays until its backward; 0: it doesn't
+    stage_cut: str = "blocks"  # how a pipeline is cut, see Stages.cut: blocks, slots or matmuls
+
+    reserved: float = 0.0  # share of activations, logits and communication that the allocator holds on top
+    context: float = 0.0  # bytes outside the allocator
+    communicator: float = (
+        0.0  # bytes of each process group: one for each axis, one for the world if it differs
+    )
+
+    def gathers_shards(self, layouts: Columns) -> Number:
+        """True where weights are gathered from shards, as FSDP does."""
+        return (layouts.zero > 0) & self.shards_masters
+
+    def gradient_replicas(self, layouts: Columns) -> Number:
+        """Ranks that all-reduce each block's gradients; 1 where FSDP reduces them."""
+        return np.where(self.gathers_shards(layouts), 1.0, layouts.data_ranks * layouts.cp)
 
 
-def ours(precision: str, reduce_dtype: str = "fp32", **others: Any) -> Accounting:
-    """How this engine keeps things (train/optim.py, train/loss.py, parallel/). The settings' values."""
-    p = PRECISIONS[precision]
-    if reduce_dtype == "bf16" and p.weight == 2:
-        p = p._replace(accumulated=2)
-    return Accounting(p, element=p.weight, message=p.accumulated, **others)
+def engine_accounting(precision: str, reduce_dtype: str = "fp32", **others: Any) -> Accounting:
+    """How this engine keeps things (train/optim.py, train/loss.py, parallel/).
 
-
-def accounting(stack: str, precision: str, reduce_dtype: str = "fp32") -> Accounting:
-    """How a stack of stacks.toml keeps things in this precision (fp32, fp16, bf16 …); 8-bit products keep
-    what bf16 keeps. What its tables leave out is as `ours`.
+    precision, reduce_dtype: as in the settings. others: fields of Accounting.
     """
-    return _accounting(stack, "bf16" if precision in ("fp8", "mxfp8") else precision, reduce_dtype)
+    copies = PRECISIONS[precision]
+    if reduce_dtype == "bf16" and copies.weight == 2:
+        copies = copies._replace(accumulated=2)
+    return Accounting(copies, element=copies.weight, reduce_bytes=copies.accumulated, **others)
+
+
+def stack_accounting(stack: str, precision: str, reduce_dtype: str = "fp32") -> Accounting:
+    """How a stack of stacks.toml keeps things in this precision (fp32, fp16, bf16 …).
+
+    8-bit matmuls keep what bf16 keeps. Fields that its tables leave out are as in `engine_accounting`.
+    """
+    return _stack_accounting(stack, "bf16" if precision in ("fp8", "mxfp8") else precision, reduce_dtype)
 
 
 @cache
-def _accounting(stack: str, precision: str, reduce_dtype: str) -> Accounting:
-    said = memory_of(stack)
-    fields: dict[str, Any] = {key: value for key, value in said.items() if not isinstance(value, dict)}
-    fields |= said.get(precision, {})
+def _stack_accounting(stack: str, precision: str, reduce_dtype: str) -> Accounting:
+    table = memory_of(stack)
+    fields: dict[str, Any] = {key: value for key, value in table.items() if not isinstance(value, dict)}
+    fields |= table.get(precision, {})
     for name in ("saved", "selected"):
-        if name in said:
-            fields[name] = Saved(**{key: float(value) for key, value in said[name].items()})
-    own = fields.pop("precision", None)
-    return ours(precision, reduce_dtype, **fields) if own is None else Accounting(Precision(*own), **fields)
+        if name in table:
+            fields[name] = Saved(**{key: float(value) for key, value in table[name].items()})
+    copies = fields.pop("precision", None)
+    if copies is None:
+        return engine_accounting(precision, reduce_dtype, **fields)
+    return Accounting(Precision(*copies), **fields)
 
 
 def accounting_of(workload: Workload, cluster: Cluster) -> Accounting:
-    """How our engine keeps things there; a processor has no context, and its allocator is the system's."""
+    """How this engine keeps the workload on the cluster's devices.
+
+    A processor has no CUDA context or communicators, and the system's allocator: no overhead is counted.
+    """
     stack = "meshtune-compiled" if workload.compile else "meshtune"
-    found = accounting(stack, workload.precision, workload.reduce_dtype)
+    accounting = stack_accounting(stack, workload.precision, workload.reduce_dtype)
     if cluster.gpu.name == "cpu":
-        return replace(found, reserved=0.0, context=0.0, communicator=0.0)
-    return found
+        return replace(accounting, reserved=0.0, context=0.0, communicator=0.0)
+    return accounting

@@ -9,7 +9,7 @@ from typing import Any
 from meshtune.errors import NothingFits, UserError
 from meshtune.plan.cluster import Cluster, room
 from meshtune.plan.hardware import catalogue
-from meshtune.plan.memory.timeline import CATEGORIES, MOMENTS
+from meshtune.plan.memory.timeline import CATEGORIES, EVENTS
 from meshtune.plan.models import models
 from meshtune.plan.search import Choice, Plan, search
 from meshtune.plan.workload import Workload
@@ -109,7 +109,7 @@ def out_of_memory(now: Choice, workload: Workload, others: Others = dict) -> lis
     parts = sorted(CATEGORIES, key=lambda name: -getattr(m, name))
     listed = ", ".join(f"{name} {human(getattr(m, name))}" for name in parts if getattr(m, name) >= 1)
     found = [
-        f"Predicted for {now.layout}: {human(m.peak)} at most ({MOMENTS[int(m.moment)]}): {listed}. "
+        f"Predicted for {now.layout}: {human(m.peak)} at most ({EVENTS[int(m.event)]}): {listed}. "
         f"The largest part is {parts[0]}."
     ]
     smaller = replace(cluster, memory=min(cluster.memory, LESS * m.peak))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from meshtune.plan.accounting import PRECISIONS, accounting
+from meshtune.plan.accounting import PRECISIONS, stack_accounting
 from meshtune.plan.hardware import Gpu, stacks
 from meshtune.plan.work import Number
 
@@ -99,7 +99,7 @@ def machine_of(workload: Workload, cluster: Cluster) -> Machine:
     """The cluster with our engine on it."""
     stack = stacks()["meshtune-compiled" if workload.compile else "meshtune"]
     machine = Machine.of(cluster.gpu, stack, network_share=cluster.network_share)
-    kept = accounting("meshtune", workload.precision, workload.reduce_dtype).precision
+    kept = stack_accounting("meshtune", workload.precision, workload.reduce_dtype).precision
     mixed = PRECISIONS["bf16"]  # what the stack's figures are of
     moved = 2 * (kept.trained + kept.moments) + kept.accumulated + kept.weight
     usual = 2 * (mixed.trained + mixed.moments) + mixed.accumulated + mixed.weight

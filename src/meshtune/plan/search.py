@@ -71,7 +71,7 @@ class Choice:
                 **{name: getattr(m, name) for name in memory.CATEGORIES},
                 "peak": m.peak,
                 "capacity": self.cluster.memory,
-                "moment": memory.MOMENTS[int(m.moment)],
+                "moment": memory.EVENTS[int(m.event)],
             },
             "time": {part.name: getattr(self.seconds, part.name) for part in fields(Seconds)}
             | {"total": self.seconds.total},

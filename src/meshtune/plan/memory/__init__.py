@@ -3,6 +3,6 @@
 from meshtune.plan.memory.activations import compiled
 from meshtune.plan.memory.stages import RANKS
 from meshtune.plan.memory.states import gpt_parameters
-from meshtune.plan.memory.timeline import CATEGORIES, MOMENTS
+from meshtune.plan.memory.timeline import CATEGORIES, EVENTS
 
-__all__ = ["CATEGORIES", "MOMENTS", "RANKS", "compiled", "gpt_parameters"]
+__all__ = ["CATEGORIES", "EVENTS", "RANKS", "compiled", "gpt_parameters"]

@@ -1,4 +1,4 @@
-"""Activations of a rank: saved by blocks for their backward, held for the loss and by a block's backward."""
+"""Bytes of activations: what blocks save for their backward, and what the loss and a block's backward add."""
 
 from __future__ import annotations
 
@@ -11,126 +11,147 @@ from meshtune.plan.accounting import Accounting
 from meshtune.plan.work import Columns, Kept, Number, Work
 
 
-def saved(
-    kept: Kept,
+def saved_by_block(
+    per_token: Kept,
     work: Work,
-    c: Columns,
+    layouts: Columns,
     tokens: Number,
     *,
     element: float = 2,
-    regathers: bool = False,
-    selected: Kept | None = None,
+    regathers_inputs: bool = False,
+    selective: Kept | None = None,
 ) -> tuple[Number, Number]:
-    """(kept, at work): bytes that a micro-batch of `tokens` on a rank keeps in an average block until its
-    backward, and what that backward has at once when it has computed the rest again.
+    """Return (saved, recomputed) bytes of an average block for one micro-batch.
 
-    regathers: what enters cut matrices is gathered again under sp, so that its split is what is kept.
-    selected: what selective recomputation keeps; None: all products and the core's output.
+    saved: kept from its forward to its backward. recomputed: what its backward has at once after it has
+    computed the rest again.
+
+    per_token: bytes per token that it saves if nothing is recomputed. tokens: of the micro-batch on this
+    rank. element: bytes of an element of activations. regathers_inputs: under sp, matmul inputs are saved
+    split and gathered again in the backward. selective: bytes per token that selective recomputation saves;
+    None: all matmul outputs, the attention core's output and the block's input.
+
+    Korthikanti et al. 2022 (arXiv:2205.05198), sections 4.2 (tp, sp) and 5 (recomputation).
     """
-    sequence = np.where(c.sp > 0, c.tp, 1.0)
-    core = (kept.core + kept.statistics) / c.tp
-    outputs = sum(k.count * k.query_heads * k.v_dim for k in work.cores)
-    gathered = np.where(c.ulysses > 0, element * outputs, (c.cp - 1) * kept.keys) / c.tp
-    core = core + np.where(
-        c.cp > 1, gathered, 0.0
-    )  # keys and values of all; or the output as it came and as it left
+    sequence_shards = np.where(layouts.sp > 0, layouts.tp, 1.0)
+    core_outputs = sum(core.count * core.query_heads * core.v_dim for core in work.cores)
+    # under cp: the keys and values of all ranks; with ulysses the output as it was received and as it is sent
+    exchanged = np.where(layouts.ulysses > 0, element * core_outputs, (layouts.cp - 1) * per_token.keys)
+    core = (per_token.core + per_token.statistics) / layouts.tp
+    core = core + np.where(layouts.cp > 1, exchanged / layouts.tp, 0.0)
 
-    def split(k: Kept, core: Number) -> Number:
-        entering = k.entering / (sequence if regathers else 1.0)
-        return tokens * (k.outside / sequence + entering + k.inside / c.tp + core)
+    def of_tokens(parts: Kept, core: Number) -> Number:
+        entering = parts.entering / (sequence_shards if regathers_inputs else 1.0)
+        return tokens * (parts.outside / sequence_shards + entering + parts.inside / layouts.tp + core)
 
-    whole = split(kept, core)
-    boundary = tokens * element * work.hidden / sequence
-    cut = sum(m.count * m.rows for m in work.matrices if m.cut == "rows") + outputs
-    uncut = sum(m.count * m.rows for m in work.matrices if m.cut != "rows")
-    products = tokens * (element * (cut / c.tp + uncut / sequence) + kept.statistics / c.tp) + boundary
-    if selected is not None:
-        products = split(selected, (selected.core + selected.statistics) / c.tp)
-    found = np.where(c.recomputes("attention"), whole - tokens * kept.statistics / c.tp, whole)
-    found = np.where(c.recomputes("selective"), products, found)
-    found = np.where(c.recomputes("full"), boundary, found)
-    rest = np.maximum(whole - products, 0.0)  # with adapters all products are more than what is needed
-    again = np.where(c.recomputes("selective"), rest, np.where(c.recomputes("full"), whole, 0.0))
-    return found, again
+    everything = of_tokens(per_token, core)
+    block_input = tokens * element * work.hidden / sequence_shards
+    if selective is None:
+        cut = sum(matrix.count * matrix.rows for matrix in work.matrices if matrix.cut == "rows")
+        uncut = sum(matrix.count * matrix.rows for matrix in work.matrices if matrix.cut != "rows")
+        outputs = element * ((cut + core_outputs) / layouts.tp + uncut / sequence_shards)
+        under_selective = tokens * (outputs + per_token.statistics / layouts.tp) + block_input
+    else:
+        under_selective = of_tokens(selective, (selective.core + selective.statistics) / layouts.tp)
+
+    without_statistics = everything - tokens * per_token.statistics / layouts.tp
+    saved = np.where(layouts.recomputes("attention"), without_statistics, everything)
+    saved = np.where(layouts.recomputes("selective"), under_selective, saved)
+    saved = np.where(layouts.recomputes("full"), block_input, saved)
+    rest = np.maximum(everything - under_selective, 0.0)  # with adapters, matmul outputs are more than needed
+    recomputed = np.where(layouts.recomputes("full"), everything, 0.0)
+    recomputed = np.where(layouts.recomputes("selective"), rest, recomputed)
+    return saved, recomputed
 
 
-def compiled(kept: Kept) -> Kept:
-    """What torch.compile's partitioner leaves of it: a norm's fp32 copies and the MLP's activation are
-    computed again. Measured on a Llama: 12h + 4·h_kv + 6f + 4a + 8 of 20h + 4·h_kv + 8f + 4a + 8.
+def compiled(per_token: Kept) -> Kept:
+    """Bytes per token that a block saves under torch.compile, from those that it saves eagerly.
+
+    The partitioner recomputes a norm's fp32 copies and the MLP's activation function. Measured on a Llama:
+    12h + 4·h_kv + 6f + 4a + 8 of 20h + 4·h_kv + 8f + 4a + 8.
     """
-    return kept._replace(outside=kept.outside / 3, inside=kept.inside * 3 / 4)
+    return per_token._replace(outside=per_token.outside / 3, inside=per_token.inside * 3 / 4)
 
 
 class Sizes(NamedTuple):
-    """Of a micro-batch on a rank. tokens: of its part of the sequences; sequence: into how many sp splits
-    them; hidden: bytes of all their hidden states; head: elements of the head's gradient.
-    """
+    """Sizes of one micro-batch on a rank."""
 
-    tokens: Number
-    sequence: Number
-    hidden: Number
-    head: Number
+    tokens: Number  # after cp
+    sequence_shards: Number  # parts that sp splits the sequence into; 1 without sp
+    hidden_bytes: Number  # hidden states of all these tokens, not split by sp
+    head_gradient: Number  # elements of the head's gradient, 0 where the head is frozen
 
     @classmethod
-    def of(cls, work: Work, c: Columns, a: Accounting, seq_len: Number) -> Sizes:
-        tokens = c.micro_batch_size * seq_len / c.cp
-        head = work.vocabulary * work.hidden / c.tp * work.head_trainable
-        return cls(tokens, np.where(c.sp > 0, c.tp, 1.0), a.element * work.hidden * tokens, head)
+    def of(cls, work: Work, layouts: Columns, accounting: Accounting, seq_len: Number) -> Sizes:
+        tokens = layouts.micro_batch_size * seq_len / layouts.cp
+        head = work.vocabulary * work.hidden / layouts.tp * work.head_trainable
+        sequence_shards = np.where(layouts.sp > 0, layouts.tp, 1.0)
+        return cls(tokens, sequence_shards, accounting.element * work.hidden * tokens, head)
 
 
-class Loss(NamedTuple):
-    """What the rank with the head holds for it, in bytes.
+class LossBytes(NamedTuple):
+    """Bytes that the rank with the head holds for the last norm, the logits and the loss."""
 
-    at: in the loss. kept: for each other micro-batch in flight. norm, normed: of the last norm's forward and
-    backward. waiting: the head's gradients while the blocks' backward runs; left: and with what else the loss
-    has not let go of in the head's own.
+    at_loss: Number  # while logits exist, at most
+    per_extra_micro_batch: Number  # for each other micro-batch in flight
+    norm_forward: Number  # activations of the last norm, in the loss
+    norm_backward: Number  # activations of the last norm, in its backward
+    head_backward: Number  # head gradient and loss buffers that are not freed yet, in the head's backward
+    head_gradient_pending: Number  # head gradient that no sum has taken yet, in the blocks' backward
+
+
+def loss_bytes(work: Work, layouts: Columns, accounting: Accounting, sizes: Sizes) -> LossBytes:
+    """Bytes for the last norm, the logits and the loss on the rank with the head.
+
+    With a finite `loss_chunk` the loss makes its gradients in the forward, a chunk of tokens at a time
+    (train/loss.py): logits, a copy of their hidden states and its gradient, the head's gradient. The last
+    norm keeps its input in fp32, the normalised states, and its output, which sp gathers.
     """
+    precision, element = accounting.precision, accounting.element
+    head_gradient = sizes.head_gradient * precision.gradient
+    chunk_tokens = np.ceil(sizes.tokens / np.maximum(np.ceil(sizes.tokens / accounting.loss_chunk), 1.0))
+    logits = chunk_tokens * work.vocabulary / layouts.tp
+    at_loss = logits * (accounting.logit + np.where(layouts.tp > 1, accounting.logit_split, 0.0))
+    per_extra_micro_batch = 0.0
+    if math.isfinite(accounting.loss_chunk):
+        copy = chunk_tokens * element * work.hidden
+        head_sum = np.where(chunk_tokens < sizes.tokens, 4.0 * sizes.head_gradient, 0.0)  # fp32, over chunks
+        gradients = 3 * element * logits + copy + head_gradient
+        at_loss = np.maximum(at_loss, gradients) + copy + sizes.hidden_bytes + head_sum
+        per_extra_micro_batch = sizes.hidden_bytes + head_gradient  # made in the forward
 
-    at: Number
-    kept: Number
-    norm: Number
-    normed: Number
-    waiting: Number
-    left: Number
+    norm_input = work.hidden * sizes.tokens / sizes.sequence_shards * max(4, element)  # in fp32
+    normed = sizes.hidden_bytes / sizes.sequence_shards
+    norm_backward_tensors = 6 if element < 4 else 7  # as wide as norm_input, at once
 
-
-def loss_held(work: Work, c: Columns, a: Accounting, z: Sizes) -> Loss:
-    """Logits, a copy of their hidden states and those states' gradient, the head's gradient (train/loss.py:
-    a chunk at a time, gradients in the forward); the last norm's input in fp32, what it made of it and its
-    output, which sp gathers.
-    """
-    p = a.precision
-    rows = np.ceil(z.tokens / np.maximum(np.ceil(z.tokens / a.chunk), 1.0))
-    logits = rows * work.vocabulary / c.tp
-    at, kept = logits * (a.logit + np.where(c.tp > 1, a.logit_split, 0.0)), 0.0
-    if math.isfinite(a.chunk):  # at the logarithms of a chunk, or at the gradients of logits, states and head
-        copy, summed = rows * a.element * work.hidden, np.where(rows < z.tokens, 4.0 * z.head, 0.0)
-        gradients = 3 * a.element * logits + copy + z.head * p.gradient
-        at = np.maximum(at, gradients) + copy + z.hidden + summed
-        kept = z.hidden + z.head * p.gradient  # each loss has made its gradients already
-    wide = work.hidden * z.tokens / z.sequence * max(4, a.element)
-    sharded, several = a.gathers_shards(c), c.gradient_accumulation_steps > 1
-    alone = ~(several | (a.gradient_replicas(c) > 1))
-    waiting = np.where(sharded | alone, z.head * p.gradient, 0.0)  # until it is added up
-    left = np.where(sharded | alone | a.tables, z.head * p.gradient, 0.0) + logits * a.logit_left
-    if a.shards_masters:  # and a sum that no micro-batch has made before
-        first_sum = np.where(sharded | alone | several, 0.0, z.head * p.accumulated)
-        waiting, left = waiting + first_sum, left + first_sum
-    return Loss(
-        at=at,
-        kept=kept + wide + z.hidden / z.sequence,
-        norm=wide + z.hidden / z.sequence + z.hidden,
-        normed=wide * (6 if a.element < 4 else 7),  # tensors that its backward has at once
-        waiting=waiting,
-        left=left,
+    sharded, accumulates = accounting.gathers_shards(layouts), layouts.gradient_accumulation_steps > 1
+    unsummed = ~(accumulates | (accounting.gradient_replicas(layouts) > 1))
+    pending = np.where(sharded | unsummed, head_gradient, 0.0)
+    in_backward = np.where(sharded | unsummed | accounting.whole_vocabulary_gradients, head_gradient, 0.0)
+    in_backward = in_backward + logits * accounting.logit_head_backward
+    if accounting.shards_masters:  # replicas that do not accumulate have no sum before this backward
+        first_sum = np.where(
+            sharded | unsummed | accumulates, 0.0, sizes.head_gradient * precision.accumulated
+        )
+        pending, in_backward = pending + first_sum, in_backward + first_sum
+    return LossBytes(
+        at_loss=at_loss,
+        per_extra_micro_batch=per_extra_micro_batch + norm_input + normed,
+        norm_forward=norm_input + normed + sizes.hidden_bytes,
+        norm_backward=norm_input * norm_backward_tensors,
+        head_backward=in_backward,
+        head_gradient_pending=pending,
     )
 
 
-def block_backward(work: Work, c: Columns, a: Accounting, z: Sizes) -> Number:
-    """At work in a block's backward: the gradient of what it gave, and two features as wide as the MLP is
-    inside; what selective recomputation ran last.
+def block_backward(work: Work, layouts: Columns, accounting: Accounting, sizes: Sizes) -> Number:
+    """Bytes that a block's backward works on beside what the block saved.
+
+    The gradient of its output, two features as wide as the MLP is inside and, under selective recomputation,
+    two hidden states of the operation that was recomputed last.
     """
-    inner = np.max([np.broadcast_to(m.cols, np.shape(z.tokens)) for m in work.matrices], axis=0)
-    own = z.hidden / z.sequence
-    again = np.where(c.recomputes("selective"), 2 * own, 0.0)
-    return own + 2 * a.element * z.tokens * inner / c.tp + again
+    widths = [np.broadcast_to(matrix.cols, np.shape(sizes.tokens)) for matrix in work.matrices]
+    widest = np.max(widths, axis=0)
+    output_gradient = sizes.hidden_bytes / sizes.sequence_shards
+    recomputed = np.where(layouts.recomputes("selective"), 2 * output_gradient, 0.0)
+    return output_gradient + 2 * accounting.element * sizes.tokens * widest / layouts.tp + recomputed

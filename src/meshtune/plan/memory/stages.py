@@ -13,62 +13,65 @@ RANKS = ("first", "middle", "last")  # pipeline ranks that a peak can be on
 
 @dataclass(frozen=True)
 class Stages:
-    """What the first, a middle and the last pipeline rank have: arrays [RANKS, layouts].
+    """Blocks and ends of the first, a middle and the last pipeline rank: arrays [RANKS, layouts]."""
 
-    blocks: on the rank. first, last: 1 on the rank with the embedding, with the head. place: its index.
-    """
-
-    blocks: Number
-    first: Number
-    last: Number
-    place: Number
+    blocks: Number  # on the rank
+    has_embedding: Number  # 1 or 0
+    has_head: Number  # 1 or 0
+    rank: Number  # its index in the pipeline
 
     @classmethod
-    def even(cls, blocks: Number, c: Columns) -> Stages:
+    def even(cls, blocks: Number, layouts: Columns) -> Stages:
         """Equal stages, the larger ones first."""
-        most = np.ceil(blocks / c.pp - 1e-9)
-        place = np.stack([0 * c.pp, np.minimum(1.0, c.pp - 1), c.pp - 1])
-        v_shaped = c.runs("zbv", "dualpipev")
+        largest = np.ceil(blocks / layouts.pp - 1e-9)
+        rank = np.stack([0 * layouts.pp, np.minimum(1.0, layouts.pp - 1), layouts.pp - 1])
+        v_shaped = layouts.runs("zbv", "dualpipev")
         return cls(
-            blocks=np.broadcast_to(most, place.shape),
-            first=(place == 0) * 1.0,
-            last=np.where(v_shaped, place == 0, place == c.pp - 1) * 1.0,
-            place=place,
+            blocks=np.broadcast_to(largest, rank.shape),
+            has_embedding=(rank == 0) * 1.0,
+            has_head=np.where(v_shaped, rank == 0, rank == layouts.pp - 1) * 1.0,
+            rank=rank,
         )
 
     @classmethod
-    def dealt(cls, work: Work, c: Columns, by: str) -> Stages:
-        """As a stack deals the blocks out: by "blocks" evenly; by "slots", which embedding and head take too;
-        by "products", the head's counted, each rank taking blocks until it has passed its part.
+    def cut(cls, work: Work, layouts: Columns, by: str) -> Stages:
+        """Stages as a stack cuts them (`Accounting.stage_cut`).
+
+        by: "blocks": evenly; "slots": embedding and head take the place of a block each; "matmuls": each rank
+        takes blocks until it has passed its part of all matmul elements, the head's included.
         """
-        even, n = cls.even(work.blocks, c), work.blocks + 0 * c.pp
+        even, blocks = cls.even(work.blocks, layouts), work.blocks + 0 * layouts.pp
         if by == "blocks":
             return even
-        first, last = even.first, even.last
         if by == "slots":
-            slots = np.ceil((n + 2) / c.pp - 1e-9)
-            blocks = np.where(c.pp > 1, slots - first - last, n)
+            slots = np.ceil((blocks + 2) / layouts.pp - 1e-9)
+            on_rank = slots - even.has_embedding - even.has_head
         else:
-            head = work.vocabulary * work.hidden / work.block_parameters
-            part = (n + head) / c.pp
-            least = np.minimum(np.floor(part + 1e-9) + 1, n)
-            before = np.minimum(np.floor(part * (c.pp - 1) + 1e-9) + 1, n)
-            blocks = np.where(last > 0, n - before, np.where(first > 0, least, np.ceil(part)))
-            blocks = np.where(c.pp > 1, blocks, n)
-        return cls(blocks, first, last, even.place)
+            head_blocks = work.vocabulary * work.hidden / work.block_parameters
+            part = (blocks + head_blocks) / layouts.pp
+            on_first = np.minimum(np.floor(part + 1e-9) + 1, blocks)
+            before_last = np.minimum(np.floor(part * (layouts.pp - 1) + 1e-9) + 1, blocks)
+            on_rank = np.where(even.has_embedding > 0, on_first, np.ceil(part))
+            on_rank = np.where(even.has_head > 0, blocks - before_last, on_rank)
+        on_rank = np.where(layouts.pp > 1, on_rank, blocks)
+        return cls(on_rank, even.has_embedding, even.has_head, even.rank)
 
 
-def in_flight(c: Columns, place: Number = 0.0) -> Number:
-    """Micro-batches whose activations pipeline rank `place` holds at most, in whole stages of this rank.
+def in_flight(layouts: Columns, rank: Number = 0.0) -> Number:
+    """Micro-batches whose activations pipeline rank `rank` holds at most, counted in all of its stages.
 
-    GPipe and looped BFS: all of them; 1F1B: as many as there are ranks from it on; interleaved: the warm-up
-    of (v - 1)·p + 2·(p - 1 - i) stages and one more, on the first rank 1 + (p - 1)/(p·v) times p
-    (Korthikanti et al. 2022, section 4.2.3); zero-bubble schedules, whose backward of weights comes later: as
-    many as there are ranks; DualPipeV half a stage more.
+    GPipe, looped BFS: all.
+    1F1B: the ranks from this one on (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+    Interleaved 1F1B: its warm-up of (v - 1)·p + 2·(p - 1 - i) stages and one more, so that the first rank
+    has p·(1 + (p - 1)/(p·v)) (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.3).
+    ZB-H1, ZBV: as many as ranks, as gradients of weights come later (Qi et al. 2024, arXiv:2401.10241).
+    DualPipeV: half of a rank's stages more than ZBV, as torch's schedule has them.
     """
-    m, v = c.gradient_accumulation_steps, c.virtual_stages
-    behind = c.pp - place
-    held = np.where(c.runs("interleaved1f1b"), ((v - 1) * c.pp + 2 * (behind - 1) + 1) / v, behind)
-    held = np.where(c.runs("zb", "zbv"), c.pp, np.where(c.runs("dualpipev"), c.pp + 0.5, held))
-    held = np.where(c.runs("gpipe", "loopedbfs"), m, np.minimum(held, m))
-    return np.where(c.pp > 1, held, 1.0)
+    micro_batches, virtual = layouts.gradient_accumulation_steps, layouts.virtual_stages
+    ranks_from_here = layouts.pp - rank
+    warm_up = (virtual - 1) * layouts.pp + 2 * (ranks_from_here - 1) + 1
+    held = np.where(layouts.runs("interleaved1f1b"), warm_up / virtual, ranks_from_here)
+    held = np.where(layouts.runs("zb", "zbv"), layouts.pp, held)
+    held = np.where(layouts.runs("dualpipev"), layouts.pp + 0.5, held)
+    held = np.where(layouts.runs("gpipe", "loopedbfs"), micro_batches, np.minimum(held, micro_batches))
+    return np.where(layouts.pp > 1, held, 1.0)
