@@ -230,7 +230,7 @@ def plan(
         show(found, plan_answer.largest(most, value, choice), as_json=as_json)
     else:
         asked = answer.ask(
-            resolved, workload, sizes=numbers(gpus, "--gpus"), goal=goal, others=partial(lighter, resolved)
+            resolved, workload, sizes=numbers(gpus, "--gpus"), goal=goal, lighter=partial(lighter, resolved)
         )
         show(asked.as_dict(top), plan_answer.answer(asked, top), as_json=as_json)
         if plot:

@@ -197,6 +197,8 @@ def step_timeline(
     # the embedding's gradient ends a micro-batch's backward, with all other micro-batches still in flight
     embedding_gradient = stages.has_embedding * elements.before_blocks.trained * precision.gradient
     others_and_embedding = flight.total - flight.per_micro_batch + embedding_gradient
+    with_embedding = accounting.whole_vocabulary_gradients * others_and_embedding
+    last_block = flight.saved_block + flight.in_block_backward
     earlier_gradients = gradients_before_backward(
         layouts, accounting, states, flight.micro_batches, flight.per_micro_batch
     )
@@ -210,6 +212,7 @@ def step_timeline(
     }
     communication = steady["communication"]
     with_block = communication + buffers.gathered_block
+    gathered_blocks = accounting.gathered_groups * buffers.gathered_block
     return {
         "loss": steady | {
             "activations": flight.total + stages.has_head * loss.norm_forward,
@@ -224,16 +227,11 @@ def step_timeline(
         "backward of a block": steady | {
             "activations": flight.total + flight.in_block_backward,
             "logits": stages.has_head * loss.head_gradient_pending,
-            "communication": communication
-            + accounting.gathered_groups * buffers.gathered_block
-            + buffers.block_backward,
+            "communication": communication + gathered_blocks + buffers.block_backward,
         },
         "end of backward": steady | {
             "gradients": states.gradients + flat,
-            "activations": np.maximum(
-                flight.saved_block + flight.in_block_backward,
-                accounting.whole_vocabulary_gradients * others_and_embedding,
-            ),
+            "activations": np.maximum(last_block, with_embedding),
             "communication": with_block + buffers.backward_end,
         },
         "update": steady | {
