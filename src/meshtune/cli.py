@@ -216,9 +216,9 @@ def plan(
 
         check(plot)
     if export:
-        from meshtune.plan.export import known
+        from meshtune.plan.export import check_tool
 
-        known(export)
+        check_tool(export)
     resolved = config.load(file, overrides)
     workload = workload_of(resolved, lambda text: print(f"meshtune: {text}", file=sys.stderr))
     if explain:

@@ -35,12 +35,12 @@ SPENT = {
     "bubble": "the pipeline bubble",
     "host": "kernel launches and other work of the host",
 }
-# collectives of `Seconds.data`, by ZeRO stage
+# collectives of `Seconds.data`, by ZeRO stage; {}: " and", or "," where replicas add an all-reduce
 DATA_COLLECTIVES = {
     0: "gradient all-reduce",
-    1: "ZeRO-1 reduce-scatter and all-gather",
-    2: "ZeRO-2 reduce-scatter and all-gather",
-    3: "ZeRO-3 all-gather and reduce-scatter",
+    1: "ZeRO-1 reduce-scatter{} all-gather",
+    2: "ZeRO-2 reduce-scatter{} all-gather",
+    3: "ZeRO-3 all-gather{} reduce-scatter",
 }
 
 
@@ -65,8 +65,9 @@ def spent(part: str, layout: Layout) -> str:
     """Name what a layout's step spends a part of `Seconds` on."""
     if part != "data":
         return SPENT[part]
-    between = " and all-reduce between replicas" * (layout.zero > 0 and layout.dp_replicate > 1)
-    return f"exposed {DATA_COLLECTIVES[layout.zero]}{between}"
+    replicated = layout.zero > 0 and layout.dp_replicate > 1
+    collectives = DATA_COLLECTIVES[layout.zero].format("," if replicated else " and")
+    return f"exposed {collectives}{' and all-reduce between replicas' * replicated}"
 
 
 # how it was reached #
@@ -334,7 +335,8 @@ def batch_sentences(workload: Workload, choices: Mapping[int, Choice | None]) ->
         speed = choice.tokens_per_second_per_gpu
         ratio = ""
         if current is not None and size != workload.global_batch_size:
-            ratio = f" ({speed / current.tokens_per_second_per_gpu:.2f} x)"
+            ratio = speed / current.tokens_per_second_per_gpu
+            ratio = f" ({ratio:.2f} x that of {workload.global_batch_size})"
         sentences.append(
             f"{_sequences(size)}: {speed:,.0f} tokens/s/GPU{ratio}, {updates[size]} {per_token}, "
             f"{human(choice.memory.peak)} ({choice.layout})."

@@ -59,7 +59,7 @@ def nothing_fits(plan: Plan, lighter: Lighter = dict) -> list[str]:
 
 
 def _reasons(plan: Plan) -> list[str]:
-    """Why layouts were refused, each with their number and an example."""
+    """Reasons for which layouts were refused, each with their number and an example."""
     return [
         f"{rejected.reason.rstrip('.')} ({rejected.count} layouts, such as {rejected.example})"
         for rejected in plan.rejected

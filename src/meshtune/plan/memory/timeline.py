@@ -191,7 +191,7 @@ def step_timeline(
     flight = activations_in_flight(work, layouts, accounting, seq_len, stages, loss)
 
     total, sharded = elements.total, accounting.gathers_shards(layouts)
-    none, flat = np.zeros_like(flight.total), total.trained * accounting.flat_buffers
+    flat = total.trained * accounting.flat_buffers
     masters, optimizer = optimizer_state(layouts, accounting, states, total)
     reduced = np.where(sharded, total.trained_shard * precision.trained, states.gradients)
     # the embedding's gradient ends a micro-batch's backward, with all other micro-batches still in flight
@@ -207,7 +207,7 @@ def step_timeline(
         "gradients": earlier_gradients + flat,
         "optimizer": masters if first_step else optimizer,
         "activations": flight.total,
-        "logits": none,
+        "logits": np.zeros_like(flight.total),
         "communication": buffers.gathered_outside + flight.received,
     }
     communication = steady["communication"]
@@ -238,7 +238,7 @@ def step_timeline(
             "weights": states.weights,
             "gradients": reduced + flat,
             "optimizer": optimizer,
-            "activations": none,
+            "activations": np.zeros_like(flight.total),
             "communication": flight.received + converted_gradients(layouts, accounting, elements),
         },
     }  # fmt: skip
