@@ -60,7 +60,7 @@ def plan(
         from meshtune.report.plan import terminal
 
         sizes = numbers(gpus, "--gpus")
-        best = answer.ask(resolved, workload, sizes=sizes, goal=goal, others=partial(lighter, resolved))
+        best = answer.ask(resolved, workload, sizes=sizes, goal=goal, lighter=partial(lighter, resolved))
         show(best.as_dict(top), terminal.answer(best, top), as_json=as_json)
         if plot:
             draw(best, plot, compare_sizes=bool(gpus))
@@ -75,9 +75,9 @@ def check_outputs(plot: Path | None, export: str | None) -> None:
 
         check(plot)
     if export:
-        from meshtune.plan.export import known
+        from meshtune.plan.export import check_tool
 
-        known(export)
+        check_tool(export)
 
 
 def explain_layout(config: "Config", workload: "Workload", layout: str, *, as_json: bool) -> None:

@@ -19,7 +19,7 @@ from meshtune.model.anatomy import auto_attention, traits
 from meshtune.model.load import load_config
 from meshtune.model.partition import stage_count
 from meshtune.model.support import refusals
-from meshtune.plan.advice import Refused
+from meshtune.plan.fits import Refused
 from meshtune.train import planning
 
 

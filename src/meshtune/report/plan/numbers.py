@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from meshtune.plan.memory import CATEGORIES
-from meshtune.plan.seconds import PARTS
+from meshtune.plan.memory.timeline import CATEGORIES
+from meshtune.plan.seconds.step import PARTS
 
 if TYPE_CHECKING:
     from meshtune.plan.search import Choice

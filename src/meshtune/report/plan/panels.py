@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from meshtune.layout import RECOMPUTE, SCHEDULES, Layout
-from meshtune.plan.memory import CATEGORIES
+from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.search import Choice, Plan, layout_at
-from meshtune.plan.seconds import PARTS
+from meshtune.plan.seconds.step import PARTS
 from meshtune.report.draw.kinds import (
     Axis,
     Cell,

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshtune.plan.memory import CATEGORIES, MOMENTS, RANKS
-from meshtune.plan.seconds import PARTS
+from meshtune.plan.memory import CATEGORIES, EVENTS, RANKS
+from meshtune.plan.seconds.step import PARTS
 from meshtune.report.plan.bars import Column, Fitted, Legend, Name
 from meshtune.report.plan.numbers import memory_parts, nonzero, number, seconds, time_parts
 from meshtune.units import GIB, human
@@ -96,7 +96,7 @@ def explanation(choice: Choice) -> RenderableType:
     memory, total = choice.memory, choice.seconds.total
     rank = f"{RANKS[int(memory.rank)]} pipeline rank" if choice.layout.pp > 1 else ""
     where = f", on the {rank.replace('middle', 'fullest middle')}" if rank else ", on every rank"
-    event = MOMENTS[int(memory.moment)]
+    event = EVENTS[int(memory.event)]
     gpus = f"{choice.layout.world} × {choice.cluster.gpu.name}"
     speed = number(choice.tokens_per_second_per_gpu)
     return Group(
