@@ -58,10 +58,11 @@ from meshtune.model.anatomy import traits
 from meshtune.model.partition import coordinates
 from meshtune.model.trace import census_of
 from meshtune.parallel.pipeline import Pipeline
+from meshtune.placement.columns import Columns
 from meshtune.plan import memory
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.search import accounting_of, stages_of
-from meshtune.plan.work import Columns, Work
+from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
 from meshtune.rundir import write_text_atomically
 from meshtune.train import build, loop

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from meshtune.layout import V_SCHEDULES, Layout
+from meshtune.layout import AXES, V_SCHEDULES, Layout
 from meshtune.model.census import Census, Parameter, attended_pairs
-
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outer to inner: tp ranks are neighbours
 
 
 @dataclass(frozen=True)

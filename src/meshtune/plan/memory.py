@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshtune.placement.columns import Columns, Number
 from meshtune.plan.hardware import memory_of
-from meshtune.plan.work import Columns, Kept, Number, Weight, Work
+from meshtune.plan.work import Kept, Weight, Work
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "overhead")
 MOMENTS = ("loss", "backward of the head", "backward of a block", "end of backward", "update")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshtune.model.support import ROUNDS, ZERO_BUBBLE, Traits
-from meshtune.plan.work import Columns, Number
+from meshtune.placement.columns import Columns, Number
 
 
 class Problem(NamedTuple):

@@ -15,8 +15,9 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from meshtune.placement.columns import Columns, Number
 from meshtune.plan.hardware import Gpu
-from meshtune.plan.work import Columns, Core, Gemm, Number, Work
+from meshtune.plan.work import Core, Gemm, Work
 
 TILE = 128 * 128  # elements of a product that one multiprocessor works on at a time
 ALIGNED = 64  # elements (128 bytes of 16 bits): what tensor cores want rows to be multiples of

@@ -20,8 +20,9 @@ import numpy as np
 
 from meshtune.errors import UserError
 from meshtune.layout import RECOMPUTE, SCHEDULES, Layout
+from meshtune.placement.columns import layout_at
 from meshtune.plan.memory import CATEGORIES, gpt_parameters
-from meshtune.plan.search import Choice, Plan, layout_at
+from meshtune.plan.search import Choice, Plan
 from meshtune.plan.seconds import PARTS
 from meshtune.report.page import STYLE, _json, _text
 from meshtune.report.planned import COLOURS, held, in_any, number, seconds, spent

@@ -15,11 +15,10 @@ from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from meshtune.layout import SCHEDULES, VIRTUAL_SCHEDULES, Layout
+from meshtune.layout import AXES, SCHEDULES, VIRTUAL_SCHEDULES, Layout
 from meshtune.model.anatomy import anatomy
 from meshtune.model.lora import add_lora
 from meshtune.model.partition import (
-    AXES,
     V_SCHEDULES,
     coordinates,
     group,

@@ -25,11 +25,12 @@ from meshtune.model.lora import add_lora
 from meshtune.model.partition import census_stages, rank_at, share, stage_blocks, stage_of_rank
 from meshtune.model.support import Traits, refusals
 from meshtune.model.trace import census_of
+from meshtune.placement.columns import Columns, layout_at
 from meshtune.plan import memory
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.problems import problems
-from meshtune.plan.search import accounting_of, even_stages, layout_at, stages_of
-from meshtune.plan.work import Columns, Work
+from meshtune.plan.search import accounting_of, even_stages, stages_of
+from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
 
 CPU = cluster_of(ClusterConfig(gpu="cpu"), gpus=64)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from meshtune.layout import Layout
+from meshtune.placement.columns import Columns
 from meshtune.plan.memory import (
     EAGER,
     MEGATRON,
@@ -17,7 +18,7 @@ from meshtune.plan.memory import (
     saved,
     states,
 )
-from meshtune.plan.work import Columns, Work
+from meshtune.plan.work import Work
 
 GB = 1e9
 GPT3 = Work.of_shape(layers=96, hidden=12288, ffn=4 * 12288, heads=96, kv_heads=96, vocabulary=51200, gated=0)

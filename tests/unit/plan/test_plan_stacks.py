@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from meshtune.layout import Layout
+from meshtune.placement.columns import Columns
 from meshtune.plan.hardware import stacks
 from meshtune.plan.memory import (
     PRECISIONS,
@@ -18,7 +19,7 @@ from meshtune.plan.memory import (
     peak,
     saved,
 )
-from meshtune.plan.work import Columns, Work
+from meshtune.plan.work import Work
 from meshtune.units import GIB
 
 SEEN = {

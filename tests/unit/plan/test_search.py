@@ -19,11 +19,13 @@ from meshtune.config import ClusterConfig
 from meshtune.errors import NothingFits, UserError
 from meshtune.layout import SCHEDULES, V_SCHEDULES, VIRTUAL_SCHEDULES, Layout, PartialLayout
 from meshtune.model.support import Traits, refusals
+from meshtune.placement.columns import layout_at
 from meshtune.plan import advice
+from meshtune.plan.candidates import divisors
 from meshtune.plan.cluster import Cluster, cluster_of, gpus_here
 from meshtune.plan.hardware import catalogue
 from meshtune.plan.memory import CATEGORIES
-from meshtune.plan.search import ALIKE, MARGIN, Choice, Plan, divisors, explained, layout_at, search
+from meshtune.plan.search import ALIKE, MARGIN, Choice, Plan, explained, search
 from meshtune.plan.seconds import Seconds
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload

@@ -8,6 +8,7 @@ from families import FAMILIES
 
 from meshtune.layout import Layout
 from meshtune.model.trace import census
+from meshtune.placement.columns import Columns
 from meshtune.plan.hardware import catalogue, stacks
 from meshtune.plan.seconds import (
     Machine,
@@ -18,7 +19,7 @@ from meshtune.plan.seconds import (
     ring_bandwidth,
     step,
 )
-from meshtune.plan.work import Columns, Work
+from meshtune.plan.work import Work
 
 # A GPU that reaches all it can, software that costs nothing, networks of round figures.
 IDEAL = Machine(
