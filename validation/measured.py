@@ -17,7 +17,7 @@ import numpy as np
 from meshtune.layout import CP_METHODS, RECOMPUTE, SCHEDULES
 from meshtune.placement.columns import Columns
 from meshtune.plan.hardware import catalogue, stacks
-from meshtune.plan.seconds import Machine
+from meshtune.plan.machine import Machine
 from meshtune.plan.work import Work
 
 Row = dict[str, str]

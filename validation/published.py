@@ -34,7 +34,7 @@ from measured import (
 )
 from peaks import FITTED, capacities, figure_of, fitted, peaks, published, ran_out
 
-from meshtune.plan.seconds import step
+from meshtune.plan.seconds.step import step
 from meshtune.rundir import write_text_atomically
 
 # what a group has in common, and in what its layouts differ

@@ -18,8 +18,8 @@ import yaml
 from command import Command, Ended
 
 from meshtune.layout import Layout
-from meshtune.plan.advice import models
 from meshtune.plan.export import TOOLS
+from meshtune.plan.models import models
 from meshtune.rundir import RunDir
 
 Settings = Callable[..., list[str]]

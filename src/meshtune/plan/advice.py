@@ -5,29 +5,21 @@ Every sentence carries the numbers of a layout that was predicted; nothing is a 
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
 import numpy as np
 
-from meshtune.errors import NothingFits, UserError
+from meshtune.errors import UserError
 from meshtune.layout import RECOMPUTE
-from meshtune.model.support import Traits
-from meshtune.plan import memory
-from meshtune.plan.cluster import Cluster
-from meshtune.plan.hardware import catalogue
-from meshtune.plan.search import MARGIN, Choice, Plan, explained, search
-from meshtune.plan.seconds import Seconds
-from meshtune.plan.work import Work
+from meshtune.plan.cluster import room
+from meshtune.plan.memory.timeline import CATEGORIES
+from meshtune.plan.search import Choice, Plan, explained, search
+from meshtune.plan.seconds.step import Seconds
 from meshtune.plan.workload import Workload
 from meshtune.units import count, duration, human
 
-GOALS = ("speed", "cost", "gpus", "memory")
-LESS = 0.85  # of what was predicted for a run that ran out of memory may another one need
 # what a part of a step's time is spent on, in a sentence
 SPENT = {
     "compute": "computing",
@@ -161,7 +153,7 @@ def _alternative(plan: Plan, best: Choice, name: str, fixed: Mapping[str, Any], 
     near = other.nearest(1)
     if near:
         m = near[0].memory
-        largest = max(memory.CATEGORIES, key=lambda part: getattr(m, part))
+        largest = max(CATEGORIES, key=lambda part: getattr(m, part))
         return Alternative(
             name, near[0],
             f"does not fit: {near[0].layout} needs {human(m.peak)}, {human(getattr(m, largest))} of it "
@@ -177,11 +169,6 @@ def _behind(name: str, choice: Choice, best: Choice) -> Alternative:
     if choice.layout == best.layout:
         return Alternative(name, choice, "is the one chosen.")
     return Alternative(name, choice, f"({choice.layout}) {against(choice, best)}")
-
-
-def room(cluster: Cluster) -> str:
-    """What a GPU has, and what of it a plan uses."""
-    return f"{human(cluster.memory)}, of which {human(cluster.memory * (1 - MARGIN))} are used at most"
 
 
 def against(other: Choice, best: Choice) -> str:
@@ -245,160 +232,7 @@ def _variations(workload: Workload) -> Iterator[tuple[str, Workload]]:
         yield "train.precision=bf16", replace(workload, precision="bf16")
 
 
-def out_of_memory(now: Choice, workload: Workload, others: Others = dict) -> list[str]:
-    """When a run ran out of memory under the layout `now`: what was predicted for it, and what needs less."""
-    m, cluster = now.memory, now.cluster
-    parts = sorted(memory.CATEGORIES, key=lambda name: -getattr(m, name))
-    listed = ", ".join(f"{name} {human(getattr(m, name))}" for name in parts if getattr(m, name) >= 1)
-    found = [
-        f"Predicted for {now.layout}: {human(m.peak)} at most ({memory.MOMENTS[int(m.moment)]}): {listed}. "
-        f"The largest part is {parts[0]}."
-    ]
-    smaller = replace(cluster, memory=min(cluster.memory, LESS * m.peak))
-    plan = search(workload, smaller, margin=0.0)
-    fitting = [
-        f"layout={each.layout} ({human(each.memory.peak)}, "
-        f"{each.seconds.total / now.seconds.total - 1:+.0%} time)"
-        for each in plan.best(2)
-    ]
-    if not fitting:
-        fitting = list(remedies(workload, smaller, others))
-    said = (
-        "What needs less, quickest first: " + "; ".join(fitting)
-        if fitting
-        else "Nothing tried here needs less"
-    )
-    return [*found, said + "."]
-
-
-# sizes of clusters, batches, models #
-
-
-def by_goal(plans: Mapping[int, Plan], goal: str, others: Others = dict) -> tuple[int, Choice]:
-    """(GPUs, the best layout) of these cluster sizes: the quickest step, the fewest GPU-seconds a token, the
-    fewest GPUs, or the least memory. Raises NothingFits where no size has a layout that fits.
-    """
-    if goal not in GOALS:
-        raise UserError(f"--goal {goal} is no goal; goals: {', '.join(GOALS)}.")
-    found = {
-        gpus: _by_memory(plan) if goal == "memory" else plan.best(1)[0]
-        for gpus, plan in plans.items()
-        if len(plan)
-    }
-    if not found:
-        raise nothing(plans[max(plans)], others)
-    keys = {
-        "speed": lambda gpus: found[gpus].seconds.total,
-        "cost": lambda gpus: found[gpus].seconds.total * gpus,
-        "gpus": lambda gpus: gpus,
-        "memory": lambda gpus: found[gpus].memory.peak,
-    }
-    gpus = min(found, key=keys[goal])
-    return gpus, found[gpus]
-
-
-def _by_memory(plan: Plan) -> Choice:
-    return plan.choice(int(np.argmin(plan.memory.peak)))
-
-
-Others = Callable[[], Mapping[str, Workload]]  # settings that train something lighter
-
-
-def nothing(plan: Plan, others: Others = dict) -> UserError:
-    """What to raise when a plan is empty: NothingFits, or where every layout is refused, the reasons."""
-    if len(plan.near.tp):
-        return NothingFits(nothing_fits(plan, others))
-    reasons = [
-        f"{each.reason.rstrip('.')} ({each.count} layouts, such as {each.example})" for each in plan.rejected
-    ]
-    where = f"{plan.cluster.gpus} x {plan.cluster.gpu.name}"
-    return Refused(
-        f"{plan.workload.model} can't be trained under any layout of {where}: {'; '.join(reasons)}."
-    )
-
-
-class Refused(UserError):
-    """Every layout is refused, whatever its memory."""
-
-
-def nothing_fits(plan: Plan, others: Others = dict) -> list[str]:
-    """Why, and what would: the nearest layout, then more GPUs, shorter sequences, LoRA, larger GPUs."""
-    w, c = plan.workload, plan.cluster
-    near = plan.nearest(1)
-    found = [
-        f"No layout of {c.gpus} x {c.gpu.name} ({room(c)}) fits {w.model} at {w.seq_len} tokens"
-        + (" with what is fixed of it." if plan.fixed else ".")
-    ]
-    if near:
-        m = near[0].memory
-        largest = max(memory.CATEGORIES, key=lambda part: getattr(m, part))
-        found.append(
-            f"The nearest, {near[0].layout}, needs {human(m.peak)}: {human(getattr(m, largest))} of it "
-            f"{largest}."
-        )
-    else:
-        found += [
-            f"{each.reason.rstrip('.')} ({each.count} layouts, such as {each.example})."
-            for each in plan.rejected[:4]
-        ]
-    fitting = list(remedies(plan.workload, plan.cluster, others))
-    if plan.fixed and (free := _first(w, c)):
-        fitting.insert(0, f"layout={free.layout} ({human(free.memory.peak)})")
-    found.append(
-        "What would fit: " + "; ".join(fitting) + "." if fitting else "Nothing tried here would fit."
-    )
-    return found
-
-
-def remedies(w: Workload, c: Cluster, others: Others = dict) -> Iterator[str]:
-    """The least change of each kind that fits, with its layout: more GPUs, shorter sequences, less precise,
-    lighter, larger GPUs.
-    """
-    for what, choice in _remedies(w, c, others):
-        yield f"{what} layout={choice.layout} ({human(choice.memory.peak)})"
-
-
-def _remedies(w: Workload, c: Cluster, others: Others) -> Iterator[tuple[str, Choice]]:
-    for factor in (2, 3, 4, 6, 8, 12, 16) if c.gpu.name != "cpu" else ():  # processors share one memory
-        if found := _first(w, c, c.gpus * factor):
-            yield f"cluster.gpus={c.gpus * factor}", found
-            break
-    for parts in (2, 4, 8, 16):
-        if w.seq_len % parts == 0 and (found := _first(replace(w, seq_len=w.seq_len // parts), c)):
-            yield f"data.seq_len={w.seq_len // parts}", found
-            break
-    if w.precision in ("bf16", "fp32"):
-        for precision in ("bf16", "bf16-pure"):
-            if precision != w.precision and (found := _first(replace(w, precision=precision), c)):
-                yield f"train.precision={precision}", found
-                break
-    for what, lighter in others().items():
-        if found := _first(lighter, c):
-            yield what, found
-    for gpu in sorted(catalogue().values(), key=lambda gpu: gpu.memory):
-        node = gpu.node if c.node == c.gpu.node else c.node
-        larger = replace(
-            c, gpu=gpu, memory=gpu.memory, link=gpu.link, network=gpu.network, node=node
-        )  # fmt: skip
-        if gpu.memory > 1.1 * c.memory and gpu.name != "cpu" and (found := _first(w, larger, c.gpus)):
-            yield f"cluster.gpu={gpu.name}", found
-            break
-
-
-def _first(
-    workload: Workload, cluster: Cluster, gpus: int | None = None, fixed: Mapping[str, Any] | None = None
-) -> Choice | None:
-    """The best layout, if any fits; of another number of GPUs where one is given."""
-    try:
-        plan = search(workload, cluster.of_size(gpus) if gpus else cluster, fixed=fixed)
-    except UserError:
-        return None
-    return plan.best(1)[0] if len(plan) else None
-
-
-def batches(workload: Workload, cluster: Cluster, sizes: Sequence[int]) -> dict[int, Choice | None]:
-    """The best layout for each global batch size; None where none fits."""
-    return {size: _first(replace(workload, global_batch_size=size), cluster) for size in sizes}
+# global batches #
 
 
 def batch_sizes(workload: Workload) -> list[int]:
@@ -430,120 +264,6 @@ def batch_sentences(workload: Workload, found: Mapping[int, Choice | None]) -> l
             f"{human(choice.memory.peak)} ({choice.layout})."
         )
     return sentences
-
-
-def largest(workload: Workload, cluster: Cluster, what: str) -> tuple[Any, Choice]:
-    """The largest `what` that fits (seq_len in tokens, in steps of 1024 beyond that; batch in sequences at
-    once, at the given length; model: of models.toml), with its best layout. Raises NothingFits where not even
-    the smallest does.
-    """
-    if what == "seq_len":
-        return _largest(lambda n: _first(replace(workload, seq_len=n), cluster), 256, 2**24, 1024)
-    if what == "batch":
-        return _largest_batch(workload, cluster)
-    if what == "model":
-        for name, shape in sorted(models().items(), key=lambda item: -float(item[1].work.parameters)):
-            r = workload.lora_r
-            work = shape.work if r is None else shape.work.adapted(r)
-            if found := _first(replace(workload, model=name, work=work, traits=shape.traits), cluster):
-                return name, found
-        raise NothingFits(f"None of {', '.join(models())} fits {cluster.gpus} x {cluster.gpu.name}.")
-    raise UserError(f"--max {what} is nothing to look for; write --max seq_len, --max batch or --max model.")
-
-
-def _largest_batch(workload: Workload, cluster: Cluster) -> tuple[int, Choice]:
-    """The most sequences that the data ranks together take at once, without accumulating."""
-
-    def fits(size: int) -> Choice | None:
-        at_once = {"gradient_accumulation_steps": 1}
-        return _first(replace(workload, global_batch_size=size), cluster, fixed=at_once)
-
-    powers = (2**n for n in range(24))
-    found = {}
-    for size in powers:  # few sequences leave data ranks without any, so that the least may not fit
-        choice = fits(size)
-        if choice is not None:
-            found[size] = choice
-        elif found or size > cluster.gpus:
-            break
-    if not found:
-        raise nothing(search(workload, cluster))
-    low, high = max(found), 2 * max(found)
-    while high - low > cluster.gpus:
-        middle = (low + high) // 2 // cluster.gpus * cluster.gpus
-        if middle <= low:
-            break
-        choice = fits(middle)
-        if choice is None:
-            high = middle
-        else:
-            low, found[middle] = middle, choice
-    return low, found[low]
-
-
-@dataclass(frozen=True)
-class Shape:
-    work: Work
-    traits: Traits
-
-
-@cache
-def models() -> dict[str, Shape]:
-    """Well-known models from their published shapes (models.toml)."""
-    tables = tomllib.loads(files("meshtune.plan").joinpath("models.toml").read_text("utf-8"))
-    return {name: _shape(name, table) for name, table in tables.items()}
-
-
-def _shape(name: str, t: Mapping[str, Any]) -> Shape:
-    names = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocabulary")
-    work = Work.of_shape(**{each: t[each] for each in names}, tied=float(t.get("tied", False)))
-    cuts = ((t["ffn"], "features of the MLP"),)
-    return Shape(work, Traits(name, t["layers"], t["heads"], t["kv_heads"], t["vocabulary"], True, cuts))
-
-
-def _largest(fits: Any, least: int, most: int, grain: int) -> tuple[int, Choice]:
-    """By doubling, then by halving the interval; `fits` gives a Choice or None."""
-    best = fits(least)
-    if best is None:
-        raise NothingFits(f"Not even {least} tokens fit.")
-    low = least
-    while low * 2 <= most and (found := fits(low * 2)):
-        low, best = low * 2, found
-    high = low * 2
-    while high - low > grain:
-        middle = (low + high) // 2 // grain * grain or grain
-        if middle <= low:
-            break
-        if found := fits(middle):
-            low, best = middle, found
-        else:
-            high = middle
-    return low, best
-
-
-# the run #
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a whole run costs. price: of a GPU-hour, in whatever money."""
-
-    steps: int
-    seconds: float
-    gpu_hours: float
-    cost: float | None
-
-    @classmethod
-    def of(cls, choice: Choice, steps: int) -> Run:
-        seconds = steps * choice.seconds.total
-        hours = seconds * choice.layout.world / 3600
-        price = choice.cluster.price
-        return cls(steps, seconds, hours, None if price is None else hours * price)
-
-    def sentence(self) -> str:
-        """In words."""
-        cost = "" if self.cost is None else f", {self.cost:,.2f} at the price given"
-        return f"{self.steps} steps take {duration(self.seconds)}: {self.gpu_hours:,.1f} GPU-hours{cost}."
 
 
 def _than(slower: float) -> str:

@@ -7,17 +7,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import yaml
 
 from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.layout import PartialLayout, as_mapping
-from meshtune.plan import advice
-from meshtune.plan.advice import Alternative, Others, Run, room
-from meshtune.plan.cluster import Cluster, cluster_of, gpus_here
+from meshtune.plan import advice, fits
+from meshtune.plan.advice import Alternative
+from meshtune.plan.cluster import Cluster, cluster_of, gpus_here, room
+from meshtune.plan.cost import Run
+from meshtune.plan.fits import Others
 from meshtune.plan.search import Choice, Plan, explained, search
 from meshtune.plan.workload import Workload
 from meshtune.units import human
+
+GOALS = ("speed", "cost", "gpus", "memory")
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class Answer:
     def batch_advice(self) -> list[str]:
         own = self.workload.global_batch_size
         others = [size for size in advice.batch_sizes(self.workload) if size != own]
-        found = advice.batches(self.workload, self.plan.cluster, others) | {own: self.plan.choice(0)}
+        found = fits.batches(self.workload, self.plan.cluster, others) | {own: self.plan.choice(0)}
         return advice.batch_sentences(self.workload, dict(sorted(found.items())))
 
     def batches(self) -> dict[tuple[int, int], Choice | None]:
@@ -69,7 +74,7 @@ class Answer:
         return {
             (size, gpus): choice
             for gpus in sizes
-            for size, choice in advice.batches(
+            for size, choice in fits.batches(
                 self.workload, self.plan.cluster.of_size(gpus), advice.batch_sizes(self.workload)
             ).items()
         }
@@ -135,7 +140,7 @@ def ask(
             problems += error.problems
     if not plans:
         raise UserError(problems)
-    gpus, choice = advice.by_goal(plans, goal, others)
+    gpus, choice = by_goal(plans, goal, others)
     steps = steps or config.train.max_steps
     run = Run.of(choice, steps) if steps else None
     return Answer(workload, plans, gpus, choice, goal, run, tuple(problems))
@@ -154,7 +159,7 @@ def explain(config: Config, workload: Workload, text: str) -> tuple[Choice, list
         if len(plan):
             return plan.choice(0), []
         if not (near := plan.nearest(1)):
-            raise advice.nothing(plan)
+            raise fits.nothing(plan)
         layout = near[0].layout
     elif {"micro_batch_size", "gradient_accumulation_steps"} - partial.fixed.keys():
         layout = partial.complete(devices=layout.world, global_batch_size=workload.global_batch_size)
@@ -173,7 +178,7 @@ def explain(config: Config, workload: Workload, text: str) -> tuple[Choice, list
 
 def largest(config: Config, workload: Workload, what: str) -> tuple[Any, Choice]:
     """The largest `what` (model, seq_len, batch) that fits the config's cluster, with its best layout."""
-    return advice.largest(workload, cluster_for(config), what)
+    return fits.largest(workload, cluster_for(config), what)
 
 
 def cluster_for(config: Config) -> Cluster:
@@ -239,3 +244,30 @@ def workload_facts(w: Workload) -> dict[str, Any]:
         "mean_document_tokens": w.document_tokens or w.seq_len, "precision": w.precision,
         "compile": w.compile, "attention": w.attention,
     }  # fmt: skip
+
+
+def by_goal(plans: Mapping[int, Plan], goal: str, others: Others = dict) -> tuple[int, Choice]:
+    """(GPUs, the best layout) of these cluster sizes: the quickest step, the fewest GPU-seconds a token, the
+    fewest GPUs, or the least memory. Raises NothingFits where no size has a layout that fits.
+    """
+    if goal not in GOALS:
+        raise UserError(f"--goal {goal} is no goal; goals: {', '.join(GOALS)}.")
+    found = {
+        gpus: _by_memory(plan) if goal == "memory" else plan.best(1)[0]
+        for gpus, plan in plans.items()
+        if len(plan)
+    }
+    if not found:
+        raise fits.nothing(plans[max(plans)], others)
+    keys = {
+        "speed": lambda gpus: found[gpus].seconds.total,
+        "cost": lambda gpus: found[gpus].seconds.total * gpus,
+        "gpus": lambda gpus: gpus,
+        "memory": lambda gpus: found[gpus].memory.peak,
+    }
+    gpus = min(found, key=keys[goal])
+    return gpus, found[gpus]
+
+
+def _by_memory(plan: Plan) -> Choice:
+    return plan.choice(int(np.argmin(plan.memory.peak)))

@@ -22,8 +22,9 @@ import psutil
 from meshtune.config import ClusterConfig
 from meshtune.errors import UserError
 from meshtune.plan.hardware import GIGA, Gpu, catalogue, gpu_of, named
-from meshtune.units import GIB
+from meshtune.units import GIB, human
 
+MARGIN = 0.04  # of a GPU's memory that a plan leaves free
 NETWORK_SHARE = 0.7  # of a network's speed, until it is measured
 
 
@@ -55,6 +56,11 @@ class Cluster:
     @property
     def nodes(self) -> int:
         return -(-self.gpus // self.node)
+
+
+def room(cluster: Cluster) -> str:
+    """What a GPU has, and what of it a plan uses."""
+    return f"{human(cluster.memory)}, of which {human(cluster.memory * (1 - MARGIN))} are used at most"
 
 
 def cluster_of(

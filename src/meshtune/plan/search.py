@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,16 +19,17 @@ import numpy as np
 from meshtune.layout import SCHEDULES, V_SCHEDULES, Layout
 from meshtune.model.partition import stage_of_rank
 from meshtune.placement.columns import Columns, Number, at, joined, layout_at, rows
-from meshtune.plan import memory
+from meshtune.plan.accounting import accounting_of
 from meshtune.plan.candidates import candidates, columns_of, micro_batches, with_micro_batches
-from meshtune.plan.cluster import Cluster
-from meshtune.plan.hardware import stacks
-from meshtune.plan.memory import RANKS, Accounting, Memory, Stages
+from meshtune.plan.cluster import MARGIN, Cluster
+from meshtune.plan.machine import machine_of, rates
+from meshtune.plan.memory import timeline as memory
+from meshtune.plan.memory.stages import RANKS, Stages
+from meshtune.plan.memory.timeline import Memory
 from meshtune.plan.problems import Problem, problems
-from meshtune.plan.seconds import Machine, Seconds, step
+from meshtune.plan.seconds.step import Seconds, step
 from meshtune.plan.workload import Workload
 
-MARGIN = 0.04  # of a GPU's memory that a plan leaves free
 ALIKE = 0.005  # step times as near as that to the shortest are equal to it,
 SPARED = 0.05  # and what leaves so much more of a GPU's memory free is better, then what recomputes less
 CHUNK = 8192  # layouts
@@ -68,7 +69,7 @@ class Choice:
                 **{name: getattr(m, name) for name in memory.CATEGORIES},
                 "peak": m.peak,
                 "capacity": self.cluster.memory,
-                "moment": memory.MOMENTS[int(m.moment)],
+                "moment": memory.EVENTS[int(m.event)],
             },
             "time": {part.name: getattr(self.seconds, part.name) for part in fields(Seconds)}
             | {"total": self.seconds.total},
@@ -218,40 +219,6 @@ def chunks(c: Columns) -> Iterator[Columns]:
         yield rows(c, slice(start, start + CHUNK))
 
 
-def machine_of(workload: Workload, cluster: Cluster) -> Machine:
-    """The cluster with our engine on it."""
-    stack = stacks()["meshtune-compiled" if workload.compile else "meshtune"]
-    machine = Machine.of(cluster.gpu, stack, network_share=cluster.network_share)
-    kept = memory.accounting("meshtune", workload.precision, workload.reduce_dtype).precision
-    mixed = memory.PRECISIONS["bf16"]  # what the stack's figures are of
-    moved = 2 * (kept.trained + kept.moments) + kept.accumulated + kept.weight
-    usual = 2 * (mixed.trained + mixed.moments) + mixed.accumulated + mixed.weight
-    return replace(
-        machine, node=float(cluster.node), link=cluster.link, network=cluster.network * cluster.node,
-        element=kept.weight, weight_bytes=kept.weight, gradient_bytes=kept.accumulated,
-        scatter_bytes=kept.accumulated, optimizer_bytes=machine.optimizer_bytes * moved / usual,
-        **rates(cluster, workload.precision),
-    )  # fmt: skip
-
-
-def rates(cluster: Cluster, precision: str) -> dict[str, float]:
-    """Peak FLOP/s of products and attention. torch multiplies fp32 without TF32 unless told otherwise; fp64
-    runs at half of that, where a GPU has it at all.
-    """
-    gpu = cluster.gpu
-    rate = {"fp32": gpu.fp32, "fp64": gpu.fp32 / 2}.get(precision, gpu.bf16)
-    return {"flops": rate, "core_flops": rate}
-
-
-def accounting_of(workload: Workload, cluster: Cluster) -> Accounting:
-    """How our engine keeps things there; a processor has no context, and its allocator is the system's."""
-    stack = "meshtune-compiled" if workload.compile else "meshtune"
-    found = memory.accounting(stack, workload.precision, workload.reduce_dtype)
-    if cluster.gpu.name == "cpu":
-        return replace(found, reserved=0.0, context=0.0, communicator=0.0)
-    return found
-
-
 def stages_of(workload: Workload, c: Columns) -> Stages:
     """Who has which blocks, as partition.census_stages cuts them where all blocks cost the same, but the
     first one no gradients of inputs that it does not need.
@@ -278,7 +245,7 @@ def _stages(blocks: int, first: float, last: float, pp: int, v_shaped: bool, vir
     """The first, the fullest middle and the last rank of one pipeline."""
     count = pp * virtual
     if count > blocks:  # refused elsewhere
-        return Stages(blocks=(1, 1, 1), first=(1, 0, 0), last=(0, 0, 1), place=(0, 0, 0))
+        return Stages(blocks=(1, 1, 1), has_embedding=(1, 0, 0), has_head=(0, 0, 1), rank=(0, 0, 0))
     sizes = even_stages(blocks, count, last, first)
     schedule = V_SCHEDULES[0] if v_shaped else SCHEDULES[0]
     own = [stage_of_rank(schedule, pp, virtual, rank) for rank in range(pp)]
@@ -287,9 +254,9 @@ def _stages(blocks: int, first: float, last: float, pp: int, v_shaped: bool, vir
     ranks = (0, middle, pp - 1)
     return Stages(
         blocks=tuple(held[rank] for rank in ranks),
-        first=tuple(0 in own[rank] for rank in ranks),
-        last=tuple(count - 1 in own[rank] for rank in ranks),
-        place=ranks,
+        has_embedding=tuple(0 in own[rank] for rank in ranks),
+        has_head=tuple(count - 1 in own[rank] for rank in ranks),
+        rank=ranks,
     )
 
 

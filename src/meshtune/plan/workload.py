@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from meshtune.layout import Layout
 from meshtune.model.support import Traits, refusals
-from meshtune.plan.seconds import attended
+from meshtune.placement.columns import Number
 from meshtune.plan.work import Work
+
+
+def attended(document_tokens: Number, window: Number) -> Number:
+    """Keys that a query sees on average: (n + 1) / 2 in a document of n tokens, fewer with a window."""
+    n, w = document_tokens, np.minimum(window, document_tokens)
+    return (w * (w + 1) / 2 + (n - w) * w) / n
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from meshtune.plan.memory import CATEGORIES, MOMENTS, RANKS
+from meshtune.plan.memory import CATEGORIES, EVENTS, RANKS
 from meshtune.plan.seconds import PARTS
 from meshtune.report.plots import DARK, LIGHT
 from meshtune.units import GIB, human
@@ -426,7 +426,7 @@ def in_red(choice: Choice, text: str) -> Text:
 
 
 def moment_of(choice: Choice) -> str:
-    return MOMENTS[int(choice.memory.moment)]
+    return EVENTS[int(choice.memory.event)]
 
 
 def too_full(choice: Choice) -> Iterator[Text]:

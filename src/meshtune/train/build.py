@@ -48,7 +48,7 @@ from meshtune.model.trace import census_of
 from meshtune.parallel.apply import Parallel, apply
 from meshtune.parallel.mesh import World, join
 from meshtune.parallel.recompute import recompute_blocks
-from meshtune.plan.advice import Refused
+from meshtune.plan.fits import Refused
 from meshtune.rundir import RunDir
 from meshtune.train import folder, planning
 from meshtune.train.checkpoint import Checkpoints

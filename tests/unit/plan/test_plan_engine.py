@@ -26,10 +26,13 @@ from meshtune.model.partition import census_stages, rank_at, share, stage_blocks
 from meshtune.model.support import Traits, refusals
 from meshtune.model.trace import census_of
 from meshtune.placement.columns import Columns, layout_at
-from meshtune.plan import memory
+from meshtune.plan.accounting import accounting_of, engine_accounting
 from meshtune.plan.cluster import cluster_of
+from meshtune.plan.memory.stages import Stages
+from meshtune.plan.memory.states import held_states, weight_elements
+from meshtune.plan.memory.timeline import step_timeline
 from meshtune.plan.problems import problems
-from meshtune.plan.search import accounting_of, even_stages, stages_of
+from meshtune.plan.search import even_stages, stages_of
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
 
@@ -102,7 +105,7 @@ def held(workload: Workload, layouts: Sequence[Layout]) -> dict[str, np.ndarray]
     c = Columns.of(layouts)
     a = accounting_of(workload, CPU)
     stages = stages_of(workload, c)
-    found = memory.moments(workload.work, c, a, workload.seq_len, stages)["end of backward"]
+    found = step_timeline(workload.work, c, a, workload.seq_len, stages)["end of backward"]
     return {name: np.broadcast_to(found[name], (3, len(layouts))) for name in STATES}
 
 
@@ -152,7 +155,7 @@ def test_gathered_weights_are_the_shares(family: str) -> None:
         for text in (*DATA, *TENSOR):
             layout = Layout.parse(text)
             c = Columns.of([layout])
-            planned = memory.held_states(memory.ours(precision), memory.elements(weights, c), c)
+            planned = held_states(engine_accounting(precision), weight_elements(weights, c), c)
             expected = share(census, layout, 0, precision=precision).bytes
             for name in expected._fields:
                 value = np.broadcast_to(getattr(planned, name), 1)[0]
@@ -199,9 +202,9 @@ def whole_pipeline(workload: Workload, census: Census, layout: Layout) -> dict[s
         own = stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, rank)
         sizes = [len(stages[stage]) for stage in own]
         ends = (0 in own, len(stages) - 1 in own)
-        one = memory.Stages(*(np.full((1, 1), x) for x in (sum(sizes), *ends, rank)))
+        one = Stages(*(np.full((1, 1), x) for x in (sum(sizes), *ends, rank)))
         a = accounting_of(workload, CPU)
-        found = memory.moments(workload.work, c, a, workload.seq_len, one)["end of backward"]
+        found = step_timeline(workload.work, c, a, workload.seq_len, one)["end of backward"]
         for name in STATES:
             total[name] += float(np.broadcast_to(found[name], (1, 1))[0, 0])
     return total

@@ -20,13 +20,16 @@ from meshtune.errors import NothingFits, UserError
 from meshtune.layout import SCHEDULES, V_SCHEDULES, VIRTUAL_SCHEDULES, Layout, PartialLayout
 from meshtune.model.support import Traits, refusals
 from meshtune.placement.columns import layout_at
-from meshtune.plan import advice
+from meshtune.plan import advice, fits
+from meshtune.plan.answer import by_goal
 from meshtune.plan.candidates import divisors
-from meshtune.plan.cluster import Cluster, cluster_of, gpus_here
+from meshtune.plan.cluster import MARGIN, Cluster, cluster_of, gpus_here
+from meshtune.plan.cost import Run
 from meshtune.plan.hardware import catalogue
 from meshtune.plan.memory import CATEGORIES
-from meshtune.plan.search import ALIKE, MARGIN, Choice, Plan, explained, search
-from meshtune.plan.seconds import Seconds
+from meshtune.plan.models import models
+from meshtune.plan.search import ALIKE, Choice, Plan, explained, search
+from meshtune.plan.seconds.step import Seconds
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
 
@@ -38,7 +41,7 @@ def machines(gpus: int, gpu: str = "h100-sxm", **settings: Any) -> Cluster:
 
 
 def workload(model: str, size: int, seq_len: int = 4096, **settings: Any) -> Workload:
-    shape = advice.models()[model]
+    shape = models()[model]
     return Workload(model, shape.work, shape.traits, seq_len, size, **settings)
 
 
@@ -423,21 +426,21 @@ def test_each_goal_chooses_what_it_says(sizes: dict[int, Plan]) -> None:
     fitting = {gpus: plan for gpus, plan in sizes.items() if len(plan)}
     assert 1 not in fitting and 16 in fitting
     quickest = {gpus: plan.choice(0).seconds.total for gpus, plan in fitting.items()}
-    gpus, choice = advice.by_goal(sizes, "speed")
+    gpus, choice = by_goal(sizes, "speed")
     assert quickest[gpus] == min(quickest.values()) and choice == fitting[gpus].choice(0)
-    gpus, choice = advice.by_goal(sizes, "cost")
+    gpus, choice = by_goal(sizes, "cost")
     assert gpus * choice.seconds.total == min(n * seconds for n, seconds in quickest.items())
-    gpus, choice = advice.by_goal(sizes, "gpus")
+    gpus, choice = by_goal(sizes, "gpus")
     assert gpus == min(fitting) == choice.layout.world
-    gpus, choice = advice.by_goal(sizes, "memory")
+    gpus, choice = by_goal(sizes, "memory")
     assert choice.memory.peak == min(plan.memory.peak.min() for plan in fitting.values())
     with pytest.raises(UserError, match="--goal fun is no goal; goals: speed, cost, gpus, memory"):
-        advice.by_goal(sizes, "fun")
+        by_goal(sizes, "fun")
 
 
 def test_the_longest_sequence_fits_and_the_next_does_not() -> None:
     w, cluster = workload("llama-3.2-1b", 8), machines(2, "rtx-4090")
-    length, choice = advice.largest(w, cluster, "seq_len")
+    length, choice = fits.largest(w, cluster, "seq_len")
     assert choice.fits
     assert choice == explained(replace(w, seq_len=length), cluster, choice.layout)
     following = length + 1024 if length >= 1024 else 2 * length
@@ -446,7 +449,7 @@ def test_the_longest_sequence_fits_and_the_next_does_not() -> None:
 
 def test_the_largest_batch_fits_at_once_and_the_next_does_not() -> None:
     w, cluster = workload("llama-3.1-8b", 128), machines(8)
-    size, choice = advice.largest(w, cluster, "batch")
+    size, choice = fits.largest(w, cluster, "batch")
     once = {"gradient_accumulation_steps": 1}
     assert choice.fits and choice.layout.gradient_accumulation_steps == 1
     assert choice.layout.micro_batch_size * choice.layout.data_ranks == size
@@ -455,14 +458,14 @@ def test_the_largest_batch_fits_at_once_and_the_next_does_not() -> None:
 
 def test_the_largest_model_fits_and_no_larger_one() -> None:
     w, cluster = workload("qwen3-0.6b", 8), machines(1)
-    name, choice = advice.largest(w, cluster, "model")
+    name, choice = fits.largest(w, cluster, "model")
     assert choice.fits
-    own = advice.models()[name].work.parameters
-    for other, shape in advice.models().items():
+    own = models()[name].work.parameters
+    for other, shape in models().items():
         larger = replace(w, model=other, work=shape.work, traits=shape.traits)
         assert shape.work.parameters <= own or not len(search(larger, cluster))
     with pytest.raises(UserError, match="--max speed is nothing to look for"):
-        advice.largest(w, cluster, "speed")
+        fits.largest(w, cluster, "speed")
 
 
 # nothing fits #
@@ -497,7 +500,7 @@ def changed(w: Workload, cluster: Cluster, key: str, value: str) -> tuple[Worklo
 def test_when_nothing_fits_the_nearest_is_named_and_the_remedies_fit(w: Workload, cluster: Cluster) -> None:
     plan = search(w, cluster)
     assert not len(plan)
-    error = advice.nothing(plan)
+    error = fits.nothing(plan)
     assert isinstance(error, NothingFits) and error.exit_code == 3
     assert w.model in error.problems[0] and cluster.gpu.name in error.problems[0]
     named = re.search(r"The nearest, (\S+), needs", str(error))
@@ -518,15 +521,15 @@ def test_where_only_what_is_fixed_does_not_fit_a_free_layout_is_named() -> None:
     w, cluster = workload("llama-3.1-8b", 64), machines(8)
     plan = search(w, cluster, fixed=given("dp8"))
     assert not len(plan)
-    named = re.search(r"What would fit: layout=(\S+) ", str(advice.nothing(plan)))
+    named = re.search(r"What would fit: layout=(\S+) ", str(fits.nothing(plan)))
     assert named and explained(w, cluster, Layout.parse(named[1])).fits
 
 
 def test_a_model_that_no_layout_takes_is_refused_with_the_reasons() -> None:
     plan = search(little(8, attention=False), machines(4))
     assert not len(plan) and not len(plan.near.tp)
-    error = advice.nothing(plan)
-    assert isinstance(error, advice.Refused) and error.exit_code == 2
+    error = fits.nothing(plan)
+    assert isinstance(error, fits.Refused) and error.exit_code == 2
     assert "computes its attention inside the model" in str(error)
 
 
@@ -575,7 +578,7 @@ KINDS = {
 
 @pytest.mark.parametrize("goal", ["speed", "memory"])
 def test_what_is_said_of_the_alternatives_is_true(plan: Plan, goal: str) -> None:
-    _, best = advice.by_goal({plan.cluster.gpus: plan}, goal)
+    _, best = by_goal({plan.cluster.gpus: plan}, goal)
     found = advice.alternatives(plan, best)
     assert [each.name for each in found] == (list(KINDS) if plan.cluster.gpus > 1 else [])
     quickest = plan.best(1500)
@@ -623,11 +626,11 @@ def test_what_to_change_first_was_predicted(plan: Plan) -> None:
 
 def test_a_whole_run_is_steps_times_a_step_at_the_price_of_its_hours() -> None:
     choice = search(workload("llama-3.1-8b", 64), machines(8, price_per_gpu_hour=2.5)).choice(0)
-    run = advice.Run.of(choice, 100)
+    run = Run.of(choice, 100)
     assert run.seconds == 100 * choice.seconds.total
     assert run.gpu_hours == pytest.approx(run.seconds * 8 / 3600)
     assert run.cost == pytest.approx(2.5 * run.gpu_hours)
-    free = advice.Run.of(search(workload("llama-3.1-8b", 64), machines(8)).choice(0), 100)
+    free = Run.of(search(workload("llama-3.1-8b", 64), machines(8)).choice(0), 100)
     assert free.cost is None and "price" not in free.sentence()
 
 

@@ -10,16 +10,12 @@ from meshtune.layout import Layout
 from meshtune.model.trace import census
 from meshtune.placement.columns import Columns
 from meshtune.plan.hardware import catalogue, stacks
-from meshtune.plan.seconds import (
-    Machine,
-    all_reduced,
-    attended,
-    gathered,
-    product,
-    ring_bandwidth,
-    step,
-)
+from meshtune.plan.machine import Machine
+from meshtune.plan.seconds.collectives import all_reduced, gathered, ring_bandwidth
+from meshtune.plan.seconds.gpu import product
+from meshtune.plan.seconds.step import step
 from meshtune.plan.work import Work
+from meshtune.plan.workload import attended
 
 # A GPU that reaches all it can, software that costs nothing, networks of round figures.
 IDEAL = Machine(

@@ -9,9 +9,9 @@ from rich.console import Console
 from meshtune.config import ClusterConfig
 from meshtune.layout import Layout
 from meshtune.plan.cluster import cluster_of
-from meshtune.plan.memory import CATEGORIES, Memory
+from meshtune.plan.memory.timeline import CATEGORIES, Memory
 from meshtune.plan.search import Choice
-from meshtune.plan.seconds import PARTS, Seconds
+from meshtune.plan.seconds.step import PARTS, Seconds
 from meshtune.report.planned import (
     COLOURS,
     LETTERS,
@@ -37,7 +37,7 @@ NAMES = (
 def choice(layout: str = NAMES[1], *, gib: float = 64, step: float = 8, speed: float = 1000) -> Choice:
     """Half of the memory weights, a quarter optimizer; three quarters of the time compute."""
     size = gib * GIB / 16
-    held = Memory(8 * size, size, 4 * size, size, 0, size, size, moment=2, rank=0)
+    held = Memory(8 * size, size, 4 * size, size, 0, size, size, event=2, rank=0)
     spent = Seconds(0.75 * step, 0.1 * step, 0, 0, 0.1 * step, 0, 0.05 * step, 0)
     return Choice(Layout.parse(layout), CLUSTER, spent, held, speed, 0.4)
 
