@@ -3,7 +3,7 @@
     python benchmarks/zero_memory.py [docs/parallelism.md]
 
 On 4 CPU ranks a small Llama takes one step and three of the four micro-batches of a second one. What tensors
-then exist beside inputs and buffers is compared with `partition.share` and with the ZeRO paper's figures
+then exist beside inputs and buffers is compared with `placement.share` and with the ZeRO paper's figures
 (Rajbhandari et al. 2020, figure 1: 2 + 2 + 12 bytes per parameter, of which a stage keeps one N-th).
 """
 
@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from meshtune.layout import Layout
-from meshtune.model.partition import ELEMENT_BYTES, Bytes, share
 from meshtune.model.trace import census
 from meshtune.parallel import zero
 from meshtune.parallel.mesh import join
 from meshtune.parallel.replicas import Replicas
+from meshtune.placement.share import ELEMENT_BYTES, Bytes, share
 from meshtune.rundir import write_text_atomically
 from meshtune.train.optim import Optimizer, local
 

@@ -55,10 +55,10 @@ from meshtune.config import ClusterConfig, Config
 from meshtune.launch import Rank
 from meshtune.layout import Layout
 from meshtune.model.anatomy import traits
-from meshtune.model.partition import coordinates
 from meshtune.model.trace import census_of
 from meshtune.parallel.pipeline import Pipeline
 from meshtune.placement.columns import Columns
+from meshtune.placement.share import coordinates
 from meshtune.plan.accounting import accounting_of
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.memory import timeline

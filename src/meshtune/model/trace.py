@@ -36,9 +36,9 @@ from meshtune.model.anatomy import (
     repeated_heads,
     tensor_plan,
 )
-from meshtune.model.census import Attention, Block, Census, Kept, Matrix, Parameter
 from meshtune.model.kept import STAND_IN, kept_by_blocks
 from meshtune.model.kept import TOKENS as KEPT_TOKENS
+from meshtune.placement.census import Attention, Block, Census, Kept, Matrix, Parameter
 
 TOKENS = 13  # of the traced forward; a prime that is no head size, so that shapes with it are recognised
 ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(\..+)?")  # the names of LoRA's parameters

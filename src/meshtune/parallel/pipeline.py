@@ -30,10 +30,10 @@ from transformers import PreTrainedModel
 from meshtune.data.loader import MicroBatch
 from meshtune.layout import TORCH_SCHEDULES
 from meshtune.model.anatomy import Anatomy, StandIn
-from meshtune.model.partition import stage_of_rank
 from meshtune.parallel import zero
 from meshtune.parallel.attention import body_forward
 from meshtune.parallel.mesh import World
+from meshtune.placement.share import stage_of_rank
 
 Finish = Callable[[nn.Module, Anatomy, Tensor, MicroBatch], Tensor]
 

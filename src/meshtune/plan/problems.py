@@ -1,4 +1,4 @@
-"""Which layouts can't run, and why: the refusals of model/support.py over columns of layouts at once.
+"""Which layouts can't run, and why: the refusals of placement/rules.py over columns of layouts at once.
 
 One sentence for each rule instead of one for each layout; they refuse the same layouts (tested equal).
 """
@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtune.model.support import ROUNDS, ZERO_BUBBLE, Traits
 from meshtune.placement.columns import Columns, Number
+from meshtune.placement.rules import ROUNDS, ZERO_BUBBLE, Traits
 
 
 class Problem(NamedTuple):

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshtune.layout import SCHEDULES, V_SCHEDULES, Layout
-from meshtune.model.partition import stage_of_rank
 from meshtune.placement.columns import Columns, Number, at, joined, layout_at, rows
+from meshtune.placement.share import stage_of_rank
 from meshtune.plan.accounting import accounting_of
 from meshtune.plan.candidates import candidates, columns_of, micro_batches, with_micro_batches
 from meshtune.plan.cluster import MARGIN, Cluster
@@ -220,7 +220,7 @@ def chunks(c: Columns) -> Iterator[Columns]:
 
 
 def stages_of(workload: Workload, c: Columns) -> Stages:
-    """Who has which blocks, as partition.census_stages cuts them where all blocks cost the same, but the
+    """Who has which blocks, as share.census_stages cuts them where all blocks cost the same, but the
     first one no gradients of inputs that it does not need.
     """
     w, blocks = workload.work, int(workload.work.blocks)
@@ -261,7 +261,7 @@ def _stages(blocks: int, first: float, last: float, pp: int, v_shaped: bool, vir
 
 
 def even_stages(blocks: int, stages: int, last: float, first: float = 0.0) -> list[int]:
-    """`partition.stage_blocks` for blocks that cost 1 each: how many each stage has. last: what the last one
+    """`share.stage_blocks` for blocks that cost 1 each: how many each stage has. last: what the last one
     costs beside its blocks; first: the same of the first one, between -1 and 0.
     """
     if stages == 1:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtune.model.census import Census, Parameter
+from meshtune.placement.census import Census, Parameter
 from meshtune.placement.columns import Number
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshtune.layout import Layout
-from meshtune.model.support import Traits, refusals
 from meshtune.placement.columns import Number
+from meshtune.placement.rules import Traits, refusals
 from meshtune.plan.work import Work
 
 

@@ -28,7 +28,6 @@ from meshtune.data.template import Encoder
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.model.anatomy import anatomy, auto_attention, hidden_pattern, traits
-from meshtune.model.census import Census
 from meshtune.model.load import (
     freeze,
     load,
@@ -41,13 +40,14 @@ from meshtune.model.load import (
     tables,
 )
 from meshtune.model.lora import add_lora, drawn
-from meshtune.model.partition import census_stages, stage_count, stage_of_rank
 from meshtune.model.pieces import Piece, Weights, fill
-from meshtune.model.support import ZERO_BUBBLE, refusals
 from meshtune.model.trace import census_of
 from meshtune.parallel.apply import Parallel, apply
 from meshtune.parallel.mesh import World, join
 from meshtune.parallel.recompute import recompute_blocks
+from meshtune.placement.census import Census
+from meshtune.placement.rules import ZERO_BUBBLE, refusals
+from meshtune.placement.share import census_stages, stage_count, stage_of_rank
 from meshtune.plan.fits import Refused
 from meshtune.rundir import RunDir
 from meshtune.train import folder, planning

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from meshtune.data.loader import Batch
-from meshtune.model.census import Census, palm_flops, step_flops
+from meshtune.placement.census import Census, palm_flops, step_flops
 from meshtune.plan.hardware import named
 
 RATES = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "bf16-pure": "bf16"}  # precision -> rate of a Gpu

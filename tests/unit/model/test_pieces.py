@@ -17,9 +17,9 @@ import meshtune.model.pieces as module
 from meshtune.errors import UserError
 from meshtune.model.load import INDEX, load, mapped, resize_embeddings, skeleton
 from meshtune.model.lora import add_lora, drawn
-from meshtune.model.partition import piece
 from meshtune.model.pieces import Piece, Weights, fill
 from meshtune.model.save import save_model, save_pieces
+from meshtune.placement.share import piece
 
 FP32 = torch.float32
 

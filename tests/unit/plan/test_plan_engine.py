@@ -20,12 +20,12 @@ from meshtune.config import ClusterConfig
 from meshtune.errors import UserError
 from meshtune.layout import CP_METHODS, RECOMPUTE, SCHEDULES, VIRTUAL_SCHEDULES, Layout
 from meshtune.model.anatomy import traits
-from meshtune.model.census import Census, step_flops
 from meshtune.model.lora import add_lora
-from meshtune.model.partition import census_stages, rank_at, share, stage_blocks, stage_of_rank
-from meshtune.model.support import Traits, refusals
 from meshtune.model.trace import census_of
+from meshtune.placement.census import Census, step_flops
 from meshtune.placement.columns import Columns, layout_at
+from meshtune.placement.rules import Traits, refusals
+from meshtune.placement.share import census_stages, rank_at, share, stage_blocks, stage_of_rank
 from meshtune.plan.accounting import accounting_of, engine_accounting
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.memory.stages import Stages

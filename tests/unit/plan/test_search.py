@@ -18,8 +18,8 @@ import pytest
 from meshtune.config import ClusterConfig
 from meshtune.errors import NothingFits, UserError
 from meshtune.layout import SCHEDULES, V_SCHEDULES, VIRTUAL_SCHEDULES, Layout, PartialLayout
-from meshtune.model.support import Traits, refusals
 from meshtune.placement.columns import layout_at
+from meshtune.placement.rules import Traits, refusals
 from meshtune.plan import advice, fits
 from meshtune.plan.answer import by_goal
 from meshtune.plan.candidates import divisors

@@ -63,7 +63,7 @@ def weight_elements(weights: Sequence[Weight], layouts: Columns) -> Elements:
     """Elements of these weights on the rank that has most.
 
     That is the first tensor-parallel slice of each matrix, and of it the first shard, cut along the rows
-    (the rule of partition.piece).
+    (the rule of share.piece).
     """
     shards = np.where(layouts.zero > 0, layouts.dp_shard * layouts.cp, 1.0)
     sizes = []
@@ -109,7 +109,7 @@ def rank_elements(work: Work, layouts: Columns, stages: Stages) -> RankElements:
 def held_states(accounting: Accounting, elements: Elements, layouts: Columns) -> States:
     """Bytes of model states at the end of a step's last backward, by how the stack keeps them.
 
-    For this engine equal to `partition.Bytes`, to the byte.
+    For this engine equal to `share.Bytes`, to the byte.
     """
     precision, zero = accounting.precision, layouts.zero
     sharded, accumulates = zero > 0, layouts.gradient_accumulation_steps > 1

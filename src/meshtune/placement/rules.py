@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshtune.layout import Layout
-from meshtune.model.partition import stage_count
+from meshtune.placement.share import stage_count
 
 ZERO_BUBBLE = ("zb", "zbv", "dualpipev")  # the backward of weights runs later than that of activations
 ROUNDS = ("interleaved1f1b", "zb")  # micro-batches go round in equal groups

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from meshtune.layout import AXES, V_SCHEDULES, Layout
-from meshtune.model.census import Census, Parameter, attended_pairs
+from meshtune.placement.census import Census, Parameter, attended_pairs
 
 
 @dataclass(frozen=True)
