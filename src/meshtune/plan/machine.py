@@ -1,4 +1,4 @@
-"""GPU, software and network as one value that the formulas of seconds/ read."""
+"""GPU, software and network as one value: the constants that the formulas of seconds/ read."""
 
 from __future__ import annotations
 
@@ -17,68 +17,68 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Machine:
-    """GPU, software and network, as the formulas want them.
+    """Constants of a GPU kind, its links and a software stack; the keys of hardware.toml and stacks.toml."""
 
-    flops: dense peak of products with weights, core_flops: of attention (16 bits). bandwidth: of the GPU's
-    memory. link: from a GPU to the others of its node. network: of a whole node to others. node: its GPUs.
-    """
-
-    flops: Number
-    core_flops: Number
-    bandwidth: Number
-    link: Number
-    network: Number
-    node: Number
+    # the GPU and its cluster
+    flops: Number  # dense peak of matmuls with weights, FLOP/s
+    core_flops: Number  # dense peak of attention, FLOP/s in 16 bits
+    bandwidth: Number  # of the GPU's memory, bytes/s
+    link: Number  # from a GPU to the others of its node, bytes/s in one direction
+    network: Number  # from a whole node to other nodes, bytes/s in one direction
+    node: Number  # GPUs in a node
     multiprocessors: Number
     weight_bytes: Number  # of an element of the weights that ZeRO gathers
-    element: Number  # bytes of what computes and of hidden states
+    element: Number  # bytes of an element of activations and compute weights
     # efficiencies of the GPU kind
-    matmul: Number  # share of the peak that large products reach
-    depth: Number  # inner size at which a product loses half of that
-    tiles: Number  # how much a last, incomplete wave of tiles costs
-    misaligned: Number  # how much slower products are whose rows are not multiples of 128 bytes
-    unloaded: Number  # and not even of 16
-    attention: Number  # share of the peak of the attention kernel
-    memory: Number  # share of the memory's bandwidth
+    matmul: Number  # share of the peak that large matmuls reach
+    depth: Number  # inner size at which a matmul reaches half of that
+    tiles: Number  # cost of an incomplete last wave of tiles, in waves
+    misaligned: Number  # slowdown of matmuls whose rows are no multiples of 128 bytes
+    unloaded: Number  # slowdown of matmuls whose rows are not even multiples of 16 bytes
+    attention: Number  # share of the peak that the attention kernel reaches in the forward
+    memory: Number  # share of the memory's bandwidth that is reached
     # of its links
-    link_share: Number
-    network_share: Number
-    link_latency: Number
-    network_latency: Number
+    link_share: Number  # of the link's bandwidth that rings reach
+    network_share: Number  # of the network's bandwidth that rings reach
+    link_latency: Number  # seconds of a ring's step inside a node
+    network_latency: Number  # seconds of a ring's step between nodes
     # of the software
-    stack_matmul: Number
-    stack_attention: Number
-    attention_backward: Number  # its backward's time per FLOP over its forward's
-    flash: Number  # 1: scores stay on chip; 0: they are written out
-    score_bytes: Number  # moved for each score that is written out, forward
-    batched: Number  # share of `matmul` that products of scores reach
-    context_attention: Number  # how much longer attention takes when cp cuts the sequence
-    elementwise_hidden: Number  # tensors of [tokens, hidden] moved in a block's forward
-    elementwise_wide: Number  # and of [tokens, widened]
-    logit_bytes: Number  # moved for each logit, there and back
-    selective: Number  # share of a forward's products that recompute "selective" repeats
+    stack_matmul: Number  # factor on `matmul`
+    stack_attention: Number  # factor on `attention`
+    attention_backward: Number  # time per FLOP of attention's backward, over its forward's
+    flash: Number  # 1: attention scores stay on chip; 0: they are written to memory
+    score_bytes: Number  # moved for each score that is written, in the forward
+    batched: Number  # share of `matmul` that the batched matmuls of written scores reach
+    context_attention: Number  # factor on attention's time where cp cuts the sequence
+    elementwise_hidden: Number  # tensors of [tokens, hidden] that a block's forward moves
+    elementwise_wide: Number  # tensors of [tokens, widened] that a block's forward moves
+    logit_bytes: Number  # moved for each logit, forward and backward
+    selective: Number  # share of the forward's matmuls that selective recomputation repeats
     host_block: Number  # seconds in which the host launches a block's forward
     launch_blocking: Number  # 1: the host waits for each kernel before it launches the next; 0: it runs ahead
-    host_micro_batch: Number
-    host_step: Number
-    gradient_bytes: Number  # of an element of a gradient message of dp and ZeRO-1
-    scatter_bytes: Number  # of ZeRO-2 and -3
-    tensor_overlap: Number  # share of tensor messages that computing hides
-    shard_overlap: Number  # share of ZeRO-3's
-    shard_share: Number  # of the links' speed that ZeRO-3's messages reach
-    data_overlap: Number  # share of the gradients' all-reduce
-    optimizer_bytes: Number  # read and written per parameter
-    send_share: Number  # of a GPU's part of the network that a pipeline's message reaches
-    send_split: Number  # 1: tensor ranks send a part each, and gather it again; 0: each sends all of it
-    balanced: Number  # 1: stages are balanced with the head's cost; 0: equal numbers of blocks
+    host_micro_batch: Number  # seconds of the host for each micro-batch
+    host_step: Number  # seconds of the host for each optimizer step
+    gradient_bytes: Number  # of an element of gradients that data parallelism and ZeRO-1 reduce
+    scatter_bytes: Number  # of an element of gradients that ZeRO-2 and -3 reduce-scatter
+    tensor_overlap: Number  # share of tensor-parallel collectives that computation hides
+    shard_overlap: Number  # share of ZeRO-2's and -3's collectives that computation hides
+    shard_share: Number  # of the links' speed that ZeRO-2's and -3's collectives reach
+    data_overlap: Number  # share of the gradients' all-reduce that the backward hides
+    optimizer_bytes: Number  # that an update reads and writes per parameter
+    send_share: Number  # of a GPU's part of the network that a send between stages reaches
+    send_split: Number  # 1: each tensor-parallel rank sends its part, gathered again; 0: each sends all of it
+    balanced: Number  # 1: stages are cut by cost with the head's; 0: into equal numbers of blocks
 
     @classmethod
     def of(
         cls, gpu: Gpu, stack: Mapping[str, float], *, network_share: float = 0.7, fp8: bool = False
     ) -> Machine:
-        """A usual machine of this GPU with a stack of stacks.toml. network_share: a network's, unmeasured."""
-        own = dict(gpu.efficiency)
-        eighths = own.pop("matmul_fp8")
+        """Return the GPU kind's usual machine with a stack of stacks.toml.
+
+        network_share: of a network that nobody measured. fp8: matmuls and gathered weights in 8 bits.
+        """
+        efficiency = dict(gpu.efficiency)
+        fp8_matmul = efficiency.pop("matmul_fp8")
         facts = {
             "flops": gpu.fp8 if fp8 and gpu.fp8 else gpu.bf16,
             "core_flops": gpu.bf16,
@@ -92,29 +92,39 @@ class Machine:
             "flash": 1.0,
             "network_share": network_share,
         }
-        return cls(**facts | own | dict(stack) | ({"matmul": eighths} if fp8 else {}))
+        return cls(**facts | efficiency | dict(stack) | ({"matmul": fp8_matmul} if fp8 else {}))
 
 
 def machine_of(workload: Workload, cluster: Cluster) -> Machine:
-    """The cluster with our engine on it."""
+    """The cluster with this engine on it, in the workload's precision.
+
+    The stack's `optimizer_bytes` is bf16's, and scales with the bytes that an update of this precision moves.
+    """
     stack = stacks()["meshtune-compiled" if workload.compile else "meshtune"]
     machine = Machine.of(cluster.gpu, stack, network_share=cluster.network_share)
-    kept = stack_accounting("meshtune", workload.precision, workload.reduce_dtype).precision
-    mixed = PRECISIONS["bf16"]  # what the stack's figures are of
-    moved = 2 * (kept.trained + kept.moments) + kept.accumulated + kept.weight
-    usual = 2 * (mixed.trained + mixed.moments) + mixed.accumulated + mixed.weight
+    copies = stack_accounting("meshtune", workload.precision, workload.reduce_dtype).precision
+    bf16 = PRECISIONS["bf16"]
+    updated = 2 * (copies.trained + copies.moments) + copies.accumulated + copies.weight
+    updated_in_bf16 = 2 * (bf16.trained + bf16.moments) + bf16.accumulated + bf16.weight
     return replace(
-        machine, node=float(cluster.node), link=cluster.link, network=cluster.network * cluster.node,
-        element=kept.weight, weight_bytes=kept.weight, gradient_bytes=kept.accumulated,
-        scatter_bytes=kept.accumulated, optimizer_bytes=machine.optimizer_bytes * moved / usual,
+        machine,
+        node=float(cluster.node),
+        link=cluster.link,
+        network=cluster.network * cluster.node,
+        element=copies.weight,
+        weight_bytes=copies.weight,
+        gradient_bytes=copies.accumulated,
+        scatter_bytes=copies.accumulated,
+        optimizer_bytes=machine.optimizer_bytes * updated / updated_in_bf16,
         **rates(cluster, workload.precision),
-    )  # fmt: skip
+    )
 
 
 def rates(cluster: Cluster, precision: str) -> dict[str, float]:
-    """Peak FLOP/s of products and attention. torch multiplies fp32 without TF32 unless told otherwise; fp64
-    runs at half of that, where a GPU has it at all.
+    """Peak FLOP/s of matmuls (`flops`) and of attention (`core_flops`) in a precision of the settings.
+
+    torch computes fp32 without TF32 unless told otherwise. fp64 runs at half of fp32's rate at most.
     """
     gpu = cluster.gpu
-    rate = {"fp32": gpu.fp32, "fp64": gpu.fp32 / 2}.get(precision, gpu.bf16)
+    rate = {"fp32": gpu.fp32, "fp64": gpu.fp32 / 2, "bf16": gpu.bf16, "bf16-pure": gpu.bf16}[precision]
     return {"flops": rate, "core_flops": rate}

@@ -21,7 +21,7 @@ from meshtune.placement.columns import Columns, Number
 from meshtune.plan.accounting import Accounting
 from meshtune.plan.memory.activations import LossBytes, Sizes, block_backward, loss_bytes, saved_by_block
 from meshtune.plan.memory.stages import Stages, in_flight
-from meshtune.plan.memory.states import RankElements, States, held_states, rank_elements
+from meshtune.plan.memory.states import Elements, RankElements, States, held_states, rank_elements
 from meshtune.plan.work import Work
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "overhead")
@@ -158,6 +158,20 @@ def activations_in_flight(
     )
 
 
+def optimizer_state(
+    layouts: Columns, accounting: Accounting, states: States, total: Elements
+) -> tuple[Number, Number]:
+    """Bytes of (masters alone, all optimizer state with its flat buffers) on a rank.
+
+    FSDP's masters are the weights: they are not counted here. total: parameters of the rank.
+    """
+    precision = accounting.precision
+    masters = states.optimizer * precision.master / (precision.master + precision.moments)
+    updated = np.where(layouts.zero > 0, total.trained_shard, total.trained)
+    optimizer = states.optimizer + updated * accounting.flat_shard_buffers
+    return np.where(accounting.gathers_shards(layouts), 0.0, masters), optimizer
+
+
 def step_timeline(
     work: Work,
     layouts: Columns,
@@ -177,12 +191,9 @@ def step_timeline(
     loss = loss_bytes(work, layouts, accounting, Sizes.of(work, layouts, accounting, seq_len))
     flight = activations_in_flight(work, layouts, accounting, seq_len, stages, loss)
 
-    none, flat = np.zeros_like(flight.total), elements.total.trained * accounting.flat_buffers
-    sharded, total = accounting.gathers_shards(layouts), elements.total
-    masters = states.optimizer * precision.master / (precision.master + precision.moments)
-    masters = np.where(sharded, 0.0, masters)  # FSDP's are the weights
-    updated = np.where(layouts.zero > 0, total.trained_shard, total.trained)
-    optimizer = states.optimizer + updated * accounting.flat_shard_buffers
+    total, sharded = elements.total, accounting.gathers_shards(layouts)
+    none, flat = np.zeros_like(flight.total), total.trained * accounting.flat_buffers
+    masters, optimizer = optimizer_state(layouts, accounting, states, total)
     reduced = np.where(sharded, total.trained_shard * precision.trained, states.gradients)
     # the embedding's gradient ends a micro-batch's backward, with all other micro-batches still in flight
     embedding_gradient = stages.has_embedding * elements.before_blocks.trained * precision.gradient
@@ -199,16 +210,17 @@ def step_timeline(
         "communication": buffers.gathered_outside + flight.received,
     }
     communication = steady["communication"]
+    with_block = communication + buffers.gathered_block
     return {
         "loss": steady | {
             "activations": flight.total + stages.has_head * loss.norm_forward,
             "logits": stages.has_head * loss.at_loss,
-            "communication": communication + buffers.gathered_block + buffers.previous_reduce,
+            "communication": with_block + buffers.previous_reduce,
         },
         "backward of the head": steady | {
             "activations": flight.total + stages.has_head * loss.norm_backward,
             "logits": stages.has_head * loss.head_backward,
-            "communication": communication + buffers.gathered_block + buffers.previous_reduce,
+            "communication": with_block + buffers.previous_reduce,
         },
         "backward of a block": steady | {
             "activations": flight.total + flight.in_block_backward,
@@ -223,7 +235,7 @@ def step_timeline(
                 flight.saved_block + flight.in_block_backward,
                 accounting.whole_vocabulary_gradients * others_and_embedding,
             ),
-            "communication": communication + buffers.gathered_block + buffers.backward_end,
+            "communication": with_block + buffers.backward_end,
         },
         "update": steady | {
             "weights": states.weights,

@@ -1,4 +1,4 @@
-"""One block and micro-batch on a rank: its computation with the collectives beside it."""
+"""Seconds of one block and one micro-batch on a rank: computation, and the collectives beside it."""
 
 from __future__ import annotations
 
@@ -8,45 +8,49 @@ import numpy as np
 
 from meshtune.placement.columns import Columns, Number
 from meshtune.plan.machine import Machine
-from meshtune.plan.seconds.collectives import context_messages, shard_messages, tensor_messages
-from meshtune.plan.seconds.gpu import Passes, computed, launched
+from meshtune.plan.seconds.collectives import context_collectives, shard_collectives, tensor_collectives
+from meshtune.plan.seconds.gpu import BlockCompute, block_compute, launched
 from meshtune.plan.work import Work
 
 
 @dataclass(frozen=True)
 class Block:
-    """One block and micro-batch on a rank: forward and backward with the messages between its tensor and
-    context ranks (of which `tensor` and `context` are there and back) and the host's `waiting`; `sharding` is
-    what ZeRO-2 and -3 add to them.
-    """
+    """Seconds of one block and one micro-batch on a rank; collectives by what they add (exposed)."""
 
-    passes: Passes
-    forward: Number
-    backward: Number
-    waiting: Number
-    tensor: Number
-    context: Number
-    sharding: Number
+    compute: BlockCompute
+    forward: Number  # with launches and the collectives of tp and cp
+    backward: Number  # with recomputation, launches and the collectives of tp and cp
+    launches: Number  # that the host's launches add to the computation
+    tensor: Number  # collectives of tp, forward and backward
+    context: Number  # collectives of cp, forward and backward
+    sharding: Number  # collectives of ZeRO-2 and -3, not in `forward` and `backward`
 
     @property
     def total(self) -> Number:
         return self.forward + self.backward + self.sharding
 
 
-def block_of(work: Work, c: Columns, m: Machine, seq_len: Number, documents: Number) -> Block:
-    passes = computed(work, c, m, seq_len, documents)
-    again = c.recomputes("full") | c.recomputes("selective")  # the whole block is gone through again
-    hosts = np.where(again, 3, 2) * m.host_block
-    forward = launched(passes.forward, m.host_block, m)
-    backward = launched(passes.backward + passes.again, hosts, m)
-    tensor, context = tensor_messages(work, c, m, seq_len), context_messages(work, c, m, seq_len)
-    told = (tensor + context) / 2
+def block_seconds(
+    work: Work, layouts: Columns, machine: Machine, seq_len: Number, document_tokens: Number
+) -> Block:
+    """Seconds of one block and one micro-batch; half of the tp and cp collectives fall to each pass.
+
+    document_tokens: mean length of the documents that tokens attend in.
+    """
+    compute = block_compute(work, layouts, machine, seq_len, document_tokens)
+    launches_forward_again = layouts.recomputes("full") | layouts.recomputes("selective")
+    backward_launches = np.where(launches_forward_again, 3, 2) * machine.host_block
+    forward = launched(compute.forward, machine.host_block, machine)
+    backward = launched(compute.backward + compute.recomputation, backward_launches, machine)
+    tensor = tensor_collectives(work, layouts, machine, seq_len)
+    context = context_collectives(work, layouts, machine, seq_len)
+    per_pass = (tensor + context) / 2
     return Block(
-        passes=passes,
-        forward=forward + told,
-        backward=backward + told,
-        waiting=forward + backward - passes.total,
+        compute=compute,
+        forward=forward + per_pass,
+        backward=backward + per_pass,
+        launches=forward + backward - compute.total,
         tensor=tensor,
         context=context,
-        sharding=shard_messages(work, c, m, forward + told, backward + told),
+        sharding=shard_collectives(work, layouts, machine, forward + per_pass, backward + per_pass),
     )

@@ -1,4 +1,8 @@
-"""Seconds of collectives: rings on the link or the network, and those of tp, cp and ZeRO for one block."""
+"""Seconds of collectives: rings on the link or the network, and those of tp, cp, ZeRO and data parallelism.
+
+Per block and micro-batch: tp, cp, shards of ZeRO-2 and -3. Once a step: gradients, weights of ZeRO-1 and -2,
+and the optimizer's update.
+"""
 
 from __future__ import annotations
 
@@ -9,83 +13,171 @@ from meshtune.plan.machine import Machine
 from meshtune.plan.seconds.gpu import rank_tokens
 from meshtune.plan.work import Work
 
+# rings #
 
-def ring_bandwidth(m: Machine, ranks: Number, local: Number) -> Number:
-    """Bytes per second that a ring of `ranks` with `local` of them in each node moves past each: the link's
-    inside a node; between nodes the part of a node's network that falls to the group, its other GPUs being in
-    rings of their own.
+
+def ring_bandwidth(machine: Machine, ranks: Number, in_node: Number) -> Number:
+    """Bytes/s that a ring of `ranks`, `in_node` of them in each node, moves past each rank.
+
+    Inside a node the link's; between nodes the group's part of a node's network, as the node's other GPUs are
+    in rings of their own.
     """
-    inside = m.link * m.link_share
-    across = m.network * m.network_share * local / m.node
-    return np.where(ranks > local, np.minimum(inside, across), inside)
+    inside = machine.link * machine.link_share
+    across = machine.network * machine.network_share * in_node / machine.node
+    return np.where(ranks > in_node, np.minimum(inside, across), inside)
 
 
-def moved(m: Machine, size: Number, ranks: Number, local: Number) -> Number:
-    """(n-1)/n of a tensor of `size` bytes past each rank of a ring (Chan et al. 2007)."""
-    return np.where(ranks > 1, size * (ranks - 1) / ranks / ring_bandwidth(m, ranks, local), 0.0)
+def ring_traffic(machine: Machine, size: Number, ranks: Number, in_node: Number) -> Number:
+    """Seconds for (n-1)/n of a tensor of `size` bytes to pass each rank of a ring (Chan et al. 2007)."""
+    return np.where(ranks > 1, size * (ranks - 1) / ranks / ring_bandwidth(machine, ranks, in_node), 0.0)
 
 
-def gathered(m: Machine, size: Number, ranks: Number, local: Number, messages: Number = 1.0) -> Number:
-    """All-gathers or reduce-scatters of tensors that have `size` bytes together as they are whole. Each of
-    the messages goes once around a ring, whose steps between nodes and inside them wait for one another.
+def ring_collectives(
+    machine: Machine, size: Number, ranks: Number, in_node: Number, *, count: Number = 1.0
+) -> Number:
+    """Seconds of `count` all-gathers or reduce-scatters over tensors of `size` bytes, all together, whole.
+
+    Each goes once around a ring, whose steps between nodes and inside them wait for one another.
+
+    ranks, in_node: of the group, and of it in each node.
     """
-    nodes = ranks / local
-    turn = (nodes - 1) * m.network_latency + (ranks - nodes) * m.link_latency
-    return moved(m, size, ranks, local) + np.where(ranks > 1, messages * turn, 0.0)
+    nodes = ranks / in_node
+    latency = (nodes - 1) * machine.network_latency + (ranks - nodes) * machine.link_latency
+    return ring_traffic(machine, size, ranks, in_node) + np.where(ranks > 1, count * latency, 0.0)
 
 
-def all_reduced(m: Machine, size: Number, ranks: Number, local: Number) -> Number:
-    """The sum of a small tensor: the traffic of two all-gathers, but along a tree."""
-    each = np.where(ranks > local, m.network_latency, m.link_latency)
-    tree = np.where(ranks > 1, each * (1 + np.log2(ranks)), 0.0)
-    return 2 * moved(m, size, ranks, local) + tree
+def tree_all_reduce(machine: Machine, size: Number, ranks: Number, in_node: Number) -> Number:
+    """Seconds of an all-reduce of `size` bytes: the traffic of two all-gathers, the latency of a tree."""
+    step = np.where(ranks > in_node, machine.network_latency, machine.link_latency)
+    latency = np.where(ranks > 1, step * (1 + np.log2(ranks)), 0.0)
+    return 2 * ring_traffic(machine, size, ranks, in_node) + latency
 
 
-def tensor_messages(work: Work, c: Columns, m: Machine, seq_len: Number) -> Number:
-    """Two sums of hidden states in forward, two in backward, two more where a forward is repeated."""
-    hidden_bytes = m.element * rank_tokens(c, seq_len) * work.hidden
-    reduced = all_reduced(m, hidden_bytes, c.tp, ranks_in_node(c.tp, 1.0, m))
-    repeated = c.recomputes("full") | (c.recomputes("selective") & (m.selective > 0))
-    return 2 * reduced * (2 + repeated) * (1 - m.tensor_overlap)
+def zero_shards(layouts: Columns) -> Number:
+    """Ranks that ZeRO shards its state over."""
+    return layouts.dp_shard * layouts.cp
 
 
-def context_messages(work: Work, c: Columns, m: Machine, seq_len: Number) -> Number:
-    """Keys and values of the whole sequence gathered, or (Ulysses) sequences exchanged for heads."""
-    tokens = rank_tokens(c, seq_len)
-    local = ranks_in_node(c.cp, c.tp, m)
-    widths = sum(k.count * k.key_heads * (k.qk_dim + k.v_dim) for k in work.cores) / c.tp
-    heads = sum(k.count * (k.query_heads + k.key_heads) * (k.qk_dim + k.v_dim) for k in work.cores) / c.tp
-    keys = gathered(m, m.element * tokens * c.cp * widths, c.cp, local)
-    exchanged = gathered(m, m.element * tokens * heads, c.cp, local)
-    times = np.where(c.recomputes("none"), 2, 3)
-    return np.where(c.ulysses > 0, exchanged, keys) * times * (c.cp > 1)
+def ranks_in_node(ranks: Number, neighbours: Number, machine: Machine) -> Number:
+    """Ranks of a group that are in one node, where `neighbours` consecutive GPUs lie between two of them."""
+    return np.minimum(ranks, np.maximum(1.0, machine.node / neighbours))
 
 
-def shard_messages(work: Work, c: Columns, m: Machine, forward: Number, backward: Number) -> Number:
-    """What ZeRO's gathered parameters (3) and scattered gradients (2, 3) add to the passes beside which they
-    travel.
+def exposed(computing: Number, collective: Number, overlap: Number) -> Number:
+    """Seconds that a collective adds to the computation beside it, which hides a share `overlap` of it."""
+    return np.maximum(collective - computing, 0.0) + (1 - overlap) * np.minimum(computing, collective)
+
+
+# of a block, for one micro-batch #
+
+
+def tensor_collectives(work: Work, layouts: Columns, machine: Machine, seq_len: Number) -> Number:
+    """Exposed seconds of tensor parallelism in one block: all-reduces of hidden states.
+
+    Two in the forward, two in the backward, two more where the backward repeats the forward (Shoeybi et al.
+    2019, arXiv:1909.08053, section 3). With sp, an all-gather and a reduce-scatter in place of each.
     """
-    shards = zero_shards(c)
-    local = ranks_in_node(shards, c.tp, m)
-    weights = work.block_parameters / c.tp / m.shard_share
-    gather = gathered(m, m.weight_bytes * weights, shards, local)
-    trained = work.trained_block_parameters / c.tp / m.shard_share
-    scatter = gathered(m, m.scatter_bytes * trained, shards, local)
-    arriving = np.where(c.zero == 3, gather + scatter, np.where(c.zero == 2, scatter, 0.0))
-    ahead = np.where(c.zero == 3, _exposed(forward, gather, m.shard_overlap), 0.0)
-    return ahead + _exposed(backward, arriving, m.shard_overlap)
+    hidden_bytes = machine.element * rank_tokens(layouts, seq_len) * work.hidden
+    in_node = ranks_in_node(layouts.tp, 1.0, machine)
+    all_reduce = tree_all_reduce(machine, hidden_bytes, layouts.tp, in_node)
+    repeated = layouts.recomputes("full") | (layouts.recomputes("selective") & (machine.selective > 0))
+    return 2 * all_reduce * (2 + repeated) * (1 - machine.tensor_overlap)
 
 
-def zero_shards(c: Columns) -> Number:
-    """Ranks that ZeRO cuts its state over."""
-    return c.dp_shard * c.cp
+def context_collectives(work: Work, layouts: Columns, machine: Machine, seq_len: Number) -> Number:
+    """Exposed seconds of context parallelism in one block.
+
+    All-gathers of keys and values, or with ulysses all-to-alls of sequences for heads (Jacobs et al. 2023,
+    arXiv:2309.14509); once in the forward, once in the backward, once where the forward is repeated.
+    """
+    tokens, cp = rank_tokens(layouts, seq_len), layouts.cp
+    in_node = ranks_in_node(cp, layouts.tp, machine)
+    keys = sum(core.count * core.key_heads * (core.qk_dim + core.v_dim) for core in work.cores)
+    heads = sum(
+        core.count * (core.query_heads + core.key_heads) * (core.qk_dim + core.v_dim) for core in work.cores
+    )
+    gathered_bytes = machine.element * tokens * cp * (keys / layouts.tp)
+    exchanged_bytes = machine.element * tokens * (heads / layouts.tp)
+    all_gather = ring_collectives(machine, gathered_bytes, cp, in_node)
+    all_to_all = ring_collectives(machine, exchanged_bytes, cp, in_node)
+    times = np.where(layouts.recomputes("none"), 2, 3)
+    return np.where(layouts.ulysses > 0, all_to_all, all_gather) * times * (cp > 1)
 
 
-def ranks_in_node(ranks: Number, inside: Number, m: Machine) -> Number:
-    """How many of a group's ranks are in one node, where each stands for `inside` neighbours."""
-    return np.minimum(ranks, np.maximum(1.0, m.node / inside))
+def shard_collectives(
+    work: Work, layouts: Columns, machine: Machine, forward: Number, backward: Number
+) -> Number:
+    """Exposed seconds of ZeRO-3's all-gathers and ZeRO-2's and -3's reduce-scatters of one block.
+
+    ZeRO-3 gathers weights in the forward and again in the backward (Rajbhandari et al. 2020, section 7).
+
+    forward, backward: seconds of the passes beside which they run.
+    """
+    shards = zero_shards(layouts)
+    in_node = ranks_in_node(shards, layouts.tp, machine)
+    weights = work.block_parameters / layouts.tp / machine.shard_share
+    gather = ring_collectives(machine, machine.weight_bytes * weights, shards, in_node)
+    trained = work.trained_block_parameters / layouts.tp / machine.shard_share
+    scatter = ring_collectives(machine, machine.scatter_bytes * trained, shards, in_node)
+    beside_backward = np.where(layouts.zero == 3, gather + scatter, np.where(layouts.zero == 2, scatter, 0.0))
+    beside_forward = np.where(layouts.zero == 3, exposed(forward, gather, machine.shard_overlap), 0.0)
+    return beside_forward + exposed(backward, beside_backward, machine.shard_overlap)
 
 
-def _exposed(computing: Number, message: Number, overlap: Number) -> Number:
-    """What a message beside a computation adds to it."""
-    return np.maximum(message - computing, 0.0) + (1 - overlap) * np.minimum(computing, message)
+# of a step #
+
+
+def trained_on_rank(work: Work, layouts: Columns) -> Number:
+    """Trained parameters of a rank, after tp and pp; of a pipeline's ranks, one with embedding or head."""
+    blocks = work.blocks / layouts.pp * work.trained_block_parameters
+    return (blocks + outside_blocks(work, layouts) * work.trained_outside) / layouts.tp
+
+
+def outside_blocks(work: Work, layouts: Columns) -> Number:
+    """Parameters outside the blocks on a pipeline rank that has some, before tp: in a pipeline one matrix."""
+    return np.where(layouts.pp > 1, work.vocabulary * work.hidden, work.outside_parameters)
+
+
+def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block_backward: Number) -> Number:
+    """Exposed seconds, once a step, of collectives on gradients and weights that are not each block's own.
+
+    Gradients are all-reduced between replicas and under ZeRO-1 reduce-scattered, a share of it hidden behind
+    the last backward; ZeRO-1 and -2 gather weights once, before the first forward. ZeRO-2's and -3's
+    collectives of what is outside the blocks come with each micro-batch and have nothing to hide behind.
+
+    block_backward: seconds of one block's backward.
+    """
+    zero, blocks = layouts.zero, work.blocks / layouts.pp
+    shards, outside = zero_shards(layouts), outside_blocks(work, layouts)
+    shards_in_node = ranks_in_node(shards, layouts.tp, machine)
+    whole = (work.blocks * work.block_parameters / layouts.pp + outside) / layouts.tp
+    trained = trained_on_rank(work, layouts)
+    replicas = np.where(zero > 0, layouts.dp_replicate, layouts.data_ranks * layouts.cp)
+    neighbours = layouts.tp * np.where(zero > 0, shards, 1.0)
+    replicas_in_node = ranks_in_node(replicas, neighbours, machine)
+    reduced = np.where(zero > 0, trained / shards, trained)
+    count = np.where(machine.data_overlap > 0, blocks, 1.0)  # a collective for each block, or one for all
+
+    reduce_bytes, scatter_bytes = machine.gradient_bytes * reduced, machine.gradient_bytes * trained
+    all_reduce = 2 * ring_collectives(machine, reduce_bytes, replicas, replicas_in_node, count=count)
+    reduce_scatter = ring_collectives(machine, scatter_bytes, shards, shards_in_node, count=count)
+    reducing = all_reduce + np.where(zero == 1, reduce_scatter, 0.0)
+    hidden = np.minimum(reducing * machine.data_overlap, block_backward * work.blocks / layouts.pp)
+    weight_gather = ring_collectives(
+        machine, machine.weight_bytes * whole, shards, shards_in_node, count=count
+    )
+    gathered_once = np.where((zero == 1) | (zero == 2), weight_gather, 0.0)
+
+    root = outside / layouts.tp / machine.shard_share
+    root_gather = ring_collectives(machine, 2 * machine.weight_bytes * root, shards, shards_in_node)
+    root_gradients = machine.scatter_bytes * root * work.trained_outside
+    root_scatter = ring_collectives(machine, root_gradients, shards, shards_in_node)
+    of_root = np.where(zero == 3, root_gather, 0.0) + np.where(zero >= 2, root_scatter, 0.0)
+    return reducing - hidden + gathered_once + layouts.gradient_accumulation_steps * of_root
+
+
+def optimizer_update(work: Work, layouts: Columns, machine: Machine) -> Number:
+    """Seconds to update a rank's trained parameters, or its ZeRO shard of them: memory traffic."""
+    trained = trained_on_rank(work, layouts)
+    updated = np.where(layouts.zero > 0, trained / zero_shards(layouts), trained)
+    return updated * machine.optimizer_bytes / (machine.bandwidth * machine.memory)

@@ -11,137 +11,178 @@ from meshtune.plan.machine import Machine
 from meshtune.plan.work import Core, Gemm, Work
 from meshtune.plan.workload import attended
 
-TILE = 128 * 128  # elements of a product that one multiprocessor works on at a time
-ALIGNED = 64  # elements (128 bytes of 16 bits): what tensor cores want rows to be multiples of
-LOADED = 8  # elements (16 bytes): what they need, or the product runs on slower kernels
-SMALL_HEADS = (
-    10  # a flash kernel's time grows by this over the head size; assumed, with the fitted share of the peak
-)
-WRITTEN_BACKWARD = 1.3  # traffic of written-out scores there and back over there; assumed
+TILE = 128 * 128  # output elements of a matmul that one multiprocessor works on at a time
+ALIGNED = 64  # elements (128 bytes of 16 bits) that tensor cores want the rows of operands to be multiples of
+LOADED = 8  # elements (16 bytes) that they need; other matmuls run on slower kernels
+SMALL_HEADS = 10  # over the head size: share by which a flash kernel is slower; assumed
+WRITTEN_BACKWARD = 1.3  # traffic of written attention scores in the backward, over the forward's; assumed
 
 
-def product(m: Machine, rows: Number, cols: Number, inner: Number, along: tuple[Number, ...] = ()) -> Number:
-    """[rows, inner] @ [inner, cols]: at the peak's share, less what short inner sizes, an incomplete wave of
-    tiles and unaligned sizes cost; or as long as its operands take to be read and written.
+def matmul(
+    machine: Machine, rows: Number, cols: Number, inner: Number, *, contiguous: tuple[Number, ...] = ()
+) -> Number:
+    """Seconds of [rows, inner] @ [inner, cols]: the longer of computing and memory traffic.
 
-    along: the sizes that memory runs along, where they are not cols and inner.
+    Computing reaches a share of the peak, less for short inner sizes, an incomplete last wave of tiles and
+    unaligned rows of operands.
+
+    contiguous: sizes of the dimensions along which the operands lie in memory; empty: cols and inner.
     """
-    rate = m.flops * m.matmul * m.stack_matmul
-    tiled = rows * cols + m.tiles * m.multiprocessors * TILE
-    slower = 1.0
-    for size in along or (cols, inner):
-        off = np.where(np.floor(size) % LOADED != 0, m.unloaded, m.misaligned)
-        slower = np.maximum(slower, np.where(np.floor(size) % ALIGNED != 0, off, 1.0))
-    busy = 2 * tiled * (inner + m.depth) / rate * slower
-    moved = m.element * (rows * inner + inner * cols + rows * cols) / (m.bandwidth * m.memory)
-    return overlapped(busy, moved)
+    rate = machine.flops * machine.matmul * machine.stack_matmul
+    tiled = rows * cols + machine.tiles * machine.multiprocessors * TILE
+    slowdown = 1.0
+    for size in contiguous or (cols, inner):
+        unaligned = np.where(np.floor(size) % LOADED != 0, machine.unloaded, machine.misaligned)
+        slowdown = np.maximum(slowdown, np.where(np.floor(size) % ALIGNED != 0, unaligned, 1.0))
+    computing = 2 * tiled * (inner + machine.depth) / rate * slowdown
+    elements = rows * inner + inner * cols + rows * cols
+    traffic = machine.element * elements / (machine.bandwidth * machine.memory)
+    return overlapped(computing, traffic)
 
 
-def matrix(m: Machine, tokens: Number, gemm: Gemm, tp: Number) -> tuple[Number, Number, Number]:
-    """(forward, backward of inputs, of weights) of one kind of matrix in a block, cut by tp."""
+def matrix_passes(machine: Machine, tokens: Number, gemm: Gemm, tp: Number) -> tuple[Number, Number, Number]:
+    """Seconds of (forward, gradients of inputs, gradients of weights) of one kind of matrix in a block."""
     rows = gemm.rows / tp if gemm.cut == "rows" else gemm.rows
     cols = gemm.cols / tp if gemm.cut == "cols" else gemm.cols
-    inputs = gemm.input_gradient * product(m, tokens, cols, rows)
-    weights = gemm.trainable * product(m, rows, cols, tokens, (rows, cols))
-    return gemm.count * product(m, tokens, rows, cols), gemm.count * inputs, gemm.count * weights
+    inputs = gemm.input_gradient * matmul(machine, tokens, cols, rows)
+    weights = gemm.trainable * matmul(machine, rows, cols, tokens, contiguous=(rows, cols))
+    return gemm.count * matmul(machine, tokens, rows, cols), gemm.count * inputs, gemm.count * weights
 
 
-def attention(
-    m: Machine, queries: Number, seq_len: Number, document_tokens: Number, core: Core, tp: Number
+def attention_passes(
+    machine: Machine, queries: Number, seq_len: Number, document_tokens: Number, core: Core, tp: Number
 ) -> tuple[Number, Number]:
-    """(forward, backward) of one kind of attention core in a block. Flash kernels compute QKᵀ once more in
-    backward: 5 products against 2 (Dao 2023, arXiv:2307.08691). Scores that are written out are all of
-    [queries, seq_len], and pass through memory in softmax and dropout.
+    """Seconds of (forward, backward) of one kind of attention core in a block.
+
+    Flash kernels compute QKᵀ again in the backward: 5 matmuls against 2 (Dao 2023, arXiv:2307.08691).
+    Without one, scores are all of [queries, seq_len], and pass through memory in softmax and dropout.
+
+    queries: on this rank. document_tokens: mean length of the documents that tokens attend in.
     """
     heads = core.query_heads / tp
     width = heads * (core.qk_dim + core.v_dim)
     pairs = queries * attended(document_tokens, core.window)
-    small_heads = 1 + SMALL_HEADS / core.qk_dim
-    flash = 2 * pairs * width / (m.core_flops * m.attention * m.stack_attention) * small_heads
+    rate = machine.core_flops * machine.attention * machine.stack_attention
+    flash = 2 * pairs * width / rate * (1 + SMALL_HEADS / core.qk_dim)
     scores = queries * seq_len * heads
-    products = 2 * queries * seq_len * width / (m.core_flops * m.matmul * m.batched)
-    products = products * (1 + m.depth / core.qk_dim)
-    written = scores * m.score_bytes / (m.bandwidth * m.memory)
-    forward = np.where(m.flash > 0, flash, products + written)
-    backward = np.where(
-        m.flash > 0, 2.5 * m.attention_backward * flash, 2 * products + WRITTEN_BACKWARD * written
-    )
+    matmuls = 2 * queries * seq_len * width / (machine.core_flops * machine.matmul * machine.batched)
+    matmuls = matmuls * (1 + machine.depth / core.qk_dim)
+    written = scores * machine.score_bytes / (machine.bandwidth * machine.memory)
+    uses_flash = machine.flash > 0
+    forward = np.where(uses_flash, flash, matmuls + written)
+    flash_backward = 2.5 * machine.attention_backward * flash
+    backward = np.where(uses_flash, flash_backward, 2 * matmuls + WRITTEN_BACKWARD * written)
     return core.count * forward, core.count * core.backward * backward
 
 
-def elementwise(m: Machine, tokens: Number, work: Work, c: Columns) -> Number:
-    """Norms, activations, residuals, dropout of a block's forward: memory traffic. sp splits what is outside
-    the matrices that tp cuts.
+def elementwise(machine: Machine, tokens: Number, work: Work, layouts: Columns) -> Number:
+    """Seconds of norms, activation functions, residuals and dropout in a block's forward: memory traffic.
+
+    sp splits those outside the matrices that tp cuts (Korthikanti et al. 2022, section 4.2.2).
     """
-    outside = m.elementwise_hidden * work.hidden / np.where(c.sp > 0, c.tp, 1.0)
-    inside = m.elementwise_wide * work.wide / c.tp
-    return m.element * tokens * (outside + inside) / (m.bandwidth * m.memory)
+    outside = machine.elementwise_hidden * work.hidden / np.where(layouts.sp > 0, layouts.tp, 1.0)
+    inside = machine.elementwise_wide * work.wide / layouts.tp
+    return machine.element * tokens * (outside + inside) / (machine.bandwidth * machine.memory)
 
 
-def head(m: Machine, tokens: Number, work: Work, tp: Number) -> Number:
-    """Logits and loss of all tokens, there and back. A vocabulary that tp does not divide is padded."""
+def head_and_loss(machine: Machine, tokens: Number, work: Work, tp: Number) -> Number:
+    """Seconds of the logits and the loss of all tokens, forward and backward.
+
+    A vocabulary that tp does not divide is padded.
+    """
     rows = work.vocabulary / tp
     rows = np.where(rows % 1 > 0, np.ceil(rows / ALIGNED) * ALIGNED, rows)
-    products = product(m, tokens, rows, work.hidden) + product(m, tokens, work.hidden, rows)
-    products = products + work.head_trainable * product(m, rows, work.hidden, tokens, (rows, work.hidden))
-    return products + tokens * rows * m.logit_bytes / (m.bandwidth * m.memory)
+    matmuls = matmul(machine, tokens, rows, work.hidden) + matmul(machine, tokens, work.hidden, rows)
+    weights = matmul(machine, rows, work.hidden, tokens, contiguous=(rows, work.hidden))
+    matmuls = matmuls + work.head_trainable * weights
+    return matmuls + tokens * rows * machine.logit_bytes / (machine.bandwidth * machine.memory)
 
 
 @dataclass(frozen=True)
-class Passes:
-    """What a GPU computes of one block for one micro-batch. again: what backward repeats of forward. weights:
-    the part of backward that makes the gradients of weights.
-    """
+class BlockCompute:
+    """Seconds that a GPU computes for one block and one micro-batch, by kind."""
 
-    forward: Number
-    backward: Number
-    again: Number
-    weights: Number
+    matmul_forward: Number
+    matmul_inputs: Number  # backward: gradients of inputs
+    matmul_weights: Number  # backward: gradients of weights
+    attention_forward: Number
+    attention_backward: Number
+    elementwise_forward: Number  # the backward's take twice as long
+    accumulation: Number  # adding gradients to the step's sum
+    recomputation: Number  # what the backward repeats of the forward
+
+    @property
+    def forward(self) -> Number:
+        return self.matmul_forward + self.attention_forward + self.elementwise_forward
+
+    @property
+    def weights(self) -> Number:
+        """Seconds of the part of the backward that makes gradients of weights."""
+        return self.matmul_weights + self.accumulation
+
+    @property
+    def backward(self) -> Number:
+        """Seconds of the backward without recomputation."""
+        matmuls = self.matmul_inputs + self.weights
+        return matmuls + self.attention_backward + 2 * self.elementwise_forward
 
     @property
     def total(self) -> Number:
-        return self.forward + self.backward + self.again
+        return self.forward + self.backward + self.recomputation
 
 
-def computed(work: Work, c: Columns, m: Machine, seq_len: Number, documents: Number) -> Passes:
-    tokens = rank_tokens(c, seq_len)
-    products = [matrix(m, tokens, gemm, c.tp) for gemm in work.matrices]
-    slower = np.where(c.cp > 1, m.context_attention, 1.0)
+def block_compute(
+    work: Work, layouts: Columns, machine: Machine, seq_len: Number, document_tokens: Number
+) -> BlockCompute:
+    """Seconds that a GPU computes for one block and one micro-batch."""
+    tokens = rank_tokens(layouts, seq_len)
+    matmuls = [matrix_passes(machine, tokens, gemm, layouts.tp) for gemm in work.matrices]
+    context_factor = np.where(layouts.cp > 1, machine.context_attention, 1.0)
     cores = [
-        (slower * ahead, slower * back)
-        for core in work.cores
-        for ahead, back in [attention(m, tokens, seq_len, documents, core, c.tp)]
+        attention_passes(machine, tokens, seq_len, document_tokens, core, layouts.tp) for core in work.cores
     ]
-    passes = elementwise(m, tokens, work, c)
-    core_forward = sum(ahead for ahead, _ in cores)
-    product_forward = sum(ahead for ahead, _, _ in products)
-    weights = sum(weights for _, _, weights in products) + accumulated(m, work, c)
-    forward = product_forward + core_forward + passes
-    backward = sum(inputs for _, inputs, _ in products) + weights
-    backward = backward + sum(back for _, back in cores) + 2 * passes
-    again = np.where(c.recomputes("full"), forward, 0.0)
-    again = again + np.where(c.recomputes("attention"), core_forward, 0.0)
-    again = again + np.where(c.recomputes("selective"), m.selective * product_forward + passes, 0.0)
-    return Passes(forward, backward, again, weights)
+    matmul_forward = sum(forward for forward, _, _ in matmuls)
+    attention_forward = sum(context_factor * forward for forward, _ in cores)
+    elementwise_forward = elementwise(machine, tokens, work, layouts)
+
+    forward = matmul_forward + attention_forward + elementwise_forward
+    repeated = machine.selective * matmul_forward + elementwise_forward
+    recomputation = np.where(layouts.recomputes("full"), forward, 0.0)
+    recomputation = recomputation + np.where(layouts.recomputes("attention"), attention_forward, 0.0)
+    recomputation = recomputation + np.where(layouts.recomputes("selective"), repeated, 0.0)
+    return BlockCompute(
+        matmul_forward=matmul_forward,
+        matmul_inputs=sum(inputs for _, inputs, _ in matmuls),
+        matmul_weights=sum(weights for _, _, weights in matmuls),
+        attention_forward=attention_forward,
+        attention_backward=sum(context_factor * backward for _, backward in cores),
+        elementwise_forward=elementwise_forward,
+        accumulation=gradient_accumulation(machine, work, layouts),
+        recomputation=recomputation,
+    )
 
 
-def accumulated(m: Machine, work: Work, c: Columns) -> Number:
-    """Gradients that each micro-batch makes (in 16 bits) are added to those that wait for the step's end."""
-    gradients = work.trained_block_parameters / c.tp
-    moved = (m.element + 2 * m.gradient_bytes) * gradients / (m.bandwidth * m.memory)
-    return np.where((c.gradient_accumulation_steps > 1) & (c.zero < 2), moved, 0.0)
+def gradient_accumulation(machine: Machine, work: Work, layouts: Columns) -> Number:
+    """Seconds to add a block's gradients of one micro-batch to the sum that waits for the step's end.
+
+    0 where a micro-batch is the whole step, and under ZeRO-2 and -3, whose shards are summed.
+    """
+    gradients = work.trained_block_parameters / layouts.tp
+    moved = (machine.element + 2 * machine.gradient_bytes) * gradients
+    traffic = moved / (machine.bandwidth * machine.memory)
+    return np.where((layouts.gradient_accumulation_steps > 1) & (layouts.zero < 2), traffic, 0.0)
 
 
-def rank_tokens(c: Columns, seq_len: Number) -> Number:
-    """Of a micro-batch, on a rank."""
-    return c.micro_batch_size * seq_len / c.cp
+def rank_tokens(layouts: Columns, seq_len: Number) -> Number:
+    """Tokens per rank in one micro-batch (after cp)."""
+    return layouts.micro_batch_size * seq_len / layouts.cp
 
 
-def overlapped(a: Number, b: Number) -> Number:
-    """The longer of two times that run side by side, a little more where they are alike."""
-    return (a**4 + b**4) ** 0.25
+def overlapped(seconds: Number, others: Number) -> Number:
+    """The longer of two times that run side by side, a little more where they are alike (a 4-norm)."""
+    return (seconds**4 + others**4) ** 0.25
 
 
-def launched(computing: Number, host: Number, m: Machine) -> Number:
-    """Computing that the host launches: side by side, or one after the other."""
-    return np.where(m.launch_blocking > 0, computing + host, overlapped(computing, host))
+def launched(computing: Number, host: Number, machine: Machine) -> Number:
+    """Seconds of computation with the host's launches: beside each other, or one after the other."""
+    return np.where(machine.launch_blocking > 0, computing + host, overlapped(computing, host))
