@@ -33,6 +33,7 @@ class Workload:
     document_tokens: float | None = None
     precision: str = "bf16"
     reduce_dtype: str = "fp32"
+    optimizer: str = "adamw"
     compile: bool = False
     packing: bool = True
     attention: str = "meshtune"

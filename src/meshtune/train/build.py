@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 import meshtune
+from meshtune import precision
 from meshtune.config import Config, DataConfig, SourceConfig
 from meshtune.data.loader import Loader
 from meshtune.data.pack import Dataset
@@ -66,11 +67,9 @@ from meshtune.train.signals import StopRequest
 from meshtune.train.step import ManyRanks, OneDevice, Passes
 
 # precision -> (dtype of the parameters in forward and backward passes, dtype they are trained in)
-PRECISIONS = {
-    "fp32": (torch.float32, torch.float32),
-    "fp64": (torch.float64, torch.float64),
-    "bf16": (torch.bfloat16, torch.float32),
-    "bf16-pure": (torch.bfloat16, torch.bfloat16),
+PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype]] = {
+    name: (getattr(torch, dtypes.compute), getattr(torch, dtypes.trained))
+    for name, dtypes in precision.PRECISIONS.items()
 }
 
 

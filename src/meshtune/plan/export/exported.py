@@ -21,6 +21,9 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".jsonl.gz", ".json.gz", ".csv.gz")
 
 
+EXPORTED_PRECISIONS = ("fp32", "bf16", "bf16-pure")  # that every tool's export knows how to write
+
+
 @dataclass(frozen=True)
 class Exported:
     files: Mapping[str, str]  # file name -> its text
@@ -35,10 +38,10 @@ def refuse(config: Config, layout: Layout, gpus_per_node: int, problems: Iterabl
 
 
 def everywhere(config: Config, layout: Layout, gpus_per_node: int) -> Iterator[str]:
-    if config.train.precision == "fp64":
+    if config.train.precision not in EXPORTED_PRECISIONS:
         yield (
-            "train.precision=fp64 is for checks inside meshtune, no other tool trains in it; use fp32 or "
-            "bf16."
+            f"train.precision={config.train.precision} runs in meshtune alone, no other tool trains in it; "
+            "use fp32 or bf16."
         )
     if layout.world > gpus_per_node and layout.world % gpus_per_node:
         yield (
