@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from meshtune.errors import UserError
+from meshtune.recomputation import RECOMPUTATIONS
 
 CP_METHODS = ("allgather", "ulysses")
 TORCH_SCHEDULES = {  # ours -> what torch.distributed.pipelining calls them
@@ -29,7 +30,7 @@ TORCH_SCHEDULES = {  # ours -> what torch.distributed.pipelining calls them
 SCHEDULES = tuple(TORCH_SCHEDULES)
 VIRTUAL_SCHEDULES = ("interleaved1f1b", "loopedbfs", "zb")  # the ones that take v > 1
 V_SCHEDULES = ("zbv", "dualpipev")  # two stages a rank: down the ranks and up again
-RECOMPUTE = ("none", "attention", "selective", "full")
+RECOMPUTE = tuple(RECOMPUTATIONS)
 CHOICES = {
     "cp_method": CP_METHODS,
     "schedule": SCHEDULES,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from meshtune.layout import AXES, CHOICES, CP_METHODS, RECOMPUTE, SCHEDULES, V_SCHEDULES, Layout
+from meshtune.recomputation import RECOMPUTATIONS
 
 Number = Any  # float | np.ndarray, in any mixture that numpy broadcasts
 Table = TypeVar("Table")  # any class whose attributes are columns of one length
@@ -84,6 +85,11 @@ class Columns:
 
     def recomputes(self, mode: str) -> Number:
         return self.recompute == RECOMPUTE.index(mode)
+
+    def recomputation(self, fact: str) -> Number:
+        """This field or property of each layout's mode in `RECOMPUTATIONS`."""
+        of_modes = np.array([getattr(mode, fact) for mode in RECOMPUTATIONS.values()])
+        return of_modes[np.asarray(self.recompute).astype(int)]
 
     def runs(self, *schedules: str) -> Number:
         """True where the pipeline's schedule is one of these; never without a pipeline."""

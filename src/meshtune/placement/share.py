@@ -19,6 +19,7 @@ from meshtune.layout import AXES, V_SCHEDULES, Layout
 from meshtune.placement.census import Census, Parameter, attended_pairs
 from meshtune.placement.columns import Columns
 from meshtune.placement.states import Copies, Elements, States, copies_of, held_states
+from meshtune.recomputation import RECOMPUTATIONS
 
 
 @dataclass(frozen=True)
@@ -343,10 +344,10 @@ def _context_messages(
     """What context ranks say to each other around each attention (parallel/context.py)."""
     if layout.cp == 1:
         return
-    steps = layout.gradient_accumulation_steps
+    steps, mode = layout.gradient_accumulation_steps, RECOMPUTATIONS[layout.recompute]
     cores = [a for own in blocks for block in own for a in census.blocks[block].attention]
     if layout.cp_method == "ulysses":  # queries, keys, values, and what comes out; back again in the backward
-        times = 8 + {"none": 0, "attention": 3}.get(layout.recompute, 4)
+        times = 8 + (4 if mode.block else 3 if mode.attention else 0)
         # keys and values are repeated until each rank gets as many of their heads
         features = sum(
             (a.query_heads // layout.tp + math.lcm(max(a.key_heads // layout.tp, 1), layout.cp))
@@ -358,7 +359,7 @@ def _context_messages(
             "cp", "all_to_all", "heads", count, steps * times * features * token_bytes // 4 // layout.tp
         )
         return
-    again = layout.recompute != "none"
+    again = mode.block or mode.attention
     features = sum(max(a.key_heads // layout.tp, 1) * (a.qk_dim + a.v_dim) for a in cores)
     whole = features * token_bytes * layout.cp
     for op, times in (("all_gather", 1 + again), ("reduce_scatter", 1)):
@@ -386,7 +387,7 @@ def _tensor_messages(
     ends = (0 in stages) + (stage_count(layout) - 1 in stages)  # after the lookup, before the head
     # Attention and mlp are entered and left, forward and backward. What runs again ends with the last matrix:
     # the sum of its outputs is not needed (but by families that normalise it, such as Olmo2 and Gemma2).
-    again = layout.recompute in ("selective", "full")
+    again = RECOMPUTATIONS[layout.recompute].block
     if layout.sp:
         for op, each in (("all_gather", 4 + 2 * again), ("reduce_scatter", 4 + again)):
             count = steps * (blocks * each + ends)

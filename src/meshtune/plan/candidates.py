@@ -20,6 +20,7 @@ from meshtune.layout import AXES, CP_METHODS, SCHEDULES, V_SCHEDULES, VIRTUAL_SC
 from meshtune.placement.columns import ENCODINGS, Columns, Number
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.workload import Workload
+from meshtune.recomputation import RECOMPUTATIONS
 
 MOST_VIRTUAL_STAGES = 8
 EVERY_HYBRID = 128  # GPUs, up to which all hybrids of replicas and shards are considered
@@ -46,21 +47,19 @@ def candidates(workload: Workload, cluster: Cluster, fixed: Given) -> Columns:
 
 
 def micro_batches(workload: Workload, data_ranks: int, fixed: Given) -> list[Option]:
-    """Micro-batch size, accumulation steps and recomputation that make a data rank's part of the batch.
-
-    Recomputing attention alone saves nothing but 4 bytes a head where scores are never written out.
-    """
+    """Micro-batch size, accumulation steps and recomputation that make a data rank's part of the batch."""
     sequences, rest = divmod(workload.global_batch_size, data_ranks)
     if rest:
         return []
     micro, accumulation = fixed.get("micro_batch_size"), fixed.get("gradient_accumulation_steps")
+    modes = [name for name, mode in RECOMPUTATIONS.items() if mode.searched]
     return [
         {
             "micro_batch_size": size, "gradient_accumulation_steps": sequences // size, "recompute": mode
         }
         for size in divisors(sequences)
         if micro in (None, size) and accumulation in (None, sequences // size)
-        for mode in _allowed(fixed, "recompute", ("none", "selective", "full"))
+        for mode in _allowed(fixed, "recompute", modes)
     ]  # fmt: skip
 
 

@@ -21,6 +21,7 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".jsonl.gz", ".json.gz", ".csv.gz")
 
 
+EXPORTED_RECOMPUTATIONS = ("none", "attention", "selective", "full")
 EXPORTED_PRECISIONS = ("fp32", "bf16", "bf16-pure")  # that every tool's export knows how to write
 
 
@@ -43,6 +44,9 @@ def everywhere(config: Config, layout: Layout, gpus_per_node: int) -> Iterator[s
             f"train.precision={config.train.precision} runs in meshtune alone, no other tool trains in it; "
             "use fp32 or bf16."
         )
+    if layout.recompute not in EXPORTED_RECOMPUTATIONS:
+        *others, last = EXPORTED_RECOMPUTATIONS
+        yield (f"recompute={layout.recompute} runs in meshtune alone; use {', '.join(others)} or {last}.")
     if layout.world > gpus_per_node and layout.world % gpus_per_node:
         yield (
             f"{layout.world} GPUs do not fill nodes of {gpus_per_node}; choose a layout of "

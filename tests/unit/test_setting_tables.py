@@ -1,4 +1,4 @@
-"""The tables of precisions and optimizers: what the engine has, and no default for a name."""
+"""Tables of precisions, optimizers and recomputations: what the engine has, and no default for a name."""
 
 import pytest
 import torch
@@ -7,17 +7,23 @@ from torch import nn
 from meshtune import config
 from meshtune.config import ClusterConfig
 from meshtune.errors import Table, UserError
+from meshtune.layout import Layout
 from meshtune.optimizers import OPTIMIZERS
+from meshtune.parallel.recompute import recompute_blocks
 from meshtune.placement.states import copies_of
 from meshtune.plan.accounting import engine_accounting, stack_accounting
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.machine import rates
+from meshtune.plan.models import models
+from meshtune.plan.search import explained
+from meshtune.plan.workload import Workload
 from meshtune.precision import DTYPE_BYTES, PRECISIONS, REDUCE_DTYPES
+from meshtune.recomputation import RECOMPUTATIONS
 from meshtune.train.build import PRECISIONS as TORCH_PRECISIONS
 from meshtune.train.mfu import datasheet_flops
 from meshtune.train.optim import Optimizer
 
-TABLES: list[Table] = [PRECISIONS, REDUCE_DTYPES, OPTIMIZERS]
+TABLES: list[Table] = [PRECISIONS, REDUCE_DTYPES, OPTIMIZERS]  # settings of train
 
 
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
@@ -75,3 +81,22 @@ def test_an_unknown_precision_or_optimizer_gets_nothing_by_default() -> None:
     ):
         with pytest.raises(UserError, match="must be one of"):
             ask()
+
+
+@pytest.mark.parametrize("mode", RECOMPUTATIONS)
+def test_the_planner_and_the_engine_know_every_recomputation(mode: str) -> None:
+    """A mode that the table has and a formula has not is an error there, too."""
+    layout = Layout(recompute=mode, gradient_accumulation_steps=64)
+    shape = models()["qwen3-0.6b"]
+    workload = Workload("qwen3-0.6b", shape.work, shape.traits, seq_len=1024, global_batch_size=64)
+    choice = explained(workload, cluster_of(ClusterConfig(gpu="h100-sxm", gpus=1)), layout)
+    assert choice.memory.peak > 0 and Layout.parse(str(layout)) == layout
+
+
+def test_an_unknown_recomputation_is_refused_by_everyone() -> None:
+    with pytest.raises(UserError, match="recompute is 'some'; it must be one of none, attention"):
+        Layout(recompute="some")
+    with pytest.raises(UserError, match="must be one of"):
+        RECOMPUTATIONS["some"]
+    with pytest.raises(ValueError, match="is none of none, attention, selective, full"):
+        recompute_blocks(nn.Linear(1, 1), None, "some")  # type: ignore[arg-type]
