@@ -2,7 +2,7 @@
 
     python scripts/parallelism_pictures.py [FOLDER]
 
-Shards come from `partition.share`, timelines from the schedules that run. Nothing is drawn by hand.
+Shards come from `placement.share`, timelines from the schedules that run. Nothing is drawn by hand.
 """
 
 import sys
@@ -17,9 +17,9 @@ from torch.distributed.pipelining.stage import PipelineStage
 from transformers import LlamaConfig
 
 from meshtune.layout import SCHEDULES, VIRTUAL_SCHEDULES, Layout
-from meshtune.model.census import Census
-from meshtune.model.partition import Message, Share, piece, share, stage_count
 from meshtune.model.trace import census
+from meshtune.placement.census import Census
+from meshtune.placement.share import Message, Share, piece, share, stage_count
 from meshtune.rundir import write_text_atomically
 
 PICTURES = {  # name: (layout, title)

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.model.anatomy import traits
-from meshtune.model.support import Traits, refusals
+from meshtune.placement.rules import Traits, refusals
 from meshtune.rundir import write_text_atomically
 
 YES, NO, NEVER = "✓", "✗", "·"

@@ -55,20 +55,21 @@ from meshtune.config import ClusterConfig, Config
 from meshtune.launch import Rank
 from meshtune.layout import Layout
 from meshtune.model.anatomy import traits
-from meshtune.model.partition import coordinates
 from meshtune.model.trace import census_of
 from meshtune.parallel.pipeline import Pipeline
+from meshtune.placement.columns import Columns
+from meshtune.placement.share import coordinates
 from meshtune.plan.accounting import accounting_of
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.memory import timeline
 from meshtune.plan.memory.stages import RANKS
 from meshtune.plan.search import stages_of
-from meshtune.plan.work import Columns, Work
+from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
+from meshtune.precision import PRECISIONS
 from meshtune.rundir import write_text_atomically
 from meshtune.train import build, loop
 from meshtune.train.memory import ACTIVATIONS, WATCHED_STEPS, PhaseMemory, storage_bytes
-from meshtune.train.model import PRECISIONS
 
 SEQ_LEN = 512
 MODEL = LlamaConfig(

@@ -12,17 +12,31 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from meshtune.errors import UserError
 from meshtune.layout import PartialLayout
+from meshtune.optimizers import OPTIMIZERS
+from meshtune.precision import PRECISIONS, REDUCE_DTYPES
 from meshtune.setting_names import unknown_setting
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+TABLES = {
+    "precision": PRECISIONS,
+    "reduce_dtype": REDUCE_DTYPES,
+    "optimizer": OPTIMIZERS,
+}  # of train
 Format = Literal["auto", "text", "prompt-completion", "alpaca", "messages", "sharegpt"]
-Precision = Literal["fp32", "bf16", "bf16-pure", "fp64"]
 
 
 class Section(BaseModel):
@@ -108,11 +122,9 @@ class TrainConfig(Section):
     warmup_steps: NonNegative | None = Field(default=None, description="instead of warmup_ratio")
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, ge=0, description="0: no clipping")
-    precision: Precision = "bf16"
-    reduce_dtype: Literal["fp32", "bf16"] = Field(
-        default="fp32", description="gradients of several micro-batches add up in it"
-    )
-    optimizer: Literal["adamw"] = "adamw"
+    precision: str = "bf16"
+    reduce_dtype: str = Field(default="fp32", description="gradients of several micro-batches add up in it")
+    optimizer: str = "adamw"
     adam_betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     adam_eps: float = Field(default=1.0e-8, gt=0)
     seed: NonNegative = 42
@@ -121,6 +133,13 @@ class TrainConfig(Section):
         default=5, description="in a row, then the run stops with exit code 4"
     )
     device: Literal["auto", "cuda", "cpu"] = "auto"
+
+    @field_validator("precision", "reduce_dtype", "optimizer")
+    @classmethod
+    def _in_its_table(cls, value: str, info: ValidationInfo) -> str:
+        """Raises UserError, with the nearest name, for one that the table of the setting does not have."""
+        TABLES[str(info.field_name)][value]
+        return value
 
     @model_validator(mode="after")
     def _one_of(self) -> "TrainConfig":

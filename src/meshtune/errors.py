@@ -9,7 +9,11 @@
 Anything else that escapes is a bug of ours and exits with 1.
 """
 
-from collections.abc import Iterable
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import NoReturn, TypeVar
+
+Row = TypeVar("Row")
 
 
 class UserError(ValueError):
@@ -21,6 +25,19 @@ class UserError(ValueError):
         """problems: one sentence each, with numbers and a remedy."""
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
         super().__init__("\n".join(self.problems))
+
+
+class Table(dict[str, Row]):
+    """What a setting's values mean, by name. Raises UserError for a name that it does not have."""
+
+    def __init__(self, setting: str, rows: Mapping[str, Row]) -> None:
+        super().__init__(rows)
+        self.setting = setting
+
+    def __missing__(self, name: str) -> NoReturn:
+        near = difflib.get_close_matches(str(name), [*self], n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]}?" if near else "."
+        raise UserError(f"{self.setting} = {name!r}: it must be one of {', '.join(self)}{hint}")
 
 
 class NothingFits(UserError):

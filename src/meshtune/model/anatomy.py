@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from meshtune.errors import UserError
 from meshtune.layout import Layout
-from meshtune.model.support import Traits, refusals
+from meshtune.placement.rules import Traits, refusals
 
 WORKS = "decoder-only transformers such as Llama, Qwen, Mistral, Gemma, Phi, OLMo, Cohere, GPT-2 and GPT-NeoX"
 NOT_CAUSAL = {"xlnet"}  # two-stream attention over permutations, which no flag of the model shows

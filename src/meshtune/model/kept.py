@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, PreTrainedModel
 
 from meshtune.model.anatomy import Anatomy, anatomy
-from meshtune.model.census import Kept
 from meshtune.model.lora import adapt
+from meshtune.placement.census import Kept
 
 STAND_IN = "meshtune_census"  # the attention that a model to be traced is built with
 TOKENS = 251  # of the forward; a prime that divides no size of a model: copies of weights are recognised

@@ -16,9 +16,9 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from meshtune.errors import UserError
-from meshtune.model.census import Census
 from meshtune.model.hub import asking, local
-from meshtune.model.support import Traits
+from meshtune.placement.census import Census
+from meshtune.placement.rules import Traits
 from meshtune.rundir import write_text_atomically
 
 T = TypeVar("T")
@@ -97,8 +97,10 @@ def _key(file: Path, freeze: tuple[str, ...], lora: LoraShape | None) -> str | N
     versions = [version(package) for package in ("meshtune", "transformers", "torch")]
     said = [content, versions, freeze, lora and asdict(lora)]
     digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):  # so that no version between versions lies
-        digest.update(source.read_bytes())
+    package = Path(__file__).parents[1]
+    for folder in ("model", "placement"):  # so that no version between versions lies
+        for source in sorted((package / folder).glob("*.py")):
+            digest.update(source.read_bytes())
     return digest.hexdigest()[:32]
 
 

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from meshtune.model.census import Matrix
+from meshtune.placement.census import Matrix
 
 TOKENS = 13  # of the traced forward; a prime that is no head size, so that shapes with it are recognised
 

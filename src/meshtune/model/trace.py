@@ -31,10 +31,10 @@ from meshtune.model.anatomy import (
     repeated_heads,
     tensor_plan,
 )
-from meshtune.model.census import Attention, Block, Census, Kept, Matrix, Parameter
 from meshtune.model.kept import STAND_IN, kept_by_blocks
 from meshtune.model.kept import TOKENS as KEPT_TOKENS
 from meshtune.model.matmuls import TOKENS, BareMatmul, DispatchedMatmuls, ParameterMatmuls
+from meshtune.placement.census import Attention, Block, Census, Kept, Matrix, Parameter
 
 ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(\..+)?")  # the names of LoRA's parameters
 IN_BLOCK = re.compile(r"(?P<blocks>.+?)\.(?P<index>\d+)\.(?P<name>.+)")

@@ -26,7 +26,6 @@ from transformers import PreTrainedModel
 from meshtune.data.loader import MicroBatch
 from meshtune.layout import Layout
 from meshtune.model.anatomy import Anatomy, anatomy
-from meshtune.model.partition import Split, piece, stage_count
 from meshtune.model.pieces import Piece, materialise
 from meshtune.parallel import context, tensor, zero
 from meshtune.parallel.mesh import World
@@ -34,6 +33,7 @@ from meshtune.parallel.pipeline import Finish, Pipeline, Stage
 from meshtune.parallel.recompute import recompute_blocks
 from meshtune.parallel.replicas import Replicas
 from meshtune.parallel.zero import local
+from meshtune.placement.share import Split, piece, stage_count
 
 
 @dataclass

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshtune.errors import UserError
-from meshtune.layout import Layout
-from meshtune.model.partition import AXES
+from meshtune.layout import AXES, Layout
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,9 @@ from meshtune.data.loader import MicroBatch
 from meshtune.layout import TORCH_SCHEDULES
 from meshtune.model.anatomy import Anatomy, StandIn
 from meshtune.model.body import body_forward
-from meshtune.model.partition import stage_of_rank
 from meshtune.parallel import zero
 from meshtune.parallel.mesh import World
+from meshtune.placement.share import stage_of_rank
 
 # model, anatomy, last hidden states, micro-batch -> the last stage's output: a loss, or logits
 Finish = Callable[[nn.Module, Anatomy, Tensor, MicroBatch], Tensor]

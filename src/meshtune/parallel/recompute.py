@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from meshtune.model.anatomy import Anatomy
 from meshtune.model.body import ATTENTION_NAMES
+from meshtune.recomputation import RECOMPUTATIONS
 
 # Operators whose outputs `selective` keeps, by name: some exist only once their module is imported. Attention
 # appears as the kernels that it dispatches to. Batched matmuls are not here: a block's only ones are the
@@ -53,7 +54,7 @@ def recompute_blocks(model: PreTrainedModel, anatomy: Anatomy, mode: str) -> Non
         case "full":
             _recompute_each_block(model, anatomy, None)
         case _:
-            raise ValueError(f"recompute={mode!r} is none of none, attention, selective, full.")
+            raise ValueError(f"recompute={mode!r} is none of {', '.join(RECOMPUTATIONS)}.")
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

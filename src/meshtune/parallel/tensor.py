@@ -44,8 +44,6 @@ from meshtune.model.anatomy import (
     tensor_plan,
     traits,
 )
-from meshtune.model.partition import Split, piece
-from meshtune.model.support import tensor_problems
 from meshtune.parallel.exchange import (
     all_gather,
     all_reduce,
@@ -55,6 +53,8 @@ from meshtune.parallel.exchange import (
     take_shard,
 )
 from meshtune.parallel.mesh import Axis
+from meshtune.placement.rules import tensor_problems
+from meshtune.placement.share import Split, piece
 
 SEQUENCE, FEATURES = 1, 2  # dimensions of hidden states [batch, seq, hidden]
 

@@ -17,8 +17,8 @@ from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.model.anatomy import auto_attention, traits
 from meshtune.model.load import load_config
-from meshtune.model.partition import stage_count
-from meshtune.model.support import refusals
+from meshtune.placement.rules import refusals
+from meshtune.placement.share import stage_count
 from meshtune.plan.fits import Refused
 from meshtune.train import planning
 

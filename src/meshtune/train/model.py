@@ -20,27 +20,20 @@ from meshtune.attention.register import register
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.model.anatomy import hidden_pattern
-from meshtune.model.census import Census
 from meshtune.model.load import mapped, skeleton
 from meshtune.model.lora import add_lora, drawn
-from meshtune.model.partition import census_stages, stage_of_rank
 from meshtune.model.pieces import Piece, Weights, fill, materialise, whole_pieces
-from meshtune.model.support import ZERO_BUBBLE
 from meshtune.model.trace import census_of
 from meshtune.model.trainable import freeze, grow_embeddings, tables
 from meshtune.parallel.apply import Finish, Parallel, apply
 from meshtune.parallel.mesh import World
+from meshtune.placement.census import Census
+from meshtune.placement.rules import ZERO_BUBBLE
+from meshtune.placement.share import census_stages, stage_of_rank
+from meshtune.precision import PRECISIONS
 from meshtune.train.loss import head_loss
 from meshtune.train.optim import Optimizer, key_of, parts_of
 from meshtune.train.step import Passes
-
-# precision -> (dtype of the parameters in forward and backward passes, dtype they are trained in)
-PRECISIONS = {
-    "fp32": (torch.float32, torch.float32),
-    "fp64": (torch.float64, torch.float64),
-    "bf16": (torch.bfloat16, torch.float32),
-    "bf16-pure": (torch.bfloat16, torch.bfloat16),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +64,7 @@ class ModelSpec:
     revision: str | None = None
     trust_remote_code: bool = False
     attention: str = "meshtune"  # the name of a registered attention function
-    precision: str = "bf16"  # a key of PRECISIONS
+    precision: str = "bf16"  # a row of precision.PRECISIONS
     reduce_dtype: str = "fp32"  # gradients of several micro-batches or ranks are summed in it
     lora: LoraSpec | None = None  # None: all parameters are trained
     freeze: tuple[str, ...] = ()  # globs of parameter names
@@ -81,11 +74,11 @@ class ModelSpec:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        return PRECISIONS[self.precision][0]
+        return getattr(torch, PRECISIONS[self.precision].compute)
 
     @property
     def trained_dtype(self) -> torch.dtype:
-        return PRECISIONS[self.precision][1]
+        return getattr(torch, PRECISIONS[self.precision].trained)
 
     @property
     def loading_dtype(self) -> torch.dtype:

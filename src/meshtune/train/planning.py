@@ -60,6 +60,7 @@ def workload_of(config: Config, say: Callable[[str], None] = lambda _: None) -> 
         document_tokens=config.data.mean_document_tokens,
         precision=config.train.precision,
         reduce_dtype=config.train.reduce_dtype,
+        optimizer=config.train.optimizer,
         compile=config.train.compile,
         packing=config.data.packing,
         attention=found.attention if model.attention == "auto" else model.attention,

@@ -17,8 +17,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from meshtune.model.census import attended_pairs, palm_flops, step_flops
 from meshtune.model.trace import census, census_of
+from meshtune.placement.census import attended_pairs, palm_flops, step_flops
 
 TOKENS = 24
 
@@ -195,5 +195,5 @@ def test_a_tied_head_stays_in_the_common_figure():
 
 
 def test_the_value_needs_no_torch():
-    code = "import meshtune.model.census, sys; assert 'torch' not in sys.modules"
+    code = "import meshtune.placement.census, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM, BloomConfig
 import meshtune.model.trace
 from meshtune.errors import UserError
 from meshtune.model.anatomy import traits
-from meshtune.model.census import Census
 from meshtune.model.hub import asking
 from meshtune.model.known import Known, LoraShape, known, revived
 from meshtune.model.lora import add_lora
 from meshtune.model.trace import census, census_of
 from meshtune.model.trainable import freeze
+from meshtune.placement.census import Census
 
 
 @pytest.fixture

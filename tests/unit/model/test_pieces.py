@@ -18,10 +18,10 @@ from meshtune.errors import UserError
 from meshtune.model.files import INDEX
 from meshtune.model.load import load, mapped, skeleton
 from meshtune.model.lora import add_lora, drawn
-from meshtune.model.partition import piece
 from meshtune.model.pieces import Piece, Weights, fill
 from meshtune.model.save import save_model, save_pieces
 from meshtune.model.trainable import resize_embeddings
+from meshtune.placement.share import piece
 
 FP32 = torch.float32
 

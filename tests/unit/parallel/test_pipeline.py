@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM
 from meshtune.attention.register import register
 from meshtune.layout import TORCH_SCHEDULES, Layout
 from meshtune.model.anatomy import anatomy
-from meshtune.model.partition import stage_blocks, stage_count, stage_of_rank
-from meshtune.model.support import ZERO_BUBBLE
 from meshtune.parallel.apply import apply
 from meshtune.parallel.mesh import join
 from meshtune.parallel.zero import local
+from meshtune.placement.rules import ZERO_BUBBLE
+from meshtune.placement.share import stage_blocks, stage_count, stage_of_rank
 from meshtune.train.loss import head_loss
 
 register()

@@ -19,10 +19,10 @@ from meshtune.data.loader import MicroBatch
 from meshtune.errors import UserError
 from meshtune.model.anatomy import anatomy
 from meshtune.model.lora import add_lora
-from meshtune.model.partition import Split, piece
 from meshtune.parallel.mesh import Axis
 from meshtune.parallel.recompute import recompute_blocks
 from meshtune.parallel.tensor import reduce_partial, split_model, vocabulary_of
+from meshtune.placement.share import Split, piece
 
 register()
 

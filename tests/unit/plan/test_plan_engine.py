@@ -21,19 +21,21 @@ from meshtune.config import ClusterConfig
 from meshtune.errors import UserError
 from meshtune.layout import CP_METHODS, RECOMPUTE, SCHEDULES, VIRTUAL_SCHEDULES, Layout
 from meshtune.model.anatomy import traits
-from meshtune.model.census import Census, step_flops
 from meshtune.model.lora import add_lora
-from meshtune.model.partition import census_stages, rank_at, share, stage_blocks, stage_of_rank
-from meshtune.model.support import Traits, refusals
 from meshtune.model.trace import census_of
+from meshtune.placement.census import Census, step_flops
+from meshtune.placement.columns import Columns, layout_at
+from meshtune.placement.rules import Traits, refusals
+from meshtune.placement.share import census_stages, rank_at, share, stage_blocks, stage_of_rank
+from meshtune.placement.states import held_states
 from meshtune.plan.accounting import accounting_of, engine_accounting
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.memory.stages import Stages
-from meshtune.plan.memory.states import held_states, weight_elements
+from meshtune.plan.memory.states import weight_elements
 from meshtune.plan.memory.timeline import step_timeline
 from meshtune.plan.problems import problems
-from meshtune.plan.search import even_stages, layout_at, stages_of
-from meshtune.plan.work import Columns, Work
+from meshtune.plan.search import even_stages, stages_of
+from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
 
 CPU = cluster_of(ClusterConfig(gpu="cpu"), gpus=64)
@@ -153,7 +155,7 @@ def test_gathered_weights_are_the_shares(family: str) -> None:
         for text in (*DATA, *TENSOR):
             layout = Layout.parse(text)
             c = Columns.of([layout])
-            planned = held_states(engine_accounting(precision), weight_elements(weights, c), c)
+            planned = held_states(engine_accounting(precision).precision, weight_elements(weights, c), c)
             expected = share(census, layout, 0, precision=precision).bytes
             for name in expected._fields:
                 value = np.broadcast_to(getattr(planned, name), 1)[0]

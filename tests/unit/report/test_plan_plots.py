@@ -13,7 +13,7 @@ import pytest
 from meshtune.config import ClusterConfig
 from meshtune.errors import UserError
 from meshtune.layout import Layout
-from meshtune.model.support import Traits
+from meshtune.placement.rules import Traits
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.memory import gpt_parameters
 from meshtune.plan.search import Workload, search

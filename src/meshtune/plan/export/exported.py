@@ -10,6 +10,9 @@ from meshtune.data.rows import FORMATS
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 
+EXPORTED_RECOMPUTATIONS = ("none", "attention", "selective", "full")
+EXPORTED_PRECISIONS = ("fp32", "bf16", "bf16-pure")  # that every tool's export knows how to write
+
 
 @dataclass(frozen=True)
 class Exported:
@@ -28,11 +31,14 @@ def refuse(config: Config, layout: Layout, gpus_per_node: int, problems: Iterabl
 
 def problems_of_all_tools(config: Config, layout: Layout, gpus_per_node: int) -> Iterator[str]:
     """Sentences on why no tool can run the layout: precision, nodes that are not full, another batch."""
-    if config.train.precision == "fp64":
+    if config.train.precision not in EXPORTED_PRECISIONS:
         yield (
-            "train.precision=fp64 is for checks inside meshtune, no other tool trains in it; use fp32 or "
-            "bf16."
+            f"train.precision={config.train.precision} runs in meshtune alone, no other tool trains in it; "
+            "use fp32 or bf16."
         )
+    if layout.recompute not in EXPORTED_RECOMPUTATIONS:
+        *others, last = EXPORTED_RECOMPUTATIONS
+        yield (f"recompute={layout.recompute} runs in meshtune alone; use {', '.join(others)} or {last}.")
     if layout.world > gpus_per_node and layout.world % gpus_per_node:
         yield (
             f"{layout.world} GPUs do not fill nodes of {gpus_per_node}; choose a layout of "

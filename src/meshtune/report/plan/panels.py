@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from meshtune.layout import RECOMPUTE, SCHEDULES, Layout
+from meshtune.placement.columns import layout_at
 from meshtune.plan.memory.timeline import CATEGORIES
-from meshtune.plan.search import Choice, Plan, layout_at
+from meshtune.plan.search import Choice, Plan
 from meshtune.plan.seconds.step import PARTS
 from meshtune.report.draw.kinds import (
     Axis,

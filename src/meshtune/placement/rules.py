@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshtune.layout import Layout
-from meshtune.model.partition import stage_count
+from meshtune.placement.share import stage_count
+from meshtune.recomputation import RECOMPUTATIONS
 
 ZERO_BUBBLE = ("zb", "zbv", "dualpipev")  # the backward of weights runs later than that of activations
 ROUNDS = ("interleaved1f1b", "zb")  # micro-batches go round in equal groups
@@ -83,8 +84,8 @@ def _attention(traits: Traits, layout: Layout, attention: str, packing: bool) ->
     if packing:
         remedy = auto or "set data.packing=false"
         yield f"data.packing = true: {runs} can't keep packed documents apart; {remedy}."
-    if layout.recompute == "attention":
-        yield f"recompute = attention: {runs} can't be recomputed by itself; use selective or full."
+    if RECOMPUTATIONS[layout.recompute].attention_alone:
+        yield f"recompute = {layout.recompute}: {runs} can't be recomputed by itself; use selective or full."
     if layout.cp > 1:
         remedy = auto or "leave cp out: dp, zero and pp work for it"
         yield f"cp={layout.cp}: {runs} sees the tokens of its own rank only; {remedy}."
@@ -156,10 +157,10 @@ def _pipeline(traits: Traits, layout: Layout) -> Iterator[str]:
             f"The schedule {layout.schedule} with ZeRO-{layout.zero}: it computes the gradients of weights "
             "later, when they may have been let go, and they would be wrong; use zero1 with it, or 1f1b."
         )
-    if layout.schedule in ZERO_BUBBLE and layout.recompute == "selective":
+    if layout.schedule in ZERO_BUBBLE and RECOMPUTATIONS[layout.recompute].by_operation:
         yield (
-            f"The schedule {layout.schedule} with recompute selective: it goes through the backward twice, "
-            "and torch's selective recomputation allows that once; use full or attention, or 1f1b."
+            f"The schedule {layout.schedule} with recompute {layout.recompute}: it goes through the backward "
+            "twice, and torch's selective recomputation allows that once; use full or attention, or 1f1b."
         )
 
 

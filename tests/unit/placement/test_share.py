@@ -17,12 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from meshtune.attention.register import register
-from meshtune.layout import SCHEDULES, VIRTUAL_SCHEDULES, Layout
+from meshtune.layout import AXES, SCHEDULES, V_SCHEDULES, VIRTUAL_SCHEDULES, Layout
 from meshtune.model.anatomy import anatomy
 from meshtune.model.lora import add_lora
-from meshtune.model.partition import (
-    AXES,
-    V_SCHEDULES,
+from meshtune.model.trace import census, census_of
+from meshtune.parallel.mesh import Axis, join
+from meshtune.parallel.recompute import recompute_blocks
+from meshtune.parallel.tensor import split_model
+from meshtune.placement.share import (
     coordinates,
     group,
     piece,
@@ -31,10 +33,6 @@ from meshtune.model.partition import (
     stage_blocks,
     stage_of_rank,
 )
-from meshtune.model.trace import census, census_of
-from meshtune.parallel.mesh import Axis, join
-from meshtune.parallel.recompute import recompute_blocks
-from meshtune.parallel.tensor import split_model
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 import zero_memory

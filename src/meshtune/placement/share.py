@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from meshtune.layout import V_SCHEDULES, Layout
-from meshtune.model.census import Census, Parameter, attended_pairs
+import numpy as np
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outer to inner: tp ranks are neighbours
+from meshtune.layout import AXES, V_SCHEDULES, Layout
+from meshtune.placement.census import Census, Parameter, attended_pairs
+from meshtune.placement.columns import Columns
+from meshtune.placement.states import Copies, Elements, States, copies_of, held_states
+from meshtune.recomputation import RECOMPUTATIONS
 
 
 @dataclass(frozen=True)
@@ -159,24 +162,6 @@ def census_stages(census: Census, layout: Layout, seq_len: int) -> tuple[range, 
 
 # what one rank holds and says #
 
-# precision -> bytes of an element in forward and backward passes, and as it is trained (train/build.py)
-ELEMENT_BYTES = {"fp32": (4, 4), "fp64": (8, 8), "bf16": (2, 4), "bf16-pure": (2, 2)}
-MOMENTS = 2  # AdamW's exp_avg and exp_avg_sq
-
-
-class Bytes(NamedTuple):
-    """What a rank keeps for its parameters while a step's passes run, activations and messages aside.
-
-    weights: its own piece or shard. gathered: whole parameters beside the shard, with ZeRO-1 and -2; ZeRO-3
-    gathers one group at a time and keeps none. optimizer: masters that are not the weights themselves, and
-    AdamW's two moments.
-    """
-
-    weights: int
-    gathered: int
-    gradients: int
-    optimizer: int
-
 
 class Message(NamedTuple):
     """All messages of one kind that a rank takes part in during an optimizer step.
@@ -207,7 +192,7 @@ class Share:
     embedding: bool
     head: bool
     parameters: Mapping[str, int]
-    bytes: Bytes
+    bytes: States
     groups: Mapping[str, tuple[int, ...]]
     messages: tuple[Message, ...]
 
@@ -219,11 +204,12 @@ def share(
     *,
     precision: str = "bf16",
     reduce_dtype: str = "fp32",
+    optimizer: str = "adamw",
     seq_len: int = 2048,
 ) -> Share:
     """What `rank` holds of a model under a layout, as our engine holds it (parallel/zero.py, train/optim.py).
 
-    precision, reduce_dtype and seq_len are the settings of the same name.
+    precision, reduce_dtype, optimizer and seq_len are the settings of the same name.
     """
     place = coordinates(layout, rank)
     every = census_stages(census, layout, seq_len)
@@ -241,8 +227,9 @@ def share(
     axes: list[tuple[str, ...]] = [(axis,) for axis in AXES if getattr(layout, axis) > 1]
     if layout.cp > 1:  # a context rank is one more data rank
         axes.append(("dp_shard" if layout.zero else "dp_replicate", "cp"))
-    storage = _Storage(layout, place, precision, reduce_dtype)
+    copies = copies_of(precision, reduce_dtype, optimizer)
     tokens = layout.micro_batch_size * seq_len // layout.cp
+    token_bytes = tokens * int(copies.weight)
     return Share(
         rank=rank,
         place=place,
@@ -251,13 +238,13 @@ def share(
         embedding=0 in stages,
         head=len(every) - 1 in stages,
         parameters=dict(parameters),
-        bytes=storage.bytes(pair for unit in units for pair in unit),
+        bytes=_states(copies, _elements(units, layout, place), layout),
         groups={"_".join(each): group(layout, rank, *each) for each in axes},
         messages=(
-            *storage.messages(units),
-            *_pipeline_messages(layout, stages, tokens * census.hidden * storage.compute),
-            *_context_messages(census, layout, blocks, tokens * storage.compute),
-            *_tensor_messages(census, layout, stages, sum(map(len, blocks)), units, tokens * storage.compute),
+            *_data_messages(copies, layout, units),
+            *_pipeline_messages(layout, stages, token_bytes * census.hidden),
+            *_context_messages(census, layout, blocks, token_bytes),
+            *_tensor_messages(census, layout, stages, sum(map(len, blocks)), units, token_bytes),
         ),
     )
 
@@ -292,66 +279,47 @@ def _repeated(parameter: Parameter, tp: int) -> bool:
     return 0 < parameter.heads < tp
 
 
-class _Storage:
-    """How data parallelism keeps parameters and sums gradients, in bytes; plain where no other rank has
-    them.
-    """
+def _elements(units: Iterable[Unit], layout: Layout, place: Mapping[str, int]) -> Elements:
+    """Elements of parameters of one rank, and in its ZeRO shard."""
+    shards = layout.dp_shard * layout.cp if layout.zero else 1
+    index = place["dp_shard"] * layout.cp + place["cp"] if layout.zero else 0
+    whole, shard = Counter[bool](), Counter[bool]()  # by whether it is trained
+    for unit in units:
+        for shape, parameter in unit:
+            start, stop = piece(shape[0], shards, index)
+            whole[parameter.trainable] += math.prod(shape)
+            shard[parameter.trainable] += math.prod((stop - start, *shape[1:]))
+    return Elements(whole.total(), whole[True], shard.total(), shard[True])
 
-    def __init__(self, layout: Layout, place: Mapping[str, int], precision: str, reduce_dtype: str) -> None:
-        self.layout = layout
-        self.compute, self.trained = ELEMENT_BYTES[precision]
-        # of gradients that add up: bf16 ones in reduce_dtype, others as they are
-        self.sum = 4 if self.compute == 2 and reduce_dtype == "fp32" else self.compute
-        self.shards = layout.dp_shard * layout.cp if layout.zero else 1
-        self.shard = place["dp_shard"] * layout.cp + place["cp"] if layout.zero else 0
-        self.replicas = layout.dp_replicate * (1 if layout.zero else layout.cp)
 
-    def bytes(self, parameters: Iterable[tuple[Shape, Parameter]]) -> Bytes:
-        keep = self._sharded if self.layout.zero else self._whole
-        kept = [keep(shape, p.trainable) for shape, p in parameters]
-        return Bytes(*(sum(each) for each in zip(*kept, strict=True)))
+def _states(copies: Copies, elements: Elements, layout: Layout) -> States:
+    states = held_states(copies, elements, Columns.of([layout]))
+    return States(*(int(np.sum(column)) for column in states))
 
-    def _whole(self, shape: Shape, trainable: bool) -> Bytes:
-        n = math.prod(shape)
-        if not trainable:
-            return Bytes(n * self.compute, 0, 0, 0)
-        masters = self.trained if self.trained != self.compute else 0
-        several = self.replicas > 1 or self.layout.gradient_accumulation_steps > 1
-        gradient = self.sum if several else self.compute
-        return Bytes(n * self.compute, 0, n * gradient, n * (masters + MOMENTS * self.trained))
 
-    def _sharded(self, shape: Shape, trainable: bool) -> Bytes:
-        start, stop = piece(shape[0], self.shards, self.shard)
-        whole, shard = math.prod(shape), math.prod((stop - start, *shape[1:]))
-        gathered = 0 if self.layout.zero == 3 else whole * self.compute
-        if not trainable:
-            return Bytes(shard * self.compute, gathered, 0, 0)
-        waits = self.layout.zero < 2 and self.layout.gradient_accumulation_steps > 1
-        gradients = whole * self.sum if waits else shard * self.trained
-        return Bytes(shard * self.trained, gathered, gradients, MOMENTS * shard * self.trained)
+def _data_messages(copies: Copies, layout: Layout, units: Sequence[Unit]) -> Iterator[Message]:
+    """Of parameters and gradients, one flat buffer for each unit; the table of parallel/zero.py."""
+    zero, steps = layout.zero, layout.gradient_accumulation_steps
+    shards = layout.dp_shard * layout.cp if zero else 1
+    replicas = layout.dp_replicate * (1 if zero else layout.cp)
 
-    def messages(self, units: Sequence[Unit]) -> Iterator[Message]:
-        """Of parameters and gradients, one flat buffer for each unit; the table of parallel/zero.py."""
-        zero, steps = self.layout.zero, self.layout.gradient_accumulation_steps
-        trained = [unit for unit in units if any(p.trainable for _, p in unit)]
-        weights = sum(self._flat(shape) for unit in units for shape, _ in unit) * self.compute
-        gradients = sum(self._flat(shape) for unit in units for shape, p in unit if p.trainable) * self.sum
-        context = "_cp" if self.layout.cp > 1 else ""
-        if self.shards > 1:
-            axis, gathers, sums = (
-                f"dp_shard{context}",
-                2 * steps if zero == 3 else 1,
-                steps if zero > 1 else 1,
-            )
-            yield Message(axis, "all_gather", "parameters", gathers * len(units), gathers * weights)
-            yield Message(axis, "reduce_scatter", "gradients", sums * len(trained), sums * gradients)
-        if self.replicas > 1:
-            axis = "dp_replicate" if zero else f"dp_replicate{context}"
-            yield Message(axis, "all_reduce", "gradients", len(trained), gradients // self.shards)
-
-    def _flat(self, shape: Shape) -> int:
+    def flat(shape: Shape) -> int:
         """Elements that a parameter takes in a flat buffer: all shards are as long as the longest."""
-        return math.prod((-(-shape[0] // self.shards) * self.shards, *shape[1:]))
+        return math.prod((-(-shape[0] // shards) * shards, *shape[1:]))
+
+    trained = [unit for unit in units if any(p.trainable for _, p in unit)]
+    weights = sum(flat(shape) for unit in units for shape, _ in unit) * int(copies.weight)
+    gradients = sum(flat(shape) for unit in units for shape, p in unit if p.trainable)
+    gradients *= int(copies.accumulated)
+    context = "_cp" if layout.cp > 1 else ""
+    if shards > 1:
+        axis = f"dp_shard{context}"
+        gathers, sums = 2 * steps if zero == 3 else 1, steps if zero > 1 else 1
+        yield Message(axis, "all_gather", "parameters", gathers * len(units), gathers * weights)
+        yield Message(axis, "reduce_scatter", "gradients", sums * len(trained), sums * gradients)
+    if replicas > 1:
+        axis = "dp_replicate" if zero else f"dp_replicate{context}"
+        yield Message(axis, "all_reduce", "gradients", len(trained), gradients // shards)
 
 
 def _pipeline_messages(layout: Layout, stages: Sequence[int], hidden_bytes: int) -> Iterator[Message]:
@@ -376,10 +344,10 @@ def _context_messages(
     """What context ranks say to each other around each attention (parallel/context.py)."""
     if layout.cp == 1:
         return
-    steps = layout.gradient_accumulation_steps
+    steps, mode = layout.gradient_accumulation_steps, RECOMPUTATIONS[layout.recompute]
     cores = [a for own in blocks for block in own for a in census.blocks[block].attention]
     if layout.cp_method == "ulysses":  # queries, keys, values, and what comes out; back again in the backward
-        times = 8 + {"none": 0, "attention": 3}.get(layout.recompute, 4)
+        times = 8 + (4 if mode.block else 3 if mode.attention else 0)
         # keys and values are repeated until each rank gets as many of their heads
         features = sum(
             (a.query_heads // layout.tp + math.lcm(max(a.key_heads // layout.tp, 1), layout.cp))
@@ -391,7 +359,7 @@ def _context_messages(
             "cp", "all_to_all", "heads", count, steps * times * features * token_bytes // 4 // layout.tp
         )
         return
-    again = layout.recompute != "none"
+    again = mode.block or mode.attention
     features = sum(max(a.key_heads // layout.tp, 1) * (a.qk_dim + a.v_dim) for a in cores)
     whole = features * token_bytes * layout.cp
     for op, times in (("all_gather", 1 + again), ("reduce_scatter", 1)):
@@ -419,7 +387,7 @@ def _tensor_messages(
     ends = (0 in stages) + (stage_count(layout) - 1 in stages)  # after the lookup, before the head
     # Attention and mlp are entered and left, forward and backward. What runs again ends with the last matrix:
     # the sum of its outputs is not needed (but by families that normalise it, such as Olmo2 and Gemma2).
-    again = layout.recompute in ("selective", "full")
+    again = RECOMPUTATIONS[layout.recompute].block
     if layout.sp:
         for op, each in (("all_gather", 4 + 2 * again), ("reduce_scatter", 4 + again)):
             count = steps * (blocks * each + ends)
