@@ -100,7 +100,7 @@ def show_run(run: RunDir, *, as_json: bool) -> None:
 
     from meshtune.report.run import report, summary, tables
 
-    if reason := report.reason_for_no_report(run):  # the model is on the disk; the report can be drawn later
+    if reason := report.try_report(run):  # the model is on the disk; the report can be drawn later
         print(f"meshtune: {reason}", file=sys.stderr)
     if as_json:
         show_json(summary.summarise(run).as_dict())

@@ -121,18 +121,26 @@ def test_the_report_of_a_run_loads_no_numpy_either():
 
 
 def test_without_altair_the_reason_names_it_and_the_command_for_later(run, monkeypatch):
-    from meshtune.report.run.report import reason_for_no_report
+    from meshtune.report.run.report import try_report
 
     monkeypatch.setitem(sys.modules, "altair", None)
-    reason = reason_for_no_report(run)
+    reason = try_report(run)
     assert "The report was not drawn." in reason and "'altair'" in reason
     assert "pip install altair vl-convert-python" in reason and f"meshtune report {run.path}" in reason
     assert not run.report_file.exists()
 
 
 def test_a_run_without_rows_has_a_report_without_altair(empty: RunDir, monkeypatch):
-    from meshtune.report.run.report import reason_for_no_report
+    from meshtune.report.run.report import try_report
 
     monkeypatch.setitem(sys.modules, "altair", None)
-    assert reason_for_no_report(empty) == ""
+    assert try_report(empty) == ""
     assert "Nothing has been measured yet." in empty.report_file.read_text()
+
+
+def test_a_report_that_cannot_be_written_is_a_sentence_too(empty: RunDir):
+    from meshtune.report.run.report import try_report
+
+    empty.report_file.mkdir()
+    reason = try_report(empty)
+    assert "could not be written" in reason and f"Later: meshtune report {empty.path}" in reason

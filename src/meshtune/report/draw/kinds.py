@@ -72,7 +72,7 @@ class Axis:
     title: str  # in tooltips
     ends: tuple[float, float]
     log: bool = False
-    ticks: tuple[float, ...] = ()  # empty: chosen by the library
+    ticks: tuple[float, ...] = ()  # empty: round values
     suffix: str = ""  # behind each tick's number, such as " GiB"
     form: str = ",.4~g"  # d3 format of a value in the tooltip
     show_title: bool = False

@@ -1,6 +1,7 @@
 """Groups of points over two number axes, joined or not, with guide lines and labels."""
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,8 @@ def scatter(panel: Scatter) -> alt.LayerChart:
         if len(named) > 1
         else None,
     )
-    across, up = alt.X("x:Q", **_axis(panel.x)), alt.Y("y:Q", **_axis(panel.y))
+    across = alt.X("x:Q", **_axis(panel.x))
+    up = alt.Y("y:Q", **_axis(panel.y, least=LABELS))
     layers: list[alt.Chart | alt.LayerChart] = [
         layer for guide in panel.guides for layer in _guide(guide, across, up)
     ]
@@ -40,19 +42,29 @@ def _role(group: Group) -> str:
     return "other" if group.role == "other" else "main"
 
 
-def _axis(axis: Axis) -> dict[str, Any]:
-    """Scale and axis of one direction of a scatter chart."""
-    given: dict[str, Any] = {"values": list(axis.ticks)} if axis.ticks else {"tickCount": 6}
+def _axis(axis: Axis, *, least: int = 0) -> dict[str, Any]:
+    """Scale and axis of one direction. least: px for its labels."""
+    ticks = list(axis.ticks) or (round_values(axis.ends) if axis.log else [])
+    given: dict[str, Any] = {"values": ticks} if ticks else {"tickCount": 6}
     return {
         "scale": alt.Scale(type="log" if axis.log else "linear", domain=list(axis.ends), nice=False),
         "axis": alt.Axis(
             labelExpr=f"{NUMBER} + {json.dumps(axis.suffix)}",
             labelOverlap=True,
-            minExtent=LABELS,
+            minExtent=least,
             title=plain(axis.title) if axis.show_title else None,
             **given,
         ),
     }
+
+
+def round_values(ends: tuple[float, float]) -> list[float]:
+    """A handful of round values between the ends of a logarithmic axis."""
+    low, high = map(math.log10, ends)
+    digits = (1, 2, 3, 5, 7) if high - low < 1 else (1, 2, 5) if high - low < 3 else (1,)
+    powers = range(math.floor(low), math.ceil(high))
+    values = [digit * 10.0**power for power in powers for digit in digits]
+    return [value for value in values if ends[0] <= value <= ends[1]]
 
 
 def _group(
@@ -86,9 +98,8 @@ def _guide(guide: Guide, across: alt.X, up: alt.Y) -> list[alt.Chart]:
     base = alt.Chart(table({"x": list(map(float, guide.x)), "y": list(map(float, guide.y))})).encode(
         x=across, y=up
     )
-    line = base.mark_line(
-        color=alt.ExprRef("ink"), strokeWidth=1.3, strokeDash=[1, 0] if guide.solid else [5, 3]
-    )
+    dash = [1, 0] if guide.solid else [5, 3]
+    line = base.mark_line(clip=True, color=alt.ExprRef("ink"), strokeWidth=1.3, strokeDash=dash)
     if not guide.text:
         return [line]
     last = alt.Chart(table({"x": [float(guide.x[-1])], "y": [float(guide.y[-1])], "text": [guide.text]}))

@@ -112,7 +112,7 @@ def time_against_memory(plan: Plan) -> Scatter:
             Group("layouts that fit", points(dots), "main", opacity=0.3),
             Group("none is faster with less memory", points(front), "other", joined="steps", size=44),
         ),
-        Axis("seconds a step", ends, log=True, ticks=tuple(round_values(ends)), suffix=" s"),
+        Axis("seconds a step", ends, log=True, suffix=" s"),
         Axis("peak GiB", (0, capacity * 1.07), suffix=" GiB", form=".1f"),
         tuple(
             Label(point, "right", above=point.y < capacity / 16)
@@ -152,16 +152,6 @@ def spread(heights: Sequence[float], places: Sequence[int], apart: float) -> lis
     if len(chosen) > MOST_LABELS:
         chosen = [*chosen[: MOST_LABELS - 1], last]
     return [places[n] for n in chosen]
-
-
-def round_values(ends: tuple[float, float]) -> list[float]:
-    """A handful of round values between the ends of a logarithmic axis."""
-    low, high = np.log10(ends)
-    digits = (1, 2, 3, 5, 7) if high - low < 1 else (1, 2, 5) if high - low < 3 else (1,)
-    values = [
-        digit * 10.0**power for power in range(int(np.floor(low)), int(np.ceil(high))) for digit in digits
-    ]
-    return [value for value in values if ends[0] <= value <= ends[1]]
 
 
 def scaling(best: Mapping[int, Choice]) -> Scatter:

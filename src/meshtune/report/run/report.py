@@ -41,7 +41,7 @@ def write_report(run: RunDir) -> Path:
     return run.report_file
 
 
-def reason_for_no_report(run: RunDir) -> str:
+def try_report(run: RunDir) -> str:
     """Write the report; "" or, where it could not be written, a sentence with the reason and the remedy.
 
     A finished training must not end in an error because its report could not be drawn.
