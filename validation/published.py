@@ -4,9 +4,9 @@
 
 FILE.csv has the columns of the published tables (validation/README.md). Every row that states all that the
 planner needs is predicted; nothing is fitted here. Printed: the error by source, GPU and technique (median,
-mean absolute percentage, worst, signed bias), and in each group where only the layout differs the rank
-correlation and the regret: how much slower the planner's choice was, when measured, than the best measured. Of memory:
-the same errors, rows that are more than 8 % off, and whether runs that did not fit are refused.
+mean absolute percentage, worst, signed bias); in each group of rows that differ only in their layout the rank
+correlation and the regret: how much slower the planner's choice was, when measured, than the best measured.
+Of memory: the same errors, rows that are more than 8 % off, and whether runs that did not fit are refused.
 """
 
 import argparse

@@ -27,9 +27,9 @@ class States(NamedTuple):
 
 
 def states(precision: Precision, parameters: Number, zero: Number = 0, shards: Number = 1) -> States:
-    """Bytes of model states of `parameters`, where ZeRO stage `zero` cuts over `shards` ranks.
+    """Bytes of model states of these parameters on a rank, under ZeRO stage `zero` over `shards` ranks.
 
-    Stage 1 cuts optimizer state, 2 gradients too, 3 weights too (Rajbhandari et al. 2020, arXiv:1910.02054,
+    Stage 1 shards optimizer state, 2 gradients too, 3 weights too (Rajbhandari et al. 2020, arXiv:1910.02054,
     figure 1).
     """
     gradient = precision.gradient + precision.accumulated if precision.beside else precision.accumulated
@@ -106,9 +106,9 @@ def rank_elements(work: Work, layouts: Columns, stages: Stages) -> RankElements:
 
 
 def held_states(accounting: Accounting, elements: Elements, layouts: Columns) -> States:
-    """Bytes of model states at the end of a step's last backward, by how the stack keeps them.
+    """Bytes of model states on a rank at the end of a step's last backward.
 
-    For this engine equal to `partition.Bytes`, to the byte.
+    elements: the rank's parameters. For this engine equal to `partition.Bytes`, to the byte.
     """
     precision, zero = accounting.precision, layouts.zero
     sharded, accumulates = zero > 0, layouts.gradient_accumulation_steps > 1
