@@ -70,7 +70,7 @@ class Answer:
 
     def batches(self) -> dict[tuple[int, int], Choice | None]:
         """The best layout by (global batch size, GPUs), around the workload's batch; None: none fits."""
-        sizes = sorted({*self.plans, *smaller(self.plan.cluster)[-4:]})
+        sizes = sorted({*self.plans, *cluster_sizes(self.plan.cluster)[-4:]})
         return {
             (size, gpus): choice
             for gpus in sizes
@@ -130,7 +130,7 @@ def ask(
     """
     cluster = cluster_for(config)
     if not sizes and goal in ("cost", "gpus"):
-        sizes = smaller(cluster)
+        sizes = cluster_sizes(cluster)
     plans, problems = {}, []
     for gpus in sizes or (cluster.gpus,):
         try:
@@ -159,7 +159,7 @@ def by_goal(plans: Mapping[int, Plan], goal: str, lighter: Lighter = dict) -> tu
         if len(plan)
     }
     if not choices:
-        raise fits.nothing(plans[max(plans)], lighter)
+        raise fits.empty_plan_error(plans[max(plans)], lighter)
     keys = {
         "speed": lambda gpus: choices[gpus].seconds.total,
         "cost": lambda gpus: choices[gpus].seconds.total * gpus,
@@ -190,7 +190,7 @@ def explain(config: Config, workload: Workload, text: str) -> tuple[Choice, list
         if len(plan):
             return plan.choice(0), []
         if not (near := plan.nearest(1)):
-            raise fits.nothing(plan)
+            raise fits.empty_plan_error(plan)
         layout = near[0].layout
     elif {"micro_batch_size", "gradient_accumulation_steps"} - partial.fixed.keys():
         layout = partial.complete(devices=partial.known.world, global_batch_size=workload.global_batch_size)
@@ -235,7 +235,7 @@ def cluster_for(config: Config) -> Cluster:
     return cluster_of(settings, gpus=config.partial_layout.world, seen=lambda: seen)
 
 
-def smaller(cluster: Cluster) -> list[int]:
+def cluster_sizes(cluster: Cluster) -> list[int]:
     """Cluster sizes up to the cluster's own, in GPUs: halves of a node, and doublings of nodes."""
     inside = [cluster.node // 2**power for power in range(8) if cluster.node % 2**power == 0]
     across = [cluster.node * 2**power for power in range(1, 16)]

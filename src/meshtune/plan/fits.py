@@ -26,10 +26,10 @@ SHORTER = (2, 4, 8, 16)  # parts of the sequence length, to try
 
 
 class Refused(UserError):
-    """Every layout is refused, whatever memory it needs."""
+    """Error: every layout is refused, whatever memory it needs."""
 
 
-def nothing(plan: Plan, lighter: Lighter = dict) -> UserError:
+def empty_plan_error(plan: Plan, lighter: Lighter = dict) -> UserError:
     """The error for an empty plan: NothingFits, or Refused with the reasons if no layout can run at all."""
     if len(plan.near.tp):
         return NothingFits(nothing_fits(plan, lighter))
@@ -196,7 +196,7 @@ def _largest_batch(workload: Workload, cluster: Cluster) -> tuple[int, Choice]:
         if not fits(size) and (fitting or size > cluster.gpus):
             break
     if not fitting:
-        raise nothing(search(workload, cluster))
+        raise empty_plan_error(search(workload, cluster))
     low = _bisect(fits, max(fitting), 2 * max(fitting), cluster.gpus)
     return low, fitting[low]
 

@@ -76,7 +76,7 @@ def chosen(config: Config, ranks: int, seen: Sequence[tuple[str, float]]) -> Lay
     """
     plan = search(workload_of(config), cluster_here(config, ranks, seen), fixed=config.partial_layout.given)
     if not len(plan):
-        raise fits.nothing(plan, partial(lighter, config))
+        raise fits.empty_plan_error(plan, partial(lighter, config))
     return plan.choice(0).layout
 
 

@@ -501,7 +501,7 @@ def changed(w: Workload, cluster: Cluster, key: str, value: str) -> tuple[Worklo
 def test_when_nothing_fits_the_nearest_is_named_and_the_remedies_fit(w: Workload, cluster: Cluster) -> None:
     plan = search(w, cluster)
     assert not len(plan)
-    error = fits.nothing(plan)
+    error = fits.empty_plan_error(plan)
     assert isinstance(error, NothingFits) and error.exit_code == 3
     assert w.model in error.problems[0] and cluster.gpu.name in error.problems[0]
     named = re.search(r"The layout that needs least is (\S+): ", str(error))
@@ -522,14 +522,14 @@ def test_where_only_what_is_fixed_does_not_fit_a_free_layout_is_named() -> None:
     w, cluster = workload("llama-3.1-8b", 64), machines(8)
     plan = search(w, cluster, fixed=given("dp8"))
     assert not len(plan)
-    named = re.search(r"What would fit: layout=(\S+) ", str(fits.nothing(plan)))
+    named = re.search(r"What would fit: layout=(\S+) ", str(fits.empty_plan_error(plan)))
     assert named and explained(w, cluster, Layout.parse(named[1])).fits
 
 
 def test_a_model_that_no_layout_takes_is_refused_with_the_reasons() -> None:
     plan = search(little(8, attention=False), machines(4))
     assert not len(plan) and not len(plan.near.tp)
-    error = fits.nothing(plan)
+    error = fits.empty_plan_error(plan)
     assert isinstance(error, fits.Refused) and error.exit_code == 2
     assert "computes its attention inside the model" in str(error)
 

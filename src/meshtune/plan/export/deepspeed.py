@@ -69,7 +69,7 @@ def optimizer(config: Config) -> dict[str, Any]:
 
 
 def scheduler(config: Config, steps: int) -> dict[str, Any]:
-    """Warm-up and decay over `steps` optimizer steps."""
+    """DeepSpeed's learning-rate schedule, as JSON: warm-up, and decay until `steps` optimizer steps."""
     train = config.train
     # Its schedules count at least one warm-up step.
     settings: dict[str, Any] = {

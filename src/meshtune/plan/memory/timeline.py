@@ -199,7 +199,6 @@ def step_timeline(
     embedding_gradient = stages.has_embedding * elements.before_blocks.trained * precision.gradient
     others_and_embedding = flight.total - flight.per_micro_batch + embedding_gradient
     with_embedding = accounting.whole_vocabulary_gradients * others_and_embedding
-    last_block = flight.saved_block + flight.in_block_backward
     earlier_gradients = gradients_before_backward(
         layouts, accounting, states, flight.micro_batches, flight.per_micro_batch
     )
@@ -232,7 +231,7 @@ def step_timeline(
         },
         "end of backward": steady | {
             "gradients": states.gradients + flat,
-            "activations": np.maximum(last_block, with_embedding),
+            "activations": np.maximum(flight.saved_block + flight.in_block_backward, with_embedding),
             "communication": with_block + buffers.backward_end,
         },
         "update": steady | {
