@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from typing import Any
 
 import pytest
 import ranks
@@ -57,7 +56,7 @@ def test_ranks_are_kept_and_the_group_is_new_in_each_call() -> None:
     ids=["fails", "is killed", "hangs"],
 )
 def test_a_rank_that_fails_is_named_and_the_next_call_has_others(
-    how: str, sentence: str, forked: Any
+    how: str, sentence: str, forked: bool
 ) -> None:
     before = run_ranks(2, about_me)
     with pytest.raises(AssertionError, match=sentence):
