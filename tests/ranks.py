@@ -83,6 +83,7 @@ def _results(team: list[Rank], seconds: float) -> list[Any]:
     while waiting:
         ready = wait(list(waiting), timeout=seconds)
         assert ready, f"{len(waiting)} of {len(team)} ranks did not end within {seconds} s"
+        failures = []  # of all that are there: the first to fail is among them, not only those that lost it
         for pipe in ready:
             number = waiting.pop(pipe)  # type: ignore[arg-type]
             try:
@@ -90,7 +91,9 @@ def _results(team: list[Rank], seconds: float) -> list[Any]:
             except EOFError:
                 team[number].process.join()
                 failure = f"it ended with {team[number].process.exitcode}"
-            assert failure is None, f"rank {number} of {len(team)} failed\n{failure}"
+            if failure is not None:
+                failures.append(f"rank {number} of {len(team)} failed\n{failure}")
+        assert not failures, "\n".join(failures)
     return [results[number] for number in range(len(team))]
 
 

@@ -5,7 +5,8 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from families import FAMILIES
+from cases import cases
+from families import FAMILIES, UNLIKE
 from torch import nn
 from transformers import (
     AttentionInterface,
@@ -93,7 +94,7 @@ def real(config, dtype: torch.dtype, prepare=lambda model: None) -> list[float]:
 
 
 @pytest.mark.parametrize("size", DTYPES)
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", cases(DENSE, default=UNLIKE))
 def test_every_block_keeps_what_autograd_saves(family, size):
     config = DENSE[family]()
     traced = [dict(block.kept)[size].total for block in census(config).blocks]

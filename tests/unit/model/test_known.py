@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILIES, FAMILY_CASES
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from transformers import AutoModelForCausalLM, BloomConfig
 
@@ -50,7 +50,7 @@ def no_trace(monkeypatch) -> None:
     monkeypatch.delattr(meshtune.model.trace, "census_of")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_what_is_read_is_what_was_derived(family, tmp_path, cache, monkeypatch):
     config = FAMILIES[family]()
     folder = config_folder(tmp_path / family, config)

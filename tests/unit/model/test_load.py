@@ -6,7 +6,7 @@ import textwrap
 import pytest
 import torch
 from cases import cases
-from families import FAMILIES
+from families import FAMILIES, FAMILY_CASES
 from model_folders import plain
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -16,7 +16,7 @@ from meshtune.model.load import load, load_config, load_tokenizer
 from meshtune.model.trainable import freeze, resize_embeddings
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loading_equals_transformers_in_every_parameter_and_buffer(family, dtype, save):
     folder = save(family)

@@ -3,7 +3,7 @@ import copy
 import peft
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILY_CASES
 from model_folders import plain
 
 from meshtune.errors import UserError
@@ -28,7 +28,7 @@ def fill(model, generator=None):
             parameter.normal_(std=0.1, generator=generator)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_all_linear_adapts_what_peft_adapts(family, save):
     folder = save(family)
     model = plain(folder)

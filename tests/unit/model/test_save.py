@@ -3,7 +3,7 @@ import json
 import peft
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILY_CASES
 from model_folders import plain
 from test_lora import fill
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -16,7 +16,7 @@ from meshtune.model.save import save_model
 from meshtune.model.trainable import resize_embeddings
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_a_saved_model_gives_the_trained_models_logits_in_transformers(family, save, tmp_path, ids):
     model = load(str(save(family)), dtype=torch.float32, attention="eager").eval()
     with torch.no_grad():
@@ -98,7 +98,7 @@ def test_a_folder_that_holds_no_model_is_never_replaced(save, tmp_path):
     assert (tmp_path / "home/thesis.txt").exists()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_peft_we_and_the_merged_folder_give_the_adapted_models_logits(family, save, tmp_path, ids):
     base = save(family)
     model = load(str(base), dtype=torch.float32, attention="eager").eval()

@@ -4,7 +4,8 @@ attention."""
 import pytest
 import torch
 import torch.nn.functional as F
-from families import FAMILIES, WINDOW
+from cases import cases
+from families import FAMILIES, FAMILY_CASES, WINDOW
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoModelForCausalLM
@@ -40,7 +41,7 @@ def models(family, implementation="meshtune", dtype=torch.float64, **changes):
 
 
 @pytest.mark.parametrize("implementation", ATTENTION_NAMES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_packed_documents_equal_each_document_alone_through_eager(family, implementation):
     eager, ours = models(family, implementation)
     ids = torch.randint(3, 256, (len(DOCUMENTS), SEQ))
@@ -88,7 +89,7 @@ def tensors(seq, dtype=torch.float64, heads=4, kv_heads=2, documents=DOCUMENTS):
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("window", [None, 1, WINDOW, 100, 700])
+@pytest.mark.parametrize("window", cases([None, 1, WINDOW, 100, 700], default=[None, WINDOW, 700]))
 @pytest.mark.parametrize("recompute", [False, True])
 def test_windows_and_softcaps_over_several_blocks_equal_the_definition(window, softcap, recompute):
     documents, seq = ((900, 20), (300, 610)), 930  # longer than one block of the windowed and the capped way
