@@ -180,8 +180,6 @@ class FusedDropout(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | (kwargs or {})
         x, probability = given["input"], given.get("p", 0.5)
-        return (
-            torch.native_dropout(x, probability, True)[0]
-            if given.get("training", True) and probability
-            else x
-        )
+        if not probability or not given.get("training", True):
+            return x
+        return torch.native_dropout(x, probability, True)[0]
