@@ -31,7 +31,7 @@ MLP_NAMES = ("mlp", "feed_forward", "ffn")
 
 @dataclass(frozen=True)
 class TensorStyle:
-    """How one word of transformers' tensor-parallel plans shards a linear layer, weight [out, in]."""
+    """Sharding of a linear layer (weight [out, in]) by one word of transformers' tensor-parallel plans."""
 
     # Dimension of the weight that is sharded. None: the weight is replicated and multiplied with this rank's
     # part of the activations alone, so that its gradients are summed over the ranks.
@@ -156,17 +156,14 @@ def capabilities(config: PretrainedConfig, *, trust_remote_code: bool = False) -
         parts = anatomy(model)
     except UserError as error:
         return [Capability("training", False, str(error))]
+    modes = "none, attention, selective, full" if uses_attention_interface(model) else "none, selective, full"
     return [
         Capability(
             "training", True, f"{type(model).__name__}: {config.get_text_config().num_hidden_layers} blocks"
         ),
         _packing(model),
         Capability("lora", True, f"all-linear adapts {_count_linears(model, parts)} matrices"),
-        Capability(
-            "recompute",
-            True,
-            "none, attention, selective, full" if own_attention(model) else "none, selective, full",
-        ),
+        Capability("recompute", True, modes),
         Capability("compile", True, "train.compile=true compiles each block; attention runs as it is"),
         *_parallel_capabilities(traits(model)),
     ]
@@ -191,7 +188,7 @@ def traits(model: PreTrainedModel) -> Traits:
             for path, word in split.items()
             if (dim := TENSOR_STYLES[word].dim) is not None and path not in whole_heads
         ),
-        attention=own_attention(model),
+        attention=uses_attention_interface(model),
         tensor=plan if isinstance(plan, str) else None,
         pipeline=_pipeline_problem(model, parts),
     )
@@ -239,14 +236,14 @@ def _pipeline_problem(model: PreTrainedModel, parts: Anatomy) -> str | None:
     )
 
 
-def own_attention(model: PreTrainedModel) -> bool:
+def uses_attention_interface(model: PreTrainedModel) -> bool:
     """True if the family calls a registered attention function and passes its keyword arguments on."""
     return model._supports_attention_backend
 
 
 def auto_attention(model: PreTrainedModel) -> str:
     """Return the implementation for model.attention=auto: ours if the family takes it, else transformers'."""
-    return "meshtune" if own_attention(model) else str(model.config._attn_implementation)
+    return "meshtune" if uses_attention_interface(model) else str(model.config._attn_implementation)
 
 
 def hidden_pattern(config: PretrainedConfig, windows: Sequence[int | None]) -> str | None:
@@ -265,7 +262,7 @@ def hidden_pattern(config: PretrainedConfig, windows: Sequence[int | None]) -> s
 
 
 def _packing(model: PreTrainedModel) -> Capability:
-    if own_attention(model):
+    if uses_attention_interface(model):
         return Capability("packing", True, "documents are kept apart inside the attention function")
     why = f"{type(model).__name__} computes its attention inside the model, so documents can't be kept apart"
     return Capability("packing", False, f"{why}; set data.packing=false and model.attention=eager")
@@ -314,8 +311,9 @@ def tensor_plan(model: PreTrainedModel) -> dict[str, str] | str:
     """Return transformers' plan for the blocks: module inside a block -> word of TENSOR_STYLES.
 
     Or a sentence, the reason why a model can't be sharded by it: the plan is missing, needs what we don't
-    have (experts, packed or latent projections), or leaves the gradient of some parameter undefined. Embedding
-    and head are not in it: they are sharded along the vocabulary in every family. Call it on a whole model.
+    have (experts, packed or latent projections), or leaves the gradient of some parameter undefined.
+    Embedding and head are not in it: every family has them sharded along the vocabulary. Call it on a whole
+    model.
     """
     parts = anatomy(model)
     plan = model.config.get_text_config().base_model_tp_plan or {}
@@ -389,7 +387,7 @@ def _family_problem(model: PreTrainedModel, parts: Anatomy, words: Mapping[str, 
         return "transformers has no plan for this family"
     if unknown := sorted(set(words.values()) - set(TENSOR_STYLES)):
         return f"its plan needs {', '.join(unknown)}, and only dense blocks are cut"
-    if not own_attention(model):
+    if not uses_attention_interface(model):
         return "it computes its attention inside the model"
     if not parts.mlp or not parts.norm:
         return "its blocks have no single mlp, or it has no final norm"

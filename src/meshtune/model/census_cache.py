@@ -155,10 +155,8 @@ def _build_and_count(
         raise UserError(f"{name} can't be built by transformers: {reason}; mend {file}.") from error
     model_traits, attention = traits(model), auto_attention(model)  # of the model without adapters
     if lora:
-        targets = lora.target_modules
-        add_lora(
-            model, r=lora.r, alpha=1, target_modules=targets if isinstance(targets, str) else list(targets)
-        )
+        targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+        add_lora(model, lora_rank=lora.r, alpha=1, target_modules=targets)
     if freeze:
         load.freeze(model, freeze)
     return ModelNumbers(census_of(model), model_traits, attention)

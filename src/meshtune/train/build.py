@@ -556,7 +556,7 @@ def made_trainable(config: Config, model: PreTrainedModel, tokenizer: PreTrained
         targets = config.lora.target_modules
         add_lora(
             model,
-            r=config.lora.r,
+            lora_rank=config.lora.r,
             alpha=config.lora.alpha,
             dropout=config.lora.dropout,
             target_modules=targets if isinstance(targets, str) else list(targets),
@@ -652,7 +652,7 @@ def exporter_of(
 ) -> Exporter:
     embeddings = model.get_input_embeddings().weight.requires_grad
     adapter = {
-        "r": config.lora.r,
+        "lora_rank": config.lora.r,
         "alpha": config.lora.alpha,
         "dropout": config.lora.dropout,
         "embeddings": embeddings,

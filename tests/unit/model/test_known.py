@@ -80,7 +80,7 @@ def test_adapters_and_frozen_parameters_are_the_engines(folder, cache, monkeypat
     shape, globs = LoraShape(r=3, target_modules=("q_proj", "mlp.down_proj")), ("*.layers.0.*",)
     first = model_numbers(str(folder), lora=shape, freeze=globs, cache_dir=cache)
     model = AutoModelForCausalLM.from_config(FAMILIES["llama"]())
-    add_lora(model, r=3, alpha=8, target_modules=["q_proj", "mlp.down_proj"])
+    add_lora(model, lora_rank=3, alpha=8, target_modules=["q_proj", "mlp.down_proj"])
     freeze(model, globs)
     assert first.census == census_of(model)
     assert first.census.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad)
