@@ -8,8 +8,8 @@ import sys
 import time
 
 from meshtune.config import ClusterConfig
-from meshtune.plan.advice import models
 from meshtune.plan.cluster import cluster_of
+from meshtune.plan.models import models
 from meshtune.plan.search import search
 from meshtune.plan.workload import Workload
 

@@ -30,7 +30,7 @@ from measured import (
 )
 
 from meshtune.plan.hardware import catalogue, stacks
-from meshtune.plan.seconds import step
+from meshtune.plan.seconds.step import step
 
 HERE = Path(__file__).parent
 PLAN = HERE.parent / "src" / "meshtune" / "plan"

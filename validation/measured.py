@@ -16,7 +16,7 @@ import numpy as np
 
 from meshtune.layout import RECOMPUTE, SCHEDULES
 from meshtune.plan.hardware import catalogue, stacks
-from meshtune.plan.seconds import Machine
+from meshtune.plan.machine import Machine
 from meshtune.plan.work import Columns, Work
 
 Row = dict[str, str]

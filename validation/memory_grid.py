@@ -58,15 +58,17 @@ from meshtune.model.anatomy import traits
 from meshtune.model.partition import coordinates
 from meshtune.model.trace import census_of
 from meshtune.parallel.pipeline import Pipeline
-from meshtune.plan import memory
+from meshtune.plan.accounting import accounting_of
 from meshtune.plan.cluster import cluster_of
-from meshtune.plan.search import accounting_of, stages_of
+from meshtune.plan.memory import timeline
+from meshtune.plan.memory.stages import RANKS
+from meshtune.plan.search import stages_of
 from meshtune.plan.work import Columns, Work
 from meshtune.plan.workload import Workload
 from meshtune.rundir import write_text_atomically
 from meshtune.train import build, loop
 from meshtune.train.memory import ACTIVATIONS, WATCHED_STEPS, PhaseMemory, storage_bytes
-from meshtune.train.step import ManyRanks
+from meshtune.train.model import PRECISIONS
 
 SEQ_LEN = 512
 MODEL = LlamaConfig(
@@ -90,10 +92,10 @@ GRID = {
 }  # fmt: skip
 MOST_ROWS = 64  # as many as two steps of the largest batch take
 MOMENTS = {  # of the planner, that a phase's peak is compared with
-    "forward": memory.MOMENTS[:1],
-    "backward": memory.MOMENTS[1:4],
-    "forward and backward": memory.MOMENTS[:4],
-    "optimizer": memory.MOMENTS[4:],
+    "forward": timeline.EVENTS[:1],
+    "backward": timeline.EVENTS[1:4],
+    "forward and backward": timeline.EVENTS[:4],
+    "optimizer": timeline.EVENTS[4:],
 }
 STATES = ("weights", "gradients", "optimizer")
 
@@ -146,7 +148,7 @@ class Recorder(PhaseMemory):
 
 def receive_buffers(run: loop.Run) -> list[Tensor]:
     """What torch's stages have made to receive in."""
-    pipeline = run.passes.parallel.pipeline if isinstance(run.passes, ManyRanks) else None
+    pipeline = run.passes.parallel.pipeline
     schedules = pipeline._schedules.values() if pipeline else ()
     infos = [
         info
@@ -270,8 +272,8 @@ def compare(name: str, found: Mapping[str, Any], step: int = WATCHED_STEPS) -> t
     layout = Layout.parse(name.split()[0])
     own, c = workload(found["precision"]), Columns.of([layout])
     a, stages = accounting_of(own, cluster_of(ClusterConfig(gpu="cpu"), gpus=layout.world)), stages_of(own, c)
-    predicted = memory.moments(own.work, c, a, SEQ_LEN, stages, first_step=step == 1)
-    shape = len(memory.RANKS), 1
+    predicted = timeline.step_timeline(own.work, c, a, SEQ_LEN, stages, first_step=step == 1)
+    shape = len(RANKS), 1
     rows, states = [], []
     kinds = {1: (0,), 2: (0, 2)}.get(layout.pp, (0, 1, 2))
     for kind in kinds:
@@ -279,7 +281,7 @@ def compare(name: str, found: Mapping[str, Any], step: int = WATCHED_STEPS) -> t
             moment: {part: float(np.broadcast_to(each, shape)[kind, 0]) for part, each in parts.items()}
             for moment, parts in predicted.items()
         }
-        place, label = int(stages.place[kind, 0]), memory.RANKS[kind] if layout.pp > 1 else ""
+        place, label = int(stages.rank[kind, 0]), RANKS[kind] if layout.pp > 1 else ""
         ranks = [each for each in found["ranks"] if coordinates(layout, each["rank"])["pp"] == place]
         for phase, moments in MOMENTS.items():
             sizes = [
@@ -356,7 +358,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layouts", help="comma-separated; default: the whole grid")
-    parser.add_argument("--precision", choices=[*build.PRECISIONS])
+    parser.add_argument("--precision", choices=[*PRECISIONS])
     files = parser.add_mutually_exclusive_group(required=True)
     files.add_argument("--out", type=Path, help="where the measured bytes go")
     files.add_argument("--of", type=Path, help="what --out wrote, to compare again")

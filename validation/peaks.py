@@ -11,8 +11,9 @@ from operator import attrgetter
 import numpy as np
 from measured import HERE, Row, column, columns_of, gpu_of, origin_of, origins, stack_of, work_of
 
+from meshtune.plan.accounting import Accounting, stack_accounting
 from meshtune.plan.hardware import catalogue
-from meshtune.plan.memory import Accounting, accounting, peak
+from meshtune.plan.memory.timeline import peak
 from meshtune.units import GIB
 
 # to the published figures: stack, field and in which precision; others follow from what the software does
@@ -55,7 +56,7 @@ def _figures() -> dict[str, Figure]:
 def accounting_of(row: Row) -> Accounting:
     origin = origin_of(row, origins())
     assert origin is not None
-    return accounting(figure_of(row).stack or stack_of(row, origin), row["precision"])
+    return stack_accounting(figure_of(row).stack or stack_of(row, origin), row["precision"])
 
 
 def peaks(rows: Sequence[Row], *, whole: bool = False) -> np.ndarray:
@@ -77,7 +78,7 @@ def peaks(rows: Sequence[Row], *, whole: bool = False) -> np.ndarray:
 def fitted() -> dict[str, float]:
     """The values of FITTED."""
     return {
-        f"{stack}.{field}": float(attrgetter(field)(accounting(stack, precision)))
+        f"{stack}.{field}": float(attrgetter(field)(stack_accounting(stack, precision)))
         for stack, field, precision in FITTED
     }
 

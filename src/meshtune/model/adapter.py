@@ -13,7 +13,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from meshtune.errors import UserError
-from meshtune.model.load import resize_to, tables
 from meshtune.model.lora import add_lora, lora_layers
 from meshtune.model.save import (
     ADAPTER_CONFIG,
@@ -21,6 +20,7 @@ from meshtune.model.save import (
     generation_config,
     write_tokenizer_and_card,
 )
+from meshtune.model.trainable import resize_to, tables
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # peft's two wrappers put it before every name

@@ -108,9 +108,9 @@ def _config_file(name: str, revision: str | None) -> Path:
 
 def _config_with_code(name: str, revision: str | None) -> Path:
     """Return the configuration file of a hub model in a folder that also has the model's code."""
-    from meshtune.model import load
+    from meshtune.model.files import resolve
 
-    return load.resolve(name, revision=revision, weights=False, trust_remote_code=True) / "config.json"
+    return resolve(name, revision=revision, weights=False, trust_remote_code=True) / "config.json"
 
 
 def _has_remote_code(file: Path) -> bool:
@@ -141,12 +141,13 @@ def _build_and_count(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from meshtune.model import load
+    from meshtune.model import trainable
     from meshtune.model.anatomy import auto_attention, traits
+    from meshtune.model.load import read_config
     from meshtune.model.lora import add_lora
     from meshtune.model.trace import census_of
 
-    config = load.read_config(file, name, trust_remote_code)
+    config = read_config(file, name, trust_remote_code)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
@@ -158,7 +159,7 @@ def _build_and_count(
         targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
         add_lora(model, lora_rank=lora.r, alpha=1, target_modules=targets)
     if freeze:
-        load.freeze(model, freeze)
+        trainable.freeze(model, freeze)
     return ModelNumbers(census_of(model), model_traits, attention)
 
 

@@ -6,11 +6,12 @@ The files are memory-mapped: only the pages of a rank's own slices are read, int
 the process's own memory. Adapters are passed in as tensors; rows of added tokens are computed.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 MEAN_CHUNK_ROWS = 1024  # rows of an embedding that are summed in fp64 at a time
 
@@ -34,13 +35,21 @@ class Weights:
     """Stored tensors of a model, whole, by name; pieces are copied from them.
 
     A stored tensor with fewer rows than its parameter is an embedding (or head) that got rows for new tokens
-    after it was saved: they are filled with the mean of the old rows, as `load.resize_embeddings` does.
+    after it was saved: they are filled with the mean of the old rows, as `trainable.grow_embeddings` does.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         """tensors: whole, by the name of their parameter or buffer; mapped from files or in memory."""
-        self._tensors = tensors
+        self._tensors = dict(tensors)
         self._means: dict[str, Tensor] = {}
+        self._aliases: dict[tuple[int, torch.Size], list[str]] = {}
+        for name, tensor in tensors.items():
+            self._aliases.setdefault(self._address(tensor), []).append(name)
+
+    @staticmethod
+    def _address(tensor: Tensor) -> tuple[int, torch.Size]:
+        """Equal for the names of one tied tensor."""
+        return tensor.data_ptr(), tensor.shape
 
     @torch.no_grad()
     def copy_into(self, piece: Piece, name: str) -> None:
@@ -56,6 +65,11 @@ class Weights:
         if old < len(piece.tensor):
             mean = Piece(piece.shape[1:], piece.offsets[1:], piece.tensor[0]).of(self._mean(name))
             piece.tensor[old:] = mean.to(piece.tensor.dtype)
+
+    def free(self, name: str) -> None:
+        """Let go of a tensor, under all of its names."""
+        for alias in self._aliases.pop(self._address(self._tensors[name])):
+            del self._tensors[alias]
 
     @torch.no_grad()
     def copy_buffers(self, model: nn.Module) -> None:
@@ -74,7 +88,34 @@ class Weights:
         return self._means[name]
 
 
-def fill(pieces: Iterable[tuple[str, Piece]], weights: Weights) -> None:
-    """Fill each (name of a parameter, this rank's piece of it) from the stored tensors, cast to its dtype."""
-    for name, piece in pieces:
+def whole_pieces(model: nn.Module) -> Iterator[tuple[str, Piece]]:
+    """Each parameter of an unsharded model as one piece, live, by name."""
+    for name, parameter in model.named_parameters():
+        yield name, Piece(tuple(parameter.shape), (0,) * parameter.ndim, parameter.detach())
+
+
+def fill(pieces: Iterable[tuple[str, Piece]], weights: Weights, *, free: bool = False) -> None:
+    """Fill each (name of a parameter, this rank's piece of it) from the stored tensors, cast to its dtype.
+
+    free: let go of a stored tensor once it is copied, so that tensors which are no mapping of a file (drawn,
+    or cast) never double a rank's memory.
+    """
+    named = list(pieces)
+    last = {name: number for number, (name, _) in enumerate(named)}
+    for number, (name, piece) in enumerate(named):
         weights.copy_into(piece, name)
+        if free and last[name] == number:
+            weights.free(name)
+
+
+def materialise(module: nn.Module, device: torch.device) -> None:
+    """Allocate memory on `device` for tensors on meta; move the others (buffers) there."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is not None and not isinstance(parameter, DTensor):
+                places.setdefault(parameter, []).append((child, name))
+    module._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x.to(device))
+    for (owner, owner_name), *others in places.values():  # `_apply` makes two parameters of a tied one
+        for child, name in others:
+            child._parameters[name] = owner._parameters[owner_name]

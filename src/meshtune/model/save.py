@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from meshtune.errors import UserError
-from meshtune.model.load import INDEX, WEIGHTS
+from meshtune.model.files import INDEX, WEIGHTS
 from meshtune.model.lora import lora_layers
 from meshtune.model.pieces import Piece
 from meshtune.rundir import flush

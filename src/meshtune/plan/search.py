@@ -19,16 +19,17 @@ import numpy as np
 from meshtune.errors import UserError
 from meshtune.layout import RECOMPUTE, SCHEDULES, V_SCHEDULES, VIRTUAL_SCHEDULES, Layout
 from meshtune.model.partition import stage_of_rank
-from meshtune.plan import memory
-from meshtune.plan.cluster import Cluster
-from meshtune.plan.hardware import stacks
-from meshtune.plan.memory import RANKS, Accounting, Memory, Stages
+from meshtune.plan.accounting import accounting_of
+from meshtune.plan.cluster import MARGIN, Cluster
+from meshtune.plan.machine import machine_of, rates
+from meshtune.plan.memory import timeline as memory
+from meshtune.plan.memory.stages import RANKS, Stages
+from meshtune.plan.memory.timeline import Memory
 from meshtune.plan.problems import Problem, problems
-from meshtune.plan.seconds import Machine, Seconds, step
+from meshtune.plan.seconds.step import Seconds, step
 from meshtune.plan.work import Columns, Number
 from meshtune.plan.workload import Workload
 
-MARGIN = 0.04  # of a GPU's memory that a plan leaves free
 ALIKE = 0.005  # step times as near as that to the shortest are equal to it,
 SPARED = 0.05  # and what leaves so much more of a GPU's memory free is better, then what recomputes less
 MOST_VIRTUAL_STAGES = 8
@@ -70,7 +71,7 @@ class Choice:
                 **{name: getattr(m, name) for name in memory.CATEGORIES},
                 "peak": m.peak,
                 "capacity": self.cluster.memory,
-                "moment": memory.MOMENTS[int(m.moment)],
+                "moment": memory.EVENTS[int(m.event)],
             },
             "time": {part.name: getattr(self.seconds, part.name) for part in fields(Seconds)}
             | {"total": self.seconds.total},
@@ -222,40 +223,6 @@ def joined(tables: Sequence[Any]) -> Any:
     """The rows of all, one after the other."""
     names = [f.name for f in fields(tables[0])]
     return type(tables[0])(*(np.concatenate([getattr(each, name) for each in tables]) for name in names))
-
-
-def machine_of(workload: Workload, cluster: Cluster) -> Machine:
-    """The cluster with our engine on it."""
-    stack = stacks()["meshtune-compiled" if workload.compile else "meshtune"]
-    machine = Machine.of(cluster.gpu, stack, network_share=cluster.network_share)
-    kept = memory.accounting("meshtune", workload.precision, workload.reduce_dtype).precision
-    mixed = memory.PRECISIONS["bf16"]  # what the stack's figures are of
-    moved = 2 * (kept.trained + kept.moments) + kept.accumulated + kept.weight
-    usual = 2 * (mixed.trained + mixed.moments) + mixed.accumulated + mixed.weight
-    return replace(
-        machine, node=float(cluster.node), link=cluster.link, network=cluster.network * cluster.node,
-        element=kept.weight, weight_bytes=kept.weight, gradient_bytes=kept.accumulated,
-        scatter_bytes=kept.accumulated, optimizer_bytes=machine.optimizer_bytes * moved / usual,
-        **rates(cluster, workload.precision),
-    )  # fmt: skip
-
-
-def rates(cluster: Cluster, precision: str) -> dict[str, float]:
-    """Peak FLOP/s of products and attention. torch multiplies fp32 without TF32 unless told otherwise; fp64
-    runs at half of that, where a GPU has it at all.
-    """
-    gpu = cluster.gpu
-    rate = {"fp32": gpu.fp32, "fp64": gpu.fp32 / 2}.get(precision, gpu.bf16)
-    return {"flops": rate, "core_flops": rate}
-
-
-def accounting_of(workload: Workload, cluster: Cluster) -> Accounting:
-    """How our engine keeps things there; a processor has no context, and its allocator is the system's."""
-    stack = "meshtune-compiled" if workload.compile else "meshtune"
-    found = memory.accounting(stack, workload.precision, workload.reduce_dtype)
-    if cluster.gpu.name == "cpu":
-        return replace(found, reserved=0.0, context=0.0, communicator=0.0)
-    return found
 
 
 def stages_of(workload: Workload, c: Columns) -> Stages:

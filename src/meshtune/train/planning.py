@@ -14,7 +14,7 @@ from meshtune.config import ClusterConfig, Config
 from meshtune.errors import UserError
 from meshtune.layout import Layout, as_mapping
 from meshtune.model.census_cache import LoraShape, model_numbers
-from meshtune.plan import advice
+from meshtune.plan import fits
 from meshtune.plan.answer import plan_yaml
 from meshtune.plan.cluster import Cluster, cluster_of
 from meshtune.plan.memory import compiled
@@ -75,7 +75,7 @@ def chosen(config: Config, ranks: int, seen: Sequence[tuple[str, float]]) -> Lay
     """
     plan = search(workload_of(config), cluster_here(config, ranks, seen), fixed=config.partial_layout.given)
     if not len(plan):
-        raise advice.nothing(plan, partial(lighter, config))
+        raise fits.nothing(plan, partial(lighter, config))
     return plan.choice(0).layout
 
 
@@ -95,7 +95,7 @@ def out_of_memory(config: Config, layout: Layout, seen: Sequence[tuple[str, floa
             "Try smaller micro-batches (mb1), recompute full, or a layout that cuts what is largest: zero "
             "for weights, gradients and optimizer state, tp with sp, or cp, for activations."
         ]
-    return advice.out_of_memory(explained(workload, cluster, layout), workload, partial(lighter, config))
+    return fits.out_of_memory(explained(workload, cluster, layout), workload, partial(lighter, config))
 
 
 def prediction(config: Config, layout: Layout, seen: Sequence[tuple[str, float]]) -> str:

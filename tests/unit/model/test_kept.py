@@ -20,9 +20,9 @@ from transformers import (
 
 from meshtune.model.anatomy import anatomy
 from meshtune.model.census import Kept
-from meshtune.model.load import freeze
 from meshtune.model.lora import add_lora
 from meshtune.model.trace import census, census_of
+from meshtune.model.trainable import freeze
 
 TOKENS = 29  # a prime that divides no size of these models
 DTYPES = {2: torch.bfloat16, 4: torch.float32}

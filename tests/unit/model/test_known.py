@@ -20,9 +20,9 @@ from meshtune.model.anatomy import traits
 from meshtune.model.census import Census
 from meshtune.model.census_cache import LoraShape, ModelNumbers, from_json, model_numbers, numbers_of
 from meshtune.model.hub import asking
-from meshtune.model.load import freeze
 from meshtune.model.lora import add_lora
 from meshtune.model.trace import census, census_of
+from meshtune.model.trainable import freeze
 
 
 @pytest.fixture
@@ -181,6 +181,7 @@ def ask(name: str, cache: Path, **environment: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow  # by default, the next test shows it of a model on the hub
 def test_a_hit_imports_neither_torch_nor_transformers(folder, cache):
     assert ask(str(folder), cache) == "True"
     assert ask(str(folder), cache) == "False"

@@ -10,9 +10,10 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from meshtune.errors import UserError
 from meshtune.model.adapter import adapter_base, load_adapter, save_adapter
-from meshtune.model.load import load, resize_embeddings
+from meshtune.model.load import load
 from meshtune.model.lora import add_lora, merge_lora
 from meshtune.model.save import save_model
+from meshtune.model.trainable import resize_embeddings
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from families import COMMON, FAMILIES, exact
+from forward import summed_loss
 from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from meshtune.attention.register import register
 from meshtune.data.loader import MicroBatch
 from meshtune.errors import UserError
 from meshtune.model.anatomy import anatomy
@@ -21,7 +23,8 @@ from meshtune.model.partition import Split, piece
 from meshtune.parallel.mesh import Axis
 from meshtune.parallel.recompute import recompute_blocks
 from meshtune.parallel.tensor import reduce_partial, split_model, vocabulary_of
-from meshtune.train.loss import summed_loss
+
+register()
 
 DOCUMENTS, SEQ = ((13, 5, 20), (38,), (9, 17)), 40
 

@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 
 from meshtune.plan.hardware import catalogue, named, stacks
-from meshtune.plan.seconds import Machine
+from meshtune.plan.machine import Machine
 
 FACTS = {
     "flops", "core_flops", "bandwidth", "link", "network", "node", "multiprocessors", "flash",

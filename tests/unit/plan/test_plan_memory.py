@@ -4,19 +4,11 @@ import numpy as np
 import pytest
 
 from meshtune.layout import Layout
-from meshtune.plan.memory import (
-    EAGER,
-    MEGATRON,
-    MIXED,
-    MIXED_BESIDE,
-    PRECISIONS,
-    gpt_parameters,
-    in_flight,
-    ours,
-    peak,
-    saved,
-    states,
-)
+from meshtune.plan.accounting import EAGER, MEGATRON, MIXED, MIXED_BESIDE, PRECISIONS, engine_accounting
+from meshtune.plan.memory.activations import saved_by_block
+from meshtune.plan.memory.stages import in_flight
+from meshtune.plan.memory.states import gpt_parameters, states
+from meshtune.plan.memory.timeline import peak
 from meshtune.plan.work import Columns, Work
 
 GB = 1e9
@@ -58,7 +50,10 @@ def kept(text: str, s=MEGATRON, work: Work = GPT3, seq_len: int = 2048) -> float
     """Per token, in bytes."""
     layout = Layout.parse(text)
     tokens = layout.micro_batch_size * seq_len / layout.cp
-    found, _ = saved(s.of(work, seq_len), work, Columns.of([layout]), tokens, regathers=s is MEGATRON)
+    columns = Columns.of([layout])
+    found, _ = saved_by_block(
+        s.per_token(work, seq_len), work, columns, tokens, regathers_inputs=s is MEGATRON
+    )
     return float(found[0]) / (layout.micro_batch_size * seq_len)
 
 
@@ -115,6 +110,6 @@ def test_micro_batches_in_flight(text: str, held: float) -> None:
 def test_columns_are_rows() -> None:
     texts = ["mb1-ga4", "tp2-sp-mb2-ga2-full", "cp2-tp2-pp2-1f1b-mb1-ga4-selective", "pp2-gpipe-mb1-ga8"]
     every = [Layout.parse(text) for text in texts]
-    together = peak(GPT3, Columns.of(every), ours("bf16"), 2048).peak
-    alone = [peak(GPT3, Columns.of([layout]), ours("bf16"), 2048).peak[0] for layout in every]
+    together = peak(GPT3, Columns.of(every), engine_accounting("bf16"), 2048).peak
+    alone = [peak(GPT3, Columns.of([layout]), engine_accounting("bf16"), 2048).peak[0] for layout in every]
     assert np.allclose(together, alone)

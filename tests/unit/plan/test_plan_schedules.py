@@ -8,7 +8,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from meshtune.layout import TORCH_SCHEDULES, Layout
 from meshtune.model.partition import stage_of_rank
-from meshtune.plan.memory import in_flight
+from meshtune.plan.memory.stages import in_flight
 from meshtune.plan.work import Columns
 
 BEGINS = {"FORWARD"}

@@ -6,18 +6,12 @@ import numpy as np
 import pytest
 
 from meshtune.layout import Layout
+from meshtune.plan.accounting import PRECISIONS, engine_accounting, stack_accounting
 from meshtune.plan.hardware import stacks
-from meshtune.plan.memory import (
-    PRECISIONS,
-    Elements,
-    Stages,
-    accounting,
-    held_states,
-    in_flight,
-    ours,
-    peak,
-    saved,
-)
+from meshtune.plan.memory.activations import saved_by_block
+from meshtune.plan.memory.stages import Stages, in_flight
+from meshtune.plan.memory.states import Elements, held_states
+from meshtune.plan.memory.timeline import peak
 from meshtune.plan.work import Columns, Work
 from meshtune.units import GIB
 
@@ -40,14 +34,14 @@ def columns(text: str) -> Columns:
 
 
 def with_fields(stack: str, precision: str, **fields: Any) -> Any:
-    how = accounting(stack, precision)
+    how = stack_accounting(stack, precision)
     return type(how)(**{name: getattr(how, name) for name in how.__dataclass_fields__} | fields)
 
 
 @pytest.mark.parametrize("stack", stacks())
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_every_stack_has_an_accounting(stack: str, precision: str) -> None:
-    how = accounting(stack, precision)
+    how = stack_accounting(stack, precision)
     assert how.precision.weight == 2 and 0 <= how.reserved < 0.5 and how.context > 0
     found = peak(gpt(8, 1024, 16), columns("zero1x4-tp2-sp-pp2-1f1b-mb2-ga8-full"), how, 2048)
     assert np.isfinite(found.peak).all() and found.peak[0] > 0
@@ -55,18 +49,22 @@ def test_every_stack_has_an_accounting(stack: str, precision: str) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
 def test_this_engine_is_ours_with_what_the_gpu_adds(precision: str) -> None:
-    how = accounting("meshtune", precision)
-    assert how.precision == PRECISIONS[precision] and how.chunk == ours(precision).chunk
+    how = stack_accounting("meshtune", precision)
+    assert (
+        how.precision == PRECISIONS[precision] and how.loss_chunk == engine_accounting(precision).loss_chunk
+    )
     assert how.context + how.communicator < 1.5 * GIB
-    assert accounting("meshtune-compiled", precision).reserved == how.reserved
-    assert accounting("meshtune", "bf16", "bf16").precision == ours("bf16", "bf16").precision
+    assert stack_accounting("meshtune-compiled", precision).reserved == how.reserved
+    assert (
+        stack_accounting("meshtune", "bf16", "bf16").precision == engine_accounting("bf16", "bf16").precision
+    )
 
 
 @pytest.mark.parametrize(
     ("layout", "groups"), [("mb1-ga2", 0), ("zero3x2-mb1-ga2", 1), ("zero3x2-tp2-mb1-ga2", 3)]
 )
 def test_a_communicator_for_each_group_and_for_all(layout: str, groups: int) -> None:
-    how = accounting("meshtune", "bf16")
+    how = stack_accounting("meshtune", "bf16")
     bare = with_fields("meshtune", "bf16", communicator=0.0)
     more = [peak(gpt(4, 512, 8), columns(layout), each, 512).peak[0] for each in (how, bare)]
     assert more[0] - more[1] == pytest.approx(groups * how.communicator)
@@ -78,10 +76,10 @@ def test_a_communicator_for_each_group_and_for_all(layout: str, groups: int) -> 
 )
 def test_states_of_megatron(precision: str, ranks: int, bytes_each: float) -> None:
     """Megatron-LM's README, distributed optimizer, bytes per parameter."""
-    how = accounting("megatron", precision)
+    how = stack_accounting("megatron", precision)
     n = Elements(1.0, 1.0, 1.0 / ranks, 1.0 / ranks)
     c = columns(f"zero1x{ranks}-mb1-ga4" if ranks > 1 else "mb1-ga4")
-    found = float(held_states(how, n, c).total[0]) + how.flat_shard / ranks + how.flat
+    found = float(held_states(how, n, c).total[0]) + how.flat_shard_buffers / ranks + how.flat_buffers
     assert found == pytest.approx(bytes_each)
 
 
@@ -97,11 +95,13 @@ def test_states_of_megatron(precision: str, ranks: int, bytes_each: float) -> No
 )
 def test_activations_of_korthikanti_figure_1(work: Work, layout: str, whole: float, split: float) -> None:
     """In GiB on the first rank, of tensor parallelism, and with sequences split and attention recomputed."""
-    how = accounting("megatron", "fp16")
+    how = stack_accounting("megatron", "fp16")
     for text, published in ((layout.format(""), whole), (layout.format("-sp") + "-attention", split)):
         c = columns(text)
         tokens = c.micro_batch_size * 2048
-        kept, _ = saved(how.saved.of(work, 2048), work, c, tokens, regathers=how.regathers)
+        kept, _ = saved_by_block(
+            how.saved.per_token(work, 2048), work, c, tokens, regathers_inputs=how.regathers_inputs
+        )
         assert float((kept * in_flight(c) * work.blocks / c.pp)[0]) / GIB == pytest.approx(
             published, rel=2e-3
         )
@@ -119,25 +119,27 @@ def test_activations_of_korthikanti_figure_1(work: Work, layout: str, whole: flo
     ],
 )
 def test_activations_of_korthikanti_figure_7(work: Work, splits: str, percent: float) -> None:
-    how = accounting("megatron", "fp16")
+    how = stack_accounting("megatron", "fp16")
     cut, recompute = splits.startswith("-sp"), splits.removeprefix("-sp")
     found = []
     for text in ("tp8-mb1-ga1", f"tp8{'-sp' if cut else ''}-mb1-ga1{recompute}"):
-        kept, _ = saved(how.saved.of(work, 2048), work, columns(text), 2048, regathers=True)
+        kept, _ = saved_by_block(
+            how.saved.per_token(work, 2048), work, columns(text), 2048, regathers_inputs=True
+        )
         found.append(float(kept[0]))
     assert 100 * found[1] / found[0] == pytest.approx(percent, abs=0.5)
 
 
 def test_blocks_are_dealt_out_as_the_stack_does() -> None:
-    bloom = Stages.dealt(gpt(70, 14336, 112, 250880), columns("tp4-pp12-1f1b-mb2-ga128"), "slots")
+    bloom = Stages.cut(gpt(70, 14336, 112, 250880), columns("tp4-pp12-1f1b-mb2-ga128"), "slots")
     assert bloom.blocks[:, 0].tolist() == [5, 6, 5]
     llama = Work.of_shape(layers=24, hidden=2048, ffn=4096, heads=32, kv_heads=32, vocabulary=50272, tied=1.0)
-    eight = Stages.dealt(llama, columns("pp8-1f1b-mb4-ga256"), "products")
+    eight = Stages.cut(llama, columns("pp8-1f1b-mb4-ga256"), "matmuls")
     assert eight.blocks[[0, 2], 0].tolist() == [4, 0]
     # 4717 MiB between steps on the first rank (huggingface.co nanotron/old_bench), of 18 bytes a parameter
     parameters = 4 * llama.block_parameters + 50272 * 2048
     assert 18 * parameters / 2**20 == pytest.approx(4717, rel=0.02)
-    assert Stages.dealt(llama, columns("mb4-ga4"), "products").blocks[:, 0].tolist() == [24, 24, 24]
+    assert Stages.cut(llama, columns("mb4-ga4"), "matmuls").blocks[:, 0].tolist() == [24, 24, 24]
 
 
 @pytest.mark.parametrize(
@@ -168,5 +170,5 @@ def test_peaks_of_nanotron(layout: str, gigabytes: float) -> None:
 )
 def test_peaks_of_bloom(stack: str, precision: str, layers: int, layout: str, gigabytes: float) -> None:
     """bigscience train/tr11-176B-ml/chronicles-prequel.md: what nvidia-smi showed."""
-    found = peak(gpt(layers, 14336, 64, 250880), columns(layout), accounting(stack, precision), 2048)
+    found = peak(gpt(layers, 14336, 64, 250880), columns(layout), stack_accounting(stack, precision), 2048)
     assert float(found.peak[0]) / GIB == pytest.approx(gigabytes, rel=0.08)

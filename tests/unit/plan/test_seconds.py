@@ -9,16 +9,12 @@ from families import FAMILIES
 from meshtune.layout import Layout
 from meshtune.model.trace import census
 from meshtune.plan.hardware import catalogue, stacks
-from meshtune.plan.seconds import (
-    Machine,
-    all_reduced,
-    attended,
-    gathered,
-    product,
-    ring_bandwidth,
-    step,
-)
+from meshtune.plan.machine import Machine
+from meshtune.plan.seconds.collectives import ring_bandwidth, ring_collectives, tree_all_reduce
+from meshtune.plan.seconds.gpu import matmul
+from meshtune.plan.seconds.step import compute_parts, step
 from meshtune.plan.work import Columns, Work
+from meshtune.plan.workload import attended
 
 # A GPU that reaches all it can, software that costs nothing, networks of round figures.
 IDEAL = Machine(
@@ -47,16 +43,16 @@ def real(gpu: str = "h100-sxm", stack: str = "meshtune") -> Machine:
 
 
 def test_a_product_takes_its_flops_or_its_bytes() -> None:
-    assert product(IDEAL, 4096, 8192, 1024) == pytest.approx(2 * 4096 * 8192 * 1024 / 1e15)
+    assert matmul(IDEAL, 4096, 8192, 1024) == pytest.approx(2 * 4096 * 8192 * 1024 / 1e15)
     slow = replace(IDEAL, bandwidth=1e12)
     moved = 2 * (16 * 8192 + 8192 * 8192 + 16 * 8192)
-    assert product(slow, 16, 8192, 8192) == pytest.approx(moved / 1e12, rel=1e-3)
+    assert matmul(slow, 16, 8192, 8192) == pytest.approx(moved / 1e12, rel=1e-3)
 
 
 def test_unaligned_sizes_and_short_inner_ones_are_slower() -> None:
     m = replace(IDEAL, misaligned=1.8, depth=100.0)
-    assert product(m, 4096, 1800, 4096) > 1.7 * product(m, 4096, 1792, 4096)
-    assert product(m, 4096, 4096, 100 * 64) < product(m, 4096, 4096, 64) * 100
+    assert matmul(m, 4096, 1800, 4096) > 1.7 * matmul(m, 4096, 1792, 4096)
+    assert matmul(m, 4096, 4096, 100 * 64) < matmul(m, 4096, 4096, 64) * 100
 
 
 @pytest.mark.parametrize("n", [1, 7, 300])
@@ -111,24 +107,24 @@ def test_rings_by_hand() -> None:
     assert ring_bandwidth(IDEAL, 8, 8) == 400e9
     assert ring_bandwidth(IDEAL, 16, 8) == 200e9, "a group of whole nodes has their whole network"
     assert ring_bandwidth(IDEAL, 4, 1) == 25e9, "eight groups share it"
-    assert gathered(IDEAL, 8e9, 8, 8) == pytest.approx(7 / 8 * 8e9 / 400e9)
-    assert all_reduced(IDEAL, 8e9, 4, 4) == pytest.approx(2 * 3 / 4 * 8e9 / 400e9)
-    assert gathered(IDEAL, 8e9, 1, 1) == 0
+    assert ring_collectives(IDEAL, 8e9, 8, 8) == pytest.approx(7 / 8 * 8e9 / 400e9)
+    assert tree_all_reduce(IDEAL, 8e9, 4, 4) == pytest.approx(2 * 3 / 4 * 8e9 / 400e9)
+    assert ring_collectives(IDEAL, 8e9, 1, 1) == 0
 
 
 def test_rows_that_are_not_whole_loads_are_slowest() -> None:
     """Of logits over 50257 entries all three products are, the one of weights too."""
     m = replace(IDEAL, misaligned=1.5, unloaded=3.0)
-    aligned, mild, odd = (product(m, 4096, cols, 4096) / cols for cols in (50304, 50264, 50257))
+    aligned, mild, odd = (matmul(m, 4096, cols, 4096) / cols for cols in (50304, 50264, 50257))
     assert mild == pytest.approx(1.5 * aligned) and odd == pytest.approx(3 * aligned)
-    assert product(m, 50257, 4096, 8192, along=(50257, 4096)) > 2.9 * product(m, 50257, 4096, 8192)
+    assert matmul(m, 50257, 4096, 8192, contiguous=(50257, 4096)) > 2.9 * matmul(m, 50257, 4096, 8192)
 
 
 def test_a_ring_waits_for_each_of_its_steps() -> None:
     slow = replace(IDEAL, link_latency=1e-6, network_latency=1e-3)
-    assert gathered(slow, 0.0, 16, 8) == pytest.approx(1e-3 + 14e-6)
-    assert gathered(slow, 0.0, 16, 8, messages=3) == pytest.approx(3 * (1e-3 + 14e-6))
-    assert gathered(slow, 0.0, 1, 1) == 0
+    assert ring_collectives(slow, 0.0, 16, 8) == pytest.approx(1e-3 + 14e-6)
+    assert ring_collectives(slow, 0.0, 16, 8, count=3) == pytest.approx(3 * (1e-3 + 14e-6))
+    assert ring_collectives(slow, 0.0, 1, 1) == 0
 
 
 def test_a_pipelines_messages_cut_over_tensor_ranks_take_less_of_the_network() -> None:
@@ -150,7 +146,7 @@ def test_gradients_of_each_micro_batch_are_added_to_those_that_wait() -> None:
 
 
 def test_tensor_parallel_sums_four_times_a_block_and_six_times_with_full_recompute() -> None:
-    one = all_reduced(IDEAL, 2 * SEQ_LEN * 4096, 4, 4)
+    one = tree_all_reduce(IDEAL, 2 * SEQ_LEN * 4096, 4, 4)
     assert seconds("tp4-mb1-ga1").tensor == pytest.approx(32 * 4 * one)
     assert seconds("tp4-mb1-ga1-full").tensor == pytest.approx(32 * 6 * one)
 
@@ -164,7 +160,7 @@ def test_zero_speaks_as_often_as_its_stage_says() -> None:
     """Messages of ZeRO-3 are 3 times the parameters each micro-batch, of plain dp twice, once a step
     (Rajbhandari et al. 2020, section 7), here with gradients of 4 bytes.
     """
-    once = gathered(IDEAL, 1.0, 4, 4)
+    once = ring_collectives(IDEAL, 1.0, 4, 4)
     weights = GPT.blocks * GPT.block_parameters
     assert seconds("dp4-mb1-ga4").data == pytest.approx(2 * 4 * weights * once)
     assert seconds("zero1x4-mb1-ga4").data == pytest.approx((4 + 2) * weights * once)
@@ -210,6 +206,12 @@ def test_parts_add_up_and_columns_are_rows() -> None:
         assert all(part >= 0 for part in parts), text
         assert together.total[place] == pytest.approx(sum(parts))
         assert alone.total[0] == pytest.approx(together.total[place])
+
+
+def test_parts_of_compute_add_up_to_it() -> None:
+    columns = Columns.of([Layout.parse(text) for text in ("mb1-ga4", "zero2x4-tp2-sp-pp2-1f1b-mb2-ga4-full")])
+    parts = compute_parts(GPT, columns, real(), SEQ_LEN, 700)
+    assert sum(parts.values()) == pytest.approx(step(GPT, columns, real(), SEQ_LEN, 700).compute)
 
 
 def test_shorter_documents_cost_less_attention() -> None:

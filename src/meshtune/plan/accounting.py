@@ -1,0 +1,174 @@
+"""Memory accounting of a software stack, as data: bytes per parameter, per activation, per logit.
+
+stacks.toml has a `memory` table for each stack; `engine_accounting` is this engine without a GPU's overhead.
+The formulas of memory/ read these values instead of branching by stack.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from meshtune.plan.hardware import memory_of
+from meshtune.plan.work import Columns, Kept, Number, Work
+
+if TYPE_CHECKING:
+    from meshtune.plan.cluster import Cluster
+    from meshtune.plan.workload import Workload
+
+
+class Precision(NamedTuple):
+    """Bytes per parameter of each copy that training holds of it."""
+
+    weight: float  # that forward and backward compute with
+    gradient: float  # that a backward writes
+    accumulated: float  # of the gradients' sum over micro-batches and ranks
+    master: float  # of the wider copy that the optimizer updates; 0: it updates the weight itself
+    moments: float  # AdamW's two together
+    beside: float = 0.0  # 1: the sum is a buffer beside the gradient, from the start; 0: it replaces it
+
+    @property
+    def trained(self) -> float:
+        """Bytes per parameter of the copy that the optimizer updates."""
+        return self.master or self.weight
+
+
+PRECISIONS = {
+    "fp32": Precision(4, 4, 4, 0, 8),
+    "fp64": Precision(8, 8, 8, 0, 16),
+    "bf16": Precision(2, 2, 4, 4, 8),
+    "bf16-pure": Precision(2, 2, 4, 0, 4),
+}
+# Rajbhandari et al. 2020, section 3.1: 2 + 2 + 12; and with micro-batches summed in fp32 beside the gradients
+MIXED = Precision(2, 2, 2, 4, 8)
+MIXED_BESIDE = Precision(2, 2, 4, 4, 8, beside=1)
+
+
+class Saved(NamedTuple):
+    """Bytes that a block's forward saves per token, by what they grow with."""
+
+    outside: float  # per hidden feature, outside attention and MLP (sp splits it)
+    entering: float  # per hidden feature of the inputs of the first matrices that tp cuts
+    queries: float  # per feature of the queries
+    keys: float  # per feature of keys and values
+    heads: float  # per attention head
+    output: float  # per feature of the attention core's output
+    wide: float  # per widened feature of the MLP
+    scores: float  # per head and key, where attention scores are written to memory
+    constant: float = 0  # per token
+
+    def per_token(self, work: Work, seq_len: Number) -> Kept:
+        """Bytes per token that an average block of a plain decoder saves."""
+        queries = sum(core.count * core.query_heads * core.qk_dim for core in work.cores)
+        outputs = sum(core.count * core.query_heads * core.v_dim for core in work.cores)
+        keys = sum(core.count * core.key_heads * (core.qk_dim + core.v_dim) for core in work.cores)
+        heads = sum(core.count * core.query_heads for core in work.cores)
+        return Kept(
+            outside=self.outside * work.hidden + self.constant,
+            entering=self.entering * work.hidden,
+            inside=self.wide * work.wide,
+            core=self.queries * queries + self.keys * keys + self.output * outputs,
+            keys=self.keys * keys,
+            statistics=self.heads * heads + self.scores * heads * seq_len,
+        )
+
+
+# Korthikanti et al. 2022 (arXiv:2205.05198), table 2, 16-bit with dropout: 10 + 24/t + 5as/(ht)
+MEGATRON = Saved(outside=6, entering=4, queries=2, keys=2, heads=0, output=2, wide=4, scores=5)
+# Hugging Face's Llama with a flash kernel, bf16, measured to the byte: 20h + 4·h_kv + 8f + 4a + 8
+EAGER = Saved(outside=12, entering=4, queries=2, keys=2, heads=4, output=2, wide=4, scores=0, constant=8)
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """Rules by which one stack in one precision uses memory; the keys of a `memory` table in stacks.toml."""
+
+    precision: Precision
+    element: float = 2  # bytes of an element of activations
+    shards_masters: bool = True  # ZeRO's shards are the masters; weights are gathered from them (FSDP)
+    frees_added_gradients: bool = False  # beside a sum: freed once added, else kept until the next ones
+    whole_vocabulary_gradients: bool = False  # embedding's and head's: made whole, then added to a sum
+
+    # Bytes per parameter, and per parameter of ZeRO's shard, of contiguous communication and optimizer
+    # buffers. The caching allocator reserves them separately: they never reuse activation memory.
+    flat_buffers: float = 0.0
+    flat_shard_buffers: float = 0.0
+
+    regathers_inputs: bool = False  # under sp, a block saves its part of matmul inputs, gathered in backward
+    saved: Saved = EAGER  # by a block, where the model was not traced
+    selected: Saved | None = None  # by a block under selective recomputation; None: all matmul outputs
+
+    # The loss. Bytes per logit, of the logits of `loss_chunk` tokens.
+    loss_chunk: float = 1024  # tokens whose logits exist at a time; inf: all, and no hidden states are copied
+    logit: float = 8  # in the loss
+    logit_split: float = 0.0  # more of it where tp splits the vocabulary
+    logit_head_backward: float = 0.0  # that is not freed yet while the head's gradients are made
+
+    gathered_groups: float = 2  # blocks whose whole weights ZeRO-3 holds at a time
+    reduce_bytes: float = 4  # of an element of a gradient in its reduce-scatter or all-reduce; 0: in place
+    receive_buffers: float = math.inf  # micro-batches that a pipeline rank can receive at once, at most
+    keeps_sent: float = 1.0  # 1: the output that a stage sent stays until its backward; 0: it doesn't
+    stage_cut: str = "blocks"  # how a pipeline is cut, see Stages.cut: blocks, slots or matmuls
+
+    reserved: float = 0.0  # share of activations, logits and communication that the allocator holds on top
+    context: float = 0.0  # bytes outside the allocator
+    communicator: float = (
+        0.0  # bytes of each process group: one for each axis, one for the world if it differs
+    )
+
+    def gathers_shards(self, layouts: Columns) -> Number:
+        """True where weights are gathered from shards, as FSDP does."""
+        return (layouts.zero > 0) & self.shards_masters
+
+    def gradient_replicas(self, layouts: Columns) -> Number:
+        """Ranks that all-reduce each block's gradients; 1 where FSDP reduces them."""
+        return np.where(self.gathers_shards(layouts), 1.0, layouts.data_ranks * layouts.cp)
+
+
+def engine_accounting(precision: str, reduce_dtype: str = "fp32", **others: Any) -> Accounting:
+    """Accounting of this engine (train/optim.py, train/loss.py, parallel/), without a GPU's overhead.
+
+    precision, reduce_dtype: as in the settings. others: fields of Accounting.
+    """
+    copies = PRECISIONS[precision]
+    if reduce_dtype == "bf16" and copies.weight == 2:
+        copies = copies._replace(accumulated=2)
+    return Accounting(copies, element=copies.weight, reduce_bytes=copies.accumulated, **others)
+
+
+def stack_accounting(stack: str, precision: str, reduce_dtype: str = "fp32") -> Accounting:
+    """Accounting of a stack of stacks.toml in this precision (fp32, fp16, bf16 …).
+
+    8-bit matmuls are counted as bf16. Fields that its tables leave out are as in `engine_accounting`.
+    """
+    return _stack_accounting(stack, "bf16" if precision in ("fp8", "mxfp8") else precision, reduce_dtype)
+
+
+@cache
+def _stack_accounting(stack: str, precision: str, reduce_dtype: str) -> Accounting:
+    table = memory_of(stack)
+    fields: dict[str, Any] = {key: value for key, value in table.items() if not isinstance(value, dict)}
+    fields |= table.get(precision, {})
+    for name in ("saved", "selected"):
+        if name in table:
+            fields[name] = Saved(**{key: float(value) for key, value in table[name].items()})
+    copies = fields.pop("precision", None)
+    if copies is None:
+        return engine_accounting(precision, reduce_dtype, **fields)
+    return Accounting(Precision(*copies), **fields)
+
+
+def accounting_of(workload: Workload, cluster: Cluster) -> Accounting:
+    """Accounting of this engine for the workload on the cluster's devices.
+
+    A processor has no CUDA context or communicators, and the system's allocator: no overhead is counted.
+    """
+    stack = "meshtune-compiled" if workload.compile else "meshtune"
+    accounting = stack_accounting(stack, workload.precision, workload.reduce_dtype)
+    if cluster.gpu.name == "cpu":
+        return replace(accounting, reserved=0.0, context=0.0, communicator=0.0)
+    return accounting

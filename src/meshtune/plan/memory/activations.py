@@ -1,0 +1,157 @@
+"""Bytes of activations: what blocks save for their backward, and what the loss and a block's backward add."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from meshtune.plan.accounting import Accounting
+from meshtune.plan.work import Columns, Kept, Number, Work
+
+
+def saved_by_block(
+    per_token: Kept,
+    work: Work,
+    layouts: Columns,
+    tokens: Number,
+    *,
+    element: float = 2,
+    regathers_inputs: bool = False,
+    selective: Kept | None = None,
+) -> tuple[Number, Number]:
+    """Return (saved, recomputed) bytes of an average block for one micro-batch.
+
+    saved: kept from its forward to its backward. recomputed: what its backward has at once after it has
+    computed the rest again.
+
+    per_token: bytes per token that it saves if nothing is recomputed. tokens: of the micro-batch on this
+    rank. element: bytes of an element of activations. regathers_inputs: under sp, matmul inputs are saved
+    split and gathered again in the backward. selective: bytes per token that selective recomputation saves;
+    None: all matmul outputs, the attention core's output and the block's input.
+
+    Korthikanti et al. 2022 (arXiv:2205.05198), sections 4.2 (tp, sp) and 5 (recomputation).
+    """
+    sequence_shards = np.where(layouts.sp > 0, layouts.tp, 1.0)
+    core_outputs = sum(core.count * core.query_heads * core.v_dim for core in work.cores)
+    # under cp: the keys and values of all ranks; with ulysses the output as it was received and as it is sent
+    exchanged = np.where(layouts.ulysses > 0, element * core_outputs, (layouts.cp - 1) * per_token.keys)
+    core = (per_token.core + per_token.statistics) / layouts.tp
+    core = core + np.where(layouts.cp > 1, exchanged / layouts.tp, 0.0)
+
+    def of_tokens(parts: Kept, core: Number) -> Number:
+        entering = parts.entering / (sequence_shards if regathers_inputs else 1.0)
+        return tokens * (parts.outside / sequence_shards + entering + parts.inside / layouts.tp + core)
+
+    everything = of_tokens(per_token, core)
+    block_input = tokens * element * work.hidden / sequence_shards
+    if selective is None:
+        cut = sum(matrix.count * matrix.rows for matrix in work.matrices if matrix.cut == "rows")
+        uncut = sum(matrix.count * matrix.rows for matrix in work.matrices if matrix.cut != "rows")
+        outputs = element * ((cut + core_outputs) / layouts.tp + uncut / sequence_shards)
+        under_selective = tokens * (outputs + per_token.statistics / layouts.tp) + block_input
+    else:
+        under_selective = of_tokens(selective, (selective.core + selective.statistics) / layouts.tp)
+
+    without_statistics = everything - tokens * per_token.statistics / layouts.tp
+    saved = np.where(layouts.recomputes("attention"), without_statistics, everything)
+    saved = np.where(layouts.recomputes("selective"), under_selective, saved)
+    saved = np.where(layouts.recomputes("full"), block_input, saved)
+    rest = np.maximum(everything - under_selective, 0.0)  # with adapters, matmul outputs are more than needed
+    recomputed = np.where(layouts.recomputes("full"), everything, 0.0)
+    recomputed = np.where(layouts.recomputes("selective"), rest, recomputed)
+    return saved, recomputed
+
+
+def compiled(per_token: Kept) -> Kept:
+    """Bytes per token that a block saves under torch.compile, from those that it saves eagerly.
+
+    The partitioner recomputes a norm's fp32 copies and the MLP's activation function. Measured on a Llama:
+    12h + 4·h_kv + 6f + 4a + 8 of 20h + 4·h_kv + 8f + 4a + 8.
+    """
+    return per_token._replace(outside=per_token.outside / 3, inside=per_token.inside * 3 / 4)
+
+
+class Sizes(NamedTuple):
+    """Sizes of one micro-batch on a rank."""
+
+    tokens: Number  # after cp
+    sequence_shards: Number  # parts that sp splits the sequence into; 1 without sp
+    hidden_bytes: Number  # hidden states of all these tokens, not split by sp
+    head_gradient: Number  # elements of the head's gradient, 0 where the head is frozen
+
+    @classmethod
+    def of(cls, work: Work, layouts: Columns, accounting: Accounting, seq_len: Number) -> Sizes:
+        tokens = layouts.micro_batch_size * seq_len / layouts.cp
+        head = work.vocabulary * work.hidden / layouts.tp * work.head_trainable
+        sequence_shards = np.where(layouts.sp > 0, layouts.tp, 1.0)
+        return cls(tokens, sequence_shards, accounting.element * work.hidden * tokens, head)
+
+
+class LossBytes(NamedTuple):
+    """Bytes that the rank with the head holds for the last norm, the logits and the loss."""
+
+    at_loss: Number  # while logits exist, at most
+    per_extra_micro_batch: Number  # for each other micro-batch in flight
+    norm_forward: Number  # activations of the last norm, in the loss
+    norm_backward: Number  # activations of the last norm, in its backward
+    head_backward: Number  # head gradient and loss buffers that are not freed yet, in the head's backward
+    head_gradient_pending: Number  # head gradient that no sum has taken yet, in the blocks' backward
+
+
+def loss_bytes(work: Work, layouts: Columns, accounting: Accounting, sizes: Sizes) -> LossBytes:
+    """Bytes for the last norm, the logits and the loss on the rank with the head.
+
+    With a finite `loss_chunk` the loss makes its gradients in the forward, a chunk of tokens at a time
+    (train/loss.py): logits, a copy of their hidden states and its gradient, the head's gradient. The last
+    norm keeps its input in fp32, the normalised states, and its output, which sp gathers.
+    """
+    precision, element = accounting.precision, accounting.element
+    head_gradient = sizes.head_gradient * precision.gradient
+    chunk_tokens = np.ceil(sizes.tokens / np.maximum(np.ceil(sizes.tokens / accounting.loss_chunk), 1.0))
+    logits = chunk_tokens * work.vocabulary / layouts.tp
+    at_loss = logits * (accounting.logit + np.where(layouts.tp > 1, accounting.logit_split, 0.0))
+    per_extra_micro_batch = 0.0
+    if math.isfinite(accounting.loss_chunk):
+        copy = chunk_tokens * element * work.hidden
+        head_sum = np.where(chunk_tokens < sizes.tokens, 4.0 * sizes.head_gradient, 0.0)  # fp32, over chunks
+        gradients = 3 * element * logits + copy + head_gradient
+        at_loss = np.maximum(at_loss, gradients) + copy + sizes.hidden_bytes + head_sum
+        per_extra_micro_batch = sizes.hidden_bytes + head_gradient  # made in the forward
+
+    norm_input = work.hidden * sizes.tokens / sizes.sequence_shards * max(4, element)  # in fp32
+    normed = sizes.hidden_bytes / sizes.sequence_shards
+    norm_backward_tensors = 6 if element < 4 else 7  # as wide as norm_input, at once
+
+    sharded, accumulates = accounting.gathers_shards(layouts), layouts.gradient_accumulation_steps > 1
+    unsummed = ~(accumulates | (accounting.gradient_replicas(layouts) > 1))
+    pending = np.where(sharded | unsummed, head_gradient, 0.0)
+    in_backward = np.where(sharded | unsummed | accounting.whole_vocabulary_gradients, head_gradient, 0.0)
+    in_backward = in_backward + logits * accounting.logit_head_backward
+    if accounting.shards_masters:  # replicas that do not accumulate have no sum before this backward
+        first_sum = np.where(
+            sharded | unsummed | accumulates, 0.0, sizes.head_gradient * precision.accumulated
+        )
+        pending, in_backward = pending + first_sum, in_backward + first_sum
+    return LossBytes(
+        at_loss=at_loss,
+        per_extra_micro_batch=per_extra_micro_batch + norm_input + normed,
+        norm_forward=norm_input + normed + sizes.hidden_bytes,
+        norm_backward=norm_input * norm_backward_tensors,
+        head_backward=in_backward,
+        head_gradient_pending=pending,
+    )
+
+
+def block_backward(work: Work, layouts: Columns, accounting: Accounting, sizes: Sizes) -> Number:
+    """Bytes that a block's backward works on beside what the block saved.
+
+    The gradient of its output, two features as wide as the MLP is inside and, under selective recomputation,
+    two hidden states of the operation that was recomputed last.
+    """
+    widths = [np.broadcast_to(matrix.cols, np.shape(sizes.tokens)) for matrix in work.matrices]
+    widest = np.max(widths, axis=0)
+    output_gradient = sizes.hidden_bytes / sizes.sequence_shards
+    recomputed = np.where(layouts.recomputes("selective"), 2 * output_gradient, 0.0)
+    return output_gradient + 2 * accounting.element * sizes.tokens * widest / layouts.tp + recomputed

@@ -1,0 +1,77 @@
+"""Pipeline stages: blocks of the first, a middle and the last rank, and their micro-batches in flight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshtune.plan.work import Columns, Number, Work
+
+RANKS = ("first", "middle", "last")  # pipeline ranks that a peak can be on
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Blocks and ends of the first, a middle and the last pipeline rank: arrays [RANKS, layouts]."""
+
+    blocks: Number  # on the rank
+    has_embedding: Number  # 1 or 0
+    has_head: Number  # 1 or 0
+    rank: Number  # its index in the pipeline
+
+    @classmethod
+    def even(cls, blocks: Number, layouts: Columns) -> Stages:
+        """Equal stages, the larger ones first."""
+        largest = np.ceil(blocks / layouts.pp - 1e-9)
+        rank = np.stack([0 * layouts.pp, np.minimum(1.0, layouts.pp - 1), layouts.pp - 1])
+        v_shaped = layouts.runs("zbv", "dualpipev")
+        return cls(
+            blocks=np.broadcast_to(largest, rank.shape),
+            has_embedding=(rank == 0) * 1.0,
+            has_head=np.where(v_shaped, rank == 0, rank == layouts.pp - 1) * 1.0,
+            rank=rank,
+        )
+
+    @classmethod
+    def cut(cls, work: Work, layouts: Columns, by: str) -> Stages:
+        """Stages as a stack cuts them (`Accounting.stage_cut`).
+
+        by: "blocks": evenly; "slots": embedding and head take the place of a block each; "matmuls": each rank
+        takes blocks until it has passed its part of all matmul elements, the head's included.
+        """
+        even, blocks = cls.even(work.blocks, layouts), work.blocks + 0 * layouts.pp
+        if by == "blocks":
+            return even
+        if by == "slots":
+            slots = np.ceil((blocks + 2) / layouts.pp - 1e-9)
+            on_rank = slots - even.has_embedding - even.has_head
+        else:
+            head_blocks = work.vocabulary * work.hidden / work.block_parameters
+            part = (blocks + head_blocks) / layouts.pp
+            on_first = np.minimum(np.floor(part + 1e-9) + 1, blocks)
+            before_last = np.minimum(np.floor(part * (layouts.pp - 1) + 1e-9) + 1, blocks)
+            on_rank = np.where(even.has_embedding > 0, on_first, np.ceil(part))
+            on_rank = np.where(even.has_head > 0, blocks - before_last, on_rank)
+        on_rank = np.where(layouts.pp > 1, on_rank, blocks)
+        return cls(on_rank, even.has_embedding, even.has_head, even.rank)
+
+
+def in_flight(layouts: Columns, rank: Number = 0.0) -> Number:
+    """Micro-batches whose activations pipeline rank `rank` holds at most, counted in all of its stages.
+
+    GPipe, looped BFS: all.
+    1F1B: the ranks from this one on (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+    Interleaved 1F1B: its warm-up of (v - 1)·p + 2·(p - 1 - i) stages and one more, so that the first rank
+    has p·(1 + (p - 1)/(p·v)) (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.3).
+    ZB-H1, ZBV: as many as ranks, as gradients of weights come later (Qi et al. 2024, arXiv:2401.10241).
+    DualPipeV: half of a rank's stages more than ZBV, as torch's schedule has them.
+    """
+    micro_batches, virtual = layouts.gradient_accumulation_steps, layouts.virtual_stages
+    ranks_from_here = layouts.pp - rank
+    warm_up = (virtual - 1) * layouts.pp + 2 * (ranks_from_here - 1) + 1
+    most = np.where(layouts.runs("interleaved1f1b"), warm_up / virtual, ranks_from_here)
+    most = np.where(layouts.runs("zb", "zbv"), layouts.pp, most)
+    most = np.where(layouts.runs("dualpipev"), layouts.pp + 0.5, most)
+    most = np.where(layouts.runs("gpipe", "loopedbfs"), micro_batches, np.minimum(most, micro_batches))
+    return np.where(layouts.pp > 1, most, 1.0)

@@ -1,0 +1,285 @@
+"""Bytes that a rank holds at each event of a step, in closed forms, and the peak of them all.
+
+    model states (weights, gradients, optimizer)   states.py
+    saved activations x micro-batches in flight    activations.py, stages.py
+    last norm, logits, loss                        activations.py
+    gradients, collectives, update                 here
+                                                   ──> `step_timeline`: by event and category ──> `peak`
+
+A stack's habits are data (`Accounting`, stacks.toml), not branches. Every number is a float or an array, one
+element per layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from meshtune.plan.accounting import Accounting
+from meshtune.plan.memory.activations import LossBytes, Sizes, block_backward, loss_bytes, saved_by_block
+from meshtune.plan.memory.stages import Stages, in_flight
+from meshtune.plan.memory.states import Elements, RankElements, States, held_states, rank_elements
+from meshtune.plan.work import Columns, Number, Work
+
+CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "overhead")
+EVENTS = ("loss", "backward of the head", "backward of a block", "end of backward", "update")
+UPDATE_BUCKET = 64 * 2**20  # elements that the optimizer converts to fp32 at a time (train/optim.py)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by category on the rank that holds most, at the event of a step when it does."""
+
+    weights: Number
+    gradients: Number
+    optimizer: Number
+    activations: Number
+    logits: Number
+    communication: Number
+    overhead: Number
+    event: Number  # index in EVENTS
+    rank: Number  # index in RANKS
+
+    @property
+    def peak(self) -> Number:
+        return sum(getattr(self, name) for name in CATEGORIES)
+
+
+class DataParallelBuffers(NamedTuple):
+    """Bytes that data parallelism holds beside the model states."""
+
+    gathered_outside: Number  # whole parameters outside the blocks, under ZeRO-3
+    gathered_block: Number  # whole parameters of one block, under ZeRO-3
+    previous_reduce: Number  # input of the last reduce-scatter of the micro-batch before (ZeRO-2, -3)
+    block_backward: Number  # a block's gradients and their collective, while its backward runs
+    backward_end: Number  # the same when the backward is over
+
+
+def data_parallel_buffers(
+    layouts: Columns, accounting: Accounting, elements: RankElements
+) -> DataParallelBuffers:
+    """Bytes of gathered weights and of gradients in collectives, as they were counted in FSDP2.
+
+    FSDP2 keeps a reduce-scatter's input until the next one. Between replicas a block's sums are all-reduced
+    when its backward is over (parallel/replicas.py).
+    """
+    precision, block = accounting.precision, elements.block
+    sharded, accumulates = accounting.gathers_shards(layouts), layouts.gradient_accumulation_steps > 1
+    zero3 = sharded & (layouts.zero == 3)
+    after_all_passes = (layouts.zero == 1) & (layouts.pp > 1)  # when torch's stages reduce ZeRO-1's gradients
+    reduced = np.where(after_all_passes, 0.0, accounting.reduce_bytes)
+    reduce_scatter = np.where(sharded, block.trained * (precision.gradient + reduced), 0.0)
+    has_replicas = accounting.gradient_replicas(layouts) > 1
+    all_reduce = np.where(has_replicas, block.trained * accounting.reduce_bytes, 0.0)
+    outside = elements.outside
+    return DataParallelBuffers(
+        gathered_outside=np.where(zero3, outside.whole * precision.weight, 0.0),
+        gathered_block=np.where(zero3, block.whole * precision.weight, 0.0),
+        previous_reduce=np.where(
+            sharded & (layouts.zero >= 2) & accumulates, outside.trained * accounting.reduce_bytes, 0.0
+        ),
+        block_backward=reduce_scatter + (0.0 if accounting.shards_masters else all_reduce),
+        backward_end=reduce_scatter + all_reduce,
+    )
+
+
+def gradients_before_backward(
+    layouts: Columns, accounting: Accounting, states: States, in_flight: Number, per_micro_batch: Number
+) -> Number:
+    """Bytes of gradients already allocated when the fullest backward starts.
+
+    If all micro-batches are in flight (GPipe), gradients appear only after the first backward, which has
+    freed one micro-batch's activations: only what exceeds those counts.
+
+    in_flight: micro-batches, at most. per_micro_batch: bytes that one of them holds.
+    """
+    precision, accumulates = accounting.precision, layouts.gradient_accumulation_steps > 1
+    if precision.beside:
+        both = precision.accumulated + precision.beside * precision.gradient
+        sums = states.gradients * precision.accumulated / both
+        return sums if accounting.frees_added_gradients else np.where(accumulates, states.gradients, sums)
+    all_in_flight = (layouts.pp > 1) & (in_flight >= layouts.gradient_accumulation_steps)
+    exceeding = np.maximum(states.gradients - per_micro_batch, 0.0)
+    return np.where(all_in_flight, exceeding, np.where(accumulates, states.gradients, 0.0))
+
+
+def converted_gradients(layouts: Columns, accounting: Accounting, elements: RankElements) -> Number:
+    """Bytes of gradients that the update converts to the masters' width, one bucket at a time.
+
+    None where gradients were summed over micro-batches or ranks: sums have that width (train/optim.py).
+    """
+    precision = accounting.precision
+    missing = np.maximum(precision.trained - precision.gradient, 0.0)
+    bucket = np.minimum(elements.total.trained, UPDATE_BUCKET) * missing
+    summed = accounting.gathers_shards(layouts) | (layouts.gradient_accumulation_steps > 1)
+    return np.where(summed | (accounting.gradient_replicas(layouts) > 1), 0.0, bucket)
+
+
+class InFlight(NamedTuple):
+    """Bytes of micro-batches between their forward and their backward, on each pipeline rank."""
+
+    saved_block: Number  # that an average block saves for one micro-batch
+    in_block_backward: Number  # that a block's backward has at once beside what blocks saved
+    total: Number  # of all micro-batches in flight: saved by blocks, sent, held for the loss
+    per_micro_batch: Number  # of one of them
+    received: Number  # buffers that hidden states and their gradients are received in
+    micro_batches: Number  # in flight, at most
+
+
+def activations_in_flight(
+    work: Work, layouts: Columns, accounting: Accounting, seq_len: Number, stages: Stages, loss: LossBytes
+) -> InFlight:
+    """Bytes of activations of all micro-batches that a rank has in flight, and its receive buffers."""
+    sizes = Sizes.of(work, layouts, accounting, seq_len)
+    traced = work.kept.get(int(accounting.element))
+    selective = None if accounting.selected is None else accounting.selected.per_token(work, seq_len)
+    saved_block, recomputed = saved_by_block(
+        traced or accounting.saved.per_token(work, seq_len), work, layouts, sizes.tokens,
+        element=accounting.element, regathers_inputs=accounting.regathers_inputs, selective=selective,
+    )  # fmt: skip
+    micro_batches = in_flight(layouts, stages.rank)
+    virtual = layouts.virtual_stages
+    hidden = np.where(layouts.pp > 1, sizes.hidden_bytes / sizes.sequence_shards, 0.0)
+    received = hidden * np.minimum(layouts.gradient_accumulation_steps, accounting.receive_buffers)
+    received = received * (2 * virtual - stages.has_embedding - stages.has_head)  # from both neighbours
+    sent = accounting.keeps_sent * hidden * (virtual - stages.has_head)
+    total = micro_batches * (stages.blocks * saved_block + sent)
+    total = total + stages.has_head * (micro_batches - 1) * loss.per_extra_micro_batch
+    return InFlight(
+        saved_block=saved_block,
+        in_block_backward=recomputed + block_backward(work, layouts, accounting, sizes),
+        total=total,
+        per_micro_batch=total / np.maximum(micro_batches, 1.0),
+        received=received,
+        micro_batches=micro_batches,
+    )
+
+
+def optimizer_state(
+    layouts: Columns, accounting: Accounting, states: States, total: Elements
+) -> tuple[Number, Number]:
+    """Bytes of (masters alone, all optimizer state with its flat buffers) on a rank.
+
+    FSDP's masters are the weights: they are not counted here. total: parameters of the rank.
+    """
+    precision = accounting.precision
+    masters = states.optimizer * precision.master / (precision.master + precision.moments)
+    updated = np.where(layouts.zero > 0, total.trained_shard, total.trained)
+    optimizer = states.optimizer + updated * accounting.flat_shard_buffers
+    return np.where(accounting.gathers_shards(layouts), 0.0, masters), optimizer
+
+
+def step_timeline(
+    work: Work,
+    layouts: Columns,
+    accounting: Accounting,
+    seq_len: Number,
+    stages: Stages,
+    *,
+    first_step: bool = False,
+) -> dict[str, dict[str, Number]]:
+    """Bytes that each pipeline rank holds at each of EVENTS, by category but overhead: [RANKS, layouts] each.
+
+    first_step: of the step before which there is no optimizer state but masters.
+    """
+    precision, elements = accounting.precision, rank_elements(work, layouts, stages)
+    states = held_states(accounting, elements.total, layouts)
+    buffers = data_parallel_buffers(layouts, accounting, elements)
+    loss = loss_bytes(work, layouts, accounting, Sizes.of(work, layouts, accounting, seq_len))
+    flight = activations_in_flight(work, layouts, accounting, seq_len, stages, loss)
+
+    total, sharded = elements.total, accounting.gathers_shards(layouts)
+    flat = total.trained * accounting.flat_buffers
+    masters, optimizer = optimizer_state(layouts, accounting, states, total)
+    reduced = np.where(sharded, total.trained_shard * precision.trained, states.gradients)
+    # the embedding's gradient ends a micro-batch's backward, with all other micro-batches still in flight
+    embedding_gradient = stages.has_embedding * elements.before_blocks.trained * precision.gradient
+    others_and_embedding = flight.total - flight.per_micro_batch + embedding_gradient
+    with_embedding = accounting.whole_vocabulary_gradients * others_and_embedding
+    last_block = flight.saved_block + flight.in_block_backward
+    earlier_gradients = gradients_before_backward(
+        layouts, accounting, states, flight.micro_batches, flight.per_micro_batch
+    )
+    steady = {
+        "weights": states.weights + states.gathered,
+        "gradients": earlier_gradients + flat,
+        "optimizer": masters if first_step else optimizer,
+        "activations": flight.total,
+        "logits": np.zeros_like(flight.total),
+        "communication": buffers.gathered_outside + flight.received,
+    }
+    communication = steady["communication"]
+    with_block = communication + buffers.gathered_block
+    gathered_blocks = accounting.gathered_groups * buffers.gathered_block
+    return {
+        "loss": steady | {
+            "activations": flight.total + stages.has_head * loss.norm_forward,
+            "logits": stages.has_head * loss.at_loss,
+            "communication": with_block + buffers.previous_reduce,
+        },
+        "backward of the head": steady | {
+            "activations": flight.total + stages.has_head * loss.norm_backward,
+            "logits": stages.has_head * loss.head_backward,
+            "communication": with_block + buffers.previous_reduce,
+        },
+        "backward of a block": steady | {
+            "activations": flight.total + flight.in_block_backward,
+            "logits": stages.has_head * loss.head_gradient_pending,
+            "communication": communication + gathered_blocks + buffers.block_backward,
+        },
+        "end of backward": steady | {
+            "gradients": states.gradients + flat,
+            "activations": np.maximum(last_block, with_embedding),
+            "communication": with_block + buffers.backward_end,
+        },
+        "update": steady | {
+            "weights": states.weights,
+            "gradients": reduced + flat,
+            "optimizer": optimizer,
+            "activations": np.zeros_like(flight.total),
+            "communication": flight.received + converted_gradients(layouts, accounting, elements),
+        },
+    }  # fmt: skip
+
+
+def peak(
+    work: Work,
+    layouts: Columns,
+    accounting: Accounting,
+    seq_len: Number,
+    stages: Stages | None = None,
+    *,
+    first_step: bool = False,
+) -> Memory:
+    """The most that any pipeline rank holds at any event of a step.
+
+    stages: blocks of each pipeline rank; None: as the stack cuts them. first_step: as in `step_timeline`.
+    """
+    stages = stages or Stages.cut(work, layouts, accounting.stage_cut)
+    timeline = step_timeline(work, layouts, accounting, seq_len, stages, first_step=first_step)
+    axes = (layouts.data_ranks * layouts.cp, layouts.cp, layouts.tp, layouts.pp)
+    groups = sum((ranks > 1) * 1.0 for ranks in axes)
+    groups = groups + (groups > 1)
+    shape = np.shape(timeline["loss"]["activations"])
+    fullest: dict[str, Number] = {}
+    most = np.full(shape[1:], -np.inf)
+    for index, event in enumerate(EVENTS):
+        parts = {category: np.broadcast_to(timeline[event][category], shape) for category in CATEGORIES[:-1]}
+        transient = parts["activations"] + parts["logits"] + parts["communication"]
+        overhead = accounting.reserved * transient + accounting.context + accounting.communicator * groups
+        parts["overhead"] = overhead
+        total = sum(parts.values())
+        rank = np.argmax(total, 0)
+        at_event = {category: _of_rank(values, rank) for category, values in parts.items()}
+        at_event |= {"event": np.full(shape[1:], index), "rank": rank}
+        higher = _of_rank(total, rank) > most
+        fullest = {name: np.where(higher, value, fullest.get(name, 0)) for name, value in at_event.items()}
+        most = np.where(higher, _of_rank(total, rank), most)
+    return Memory(**fullest)
+
+
+def _of_rank(values: Number, rank: Number) -> Number:
+    """From [RANKS, layouts], the value of the rank that is named for each layout."""
+    return np.take_along_axis(values, rank[None], 0)[0]

@@ -1,0 +1,55 @@
+"""Seconds of one block and one micro-batch on a rank: computation, and the collectives beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshtune.plan.machine import Machine
+from meshtune.plan.seconds.collectives import context_collectives, shard_collectives, tensor_collectives
+from meshtune.plan.seconds.gpu import BlockCompute, block_compute, launched
+from meshtune.plan.work import Columns, Number, Work
+
+
+@dataclass(frozen=True)
+class Block:
+    """Seconds of one block and one micro-batch on a rank; collectives by what they add (exposed)."""
+
+    compute: BlockCompute
+    forward: Number  # with launches and the collectives of tp and cp
+    backward: Number  # with recomputation, launches and the collectives of tp and cp
+    launches: Number  # that the host's launches add to the computation
+    tensor: Number  # collectives of tp, forward and backward
+    context: Number  # collectives of cp, forward and backward
+    sharding: Number  # collectives of ZeRO-2 and -3, not in `forward` and `backward`
+
+    @property
+    def total(self) -> Number:
+        return self.forward + self.backward + self.sharding
+
+
+def block_seconds(
+    work: Work, layouts: Columns, machine: Machine, seq_len: Number, document_tokens: Number
+) -> Block:
+    """Seconds of one block and one micro-batch; half of the tp and cp collectives fall to each pass.
+
+    document_tokens: mean length of the documents that tokens attend in.
+    """
+    compute = block_compute(work, layouts, machine, seq_len, document_tokens)
+    launches_forward_again = layouts.recomputes("full") | layouts.recomputes("selective")
+    backward_launches = np.where(launches_forward_again, 3, 2) * machine.host_block
+    forward = launched(compute.forward, machine.host_block, machine)
+    backward = launched(compute.backward + compute.recomputation, backward_launches, machine)
+    tensor = tensor_collectives(work, layouts, machine, seq_len)
+    context = context_collectives(work, layouts, machine, seq_len)
+    per_pass = (tensor + context) / 2
+    return Block(
+        compute=compute,
+        forward=forward + per_pass,
+        backward=backward + per_pass,
+        launches=forward + backward - compute.total,
+        tensor=tensor,
+        context=context,
+        sharding=shard_collectives(work, layouts, machine, forward + per_pass, backward + per_pass),
+    )

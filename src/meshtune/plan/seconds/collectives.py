@@ -1,0 +1,182 @@
+"""Seconds of collectives: rings on the link or the network, and those of tp, cp, ZeRO and data parallelism.
+
+Per block and micro-batch: tp, cp, shards of ZeRO-2 and -3. Once a step: gradients, weights of ZeRO-1 and -2,
+and the optimizer's update.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshtune.plan.machine import Machine
+from meshtune.plan.seconds.gpu import rank_tokens
+from meshtune.plan.work import Columns, Number, Work
+
+# rings #
+
+
+def ring_bandwidth(machine: Machine, ranks: Number, in_node: Number) -> Number:
+    """Bytes/s that a ring of `ranks`, `in_node` of them in each node, moves past each rank.
+
+    Inside a node the link's; between nodes the group's part of a node's network, as the node's other GPUs are
+    in rings of their own.
+    """
+    inside = machine.link * machine.link_share
+    across = machine.network * machine.network_share * in_node / machine.node
+    return np.where(ranks > in_node, np.minimum(inside, across), inside)
+
+
+def ring_traffic(machine: Machine, size: Number, ranks: Number, in_node: Number) -> Number:
+    """Seconds for (n-1)/n of a tensor of `size` bytes to pass each rank of a ring (Chan et al. 2007)."""
+    return np.where(ranks > 1, size * (ranks - 1) / ranks / ring_bandwidth(machine, ranks, in_node), 0.0)
+
+
+def ring_collectives(
+    machine: Machine, size: Number, ranks: Number, in_node: Number, *, count: Number = 1.0
+) -> Number:
+    """Seconds of `count` all-gathers or reduce-scatters over tensors of `size` bytes, all together, whole.
+
+    Each goes once around a ring, whose steps between nodes and inside them wait for one another.
+
+    ranks, in_node: of the group, and of it in each node.
+    """
+    nodes = ranks / in_node
+    latency = (nodes - 1) * machine.network_latency + (ranks - nodes) * machine.link_latency
+    return ring_traffic(machine, size, ranks, in_node) + np.where(ranks > 1, count * latency, 0.0)
+
+
+def tree_all_reduce(machine: Machine, size: Number, ranks: Number, in_node: Number) -> Number:
+    """Seconds of an all-reduce of `size` bytes: the traffic of two all-gathers, the latency of a tree."""
+    step = np.where(ranks > in_node, machine.network_latency, machine.link_latency)
+    latency = np.where(ranks > 1, step * (1 + np.log2(ranks)), 0.0)
+    return 2 * ring_traffic(machine, size, ranks, in_node) + latency
+
+
+def zero_shards(layouts: Columns) -> Number:
+    """Ranks that ZeRO shards its state over."""
+    return layouts.dp_shard * layouts.cp
+
+
+def ranks_in_node(ranks: Number, neighbours: Number, machine: Machine) -> Number:
+    """Ranks of a group that are in one node, where `neighbours` consecutive GPUs lie between two of them."""
+    return np.minimum(ranks, np.maximum(1.0, machine.node / neighbours))
+
+
+def exposed(computing: Number, collective: Number, overlap: Number) -> Number:
+    """Seconds that a collective adds to the computation beside it, which hides a share `overlap` of it."""
+    return np.maximum(collective - computing, 0.0) + (1 - overlap) * np.minimum(computing, collective)
+
+
+# of a block, for one micro-batch #
+
+
+def tensor_collectives(work: Work, layouts: Columns, machine: Machine, seq_len: Number) -> Number:
+    """Exposed seconds of tensor parallelism in one block: all-reduces of hidden states.
+
+    Two in the forward, two in the backward, two more where the backward repeats the forward (Shoeybi et al.
+    2019, arXiv:1909.08053, section 3). With sp, an all-gather and a reduce-scatter in place of each.
+    """
+    hidden_bytes = machine.element * rank_tokens(layouts, seq_len) * work.hidden
+    in_node = ranks_in_node(layouts.tp, 1.0, machine)
+    all_reduce = tree_all_reduce(machine, hidden_bytes, layouts.tp, in_node)
+    repeated = layouts.recomputes("full") | (layouts.recomputes("selective") & (machine.selective > 0))
+    return 2 * all_reduce * (2 + repeated) * (1 - machine.tensor_overlap)
+
+
+def context_collectives(work: Work, layouts: Columns, machine: Machine, seq_len: Number) -> Number:
+    """Exposed seconds of context parallelism in one block.
+
+    All-gathers of keys and values, or with ulysses all-to-alls of sequences for heads (Jacobs et al. 2023,
+    arXiv:2309.14509); once in the forward, once in the backward, once where the forward is repeated.
+    """
+    tokens, cp = rank_tokens(layouts, seq_len), layouts.cp
+    in_node = ranks_in_node(cp, layouts.tp, machine)
+    keys = sum(core.count * core.key_heads * (core.qk_dim + core.v_dim) for core in work.cores)
+    heads = sum(
+        core.count * (core.query_heads + core.key_heads) * (core.qk_dim + core.v_dim) for core in work.cores
+    )
+    gathered_bytes = machine.element * tokens * cp * (keys / layouts.tp)
+    exchanged_bytes = machine.element * tokens * (heads / layouts.tp)
+    all_gather = ring_collectives(machine, gathered_bytes, cp, in_node)
+    all_to_all = ring_collectives(machine, exchanged_bytes, cp, in_node)
+    times = np.where(layouts.recomputes("none"), 2, 3)
+    return np.where(layouts.ulysses > 0, all_to_all, all_gather) * times * (cp > 1)
+
+
+def shard_collectives(
+    work: Work, layouts: Columns, machine: Machine, forward: Number, backward: Number
+) -> Number:
+    """Exposed seconds of ZeRO-3's all-gathers and ZeRO-2's and -3's reduce-scatters of one block.
+
+    ZeRO-3 gathers weights in the forward and again in the backward (Rajbhandari et al. 2020, section 7).
+
+    forward, backward: seconds of the passes beside which they run.
+    """
+    shards = zero_shards(layouts)
+    in_node = ranks_in_node(shards, layouts.tp, machine)
+    weights = work.block_parameters / layouts.tp / machine.shard_share
+    gather = ring_collectives(machine, machine.weight_bytes * weights, shards, in_node)
+    trained = work.trained_block_parameters / layouts.tp / machine.shard_share
+    scatter = ring_collectives(machine, machine.scatter_bytes * trained, shards, in_node)
+    beside_backward = np.where(layouts.zero == 3, gather + scatter, np.where(layouts.zero == 2, scatter, 0.0))
+    beside_forward = np.where(layouts.zero == 3, exposed(forward, gather, machine.shard_overlap), 0.0)
+    return beside_forward + exposed(backward, beside_backward, machine.shard_overlap)
+
+
+# of a step #
+
+
+def trained_on_rank(work: Work, layouts: Columns) -> Number:
+    """Trained parameters of a rank, after tp and pp; of a pipeline's ranks, one with embedding or head."""
+    blocks = work.blocks / layouts.pp * work.trained_block_parameters
+    return (blocks + outside_blocks(work, layouts) * work.trained_outside) / layouts.tp
+
+
+def outside_blocks(work: Work, layouts: Columns) -> Number:
+    """Parameters outside the blocks on a pipeline rank that has some, before tp: in a pipeline one matrix."""
+    return np.where(layouts.pp > 1, work.vocabulary * work.hidden, work.outside_parameters)
+
+
+def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block_backward: Number) -> Number:
+    """Exposed seconds, once a step, of collectives on gradients and weights that are not each block's own.
+
+    Gradients are all-reduced between replicas and under ZeRO-1 reduce-scattered, a share of it hidden behind
+    the last backward; ZeRO-1 and -2 gather weights once, before the first forward. ZeRO-2's and -3's
+    collectives of what is outside the blocks come with each micro-batch and have nothing to hide behind.
+
+    block_backward: seconds of one block's backward.
+    """
+    zero, blocks = layouts.zero, work.blocks / layouts.pp
+    shards, outside = zero_shards(layouts), outside_blocks(work, layouts)
+    shards_in_node = ranks_in_node(shards, layouts.tp, machine)
+    whole = (work.blocks * work.block_parameters / layouts.pp + outside) / layouts.tp
+    trained = trained_on_rank(work, layouts)
+    replicas = np.where(zero > 0, layouts.dp_replicate, layouts.data_ranks * layouts.cp)
+    neighbours = layouts.tp * np.where(zero > 0, shards, 1.0)
+    replicas_in_node = ranks_in_node(replicas, neighbours, machine)
+    reduced = np.where(zero > 0, trained / shards, trained)
+    count = np.where(machine.data_overlap > 0, blocks, 1.0)  # a collective for each block, or one for all
+
+    reduce_bytes, scatter_bytes = machine.gradient_bytes * reduced, machine.gradient_bytes * trained
+    all_reduce = 2 * ring_collectives(machine, reduce_bytes, replicas, replicas_in_node, count=count)
+    reduce_scatter = ring_collectives(machine, scatter_bytes, shards, shards_in_node, count=count)
+    reducing = all_reduce + np.where(zero == 1, reduce_scatter, 0.0)
+    hidden = np.minimum(reducing * machine.data_overlap, block_backward * work.blocks / layouts.pp)
+    weight_gather = ring_collectives(
+        machine, machine.weight_bytes * whole, shards, shards_in_node, count=count
+    )
+    gathered_once = np.where((zero == 1) | (zero == 2), weight_gather, 0.0)
+
+    root = outside / layouts.tp / machine.shard_share
+    root_gather = ring_collectives(machine, 2 * machine.weight_bytes * root, shards, shards_in_node)
+    root_gradients = machine.scatter_bytes * root * work.trained_outside
+    root_scatter = ring_collectives(machine, root_gradients, shards, shards_in_node)
+    of_root = np.where(zero == 3, root_gather, 0.0) + np.where(zero >= 2, root_scatter, 0.0)
+    return reducing - hidden + gathered_once + layouts.gradient_accumulation_steps * of_root
+
+
+def optimizer_update(work: Work, layouts: Columns, machine: Machine) -> Number:
+    """Seconds to update a rank's trained parameters, or its ZeRO shard of them: memory traffic."""
+    trained = trained_on_rank(work, layouts)
+    updated = np.where(layouts.zero > 0, trained / zero_shards(layouts), trained)
+    return updated * machine.optimizer_bytes / (machine.bandwidth * machine.memory)

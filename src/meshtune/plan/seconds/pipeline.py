@@ -1,0 +1,93 @@
+"""Seconds of a pipeline: sends between stages, and the bubble."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshtune.plan.machine import Machine
+from meshtune.plan.seconds.block import Block
+from meshtune.plan.seconds.collectives import ranks_in_node, ring_collectives
+from meshtune.plan.seconds.gpu import rank_tokens
+from meshtune.plan.work import Columns, Number, Work
+
+SEND_SHARE_OF_LINK = 0.5  # of the link's bandwidth, for one send to one neighbour; assumed
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Seconds that a pipeline costs a rank."""
+
+    sends: Number  # of one micro-batch through the rank's stages, forward and backward
+    bubble: Number  # of a step: waiting for the first and last micro-batches and for the slowest stage
+
+
+def pipeline_seconds(
+    work: Work, layouts: Columns, machine: Machine, seq_len: Number, *, block: Block, head: Number
+) -> Pipeline:
+    """Seconds of sends and bubble. All stages wait for the slowest one, which may be the one with the head.
+
+    head: seconds of the head and the loss for one micro-batch.
+    """
+    slowest_blocks = _slowest_stage(work.blocks, layouts.pp, head / block.total, machine.balanced)
+    hidden_bytes = machine.element * rank_tokens(layouts, seq_len) * work.hidden
+    parts = np.where((layouts.sp > 0) | (machine.send_split > 0), layouts.tp, 1.0)
+    send = _send(hidden_bytes / parts, layouts.tp * layouts.cp * layouts.data_ranks, machine)
+    gather = ring_collectives(machine, hidden_bytes, parts, ranks_in_node(parts, 1.0, machine))
+    send = send + np.where(layouts.sp > 0, 0.0, gather)
+    sends = 2 * send * layouts.virtual_stages * (layouts.pp > 1)
+    blocks = work.blocks / layouts.pp
+    stage = block.total * blocks + sends + machine.host_micro_batch
+    slowest = block.total * slowest_blocks + sends + machine.host_micro_batch
+    bubble = _bubble(layouts, stage, block.forward * blocks, block.compute.weights * blocks)
+    uneven = np.where(layouts.pp > 1, layouts.gradient_accumulation_steps * (slowest - stage), 0.0)
+    return Pipeline(sends, bubble + uneven)
+
+
+def _slowest_stage(blocks: Number, pp: Number, head_blocks: Number, balanced: Number) -> Number:
+    """Cost of the slowest stage in blocks.
+
+    head_blocks: cost of the head in blocks. balanced: as in Machine.
+    """
+    equal = np.ceil(blocks / pp - 1e-9) + np.where(pp > 1, head_blocks, 0.0)
+    on_last = np.maximum(1.0, np.round((blocks + head_blocks) / pp - head_blocks))
+    on_others = np.ceil((blocks - on_last) / np.maximum(pp - 1, 1.0) - 1e-9)
+    by_cost = np.where(pp > 1, np.maximum(on_last + head_blocks, on_others), blocks)
+    return np.where(balanced > 0, by_cost, equal)
+
+
+def _send(size: Number, stage_gpus: Number, machine: Machine) -> Number:
+    """Seconds to send `size` bytes to the next stage: over the network once a stage fills a node or more."""
+    across = machine.network * machine.network_share / machine.node * machine.send_share
+    inside = machine.link * SEND_SHARE_OF_LINK
+    return np.where(stage_gpus >= machine.node, size / across, size / inside) + machine.network_latency
+
+
+def _bubble(layouts: Columns, stage: Number, forward: Number, weights: Number) -> Number:
+    """Seconds in which a rank waits for the first micro-batches and for the last ones.
+
+    stage, forward, weights: seconds of a rank's stages for one micro-batch: all, their forward, their
+    gradients of weights. With F = forward, W = weights, B = the gradients of activations:
+
+        GPipe, 1F1B   (pp - 1)·(F + B + W)                      Narayanan et al. 2021, section 2.2
+        interleaved   a v-th of it                              the same
+        ZB-H1         (pp - 1)·(F + B - W)                      Qi et al. 2024, arXiv:2401.10241
+        ZBV           (pp - 1)·(F + B - 2W), over half stages   the same
+        DualPipeV     (pp - 1)·(F + 2B - W), over half stages   DeepSeek-AI 2024, arXiv:2412.19437, table 2,
+                                                                with no overlap inside a pair
+
+    Zero-bubble schedules wait at least half a forward, as F, B and W are never quite equal. With fewer
+    micro-batches than ranks, each further stage of a rank waits pp - m stages for the first one to return.
+    """
+    chunk = stage / layouts.virtual_stages
+    saved = np.where(layouts.runs("zb"), 2 * weights, np.where(layouts.runs("zbv"), 3 * weights, 0.0))
+    saved = np.where(layouts.runs("dualpipev"), 3 * weights + forward - stage, saved)
+    saved = saved / layouts.virtual_stages
+    per_rank = np.where(layouts.runs("gpipe", "1f1b"), stage, chunk)
+    at_least = forward / layouts.virtual_stages * 0.5
+    at_least = np.where(layouts.runs("zb", "zbv", "dualpipev"), at_least, 0.0)
+    missing = np.maximum(layouts.pp - layouts.gradient_accumulation_steps, 0.0)
+    returning = missing * (layouts.virtual_stages - 1) * chunk
+    bubble = (layouts.pp - 1) * np.maximum(per_rank - saved, at_least) + returning
+    return np.where(layouts.pp > 1, bubble, 0.0)

@@ -1,0 +1,93 @@
+"""Seconds of an optimizer step under a layout: closed forms, part by part.
+
+    a block's matmuls, attention, elementwise passes   gpu.py          roofline on one GPU
+    + collectives of tp, cp, ZeRO beside it            collectives.py  rings, on the link or the network
+    x blocks x micro-batches + sends and bubble        pipeline.py
+    + gradients of data parallelism, + the optimizer   collectives.py
+
+Efficiencies belong to a GPU kind, a software stack or a cluster (hardware.toml, stacks.toml), never to a
+layout. Every number is a float or an array, one element per layout; seconds, bytes, FLOP/s throughout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from meshtune.plan.machine import Machine
+from meshtune.plan.seconds.block import block_seconds
+from meshtune.plan.seconds.collectives import gradient_collectives, optimizer_update
+from meshtune.plan.seconds.gpu import block_compute, head_and_loss, rank_tokens
+from meshtune.plan.seconds.pipeline import pipeline_seconds
+from meshtune.plan.work import Columns, Number, Work
+
+PARTS = ("compute", "tensor", "context", "pipeline", "data", "optimizer", "bubble", "host")
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds of one step on a rank, by part: exposed time, so that the parts add up to the step."""
+
+    compute: Number  # with recomputation, and a pipeline's mean share of the head
+    tensor: Number  # collectives between tensor-parallel ranks
+    context: Number  # collectives between context-parallel ranks
+    pipeline: Number  # sends between stages
+    data: Number  # collectives on weights and gradients
+    optimizer: Number  # the update
+    bubble: Number  # waiting for other pipeline stages
+    host: Number  # launches, and the host's work for each micro-batch and step
+
+    @property
+    def total(self) -> Number:
+        return sum(getattr(self, part.name) for part in fields(self))
+
+
+def step(
+    work: Work, layouts: Columns, machine: Machine, seq_len: Number, document_tokens: Number | None = None
+) -> Seconds:
+    """Seconds of one optimizer step.
+
+    document_tokens: mean length of the documents that tokens attend in (the sum of their squared lengths over
+    the sum of their lengths); None: whole sequences.
+    """
+    document_tokens = _within(seq_len, document_tokens)
+    block = block_seconds(work, layouts, machine, seq_len, document_tokens)
+    head = head_and_loss(machine, rank_tokens(layouts, seq_len), work, layouts.tp)
+    pipeline = pipeline_seconds(work, layouts, machine, seq_len, block=block, head=head)
+    micro_batches = layouts.gradient_accumulation_steps
+    blocks = micro_batches * work.blocks / layouts.pp
+    heads = micro_batches * head / layouts.pp  # the last stage's, shared out over ranks; the rest is bubble
+    return Seconds(
+        compute=blocks * block.compute.total + heads,
+        tensor=blocks * block.tensor,
+        context=blocks * block.context,
+        pipeline=micro_batches * pipeline.sends,
+        data=blocks * block.sharding + gradient_collectives(work, layouts, machine, block.backward),
+        optimizer=optimizer_update(work, layouts, machine),
+        bubble=pipeline.bubble - np.where(layouts.pp > 1, heads, 0.0),
+        host=blocks * block.launches + micro_batches * machine.host_micro_batch + machine.host_step,
+    )
+
+
+def compute_parts(
+    work: Work, layouts: Columns, machine: Machine, seq_len: Number, document_tokens: Number | None = None
+) -> dict[str, Number]:
+    """Seconds of `Seconds.compute` by kind of work; they add up to it. document_tokens: as in `step`."""
+    block = block_compute(work, layouts, machine, seq_len, _within(seq_len, document_tokens))
+    head = head_and_loss(machine, rank_tokens(layouts, seq_len), work, layouts.tp)
+    micro_batches = layouts.gradient_accumulation_steps
+    blocks = micro_batches * work.blocks / layouts.pp
+    return {
+        "matmuls": blocks * (block.matmul_forward + block.matmul_inputs + block.matmul_weights),
+        "attention": blocks * (block.attention_forward + block.attention_backward),
+        "elementwise": blocks * 3 * block.elementwise_forward,
+        "accumulation": blocks * block.accumulation,
+        "recomputation": blocks * block.recomputation,
+        "head": micro_batches * head / layouts.pp,
+    }
+
+
+def _within(seq_len: Number, document_tokens: Number | None) -> Number:
+    """Mean document length that fits the sequence."""
+    return seq_len if document_tokens is None else np.minimum(document_tokens, seq_len)
