@@ -7,7 +7,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from meshtune.model.census import Census
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny import make_rows, make_tokenizer, write_rows
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel
 from meshtune import config
 from meshtune.layout import Layout
 from meshtune.model.trace import census_of
+from meshtune.placement.census import Census
 from meshtune.rundir import RunDir
 from meshtune.train import build, loop, memory
 

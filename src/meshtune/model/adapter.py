@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from meshtune.errors import UserError
-from meshtune.model.lora import adapted, add_lora
+from meshtune.model.lora import add_lora, lora_layers
 from meshtune.model.save import (
     ADAPTER_CONFIG,
     complete_folder,
@@ -47,7 +47,7 @@ def save_adapter(
     tokenizer: PreTrainedTokenizerBase | None,
     *,
     base_name: str,
-    r: int,
+    lora_rank: int,
     alpha: float,
     dropout: float = 0.0,
     embeddings: bool = False,
@@ -56,13 +56,13 @@ def save_adapter(
 ) -> None:
     """Write the adapters of `model` as a peft adapter of the model `base_name`.
 
-    r, alpha, dropout: of `add_lora`. embeddings: True to write the embedding and the head with it, whole,
-    under the names that peft gives them (tokens were added, or they are trained); peft then demands that the
-    base is resized before it loads the adapter, `base.resize_token_embeddings(len(tokenizer))`, which
-    `load_adapter` does by itself. card, stop_ids: as of `save_model`; stop_ids go into a
+    lora_rank, alpha, dropout: of `add_lora`. embeddings: True to write the embedding and the head with it,
+    whole, under the names that peft gives them (tokens were added, or they are trained); peft then demands
+    that the base is resized before it loads the adapter, `base.resize_token_embeddings(len(tokenizer))`,
+    which `load_adapter` does by itself. card, stop_ids: as of `save_model`; stop_ids go into a
     generation_config.json (`GenerationConfig.from_pretrained`).
     """
-    layers = adapted(model)
+    layers = lora_layers(model)
     tensors: dict[str, Tensor] = {}
     for name, layer in layers.items():
         tensors[f"{PREFIX}{name}.lora_A.weight"] = layer.lora_A
@@ -73,7 +73,7 @@ def save_adapter(
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name,
-        "r": r,
+        "r": lora_rank,
         "lora_alpha": alpha,
         "lora_dropout": dropout,
         "target_modules": sorted(layers),  # whole names, so that nothing else can match
@@ -113,7 +113,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> dict[str, Any]:
     names = sorted({name.rpartition(".lora_")[0] for name in tensors if ".lora_" in name})
     add_lora(
         model,
-        r=settings["r"],
+        lora_rank=settings["r"],
         alpha=settings["lora_alpha"],
         dropout=settings.get("lora_dropout", 0.0),
         target_modules=names,
@@ -122,7 +122,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> dict[str, Any]:
     if embed_name in tensors and len(tensors[embed_name]) != tables(model)[0].num_embeddings:
         resize_to(model, len(tensors[embed_name]))
     parameters: dict[str, Tensor] = dict(embedding_and_head(model))
-    for name, layer in adapted(model).items():
+    for name, layer in lora_layers(model).items():
         parameters |= {f"{name}.lora_A.weight": layer.lora_A, f"{name}.lora_B.weight": layer.lora_B}
     missing = [name for name in parameters if ".lora_" in name and name not in tensors]
     problems = [f"{folder} lacks {name}." for name in missing[:10]]

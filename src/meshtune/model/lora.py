@@ -46,7 +46,7 @@ ADAPTED = {nn.Linear: LoraLinear, Conv1D: LoraConv1D}
 def add_lora(
     model: PreTrainedModel,
     *,
-    r: int,
+    lora_rank: int,
     alpha: float,
     dropout: float = 0.0,
     target_modules: Literal["all-linear"] | list[str] = "all-linear",
@@ -54,15 +54,15 @@ def add_lora(
 ) -> list[str]:
     """Freeze `model` and add adapters to the target linear layers, in place; returns the layers' names.
 
-    r: rank of the adapters. alpha: their output is scaled by alpha / r. target_modules: names or endings of
+    lora_rank: r above. alpha: adapters' output is scaled by alpha / r. target_modules: names or endings of
     names ("q_proj", "self_attn.o_proj"), or "all-linear": every linear layer but the output head. dtype: of
     the adapters; None: the weight's, but at least fp32. A is drawn from torch's global generator.
 
-    Raises UserError for r < 1, a dropout outside [0, 1), or targets that name no linear layer.
+    Raises UserError for a rank below 1, a dropout outside [0, 1), or targets that name no linear layer.
     """
     problems = []
-    if r < 1:
-        problems.append(f"lora.r={r} must be at least 1.")
+    if lora_rank < 1:
+        problems.append(f"lora.r={lora_rank} must be at least 1.")
     if not 0 <= dropout < 1:
         problems.append(f"lora.dropout={dropout} must be at least 0 and below 1.")
     names, unknown = _targets(model, target_modules)
@@ -70,7 +70,7 @@ def add_lora(
         raise UserError(problems)
     model.requires_grad_(False)
     for name in names:
-        adapt(model.get_submodule(name), r, alpha, dropout, dtype)
+        adapt(model.get_submodule(name), lora_rank, alpha, dropout, dtype)
     return names
 
 
@@ -101,17 +101,19 @@ def _targets(model: PreTrainedModel, target_modules: str | list[str]) -> tuple[l
     return [name for name in linears if name in selected], problems
 
 
-def adapt(module: Any, r: int, alpha: float, dropout: float = 0.0, dtype: torch.dtype | None = None) -> None:
-    """Add an adapter to one linear layer, in place. r, alpha, dropout, dtype: see `add_lora`."""
+def adapt(
+    module: Any, lora_rank: int, alpha: float, dropout: float = 0.0, dtype: torch.dtype | None = None
+) -> None:
+    """Add an adapter to one linear layer, in place; the arguments are those of `add_lora`."""
     weight = module.weight
     rows, columns = weight.shape  # [out, in] of a Linear
     if ADAPTED[type(module)] is LoraConv1D:
         rows, columns = columns, rows
     dtype = dtype or (weight.dtype if weight.dtype.itemsize >= 4 else torch.float32)
-    module.lora_A = nn.Parameter(torch.empty(r, columns, dtype=dtype, device=weight.device))
-    module.lora_B = nn.Parameter(torch.zeros(rows, r, dtype=dtype, device=weight.device))
+    module.lora_A = nn.Parameter(torch.empty(lora_rank, columns, dtype=dtype, device=weight.device))
+    module.lora_B = nn.Parameter(torch.zeros(rows, lora_rank, dtype=dtype, device=weight.device))
     nn.init.kaiming_uniform_(module.lora_A, a=math.sqrt(5))
-    module.lora_scale = alpha / r
+    module.lora_scale = alpha / lora_rank
     module.lora_dropout = dropout
     # A change of class, not a patched method: deepcopy, pickling and torch.compile follow it by themselves.
     module.__class__ = ADAPTED[type(module)]
@@ -124,14 +126,14 @@ def drawn(model: nn.Module) -> dict[str, Tensor]:
     generator.
     """
     values: dict[str, Tensor] = {}
-    for name, layer in adapted(model).items():
+    for name, layer in lora_layers(model).items():
         values[f"{name}.lora_A"] = torch.empty_like(layer.lora_A, device="cpu")
         values[f"{name}.lora_B"] = torch.zeros_like(layer.lora_B, device="cpu")
         nn.init.kaiming_uniform_(values[f"{name}.lora_A"], a=math.sqrt(5))
     return values
 
 
-def adapted(model: nn.Module) -> dict[str, _Lora]:
+def lora_layers(model: nn.Module) -> dict[str, _Lora]:
     """Return the layers of `model` that have an adapter, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, _Lora)}
 
@@ -139,7 +141,7 @@ def adapted(model: nn.Module) -> dict[str, _Lora]:
 @torch.no_grad()
 def merge_lora(model: nn.Module) -> None:
     """Add every adapter to its layer's weight, in at least fp32, and remove the adapter, in place."""
-    for layer in adapted(model).values():
+    for layer in lora_layers(model).values():
         module: Any = layer  # pyright does not see that it is a Linear or Conv1D too
         wide = torch.promote_types(module.lora_A.dtype, torch.float32)
         delta = module.lora_B.to(wide) @ module.lora_A.to(wide) * module.lora_scale  # [out, in]

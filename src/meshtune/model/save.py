@@ -27,7 +27,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from meshtune.errors import UserError
 from meshtune.model.files import INDEX, WEIGHTS
-from meshtune.model.lora import adapted
+from meshtune.model.lora import lora_layers
 from meshtune.model.pieces import Piece
 from meshtune.rundir import flush
 
@@ -89,7 +89,7 @@ def save_model(
     model was trained to end an answer with; transformers' `generate` stops at them. Merge adapters first
     (`merge_lora`) or use `save_adapter`.
     """
-    assert not adapted(model), "merge_lora or save_adapter first: a plain model has no place for adapters"
+    assert not lora_layers(model), "merge_lora or save_adapter first: a plain model has no place for adapters"
     config, generation = model.config, model.generation_config
     with complete_folder(Path(folder)) as aside:
         try:  # the live model keeps its own

@@ -31,9 +31,9 @@ from meshtune.model.anatomy import (
     repeated_heads,
     tensor_plan,
 )
-from meshtune.model.kept import STAND_IN, kept_by_blocks
-from meshtune.model.kept import TOKENS as KEPT_TOKENS
 from meshtune.model.matmuls import TOKENS, BareMatmul, DispatchedMatmuls, ParameterMatmuls
+from meshtune.model.saved_tensors import STAND_IN, saved_by_block
+from meshtune.model.saved_tensors import TOKENS as SAVED_TOKENS
 from meshtune.placement.census import Attention, Block, Census, Kept, Matrix, Parameter
 
 ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(\..+)?")  # the names of LoRA's parameters
@@ -173,8 +173,8 @@ def _forward(
     saved = {}
     if reason is None and attention == STAND_IN and not written_out:
         with suppress(UserError):  # a model that we count but can't train
-            inputs = _inputs(KEPT_TOKENS, with_mask)
-            saved = kept_by_blocks(copy.deepcopy(model), frozen, adapters, inputs)
+            inputs = _inputs(SAVED_TOKENS, with_mask)
+            saved = saved_by_block(copy.deepcopy(model), frozen, adapters, inputs)
     return Traced(model, frozen, adapters, reason, recorded.matrices, cores, saved)
 
 

@@ -269,7 +269,7 @@ def exporter_of(
     """The exporter of a run, or of a whole model. pieces, world, dtype: as Exporter has them."""
     embeddings = model.get_input_embeddings().weight.requires_grad
     adapter = {
-        "r": config.lora.r,
+        "lora_rank": config.lora.r,
         "alpha": config.lora.alpha,
         "dropout": config.lora.dropout,
         "embeddings": embeddings,

@@ -180,7 +180,7 @@ def trainable_skeleton(spec: ModelSpec) -> tuple[PreTrainedModel, int]:
         targets = spec.lora.target_modules
         add_lora(
             model,
-            r=spec.lora.r,
+            lora_rank=spec.lora.r,
             alpha=spec.lora.alpha,
             dropout=spec.lora.dropout,
             target_modules="all-linear" if targets == "all-linear" else list(targets),

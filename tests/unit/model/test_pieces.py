@@ -214,14 +214,14 @@ def test_adapters_are_those_of_one_device(family, added, save, tokenizer):
         torch.manual_seed(5)
         if added:
             resize_embeddings(model, tokenizer)
-        add_lora(model, r=4, alpha=8)
+        add_lora(model, lora_rank=4, alpha=8)
         return model
 
     one, model = adapted(one_device(folder)), adapted(on_meta(folder))
     weights = Weights(mapped(str(folder), dtype=FP32) | drawn(model))
     after = torch.get_rng_state()
     torch.manual_seed(5)
-    add_lora(one_device(folder), r=4, alpha=8)
+    add_lora(one_device(folder), lora_rank=4, alpha=8)
     assert torch.equal(torch.get_rng_state(), after)  # whatever is drawn next is the same as well
     for parts in ({}, {0: (3, 2)}, {1: (3, 0)}):
         assert differing(filled(model, weights, parts), one) == []

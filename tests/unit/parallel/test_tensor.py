@@ -51,7 +51,7 @@ def build(config, dtype=torch.float64, lora=None):
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, 0 if "bias" in name else 1, 0.2)
     if lora is not None:
-        add_lora(model, r=4, alpha=8, dtype=dtype, **lora)
+        add_lora(model, lora_rank=4, alpha=8, dtype=dtype, **lora)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter)

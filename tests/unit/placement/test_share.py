@@ -150,7 +150,7 @@ def test_a_tensor_parallel_rank_holds_what_split_model_leaves_it(family, tp, lor
     for rank in range(tp):
         model = AutoModelForCausalLM.from_config(config)
         if lora:
-            add_lora(model, r=3, alpha=6)
+            add_lora(model, lora_rank=3, alpha=6)
         found = share(census_of(model), Layout(tp=tp), rank)
         split_model(model, anatomy(model), Axis("tp", tp, rank), sequence=False)
 

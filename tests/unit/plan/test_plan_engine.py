@@ -68,7 +68,7 @@ def census_for(family: str, blocks: int = 2, method: str = "full", tied: bool | 
         config.tie_word_embeddings = tied
     model = AutoModelForCausalLM.from_config(config)
     if method == "lora":
-        add_lora(model, r=3, alpha=6)
+        add_lora(model, lora_rank=3, alpha=6)
     elif method == "embedding":
         model.get_input_embeddings().requires_grad_(False)
     return census_of(model)
