@@ -9,7 +9,7 @@ import torch
 from layouts import Trained, make_folder, trained
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from meshtune.train import memory
+from meshtune.meter import phases
 
 
 @pytest.fixture(scope="session")
@@ -34,5 +34,5 @@ def reference(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 @pytest.fixture(autouse=True)
 def unwatched() -> Iterator[None]:
     """Counting the memory of the first steps would take as long as all else."""
-    with patch.object(memory, "WATCHED_STEPS", 0):
+    with patch.object(phases, "WATCHED_STEPS", 0):
         yield

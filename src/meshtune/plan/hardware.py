@@ -15,6 +15,7 @@ from meshtune.units import GIB, TERA
 
 OTHERS = {"MIG", "Laptop", "D"}  # a slice of a GPU, and slower chips that share a name
 GIGA = 10**9
+RATES = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "bf16-pure": "bf16"}  # precision -> rate of a Gpu
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,15 @@ def named(device_name: str) -> Gpu | None:
         return None
     fitting = [gpu for gpu in catalogue().values() if words.issuperset(gpu.words)]
     return max(fitting, key=lambda gpu: len(gpu.words), default=None)
+
+
+def datasheet_flops(device_name: str, precision: str) -> float | None:
+    """Dense peak FLOP/s of a device as its driver names it; None when unknown, as for a slice of a GPU.
+
+    precision: fp32, tf32 (fp32 with TensorFloat-32 matmuls allowed), bf16, bf16-pure; others have no figure.
+    """
+    gpu = named(device_name)
+    return getattr(gpu, RATES[precision]) if gpu is not None and precision in RATES else None
 
 
 def _tables(file: str) -> dict[str, dict[str, Any]]:

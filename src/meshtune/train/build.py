@@ -27,6 +27,8 @@ from meshtune.data.stream import Stream
 from meshtune.data.template import Encoder
 from meshtune.errors import UserError
 from meshtune.layout import Layout
+from meshtune.meter.mfu import flops_of, peak_flops
+from meshtune.meter.phases import PhaseMemory
 from meshtune.model.anatomy import anatomy, auto_attention, hidden_pattern, traits
 from meshtune.model.census import Census
 from meshtune.model.load import (
@@ -49,6 +51,7 @@ from meshtune.parallel.apply import Parallel, apply
 from meshtune.parallel.mesh import World, join
 from meshtune.parallel.recompute import recompute_blocks
 from meshtune.plan.advice import Refused
+from meshtune.plan.hardware import datasheet_flops
 from meshtune.rundir import RunDir
 from meshtune.train import folder, planning
 from meshtune.train.checkpoint import Checkpoints
@@ -57,13 +60,11 @@ from meshtune.train.export import Exporter, SharedExporter, recipe
 from meshtune.train.generate import answers, answers_of_all
 from meshtune.train.loop import Run, restore, seed_dropout
 from meshtune.train.loss import finish_loss
-from meshtune.train.memory import PhaseMemory
-from meshtune.train.metrics import Metrics, tracker_problems
-from meshtune.train.mfu import flops_of, peak_flops
 from meshtune.train.optim import Optimizer, key_of, parts_of
 from meshtune.train.schedule import learning_rate, warmup
 from meshtune.train.signals import StopRequest
 from meshtune.train.step import ManyRanks, OneDevice, Passes
+from meshtune.train.trackers import Metrics, tracker_problems
 
 # precision -> (dtype of the parameters in forward and backward passes, dtype they are trained in)
 PRECISIONS = {
@@ -104,7 +105,7 @@ def build(config: Config, *, ranks: int | None = None) -> Run:
         total_steps=steps,
         start_step=resumed or 0,
         world=layout.world,
-        peak_flops_per_second=peak_flops(device, config.train.precision),
+        peak_flops_per_second=peak_flops(device, config.train.precision, datasheet_flops),
         settings=config.model_dump(mode="json"),
     )
     checkpoints = Checkpoints(

@@ -41,8 +41,8 @@ from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.evaluate import Evaluation
 from meshtune.train.export import push
 from meshtune.train.generate import answers
-from meshtune.train.metrics import Metrics
 from meshtune.train.step import OneDevice
+from meshtune.train.trackers import Metrics
 from meshtune.units import human
 
 

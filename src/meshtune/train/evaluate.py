@@ -14,8 +14,8 @@ from meshtune.parallel.mesh import World
 from meshtune.rundir import RunDir
 from meshtune.train.generate import evaluating
 from meshtune.train.loss import finish_loss
-from meshtune.train.metrics import Metrics
 from meshtune.train.step import Passes
+from meshtune.train.trackers import Metrics
 
 
 @dataclass(frozen=True)
