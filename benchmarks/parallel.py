@@ -54,6 +54,7 @@ from meshtune.layout import Layout
 from meshtune.model.load import quiet
 from meshtune.parallel.mesh import World, join
 from meshtune.train import build, choose, inputs
+from meshtune.train.heap import releasing
 from meshtune.train.model import single_model
 from meshtune.watch import Limits
 
@@ -78,13 +79,14 @@ Step = Callable[[Batch], tuple[float, Any]]
 def meshtune(settings: Config) -> tuple[Iterator[Any], Step]:
     """The real thing, as train/loop.py steps it."""
     run = build.build(settings)
+    phase = releasing(run.memory.phase, run.world.device)
 
     def step(batch: Batch) -> tuple[float, Any]:
-        share = run.passes.forward_backward(batch, run.memory.phase)
+        share = run.passes.forward_backward(batch, phase)
         loss, squares = run.world.sum_over_ranks(share, run.optimizer.squared_norm())
         norm = math.sqrt(squares)
         run.optimizer.clip(norm, run.max_grad_norm)
-        with run.memory.phase("optimizer"):
+        with phase("optimizer"):
             run.optimizer.step(LEARNING_RATE)
         return loss, norm
 

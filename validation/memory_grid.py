@@ -48,13 +48,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from meshtune import config, launch
 from meshtune.config import ClusterConfig, Config
 from meshtune.launch import Rank
 from meshtune.layout import Layout
+from meshtune.meter.ledger import GATHERED, storage_bytes
+from meshtune.meter.phases import WATCHED_STEPS, PhaseMemory
 from meshtune.model.anatomy import traits
 from meshtune.model.trace import census_of
 from meshtune.parallel.pipeline import Pipeline
@@ -70,7 +71,6 @@ from meshtune.plan.workload import Workload
 from meshtune.precision import PRECISIONS
 from meshtune.rundir import write_text_atomically
 from meshtune.train import build, loop
-from meshtune.train.memory import ACTIVATIONS, WATCHED_STEPS, PhaseMemory, storage_bytes
 
 SEQ_LEN = 512
 MODEL = LlamaConfig(
@@ -111,9 +111,7 @@ class Recorder(PhaseMemory):
     """
 
     def __init__(self, watched: PhaseMemory, buffers: Callable[[], list[Tensor]]) -> None:
-        super().__init__(watched.model, watched.optimizer, watched.device)
-        self.buffers = buffers
-        self.sharded = any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
+        super().__init__(watched.model, watched.optimizer, watched.device, buffers=buffers)
         self.steps: list[dict[str, Any]] = []
         self.states: dict[str, int] = {}
 
@@ -129,8 +127,7 @@ class Recorder(PhaseMemory):
     def phase(self, name: str) -> Iterator[None]:
         parameters = storage_bytes(list(self.model.parameters()))
         if name == "forward":
-            whole: list[Tensor] = [p for p in self.model.parameters() if not isinstance(p, DTensor)]
-            self.states["gathered"] = storage_bytes(whole) if self.sharded else 0
+            self.states["gathered"] = storage_bytes(self.known()[GATHERED])
         elif name == "optimizer":
             masters = storage_bytes([*self.model.parameters(), *self._state()]) - parameters
             gradients = storage_bytes(self.optimizer.gradients())
@@ -141,11 +138,6 @@ class Recorder(PhaseMemory):
     def _state(self) -> list[Tensor]:
         """The optimizer's, masters among them; not its counters of steps."""
         return [tensor for tensor in self.optimizer.state().values() if tensor.ndim]
-
-    def _tag(self) -> None:
-        super()._tag()
-        assert self._ledger is not None
-        self._ledger.tag(self.buffers(), ACTIVATIONS)
 
 
 def receive_buffers(run: loop.Run) -> list[Tensor]:

@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 
 from meshtune import config
 from meshtune.layout import Layout
+from meshtune.meter import phases
 from meshtune.model.trace import census_of
 from meshtune.placement.census import Census
 from meshtune.rundir import RunDir
-from meshtune.train import build, loop, memory
+from meshtune.train import build, loop
 
 GLOBAL_BATCH = 16
 
@@ -82,7 +83,7 @@ def census_once(model: PreTrainedModel) -> Census:
 def train(words: list[str]) -> str:
     """Train on this rank; returns the run's folder."""
     with (
-        patch.object(memory, "WATCHED_STEPS", 0),  # counting their memory would take as long as all else
+        patch.object(phases, "WATCHED_STEPS", 0),  # counting their memory would take as long as all else
         patch.object(build, "census_of", census_once),  # a third of a run's time
     ):
         run = build.build(config.load(None, words))

@@ -23,7 +23,7 @@ def evaluated(name: str | None, overrides: list[str]) -> dict[str, Any]:
     from meshtune.model.body import ATTENTION_NAMES
     from meshtune.train import inputs
     from meshtune.train.evaluate import Evaluation
-    from meshtune.train.metrics import Metrics
+    from meshtune.train.trackers import Metrics
 
     target = target_of(name, overrides)
     config = target.config

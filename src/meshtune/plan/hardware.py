@@ -11,10 +11,19 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from meshtune.errors import Table
+from meshtune.precision import PRECISIONS
 from meshtune.units import GIB, TERA
 
 OTHERS = {"MIG", "Laptop", "D"}  # in a driver's name: a slice of a GPU, or a slower chip of that name
 GIGA = 10**9
+RATES: Table[str | None] = (
+    Table(  # precision -> field of a Gpu with its peak; None where data sheets have none
+        "precision",
+        {name: dtypes.rate if dtypes.rate_share == 1 else None for name, dtypes in PRECISIONS.items()}
+        | {"tf32": "tf32"},
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,15 @@ def named(device_name: str) -> Gpu | None:
         return None
     fitting = [gpu for gpu in catalogue().values() if words.issuperset(gpu.words)]
     return max(fitting, key=lambda gpu: len(gpu.words), default=None)
+
+
+def datasheet_flops(device_name: str, precision: str) -> float | None:
+    """Dense peak FLOP/s of a device as its driver names it; None when unknown, as for a slice of a GPU.
+
+    precision: fp32, tf32 (fp32 with TensorFloat-32 matmuls allowed), bf16, bf16-pure; others have no figure.
+    """
+    gpu, rate = named(device_name), RATES[precision]
+    return getattr(gpu, rate) if gpu is not None and rate is not None else None
 
 
 def _tables(file: str) -> dict[str, dict[str, Any]]:

@@ -17,10 +17,13 @@ from meshtune.config import Config
 from meshtune.data.prepare import Prepared, sentences
 from meshtune.data.template import Encoder
 from meshtune.errors import UserError
+from meshtune.meter.mfu import flops_of, peak_flops
+from meshtune.meter.phases import PhaseMemory
 from meshtune.model.load import quiet
 from meshtune.model.pieces import Piece
 from meshtune.model.trainable import embeddings_needed
 from meshtune.parallel.mesh import World, join
+from meshtune.plan.hardware import datasheet_flops
 from meshtune.rundir import RunDir
 from meshtune.train import folder, planning
 from meshtune.train.checkpoint import Checkpoints
@@ -29,12 +32,10 @@ from meshtune.train.evaluate import Evaluation
 from meshtune.train.export import Exporter, recipe
 from meshtune.train.inputs import data_of, encoder_of, loader_of, steps_of, stream_sentences, tokenizer_of
 from meshtune.train.loop import Run, restore, seed_dropout
-from meshtune.train.memory import PhaseMemory
-from meshtune.train.metrics import Metrics, tracker_problems
-from meshtune.train.mfu import flops_of, peak_flops
 from meshtune.train.model import LoraSpec, ModelSpec, OptimizerSpec, RankModel, rank_model
 from meshtune.train.schedule import learning_rate, warmup
 from meshtune.train.signals import StopRequest
+from meshtune.train.trackers import Metrics, tracker_problems
 
 
 def build(config: Config, choice: Choice | None = None) -> Run:
@@ -82,7 +83,7 @@ def assembled(
         total_steps=steps,
         start_step=resumed or 0,
         world=world.size,
-        peak_flops_per_second=peak_flops(world.device, config.train.precision),
+        peak_flops_per_second=peak_flops(world.device, config.train.precision, datasheet_flops),
         settings=config.model_dump(mode="json"),
     )
     run = Run(

@@ -13,7 +13,7 @@ from meshtune.parallel.apply import Parallel
 from meshtune.rundir import RunDir
 from meshtune.train.generate import answers, evaluating
 from meshtune.train.loss import head_loss
-from meshtune.train.metrics import Metrics
+from meshtune.train.trackers import Metrics
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,18 @@ from torch import Tensor
 
 from meshtune.data.loader import Batch, Loader
 from meshtune.errors import Interrupted, NonFinite, UserError
+from meshtune.meter.phases import PhaseMemory
 from meshtune.model.pieces import Piece
 from meshtune.parallel.mesh import World
 from meshtune.rundir import RunDir, disk_is_full
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.evaluate import Evaluation
 from meshtune.train.export import Exporter
-from meshtune.train.memory import PhaseMemory
-from meshtune.train.metrics import Metrics
+from meshtune.train.heap import releasing
 from meshtune.train.optim import Optimizer
 from meshtune.train.signals import StopRequest
 from meshtune.train.step import Passes
+from meshtune.train.trackers import Metrics
 
 
 @dataclass
@@ -74,6 +75,7 @@ def train(run: Run) -> None:
     checkpoint on the disk.
     """
     now, nonfinite = run.progress, 0
+    phase = releasing(run.memory.phase, run.world.device)
     lock = run.lock or nullcontext()
     with lock, run.metrics, run.stop, out_of_memory_explained(run), full_disk_explained(run):
         if now.step == 0 and run.evaluation.at_start:
@@ -86,7 +88,7 @@ def train(run: Run) -> None:
 
             now.step += 1
             with run.memory.watching(now.step):
-                share = run.passes.forward_backward(batch, run.memory.phase)
+                share = run.passes.forward_backward(batch, phase)
                 # One message for all that the ranks must agree on before the update.
                 loss, squares, flops, flops_6n = run.world.sum_over_ranks(
                     share, run.optimizer.squared_norm(), *run.flops(batch)
@@ -96,7 +98,7 @@ def train(run: Run) -> None:
                 finite = math.isfinite(loss) and math.isfinite(norm)
                 if finite:
                     run.optimizer.clip(norm, run.max_grad_norm)
-                    with run.memory.phase("optimizer"):
+                    with phase("optimizer"):
                         run.optimizer.step(rate)
                 else:
                     run.optimizer.zero_grad()

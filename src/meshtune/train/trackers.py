@@ -1,12 +1,12 @@
-"""What a run says of itself: rows, and where they go.
+"""The rows of a run and the trackers that take them.
 
     numbers of a step ──> train_row / eval_row ──> Metrics ──┬─> metrics.jsonl of the run folder
-                                                             ├─> the terminal: a bar, or plain lines
+                          (meter/rows.py)                    ├─> the terminal: a bar, or plain lines
                                                              └─> TensorBoard, W&B, MLflow
 
-A row is built by one pure function from plain numbers; a tracker is anything with `log(row)` and `close()`.
-Only rank 0 writes: on the other ranks a `Metrics` has no trackers and every call is free. Nothing here
-needs torch but TensorBoard's writer, and each tracker's library is imported only when `log.to` names it.
+A tracker is anything with `log(row)` and `close()`. Only rank 0 writes: on the other ranks a `Metrics` has no
+trackers and every call returns at once. Nothing here needs torch but TensorBoard's writer, and each tracker's
+library is imported only when `log.to` names it.
 """
 
 import importlib.util
@@ -24,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from meshtune.errors import UserError
+from meshtune.meter.rows import eval_row, train_row
 from meshtune.rundir import Row, RunDir, write_text_atomically
 from meshtune.units import count, duration, human
 
@@ -36,126 +37,28 @@ TRACKERS = {  # name in `log.to` -> (module it needs, how to get it)
 }
 
 
-# Rows #
-
-
-def train_row(
-    *,
-    step: int,
-    loss: float,
-    grad_norm: float | None,
-    learning_rate: float,
-    tokens: int,
-    label_tokens: int,
-    step_seconds: float,
-    data_seconds: float,
-    world: int = 1,
-    flops: float | None = None,
-    flops_6n: float | None = None,
-    peak_flops_per_second: float | None = None,
-    peak_memory_bytes: int | None = None,
-    skipped: bool = False,
-) -> Row:
-    """The row of one update.
-
-    `tokens` (real ones, no padding), `label_tokens`, `flops` and `flops_6n` are of the global batch;
-    `step_seconds` is the wall time of the whole step, the `data_seconds` it waited for data included. Per
-    GPU are `tokens_per_second_per_gpu`, `tflops_per_second`, `mfu` and `peak_flops_per_second` (of one
-    device; None when unknown, as on any CPU; then `mfu` is null). `skipped` marks a step that was not
-    applied because loss or gradients were not finite.
-
-        mfu    = flops    / (step_seconds · world · peak_flops_per_second)
-        mfu_6n = flops_6n / (step_seconds · world · peak_flops_per_second)
-
-    `flops` counts what had to be computed (Σ matmuls + causal attention by document lengths, no
-    recomputation, no weight gradients of frozen weights), so a share above 1 is impossible and means that a
-    count or the peak is wrong: `mfu` is then null. `flops_6n` is the common 6N + 12·L·h·s (PaLM, Chowdhery
-    et al. 2022, appendix B), which counts attention twice and frozen weights too; it is written as it comes
-    out.
-    """
-    row: Row = {
-        "kind": "train",
-        "step": step,
-        "loss": loss,
-        "grad_norm": grad_norm,
-        "learning_rate": learning_rate,
-        "tokens": tokens,
-        "label_tokens": label_tokens,
-        "step_seconds": step_seconds,
-        "data_seconds": data_seconds,
-        "tokens_per_second_per_gpu": tokens / step_seconds / world,
-        "tflops_per_second": None if flops is None else flops / step_seconds / world / 1e12,
-        "mfu": possible(share_of_peak(flops, step_seconds, world, peak_flops_per_second)),
-        "mfu_6n": share_of_peak(flops_6n, step_seconds, world, peak_flops_per_second),
-        "peak_memory_bytes": peak_memory_bytes,
-    }
-    return {**row, "skipped": True} if skipped else row
-
-
-def eval_row(
-    *,
-    step: int,
-    loss: float,
-    label_tokens: int,
-    tokens: int | None = None,
-    seconds: float | None = None,
-    exact_match: float | None = None,
-    prompts: int | None = None,
-) -> Row:
-    """The row of one evaluation after `step` updates (0: before the first).
-
-    `loss` is the sum of token losses over all held-out label tokens divided by their number, `perplexity`
-    its exponential; `exact_match` the share (0 to 1) of the `prompts` that were answered word for word,
-    when there were any.
-    """
-    row: Row = {
-        "kind": "eval",
-        "step": step,
-        "loss": loss,
-        "perplexity": math.exp(loss) if loss < 700 else math.inf,  # exp overflows a float at 709.8
-        "label_tokens": label_tokens,
-    }
-    extra = {"tokens": tokens, "seconds": seconds, "exact_match": exact_match, "prompts": prompts}
-    return {**row, **{key: value for key, value in extra.items() if value is not None}}
-
-
-def share_of_peak(
-    flops: float | None, seconds: float, world: int, peak_flops_per_second: float | None
-) -> float | None:
-    """FLOPs of a step as a share of what `world` devices could have done; None when a number is unknown."""
-    if flops is None or peak_flops_per_second is None:
-        return None
-    return flops / (seconds * world * peak_flops_per_second)
-
-
-def possible(share: float | None) -> float | None:
-    """A utilisation as it may be published: None when it is above 1, which no device can reach."""
-    return share if share is not None and share <= 1 else None
-
-
-# Where rows go #
-
-
 class Tracker(Protocol):
     """Anything that takes rows."""
 
     def log(self, row: Row) -> None:
-        """Take one row of any kind; a tracker passes over the kinds it has no use for."""
+        """Take one row of any kind; kinds that the tracker does not show are ignored."""
         ...
 
     def close(self, *, failed: bool = False) -> None:
-        """Flush and let go; called once, also when the run failed."""
+        """Flush and release files and connections; called once, also when the run failed."""
         ...
 
 
 class Metrics:
-    """The rows of one run and the trackers they go to.
+    """Makes the rows of one run and hands them to its trackers.
 
     with Metrics.open(run, ["console", "jsonl"], rank=rank, total_steps=500, world=world) as metrics:
         metrics.start(model="…", method="full", …)
         metrics.train(step=1, loss=2.5, …)         # train_row's numbers, less world and peak
         metrics.evaluate(step=1, loss=2.4, …)      # eval_row's numbers
         metrics.say("Saved a checkpoint.")         # a line that does not break the progress bar
+
+    every: steps between two train rows; peak_flops_per_second: of one device; console: None prints nothing.
     """
 
     def __init__(
@@ -191,10 +94,10 @@ class Metrics:
         settings: Mapping[str, Any] | None = None,
         console: Console | None = None,
     ) -> "Metrics":
-        """A `Metrics` with the trackers that `log.to` names; on ranks other than 0 with none.
+        """Start the trackers that `log.to` names, on rank 0; on other ranks none.
 
-        `start_step` is the step resumed from, `settings` the resolved config as plain values (trackers show
-        it). UserError when a tracker is unknown or its library is missing.
+        `start_step` is the step resumed from, `settings` the resolved config as plain values, which some
+        trackers show. Raises UserError when a tracker is unknown or its library is missing.
         """
         if rank != 0:
             return cls((), every=every, total_steps=total_steps, world=world)
@@ -222,7 +125,7 @@ class Metrics:
         for name in names:
             try:
                 metrics.trackers += (start[name](),)
-            except Exception as error:  # no network, no login, a full disk: whatever a tracker stumbles over
+            except Exception as error:  # no network, no login, a full disk
                 metrics.close(failed=True)
                 raise UserError(
                     f"log.to: {name} could not start ({error}); leave it out to go on."
@@ -236,38 +139,35 @@ class Metrics:
         self.close(failed=kind is not None)
 
     def due(self, step: int) -> bool:
-        """Whether this step's row is wanted: every `every` steps, the first and the last.
-
-        In between, a loop may spare itself the numbers, and the wait for the device.
-        """
+        """Whether this step has a row: every `every` steps, the first and the last."""
         return step % self.every == 0 or step == 1 or step == self.total_steps
 
     def start(self, **facts: Any) -> None:
-        """Say what is about to run: a row of kind "run" (model, method, layout, device, versions …)."""
+        """Log a row of kind "run" before the first step: model, method, layout, device, versions …"""
         self._log({"kind": "run", **facts})
 
     def train(self, **numbers: Any) -> None:
-        """One update's row, when due or skipped; the numbers are `train_row`'s, less `world` and the peak."""
+        """Log one update's row, if due or skipped; `numbers` are train_row's, less `world` and the peak."""
         if self.trackers and (numbers.get("skipped") or self.due(numbers["step"])):
             row = train_row(**numbers, world=self.world, peak_flops_per_second=self.peak_flops_per_second)
-            self._doubt(row)
+            self._warn_of_impossible(row)
             self._log(row)
 
     def evaluate(self, **numbers: Any) -> None:
-        """One evaluation's row; see `eval_row` for the numbers."""
+        """Log one evaluation's row; `numbers` are eval_row's."""
         self._log(eval_row(**numbers))
 
     def end(self, **facts: Any) -> None:
-        """Say how it ended: a row of kind "end" (step, seconds, what it was stopped by …)."""
+        """Log a row of kind "end": the step, and whether the run finished or what stopped it."""
         self._log({"kind": "end", **facts})
 
     def say(self, text: str) -> None:
-        """A line for the person at the terminal, above the progress bar; nothing on ranks other than 0."""
+        """Print a line on the terminal, above the progress bar; nothing on ranks other than 0."""
         if self.console is not None:
             self.console.print(escape(text), soft_wrap=True, highlight=False)
 
     def close(self, *, failed: bool = False) -> None:
-        """Close every tracker, and say it when one can't be; safe to call twice."""
+        """Close every tracker, and print which can't be closed; safe to call twice."""
         trackers, self.trackers = self.trackers, ()
         for tracker in trackers:
             try:
@@ -287,8 +187,8 @@ class Metrics:
                 self.trackers = tuple(other for other in self.trackers if other is not tracker)
                 self.say(f"{type(tracker).__name__} failed and gets no more rows: {error}")
 
-    def _doubt(self, row: Row) -> None:
-        """Say once that an impossible MFU was not written, with the numbers that made it."""
+    def _warn_of_impossible(self, row: Row) -> None:
+        """Print once that an MFU above 1 was not written, with the numbers that made it."""
         reached, peak = row["tflops_per_second"], self.peak_flops_per_second
         if row["mfu"] is None and reached is not None and peak is not None and not self._warned:
             self._warned = True
@@ -299,7 +199,7 @@ class Metrics:
 
 
 def tracker_problems(names: Iterable[str]) -> list[str]:
-    """What keeps the named trackers from running, one sentence each with the remedy; imports nothing."""
+    """One sentence, with the remedy, for each named tracker that can't run; imports no tracker."""
     problems = []
     for name in names:
         if name not in TRACKERS:
@@ -310,7 +210,7 @@ def tracker_problems(names: Iterable[str]) -> list[str]:
 
 
 def installed(module: str) -> bool:
-    """Whether a top-level module can be imported, found out without importing it."""
+    """Whether a top-level module can be imported; does not import it."""
     try:
         return importlib.util.find_spec(module) is not None
     except ValueError:  # already imported, and without a spec
@@ -318,7 +218,7 @@ def installed(module: str) -> bool:
 
 
 class JsonlTracker:
-    """Every row, whole, into the run folder's metrics.jsonl."""
+    """Appends every row to the run folder's metrics.jsonl."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -331,10 +231,12 @@ class JsonlTracker:
 
 
 class ConsoleTracker:
-    """A progress bar on a terminal, else plain lines; an evaluation always gets a line.
+    """Shows a progress bar on a terminal, else plain lines; an evaluation always gets a line.
 
-    Plain lines (a log file, a pipe) come at most one a second, later on one per hundredth of the time gone,
-    up to a minute; the first and the last step are always among them.
+    Plain lines (a log file, a pipe) come at most once a second; as the run goes on, once per 1 % of the
+    elapsed time, at least once a minute. The first and the last step always have one.
+
+    start_step: the step resumed from; world: of several ranks, speed is shown per GPU.
     """
 
     def __init__(self, console: Console, *, total_steps: int, start_step: int = 0, world: int = 1) -> None:
@@ -342,8 +244,8 @@ class ConsoleTracker:
         self.total_steps = total_steps
         self.start_step = start_step
         self.speed_unit = "tokens/s" if world == 1 else "tokens/s/GPU"
-        # Bar and clock start with the first row: what comes before prints freely, and compiling in the
-        # first step is no guide to the time left.
+        # Bar and clock start with the first row: earlier lines print without a bar, and compilation in the
+        # first step does not count in the time left.
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._began: float | None = None
@@ -392,7 +294,7 @@ class ConsoleTracker:
 
 
 def train_line(row: Row, seconds_left: float | None, speed_unit: str = "tokens/s") -> str:
-    """A train row as the terminal shows it: loss, speed, utilisation if known, time left if known."""
+    """A train row as text: loss, speed, and MFU, memory and time left where known."""
     parts = [f"loss {row['loss']:.4f}", f"{count(row['tokens_per_second_per_gpu'])} {speed_unit}"]
     if row["mfu"] is not None:
         parts.append(f"MFU {row['mfu']:.1%}")
@@ -404,7 +306,7 @@ def train_line(row: Row, seconds_left: float | None, speed_unit: str = "tokens/s
 
 
 def eval_line(row: Row) -> str:
-    """An eval row as the terminal shows it."""
+    """An eval row as text: loss, perplexity, and exact match where measured."""
     parts = [f"eval at step {row['step']}: loss {row['loss']:.4f}", f"perplexity {row['perplexity']:.4g}"]
     if "exact_match" in row:
         parts.append(f"exact match {row['exact_match']:.1%}")
@@ -412,7 +314,10 @@ def eval_line(row: Row) -> str:
 
 
 class TensorBoardTracker:
-    """Scalars train/loss, eval/loss … in event files; `start_step` hides what was written beyond it."""
+    """Writes scalars train/loss, eval/loss … to event files.
+
+    start_step: the step resumed from; TensorBoard then hides what was written for later steps.
+    """
 
     def __init__(self, folder: Path, *, start_step: int = 0) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
@@ -428,23 +333,26 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A Weights & Biases run, gone on with when the run folder is; WANDB_PROJECT names the project."""
+    """Logs to Weights & Biases; a resumed run folder continues its W&B run. WANDB_PROJECT names the project.
+
+    settings: the resolved config.
+    """
 
     def __init__(self, run: RunDir, settings: Mapping[str, Any]) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        known = run.logs / "wandb.id"
-        if not known.exists():
-            write_text_atomically(known, uuid.uuid4().hex)
+        id_file = run.logs / "wandb.id"
+        if not id_file.exists():
+            write_text_atomically(id_file, uuid.uuid4().hex)
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "meshtune"),
             name=run.path.name,
             dir=str(run.logs),
             config=dict(settings),
-            id=known.read_text(),
+            id=id_file.read_text(),
             resume="allow",
         )
-        # Resuming repeats the steps since the checkpoint, which W&B's own ever-growing step would refuse.
+        # Resuming repeats the steps since the checkpoint; W&B's own step counter would refuse them.
         self.run.define_metric("*", step_metric="step")
 
     def log(self, row: Row) -> None:
@@ -456,19 +364,22 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """An MLflow run, gone on with when the run folder is; MLFLOW_TRACKING_URI says where, as ever."""
+    """Logs to MLflow, at MLFLOW_TRACKING_URI; a resumed run folder continues its MLflow run.
+
+    settings: the resolved config, logged as parameters.
+    """
 
     def __init__(self, run: RunDir, settings: Mapping[str, Any]) -> None:
         import mlflow  # pyright: ignore[reportMissingImports]
 
         self.mlflow = mlflow
-        known = run.logs / "mlflow.id"
+        id_file = run.logs / "mlflow.id"
         mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "meshtune"))
-        if known.exists():  # its parameters were logged then, and MLflow refuses to change one
-            mlflow.start_run(run_id=known.read_text())
+        if id_file.exists():  # its parameters are logged already, and MLflow refuses to change one
+            mlflow.start_run(run_id=id_file.read_text())
             return
         started = mlflow.start_run(run_name=run.path.name)
-        write_text_atomically(known, started.info.run_id)
+        write_text_atomically(id_file, started.info.run_id)
         params = sorted(flat(settings).items())
         for start in range(0, len(params), 100):  # the REST interface takes 100 at a time
             mlflow.log_params(dict(params[start : start + 100]))
@@ -482,7 +393,7 @@ class MlflowTracker:
 
 
 def scalars(row: Row) -> dict[str, float]:
-    """The finite numbers of a train or eval row as trackers want them: {"train/loss": …}; else none."""
+    """The finite numbers of a train or eval row by tag: {"train/loss": …}; empty for other kinds."""
     if row["kind"] not in ("train", "eval"):
         return {}
     return {
@@ -496,7 +407,7 @@ def scalars(row: Row) -> dict[str, float]:
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A settings tree as one level: {"train.seed": 42, …}; lists stay as they are."""
+    """Settings with dotted names: {"train.seed": 42, …}; lists stay as they are."""
     leaves: dict[str, Any] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"

@@ -1,21 +1,19 @@
 """Bytes against hand counts, and that watching changes nothing."""
 
-import ctypes
-
-import psutil
 import pytest
 import torch
+from ranks import run_ranks
+from tiny import documents
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from meshtune.train.memory import (
-    Ledger,
-    Peak,
-    PhaseMemory,
-    peak_resident_bytes,
-    release_free_heap,
-    summary_line,
-)
+from meshtune.layout import Layout
+from meshtune.meter.phases import Peak, PhaseMemory, peak_resident_bytes, summary_line
+from meshtune.model.anatomy import anatomy
+from meshtune.parallel import zero
+from meshtune.parallel.mesh import join
+from meshtune.train.loss import summed_loss
 from meshtune.train.optim import Optimizer
 from meshtune.units import MIB
 
@@ -128,7 +126,7 @@ def test_watching_changes_no_number():
         torch.manual_seed(3)
         model = Model()
         memory, opt = watched(model)
-        memory.left = 2 if watch else 0
+        memory.steps_left = 2 if watch else 0
         steps(model, memory, opt, number=3)
         found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(*found)
@@ -175,37 +173,85 @@ def test_recomputation_shows_as_less_memory():
     assert peak(True) < 0.5 * peak(False)
 
 
-def test_the_ledger_follows_views_in_place_operations_and_resizing():
-    with Ledger(CPU) as ledger:
-        a = torch.ones(1000)
-        b = a * 2
-        assert (ledger.total, ledger.peak) == (8000, 8000)
-        view = b[:10]
-        b.add_(1)
-        del b
-        assert ledger.total == 8000
-        del view
-        assert ledger.total == 4000
-        a.resize_(3000)
-        assert ledger.total == 12000
-        a.untyped_storage().resize_(0)
-        assert (ledger.total, ledger.peak) == (0, 12000)
-        a.untyped_storage().resize_(400)
-        assert ledger.total == 400
-        del a
-        assert ledger.total == 0
+def test_what_an_update_makes_is_temporary():
+    memory, _ = watched(Model())
+    with memory.watching(1):
+        for name in ("forward", "optimizer"):
+            with memory.phase(name):
+                torch.ones(1000)
+    assert memory.peaks["forward"].parts["activations"] == 4000
+    assert memory.peaks["optimizer"].parts["temporary"] == 4000
+    assert memory.peaks["optimizer"].parts["activations"] == 0
 
 
-def test_what_gets_its_category_later_had_it_at_the_peak_already():
-    with Ledger(CPU) as ledger:
-        kept = torch.ones(1000)
-        gone = torch.ones(500)
-        assert ledger.parts == {"activations": 6000}
-        del gone
-        later = torch.ones(100)
-        ledger.tag([kept, later], "gradients")
-        assert {k: v for k, v in ledger.parts.items() if v} == {"activations": 2000, "gradients": 4000}
-        assert ledger.live["gradients"] == 4400
+def test_without_masters_no_weight_counts_as_optimizer_state_too():
+    model = Model()
+    memory, opt = watched(model)
+    steps(model, memory, opt, number=1)
+    assert memory.known_bytes() == {"weights": 4 * PARAMETERS, "optimizer": 2 * 4 * PARAMETERS + 3 * 4}
+
+
+def test_the_loss_has_three_copies_of_a_chunks_logits():
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, attn_implementation="meshtune",
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    memory, _ = watched(model)
+    batch = documents(seed=0, vocabulary=128)
+    with memory.watching(1), memory.phase("forward"):
+        summed_loss(model, anatomy(model), batch)
+    # logits, their softmax, and the zeros around the gradient of logits[0]
+    assert memory.peaks["forward"].parts["logits"] == 3 * 4 * batch.label_tokens * 4096
+
+
+class Blocks(nn.Module):
+    """Two equal matrices, each a group of FSDP2's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+BLOCK = 64 * 64 * 4
+
+
+def sharded_parts(stage: int) -> list[dict[str, int]]:
+    """Parts of the peaks of the second step's two micro-batches: forward and backward."""
+    world = join(Layout(dp_shard=2, zero=stage), CPU)
+    model, mesh = Blocks(), zero.parameter_mesh(world)
+    assert mesh is not None
+    zero.shard(model, model.blocks, mesh, stage)
+    memory, opt = watched(model)
+    for step in (1, 2):
+        with memory.watching(step):
+            for last in (False, True):
+                zero.before_backward(model, stage, last=last)
+                with memory.phase("forward"):
+                    loss = model(torch.ones(1, 64)).sum()
+                with memory.phase("backward"):
+                    loss.backward()
+            with memory.phase("optimizer"):
+                opt.step(1e-3)
+    return [dict(memory.peaks[name].parts) for name in ("forward", "backward", "optimizer")]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_shards_whole_weights_and_buffers_of_collectives_are_told_apart(stage):
+    for forward, backward, update in run_ranks(2, sharded_parts, stage):
+        assert forward["weights"] == backward["weights"] == update["weights"] == BLOCK  # half of two
+        assert forward["gathered_weights"] == (BLOCK if stage == 3 else 2 * BLOCK)
+        assert update["optimizer"] == 2 * BLOCK + 2 * 4  # moments of a shard, two counters of steps
+        assert update["gradients"] == BLOCK
+        assert backward["communication"] >= BLOCK
+        assert update.get("gathered_weights", 0) == update.get("communication", 0) == 0
+        assert forward["activations"] < 0.1 * BLOCK
+        assert backward["activations"] < 1.1 * BLOCK  # a gradient that autograd copies, transposed
 
 
 def test_the_resident_peak_grows_with_what_is_touched():
@@ -215,25 +261,9 @@ def test_the_resident_peak_grows_with_what_is_touched():
     assert filled.numel()
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc")
-def test_free_pages_of_the_heap_go_back_where_there_are_many():
-    def resident() -> int:
-        return psutil.Process().memory_info().rss
-
-    pieces = [torch.ones(4096) for _ in range(8192)]  # 16 KiB each: on the heap, 128 MiB of them
-    kept = pieces[::64]  # holes between them, that the heap alone would not give back
-    full = resident()
-    del pieces
-    release_free_heap(2**40)
-    assert resident() > full - 32 * MIB
-    release_free_heap(64 * MIB)
-    assert resident() < full - 64 * MIB
-    assert len(kept) == 128
-
-
 def test_the_line_names_each_phases_parts():
     parts = {"weights": 107 * MIB, "gradients": 0, "optimizer": 0, "activations": 305 * MIB}
-    after = {"weights": 107 * MIB, "gradients": 107 * MIB, "optimizer": 214 * MIB, "activations": 3 * MIB}
+    after = {"weights": 107 * MIB, "gradients": 107 * MIB, "optimizer": 214 * MIB, "temporary": 3 * MIB}
     line = summary_line(1, [Peak("forward", 412 * MIB, parts), Peak("optimizer", 431 * MIB, after)])
     assert line == (
         "step 1 memory: forward 412 MiB (weights 107, activations 305) · "

@@ -5,9 +5,10 @@ import torch
 from families import FAMILIES
 
 from meshtune.data.loader import Batch, MicroBatch
+from meshtune.meter.mfu import flops_of, peak_flops
+from meshtune.meter.rows import possible, share_of_peak
 from meshtune.model.trace import census
-from meshtune.train.metrics import possible, share_of_peak
-from meshtune.train.mfu import datasheet_flops, flops_of, peak_flops
+from meshtune.plan.hardware import datasheet_flops
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def test_a_precision_without_a_figure_has_no_peak():
 
 
 def test_a_cpu_has_no_peak():
-    assert peak_flops(torch.device("cpu"), "fp32") is None
+    assert peak_flops(torch.device("cpu"), "fp32", datasheet_flops) is None
 
 
 def test_mfu_is_flops_over_what_the_devices_could_do():
