@@ -409,7 +409,7 @@ def attention_of(config: Config, layout: Layout, ranks: int | None = None) -> st
 
 
 def attention_and_refusals(config: Config, layout: Layout, ranks: int | None) -> tuple[str, list[str]]:
-    """The attention that the model is built with, and `support.refusals` of it; nothing is loaded."""
+    """The attention that the model is built with, and `rules.refusals` of it; nothing is loaded."""
     trust = config.model.trust_remote_code
     family = load_config(config.model.name, trust_remote_code=trust, revision=config.model.revision)
     with torch.device("meta"):
