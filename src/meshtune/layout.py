@@ -37,6 +37,8 @@ CHOICES = {
     "recompute": RECOMPUTE,
 }  # field -> its values
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # sizes, outer to inner: tp ranks are neighbours
+DATA_AXES = ("dp_replicate", "dp_shard")  # whose ranks read different sequences
+MODEL_AXES = tuple(axis for axis in reversed(AXES) if axis not in DATA_AXES)  # whose ranks share sequences
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Layout:
     @property
     def data_ranks(self) -> int:
         """Ranks that read different sequences."""
-        return self.dp_replicate * self.dp_shard
+        return math.prod(getattr(self, axis) for axis in DATA_AXES)
 
     @property
     def world(self) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from meshtune.layout import AXES, CHOICES, CP_METHODS, RECOMPUTE, SCHEDULES, V_SCHEDULES, Layout
+from meshtune.layout import AXES, CHOICES, CP_METHODS, DATA_AXES, RECOMPUTE, SCHEDULES, V_SCHEDULES, Layout
 from meshtune.recomputation import RECOMPUTATIONS
 
 Number = Any  # float | np.ndarray, in any mixture that numpy broadcasts
@@ -68,7 +68,7 @@ class Columns:
 
     @property
     def data_ranks(self) -> Number:
-        return self.dp_replicate * self.dp_shard
+        return math.prod(getattr(self, axis) for axis in DATA_AXES)
 
     @property
     def world(self) -> Number:

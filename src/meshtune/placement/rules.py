@@ -1,17 +1,21 @@
-"""Which layouts a model can take, and why not: arithmetic on a model's Traits, without torch.
+"""Which layouts a model can't be trained under, and why: each reason once, as a `Rule`.
 
-    anatomy.traits(model) ─> Traits ─┐
-                   Layout, settings ─┴─> refusals: every reason at once, each with the nearest that works
+    Traits, settings ──> rules ─┬─> refuses(columns): which of tens of thousands of layouts, for a search
+                                └─> sentence(layout): why one can't be, with what works, in `refusals`
 
-`meshtune env` and the tables of docs/parallelism.md ask `refusals` too, so they say what a run would.
+anatomy.traits(model) makes the Traits. A run, `meshtune env`, `meshtune plan --explain` and the tables of
+docs/parallelism.md ask `refusals`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from meshtune.layout import Layout
+import numpy as np
+
+from meshtune.layout import MODEL_AXES, Layout
+from meshtune.placement.columns import Columns, Number
 from meshtune.placement.share import stage_count
-from meshtune.recomputation import RECOMPUTATIONS
 
 ZERO_BUBBLE = ("zb", "zbv", "dualpipev")  # the backward of weights runs later than that of activations
 ROUNDS = ("interleaved1f1b", "zb")  # micro-batches go round in equal groups
@@ -19,23 +23,56 @@ ROUNDS = ("interleaved1f1b", "zb")  # micro-batches go round in equal groups
 
 @dataclass(frozen=True)
 class Traits:
-    """What of a model decides which layouts it can take.
-
-    heads_cut: whether tp gives each rank its own heads (else all compute all of them). cuts: what tp cuts
-    evenly, as (size, name). attention: the family calls a registered attention function, so it can have
-    ours. tensor and pipeline: why its matrices can't be cut, or its blocks run apart; None: they can.
-    """
+    """What of a model decides which layouts it can take."""
 
     name: str  # LlamaForCausalLM
     blocks: int
     heads: int
     kv_heads: int
     vocabulary: int
-    heads_cut: bool = True
-    cuts: tuple[tuple[int, str], ...] = ()
-    attention: bool = True
-    tensor: str | None = None
-    pipeline: str | None = None
+    heads_cut: bool = True  # tp gives each rank its own heads; else every rank computes all of them
+    cuts: tuple[tuple[int, str], ...] = ()  # (size, name) of what tp cuts evenly
+    attention: bool = True  # it calls a registered attention function, so it can have ours
+    tensor: str | None = None  # why its matrices can't be cut; None: they can
+    pipeline: str | None = None  # why its blocks can't run apart; None: they can
+
+
+class Rule(NamedTuple):
+    """One reason why a model can't be trained under some layouts."""
+
+    reason: str  # of all these layouts together
+    refuses: Callable[[Columns], Number]  # True for each of them
+    sentence: Callable[[Layout], str]  # of one of them, with the nearest that works
+
+
+def rules(
+    traits: Traits,
+    *,
+    attention: str = "meshtune",
+    packing: bool = True,
+    compile: bool = False,
+    ranks: int | None = None,
+) -> Iterator[Rule]:
+    """Every rule that a model and settings make.
+
+    attention: the implementation that the model is built with. packing, compile: the settings of that name.
+    ranks: how many were started; None: as many as the layout wants.
+    """
+    if ranks is not None:
+        yield Rule(
+            "another number of ranks",
+            lambda c: c.world != ranks,
+            lambda layout: (
+                f"Layout {layout} is for {layout.world} ranks, but {ranks} were started; start "
+                f"{layout.world} (--nproc {layout.world}), or change the layout."
+            ),
+        )
+    yield from _attention(traits, attention, packing)
+    yield from _tensor(traits)
+    yield _ulysses(traits)
+    yield from _pipeline(traits)
+    if compile:
+        yield _COMPILED
 
 
 def refusals(
@@ -49,136 +86,221 @@ def refusals(
 ) -> list[str]:
     """Every reason why a model can't be trained under a layout, as sentences with what works instead.
 
-    attention: the implementation that the model is built with. packing, compile: the settings of that name.
-    ranks: how many were started; None: as many as the layout wants.
+    The settings are those of `rules`.
     """
-    return [
-        *_ranks(layout, ranks),
-        *_attention(traits, layout, attention, packing),
-        *tensor_problems(traits, layout.tp),
-        *_context(traits, layout),
-        *_pipeline(traits, layout),
-        *_compiled(layout, compile),
-    ]
+    every = rules(traits, attention=attention, packing=packing, compile=compile, ranks=ranks)
+    return _sentences(every, layout)
 
 
-def _ranks(layout: Layout, ranks: int | None) -> Iterator[str]:
-    if ranks is not None and ranks != layout.world:
-        yield (
-            f"Layout {layout} is for {layout.world} ranks, but {ranks} were started; start {layout.world} "
-            f"(--nproc {layout.world}), or change the layout."
-        )
+def tensor_problems(traits: Traits, tp: int) -> list[str]:
+    """Why `tp` ranks can't share a model's matrices."""
+    return _sentences(_tensor(traits), Layout(tp=tp))
 
 
-def _attention(traits: Traits, layout: Layout, attention: str, packing: bool) -> Iterator[str]:
+def _sentences(every: Iterable[Rule], layout: Layout) -> list[str]:
+    row = Columns.of([layout])
+    return [rule.sentence(layout) for rule in every if np.all(rule.refuses(row))]
+
+
+def _nearest(every: Sequence[Rule], layout: Layout, field: str, values: Iterable[int]) -> int | None:
+    """The nearest of these values of a field, ascending, that no rule refuses; None where all are refused."""
+    tried = np.array([*values], dtype=float)
+    columns = Columns.of([layout]).replace(**{field: tried})
+    refused = np.any([np.broadcast_to(rule.refuses(columns), tried.shape) for rule in every], axis=0)
+    own = getattr(layout, field)
+    return min((int(value) for value in tried[~refused]), key=lambda value: abs(value - own), default=None)
+
+
+def _attention(traits: Traits, attention: str, packing: bool) -> Iterator[Rule]:
     """What needs our attention function, where the model has another."""
+
+    def everywhere(c: Columns) -> Number:
+        return c.world > 0
+
     if attention == "meshtune":
         if not traits.attention:
-            yield (
-                f"model.attention = meshtune: {traits.name} computes its attention inside the model; use "
-                "model.attention=auto with data.packing=false."
+            yield Rule(
+                f"{traits.name} computes its attention inside the model",
+                everywhere,
+                lambda _: (
+                    f"model.attention = meshtune: {traits.name} computes its attention inside the model; use "
+                    "model.attention=auto with data.packing=false."
+                ),
             )
         return
-    runs = f"the attention {attention} of {traits.name}"
+    other = f"the attention {attention} of {traits.name}"
     auto = "use model.attention=auto" if traits.attention else None
     if packing:
-        remedy = auto or "set data.packing=false"
-        yield f"data.packing = true: {runs} can't keep packed documents apart; {remedy}."
-    if RECOMPUTATIONS[layout.recompute].attention_alone:
-        yield f"recompute = {layout.recompute}: {runs} can't be recomputed by itself; use selective or full."
-    if layout.cp > 1:
-        remedy = auto or "leave cp out: dp, zero and pp work for it"
-        yield f"cp={layout.cp}: {runs} sees the tokens of its own rank only; {remedy}."
-    if layout.tp > 1 and auto:
-        yield f"tp={layout.tp}: {runs} takes all heads and tokens to be here; {auto}."
+        yield Rule(
+            f"{other} can't keep packed documents apart (data.packing=false)",
+            everywhere,
+            lambda _: (
+                f"data.packing = true: {other} can't keep packed documents apart; "
+                f"{auto or 'set data.packing=false'}."
+            ),
+        )
+    yield Rule(
+        f"{other} can't be recomputed by itself",
+        lambda c: c.recomputation("attention_alone"),
+        lambda layout: (
+            f"recompute = {layout.recompute}: {other} can't be recomputed by itself; use selective or full."
+        ),
+    )
+    yield Rule(
+        f"{other} sees the tokens of its own rank only, so no cp",
+        lambda c: c.cp > 1,
+        lambda layout: (
+            f"cp={layout.cp}: {other} sees the tokens of its own rank only; "
+            f"{auto or 'leave cp out: dp, zero and pp work for it'}."
+        ),
+    )
+    if auto:
+        yield Rule(
+            f"{other} takes all heads and tokens to be here, so no tp",
+            lambda c: c.tp > 1,
+            lambda layout: f"tp={layout.tp}: {other} takes all heads and tokens to be here; {auto}.",
+        )
 
 
-def tensor_problems(traits: Traits, tp: int) -> Iterator[str]:
-    """Why `tp` ranks can't share a model's matrices."""
-    if tp == 1:
-        return
+def _tensor(traits: Traits) -> list[Rule]:
+    """What tp ranks can't share."""
     if traits.tensor:
-        yield traits.tensor
-        return
-    near = max(n for n in range(1, tp + 1) if n == 1 or not any(_misfits(traits, n)))
-    remedy = f"try tp={near}" if near > 1 else "leave tp out"
-    yield from (f"{misfit}; {remedy}." for misfit in _misfits(traits, tp))
+        why = traits.tensor
+        return [Rule(why, lambda c: c.tp > 1, lambda _: why)]
+    every: list[Rule] = []
 
+    def add(what: str, misfits: Callable[[Number], Number], why: str | None = None) -> None:
+        """why: what the sentence says after "tp=2"; None: `what`."""
 
-def _misfits(traits: Traits, tp: int) -> Iterator[str]:
-    """What does not divide over `tp` ranks."""
+        def sentence(layout: Layout) -> str:
+            near = _nearest(every, layout, "tp", range(2, layout.tp))
+            remedy = f"try tp={near}" if near else "leave tp out"
+            return f"tp={layout.tp} {why or what}; {remedy}."
+
+        every.append(Rule(f"tp {what}", lambda c: (c.tp > 1) & misfits(c.tp), sentence))
+
+    heads, kv_heads, vocabulary = traits.heads, traits.kv_heads, traits.vocabulary
     if traits.heads_cut:
-        if traits.heads % tp:
-            yield f"tp={tp} does not divide {traits.heads} attention heads"
-        elif traits.kv_heads % tp and tp % traits.kv_heads:
-            yield f"tp={tp} neither divides {traits.kv_heads} key-value heads nor is a multiple of them"
-    yield from (f"tp={tp} does not divide the {size} {name}" for size, name in traits.cuts if size % tp)
-    if -(-traits.vocabulary // tp) * (tp - 1) >= traits.vocabulary:
-        yield f"tp={tp} leaves a rank without any of {traits.vocabulary} words"
+        add(
+            f"does not divide the {heads} attention heads",
+            lambda tp: heads % tp != 0,
+            why=f"does not divide {heads} attention heads",
+        )
+        add(
+            f"neither divides the {kv_heads} key-value heads nor is a multiple of them",
+            lambda tp: (heads % tp == 0) & (kv_heads % tp != 0) & (tp % kv_heads != 0),
+            why=f"neither divides {kv_heads} key-value heads nor is a multiple of them",
+        )
+    for size, name in traits.cuts:
+        add(f"does not divide the {size} {name}", lambda tp, size=size: size % tp != 0)
+    add(
+        f"leaves a rank without any of {vocabulary} words",
+        lambda tp: np.ceil(vocabulary / tp) * (tp - 1) >= vocabulary,
+    )
+    return every
 
 
-def _context(traits: Traits, layout: Layout) -> Iterator[str]:
+def _ulysses(traits: Traits) -> Rule:
     """Ulysses gives each rank some of the heads; all-gather takes any number."""
-    heads = traits.heads // layout.tp if traits.heads_cut else traits.heads
-    if layout.cp == 1 or layout.cp_method != "ulysses" or not heads % layout.cp:
-        return
-    near = max(n for n in range(1, layout.cp) if heads % n == 0)
-    remedy = f"try ulysses{near}, or cp{layout.cp}" if near > 1 else f"try cp{layout.cp}"
-    each = f"each tensor-parallel rank's {heads}" if layout.tp > 1 else str(heads)
-    yield f"ulysses{layout.cp} does not divide {each} attention heads; {remedy}, which takes any number."
+
+    def refuses(c: Columns) -> Number:
+        heads = np.floor(traits.heads / c.tp) if traits.heads_cut else traits.heads
+        return (c.cp > 1) & c.ulysses & (heads % c.cp != 0)
+
+    def sentence(layout: Layout) -> str:
+        near = _nearest([rule], layout, "cp", range(2, layout.cp))
+        remedy = f"try ulysses{near}, or cp{layout.cp}" if near else f"try cp{layout.cp}"
+        heads = traits.heads // layout.tp if traits.heads_cut else traits.heads
+        which = f"each tensor-parallel rank's {heads}" if layout.tp > 1 else str(heads)
+        return (
+            f"ulysses{layout.cp} does not divide {which} attention heads; {remedy}, which takes any number."
+        )
+
+    reason = f"ulysses does not divide the {traits.heads} attention heads (that tp leaves)"
+    rule = Rule(reason, refuses, sentence)
+    return rule
 
 
-def _pipeline(traits: Traits, layout: Layout) -> Iterator[str]:
-    if layout.pp == 1:
-        return
+def _pipeline(traits: Traits) -> Iterator[Rule]:
     if traits.pipeline:
-        yield traits.pipeline
+        why = traits.pipeline
+        yield Rule(why, lambda c: c.pp > 1, lambda _: why)
         return
-    stages = stage_count(layout)
-    if stages > traits.blocks:
-        near = traits.blocks * layout.pp // stages
-        plain = stages > layout.pp <= traits.blocks  # one stage a rank would do
+
+    def stages(layout: Layout) -> str:
+        count = stage_count(layout)
+        near = traits.blocks * layout.pp // count
+        plain = count > layout.pp <= traits.blocks  # one stage a rank would do
         remedy = f"try pp={near}" if near > 1 else "try 1f1b" if plain else "leave pp out"
-        yield (
-            f"pp={layout.pp} with {layout.schedule} makes {stages} stages of {traits.blocks} blocks, and "
+        return (
+            f"pp={layout.pp} with {layout.schedule} makes {count} stages of {traits.blocks} blocks, and "
             f"each needs at least one; {remedy}."
         )
-    steps = layout.gradient_accumulation_steps
-    if not _runs(layout, steps):
-        near = min(
-            (n for n in range(1, 2 * (steps + stages)) if _runs(layout, n)), key=lambda n: abs(n - steps)
-        )
-        yield (
-            f"The schedule {layout.schedule} with pp={layout.pp} can't run {steps} micro-batches a step; "
-            f"try ga={near}, or gpipe, which takes any number."
-        )
-    if layout.schedule in ZERO_BUBBLE and layout.zero >= 2:
-        yield (
+
+    yield Rule(
+        f"more stages than the {traits.blocks} blocks",
+        lambda c: (c.pp > 1) & (c.pp * c.virtual_stages > traits.blocks),
+        stages,
+    )
+    yield from _MICRO_BATCHES
+    yield Rule(
+        "zero-bubble schedules with ZeRO-2 or -3",
+        lambda c: c.runs(*ZERO_BUBBLE) & (c.zero >= 2),
+        lambda layout: (
             f"The schedule {layout.schedule} with ZeRO-{layout.zero}: it computes the gradients of weights "
             "later, when they may have been let go, and they would be wrong; use zero1 with it, or 1f1b."
-        )
-    if layout.schedule in ZERO_BUBBLE and RECOMPUTATIONS[layout.recompute].by_operation:
-        yield (
+        ),
+    )
+    yield Rule(
+        "zero-bubble schedules with selective recomputation",
+        lambda c: c.runs(*ZERO_BUBBLE) & c.recomputation("by_operation"),
+        lambda layout: (
             f"The schedule {layout.schedule} with recompute {layout.recompute}: it goes through the backward "
             "twice, and torch's selective recomputation allows that once; use full or attention, or 1f1b."
-        )
+        ),
+    )
 
 
-def _runs(layout: Layout, micro_batches: int) -> bool:
-    """Whether a schedule of torch.distributed.pipelining takes so many micro-batches a step."""
-    if layout.schedule == "1f1b":
-        return micro_batches >= layout.pp
-    if layout.schedule == "dualpipev":
-        return micro_batches >= stage_count(layout)
-    if layout.schedule in ROUNDS:
-        return micro_batches % max(1, micro_batches // layout.pp) == 0
-    return True
+# What the schedules of torch.distributed.pipelining take.
 
 
-def _compiled(layout: Layout, compile: bool) -> Iterator[str]:
-    cut = [f"{axis}={getattr(layout, axis)}" for axis in ("tp", "cp", "pp") if getattr(layout, axis) > 1]
-    if compile and cut:
-        yield (
-            f"train.compile = true with {', '.join(cut)}: only whole blocks are compiled, alone or "
-            "under data parallelism (dp, zero); leave train.compile out."
-        )
+def _too_few(c: Columns) -> Number:
+    micro_batches = c.gradient_accumulation_steps
+    few = c.runs("1f1b") & (micro_batches < c.pp)
+    return few | (c.runs("dualpipev") & (micro_batches < c.pp * c.virtual_stages))
+
+
+def _uneven_rounds(c: Columns) -> Number:
+    micro_batches = c.gradient_accumulation_steps
+    return c.runs(*ROUNDS) & (micro_batches % np.maximum(1, np.floor(micro_batches / c.pp)) != 0)
+
+
+def _micro_batches(layout: Layout) -> str:
+    steps = layout.gradient_accumulation_steps
+    most = 2 * (steps + stage_count(layout))
+    near = _nearest(_MICRO_BATCHES, layout, "gradient_accumulation_steps", range(1, most))
+    return (
+        f"The schedule {layout.schedule} with pp={layout.pp} can't run {steps} micro-batches a step; "
+        f"try ga={near}, or gpipe, which takes any number."
+    )
+
+
+_MICRO_BATCHES = (
+    Rule("fewer micro-batches than the schedule needs", _too_few, _micro_batches),
+    Rule("micro-batches do not go round in equal groups", _uneven_rounds, _micro_batches),
+)
+
+
+def _compiled(layout: Layout) -> str:
+    cut = [f"{axis}={getattr(layout, axis)}" for axis in MODEL_AXES if getattr(layout, axis) > 1]
+    return (
+        f"train.compile = true with {', '.join(cut)}: only whole blocks are compiled, alone or "
+        "under data parallelism (dp, zero); leave train.compile out."
+    )
+
+
+_COMPILED = Rule(
+    "compiled blocks run alone or data-parallel only",
+    lambda c: c.world > c.data_ranks,
+    _compiled,
+)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from meshtune.errors import UserError
-from meshtune.layout import AXES, CP_METHODS, SCHEDULES, V_SCHEDULES, VIRTUAL_SCHEDULES, Layout
+from meshtune.layout import AXES, CP_METHODS, MODEL_AXES, SCHEDULES, V_SCHEDULES, VIRTUAL_SCHEDULES, Layout
 from meshtune.placement.columns import ENCODINGS, Columns, Number
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.workload import Workload
@@ -24,8 +24,6 @@ from meshtune.recomputation import RECOMPUTATIONS
 
 MOST_VIRTUAL_STAGES = 8
 EVERY_HYBRID = 128  # GPUs, up to which all hybrids of replicas and shards are considered
-DATA_AXES = ("dp_replicate", "dp_shard")
-INNER_AXES = tuple(axis for axis in reversed(AXES) if axis not in DATA_AXES)  # what makes one data rank
 
 Option = Mapping[str, Any]  # values for some fields of Layout
 Given = Mapping[str, Any]  # the fields of Layout that are fixed
@@ -114,7 +112,7 @@ def _outer(workload: Workload, cluster: Cluster, fixed: Given) -> dict[str, Numb
     columns = columns_of(
         [
             {**sharding, **sizes}
-            for sizes in _sizes(INNER_AXES, cluster.gpus, blocks, fixed)
+            for sizes in _sizes(MODEL_AXES, cluster.gpus, blocks, fixed)
             for sharding in _shardings(sizes, cluster, data_ranks, fixed)
         ]
     )

@@ -1,6 +1,6 @@
 """Every layout of a cluster, predicted and ranked.
 
-    workload + cluster ──> candidates ──> problems (refused) ──> memory (does not fit) ──> seconds ──> Plan
+    workload + cluster ──> candidates ──> rules (refused) ──> memory (does not fit) ──> seconds ──> Plan
 
 Layouts are columns of numbers until one is shown, so that tens of thousands take less than a second. Nothing
 is excluded by taste: a layout that nobody would run loses by its predicted time.
@@ -9,7 +9,7 @@ is excluded by taste: a layout that nobody would run loses by its predicted time
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ import numpy as np
 
 from meshtune.layout import SCHEDULES, V_SCHEDULES, Layout
 from meshtune.placement.columns import Columns, Number, at, joined, layout_at, rows
+from meshtune.placement.rules import rules
 from meshtune.placement.share import stage_of_rank
 from meshtune.plan.accounting import accounting_of
 from meshtune.plan.candidates import candidates, columns_of, micro_batches, with_micro_batches
@@ -26,13 +27,13 @@ from meshtune.plan.machine import machine_of, rates
 from meshtune.plan.memory import timeline as memory
 from meshtune.plan.memory.stages import RANKS, Stages
 from meshtune.plan.memory.timeline import Memory
-from meshtune.plan.problems import Problem, problems
 from meshtune.plan.seconds.step import Seconds, step
 from meshtune.plan.workload import Workload
 
 ALIKE = 0.005  # step times as near as that to the shortest are equal to it,
 SPARED = 0.05  # and what leaves so much more of a GPU's memory free is better, then what recomputes less
 CHUNK = 8192  # layouts
+OUTDONE = "another schedule waits as long and keeps less"
 
 
 class Rejected(NamedTuple):
@@ -139,11 +140,11 @@ def search(
     inner = {int(n): micro_batches(workload, int(n), fixed) for n in np.unique(ranks)}
     alternatives = np.array([len(inner[n]) for n in ranks])
     # first what no micro-batch changes, counted once for all of them
-    example = outer.replace(**columns_of([inner[n][0] for n in ranks]))
-    rejected, allowed = _refused(workload, outer, alternatives, example)
+    examples = outer.replace(**columns_of([inner[n][0] for n in ranks]))
+    rejected, allowed = _refused(workload, outer, weights=alternatives, examples=examples, others={})
     c = with_micro_batches(rows(outer, allowed), inner)
-    others = () if "schedule" in fixed else (_outdone(c),)
-    later, allowed = _refused(workload, c, np.ones(len(c.tp)), c, others)
+    others = {} if "schedule" in fixed else {OUTDONE: _outdone(c)}
+    later, allowed = _refused(workload, c, weights=np.ones(len(c.tp)), examples=c, others=others)
     rejected, c = rejected + later, rows(c, allowed)
     c = rows(c, np.argsort(c.pp > 1, kind="stable"))
     held = joined([peak(workload, cluster, each) for each in chunks(c)])
@@ -187,14 +188,14 @@ def choice_of(workload: Workload, cluster: Cluster, layout: Layout, seconds: Sec
     return Choice(layout, cluster, seconds, held, speed, speed * workload.flops_per_token / rate)
 
 
-def _outdone(c: Columns) -> Problem:
+def _outdone(c: Columns) -> Number:
     """GPipe and looped BFS wait as long as 1F1B and interleaved 1F1B and keep more: they are for where those
     can't run.
     """
     m = c.gradient_accumulation_steps
     equal_rounds = m % np.maximum(1, np.floor(m / c.pp)) == 0
     beaten = (c.runs("gpipe") & (m >= c.pp)) | (c.runs("loopedbfs") & equal_rounds)
-    return Problem("another schedule waits as long and keeps less", beaten)
+    return beaten
 
 
 # predictions #
@@ -288,21 +289,24 @@ def even_stages(blocks: int, stages: int, last: float, first: float = 0.0) -> li
 
 
 def _refused(
-    workload: Workload, c: Columns, weights: Number, shown: Columns, others: Sequence[Problem] = ()
+    workload: Workload, c: Columns, *, weights: Number, examples: Columns, others: Mapping[str, Number]
 ) -> tuple[list[Rejected], Number]:
-    """(what each rule refuses, which layouts none does). weights: layouts that each row stands for, of which
-    `shown` has one. A layout counts for the first rule that refuses it.
+    """What each rule refuses, and the mask of the layouts that none refuses.
+
+    A layout counts for the first rule that refuses it. weights: layouts that each row stands for. examples:
+    for each row one of them. others: masks of what else is left out, by reason.
     """
-    allowed, found = np.ones(len(c.tp), bool), []
-    rules = problems(
-        workload.traits, c, attention=workload.attention, packing=workload.packing, compile=workload.compile
+    allowed, rejected = np.ones(len(c.tp), bool), []
+    every = rules(
+        workload.traits, attention=workload.attention, packing=workload.packing, compile=workload.compile
     )
-    for problem in (*rules, *others):
-        where = problem.where & allowed
-        if count := int(weights[where].sum()):
-            found.append(Rejected(problem.reason, count, str(layout_at(shown, int(where.argmax())))))
-            allowed &= ~where
-    return found, allowed
+    masks = ((rule.reason, rule.refuses(c)) for rule in every)
+    for reason, mask in (*masks, *others.items()):
+        refused = mask & allowed
+        if count := int(weights[refused].sum()):
+            rejected.append(Rejected(reason, count, str(layout_at(examples, int(refused.argmax())))))
+            allowed &= ~refused
+    return rejected, allowed
 
 
 def _too_large(

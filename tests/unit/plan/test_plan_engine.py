@@ -20,12 +20,11 @@ from transformers import AutoModelForCausalLM, OPTConfig
 from meshtune.config import ClusterConfig
 from meshtune.errors import UserError
 from meshtune.layout import CP_METHODS, RECOMPUTE, SCHEDULES, VIRTUAL_SCHEDULES, Layout
-from meshtune.model.anatomy import traits
 from meshtune.model.lora import add_lora
 from meshtune.model.trace import census_of
 from meshtune.placement.census import Census, step_flops
 from meshtune.placement.columns import Columns, layout_at
-from meshtune.placement.rules import Traits, refusals
+from meshtune.placement.rules import Traits
 from meshtune.placement.share import census_stages, rank_at, share, stage_blocks, stage_of_rank
 from meshtune.placement.states import held_states
 from meshtune.plan.accounting import accounting_of, engine_accounting
@@ -33,7 +32,6 @@ from meshtune.plan.cluster import cluster_of
 from meshtune.plan.memory.stages import Stages
 from meshtune.plan.memory.states import weight_elements
 from meshtune.plan.memory.timeline import step_timeline
-from meshtune.plan.problems import problems
 from meshtune.plan.search import even_stages, stages_of
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
@@ -282,49 +280,6 @@ def test_columns_give_their_layouts_back() -> None:
     assert [layout_at(c, place) for place in range(len(LAYOUTS))] == LAYOUTS
     assert np.array_equal(c.world, [layout.world for layout in LAYOUTS])
     assert np.array_equal(c.global_batch_size, [layout.global_batch_size for layout in LAYOUTS])
-
-
-# refusals #
-
-TRAITS = [
-    PLAIN,
-    replace(PLAIN, blocks=3, heads=12, kv_heads=12, cuts=((768, "rows"), (36, "rows"))),
-    replace(PLAIN, heads=6, kv_heads=3, vocabulary=7),
-    replace(PLAIN, heads=16, kv_heads=1, cuts=((8, "rows"),)),
-    replace(PLAIN, heads=9, kv_heads=3, heads_cut=False, cuts=((64, "rows"),)),
-    replace(PLAIN, tensor="It can't be cut."),
-    replace(PLAIN, pipeline="Its blocks can't run apart."),
-    replace(PLAIN, attention=False),
-    replace(PLAIN, attention=False, tensor="It can't be cut.", pipeline="Its blocks can't run apart."),
-]
-SETTINGS = [
-    {"attention": attention, "packing": packing, "compile": compiled}
-    for attention in ("meshtune", "sdpa", "eager")
-    for packing in (True, False)
-    for compiled in (True, False)
-]
-
-
-@pytest.mark.parametrize("own", TRAITS, ids=range(len(TRAITS)))
-def test_layouts_are_refused_where_a_run_would_refuse_them(own: Traits) -> None:
-    c = Columns.of(LAYOUTS)
-    for given_settings in SETTINGS:
-        refused = np.zeros(len(LAYOUTS), bool)
-        for problem in problems(own, c, **given_settings):
-            refused |= np.broadcast_to(problem.where, refused.shape)
-        expected = [bool(refusals(own, layout, **given_settings)) for layout in LAYOUTS]
-        wrong = [str(LAYOUTS[n]) for n in np.flatnonzero(refused != np.array(expected))]
-        assert not wrong, given_settings
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_layouts_of_real_models_are_refused_where_a_run_would_refuse_them(family: str) -> None:
-    own = traits(AutoModelForCausalLM.from_config(config_of(family, 6)))
-    c = Columns.of(LAYOUTS)
-    refused = np.any([np.broadcast_to(each.where, len(LAYOUTS)) for each in problems(own, c)], axis=0)
-    expected = [bool(refusals(own, layout)) for layout in LAYOUTS]
-    assert [str(LAYOUTS[n]) for n in np.flatnonzero(refused != np.array(expected))] == []
-    assert 0 < sum(expected) < len(expected)
 
 
 # work #
