@@ -42,7 +42,8 @@ def plan(
     """
     file, overrides = split(settings)
     from meshtune import config
-    from meshtune.train.planning import lighter, workload_of
+    from meshtune.model.census_cache import numbers_of
+    from meshtune.plan.workload import lighter_workloads, workload_of
 
     if (explain or most) and (plot or export or gpus):
         raise UserError(
@@ -50,7 +51,7 @@ def plan(
         )
     check_outputs(plot, export)
     resolved = config.load(file, overrides)
-    workload = workload_of(resolved, notice)
+    workload = workload_of(resolved, numbers_of(resolved, log=notice))
     if explain:
         explain_layout(resolved, workload, explain, as_json=as_json)
     elif most:
@@ -60,7 +61,13 @@ def plan(
         from meshtune.report.plan import terminal
 
         sizes = numbers(gpus, "--gpus")
-        best = answer.ask(resolved, workload, sizes=sizes, goal=goal, lighter=partial(lighter, resolved))
+        best = answer.ask(
+            resolved,
+            workload,
+            sizes=sizes,
+            goal=goal,
+            lighter=partial(lighter_workloads, resolved, numbers_of),
+        )
         show(best.as_dict(top), terminal.answer(best, top), as_json=as_json)
         if plot:
             draw(best, plot, compare_sizes=bool(gpus))

@@ -20,6 +20,7 @@ from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.model.hub import asking, local
 from meshtune.placement.census import Census
+from meshtune.placement.numbers import ModelNumbers
 from meshtune.placement.rules import Traits
 from meshtune.rundir import write_text_atomically
 
@@ -32,15 +33,6 @@ class LoraShape:
 
     r: int = 16
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-
-
-@dataclass(frozen=True)
-class ModelNumbers:
-    """A model as planning sees it."""
-
-    census: Census
-    traits: Traits
-    attention: str  # the implementation that model.attention=auto means for it
 
 
 def numbers_of(config: Config, *, log: Callable[[str], None] = lambda _: None) -> ModelNumbers:

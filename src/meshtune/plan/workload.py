@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from meshtune.config import Config
+from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.placement.columns import Number
+from meshtune.placement.numbers import ModelNumbers
 from meshtune.placement.rules import Traits, refusals
+from meshtune.plan.memory.activations import compiled
 from meshtune.plan.work import Work
 
 
@@ -84,3 +89,48 @@ class Workload:
         return refusals(
             self.traits, layout, attention=self.attention, packing=self.packing, compile=self.compile
         )
+
+
+class Uncounted(UserError):
+    """A model whose work is unknown."""
+
+
+def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
+    """The workload of a config and of its model's numbers; the data need not exist. Raises Uncounted for a
+    model that can't be planned.
+    """
+    model = config.model
+    if numbers.census.unsupported:
+        raise Uncounted(
+            f"{model.name} can't be planned: {numbers.census.unsupported}. Name a layout to train it "
+            "(layout=zero3x8-mb1)."
+        )
+    work = Work.of(numbers.census)
+    if config.train.compile:
+        work = replace(work, kept={element: compiled(saved) for element, saved in work.kept.items()})
+    return Workload(
+        model=model.name,
+        work=work,
+        traits=numbers.traits,
+        seq_len=config.data.seq_len,
+        global_batch_size=config.global_batch_size,
+        document_tokens=config.data.mean_document_tokens,
+        precision=config.train.precision,
+        reduce_dtype=config.train.reduce_dtype,
+        optimizer=config.train.optimizer,
+        compile=config.train.compile,
+        packing=config.data.packing,
+        attention=numbers.attention if model.attention == "auto" else model.attention,
+        lora_r=config.lora.r if config.method == "lora" else None,
+    )
+
+
+def lighter_workloads(config: Config, numbers_of: Callable[[Config], ModelNumbers]) -> dict[str, Workload]:
+    """Settings that need less memory than training all weights, each with its workload.
+
+    numbers_of: counts the model of a config.
+    """
+    if config.method == "lora":
+        return {}
+    adapted = config.model_copy(update={"method": "lora"})
+    return {"method=lora": workload_of(adapted, numbers_of(adapted))}

@@ -25,7 +25,7 @@ from meshtune.model.trainable import embeddings_needed
 from meshtune.parallel.mesh import World, join
 from meshtune.plan.hardware import datasheet_flops
 from meshtune.rundir import RunDir
-from meshtune.train import folder, planning
+from meshtune.train import folder
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.choose import Choice, choose_together, device_of, gpus_of
 from meshtune.train.evaluate import Evaluation
@@ -33,6 +33,7 @@ from meshtune.train.export import Exporter, recipe
 from meshtune.train.inputs import data_of, encoder_of, loader_of, steps_of, stream_sentences, tokenizer_of
 from meshtune.train.loop import Run, restore, seed_dropout
 from meshtune.train.model import LoraSpec, ModelSpec, OptimizerSpec, RankModel, rank_model
+from meshtune.train.predict import out_of_memory, prediction
 from meshtune.train.schedule import learning_rate, warmup
 from meshtune.train.signals import StopRequest
 from meshtune.train.trackers import Metrics, tracker_problems
@@ -115,7 +116,7 @@ def assembled(
             model.parallel.modules,
             model.optimizer,
             world.device,
-            advice=partial(planning.out_of_memory, config, world.layout, gpus_of(world.device)),
+            advice=partial(out_of_memory, config, world.layout, gpus_of(world.device)),
         ),
         flops=flops_of(model.census, config.data.seq_len, ranks=world.size // world.data_ranks),
         exporter=exporter_of(
@@ -179,7 +180,7 @@ def claimed(
     lock, place = None, None
     if world.main:
         run_folder, resumed = folder.claim(config, steps, report)
-        plan = planning.prediction(config, world.layout, gpus_of(world.device))
+        plan = prediction(config, world.layout, gpus_of(world.device))
         lock = folder.begin(run_folder, config, plan, resumed)
         place = run_folder, resumed
     run_folder, resumed = world.broadcast_object(place)

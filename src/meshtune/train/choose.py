@@ -6,6 +6,7 @@ Ranks that start together agree on the first one's choice.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +17,15 @@ from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.model.anatomy import auto_attention, traits
+from meshtune.model.census_cache import numbers_of
 from meshtune.model.load import load_config
 from meshtune.placement.rules import refusals
 from meshtune.placement.share import stage_count
+from meshtune.plan import fits
 from meshtune.plan.fits import Refused
-from meshtune.train import planning
+from meshtune.plan.search import search
+from meshtune.plan.workload import Uncounted, lighter_workloads, workload_of
+from meshtune.train.predict import cluster_here
 
 
 class Choice(NamedTuple):
@@ -63,21 +68,26 @@ def layout_of(config: Config, ranks: int) -> Layout:
     if config.partial_layout.whole:
         return _completed(config, ranks)
     try:
-        return planning.chosen(config, ranks, gpus_of(device_of(config.train.device)))
-    except (planning.Uncounted, Refused):
+        workload = workload_of(config, numbers_of(config))
+        cluster = cluster_here(config, ranks, gpus_of(device_of(config.train.device)))
+        plan = search(workload, cluster, fixed=config.partial_layout.given)
+    except (Uncounted, Refused):
         return _completed(config, ranks)
+    if not len(plan):
+        raise fits.nothing(plan, partial(lighter_workloads, config, numbers_of))
+    return plan.choice(0).layout
 
 
 def _completed(config: Config, ranks: int) -> Layout:
     """The layout with data parallelism in what is open. Raises UserError with whatever else speaks against
     the fixed part.
     """
-    partial = config.partial_layout
+    fields = config.partial_layout
     try:
-        return partial.complete(devices=ranks, global_batch_size=config.global_batch_size)
+        return fields.complete(devices=ranks, global_batch_size=config.global_batch_size)
     except UserError as error:
-        known = partial.known
-        if "gradient_accumulation_steps" not in partial.fixed:  # as many as any schedule takes
+        known = fields.known
+        if "gradient_accumulation_steps" not in fields.fixed:  # as many as any schedule takes
             known = replace(known, gradient_accumulation_steps=2 * stage_count(known))
         _, others = attention_and_refusals(config, known, None)
         raise UserError([*error.problems, *others]) from None
