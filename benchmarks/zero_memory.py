@@ -3,7 +3,7 @@
     python benchmarks/zero_memory.py [docs/parallelism.md]
 
 On 4 CPU ranks a small Llama takes one step and three of the four micro-batches of a second one. What tensors
-then exist beside inputs and buffers is compared with `partition.share` and with the ZeRO paper's figures
+then exist beside inputs and buffers is compared with `placement.share` and with the ZeRO paper's figures
 (Rajbhandari et al. 2020, figure 1: 2 + 2 + 12 bytes per parameter, of which a stage keeps one N-th).
 """
 
@@ -22,15 +22,18 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from meshtune.layout import Layout
-from meshtune.model.partition import ELEMENT_BYTES, Bytes, share
 from meshtune.model.trace import census
 from meshtune.parallel import zero
 from meshtune.parallel.mesh import join
 from meshtune.parallel.replicas import Replicas
+from meshtune.placement.share import share
+from meshtune.placement.states import States
+from meshtune.precision import PRECISIONS
 from meshtune.rundir import write_text_atomically
 from meshtune.train.optim import Optimizer, local
 
 RANKS = 4
+KINDS = ("weights", "gathered", "gradients", "optimizer")
 LAYOUTS = ("dp4", "zero1x4", "zero2x4", "zero3x4")
 PAPER = {
     0: (2, 2, 12),
@@ -38,7 +41,6 @@ PAPER = {
     2: (2, 2 / RANKS, 12 / RANKS),
     3: (2 / RANKS, 2 / RANKS, 12 / RANKS),
 }
-DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 def main(file: str = "docs/parallelism.md") -> None:
@@ -58,14 +60,14 @@ def table() -> str:
     for text in LAYOUTS:
         layout = Layout.parse(f"{text}-ga4")
         found = on_ranks(f"{text}-ga4")
-        kinds = " | ".join(f"{size / model.total:g}" for size in found)
+        kinds = " | ".join(f"{getattr(found, kind) / model.total:g}" for kind in KINDS)
         ours = sum(share(model, layout, 0).bytes) / model.total
         measured = sum(found) / model.total
         lines.append(f"| `{text}` | {kinds} | {measured:g} | {ours:g} | {sum(PAPER[layout.zero]):g} |")
     return "\n".join(lines) + "\n"
 
 
-def on_ranks(text: str) -> Bytes:
+def on_ranks(text: str) -> States:
     """What the first of the layout's ranks measures."""
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
@@ -109,12 +111,13 @@ class Whole(nn.Module):
         return self.model(input_ids=ids, use_cache=False).logits.float().square().mean()
 
 
-def measure(text: str, precision: str) -> Bytes:
+def measure(text: str, precision: str) -> States:
     """What exists on this rank, in the middle of a layout's second step."""
     layout = Layout.parse(text)
     world = join(layout, torch.device("cpu"))
     others = tensors()  # what the process had before; held, so that no address is used again
-    compute, trained = (DTYPES[each] for each in ELEMENT_BYTES[precision])
+    dtypes = PRECISIONS[precision]
+    compute, trained = getattr(torch, dtypes.compute), getattr(torch, dtypes.trained)
     root = Whole(trained)
     mesh = zero.parameter_mesh(world)
     sums = torch.float32 if compute == torch.bfloat16 else None
@@ -159,7 +162,7 @@ def by_kind(
     optimizer: Optimizer,
     compute: torch.dtype,
     others: Sequence[Tensor],
-) -> Bytes:
+) -> States:
     """The bytes of all tensors with a fraction that exist beside `others`, each storage once.
 
     What nobody names is FSDP2's: gathered parameters in the dtype that computes, and in a bf16 run whole
@@ -173,8 +176,9 @@ def by_kind(
     rest = everything.keys() - known - storages([*root.buffers(), *others]).keys()
     gathered = {key for key in rest if everything[key][1] == compute}
     waiting = gradients.keys() or rest - gathered
-    kinds = (weights.keys(), gathered, waiting, state)
-    return Bytes(*(sum(everything[key][0] for key in kind) for kind in kinds))
+    kinds = (weights.keys(), waiting, state, gathered)
+    sizes = [sum(everything[key][0] for key in kind) for kind in kinds]
+    return States(*sizes)
 
 
 def tensors() -> list[Tensor]:

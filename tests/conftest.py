@@ -1,7 +1,9 @@
 """Shared by every test: one thread a process, no network; a tiny model folder and rows to train it on."""
 
+import importlib.util
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,23 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 settings.register_profile("any machine", deadline=None)  # a busy one is no failure
 settings.load_profile("any machine")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests of packages that aren't installed: they could only be skipped."""
+    lacking = [item for item in items if not all(map(_installed, _needed(item)))]
+    config.hook.pytest_deselected(items=lacking)
+    items[:] = [item for item in items if item not in lacking]
+
+
+def _needed(item: pytest.Item) -> list[str]:
+    return [mark.args[0] for mark in item.iter_markers("needs")]
+
+
+@cache
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
 

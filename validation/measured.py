@@ -14,10 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from meshtune.layout import RECOMPUTE, SCHEDULES
+from meshtune.layout import CP_METHODS, RECOMPUTE, SCHEDULES
+from meshtune.placement.columns import Columns
 from meshtune.plan.hardware import catalogue, stacks
 from meshtune.plan.machine import Machine
-from meshtune.plan.work import Columns, Work
+from meshtune.plan.work import Work
 
 Row = dict[str, str]
 HERE = Path(__file__).parent
@@ -173,7 +174,7 @@ def columns_of(rows: Sequence[Row], among: Sequence[Origin]) -> Columns:
         dp_shard=np.where(zero > 0, dp, 1.0),
         zero=zero,
         cp=column(rows, "cp"),
-        ulysses=np.zeros(len(rows)),
+        cp_method=np.full(len(rows), CP_METHODS.index("allgather")),
         tp=column(rows, "tp"),
         sp=column(rows, "sp", 0.0),
         pp=column(rows, "pp"),

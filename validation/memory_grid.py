@@ -56,20 +56,21 @@ from meshtune.config import ClusterConfig, Config
 from meshtune.launch import Rank
 from meshtune.layout import Layout
 from meshtune.model.anatomy import traits
-from meshtune.model.partition import coordinates
 from meshtune.model.trace import census_of
 from meshtune.parallel.pipeline import Pipeline
+from meshtune.placement.columns import Columns
+from meshtune.placement.share import coordinates
 from meshtune.plan.accounting import accounting_of
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.memory import timeline
 from meshtune.plan.memory.stages import RANKS
 from meshtune.plan.search import stages_of
-from meshtune.plan.work import Columns, Work
+from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
+from meshtune.precision import PRECISIONS
 from meshtune.rundir import write_text_atomically
 from meshtune.train import build, loop
 from meshtune.train.memory import ACTIVATIONS, WATCHED_STEPS, PhaseMemory, storage_bytes
-from meshtune.train.step import ManyRanks
 
 SEQ_LEN = 512
 MODEL = LlamaConfig(
@@ -149,7 +150,7 @@ class Recorder(PhaseMemory):
 
 def receive_buffers(run: loop.Run) -> list[Tensor]:
     """The receive buffers that torch's pipeline stages have allocated."""
-    pipeline = run.passes.parallel.pipeline if isinstance(run.passes, ManyRanks) else None
+    pipeline = run.passes.parallel.pipeline
     schedules = pipeline._schedules.values() if pipeline else ()
     infos = [
         info
@@ -363,7 +364,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layouts", help="comma-separated; default: the whole grid")
-    parser.add_argument("--precision", choices=[*build.PRECISIONS])
+    parser.add_argument("--precision", choices=[*PRECISIONS])
     files = parser.add_mutually_exclusive_group(required=True)
     files.add_argument("--out", type=Path, help="where the measured bytes go")
     files.add_argument("--of", type=Path, help="what --out wrote, to compare again")

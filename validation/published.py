@@ -278,24 +278,35 @@ def predictions(kept: Sequence[Row], predicted: np.ndarray) -> str:
 
 
 def draw(kept: Sequence[Row], predicted: np.ndarray, file: Path) -> None:
-    """Predicted against measured, each source in its colour; the band is 10 %."""
-    import matplotlib.pyplot as plt
+    """Write predicted against measured throughput as a picture, each source in its colour, 10 % dashed."""
+    from meshtune.report.draw.kinds import Axis, Group, Guide, Point, Scatter
+    from meshtune.report.draw.picture import write
 
     measured = np.array([throughput(row) for row in kept])
     known = np.isfinite(measured)
-    low, high = measured[known].min() * 0.7, measured[known].max() * 1.4
-    figure, panel = plt.subplots(figsize=(6.4, 6))
-    panel.fill_between([low, high], [0.9 * low, 0.9 * high], [1.1 * low, 1.1 * high], color="#e8eaed")
-    panel.plot([low, high], [low, high], color="#3b4046", linewidth=0.8)
-    for source in sorted({source_of(row) for row in kept}):
-        own = known & np.array([source_of(row) == source for row in kept])
-        if own.any():
-            panel.scatter(measured[own], predicted[own], s=9, alpha=0.6, label=f"{source} ({own.sum()})")
-    panel.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
-    panel.set(xlabel="measured, tokens/s per GPU", ylabel="predicted, tokens/s per GPU")
-    panel.legend(frameon=False, fontsize=8)
-    figure.tight_layout()
-    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+    ends = float(measured[known].min()) * 0.7, float(measured[known].max()) * 1.4
+    points: dict[str, list[Point]] = {}
+    for row, real, guess, is_known in zip(kept, measured, predicted, known, strict=True):
+        if is_known:
+            points.setdefault(source_of(row), []).append(Point(float(real), float(guess), row["id"]))
+    panel = Scatter(
+        "published",
+        "Throughput, tokens/s per GPU",
+        "dashed: 10 % more and less than measured",
+        tuple(
+            Group(f"{source} ({len(points[source])})", tuple(points[source]), size=24, opacity=0.6)
+            for source in sorted(points)
+        ),
+        Axis("measured", ends, log=True, show_title=True),
+        Axis("predicted", ends, log=True, show_title=True),
+        guides=(
+            Guide(ends, ends, solid=True),
+            *(Guide(ends, (share * ends[0], share * ends[1])) for share in (0.9, 1.1)),
+        ),
+        height=820,
+        item="row",
+    )
+    write(file, [[panel]], title="Predicted against measured", width=900)
 
 
 def main() -> None:

@@ -8,12 +8,14 @@ A layout string is tokens joined by `-`. One table, `TOKENS`, says how each is r
 """
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from meshtune.errors import UserError
+from meshtune.recomputation import RECOMPUTATIONS
 
 CP_METHODS = ("allgather", "ulysses")
 TORCH_SCHEDULES = {  # ours -> what torch.distributed.pipelining calls them
@@ -28,7 +30,13 @@ TORCH_SCHEDULES = {  # ours -> what torch.distributed.pipelining calls them
 SCHEDULES = tuple(TORCH_SCHEDULES)
 VIRTUAL_SCHEDULES = ("interleaved1f1b", "loopedbfs", "zb")  # the ones that take v > 1
 V_SCHEDULES = ("zbv", "dualpipev")  # two stages a rank: down the ranks and up again
-RECOMPUTE = ("none", "attention", "selective", "full")
+RECOMPUTE = tuple(RECOMPUTATIONS)
+CHOICES = {
+    "cp_method": CP_METHODS,
+    "schedule": SCHEDULES,
+    "recompute": RECOMPUTE,
+}  # field -> its values
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # sizes, outer to inner: tp ranks are neighbours
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,7 @@ class Layout:
 
     @property
     def world(self) -> int:
-        return self.data_ranks * self.cp * self.tp * self.pp
+        return math.prod(getattr(self, axis) for axis in AXES)
 
     @property
     def stages_per_rank(self) -> int:
@@ -157,7 +165,7 @@ def contradictions(layout: Layout) -> Iterator[str]:
             f"zero={layout.zero} with dp_shard={layout.dp_shard}: zero says what dp_shard shards, so it is 0 "
             "exactly when dp_shard is 1; write zero3x4 for ZeRO-3 over 4 ranks, dp4 for plain data parallel."
         )
-    for name, allowed in (("cp_method", CP_METHODS), ("schedule", SCHEDULES), ("recompute", RECOMPUTE)):
+    for name, allowed in CHOICES.items():
         if getattr(layout, name) not in allowed:
             yield f"{name} is '{getattr(layout, name)}'; it must be one of {', '.join(allowed)}."
     if layout.sp and layout.tp == 1:
@@ -255,7 +263,7 @@ class PartialLayout:
     @property
     def world(self) -> int | None:
         """Ranks that it is for; None where that is to choose."""
-        return None if self.open & {"dp_replicate", *BELONGS} else self.known.world
+        return None if self.open & {*AXES} else self.known.world
 
     @property
     def whole(self) -> bool:

@@ -48,7 +48,7 @@ def flip_a_byte(step: Path) -> None:
 
 
 def test_a_killed_run_goes_on_bit_for_bit(
-    meshtune: Command, begin: Any, settings: Settings, tmp_path: Path
+    meshtune: Command, begin_fork: Any, settings: Settings, tmp_path: Path
 ) -> None:
     words = settings(
         "train.max_steps=20", "train.global_batch_size=8", "checkpoint.every=3", "train.weight_decay=0.1"
@@ -57,7 +57,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert meshtune("train", *words, f"output={whole}").code == 0
 
     command = ("train", *words, f"output={parts}")
-    process = begin(*command)
+    process = begin_fork(*command)
     wait_for_step(process, parts, 10)
     process.send_signal(signal.SIGKILL)
     assert end(process).code == -signal.SIGKILL
@@ -77,11 +77,11 @@ def test_a_killed_run_goes_on_bit_for_bit(
 
 
 def test_sigterm_finishes_the_step_saves_and_exits_with_75(
-    meshtune: Command, begin: Any, settings: Settings, tmp_path: Path
+    meshtune: Command, begin_fork: Any, settings: Settings, tmp_path: Path
 ) -> None:
     words = settings("train.max_steps=20", "train.global_batch_size=8", "checkpoint.every=0")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    process = begin("train", *words, f"output={parts}")
+    process = begin_fork("train", *words, f"output={parts}")
     wait_for_step(process, parts, 3)
     process.send_signal(signal.SIGTERM)
     stopped = end(process)

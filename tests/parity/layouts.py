@@ -1,19 +1,23 @@
-"""Train a tiny model under a layout, on forked ranks and through the front door; compare with one rank."""
+"""Train a tiny model under a layout, on several ranks and through the front door; compare with one rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny import make_rows, make_tokenizer, write_rows
+from transformers import PreTrainedModel
 
 from meshtune import config
 from meshtune.layout import Layout
+from meshtune.model.trace import census_of
+from meshtune.placement.census import Census
 from meshtune.rundir import RunDir
-from meshtune.train import build, loop
+from meshtune.train import build, loop, memory
 
 GLOBAL_BATCH = 16
 
@@ -63,17 +67,35 @@ def whole(layout: str) -> Layout:
     return open_fields.complete(devices=1, global_batch_size=GLOBAL_BATCH)
 
 
+censuses: dict[Any, Census] = {}
+
+
+def census_once(model: PreTrainedModel) -> Census:
+    """The model's census, counted once a process for a configuration and its parameters."""
+    parameters = [(name, p.shape, p.requires_grad) for name, p in model.named_parameters()]
+    key = (type(model), model.config.to_json_string(), tuple(parameters))
+    if key not in censuses:
+        censuses[key] = census_of(model)
+    return censuses[key]
+
+
 def train(words: list[str]) -> str:
     """Train on this rank; returns the run's folder."""
-    run = build.build(config.load(None, words))
-    loop.train(run)
+    with (
+        patch.object(memory, "WATCHED_STEPS", 0),  # counting their memory would take as long as all else
+        patch.object(build, "census_of", census_once),  # a third of a run's time
+    ):
+        run = build.build(config.load(None, words))
+        loop.train(run)
     return str(run.folder.path)
 
 
-def trained(data: Path, output: Path, layout: str, precision: str, *overrides: str) -> Trained:
-    """Train under `layout`, on as many forked ranks as it needs."""
+def trained(
+    data: Path, output: Path, layout: str, precision: str, *overrides: str, forked: bool = False
+) -> Trained:
+    """Train under `layout`, on as many ranks as it needs; if `forked`, with what is patched here."""
     words = settings(data, output, layout, precision, overrides)
-    run = RunDir(run_ranks(whole(layout).world, train, words)[0])
+    run = RunDir(run_ranks(whole(layout).world, train, words, forked=forked)[0])
     rows = run.rows("train")
     tensors = {}
     for file in run.model.glob("*.safetensors"):

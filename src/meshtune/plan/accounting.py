@@ -13,39 +13,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from meshtune.optimizers import BUCKET_ELEMENTS, OPTIMIZERS
+from meshtune.placement.columns import Columns, Number
+from meshtune.placement.states import Copies, copies_of
 from meshtune.plan.hardware import memory_of
-from meshtune.plan.work import Columns, Kept, Number, Work
+from meshtune.plan.work import Kept, Work
 
 if TYPE_CHECKING:
     from meshtune.plan.cluster import Cluster
     from meshtune.plan.workload import Workload
 
 
-class Precision(NamedTuple):
-    """Bytes per parameter of each copy that training holds of it."""
-
-    weight: float  # that forward and backward compute with
-    gradient: float  # that a backward writes
-    accumulated: float  # of the gradients' sum over micro-batches and ranks
-    master: float  # of the wider copy that the optimizer updates; 0: it updates the weight itself
-    moments: float  # AdamW's two together
-    beside: float = 0.0  # 1: the sum is a buffer beside the gradient, from the start; 0: it replaces it
-
-    @property
-    def trained(self) -> float:
-        """Bytes per parameter of the copy that the optimizer updates."""
-        return self.master or self.weight
-
-
-PRECISIONS = {
-    "fp32": Precision(4, 4, 4, 0, 8),
-    "fp64": Precision(8, 8, 8, 0, 16),
-    "bf16": Precision(2, 2, 4, 4, 8),
-    "bf16-pure": Precision(2, 2, 4, 0, 4),
-}
 # Rajbhandari et al. 2020, section 3.1: 2 + 2 + 12; and with micro-batches summed in fp32 beside the gradients
-MIXED = Precision(2, 2, 2, 4, 8)
-MIXED_BESIDE = Precision(2, 2, 4, 4, 8, beside=1)
+MIXED = Copies(2, 2, 2, 4, 8)
+MIXED_BESIDE = Copies(2, 2, 4, 4, 8, beside=1)
 
 
 class Saved(NamedTuple):
@@ -87,8 +68,9 @@ EAGER = Saved(outside=12, entering=4, queries=2, keys=2, heads=4, output=2, wide
 class Accounting:
     """Rules by which one stack in one precision uses memory; the keys of a `memory` table in stacks.toml."""
 
-    precision: Precision
+    precision: Copies
     element: float = 2  # bytes of an element of activations
+    bucket_elements: float = BUCKET_ELEMENTS  # whose gradients an update converts at a time
     shards_masters: bool = True  # ZeRO's shards are the masters; weights are gathered from them (FSDP)
     frees_added_gradients: bool = False  # beside a sum: freed once added, else kept until the next ones
     whole_vocabulary_gradients: bool = False  # embedding's and head's: made whole, then added to a sum
@@ -129,27 +111,31 @@ class Accounting:
         return np.where(self.gathers_shards(layouts), 1.0, layouts.data_ranks * layouts.cp)
 
 
-def engine_accounting(precision: str, reduce_dtype: str = "fp32", **others: Any) -> Accounting:
-    """Accounting of this engine (train/optim.py, train/loss.py, parallel/), without a GPU's overhead.
+def engine_accounting(
+    precision: str, reduce_dtype: str = "fp32", optimizer: str = "adamw", **others: Any
+) -> Accounting:
+    """Accounting of this engine (optim/, train/loss.py, parallel/), without a GPU's overhead.
 
-    precision, reduce_dtype: as in the settings. others: fields of Accounting.
+    precision, reduce_dtype, optimizer: as in the settings. others: fields of Accounting.
     """
-    copies = PRECISIONS[precision]
-    if reduce_dtype == "bf16" and copies.weight == 2:
-        copies = copies._replace(accumulated=2)
+    copies = copies_of(precision, reduce_dtype, optimizer)
+    others = {"bucket_elements": OPTIMIZERS[optimizer].bucket_elements, **others}
     return Accounting(copies, element=copies.weight, reduce_bytes=copies.accumulated, **others)
 
 
-def stack_accounting(stack: str, precision: str, reduce_dtype: str = "fp32") -> Accounting:
+def stack_accounting(
+    stack: str, precision: str, reduce_dtype: str = "fp32", optimizer: str = "adamw"
+) -> Accounting:
     """Accounting of a stack of stacks.toml in this precision (fp32, fp16, bf16 …).
 
     8-bit matmuls are counted as bf16. Fields that its tables leave out are as in `engine_accounting`.
     """
-    return _stack_accounting(stack, "bf16" if precision in ("fp8", "mxfp8") else precision, reduce_dtype)
+    kept = "bf16" if precision in ("fp8", "mxfp8") else precision
+    return _stack_accounting(stack, kept, reduce_dtype, optimizer)
 
 
 @cache
-def _stack_accounting(stack: str, precision: str, reduce_dtype: str) -> Accounting:
+def _stack_accounting(stack: str, precision: str, reduce_dtype: str, optimizer: str) -> Accounting:
     table = memory_of(stack)
     fields: dict[str, Any] = {key: value for key, value in table.items() if not isinstance(value, dict)}
     fields |= table.get(precision, {})
@@ -158,8 +144,8 @@ def _stack_accounting(stack: str, precision: str, reduce_dtype: str) -> Accounti
             fields[name] = Saved(**{key: float(value) for key, value in table[name].items()})
     copies = fields.pop("precision", None)
     if copies is None:
-        return engine_accounting(precision, reduce_dtype, **fields)
-    return Accounting(Precision(*copies), **fields)
+        return engine_accounting(precision, reduce_dtype, optimizer, **fields)
+    return Accounting(Copies(*copies), **fields)
 
 
 def accounting_of(workload: Workload, cluster: Cluster) -> Accounting:
@@ -168,7 +154,7 @@ def accounting_of(workload: Workload, cluster: Cluster) -> Accounting:
     A processor has no CUDA context or communicators, and the system's allocator: no overhead is counted.
     """
     stack = "meshtune-compiled" if workload.compile else "meshtune"
-    accounting = stack_accounting(stack, workload.precision, workload.reduce_dtype)
+    accounting = stack_accounting(stack, workload.precision, workload.reduce_dtype, workload.optimizer)
     if cluster.gpu.name == "cpu":
         return replace(accounting, reserved=0.0, context=0.0, communicator=0.0)
     return accounting

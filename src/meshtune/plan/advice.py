@@ -14,11 +14,11 @@ import numpy as np
 
 from meshtune.errors import UserError
 from meshtune.layout import Layout
+from meshtune.placement.columns import Columns, Number
 from meshtune.plan.machine import machine_of
 from meshtune.plan.phrases import device, longer, memory_limit, memory_need
 from meshtune.plan.search import Choice, Plan, explained, search
 from meshtune.plan.seconds.step import PARTS, compute_parts
-from meshtune.plan.work import Columns, Number
 from meshtune.plan.workload import Workload
 from meshtune.units import count, duration, human
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from meshtune.plan.accounting import PRECISIONS, stack_accounting
+from meshtune.placement.columns import Number
+from meshtune.placement.states import copies_of
 from meshtune.plan.hardware import Gpu, stacks
-from meshtune.plan.work import Number
+from meshtune.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from meshtune.plan.cluster import Cluster
@@ -102,10 +103,10 @@ def machine_of(workload: Workload, cluster: Cluster) -> Machine:
     """
     stack = stacks()["meshtune-compiled" if workload.compile else "meshtune"]
     machine = Machine.of(cluster.gpu, stack, network_share=cluster.network_share)
-    copies = stack_accounting("meshtune", workload.precision, workload.reduce_dtype).precision
-    bf16 = PRECISIONS["bf16"]
-    updated = 2 * (copies.trained + copies.moments) + copies.accumulated + copies.weight
-    updated_in_bf16 = 2 * (bf16.trained + bf16.moments) + bf16.accumulated + bf16.weight
+    copies = copies_of(workload.precision, workload.reduce_dtype, workload.optimizer)
+    measured = copies_of("bf16", "fp32", "adamw")
+    updated = 2 * (copies.trained + copies.optimizer) + copies.accumulated + copies.weight
+    updated_in_bf16 = 2 * (measured.trained + measured.optimizer) + measured.accumulated + measured.weight
     return replace(
         machine,
         node=float(cluster.node),
@@ -123,8 +124,7 @@ def machine_of(workload: Workload, cluster: Cluster) -> Machine:
 def rates(cluster: Cluster, precision: str) -> dict[str, float]:
     """Peak FLOP/s of matmuls (`flops`) and of attention (`core_flops`) in a precision of the settings.
 
-    torch computes fp32 without TF32 unless told otherwise. fp64 runs at half of fp32's rate at most.
+    torch computes fp32 without TF32 unless told otherwise.
     """
-    gpu = cluster.gpu
-    rate = {"fp32": gpu.fp32, "fp64": gpu.fp32 / 2, "bf16": gpu.bf16, "bf16-pure": gpu.bf16}[precision]
+    rate = getattr(cluster.gpu, PRECISIONS[precision].rate) * PRECISIONS[precision].rate_share
     return {"flops": rate, "core_flops": rate}

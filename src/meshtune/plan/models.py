@@ -9,7 +9,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from meshtune.model.support import Traits
+from meshtune.placement.rules import Traits
 from meshtune.plan.work import Work
 
 SHAPE = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocabulary")  # numbers of a model in models.toml

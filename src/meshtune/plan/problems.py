@@ -1,4 +1,4 @@
-"""Which layouts can't run, and why: the refusals of model/support.py over columns of layouts at once.
+"""Which layouts can't run, and why: the refusals of placement/rules.py over columns of layouts at once.
 
 One sentence for each rule instead of one for each layout; they refuse the same layouts (tested equal).
 """
@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtune.model.support import ROUNDS, ZERO_BUBBLE, Traits
-from meshtune.plan.work import Columns, Number
+from meshtune.placement.columns import Columns, Number
+from meshtune.placement.rules import ROUNDS, ZERO_BUBBLE, Traits
 
 
 class Problem(NamedTuple):
@@ -31,7 +31,7 @@ def problems(
         own = f"the attention {attention} of {traits.name}"
         if packing:
             yield Problem(f"{own} can't keep packed documents apart (data.packing=false)", c.tp > 0)
-        yield Problem(f"{own} can't be recomputed by itself", c.recomputes("attention"))
+        yield Problem(f"{own} can't be recomputed by itself", c.recomputation("attention_alone"))
         yield Problem(f"{own} sees the tokens of its own rank only, so no cp", c.cp > 1)
         if traits.attention:
             yield Problem(f"{own} takes all heads and tokens to be here, so no tp", tensor)
@@ -74,4 +74,6 @@ def _pipeline(traits: Traits, c: Columns) -> Iterator[Problem]:
     yield Problem("micro-batches do not go round in equal groups", c.runs(*ROUNDS) & rounds)
     late = c.runs(*ZERO_BUBBLE)
     yield Problem("zero-bubble schedules with ZeRO-2 or -3", late & (c.zero >= 2))
-    yield Problem("zero-bubble schedules with selective recomputation", late & c.recomputes("selective"))
+    yield Problem(
+        "zero-bubble schedules with selective recomputation", late & c.recomputation("by_operation")
+    )

@@ -1,4 +1,4 @@
-"""What a model asks of the hardware, and a layout as columns: the planner's numbers.
+"""The work of a model, as the planner counts it.
 
 Every number may be a float or a numpy array, one element per layout or per published row: the formulas of
 seconds.py and memory.py are written once and rank tens of thousands of layouts as they explain one.
@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from meshtune.layout import RECOMPUTE, SCHEDULES, Layout
-from meshtune.model.census import Census, Parameter
-
-Number = Any  # float | np.ndarray, in any mixture that numpy broadcasts
+from meshtune.placement.census import Census, Parameter
+from meshtune.placement.columns import Number
 
 
 @dataclass(frozen=True)
@@ -275,62 +273,3 @@ def _weights(parameters: Iterable[Parameter], blocks: int = 1) -> tuple[Weight, 
         Weight(rows, cols, count / blocks, cut, heads, float(trainable))
         for (rows, cols, cut, heads, trainable), count in alike.items()
     )
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Layouts as columns: the fields of Layout, with its names; schedule and recompute as their index."""
-
-    dp_replicate: Number
-    dp_shard: Number
-    zero: Number
-    cp: Number
-    ulysses: Number
-    tp: Number
-    sp: Number
-    pp: Number
-    schedule: Number  # index in SCHEDULES
-    virtual_stages: Number  # stages a rank has; 2 with the V schedules
-    micro_batch_size: Number
-    gradient_accumulation_steps: Number
-    recompute: Number  # index in RECOMPUTE
-
-    @classmethod
-    def of(cls, layouts: Sequence[Layout]) -> Columns:
-        def column(read: Any) -> np.ndarray:
-            return np.array([read(layout) for layout in layouts], dtype=float)
-
-        return cls(
-            dp_replicate=column(lambda x: x.dp_replicate),
-            dp_shard=column(lambda x: x.dp_shard),
-            zero=column(lambda x: x.zero),
-            cp=column(lambda x: x.cp),
-            ulysses=column(lambda x: x.cp_method == "ulysses"),
-            tp=column(lambda x: x.tp),
-            sp=column(lambda x: x.sp),
-            pp=column(lambda x: x.pp),
-            schedule=column(lambda x: SCHEDULES.index(x.schedule)),
-            virtual_stages=column(lambda x: x.stages_per_rank),
-            micro_batch_size=column(lambda x: x.micro_batch_size),
-            gradient_accumulation_steps=column(lambda x: x.gradient_accumulation_steps),
-            recompute=column(lambda x: RECOMPUTE.index(x.recompute)),
-        )
-
-    @property
-    def data_ranks(self) -> Number:
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def world(self) -> Number:
-        return self.data_ranks * self.cp * self.tp * self.pp
-
-    @property
-    def global_batch_size(self) -> Number:
-        return self.micro_batch_size * self.gradient_accumulation_steps * self.data_ranks
-
-    def recomputes(self, mode: str) -> Number:
-        return self.recompute == RECOMPUTE.index(mode)
-
-    def runs(self, *schedules: str) -> Number:
-        """Whether the pipeline's schedule is one of these; never without a pipeline."""
-        return (self.pp > 1) & np.isin(self.schedule, [SCHEDULES.index(name) for name in schedules])

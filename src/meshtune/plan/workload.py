@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshtune.layout import Layout
-from meshtune.model.support import Traits, refusals
-from meshtune.plan.work import Number, Work
+from meshtune.placement.columns import Number
+from meshtune.placement.rules import Traits, refusals
+from meshtune.plan.work import Work
 
 
 def attended(document_tokens: Number, window: Number) -> Number:
@@ -32,6 +33,7 @@ class Workload:
     document_tokens: float | None = None  # mean length, as in seconds.step; None: whole sequences
     precision: str = "bf16"
     reduce_dtype: str = "fp32"
+    optimizer: str = "adamw"
     compile: bool = False
     packing: bool = True
     attention: str = "meshtune"  # implementation that the model is built with

@@ -88,7 +88,7 @@ def train(run: Run) -> None:
             with run.memory.watching(now.step):
                 share = run.passes.forward_backward(batch, run.memory.phase)
                 # One message for all that the ranks must agree on before the update.
-                loss, squares, flops, flops_6n = run.world.total(
+                loss, squares, flops, flops_6n = run.world.sum_over_ranks(
                     share, run.optimizer.squared_norm(), *run.flops(batch)
                 )
                 norm = math.sqrt(squares)
@@ -101,7 +101,9 @@ def train(run: Run) -> None:
                 else:
                     run.optimizer.zero_grad()
             step_seconds = time.perf_counter() - started
-            peak_bytes, stopping = run.world.highest(run.memory.peak_bytes(), run.stop.requested is not None)
+            peak_bytes, stopping = run.world.max_over_ranks(
+                run.memory.peak_bytes(), run.stop.requested is not None
+            )
 
             run.metrics.train(
                 step=now.step, loss=loss, grad_norm=norm, learning_rate=rate, tokens=batch.tokens,
@@ -242,7 +244,7 @@ def finish(run: Run) -> None:
 def restore_best(run: Run) -> int:
     """Put the weights of the best evaluation back; returns the step that the model is of."""
     now = run.progress
-    there = run.world.agree(now.best_step in run.checkpoints.steps())
+    there = run.world.broadcast_object(now.best_step in run.checkpoints.steps())
     if not there or run.checkpoints.problems(now.best_step):
         run.metrics.say(
             f"The checkpoint of step {now.best_step}, with the lowest held-out loss {now.best_loss:.4f}, is "

@@ -6,10 +6,16 @@ from collections.abc import Callable
 import torch
 
 from meshtune.data.loader import Batch
-from meshtune.model.census import Census, palm_flops, step_flops
+from meshtune.errors import Table
+from meshtune.placement.census import Census, palm_flops, step_flops
 from meshtune.plan.hardware import named
+from meshtune.precision import PRECISIONS
 
-RATES = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "bf16-pure": "bf16"}  # precision -> rate of a Gpu
+RATES: Table[str | None] = Table(  # field of a Gpu with its peak; None where data sheets have none
+    "precision",
+    {name: dtypes.rate if dtypes.rate_share == 1 else None for name, dtypes in PRECISIONS.items()}
+    | {"tf32": "tf32"},
+)
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
@@ -26,8 +32,8 @@ def datasheet_flops(device_name: str, precision: str) -> float | None:
 
     precision: fp32, tf32 (fp32 with TensorFloat-32 products allowed), bf16, bf16-pure; others have no figure.
     """
-    gpu = named(device_name)
-    return getattr(gpu, RATES[precision]) if gpu is not None and precision in RATES else None
+    gpu, rate = named(device_name), RATES[precision]
+    return getattr(gpu, rate) if gpu is not None and rate is not None else None
 
 
 def flops_of(census: Census, seq_len: int, ranks: int = 1) -> Callable[[Batch], tuple[float, float]]:

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from meshtune.optimizers import BUCKET_ELEMENTS
 from meshtune.parallel.zero import local
-
-BUCKET_ELEMENTS = 64 * 2**20  # 256 MiB of fp32 gradients at a time
 
 
 def decays(name: str, parameter: Tensor) -> bool:

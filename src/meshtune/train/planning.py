@@ -13,7 +13,7 @@ import yaml
 from meshtune.config import ClusterConfig, Config
 from meshtune.errors import UserError
 from meshtune.layout import Layout, as_mapping
-from meshtune.model.known import LoraShape, known
+from meshtune.model.census_cache import LoraShape, model_numbers
 from meshtune.plan import fits
 from meshtune.plan.answer import plan_yaml
 from meshtune.plan.cluster import Cluster, cluster_of
@@ -28,20 +28,20 @@ class Uncounted(UserError):
 
 
 def workload_of(config: Config, say: Callable[[str], None] = lambda _: None) -> Workload:
-    """The workload of a config; its data need not exist. say: see `known`. Raises UserError for a model that
-    can't be planned.
+    """The workload of a config; its data need not exist. say: log of `model_numbers`. Raises UserError for a
+    model that can't be planned.
     """
     model, lora = config.model, None
     if config.method == "lora":
         lora = LoraShape(config.lora.r, config.lora.target_modules)
-    found = known(
+    found = model_numbers(
         model.name,
         revision=model.revision,
         trust_remote_code=model.trust_remote_code,
         freeze=model.freeze,
         lora=lora,
         cache_dir=Path(config.data.cache).expanduser(),
-        say=say,
+        log=say,
     )
     if found.census.unsupported:
         raise Uncounted(
@@ -60,6 +60,7 @@ def workload_of(config: Config, say: Callable[[str], None] = lambda _: None) -> 
         document_tokens=config.data.mean_document_tokens,
         precision=config.train.precision,
         reduce_dtype=config.train.reduce_dtype,
+        optimizer=config.train.optimizer,
         compile=config.train.compile,
         packing=config.data.packing,
         attention=found.attention if model.attention == "auto" else model.attention,

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILIES, FAMILY_CASES
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
@@ -17,8 +17,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from meshtune.model.census import attended_pairs, palm_flops, step_flops
 from meshtune.model.trace import census, census_of
+from meshtune.placement.census import attended_pairs, palm_flops, step_flops
 
 TOKENS = 24
 
@@ -62,7 +62,7 @@ def adapt(model, *targets: str, rank: int = 3) -> None:
             module.lora_B = nn.Parameter(torch.randn(module.out_features, rank))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_flops_equal_torchs_counter_when_all_is_trained(family):
     model = eager(FAMILIES[family]())
     assert expected(census(model.config)) == counted(model)
@@ -110,7 +110,7 @@ def test_experts_count_as_often_as_they_are_active():
     assert expected(census(config)) == counted(eager(config, experts_implementation="eager"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_parameters_are_the_models(family):
     model = eager(FAMILIES[family]())
     assert census(model.config).total == sum(p.numel() for p in model.parameters())
@@ -195,5 +195,5 @@ def test_a_tied_head_stays_in_the_common_figure():
 
 
 def test_the_value_needs_no_torch():
-    code = "import meshtune.model.census, sys; assert 'torch' not in sys.modules"
+    code = "import meshtune.placement.census, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import cases
 from families import FAMILIES
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -20,19 +21,21 @@ from meshtune.config import ClusterConfig
 from meshtune.errors import UserError
 from meshtune.layout import CP_METHODS, RECOMPUTE, SCHEDULES, VIRTUAL_SCHEDULES, Layout
 from meshtune.model.anatomy import traits
-from meshtune.model.census import Census, step_flops
 from meshtune.model.lora import add_lora
-from meshtune.model.partition import census_stages, rank_at, share, stage_blocks, stage_of_rank
-from meshtune.model.support import Traits, refusals
 from meshtune.model.trace import census_of
+from meshtune.placement.census import Census, step_flops
+from meshtune.placement.columns import Columns, layout_at
+from meshtune.placement.rules import Traits, refusals
+from meshtune.placement.share import census_stages, rank_at, share, stage_blocks, stage_of_rank
+from meshtune.placement.states import held_states
 from meshtune.plan.accounting import accounting_of, engine_accounting
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.memory.stages import Stages
-from meshtune.plan.memory.states import held_states, weight_elements
+from meshtune.plan.memory.states import weight_elements
 from meshtune.plan.memory.timeline import step_timeline
 from meshtune.plan.problems import problems
-from meshtune.plan.search import even_stages, layout_at, stages_of
-from meshtune.plan.work import Columns, Work
+from meshtune.plan.search import even_stages, stages_of
+from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
 
 CPU = cluster_of(ClusterConfig(gpu="cpu"), gpus=64)
@@ -65,7 +68,7 @@ def census_for(family: str, blocks: int = 2, method: str = "full", tied: bool | 
         config.tie_word_embeddings = tied
     model = AutoModelForCausalLM.from_config(config)
     if method == "lora":
-        add_lora(model, r=3, alpha=6)
+        add_lora(model, lora_rank=3, alpha=6)
     elif method == "embedding":
         model.get_input_embeddings().requires_grad_(False)
     return census_of(model)
@@ -120,10 +123,8 @@ def shared(workload: Workload, census: Census, layout: Layout, pipeline_rank: in
 
 # All in CI; by default those that differ most in how they are cut.
 MOST_UNLIKE = ("llama", "phi3", "gpt2")
-EACH = [
-    family if family in MOST_UNLIKE else pytest.param(family, marks=pytest.mark.slow)
-    for family in [*FAMILIES, *CHANGES]
-]
+EACH = cases([*FAMILIES, *CHANGES], default=MOST_UNLIKE)
+METHODS = cases(["full", "lora", "embedding"], default=["full", "lora"])
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "embedding"])
@@ -154,7 +155,7 @@ def test_gathered_weights_are_the_shares(family: str) -> None:
         for text in (*DATA, *TENSOR):
             layout = Layout.parse(text)
             c = Columns.of([layout])
-            planned = held_states(engine_accounting(precision), weight_elements(weights, c), c)
+            planned = held_states(engine_accounting(precision).precision, weight_elements(weights, c), c)
             expected = share(census, layout, 0, precision=precision).bytes
             for name in expected._fields:
                 value = np.broadcast_to(getattr(planned, name), 1)[0]
@@ -162,8 +163,10 @@ def test_gathered_weights_are_the_shares(family: str) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("method", ["full", "lora", "embedding"])
-@pytest.mark.parametrize("family", ["llama", "phi3", "olmo2", "gpt2", "opt"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "family", cases(["llama", "phi3", "olmo2", "gpt2", "opt"], default=["llama", "gpt2"])
+)
 def test_states_of_the_pipelines_ends_are_the_shares(family: str, method: str, tied: bool) -> None:
     census = census_for(family, 7, method, tied)
     for precision in ("fp32", "bf16"):
@@ -227,8 +230,10 @@ def test_stages_have_as_many_blocks_as_the_engines(data, blocks: int, last: int,
     assert even_stages(blocks, stages, last / 1000, first / 1000) == engine
 
 
-@pytest.mark.parametrize("method", ["full", "lora", "embedding"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gpt2", "gemma2"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "family", cases(["llama", "qwen3", "phi3", "gpt2", "gemma2"], default=["llama", "gemma2"])
+)
 def test_every_pipeline_rank_has_the_blocks_that_the_engine_gives_it(family: str, method: str) -> None:
     """Gemma2's two kinds of blocks cost nearly the same; where a window is short, they would not."""
     census = census_for(family, 7, method)

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 
 from meshtune.layout import Layout
-from meshtune.plan.accounting import EAGER, MEGATRON, MIXED, MIXED_BESIDE, PRECISIONS, engine_accounting
+from meshtune.placement.columns import Columns
+from meshtune.plan.accounting import EAGER, MEGATRON, MIXED, MIXED_BESIDE, engine_accounting
 from meshtune.plan.memory.activations import saved_by_block
 from meshtune.plan.memory.stages import in_flight
 from meshtune.plan.memory.states import gpt_parameters, states
 from meshtune.plan.memory.timeline import peak
-from meshtune.plan.work import Columns, Work
+from meshtune.plan.work import Work
 
 GB = 1e9
 GPT3 = Work.of_shape(layers=96, hidden=12288, ffn=4 * 12288, heads=96, kv_heads=96, vocabulary=51200, gated=0)
@@ -21,7 +22,7 @@ GPT3 = Work.of_shape(layers=96, hidden=12288, ffn=4 * 12288, heads=96, kv_heads=
 def test_states_of_the_textbooks(billions: float, fp32: float, mixed: float) -> None:
     """The Ultra-Scale Playbook's table: fp32, and bf16 with gradients that add up in fp32; in GB."""
     n = billions * 1e9
-    assert states(PRECISIONS["fp32"], n).total == pytest.approx(fp32 * GB)
+    assert states(engine_accounting("fp32").precision, n).total == pytest.approx(fp32 * GB)
     assert states(MIXED_BESIDE, n).total == pytest.approx(mixed * GB)
     assert states(MIXED, n).total == pytest.approx(16 * n)
 

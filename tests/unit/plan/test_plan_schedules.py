@@ -7,9 +7,9 @@ import pytest
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from meshtune.layout import TORCH_SCHEDULES, Layout
-from meshtune.model.partition import stage_of_rank
+from meshtune.placement.columns import Columns
+from meshtune.placement.share import stage_of_rank
 from meshtune.plan.memory.stages import in_flight
-from meshtune.plan.work import Columns
 
 BEGINS = {"FORWARD"}
 ENDS = {"FULL_BACKWARD", "BACKWARD_WEIGHT"}  # what is kept goes with the gradients of weights

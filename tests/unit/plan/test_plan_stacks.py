@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from meshtune.layout import Layout
-from meshtune.plan.accounting import PRECISIONS, engine_accounting, stack_accounting
+from meshtune.placement.columns import Columns
+from meshtune.placement.states import Elements, copies_of, held_states
+from meshtune.plan.accounting import engine_accounting, stack_accounting
 from meshtune.plan.hardware import stacks
 from meshtune.plan.memory.activations import saved_by_block
 from meshtune.plan.memory.stages import Stages, in_flight
-from meshtune.plan.memory.states import Elements, held_states
 from meshtune.plan.memory.timeline import peak
-from meshtune.plan.work import Columns, Work
+from meshtune.plan.work import Work
 from meshtune.units import GIB
 
 SEEN = {
@@ -51,7 +52,8 @@ def test_every_stack_has_an_accounting(stack: str, precision: str) -> None:
 def test_this_engine_is_ours_with_what_the_gpu_adds(precision: str) -> None:
     how = stack_accounting("meshtune", precision)
     assert (
-        how.precision == PRECISIONS[precision] and how.loss_chunk == engine_accounting(precision).loss_chunk
+        how.precision == copies_of(precision, "fp32", "adamw")
+        and how.loss_chunk == engine_accounting(precision).loss_chunk
     )
     assert how.context + how.communicator < 1.5 * GIB
     assert stack_accounting("meshtune-compiled", precision).reserved == how.reserved
@@ -79,7 +81,11 @@ def test_states_of_megatron(precision: str, ranks: int, bytes_each: float) -> No
     how = stack_accounting("megatron", precision)
     n = Elements(1.0, 1.0, 1.0 / ranks, 1.0 / ranks)
     c = columns(f"zero1x{ranks}-mb1-ga4" if ranks > 1 else "mb1-ga4")
-    found = float(held_states(how, n, c).total[0]) + how.flat_shard_buffers / ranks + how.flat_buffers
+    found = (
+        float(held_states(how.precision, n, c, shards_masters=how.shards_masters).total[0])
+        + how.flat_shard_buffers / ranks
+        + how.flat_buffers
+    )
     assert found == pytest.approx(bytes_each)
 
 

@@ -18,18 +18,20 @@ import pytest
 from meshtune.config import ClusterConfig
 from meshtune.errors import NothingFits, UserError
 from meshtune.layout import RECOMPUTE, SCHEDULES, V_SCHEDULES, VIRTUAL_SCHEDULES, Layout, PartialLayout
-from meshtune.model.support import Traits, refusals
+from meshtune.placement.columns import Columns, layout_at
+from meshtune.placement.rules import Traits, refusals
 from meshtune.plan import advice, fits
 from meshtune.plan.answer import by_goal
+from meshtune.plan.candidates import divisors
 from meshtune.plan.cluster import MARGIN, Cluster, cluster_of, gpus_here
 from meshtune.plan.cost import RunCost
 from meshtune.plan.hardware import catalogue
 from meshtune.plan.machine import machine_of
-from meshtune.plan.memory import CATEGORIES
+from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.models import models
-from meshtune.plan.search import ALIKE, Choice, Plan, divisors, explained, layout_at, search
+from meshtune.plan.search import ALIKE, Choice, Plan, explained, search
 from meshtune.plan.seconds.step import Seconds, compute_parts
-from meshtune.plan.work import Columns, Work
+from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
 
 EVERYTHING = -1e6  # a margin that lets every layout fit

@@ -8,12 +8,13 @@ from families import FAMILIES
 
 from meshtune.layout import Layout
 from meshtune.model.trace import census
+from meshtune.placement.columns import Columns
 from meshtune.plan.hardware import catalogue, stacks
 from meshtune.plan.machine import Machine
 from meshtune.plan.seconds.collectives import ring_bandwidth, ring_collectives, tree_all_reduce
 from meshtune.plan.seconds.gpu import matmul
 from meshtune.plan.seconds.step import compute_parts, step
-from meshtune.plan.work import Columns, Work
+from meshtune.plan.work import Work
 from meshtune.plan.workload import attended
 
 # A GPU that reaches all it can, software that costs nothing, networks of round figures.

@@ -19,8 +19,8 @@ from ranks import run_ranks
 from torch import Tensor
 
 from meshtune.errors import UserError
-from meshtune.model.partition import piece
 from meshtune.model.pieces import Piece
+from meshtune.placement.share import piece
 from meshtune.train.checkpoint import Checkpoints
 
 DTYPES = [

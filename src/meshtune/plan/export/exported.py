@@ -5,18 +5,13 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from meshtune.config import Config, DataConfig, SourceConfig
+from meshtune.data.example import SUFFIXES
+from meshtune.data.rows import FORMATS
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 
-# As in data/source.py, which planning can't import: it reads the hub through a library that brings torch.
-FORMATS: Mapping[str, tuple[str, ...]] = {
-    "text": ("text",),
-    "prompt-completion": ("prompt", "completion"),
-    "alpaca": ("instruction", "output"),
-    "messages": ("messages",),
-    "sharegpt": ("conversations",),
-}
-SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".jsonl.gz", ".json.gz", ".csv.gz")
+EXPORTED_RECOMPUTATIONS = ("none", "attention", "selective", "full")
+EXPORTED_PRECISIONS = ("fp32", "bf16", "bf16-pure")  # that every tool's export knows how to write
 
 
 @dataclass(frozen=True)
@@ -36,11 +31,14 @@ def refuse(config: Config, layout: Layout, gpus_per_node: int, problems: Iterabl
 
 def problems_of_all_tools(config: Config, layout: Layout, gpus_per_node: int) -> Iterator[str]:
     """Sentences on why no tool can run the layout: precision, nodes that are not full, another batch."""
-    if config.train.precision == "fp64":
+    if config.train.precision not in EXPORTED_PRECISIONS:
         yield (
-            "train.precision=fp64 is for checks inside meshtune, no other tool trains in it; use fp32 or "
-            "bf16."
+            f"train.precision={config.train.precision} runs in meshtune alone, no other tool trains in it; "
+            "use fp32 or bf16."
         )
+    if layout.recompute not in EXPORTED_RECOMPUTATIONS:
+        *others, last = EXPORTED_RECOMPUTATIONS
+        yield (f"recompute={layout.recompute} runs in meshtune alone; use {', '.join(others)} or {last}.")
     if layout.world > gpus_per_node and layout.world % gpus_per_node:
         yield (
             f"{layout.world} GPUs do not fill nodes of {gpus_per_node}; choose a layout of "
@@ -137,7 +135,7 @@ def row_format(data: DataConfig, source: SourceConfig) -> str:
     if row_format != "auto":
         return row_format
     fitting = (
-        name for name, needed in FORMATS.items() if set(needed) <= (source.columns or data.columns).keys()
+        name for name, form in FORMATS.items() if set(form.needs) <= (source.columns or data.columns).keys()
     )
     return next(fitting, "messages")
 

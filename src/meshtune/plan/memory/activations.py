@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshtune.placement.columns import Columns, Number
 from meshtune.plan.accounting import Accounting
-from meshtune.plan.work import Columns, Kept, Number, Work
+from meshtune.plan.work import Kept, Work
+from meshtune.recomputation import RECOMPUTATIONS
 
 
 def saved_by_block(
@@ -54,14 +56,18 @@ def saved_by_block(
     else:
         under_selective = of_tokens(selective, (selective.core + selective.statistics) / layouts.tp)
 
-    without_statistics = everything - tokens * per_token.statistics / layouts.tp
-    saved = np.where(layouts.recomputes("attention"), without_statistics, everything)
-    saved = np.where(layouts.recomputes("selective"), under_selective, saved)
-    saved = np.where(layouts.recomputes("full"), block_input, saved)
-    rest = np.maximum(everything - under_selective, 0.0)  # with adapters, matmul outputs are more than needed
-    recomputed = np.where(layouts.recomputes("full"), everything, 0.0)
-    recomputed = np.where(layouts.recomputes("selective"), rest, recomputed)
-    return saved, recomputed
+    saved_under = {
+        "everything": everything,
+        "all but statistics": everything - tokens * per_token.statistics / layouts.tp,
+        "outputs": under_selective,
+        "block input": block_input,
+    }
+    saved = everything
+    for name, mode in RECOMPUTATIONS.items():
+        saved = np.where(layouts.recomputes(name), saved_under[mode.saves], saved)
+    rest = np.maximum(everything - saved, 0.0)  # with adapters, matmul outputs are more than needed
+    recomputed = np.where(layouts.recomputation("matmuls"), everything, 0.0)
+    return saved, np.where(layouts.recomputation("by_operation"), rest, recomputed)
 
 
 def compiled(per_token: Kept) -> Kept:
@@ -153,5 +159,5 @@ def block_backward(work: Work, layouts: Columns, accounting: Accounting, sizes: 
     widths = [np.broadcast_to(matrix.cols, np.shape(sizes.tokens)) for matrix in work.matrices]
     widest = np.max(widths, axis=0)
     output_gradient = sizes.hidden_bytes / sizes.sequence_shards
-    recomputed = np.where(layouts.recomputes("selective"), 2 * output_gradient, 0.0)
+    recomputed = np.where(layouts.recomputation("by_operation"), 2 * output_gradient, 0.0)
     return output_gradient + 2 * accounting.element * sizes.tokens * widest / layouts.tp + recomputed

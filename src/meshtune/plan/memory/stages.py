@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshtune.plan.work import Columns, Number, Work
+from meshtune.placement.columns import Columns, Number
+from meshtune.plan.work import Work
 
 RANKS = ("first", "middle", "last")  # pipeline ranks that a peak can be on
 

@@ -17,15 +17,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshtune.placement.columns import Columns, Number
+from meshtune.placement.states import Elements, States, held_states
 from meshtune.plan.accounting import Accounting
 from meshtune.plan.memory.activations import LossBytes, Sizes, block_backward, loss_bytes, saved_by_block
 from meshtune.plan.memory.stages import Stages, in_flight
-from meshtune.plan.memory.states import Elements, RankElements, States, held_states, rank_elements
-from meshtune.plan.work import Columns, Number, Work
+from meshtune.plan.memory.states import RankElements, rank_elements
+from meshtune.plan.work import Work
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "overhead")
 EVENTS = ("loss", "backward of the head", "backward of a block", "end of backward", "update")
-UPDATE_BUCKET = 64 * 2**20  # elements that the optimizer converts to fp32 at a time (train/optim.py)
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def converted_gradients(layouts: Columns, accounting: Accounting, elements: Rank
     """
     precision = accounting.precision
     missing = np.maximum(precision.trained - precision.gradient, 0.0)
-    bucket = np.minimum(elements.total.trained, UPDATE_BUCKET) * missing
+    bucket = np.minimum(elements.total.trained, accounting.bucket_elements) * missing
     summed = accounting.gathers_shards(layouts) | (layouts.gradient_accumulation_steps > 1)
     return np.where(summed | (accounting.gradient_replicas(layouts) > 1), 0.0, bucket)
 
@@ -165,7 +166,7 @@ def optimizer_state(
     FSDP's masters are the weights: they are not counted here. total: parameters of the rank.
     """
     precision = accounting.precision
-    masters = states.optimizer * precision.master / (precision.master + precision.moments)
+    masters = states.optimizer * precision.master / (precision.master + precision.optimizer)
     updated = np.where(layouts.zero > 0, total.trained_shard, total.trained)
     optimizer = states.optimizer + updated * accounting.flat_shard_buffers
     return np.where(accounting.gathers_shards(layouts), 0.0, masters), optimizer
@@ -185,7 +186,7 @@ def step_timeline(
     first_step: of the step before which there is no optimizer state but masters.
     """
     precision, elements = accounting.precision, rank_elements(work, layouts, stages)
-    states = held_states(accounting, elements.total, layouts)
+    states = held_states(precision, elements.total, layouts, shards_masters=accounting.shards_masters)
     buffers = data_parallel_buffers(layouts, accounting, elements)
     loss = loss_bytes(work, layouts, accounting, Sizes.of(work, layouts, accounting, seq_len))
     flight = activations_in_flight(work, layouts, accounting, seq_len, stages, loss)

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshtune.placement.columns import Columns, Number
 from meshtune.plan.machine import Machine
 from meshtune.plan.seconds.collectives import context_collectives, shard_collectives, tensor_collectives
 from meshtune.plan.seconds.gpu import BlockCompute, block_compute, launched
-from meshtune.plan.work import Columns, Number, Work
+from meshtune.plan.work import Work
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,7 @@ def block_seconds(
     document_tokens: mean length of the documents that tokens attend in.
     """
     compute = block_compute(work, layouts, machine, seq_len, document_tokens)
-    launches_forward_again = layouts.recomputes("full") | layouts.recomputes("selective")
-    backward_launches = np.where(launches_forward_again, 3, 2) * machine.host_block
+    backward_launches = np.where(layouts.recomputation("block"), 3, 2) * machine.host_block
     forward = launched(compute.forward, machine.host_block, machine)
     backward = launched(compute.backward + compute.recomputation, backward_launches, machine)
     tensor = tensor_collectives(work, layouts, machine, seq_len)

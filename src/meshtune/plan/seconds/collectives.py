@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from meshtune.placement.columns import Columns, Number
 from meshtune.plan.machine import Machine
 from meshtune.plan.seconds.gpu import rank_tokens
-from meshtune.plan.work import Columns, Number, Work
+from meshtune.plan.work import Work
 
 # rings #
 
@@ -79,7 +80,7 @@ def tensor_collectives(work: Work, layouts: Columns, machine: Machine, seq_len: 
     hidden_bytes = machine.element * rank_tokens(layouts, seq_len) * work.hidden
     in_node = ranks_in_node(layouts.tp, 1.0, machine)
     all_reduce = tree_all_reduce(machine, hidden_bytes, layouts.tp, in_node)
-    repeated = layouts.recomputes("full") | (layouts.recomputes("selective") & (machine.selective > 0))
+    repeated = layouts.recomputation("matmuls") | (layouts.recomputation("block") & (machine.selective > 0))
     return 2 * all_reduce * (2 + repeated) * (1 - machine.tensor_overlap)
 
 
@@ -99,7 +100,7 @@ def context_collectives(work: Work, layouts: Columns, machine: Machine, seq_len:
     exchanged_bytes = machine.element * tokens * (heads / layouts.tp)
     all_gather = ring_collectives(machine, gathered_bytes, cp, in_node)
     all_to_all = ring_collectives(machine, exchanged_bytes, cp, in_node)
-    times = np.where(layouts.recomputes("none"), 2, 3)
+    times = np.where(layouts.recomputation("block") | layouts.recomputation("attention"), 3, 2)
     return np.where(layouts.ulysses > 0, all_to_all, all_gather) * times * (cp > 1)
 
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshtune.placement.columns import Columns, Number
 from meshtune.plan.machine import Machine
-from meshtune.plan.work import Columns, Core, Gemm, Number, Work
+from meshtune.plan.work import Core, Gemm, Work
 from meshtune.plan.workload import attended
 
 TILE = 128 * 128  # output elements of a matmul that one multiprocessor works on at a time
@@ -144,11 +145,11 @@ def block_compute(
     attention_forward = sum(context_factor * forward for forward, _ in cores)
     elementwise_forward = elementwise(machine, tokens, work, layouts)
 
-    forward = matmul_forward + attention_forward + elementwise_forward
-    repeated = machine.selective * matmul_forward + elementwise_forward
-    recomputation = np.where(layouts.recomputes("full"), forward, 0.0)
-    recomputation = recomputation + np.where(layouts.recomputes("attention"), attention_forward, 0.0)
-    recomputation = recomputation + np.where(layouts.recomputes("selective"), repeated, 0.0)
+    matmuls_again = np.where(layouts.recomputation("by_operation"), machine.selective, 0.0)
+    matmuls_again = np.where(layouts.recomputation("matmuls"), 1.0, matmuls_again)
+    recomputation = matmuls_again * matmul_forward
+    recomputation = recomputation + np.where(layouts.recomputation("attention"), attention_forward, 0.0)
+    recomputation = recomputation + np.where(layouts.recomputation("block"), elementwise_forward, 0.0)
     return BlockCompute(
         matmul_forward=matmul_forward,
         matmul_inputs=sum(inputs for _, inputs, _ in matmuls),

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshtune.placement.columns import Columns, Number
 from meshtune.plan.machine import Machine
 from meshtune.plan.seconds.block import Block
 from meshtune.plan.seconds.collectives import ranks_in_node, ring_collectives
 from meshtune.plan.seconds.gpu import rank_tokens
-from meshtune.plan.work import Columns, Number, Work
+from meshtune.plan.work import Work
 
 SEND_SHARE_OF_LINK = 0.5  # of the link's bandwidth, for one send to one neighbour; assumed
 

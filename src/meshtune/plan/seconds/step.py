@@ -15,12 +15,13 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from meshtune.placement.columns import Columns, Number
 from meshtune.plan.machine import Machine
 from meshtune.plan.seconds.block import block_seconds
 from meshtune.plan.seconds.collectives import gradient_collectives, optimizer_update
 from meshtune.plan.seconds.gpu import block_compute, head_and_loss, rank_tokens
 from meshtune.plan.seconds.pipeline import pipeline_seconds
-from meshtune.plan.work import Columns, Number, Work
+from meshtune.plan.work import Work
 
 PARTS = ("compute", "tensor", "context", "pipeline", "data", "optimizer", "bubble", "host")
 

@@ -1,0 +1,123 @@
+"""Layouts as columns of numbers, and back.
+
+    Columns.of(layouts) ──> one array for each field of Layout, by its name ──> layout_at(columns, place)
+
+A field that names one of several choices is the index of its choice (`layout.CHOICES`). What is computed from
+columns takes floats as well as arrays, so that one formula explains a layout and ranks tens of thousands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, fields
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from meshtune.layout import AXES, CHOICES, CP_METHODS, RECOMPUTE, SCHEDULES, V_SCHEDULES, Layout
+from meshtune.recomputation import RECOMPUTATIONS
+
+Number = Any  # float | np.ndarray, in any mixture that numpy broadcasts
+Table = TypeVar("Table")  # any class whose attributes are columns of one length
+
+
+class Encoding(NamedTuple):
+    """How a field of Layout is written as a number, and read again."""
+
+    number: Callable[[Any], float]
+    value: Callable[[float], Any]
+
+
+def _encoding(field: Field[Any]) -> Encoding:
+    if names := CHOICES.get(field.name):
+        return Encoding(names.index, lambda number: names[int(number)])
+    return Encoding(float, type(field.default))
+
+
+ENCODINGS: Mapping[str, Encoding] = {field.name: _encoding(field) for field in fields(Layout)}
+
+
+class Columns:
+    """Layouts, as one column for each field of Layout. Columns are not changed in place.
+
+    `virtual_stages` is `Layout.stages_per_rank`: 2 under the V schedules.
+    """
+
+    def __init__(self, **columns: Number) -> None:
+        if columns.keys() != ENCODINGS.keys():
+            raise TypeError(f"Columns are {', '.join(ENCODINGS)}; not {', '.join(columns)}.")
+        vars(self).update(columns)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, field: str) -> Number: ...
+
+    @classmethod
+    def of(cls, layouts: Sequence[Layout]) -> Columns:
+        columns = {
+            name: np.array([encoding.number(getattr(layout, name)) for layout in layouts], dtype=float)
+            for name, encoding in ENCODINGS.items()
+        }
+        stages_per_rank = np.array([layout.stages_per_rank for layout in layouts], dtype=float)
+        return cls(**columns | {"virtual_stages": stages_per_rank})
+
+    def replace(self, **columns: Number) -> Columns:
+        """The same layouts with other values in these columns."""
+        return Columns(**vars(self) | columns)
+
+    @property
+    def data_ranks(self) -> Number:
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world(self) -> Number:
+        return math.prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def global_batch_size(self) -> Number:
+        return self.micro_batch_size * self.gradient_accumulation_steps * self.data_ranks
+
+    @property
+    def ulysses(self) -> Number:
+        """True where context parallelism exchanges heads."""
+        return self.cp_method == CP_METHODS.index("ulysses")
+
+    def recomputes(self, mode: str) -> Number:
+        return self.recompute == RECOMPUTE.index(mode)
+
+    def recomputation(self, fact: str) -> Number:
+        """This field or property of each layout's mode in `RECOMPUTATIONS`."""
+        of_modes = np.array([getattr(mode, fact) for mode in RECOMPUTATIONS.values()])
+        return of_modes[np.asarray(self.recompute).astype(int)]
+
+    def runs(self, *schedules: str) -> Number:
+        """True where the pipeline's schedule is one of these; never without a pipeline."""
+        return (self.pp > 1) & np.isin(self.schedule, [SCHEDULES.index(name) for name in schedules])
+
+
+def layout_at(c: Columns, place: int) -> Layout:
+    """One layout of the columns."""
+    values = {name: encoding.value(getattr(c, name)[place]) for name, encoding in ENCODINGS.items()}
+    if values["schedule"] in V_SCHEDULES:
+        values["virtual_stages"] = Layout.virtual_stages  # implied, and so never given
+    return Layout(**values)
+
+
+# any table of columns #
+
+
+def rows(table: Table, which: Any) -> Table:
+    """These rows: a mask, indices or a slice."""
+    return type(table)(**{name: column[which] for name, column in vars(table).items()})
+
+
+def at(table: Table, place: int) -> Table:
+    """One row, as floats."""
+    return type(table)(**{name: float(column[place]) for name, column in vars(table).items()})
+
+
+def joined(tables: Sequence[Table]) -> Table:
+    """The rows of all, one table after the other."""
+    columns = {name: np.concatenate([vars(table)[name] for table in tables]) for name in vars(tables[0])}
+    return type(tables[0])(**columns)

@@ -1,0 +1,406 @@
+"""Who holds what under a layout: arithmetic on a Census, without torch.
+
+    stages of blocks (pp)  ->  pieces of each matrix (tp)  ->  shards of what is left (dp_shard · cp)
+
+The engine applies it, the planner counts it, the pictures draw it; nobody works it out again. `share` puts it
+together for one rank.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from meshtune.layout import AXES, V_SCHEDULES, Layout
+from meshtune.placement.census import Census, Parameter, attended_pairs
+from meshtune.placement.columns import Columns
+from meshtune.placement.states import Copies, Elements, States, copies_of, held_states
+from meshtune.recomputation import RECOMPUTATIONS
+
+
+@dataclass(frozen=True)
+class Split:
+    """How tensor parallelism cuts one parameter.
+
+    dim: the tensor dimension that is cut; None: every rank holds all of it. partial: each rank's gradient is
+    a part of the sum over the tp ranks.
+    """
+
+    dim: int | None = None
+    partial: bool = False
+
+
+def piece(size: int, parts: int, index: int) -> tuple[int, int]:
+    """(start, stop) of piece `index` of `parts`, by torch.chunk's rule: pieces of ceil(size / parts), the
+    last ones shorter or empty.
+    """
+    each = -(-size // parts)
+    return min(index * each, size), min((index + 1) * each, size)
+
+
+# ranks #
+
+
+def coordinates(layout: Layout, rank: int) -> dict[str, int]:
+    """The index of `rank` on each of AXES."""
+    found: dict[str, int] = {}
+    for axis in reversed(AXES):
+        rank, found[axis] = divmod(rank, getattr(layout, axis))
+    return {axis: found[axis] for axis in AXES}
+
+
+def rank_at(layout: Layout, place: Mapping[str, int]) -> int:
+    """The rank with these coordinates."""
+    rank = 0
+    for axis in AXES:
+        rank = rank * getattr(layout, axis) + place[axis]
+    return rank
+
+
+def group(layout: Layout, rank: int, *axes: str) -> tuple[int, ...]:
+    """The ranks, this one among them, that differ from `rank` on these axes alone, in their order."""
+    own = coordinates(layout, rank)
+    fixed = [axis for axis in AXES if axis not in axes]
+    others = ((other, coordinates(layout, other)) for other in range(layout.world))
+    return tuple(other for other, place in others if all(place[axis] == own[axis] for axis in fixed))
+
+
+# stages #
+
+
+def stage_count(layout: Layout) -> int:
+    """Stages of the whole pipeline; several a rank under virtual stages and the V schedules."""
+    return layout.pp * layout.stages_per_rank
+
+
+def stage_of_rank(schedule: str, pp: int, virtual_stages: int, pp_rank: int) -> tuple[int, ...]:
+    """The stages of one pipeline rank, in the order of the layers.
+
+    A V schedule goes down the ranks and up again, so that rank 0 has the first and the last stage; all
+    others go round.
+    """
+    if schedule in V_SCHEDULES:
+        return pp_rank, 2 * pp - 1 - pp_rank
+    return tuple(range(pp_rank, pp * virtual_stages, pp))
+
+
+def stage_blocks(
+    costs: Sequence[float], stages: int, *, first: float = 0, last: float = 0
+) -> tuple[range, ...]:
+    """The blocks of each stage: contiguous, at least one each, the largest stage cost as small as can be.
+
+    costs: of each block, in any unit; first and last: what the first stage (embedding) and the last one
+    (norm, head, loss) cost beside their blocks. Among the cuts with the same largest cost, that with the
+    smallest sum of squares; among those, that whose later stages have more blocks, exactly so where the costs
+    are integers. Raises ValueError for fewer blocks than stages.
+    """
+    if not 1 <= stages <= len(costs):
+        raise ValueError(f"{len(costs)} blocks do not make {stages} stages of at least one block each.")
+    before = list(accumulate(costs, initial=0))
+
+    def cost(start: int, stop: int) -> float:
+        return before[stop] - before[start] + first * (start == 0) + last * (stop == len(costs))
+
+    largest, _ = _best_cuts(len(costs), stages, lambda value, *cut: max(value, cost(*cut)))
+
+    def squares(value: float, start: int, stop: int) -> float:
+        own = cost(start, stop)
+        return value + own * own if own <= largest else math.inf
+
+    _, cuts = _best_cuts(len(costs), stages, squares)
+    return tuple(range(start, stop) for start, stop in pairwise(cuts))
+
+
+def _best_cuts(
+    blocks: int, stages: int, joined: Callable[[float, int, int], float]
+) -> tuple[float, tuple[int, ...]]:
+    """The smallest value, and the cuts (0, …, blocks) that give it, by dynamic programming.
+
+    joined(value, start, stop): the value of stages with `value` and one more of the blocks start … stop - 1;
+    it must grow with `value`. O(blocks² · stages).
+    """
+    values: dict[int, float] = {0: 0}  # of the best stages so far, by the block after them
+    starts: list[dict[int, int]] = []  # of the last of them
+    for stage in range(1, stages + 1):
+        found = {
+            stop: min((joined(value, start, stop), start) for start, value in values.items() if start < stop)
+            for stop in range(stage, blocks - (stages - stage) + 1)
+        }
+        values = {stop: value for stop, (value, _) in found.items()}
+        starts.append({stop: start for stop, (_, start) in found.items()})
+    cuts = [blocks]
+    for stage in reversed(starts):
+        cuts.append(stage[cuts[-1]])
+    return values[blocks], tuple(reversed(cuts))
+
+
+def census_stages(census: Census, layout: Layout, seq_len: int) -> tuple[range, ...]:
+    """The blocks of every stage of a model, by the FLOPs that each block and the head cost per document.
+
+    Embedding and norm have next to none. Every position counts as labelled, each document as `seq_len` long.
+    Where the FLOPs of a model are unknown, elements of its parameters stand for them.
+    """
+    head = census.vocabulary * census.hidden
+    if census.unsupported or census.head is None:
+        costs: list[float] = [sum(p.count for p in block.parameters) for block in census.blocks]
+        return stage_blocks(costs, stage_count(layout), last=head)
+    costs = []
+    for block in census.blocks:
+        cores = (
+            a.forward(pairs) + a.backward(pairs)
+            for a in block.attention
+            for pairs in [attended_pairs([seq_len], a.window)]
+        )
+        costs.append(seq_len * sum(m.forward + m.backward for m in block.matrices) + sum(cores))
+    head = seq_len * (census.head.forward + census.head.backward)
+    return stage_blocks(costs, stage_count(layout), last=head)
+
+
+# what one rank holds and says #
+
+
+class Message(NamedTuple):
+    """All messages of one kind that a rank takes part in during an optimizer step.
+
+    axis: one of AXES, or two together as in dp_shard_cp. bytes: of all `count` together, of the tensor as it
+    is whole: what a gather ends with, a reduction starts from, a send sends.
+    """
+
+    axis: str
+    op: str  # all_gather | reduce_scatter | all_reduce | send
+    what: str  # parameters | gradients | hidden states
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank holds under a layout.
+
+    blocks: of each of its stages. parameters: elements by kind after pp and tp, before any shard. groups: by
+    axis, the ranks that it talks to there, itself among them; axes of one rank are left out.
+    """
+
+    rank: int
+    place: Mapping[str, int]  # its coordinates
+    stages: tuple[int, ...]
+    blocks: tuple[range, ...]
+    embedding: bool
+    head: bool
+    parameters: Mapping[str, int]
+    bytes: States
+    groups: Mapping[str, tuple[int, ...]]
+    messages: tuple[Message, ...]
+
+
+def share(
+    census: Census,
+    layout: Layout,
+    rank: int,
+    *,
+    precision: str = "bf16",
+    reduce_dtype: str = "fp32",
+    optimizer: str = "adamw",
+    seq_len: int = 2048,
+) -> Share:
+    """What `rank` holds of a model under a layout, as our engine holds it (parallel/zero.py, train/optim.py).
+
+    precision, reduce_dtype, optimizer and seq_len are the settings of the same name.
+    """
+    place = coordinates(layout, rank)
+    every = census_stages(census, layout, seq_len)
+    stages = stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, place["pp"])
+    blocks = tuple(every[stage] for stage in stages)
+    units = [
+        [(_local_shape(p, layout.tp, place["tp"]), p) for p in unit]
+        for stage in stages
+        for unit in _units(census, every[stage], first=stage == 0, last=stage == len(every) - 1)
+    ]
+    parameters: Counter[str] = Counter()
+    for unit in units:
+        for shape, parameter in unit:
+            parameters[parameter.kind] += math.prod(shape)
+    axes: list[tuple[str, ...]] = [(axis,) for axis in AXES if getattr(layout, axis) > 1]
+    if layout.cp > 1:  # a context rank is one more data rank
+        axes.append(("dp_shard" if layout.zero else "dp_replicate", "cp"))
+    copies = copies_of(precision, reduce_dtype, optimizer)
+    tokens = layout.micro_batch_size * seq_len // layout.cp
+    token_bytes = tokens * int(copies.weight)
+    return Share(
+        rank=rank,
+        place=place,
+        stages=stages,
+        blocks=blocks,
+        embedding=0 in stages,
+        head=len(every) - 1 in stages,
+        parameters=dict(parameters),
+        bytes=_states(copies, _elements(units, layout, place), layout),
+        groups={"_".join(each): group(layout, rank, *each) for each in axes},
+        messages=(
+            *_data_messages(copies, layout, units),
+            *_pipeline_messages(layout, stages, token_bytes * census.hidden),
+            *_context_messages(census, layout, blocks, token_bytes),
+            *_tensor_messages(census, layout, stages, sum(map(len, blocks)), units, token_bytes),
+        ),
+    )
+
+
+Shape = tuple[int, ...]
+Unit = list[tuple[Shape, Parameter]]  # parameters that travel together, as tp leaves them
+
+
+def _units(census: Census, blocks: range, *, first: bool, last: bool) -> Iterator[tuple[Parameter, ...]]:
+    """The parameters of one stage: what lies outside the blocks together, then block by block."""
+    outside = [p for p in census.parameters_outside if (last if p.last else first)]
+    if last and not first and census.tied:  # the head's own copy of the embedding
+        table = (census.vocabulary, census.hidden)
+        outside.append(next(p for p in census.parameters_outside if p.shape == table))
+    if outside:
+        yield tuple(outside)
+    for block in blocks:
+        yield census.blocks[block].parameters
+
+
+def _local_shape(parameter: Parameter, tp: int, index: int) -> Shape:
+    """The shape of a tensor-parallel rank's piece."""
+    cut, shape = parameter.cut, parameter.shape
+    if tp == 1 or cut is None or _repeated(parameter, tp):
+        return shape
+    start, stop = piece(shape[cut], tp, index)
+    return (*shape[:cut], stop - start, *shape[cut + 1 :])
+
+
+def _repeated(parameter: Parameter, tp: int) -> bool:
+    """Whether ranks outnumber its key-value heads, so that each holds all of it."""
+    return 0 < parameter.heads < tp
+
+
+def _elements(units: Iterable[Unit], layout: Layout, place: Mapping[str, int]) -> Elements:
+    """Elements of parameters of one rank, and in its ZeRO shard."""
+    shards = layout.dp_shard * layout.cp if layout.zero else 1
+    index = place["dp_shard"] * layout.cp + place["cp"] if layout.zero else 0
+    whole, shard = Counter[bool](), Counter[bool]()  # by whether it is trained
+    for unit in units:
+        for shape, parameter in unit:
+            start, stop = piece(shape[0], shards, index)
+            whole[parameter.trainable] += math.prod(shape)
+            shard[parameter.trainable] += math.prod((stop - start, *shape[1:]))
+    return Elements(whole.total(), whole[True], shard.total(), shard[True])
+
+
+def _states(copies: Copies, elements: Elements, layout: Layout) -> States:
+    states = held_states(copies, elements, Columns.of([layout]))
+    return States(*(int(np.sum(column)) for column in states))
+
+
+def _data_messages(copies: Copies, layout: Layout, units: Sequence[Unit]) -> Iterator[Message]:
+    """Of parameters and gradients, one flat buffer for each unit; the table of parallel/zero.py."""
+    zero, steps = layout.zero, layout.gradient_accumulation_steps
+    shards = layout.dp_shard * layout.cp if zero else 1
+    replicas = layout.dp_replicate * (1 if zero else layout.cp)
+
+    def flat(shape: Shape) -> int:
+        """Elements that a parameter takes in a flat buffer: all shards are as long as the longest."""
+        return math.prod((-(-shape[0] // shards) * shards, *shape[1:]))
+
+    trained = [unit for unit in units if any(p.trainable for _, p in unit)]
+    weights = sum(flat(shape) for unit in units for shape, _ in unit) * int(copies.weight)
+    gradients = sum(flat(shape) for unit in units for shape, p in unit if p.trainable)
+    gradients *= int(copies.accumulated)
+    context = "_cp" if layout.cp > 1 else ""
+    if shards > 1:
+        axis = f"dp_shard{context}"
+        gathers, sums = 2 * steps if zero == 3 else 1, steps if zero > 1 else 1
+        yield Message(axis, "all_gather", "parameters", gathers * len(units), gathers * weights)
+        yield Message(axis, "reduce_scatter", "gradients", sums * len(trained), sums * gradients)
+    if replicas > 1:
+        axis = "dp_replicate" if zero else f"dp_replicate{context}"
+        yield Message(axis, "all_reduce", "gradients", len(trained), gradients // shards)
+
+
+def _pipeline_messages(layout: Layout, stages: Sequence[int], hidden_bytes: int) -> Iterator[Message]:
+    """Hidden states to the next stage and their gradients to the one before, unless this rank has it too."""
+    if layout.pp == 1:
+        return
+    away = [
+        other
+        for stage in stages
+        for other in (stage - 1, stage + 1)
+        if 0 <= other < stage_count(layout) and other not in stages
+    ]
+    sends = layout.gradient_accumulation_steps * len(away)
+    yield Message(
+        "pp", "send", "hidden states", sends, sends * hidden_bytes // (layout.tp if layout.sp else 1)
+    )
+
+
+def _context_messages(
+    census: Census, layout: Layout, blocks: Iterable[range], token_bytes: int
+) -> Iterator[Message]:
+    """What context ranks say to each other around each attention (parallel/context.py)."""
+    if layout.cp == 1:
+        return
+    steps, mode = layout.gradient_accumulation_steps, RECOMPUTATIONS[layout.recompute]
+    cores = [a for own in blocks for block in own for a in census.blocks[block].attention]
+    if layout.cp_method == "ulysses":  # queries, keys, values, and what comes out; back again in the backward
+        times = 8 + (4 if mode.block else 3 if mode.attention else 0)
+        # keys and values are repeated until each rank gets as many of their heads
+        features = sum(
+            (a.query_heads // layout.tp + math.lcm(max(a.key_heads // layout.tp, 1), layout.cp))
+            * (a.qk_dim + a.v_dim)
+            for a in cores
+        )
+        count = steps * times * len(cores)
+        yield Message(
+            "cp", "all_to_all", "heads", count, steps * times * features * token_bytes // 4 // layout.tp
+        )
+        return
+    again = mode.block or mode.attention
+    features = sum(max(a.key_heads // layout.tp, 1) * (a.qk_dim + a.v_dim) for a in cores)
+    whole = features * token_bytes * layout.cp
+    for op, times in (("all_gather", 1 + again), ("reduce_scatter", 1)):
+        yield Message("cp", op, "keys and values", steps * times * len(cores), steps * times * whole)
+
+
+def _tensor_messages(
+    census: Census,
+    layout: Layout,
+    stages: Sequence[int],
+    blocks: int,
+    units: Sequence[Unit],
+    token_bytes: int,
+) -> Iterator[Message]:
+    """What tensor-parallel ranks say to each other (parallel/tensor.py), as in full fine-tuning: below the
+    lowest trainable parameter there is no backward. Not counted: a few numbers per token for the loss, and
+    once a step the gradients of what every rank holds whole.
+
+    token_bytes: of one feature of all of a micro-batch's tokens.
+    """
+    if layout.tp == 1:
+        return
+    steps = layout.gradient_accumulation_steps
+    hidden = token_bytes * census.hidden
+    ends = (0 in stages) + (stage_count(layout) - 1 in stages)  # after the lookup, before the head
+    # Attention and mlp are entered and left, forward and backward. What runs again ends with the last matrix:
+    # the sum of its outputs is not needed (but by families that normalise it, such as Olmo2 and Gemma2).
+    again = RECOMPUTATIONS[layout.recompute].block
+    if layout.sp:
+        for op, each in (("all_gather", 4 + 2 * again), ("reduce_scatter", 4 + again)):
+            count = steps * (blocks * each + ends)
+            yield Message("tp", op, "hidden states", count, count * hidden)
+    else:
+        count = steps * (blocks * (4 + again) + ends)
+        yield Message("tp", "all_reduce", "hidden states", count, count * hidden)
+    widths = [
+        p.shape[cut]
+        for unit in units
+        for _, p in unit
+        if p.whole and (cut := p.cut) is not None
+        for _ in range(2 if again and cut == 0 else 1)
+    ]
+    if widths:
+        yield Message("tp", "all_gather", "features", steps * len(widths), steps * sum(widths) * token_bytes)

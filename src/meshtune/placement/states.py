@@ -1,0 +1,112 @@
+"""Bytes of model states on a rank: weights, gradients and optimizer state.
+
+    elements of parameters x bytes of each copy of one  ->  held_states
+
+One formula for a single rank and for tens of thousands of layouts: elements and layouts are floats or arrays.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from meshtune.optimizers import OPTIMIZERS
+from meshtune.placement.columns import Columns, Number
+from meshtune.precision import DTYPE_BYTES, PRECISIONS
+
+
+class Copies(NamedTuple):
+    """Bytes per parameter of each copy that training holds of it."""
+
+    weight: float  # that forward and backward compute with
+    gradient: float  # that a backward writes
+    accumulated: float  # of the gradients' sum over micro-batches and ranks
+    master: float  # of the wider copy that the optimizer updates; 0: it updates the weight itself
+    optimizer: float  # state of the optimizer, masters aside
+    beside: float = 0.0  # 1: the sum is a buffer beside the gradient, from the start; 0: it replaces it
+
+    @property
+    def trained(self) -> float:
+        """Bytes per parameter of the copy that the optimizer updates."""
+        return self.master or self.weight
+
+
+def copies_of(precision: str, reduce_dtype: str, optimizer: str) -> Copies:
+    """The copies that this engine holds; the arguments are the settings of these names."""
+    dtypes = PRECISIONS[precision]
+    return Copies(
+        weight=DTYPE_BYTES[dtypes.compute],
+        gradient=DTYPE_BYTES[dtypes.gradient],
+        accumulated=DTYPE_BYTES[dtypes.summed(reduce_dtype)],
+        master=DTYPE_BYTES[dtypes.trained] if dtypes.trained != dtypes.compute else 0,
+        optimizer=OPTIMIZERS[optimizer].bytes_per_parameter(dtypes.trained),
+    )
+
+
+class Elements(NamedTuple):
+    """Parameters on a rank after tp and pp, as numbers of elements."""
+
+    whole: Number  # all of them
+    trained: Number  # those that are trained
+    shard: Number  # in the rank's ZeRO shard
+    trained_shard: Number  # in the shard and trained
+
+
+class States(NamedTuple):
+    """Bytes of model states on a rank."""
+
+    weights: Number  # that stay on the rank: all of them, or its ZeRO shard
+    gradients: Number
+    optimizer: Number  # masters beside the weights, and the optimizer's state
+    gathered: Number = 0.0  # whole weights that ZeRO-1 and -2 of FSDP hold beside the shard
+
+    @property
+    def total(self) -> Number:
+        return sum(self)
+
+
+def held_states(
+    copies: Copies, elements: Elements, layouts: Columns, *, shards_masters: bool = True
+) -> States:
+    """Bytes of model states at the end of a step's last backward.
+
+    shards_masters: ZeRO's shards are the masters, from which weights are gathered, as in FSDP and this
+    engine; else weights stay beside sharded masters.
+    """
+    zero = layouts.zero
+    sharded, accumulates = zero > 0, layouts.gradient_accumulation_steps > 1
+    replicas = np.where(sharded, layouts.dp_replicate, layouts.data_ranks * layouts.cp)
+    is_sum = accumulates | (replicas > 1) | (copies.beside > 0)
+    gradient = np.where(is_sum, copies.accumulated, copies.gradient)
+    gradient = gradient + copies.beside * copies.gradient
+    master_and_state = copies.master + copies.optimizer
+    if not shards_masters:
+        return States(
+            weights=np.where(zero == 3, elements.shard, elements.whole) * copies.weight,
+            gradients=np.where(zero >= 2, elements.trained_shard, elements.trained) * gradient,
+            optimizer=np.where(sharded, elements.trained_shard, elements.trained) * master_and_state,
+        )
+    # forward and backward compute with what is gathered from the shards
+    frozen_shard = elements.shard - elements.trained_shard
+    whole_sums = (zero < 2) & accumulates  # ZeRO-1 sums whole gradients, and shards the sum at the end
+    return States(
+        weights=np.where(
+            sharded,
+            elements.trained_shard * copies.trained + frozen_shard * copies.weight,
+            elements.whole * copies.weight,
+        ),
+        gathered=np.where(sharded & (zero < 3), elements.whole * copies.weight, 0.0),
+        gradients=np.where(
+            sharded,
+            np.where(
+                whole_sums,
+                elements.trained * copies.accumulated,
+                elements.trained_shard * copies.trained,
+            ),
+            elements.trained * gradient,
+        ),
+        optimizer=np.where(
+            sharded, elements.trained_shard * copies.optimizer, elements.trained * master_and_state
+        ),
+    )

@@ -1,0 +1,220 @@
+"""Every layout that a search considers, as columns.
+
+    sizes of tp, cp, pp ─> shards and ZeRO stage ─> cp method, sp, schedule ─> micro-batch, recomputation
+
+Each arrow crosses the layouts with options that depend on one of their columns (`crossed`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from meshtune.errors import UserError
+from meshtune.layout import AXES, CP_METHODS, SCHEDULES, V_SCHEDULES, VIRTUAL_SCHEDULES, Layout
+from meshtune.placement.columns import ENCODINGS, Columns, Number
+from meshtune.plan.cluster import Cluster
+from meshtune.plan.workload import Workload
+from meshtune.recomputation import RECOMPUTATIONS
+
+MOST_VIRTUAL_STAGES = 8
+EVERY_HYBRID = 128  # GPUs, up to which all hybrids of replicas and shards are considered
+DATA_AXES = ("dp_replicate", "dp_shard")
+INNER_AXES = tuple(axis for axis in reversed(AXES) if axis not in DATA_AXES)  # what makes one data rank
+
+Option = Mapping[str, Any]  # values for some fields of Layout
+Given = Mapping[str, Any]  # the fields of Layout that are fixed
+
+
+def candidates(workload: Workload, cluster: Cluster, fixed: Given) -> Columns:
+    """All ways to use the cluster's ranks that make the global batch, with one sequence in a micro-batch and
+    nothing recomputed: `with_micro_batches` gives them theirs. Raises UserError where there is none.
+
+    Hybrids of replicas and shards: of a larger cluster those with shards over all data ranks, over those
+    inside a node, or, without a pipeline, over doublings of these.
+    """
+    outer = _outer(workload, cluster, fixed)
+    if not outer:
+        raise UserError(_no_batch(workload, cluster, fixed))
+    steps = workload.global_batch_size * cluster.gpus  # more than any schedule asks for
+    inner = {"micro_batch_size": 1, "gradient_accumulation_steps": steps, "recompute": "none"}
+    return Columns(**crossed(outer, outer["pp"], lambda _: [inner]))
+
+
+def micro_batches(workload: Workload, data_ranks: int, fixed: Given) -> list[Option]:
+    """Micro-batch size, accumulation steps and recomputation that make a data rank's part of the batch."""
+    sequences, rest = divmod(workload.global_batch_size, data_ranks)
+    if rest:
+        return []
+    micro, accumulation = fixed.get("micro_batch_size"), fixed.get("gradient_accumulation_steps")
+    modes = [name for name, mode in RECOMPUTATIONS.items() if mode.searched]
+    return [
+        {
+            "micro_batch_size": size, "gradient_accumulation_steps": sequences // size, "recompute": mode
+        }
+        for size in divisors(sequences)
+        if micro in (None, size) and accumulation in (None, sequences // size)
+        for mode in _allowed(fixed, "recompute", modes)
+    ]  # fmt: skip
+
+
+def with_micro_batches(c: Columns, options: Mapping[int, Sequence[Option]]) -> Columns:
+    """Each layout with each of the micro-batches of its number of data ranks; fewer data ranks first."""
+    order = np.argsort(c.data_ranks, kind="stable")
+    columns = {name: column[order] for name, column in vars(c).items()}
+    return Columns(**crossed(columns, c.data_ranks[order], options.__getitem__))
+
+
+def crossed(
+    columns: Mapping[str, Number], by: Number, options: Callable[[int], Sequence[Option]]
+) -> dict[str, Number]:
+    """Each row with each of its options, one after the other; an option's fields become columns.
+
+    by: for each row a whole number, whose `options` the row has.
+    """
+    keys, key_of_row = np.unique(by, return_inverse=True)
+    options_of_key = [options(int(key)) for key in keys]
+    counts = np.array([len(several) for several in options_of_key], dtype=int)
+    firsts = np.cumsum(counts) - counts  # of each key in the list of all options
+    rows = np.repeat(np.arange(len(by)), counts[key_of_row])
+    within = np.arange(len(rows)) - np.repeat(
+        np.cumsum(counts[key_of_row]) - counts[key_of_row], counts[key_of_row]
+    )
+    chosen = firsts[key_of_row[rows]] + within
+    every = columns_of([option for several in options_of_key for option in several])
+    return {name: column[rows] for name, column in columns.items()} | {
+        name: column[chosen] for name, column in every.items()
+    }
+
+
+def columns_of(options: Sequence[Option]) -> dict[str, Number]:
+    """The fields of some options as columns."""
+    return {
+        name: np.array([ENCODINGS[name].number(option[name]) for option in options], dtype=float)
+        for name in (options[0] if options else ())
+    }
+
+
+# what belongs together #
+
+
+def _outer(workload: Workload, cluster: Cluster, fixed: Given) -> dict[str, Number]:
+    """All columns but those of micro-batch, accumulation and recomputation; empty where no layout makes the
+    global batch.
+    """
+    blocks = int(workload.work.blocks)
+    data_ranks = {
+        ranks for ranks in divisors(workload.global_batch_size) if micro_batches(workload, ranks, fixed)
+    }
+    columns = columns_of(
+        [
+            {**sharding, **sizes}
+            for sizes in _sizes(INNER_AXES, cluster.gpus, blocks, fixed)
+            for sharding in _shardings(sizes, cluster, data_ranks, fixed)
+        ]
+    )
+    if not columns:
+        return {}
+    columns = crossed(columns, columns["cp"], lambda cp: _methods(cp, fixed))
+    columns = crossed(columns, columns["tp"], lambda tp: _sequence_parallel(tp, fixed))
+    columns = crossed(columns, columns["pp"], lambda pp: _schedules(pp, blocks, fixed))
+    return columns if len(columns["pp"]) else {}
+
+
+def _allowed(fixed: Given, name: str, values: Sequence[Any]) -> Sequence[Any]:
+    """The value that a field is fixed to, or else these."""
+    return [fixed[name]] if name in fixed else values
+
+
+def _sizes(axes: Sequence[str], gpus: int, blocks: int, fixed: Given) -> Iterator[dict[str, int]]:
+    """Sizes of these axes whose product divides the GPUs, and at most as many pipeline ranks as blocks."""
+    if not axes:
+        yield {}
+        return
+    axis, *others = axes
+    for size in _allowed(fixed, axis, [n for n in divisors(gpus) if axis != "pp" or n <= blocks]):
+        if gpus % size == 0:
+            for rest in _sizes(others, gpus // size, blocks, fixed):
+                yield {axis: size, **rest}
+
+
+def _shardings(
+    sizes: Mapping[str, int], cluster: Cluster, data_ranks: Collection[int], fixed: Given
+) -> list[Option]:
+    """Replicas, shards and ZeRO stages of the ranks that `sizes` leave, if they are among `data_ranks`."""
+    data = cluster.gpus // math.prod(sizes.values())
+    if data not in data_ranks:
+        return []
+    neighbours = math.prod(size for axis, size in sizes.items() if axis != "pp")
+    local = math.gcd(data, max(1, cluster.node // neighbours))
+    doubled = (local * 2**n for n in range(1, 12 if sizes["pp"] == 1 else 1))
+    replicas = fixed.get("dp_replicate", data)
+    few = sorted({1, local, data, max(1, data // replicas), *(n for n in doubled if data % n == 0)})
+    return [
+        {"dp_replicate": data // shards, "dp_shard": shards, "zero": zero}
+        for shards in _allowed(fixed, "dp_shard", divisors(data) if cluster.gpus <= EVERY_HYBRID else few)
+        if data % shards == 0
+        for zero in _allowed(fixed, "zero", (1, 2, 3) if shards > 1 else (0,))
+        if (zero == 0) == (shards == 1) and data // shards == fixed.get("dp_replicate", data // shards)
+    ]
+
+
+def _methods(cp: int, fixed: Given) -> list[Option]:
+    methods = _allowed(fixed, "cp_method", CP_METHODS) if cp > 1 else (Layout.cp_method,)
+    return [{"cp_method": method} for method in methods]
+
+
+def _sequence_parallel(tp: int, fixed: Given) -> list[Option]:
+    """Always sp beside tp: without it as much is sent, and more is kept."""
+    return [{"sp": sp} for sp in (_allowed(fixed, "sp", (True,)) if tp > 1 else (False,))]
+
+
+def _schedules(pp: int, blocks: int, fixed: Given) -> list[Option]:
+    """Schedules with their stages a rank: powers of two up to the most that the blocks make."""
+    if pp == 1:
+        return [{"schedule": Layout.schedule, "virtual_stages": 1}]
+    options: list[Option] = []
+    for schedule in _allowed(fixed, "schedule", SCHEDULES):
+        if schedule in V_SCHEDULES:
+            stages: Sequence[int] = [2]
+        else:
+            least = 2 if schedule in ("interleaved1f1b", "loopedbfs") else 1  # else it is 1f1b, or gpipe
+            most = min(MOST_VIRTUAL_STAGES, blocks // pp) if schedule in VIRTUAL_SCHEDULES else 1
+            powers = [2**n for n in range(4) if least <= 2**n <= max(most, least)]
+            several = schedule in VIRTUAL_SCHEDULES
+            stages = [n for n in _allowed(fixed, "virtual_stages", powers) if n == 1 or several]
+        options += [{"schedule": schedule, "virtual_stages": n} for n in stages]
+    return options
+
+
+@lru_cache(maxsize=1024)
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _no_batch(workload: Workload, cluster: Cluster, fixed: Given) -> str:
+    """Why there is no candidate, and the nearest global batch that has one."""
+    size, gpus = workload.global_batch_size, cluster.gpus
+    usual = {field.name: field.default for field in fields(Layout)}
+    given = ", ".join(f"{name} {value}" for name, value in fixed.items() if value != usual[name])
+    layouts = f"No layout of {gpus} GPU{'s' * (gpus > 1)}" + f" with {given}" * bool(given)
+    fixed_sizes = [fixed.get(name) for name in ("micro_batch_size", "gradient_accumulation_steps")]
+    unit = math.prod(each or 1 for each in fixed_sizes)
+    grains = [ranks * unit for ranks in divisors(gpus)]
+    near = {grain * (1 if all(fixed_sizes) else max(1, round(size / grain))) for grain in grains} - {size}
+    for other in sorted(near, key=lambda n: (abs(n - size), n)):
+        if _outer(workload.of_batch(other), cluster, fixed):
+            return (
+                f"{layouts} makes a global batch of {size} sequences; try train.global_batch_size={other}, "
+                "or another number of GPUs."
+            )
+    least = math.prod(fixed.get(axis, 1) for axis in AXES)
+    return (
+        f"{layouts} uses all of them, whatever the global batch: what is fixed takes {least} or a multiple "
+        "of that; change the number of GPUs, or leave more of the layout auto."
+    )

@@ -1,0 +1,45 @@
+"""What `train.precision` means: which dtype holds what, and how fast a GPU multiplies in it.
+
+    precision   compute    trained    gradients, and their sum
+    fp32, fp64  float32…   float32…   as they are
+    bf16        bfloat16   float32    bfloat16, summed in train.reduce_dtype
+    bf16-pure   bfloat16   bfloat16   bfloat16, summed in train.reduce_dtype
+
+Dtypes have torch's names, and torch is not imported: who has it writes `getattr(torch, name)`.
+"""
+
+from dataclasses import dataclass
+
+from meshtune.errors import Table
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+REDUCE_DTYPES = Table("train.reduce_dtype", {"fp32": "float32", "bf16": "bfloat16"})
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of one precision, by torch's names."""
+
+    compute: str  # of weights and activations in forward and backward
+    trained: str  # of the weights that the optimizer updates: masters, where it differs from `compute`
+    gradient: str  # that a backward writes
+    rate: str  # the field of plan.hardware.Gpu that has the peak FLOP/s of its matmuls
+    rate_share: float = 1.0  # of that rate, assumed, where data sheets have none for this precision
+
+    def summed(self, reduce_dtype: str) -> str:
+        """Dtype in which gradients of micro-batches and ranks add up: never narrower than a gradient.
+
+        reduce_dtype: the setting of that name.
+        """
+        return max(self.gradient, REDUCE_DTYPES[reduce_dtype], key=DTYPE_BYTES.__getitem__)
+
+
+PRECISIONS = Table(
+    "train.precision",
+    {
+        "fp32": Precision("float32", "float32", "float32", rate="fp32"),
+        "bf16": Precision("bfloat16", "float32", "bfloat16", rate="bf16"),
+        "bf16-pure": Precision("bfloat16", "bfloat16", "bfloat16", rate="bf16"),
+        "fp64": Precision("float64", "float64", "float64", rate="fp32", rate_share=0.5),
+    },
+)

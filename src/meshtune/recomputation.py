@@ -1,0 +1,48 @@
+"""What `Layout.recompute` means for a block: what its forward saves, and what its backward runs again.
+
+    mode        saves                                   runs again
+    none        everything                              -
+    attention   everything but attention's statistics   the attention core
+    selective   outputs of matmuls and of attention     the rest of the block
+    full        the block's input                       the block
+
+From the least to the most that is run again: `Layout.recompute` is compared by this order.
+parallel/recompute.py makes it so.
+"""
+
+from dataclasses import dataclass
+
+from meshtune.errors import Table
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """One mode, for the planner's formulas, the collectives of a rank and the rules."""
+
+    saves: str  # what a block's forward saves: its bytes are in plan/memory/activations.py
+    attention: bool = False  # the backward runs the attention core again
+    block: bool = False  # the backward goes through the block's forward again, but for what was saved
+    matmuls: bool = False  # and through its matmuls; else only through those that a stack does not save
+    searched: bool = True  # the planner's search offers it
+
+    @property
+    def attention_alone(self) -> bool:
+        """True if it is the attention function that recomputes, not the block."""
+        return self.attention and not self.block
+
+    @property
+    def by_operation(self) -> bool:
+        """True if operations decide, one by one, whether their outputs are saved (torch's selective mode)."""
+        return self.block and not self.matmuls
+
+
+RECOMPUTATIONS = Table(
+    "recompute",
+    {
+        "none": Recomputation("everything"),
+        # saves 4 bytes a head where scores are never written to memory: not worth a search
+        "attention": Recomputation("all but statistics", attention=True, searched=False),
+        "selective": Recomputation("outputs", block=True),
+        "full": Recomputation("block input", attention=True, block=True, matmuls=True),
+    },
+)

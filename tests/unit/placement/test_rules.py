@@ -1,0 +1,142 @@
+"""Layouts that a model can't take are refused, every reason at once, each with something that works."""
+
+from dataclasses import replace
+from functools import cache
+from unittest import mock
+
+import pytest
+from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining.stage import PipelineStage
+
+from meshtune.layout import SCHEDULES, VIRTUAL_SCHEDULES, Layout
+from meshtune.placement.rules import Traits, refusals
+from meshtune.placement.share import stage_count
+
+LLAMA = Traits(
+    "LlamaForCausalLM", blocks=6, heads=12, kv_heads=4, vocabulary=256, cuts=((768, "rows of mlp.gate_proj"),)
+)
+
+
+def refused(layout: str, traits: Traits = LLAMA, **settings) -> list[str]:
+    return refusals(traits, Layout.parse(layout), **settings)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["dp3", "zero3x5", "dp2-zero2x3", "tp4", "tp12", "tp2-sp", "cp5", "ulysses3", "pp6-ga6", "pp3-zbv",
+     "zero3x2-cp2-tp2", "zero1x2-pp2-zb-ga4", "zero3x2-pp2-1f1b-ga2", "pp2-gpipe-ga1",
+     "tp4-pp3-interleaved1f1b-v2-ga6"],
+)  # fmt: skip
+def test_what_fits_is_taken(layout):
+    assert refused(layout) == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason", "works"),
+    [
+        ("tp8", "tp=8 does not divide 12 attention heads; try tp=4", "tp4"),
+        ("tp6", "tp=6 neither divides 4 key-value heads nor is a multiple of them", "tp4"),
+        ("tp2-ulysses4", "ulysses4 does not divide each tensor-parallel rank's 6", "ulysses3-tp2"),
+        ("ulysses5", "ulysses5 does not divide 12 attention heads", "ulysses4"),
+        ("pp4-zbv", "makes 8 stages of 6 blocks", "pp3-zbv"),
+        ("pp3-interleaved1f1b-v3-ga3", "makes 9 stages of 6 blocks", "pp2-interleaved1f1b-v3-ga3"),
+        ("pp4-1f1b-ga2", "can't run 2 micro-batches a step; try ga=4", "pp4-1f1b-ga4"),
+        ("pp2-dualpipev-ga2", "can't run 2 micro-batches a step; try ga=4", "pp2-dualpipev-ga4"),
+        ("pp2-interleaved1f1b-v2-ga5", "can't run 5 micro-batches", "pp2-interleaved1f1b-v2-ga4"),
+        ("zero3x2-pp2-zb-ga4", "the gradients of weights later", "zero1x2-pp2-zb-ga4"),
+        ("zero2x2-pp2-zbv-ga4", "ZeRO-2", "zero2x2-pp2-1f1b-ga4"),
+    ],
+)  # fmt: skip
+def test_the_refusal_names_what_works(layout, reason, works):
+    (sentence,) = refused(layout)
+
+    assert reason in sentence
+    assert refused(works) == []
+
+
+def test_all_reasons_come_at_once():
+    found = refused("ulysses5-tp5-pp7-ga1", compile=True, ranks=4)
+
+    assert [sentence.split()[0] for sentence in found] == [
+        "Layout", "tp=5", "tp=5", "ulysses5", "pp=7", "The", "train.compile",
+    ]  # fmt: skip
+
+
+def test_an_mlp_width_is_a_reason_of_its_own():
+    narrow = replace(LLAMA, heads=15, kv_heads=15, cuts=((768, "rows of mlp.gate_proj"),))
+
+    assert refused("tp5", narrow) == ["tp=5 does not divide the 768 rows of mlp.gate_proj; try tp=3."]
+
+
+def test_a_family_that_computes_attention_itself_is_told_what_works():
+    own = replace(LLAMA, name="BloomForCausalLM", attention=False, tensor="BloomForCausalLM can't be cut.")
+
+    assert refused("dp2-zero3x2", own, attention="eager", packing=False) == []
+    packed, context, tensor = refused("cp2-tp2", own, attention="eager")
+    assert "set data.packing=false" in packed
+    assert "leave cp out: dp, zero and pp work" in context
+    assert tensor == own.tensor
+
+
+def test_another_attention_than_ours_is_for_plain_layouts():
+    found = refused("cp2-tp2-attention", attention="sdpa", packing=False)
+
+    assert [sentence.split(":")[0] for sentence in found] == ["recompute = attention", "cp=2", "tp=2"]
+    assert all("model.attention=auto" in sentence for sentence in found[1:])
+
+
+@pytest.mark.parametrize("layout", ["dp2", "zero3x2"])
+def test_blocks_are_compiled_under_data_parallelism(layout):
+    assert refused(layout, compile=True) == []
+
+
+def test_the_number_of_ranks_is_the_layouts():
+    (sentence,) = refused("dp4", ranks=3)
+
+    assert "is for 4 ranks, but 3 were started" in sentence
+
+
+TORCH_SCHEDULES = {
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved1f1b": schedules.ScheduleInterleaved1F1B,
+    "loopedbfs": schedules.ScheduleLoopedBFS,
+    "zb": schedules.ScheduleInterleavedZeroBubble,
+    "zbv": schedules.ScheduleZBVZeroBubble,
+    "dualpipev": schedules.ScheduleDualPipeV,
+}
+
+
+@cache
+def stand_in():
+    return mock.create_autospec(PipelineStage, instance=True)
+
+
+def torch_takes(layout: Layout) -> bool:
+    """Whether torch's schedule can be made; with stand-ins for the stages."""
+    stage = stand_in()
+    stage.group_rank, stage.group_size, stage.submod = 0, layout.pp, None
+    stage.num_stages = stage_count(layout)
+    several = [stage] * (stage_count(layout) // layout.pp)
+    made = TORCH_SCHEDULES[layout.schedule]
+    stages = several if issubclass(made, schedules.PipelineScheduleMulti) else stage
+    try:
+        made(stages, layout.gradient_accumulation_steps)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_micro_batches_are_refused_where_torchs_schedule_refuses_them(schedule):
+    deep = replace(LLAMA, blocks=99)
+    for pp in (2, 3, 4):
+        for virtual in (1, 2, 3) if schedule in VIRTUAL_SCHEDULES else (1,):
+            for micro_batches in range(1, 11):
+                layout = Layout(
+                    pp=pp,
+                    schedule=schedule,
+                    virtual_stages=virtual,
+                    gradient_accumulation_steps=micro_batches,
+                )
+                assert torch_takes(layout) == (not refusals(deep, layout)), layout

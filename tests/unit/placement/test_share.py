@@ -1,0 +1,286 @@
+"""Who holds what: against counts by hand, torch's own rules, and what real ranks hold."""
+
+import math
+import sys
+from collections import Counter
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from cases import cases
+from families import FAMILIES
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from meshtune.attention.register import register
+from meshtune.layout import AXES, SCHEDULES, V_SCHEDULES, VIRTUAL_SCHEDULES, Layout
+from meshtune.model.anatomy import anatomy
+from meshtune.model.lora import add_lora
+from meshtune.model.trace import census, census_of
+from meshtune.parallel.mesh import Axis, join
+from meshtune.parallel.recompute import recompute_blocks
+from meshtune.parallel.tensor import split_model
+from meshtune.placement.share import (
+    coordinates,
+    group,
+    piece,
+    rank_at,
+    share,
+    stage_blocks,
+    stage_of_rank,
+)
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+import zero_memory
+
+register()
+
+
+@given(size=st.integers(0, 50), parts=st.integers(1, 12))
+def test_pieces_are_those_of_torch_chunk(size, parts):
+    chunks = [chunk.tolist() for chunk in torch.arange(size).chunk(parts)] if size else []
+    expected = chunks + [[]] * (parts - len(chunks))
+
+    assert [list(range(*piece(size, parts, index))) for index in range(parts)] == expected
+
+
+COSTS = st.lists(st.integers(0, 9), min_size=1, max_size=9)
+
+
+def largest(costs, cuts, first, last):
+    stages = [sum(costs[start:stop]) for start, stop in pairwise(cuts)]
+    stages[0] += first
+    stages[-1] += last
+    return max(stages)
+
+
+@given(costs=COSTS, data=st.data(), first=st.integers(0, 20), last=st.integers(0, 20))
+def test_no_other_cut_has_a_smaller_largest_stage(costs, data, first, last):
+    n = len(costs)
+    stages = data.draw(st.integers(1, n))
+    every = [(0, *cuts, n) for cuts in combinations(range(1, n), stages - 1)]
+
+    found = stage_blocks(costs, stages, first=first, last=last)
+
+    assert all(len(blocks) >= 1 for blocks in found)
+    assert [i for blocks in found for i in blocks] == list(range(n))
+    cuts = (0, *(blocks.stop for blocks in found))
+    assert largest(costs, cuts, first, last) == min(largest(costs, c, first, last) for c in every)
+
+
+@pytest.mark.parametrize("cost", [1.0, 12_658_795_243])  # as large as FLOPs are
+def test_equal_blocks_are_spread_evenly_later_stages_being_larger(cost):
+    assert [len(blocks) for blocks in stage_blocks([cost] * 7, 3)] == [2, 2, 3]
+    assert [len(blocks) for blocks in stage_blocks([cost] * 11, 5, last=3 * cost)] == [2, 2, 3, 3, 1]
+
+
+def test_embedding_and_head_take_blocks_off_their_stages():
+    found = stage_blocks([1.0] * 8, 4, first=0.5, last=2.0)
+
+    assert [len(blocks) for blocks in found] == [2, 2, 3, 1]
+
+
+def test_more_stages_than_blocks_are_refused():
+    with pytest.raises(ValueError, match="2 blocks do not make 3 stages"):
+        stage_blocks([1, 1], 3)
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_stage_belongs_to_one_rank(schedule, pp):
+    virtual = 3 if schedule in VIRTUAL_SCHEDULES else 1
+    held = [stage_of_rank(schedule, pp, virtual, rank) for rank in range(pp)]
+
+    each = 2 if schedule in V_SCHEDULES else virtual
+    assert sorted(stage for stages in held for stage in stages) == list(range(pp * each))
+
+
+def test_a_v_schedule_turns_round_at_the_last_rank():
+    assert [stage_of_rank("zbv", 2, 1, rank) for rank in range(2)] == [(0, 3), (1, 2)]
+    assert [stage_of_rank("interleaved1f1b", 2, 2, rank) for rank in range(2)] == [(0, 2), (1, 3)]
+
+
+SIZES = st.integers(1, 3)
+LAYOUTS = st.builds(
+    lambda pp, dp, shard, cp, tp: Layout(
+        pp=pp, dp_replicate=dp, dp_shard=shard, zero=0 if shard == 1 else 3, cp=cp, tp=tp
+    ),
+    SIZES, SIZES, SIZES, SIZES, SIZES,
+)  # fmt: skip
+
+
+@given(layout=LAYOUTS)
+def test_coordinates_count_through_the_ranks_as_torch_numbers_a_mesh(layout):
+    mesh = torch.arange(layout.world).view(*(getattr(layout, axis) for axis in AXES))
+    for rank in range(layout.world):
+        place = coordinates(layout, rank)
+        assert mesh[tuple(place[axis] for axis in AXES)] == rank
+        assert rank_at(layout, place) == rank
+    for number, axis in enumerate(AXES):
+        line = tuple(mesh.movedim(number, -1).reshape(-1, getattr(layout, axis))[0].tolist())
+        assert group(layout, 0, axis) == line
+
+
+def test_neighbours_in_the_world_are_neighbours_in_tp():
+    layout = Layout(pp=2, dp_replicate=2, tp=2)
+
+    assert group(layout, 5, "tp") == (4, 5)
+    assert group(layout, 5, "dp_replicate") == (5, 7)
+    assert group(layout, 5, "pp") == (1, 5)
+
+
+# shares #
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("tp", cases([2, 4], default=[4]))
+@pytest.mark.parametrize(
+    "family",
+    cases(
+        ["llama", "qwen2", "qwen3", "phi3", "olmo2", "starcoder2", "gemma3", "cohere"],
+        default=["llama", "phi3", "starcoder2"],
+    ),
+)
+def test_a_tensor_parallel_rank_holds_what_split_model_leaves_it(family, tp, lora):
+    config = FAMILIES[family](vocab_size=250)  # 250 words do not divide evenly
+    for rank in range(tp):
+        model = AutoModelForCausalLM.from_config(config)
+        if lora:
+            add_lora(model, lora_rank=3, alpha=6)
+        found = share(census_of(model), Layout(tp=tp), rank)
+        split_model(model, anatomy(model), Axis("tp", tp, rank), sequence=False)
+
+        assert sum(found.parameters.values()) == sum(p.numel() for p in model.parameters())
+        assert found.bytes.gradients == sum(2 * p.numel() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])  # the last two are tied
+@pytest.mark.parametrize("text", ["pp2-1f1b", "pp2-interleaved1f1b-v2", "pp2-zbv", "pp4-gpipe"])
+def test_stages_hold_the_whole_model_and_a_tied_embedding_twice(family, text):
+    layout = Layout.parse(text)
+    model = census(
+        FAMILIES[family](**{"n_layer" if family == "gpt2" else "num_hidden_layers": 4}, **LAYERS[family])
+    )
+    shares = [share(model, layout, rank) for rank in range(layout.world)]
+
+    held = sum(sum(each.parameters.values()) for each in shares)
+    assert held == model.total + model.tied * model.vocabulary * model.hidden
+    assert sorted(n for each in shares for blocks in each.blocks for n in blocks) == [0, 1, 2, 3]
+    assert [each.embedding for each in shares] == [True] + [False] * (layout.pp - 1)
+    assert [each.head for each in shares].index(True) == (0 if text == "pp2-zbv" else layout.pp - 1)
+
+
+LAYERS = {"llama": {}, "gpt2": {}, "gemma2": {"layer_types": ["sliding_attention", "full_attention"] * 2}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    cases(
+        ["mb1-ga4", "dp2-ga4", "zero1x2-ga4", "zero2x2-ga4", "zero3x2-ga4"],
+        default=["mb1-ga4", "zero1x2-ga4", "zero3x2-ga4"],
+    ),
+)
+def test_real_ranks_keep_exactly_the_bytes_of_their_shares(text):
+    layout = Layout.parse(text)
+    model = census(zero_memory.config())
+
+    measured = run_ranks(layout.world, zero_memory.measure, text, "bf16")
+
+    assert measured == [share(model, layout, rank).bytes for rank in range(layout.world)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("mb1-ga4", {}),
+        ("dp2-ga4", {"all_reduce": 5}),
+        ("zero1x2-ga4", {"all_gather": 5, "reduce_scatter": 5}),
+        ("zero2x2-ga4", {"all_gather": 5, "reduce_scatter": 20}),
+        ("zero3x2-ga4", {"all_gather": 40, "reduce_scatter": 20}),
+        ("dp2-zero3x2-ga4", {"all_gather": 40, "reduce_scatter": 20, "all_reduce": 5}),
+        ("zero1x2-pp2-1f1b-ga4", {"all_gather": 3, "reduce_scatter": 3, "send": 4}),
+        ("zero3x2-pp2-1f1b-ga4", {"all_gather": 24, "reduce_scatter": 12, "send": 4}),
+        ("dp2-cp2-full-ga2", {"all_reduce": 5, "all_gather": 2 * 8, "reduce_scatter": 2 * 4}),
+        ("dp2-ulysses2-attention-ga2", {"all_reduce": 5, "all_to_all": 2 * 4 * 11}),
+        ("tp2-ga4", {"all_reduce": 4 * 18}),
+        ("tp2-sp-ga4", {"all_gather": 4 * 18, "reduce_scatter": 4 * 18}),
+    ],
+)
+def test_messages_are_those_that_were_counted(text, expected):
+    """Four blocks; the counts of engine runs, whatever the axis."""
+    found = share(census(zero_memory.config()), Layout.parse(text), 0).messages
+
+    assert {each.op: each.count for each in found} == expected
+
+
+class Messages(TorchDispatchMode):
+    """Counts collectives by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.count[func.__name__.split(".")[0].strip("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def a_pass(family, text):
+    layout = Layout.parse(text)
+    config = FAMILIES[family]()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="meshtune").train()
+    parts, ids = anatomy(model), torch.arange(32)[None]
+    split_model(model, parts, join(layout, torch.device("cpu")).tp, sequence=layout.sp)
+    recompute_blocks(model, parts, layout.recompute)
+    with Messages() as messages:
+        body = model.get_submodule(parts.body)
+        out = body(input_ids=ids, position_ids=ids, documents=((32,),), use_cache=False)
+        out.last_hidden_state.square().mean().backward()
+    return messages.count
+
+
+@pytest.mark.parametrize(("family", "text"), [("llama", "tp2-full"), ("phi3", "tp2-sp-selective")])
+def test_tensor_parallel_messages_are_those_of_a_real_pass(family, text):
+    counted = run_ranks(2, a_pass, family, text)[0]
+    expected = Counter()
+    for message in share(census(FAMILIES[family]()), Layout.parse(text), 0).messages:
+        expected[OPERATIONS[message.op]] += message.count
+
+    assert counted == expected
+
+
+OPERATIONS = {
+    "all_reduce": "allreduce",
+    "all_gather": "allgather_base",
+    "reduce_scatter": "reduce_scatter_base",
+}
+
+
+def test_message_bytes_are_of_whole_tensors():
+    model = census(zero_memory.config())
+    gather, scatter = share(model, Layout.parse("zero3x2-mb2-ga4"), 0).messages
+    (reduce,) = share(model, Layout.parse("tp2-mb2-ga4"), 0, seq_len=32).messages
+
+    assert gather.bytes == 8 * 2 * model.total  # bf16
+    assert scatter.bytes == 4 * 4 * model.total  # summed in fp32
+    assert reduce.bytes == reduce.count * 2 * 32 * 64 * 2
+
+
+def test_lora_shards_what_is_frozen_and_sums_only_adapters():
+    config = FAMILIES["llama"]()
+    adapted = census(
+        config, frozen=[name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()],
+        adapters={f"model.layers.{n}.self_attn.q_proj": 2 for n in range(2)},
+    )  # fmt: skip
+    found = share(adapted, Layout.parse("zero3x2-ga2"), 0)
+
+    adapters = 2 * 2 * (64 + 64)
+    assert found.bytes.weights == (2 * (adapted.total - adapters) + 4 * adapters) // 2
+    assert found.bytes.optimizer == 8 * adapters // 2
+    assert [message.count for message in found.messages] == [2 * 2 * 3, 2 * 2]
+    assert math.isclose(found.messages[1].bytes, 2 * 4 * adapters)

@@ -1,0 +1,102 @@
+"""Tables of precisions, optimizers and recomputations: what the engine has, and no default for a name."""
+
+import pytest
+import torch
+from torch import nn
+
+from meshtune import config
+from meshtune.config import ClusterConfig
+from meshtune.errors import Table, UserError
+from meshtune.layout import Layout
+from meshtune.optimizers import OPTIMIZERS
+from meshtune.parallel.recompute import recompute_blocks
+from meshtune.placement.states import copies_of
+from meshtune.plan.accounting import engine_accounting, stack_accounting
+from meshtune.plan.cluster import cluster_of
+from meshtune.plan.machine import rates
+from meshtune.plan.models import models
+from meshtune.plan.search import explained
+from meshtune.plan.workload import Workload
+from meshtune.precision import DTYPE_BYTES, PRECISIONS, REDUCE_DTYPES
+from meshtune.recomputation import RECOMPUTATIONS
+from meshtune.train.build import PRECISIONS as TORCH_PRECISIONS
+from meshtune.train.mfu import datasheet_flops
+from meshtune.train.optim import Optimizer
+
+TABLES: list[Table] = [PRECISIONS, REDUCE_DTYPES, OPTIMIZERS]  # settings of train
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_dtypes_are_torchs(dtype: str) -> None:
+    assert getattr(torch, dtype).itemsize == DTYPE_BYTES[dtype]
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_the_engine_and_the_planner_take_a_precisions_dtypes_from_the_table(name: str) -> None:
+    compute, trained = TORCH_PRECISIONS[name]
+    copies = copies_of(name, "fp32", "adamw")
+    assert copies.weight == compute.itemsize and copies.trained == trained.itemsize
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_states_of_an_optimizer_are_those_that_it_keeps(name: str) -> None:
+    layer = nn.Linear(3, 5)
+    optimizer = Optimizer(layer.named_parameters(), betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
+    layer(torch.ones(2, 3)).sum().backward()
+    optimizer.step(1e-3)
+    states = {
+        key.rpartition(".")[2]: tensor
+        for key, tensor in optimizer.state().items()
+        if key.startswith("optimizer.weight.")
+    }
+
+    assert states.keys() == {state.name for state in OPTIMIZERS[name].states}
+    for state in OPTIMIZERS[name].states:
+        assert states[state.name].dtype == getattr(torch, state.dtype or "float32")
+        assert states[state.name].numel() == (1 if state.scalar else 15)
+    counted = sum(tensor.nbytes for tensor in states.values() if tensor.ndim)
+    assert OPTIMIZERS[name].bytes_per_parameter("float32") * 15 == counted
+
+
+@pytest.mark.parametrize("table", TABLES, ids=[table.setting for table in TABLES])
+def test_a_name_that_is_in_no_table_is_refused_with_the_nearest(table: Table) -> None:
+    nearly = f"{next(iter(table))}x"
+    with pytest.raises(UserError, match=f"{table.setting} = '{nearly}'.*did you mean {next(iter(table))}"):
+        table[nearly]
+    with pytest.raises(UserError, match="must be one of"):
+        config.load(overrides=["model.name=x", f"{table.setting}={nearly}"])
+
+
+def test_an_unknown_precision_or_optimizer_gets_nothing_by_default() -> None:
+    cluster = cluster_of(ClusterConfig(gpu="h100-sxm", gpus=8))
+    for ask in (
+        lambda: copies_of("fp7", "fp32", "adamw"),
+        lambda: copies_of("bf16", "fp7", "adamw"),
+        lambda: copies_of("bf16", "fp32", "adamv"),
+        lambda: engine_accounting("fp7"),
+        lambda: engine_accounting("bf16", optimizer="adamv"),
+        lambda: stack_accounting("meshtune", "fp7"),
+        lambda: rates(cluster, "fp7"),
+        lambda: datasheet_flops("NVIDIA H100 80GB HBM3", "fp7"),
+    ):
+        with pytest.raises(UserError, match="must be one of"):
+            ask()
+
+
+@pytest.mark.parametrize("mode", RECOMPUTATIONS)
+def test_the_planner_and_the_engine_know_every_recomputation(mode: str) -> None:
+    """A mode that the table has and a formula has not is an error there, too."""
+    layout = Layout(recompute=mode, gradient_accumulation_steps=64)
+    shape = models()["qwen3-0.6b"]
+    workload = Workload("qwen3-0.6b", shape.work, shape.traits, seq_len=1024, global_batch_size=64)
+    choice = explained(workload, cluster_of(ClusterConfig(gpu="h100-sxm", gpus=1)), layout)
+    assert choice.memory.peak > 0 and Layout.parse(str(layout)) == layout
+
+
+def test_an_unknown_recomputation_is_refused_by_everyone() -> None:
+    with pytest.raises(UserError, match="recompute is 'some'; it must be one of none, attention"):
+        Layout(recompute="some")
+    with pytest.raises(UserError, match="must be one of"):
+        RECOMPUTATIONS["some"]
+    with pytest.raises(ValueError, match="is none of none, attention, selective, full"):
+        recompute_blocks(nn.Linear(1, 1), None, "some")  # type: ignore[arg-type]
