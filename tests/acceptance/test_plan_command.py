@@ -308,7 +308,7 @@ def test_where_nothing_fits_the_nearest_is_named_and_what_would_fit_does(plan: P
     ]  # fmt: skip
     ended = plan(*tight)
     assert ended.code == 3 and ended.out == ""
-    assert re.search(r"No layout of 1 x l4 \(2\.00 GiB", ended.err)
+    assert re.search(r"No layout of 1 x l4 fits .* of a GPU's 2\.00 GiB", ended.err)
     nearest = re.search(r"The layout that needs least is (\S+): ", ended.err)
     assert nearest
     against = plan(*tight, "--explain", nearest[1]).json["against"]

@@ -274,7 +274,7 @@ def changes(plan: Plan, best: Choice | None = None) -> list[str]:
     if seconds / best.seconds.total >= 0.01:
         what = spent(largest, best.layout)
         share = f"{seconds / best.seconds.total:.0%}"
-        sentences.append(f"Largest cost after compute: {what}, {duration(seconds)} a step ({share}).")
+        sentences.append(f"Largest cost besides compute: {what}, {duration(seconds)} a step ({share}).")
     for setting, workload in _variations(plan.workload):
         try:
             others = search(workload, plan.cluster, fixed=plan.fixed)

@@ -18,6 +18,15 @@ from meshtune.placement.census import Census, Parameter
 from meshtune.placement.columns import Number
 
 
+def attended(document_tokens: Number, window: Number) -> Number:
+    """Keys that a query attends to on average under a causal mask.
+
+    (n + 1) / 2 in a document of n tokens, fewer if the sliding window is shorter.
+    """
+    window = np.minimum(window, document_tokens)
+    return (window * (window + 1) / 2 + (document_tokens - window) * window) / document_tokens
+
+
 @dataclass(frozen=True)
 class Gemm:
     """A matrix that every token is multiplied with: rows outputs, cols inputs, `count` of them in a block.

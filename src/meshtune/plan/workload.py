@@ -5,25 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.layout import Layout
-from meshtune.placement.columns import Number
 from meshtune.placement.numbers import ModelNumbers
 from meshtune.placement.rules import Traits, refusals
 from meshtune.plan.memory.activations import compiled
-from meshtune.plan.work import Work
-
-
-def attended(document_tokens: Number, window: Number) -> Number:
-    """Keys that a query attends to on average under a causal mask.
-
-    (n + 1) / 2 in a document of n tokens, fewer if the sliding window is shorter.
-    """
-    window = np.minimum(window, document_tokens)
-    return (window * (window + 1) / 2 + (document_tokens - window) * window) / document_tokens
+from meshtune.plan.work import Work, attended
 
 
 @dataclass(frozen=True)

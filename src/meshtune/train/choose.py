@@ -74,7 +74,7 @@ def layout_of(config: Config, ranks: int) -> Layout:
     except (Uncounted, Refused):
         return _completed(config, ranks)
     if not len(plan):
-        raise fits.nothing(plan, partial(lighter_workloads, config, numbers_of))
+        raise fits.empty_plan_error(plan, partial(lighter_workloads, config, numbers_of))
     return plan.choice(0).layout
 
 
