@@ -1,6 +1,6 @@
 """Piece: one rank's part of a tensor that is sharded over ranks, and how it is filled from a model's files.
 
-    mapped(folder) ─> Weights ─> fill: this rank's rows and columns of each parameter, read and cast in place
+    mapped(folder) ─> Weights ─> fill: this rank's slices of each parameter, read and cast in place
 
 The files are memory-mapped: only the pages of a rank's own slices are read, into the page cache instead of
 the process's own memory. Adapters are passed in as tensors; rows of added tokens are computed.

@@ -58,7 +58,7 @@ class Traced:
     unsupported: str | None = None  # why its FLOPs can't be trusted; None if they can
     matrices: Sequence[Matrix] = ()  # in the order of the forward
     cores: Sequence[AttentionCore] = ()
-    saved: Mapping[str, tuple[tuple[int, Kept], ...]] = field(default_factory=dict)  # by the block's path
+    saved: Mapping[str, tuple[tuple[int, Kept], ...]] = field(default_factory=dict)  # by block path
 
 
 def census(
