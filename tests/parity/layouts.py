@@ -9,14 +9,11 @@ from unittest.mock import patch
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
-from tiny import make_rows, make_tokenizer, write_rows
-from transformers import PreTrainedModel
+from tiny import census_once, make_rows, make_tokenizer, write_rows
 
 from meshtune import config
 from meshtune.layout import Layout
 from meshtune.meter import phases
-from meshtune.model.trace import census_of
-from meshtune.placement.census import Census
 from meshtune.rundir import RunDir
 from meshtune.train import build, loop
 from meshtune.train import model as train_model
@@ -67,18 +64,6 @@ def whole(layout: str) -> Layout:
     """The layout with what it leaves open filled in."""
     open_fields = config.PartialLayout.parse(layout)
     return open_fields.complete(devices=1, global_batch_size=GLOBAL_BATCH)
-
-
-censuses: dict[Any, Census] = {}
-
-
-def census_once(model: PreTrainedModel) -> Census:
-    """The model's census, counted once a process for a configuration and its parameters."""
-    parameters = [(name, p.shape, p.requires_grad) for name, p in model.named_parameters()]
-    key = (type(model), model.config.to_json_string(), tuple(parameters))
-    if key not in censuses:
-        censuses[key] = census_of(model)
-    return censuses[key]
 
 
 def train(words: list[str]) -> str:

@@ -183,9 +183,7 @@ TWO = "pp2-gpipe pp2-1f1b pp2-interleaved1f1b-v2 pp2-loopedbfs-v2 pp2-zb-v2 pp2-
             ("cohere", "pp2-zb-v2"),
         ],
         default=[
-            ("llama", "pp2-gpipe"),
             ("llama", "pp2-interleaved1f1b-v2"),
-            ("llama", "pp2-dualpipev"),
             ("llama-tied", "pp2-1f1b"),
             ("llama-tied", "pp2-zbv"),
             ("cohere", "pp2-zb-v2"),
