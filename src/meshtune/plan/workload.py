@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from meshtune.layout import Layout
+from meshtune.placement.census import document_pairs
 from meshtune.placement.columns import Number
 from meshtune.placement.rules import Traits, refusals
 from meshtune.plan.work import Work
@@ -14,8 +13,7 @@ from meshtune.plan.work import Work
 
 def attended(document_tokens: Number, window: Number) -> Number:
     """Keys that a query sees on average: (n + 1) / 2 in a document of n tokens, fewer with a window."""
-    n, w = document_tokens, np.minimum(window, document_tokens)
-    return (w * (w + 1) / 2 + (n - w) * w) / n
+    return document_pairs(document_tokens, window) / document_tokens
 
 
 @dataclass(frozen=True)
