@@ -15,6 +15,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
+from meshtune.placement.columns import Number
+
 
 @dataclass(frozen=True)
 class Matrix:
@@ -191,13 +195,16 @@ class StepFlops:
         return sum(vars(self).values())
 
 
+def document_pairs(tokens: Number, window: Number = np.inf) -> Number:
+    """(query, key) pairs of causal attention in a document: n(n + 1)/2 for n tokens, fewer with a window."""
+    seen = np.minimum(window, tokens)
+    return seen * (seen + 1) / 2 + (tokens - seen) * seen
+
+
 def attended_pairs(lengths: Iterable[int], window: int | None = None) -> int:
-    """(query, key) pairs of causal attention in documents of these lengths: Σ n(n + 1)/2, a window aside."""
-    pairs = 0
-    for n, times in Counter(lengths).items():
-        w = n if window is None else min(n, window)
-        pairs += times * (w * (w + 1) // 2 + (n - w) * w)
-    return pairs
+    """(query, key) pairs of causal attention in documents of these lengths, all together."""
+    seen = np.inf if window is None else window
+    return sum(times * int(document_pairs(length, seen)) for length, times in Counter(lengths).items())
 
 
 def step_flops(census: Census, documents: Collection[int], label_tokens: int) -> StepFlops | None:

@@ -100,6 +100,42 @@ def stage_blocks(
     """
     if not 1 <= stages <= len(costs):
         raise ValueError(f"{len(costs)} blocks do not make {stages} stages of at least one block each.")
+    cost = costs[-1]
+    lead = first + (costs[0] - cost)  # of the first stage beside as many equal blocks
+    if stages > 1 and -cost <= lead <= 0 and all(other == cost for other in costs[1:]):
+        cuts = tuple(accumulate(_even_stages(len(costs), stages, cost, lead, last), initial=0))
+    else:
+        cuts = _cheapest_cuts(costs, stages, first, last)
+    return tuple(range(start, stop) for start, stop in pairwise(cuts))
+
+
+def _even_stages(blocks: int, stages: int, cost: float, first: float, last: float) -> list[int]:
+    """Blocks of each of two or more stages where each block costs `cost`, in O(blocks).
+
+    first, last: what the ends cost beside that, the first between -cost and 0.
+    """
+    inner = stages - 2
+
+    def sizes(at_last: int) -> tuple[int, int, int]:
+        """Blocks of the first stage, blocks of the others but the last, how many of these have one more."""
+        even, more = divmod(blocks - at_last, stages - 1)
+        at_first = even + (more > 0 and (first < 0 or stages == 2))
+        return at_first, even, more - (at_first > even)
+
+    def largest_and_squares(at_last: int) -> tuple[float, float]:
+        at_first, even, more = sizes(at_last)
+        ends = (at_last * cost + last, at_first * cost + first)
+        largest = max(*ends, (even + (more > 0)) * cost * (inner > 0))
+        squares = [more * ((even + 1) * cost) ** 2, (inner - more) * (even * cost) ** 2]
+        return largest, sum([*squares, *(end * end for end in ends)])
+
+    at_last = min(range(blocks - stages + 1, 0, -1), key=largest_and_squares)
+    at_first, even, more = sizes(at_last)
+    return [at_first, *[even] * (inner - more), *[even + 1] * more, at_last]
+
+
+def _cheapest_cuts(costs: Sequence[float], stages: int, first: float, last: float) -> tuple[int, ...]:
+    """The cuts (0, …, blocks) of `stage_blocks`, for blocks of any costs."""
     before = list(accumulate(costs, initial=0))
 
     def cost(start: int, stop: int) -> float:
@@ -112,7 +148,7 @@ def stage_blocks(
         return value + own * own if own <= largest else math.inf
 
     _, cuts = _best_cuts(len(costs), stages, squares)
-    return tuple(range(start, stop) for start, stop in pairwise(cuts))
+    return cuts
 
 
 def _best_cuts(

@@ -19,7 +19,7 @@ import numpy as np
 from meshtune.layout import SCHEDULES, V_SCHEDULES, Layout
 from meshtune.placement.columns import Columns, Number, at, joined, layout_at, rows
 from meshtune.placement.rules import rules
-from meshtune.placement.share import stage_of_rank
+from meshtune.placement.share import stage_blocks, stage_of_rank
 from meshtune.plan.accounting import accounting_of
 from meshtune.plan.candidates import candidates, columns_of, micro_batches, with_micro_batches
 from meshtune.plan.cluster import MARGIN, Cluster
@@ -194,8 +194,7 @@ def _outdone(c: Columns) -> Number:
     """
     m = c.gradient_accumulation_steps
     equal_rounds = m % np.maximum(1, np.floor(m / c.pp)) == 0
-    beaten = (c.runs("gpipe") & (m >= c.pp)) | (c.runs("loopedbfs") & equal_rounds)
-    return beaten
+    return (c.runs("gpipe") & (m >= c.pp)) | (c.runs("loopedbfs") & equal_rounds)
 
 
 # predictions #
@@ -247,7 +246,7 @@ def _stages(blocks: int, first: float, last: float, pp: int, v_shaped: bool, vir
     count = pp * virtual
     if count > blocks:  # refused elsewhere
         return Stages(blocks=(1, 1, 1), has_embedding=(1, 0, 0), has_head=(0, 0, 1), rank=(0, 0, 0))
-    sizes = even_stages(blocks, count, last, first)
+    sizes = [len(stage) for stage in stage_blocks([1.0] * blocks, count, first=first, last=last)]
     schedule = V_SCHEDULES[0] if v_shaped else SCHEDULES[0]
     own = [stage_of_rank(schedule, pp, virtual, rank) for rank in range(pp)]
     held = [sum(sizes[stage] for stage in stages) for stages in own]
@@ -259,30 +258,6 @@ def _stages(blocks: int, first: float, last: float, pp: int, v_shaped: bool, vir
         has_head=tuple(count - 1 in own[rank] for rank in ranks),
         rank=ranks,
     )
-
-
-def even_stages(blocks: int, stages: int, last: float, first: float = 0.0) -> list[int]:
-    """`share.stage_blocks` for blocks that cost 1 each: how many each stage has. last: what the last one
-    costs beside its blocks; first: the same of the first one, between -1 and 0.
-    """
-    if stages == 1:
-        return [blocks]
-
-    def cut(at_last: int) -> tuple[int, int, int]:
-        """Blocks of the first stage, blocks of the others but the last, how many of these have one more."""
-        each, more = divmod(blocks - at_last, stages - 1)
-        at_first = each + (more > 0 and (first < 0 or stages == 2))
-        return at_first, each, more - (at_first > each)
-
-    def cost(at_last: int) -> tuple[float, float]:
-        at_first, each, more = cut(at_last)
-        inner, at_ends = stages - 2, (at_last + last, at_first + first)
-        largest = max(*at_ends, (each + (more > 0)) * (inner > 0))
-        return largest, sum([more * (each + 1) ** 2, (inner - more) * each**2, *(x * x for x in at_ends)])
-
-    at_last = min(range(blocks - stages + 1, 0, -1), key=cost)
-    at_first, each, more = cut(at_last)
-    return [at_first, *[each] * (stages - 2 - more), *[each + 1] * more, at_last]
 
 
 # what is left out #

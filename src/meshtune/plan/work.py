@@ -14,17 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtune.placement.census import Census, Parameter
+from meshtune.placement.census import Census, Parameter, document_pairs
 from meshtune.placement.columns import Number
 
 
 def attended(document_tokens: Number, window: Number) -> Number:
-    """Keys that a query attends to on average under a causal mask.
-
-    (n + 1) / 2 in a document of n tokens, fewer if the sliding window is shorter.
-    """
-    window = np.minimum(window, document_tokens)
-    return (window * (window + 1) / 2 + (document_tokens - window) * window) / document_tokens
+    """Keys that a query sees on average: (n + 1) / 2 in a document of n tokens, fewer with a window."""
+    return document_pairs(document_tokens, window) / document_tokens
 
 
 @dataclass(frozen=True)

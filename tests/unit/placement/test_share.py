@@ -72,6 +72,30 @@ def test_no_other_cut_has_a_smaller_largest_stage(costs, data, first, last):
     assert largest(costs, cuts, first, last) == min(largest(costs, c, first, last) for c in every)
 
 
+@given(
+    blocks=st.integers(1, 9),
+    data=st.data(),
+    first=st.sampled_from([0, 0, -250, -333, -1000, 400]),
+    last=st.one_of(st.integers(0, 8000), st.sampled_from([0, 500, 1000, 1500, 3000])),
+)
+def test_equal_blocks_are_cut_by_the_same_rule(blocks, data, first, last):
+    """Of all cuts the one that `stage_blocks` promises; the first block may cost less than the others."""
+    stages = data.draw(st.integers(1, blocks))
+    costs = [1000 + min(first, 0), *[1000] * (blocks - 1)]
+    more = max(first, 0)
+
+    def rank(cuts):
+        each = [sum(costs[start:stop]) for start, stop in pairwise(cuts)]
+        each[0] += more
+        each[-1] += last
+        return max(each), sum(cost * cost for cost in each), tuple(reversed(cuts))
+
+    best = min(((0, *cuts, blocks) for cuts in combinations(range(1, blocks), stages - 1)), key=rank)
+    found = stage_blocks(costs, stages, first=more, last=last)
+
+    assert (0, *(each.stop for each in found)) == best
+
+
 @pytest.mark.parametrize("cost", [1.0, 12_658_795_243])  # as large as FLOPs are
 def test_equal_blocks_are_spread_evenly_later_stages_being_larger(cost):
     assert [len(blocks) for blocks in stage_blocks([cost] * 7, 3)] == [2, 2, 3]

@@ -12,9 +12,6 @@ import numpy as np
 import pytest
 from cases import cases
 from families import FAMILIES
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, OPTConfig
 
 from meshtune.config import ClusterConfig
@@ -25,14 +22,14 @@ from meshtune.model.trace import census_of
 from meshtune.placement.census import Census, step_flops
 from meshtune.placement.columns import Columns, layout_at
 from meshtune.placement.rules import Traits
-from meshtune.placement.share import census_stages, rank_at, share, stage_blocks, stage_of_rank
+from meshtune.placement.share import census_stages, rank_at, share, stage_of_rank
 from meshtune.placement.states import held_states
 from meshtune.plan.accounting import accounting_of, engine_accounting
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.memory.stages import Stages
 from meshtune.plan.memory.states import weight_elements
 from meshtune.plan.memory.timeline import step_timeline
-from meshtune.plan.search import even_stages, stages_of
+from meshtune.plan.search import stages_of
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
 
@@ -211,21 +208,6 @@ def whole_pipeline(workload: Workload, census: Census, layout: Layout) -> dict[s
 
 
 # stages #
-
-
-@given(
-    data=st.data(),
-    blocks=st.integers(1, 24),
-    last=st.one_of(st.integers(0, 20_000), st.sampled_from([0, 500, 1000, 1500, 3000])),
-    first=st.sampled_from([0, 0, -250, -333, -999]),
-)
-@hypothesis_settings(max_examples=600)
-def test_stages_have_as_many_blocks_as_the_engines(data, blocks: int, last: int, first: int) -> None:
-    stages = data.draw(st.integers(1, blocks))
-    costs = [1000 + first, *[1000] * (blocks - 1)]
-    engine = [len(each) for each in stage_blocks(costs, stages, last=last)]
-
-    assert even_stages(blocks, stages, last / 1000, first / 1000) == engine
 
 
 @pytest.mark.parametrize("method", METHODS)
