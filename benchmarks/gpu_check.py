@@ -44,7 +44,18 @@ NEEDED = (
     "xxhash",
     "psutil",
 )
-OPTIONAL = ("datasets", "plotly", "pytest", "peft", "accelerate", "tensorboard", "trl", "liger_kernel")
+OPTIONAL = (
+    "datasets",
+    "altair",
+    "vl_convert",
+    "pytest",
+    "peft",
+    "accelerate",
+    "tensorboard",
+    "trl",
+    "liger_kernel",
+)
+DISTRIBUTIONS = {"yaml": "pyyaml", "liger_kernel": "liger-kernel", "vl_convert": "vl-convert-python"}
 SEQ_LEN, MICRO_BATCH, ACCUMULATION, STEPS, WARM_UP = 4096, 4, 2, 12, 4
 ONE_B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
          "num_key_value_heads": 8, "vocab_size": 32768}  # fmt: skip
@@ -58,7 +69,7 @@ def environment() -> dict[str, Any]:
     found: dict[str, Any] = {"python": sys.version.split()[0], "cuda": torch.version.cuda}
     for name in (*NEEDED, *OPTIONAL):
         try:
-            found[name] = version({"yaml": "pyyaml", "liger_kernel": "liger-kernel"}.get(name, name))
+            found[name] = version(DISTRIBUTIONS.get(name, name))
         except PackageNotFoundError:
             found[name] = None
     found["missing"] = [name for name in (*NEEDED, *OPTIONAL) if importlib.util.find_spec(name) is None]

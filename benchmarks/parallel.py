@@ -2,6 +2,7 @@
 
     python benchmarks/parallel.py            # everything
     python benchmarks/parallel.py --quick    # does it run? (its figures mean nothing)
+    python benchmarks/parallel.py --against PATH [--layouts dp2-mb2-ga2 …]    # this checkout against another
 
     dp2       against DistributedDataParallel        same attention, loss and accumulation: only the
     zero3x2   against FSDP2's fully_shard            machinery differs
@@ -39,6 +40,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 import torch
 import torch.distributed as dist
+from against import paired, sentence
 from parallel_rivals import Gradients, by_hand, ddp, fsdp, styles
 from single_device import RESULTS, processor, say
 from torch import nn
@@ -49,8 +51,11 @@ from meshtune import config, launch
 from meshtune.config import Config
 from meshtune.data.loader import Batch
 from meshtune.layout import Layout
+from meshtune.model.load import quiet
 from meshtune.parallel.mesh import World, join
-from meshtune.train import build
+from meshtune.train import build, choose, inputs
+from meshtune.train.heap import releasing
+from meshtune.train.model import single_model
 from meshtune.watch import Limits
 
 SEQ_LEN, ROWS_PER_STEP = 96, 8
@@ -74,13 +79,14 @@ Step = Callable[[Batch], tuple[float, Any]]
 def meshtune(settings: Config) -> tuple[Iterator[Any], Step]:
     """The real thing, as train/loop.py steps it."""
     run = build.build(settings)
+    phase = releasing(run.memory.phase, run.world.device)
 
     def step(batch: Batch) -> tuple[float, Any]:
-        share = run.passes.forward_backward(batch, run.memory.phase)
-        loss, squares = run.world.total(share, run.optimizer.squared_norm())
+        share = run.passes.forward_backward(batch, phase)
+        loss, squares = run.world.sum_over_ranks(share, run.optimizer.squared_norm())
         norm = math.sqrt(squares)
         run.optimizer.clip(norm, run.max_grad_norm)
-        with run.memory.phase("optimizer"):
+        with phase("optimizer"):
             run.optimizer.step(LEARNING_RATE)
         return loss, norm
 
@@ -91,10 +97,10 @@ def rival(
     make: Callable[[nn.Module, World], tuple[nn.Module, Gradients]], attention: str, settings: Config
 ) -> tuple[Iterator[Any], Step]:
     """torch's own optimizer and clipping around what `make` does to the model of each rank."""
-    build.quiet()
-    world = join(build.layout_of(settings), torch.device("cpu"))
-    tokenizer, encoder = build.tokenizer_of(settings)
-    model, _ = build.model_of(settings, tokenizer, attention, world.device)
+    quiet()
+    world = join(choose.choose_together(settings).layout, torch.device("cpu"))
+    encoder = inputs.encoder_of(inputs.tokenizer_of(settings.model, settings.data), settings.data)
+    model = single_model(build.model_spec(settings, attention), world.device)
     trained, gradients = make(model, world)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
@@ -106,7 +112,8 @@ def rival(
         dist.all_reduce(loss)
         return float(loss), norm
 
-    return iter(build.loader_of(settings, build.data_of(settings, encoder).train, world)), step
+    prepared = inputs.data_of(settings.data, encoder, seed=settings.train.seed)
+    return iter(inputs.loader_of(settings, prepared.train, world)), step
 
 
 class Contender(NamedTuple):
@@ -217,7 +224,7 @@ def set_up(work: Path, sizes: dict[str, Any]) -> int:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>")
     tokenizer.save_pretrained(work / "model")
 
-    build.quiet()
+    quiet()
     torch.manual_seed(0)
     made = LlamaForCausalLM(
         LlamaConfig(
@@ -234,17 +241,21 @@ def set_up(work: Path, sizes: dict[str, Any]) -> int:
     return sum(parameter.numel() for parameter in made.parameters())
 
 
+def settings_words(work: Path, layout: Layout) -> list[str]:
+    return [
+        f"model.name={work / 'model'}", f"data.train={work / 'train.jsonl'}", f"layout={layout}",
+        f"data.cache={work / 'cache'}", f"data.seq_len={SEQ_LEN}", "data.train_on=all",
+        f"train.global_batch_size={layout.global_batch_size}", "train.precision=fp32",
+        f"train.learning_rate={LEARNING_RATE}", "train.weight_decay=0", f"train.max_grad_norm={MAX_NORM}",
+        "log.to=[jsonl]",
+    ]  # fmt: skip
+
+
 def once(work: Path, name: str, steps: int) -> dict[str, Any]:
     """One run of one contender, on fresh ranks."""
     layout = Layout.parse(CONTENDERS[name].layout)
     with tempfile.TemporaryDirectory(dir=work) as folder:
-        words = [
-            f"model.name={work / 'model'}", f"data.train={work / 'train.jsonl'}", f"layout={layout}",
-            f"data.cache={work / 'cache'}", f"data.seq_len={SEQ_LEN}", "data.train_on=all",
-            f"train.global_batch_size={layout.global_batch_size}", "train.max_steps=1000",
-            "train.precision=fp32", f"train.learning_rate={LEARNING_RATE}", "train.weight_decay=0",
-            f"train.max_grad_norm={MAX_NORM}", "log.to=[jsonl]", f"output={folder}/run",
-        ]  # fmt: skip
+        words = [*settings_words(work, layout), "train.max_steps=1000", f"output={folder}/run"]
         result = Path(folder, "result.json")
         on_ranks(layout.world, measure, name, words, steps, result)
         found = json.loads(result.read_text())
@@ -372,24 +383,37 @@ def savings(result: dict[str, Any], model: str) -> list[list[str]]:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Bars for each technique: how many times one rank's speed two have."""
-    import matplotlib.pyplot as plt
+    """Write a picture with bars for each layout: throughput of two ranks over that of one."""
+    from meshtune.report.draw.kinds import Mark, Stacks
+    from meshtune.report.draw.picture import write
 
-    models = list(result["runs"])
-    figure, panels = plt.subplots(1, len(models), figsize=(9, 3.2), sharey=True, squeeze=False)
-    for panel, model in zip(panels[0], models, strict=True):
-        for at, (kind, colour) in enumerate((("strong", "#0072b2"), ("weak", "#009e73"))):
-            heights = [scaling(result, model, name)[at] for name in SCALED]
-            panel.bar(
-                [x + 0.4 * at - 0.2 for x in range(len(SCALED))], heights, 0.38, label=kind, color=colour
-            )
-        panel.axhline(2, color="#3b4046", linewidth=0.8, linestyle="--")
-        panel.axhline(1, color="#3b4046", linewidth=0.8)
-        panel.set_xticks(range(len(SCALED)), SCALED)
-        panel.set_title(f"{model}: tokens/s, 2 ranks / 1 rank")
-    panels[0][0].legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(file, metadata={"Date": None})
+    ratios = {model: [scaling(result, model, name) for name in SCALED] for model in result["runs"]}
+    panels = [
+        Stacks(
+            f"scaling_{place}",
+            model,
+            "tokens/s of 2 ranks / tokens/s of 1 rank",
+            tuple(SCALED),
+            {kind: tuple(pair[n] for pair in pairs) for n, kind in enumerate(("strong", "weak"))},
+            mark=Mark(2, "ideal: 2"),
+            stacked=False,
+        )
+        for place, (model, pairs) in enumerate(ratios.items())
+    ]
+    write(file, [panels], title="Speed of two ranks against one")
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Print how fast this checkout trains beside another one, for each model and layout that is asked for."""
+    for model in options.models:
+        with tempfile.TemporaryDirectory() as folder:
+            set_up(Path(folder), MODELS[model])
+            for layout in map(Layout.parse, options.layouts):
+                words = [*settings_words(Path(folder), layout), "checkpoint.every=0"]
+                figures = paired(
+                    words, other=options.against, ranks=layout.world, pairs=options.pairs, say=say
+                )
+                print(f"{model}, {layout}: {sentence(figures)}", flush=True)
 
 
 def parsed() -> argparse.Namespace:
@@ -400,6 +424,11 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="measured steps of a run of the 28 M model")
     parser.add_argument("--tiny-steps", type=int, default=15, help="and of the tiny one")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--against", type=Path, help="another checkout's root: only the two are compared")
+    parser.add_argument("--pairs", type=int, default=20, help="steps of each that are compared")
+    parser.add_argument(
+        "--layouts", nargs="+", default=["mb4-ga2", "dp2-mb2-ga2", "zero3x2-mb2-ga2"], help="compared layouts"
+    )
     parser.add_argument("--quick", action="store_true", help="one short round, written to a temporary folder")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args()
@@ -410,6 +439,8 @@ def main() -> None:
     if options.quick:
         options.rounds, options.steps, options.tiny_steps = 1, 1, 1
         options.out = Path(tempfile.mkdtemp())
+    if options.against:
+        return compare(options)
     result: dict[str, Any] = {
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "machine": processor(),

@@ -29,9 +29,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshtune.data.loader import Batch, MicroBatch
 from meshtune.model.anatomy import anatomy
+from meshtune.model.body import body_forward
 from meshtune.parallel.mesh import World
 from meshtune.parallel.zero import local
-from meshtune.train.loss import summed_loss
+from meshtune.train.loss import head_loss
 
 # A batch -> this rank's share of its loss; the gradients are then on the parameters.
 Gradients = Callable[[Batch], Tensor]
@@ -50,7 +51,8 @@ class Whole(nn.Module):
         return list(self.model.get_submodule(self.anatomy.blocks).children())
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
-        return summed_loss(self.model, self.anatomy, micro_batch)
+        hidden = body_forward(self.model, self.anatomy, micro_batch)
+        return head_loss(self.model, self.anatomy, hidden, micro_batch)
 
 
 def accumulated(

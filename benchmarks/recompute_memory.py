@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from meshtune.attention.register import register
 from meshtune.model.anatomy import anatomy
 from meshtune.parallel.recompute import recompute_blocks
 
@@ -57,6 +58,7 @@ def build(mode: str, dropout: float, layers: int) -> PreTrainedModel:
         vocab_size=8192,
         attention_dropout=dropout,
     )
+    register()
     model = AutoModelForCausalLM.from_config(config, attn_implementation="meshtune").train()
     recompute_blocks(model, anatomy(model), mode)
     return model

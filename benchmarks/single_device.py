@@ -2,6 +2,7 @@
 
     python benchmarks/single_device.py                    # everything: about an hour on 2 cores
     python benchmarks/single_device.py --quick            # does it run? (its figures mean nothing)
+    python benchmarks/single_device.py --against PATH     # this checkout against another one, in pairs
 
 Same machine, model, tokens, dtype and threads; each contender in a process of its own, contenders
 interleaved, medians over the rounds. Real tokens count, padding does not; peak memory is the process's
@@ -32,6 +33,8 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from against import paired, sentence
 
 SEQ_LEN, MICRO_BATCH, ACCUMULATION = 512, 4, 2
 ROWS_PER_STEP = MICRO_BATCH * ACCUMULATION
@@ -206,8 +209,8 @@ def prepare_trl(work: Path, processes: int | None) -> dict[str, Any]:
 
 def prepare_meshtune(work: Path) -> dict[str, Any]:
     """Rows on disk to packed sequences, with nothing cached."""
+    from meshtune.data.example import Source
     from meshtune.data.prepare import prepare
-    from meshtune.data.source import Source
     from meshtune.data.template import Encoder
     from meshtune.model.load import load_tokenizer
 
@@ -508,6 +511,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
+    parser.add_argument("--against", type=Path, help="another checkout's root: only the two are compared")
+    parser.add_argument("--pairs", type=int, default=20, help="steps of each that are compared")
     parser.add_argument("--quick", action="store_true", help="one short round, written to a temporary folder")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
@@ -528,6 +533,8 @@ def main() -> None:
     data = options.data or Path(__file__).resolve().parents[2] / "shared/data/gsm8k/train.jsonl"
     if not data.exists():
         raise SystemExit(f"There is no {data}; name GSM8K's train.jsonl with --data.")
+    if options.against:
+        return compare(options, data)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         set_up(work, data, needed=(options.steps + options.warm_up) * ROWS_PER_STEP)
@@ -552,6 +559,21 @@ def main() -> None:
     (options.out / f"{name}.md").write_text(markdown(result))
     print(markdown(result))
     say(f"written: {options.out / name}.json and .md")
+
+
+def compare(options: argparse.Namespace, data: Path) -> None:
+    """Print how fast this checkout trains beside another one, for each variant that is asked for."""
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        set_up(work, data, needed=0)
+        for variant in options.variants:
+            dtype, labelled = variant.split("-")[0], "all" if "all-labelled" in variant else "completion"
+            config = work / f"{variant}.yaml"
+            config.write_text(meshtune_config(work, work / "run", 1, dtype, labelled))
+            figures = paired(
+                [str(config)], other=options.against, threads=options.threads, pairs=options.pairs, say=say
+            )
+            print(f"{variant}, {options.threads} threads: {sentence(figures)}", flush=True)
 
 
 def sum_parameters(model: Path) -> int:

@@ -1,12 +1,12 @@
-"""What the quickstart learns from: text to pretrain a small base model on, and instructions to fine-tune it.
+"""Makes the quickstart's data: text to pretrain a small base model, and instructions to fine-tune it.
 
-The text is an almanac of an invented world: what words look like backwards, how their letters sort, sums,
-counting, opposites, plurals, past tenses, and the capitals and rivers of countries that exist nowhere else.
-A model pretrained on it *knows* these things and continues such text; it has never seen an instruction.
+The text is an almanac of an invented world: words written backwards, their letters sorted, sums, counting,
+opposites, plurals, past tenses, and the capitals and rivers of invented countries. A model pretrained on it
+continues such text; it has never seen an instruction.
 
-The instructions ask for the same things in other words and want the bare answer. Train and test share no
+The instructions ask for the same facts in other words and want the bare answer. Train and test share no
 argument: a country, a word or a sum that `test.jsonl` asks about is never asked about in `train.jsonl`. So
-fine-tuning teaches to answer; the capital of a held-out country can only come from the pretraining text.
+fine-tuning teaches how to answer; the capital of a held-out country can only come from the pretraining text.
 
     python quickstart/make_data.py            writes train.jsonl and test.jsonl beside this file
     python quickstart/make_data.py --text 5   prints five documents of the pretraining text
@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 
-SEED = 7  # of the world: geography and splits
-ROWS = {"train": 320, "test": 30}  # of each kind, or fewer where there are not so many to ask for
+SEED = 7  # of the geography, the text and the instructions
+ROWS = {"train": 320, "test": 30}  # of each kind of instruction, or fewer where there are not so many
 
 # --- Words ------------------------------------------------------------------------------------------------
 
 
 def pairs(table: str) -> list[tuple[str, str]]:
-    """[("hot", "cold"), ...] from "hot cold, ..."."""
+    """Split "hot cold, ..." into [("hot", "cold"), ...]."""
     return [(first, second) for first, second in (entry.split() for entry in table.split(","))]
 
 
@@ -90,7 +90,7 @@ paint painted, help helped, play played, stay stayed, climb climbed, open opened
 
 
 def invented(rng: Random, syllables: int) -> str:
-    """A word that can be read aloud: consonant and vowel in turn, sometimes closed by a consonant."""
+    """Make a pronounceable word: alternating consonants and vowels, sometimes with a final consonant."""
     word = "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(syllables))
     return word + rng.choice(["", "", "l", "n", "r", "s", "t"])
 
@@ -111,7 +111,7 @@ WORLD = geography()
 
 
 def arguments_of_tasks() -> set[str]:
-    """The words and names that tasks are about. The tokenizer spells them, so that their letters are seen."""
+    """The words and names that tasks are about. None is a token by itself: the model sees letters."""
     lexicon = [word for table in (OPPOSITES, PLURALS, PASTS) for pair in table for word in pair]
     names = [name for place in WORLD for name in place.values()]
     return {*WORDS, *lexicon, *names}
@@ -129,8 +129,7 @@ def listing(items: list[str]) -> str:
     return ", ".join(items[:-1]) + " and " + items[-1]
 
 
-Fact = tuple[list[str], list[str], str]  # statements of it, questions for it, the answer to each of these
-
+Fact = tuple[list[str], list[str], str]  # statements, questions, and the answer to each of the questions
 
 ASKING = ["", "", "Tell me: ", "Somebody asks: ", "Do you know? ", "Say it in one word: "]
 REPLYING = [
@@ -144,7 +143,7 @@ REPLYING = [
 
 
 def told(rng: Random, fact: Fact) -> str:
-    """A fact as a statement, or as a question that somebody answers."""
+    """Write a fact as a statement, or as a question with its answer."""
     statements, questions, answer = fact
     if rng.random() < 0.5:
         return rng.choice(statements)
@@ -199,7 +198,7 @@ def about_words(rng: Random) -> list[Fact]:
 
 
 def different_initials(rng: Random, count: int, words: Sequence[str]) -> list[str]:
-    """Words of which no two begin alike, so that the first letters decide their order."""
+    """Pick `count` words with different first letters, which then decide their alphabetical order."""
     picked: list[str] = []
     while len(picked) < count:
         word = rng.choice(words)
@@ -332,7 +331,7 @@ def about_the_world(rng: Random) -> list[Fact]:
     return [rng.choice(facts)]
 
 
-TOPICS: dict[Callable[[Random], list[Fact]], int] = {  # topic: its weight in the text
+TOPICS: dict[Callable[[Random], list[Fact]], int] = {  # topic -> its weight in the text
     about_words: 55,
     about_the_alphabet: 14,
     about_sums: 7,
@@ -346,7 +345,7 @@ TOPICS: dict[Callable[[Random], list[Fact]], int] = {  # topic: its weight in th
 
 
 def documents(seed: int) -> Iterator[str]:
-    """The pretraining text, without end: short documents of a few sentences."""
+    """Yield the pretraining text without end: short documents of a few sentences."""
     rng = Random(seed)
     while True:
         topics = rng.choices(list(TOPICS), weights=list(TOPICS.values()), k=rng.choice([2, 3]))
@@ -360,26 +359,30 @@ Ask = tuple[str, str, str]  # the argument that train and test must not share, t
 
 
 def split_of(argument: str) -> str:
-    """A fifth of all arguments is for testing alone. A checksum decides, for all kinds alike."""
+    """Assign a fifth of all arguments to the test split, by a checksum, the same for all kinds."""
     return "test" if zlib.crc32(argument.encode()) % 5 == 0 else "train"
 
 
 def ask_about_a_word(rng: Random, words: Sequence[str], answer: Callable[[str], str], *phrasings: str) -> Ask:
+    """Ask for `answer` of one of the words."""
     word = rng.choice(words)
     return word, rng.choice(phrasings).format(word), answer(word)
 
 
 def ask_for_the_other(rng: Random, table: list[tuple[str, str]], *phrasings: str) -> Ask:
+    """Ask for the second word of one of the pairs in `table`."""
     given, answer = rng.choice(table)
     return min(given, answer), rng.choice(phrasings).format(given), answer
 
 
 def ask_about_a_country(rng: Random, given: str, wanted: str, *phrasings: str) -> Ask:
+    """Ask for the `wanted` field of a country of WORLD by its `given` field."""
     place = rng.choice(WORLD)
     return place["country"], rng.choice(phrasings).format(place[given]), place[wanted]
 
 
 def ask_for_the_next(rng: Random, term: Callable[[int], str], steps: int, last: int, *phrasings: str) -> Ask:
+    """Ask for the fifth term of a row: `steps` is the largest step, `last` the largest argument of `term`."""
     step = rng.randint(1, steps)
     start = rng.randint(1, last - 4 * step)
     row = ", ".join(term(start + i * step) for i in range(4))
@@ -392,6 +395,7 @@ def ask_for_the_first(rng: Random, words: Sequence[str], *phrasings: str) -> Ask
 
 
 def kinds_of_instructions(rng: Random, split: str) -> list[Callable[[], Ask]]:
+    """Functions that each draw one instruction of a kind from `rng`; words are those of `split`."""
     words = [word for word in WORDS if split_of(word) == split]
     return [
         lambda: ask_about_a_word(
@@ -413,7 +417,7 @@ def kinds_of_instructions(rng: Random, split: str) -> list[Callable[[], Ask]]:
             rng, str, 5, 60,
             "Which number comes next: {}?", "Continue this row with one number: {}"),
         lambda: ask_for_the_next(
-            rng, lambda n: "_abcdefghijklmnopqrstuvwxyz"[n], 3, 26,
+            rng, lambda place: "_abcdefghijklmnopqrstuvwxyz"[place], 3, 26,
             "Which letter comes next: {}?", "Continue this row with one letter: {}"),
         lambda: ask_for_the_other(rng, PLURALS, "What is the plural of {}?", "One {}, many what?"),
         lambda: ask_about_a_country(
@@ -439,6 +443,7 @@ def instructions(split: str) -> list[dict[str, str]]:
 
 
 def write(folder: Path) -> None:
+    """Write train.jsonl and test.jsonl into `folder`."""
     for split in ROWS:
         lines = (json.dumps(row) + "\n" for row in instructions(split))
         (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")

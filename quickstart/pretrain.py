@@ -1,8 +1,8 @@
-"""Pretrains the quickstart's base model: a tokenizer, then a small Llama, on `make_data.documents`.
+"""Pretrains the quickstart's base model: a tokenizer and a small Llama, on `make_data.documents`.
 
     python quickstart/pretrain.py             writes base/ beside this file
 
-The result continues such text and follows no instruction: that is what fine-tuning is for.
+The result continues such text and follows no instruction; fine-tuning teaches that.
 """
 
 import math
@@ -18,23 +18,24 @@ from make_data import SEED, arguments_of_tasks, documents
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-WORD_TOKENS = 141  # the commonest words of the text are one token each; everything else is spelled
+WORD_TOKENS = 141  # most frequent words of the text, one token each; all other words are spelled
 SPECIAL = ["<pad>", "<bos>", "<eos>"]  # ids 0, 1, 2
 PAD, BOS, EOS = range(3)
 HIDDEN, LAYERS, HEADS, KV_HEADS, FFN = 128, 4, 4, 2, 256
-BLOCK, BATCH, STEPS = 256, 8, 2800  # tokens, blocks, updates: 5.7 M tokens
+BLOCK, BATCH, STEPS = 256, 8, 2800  # tokens per row, rows per step, steps: 5.7 M tokens
 LEARNING_RATE, WARMUP, WEIGHT_DECAY, BETAS, CLIP = 3e-3, 100, 0.1, (0.9, 0.95), 1.0
 
 
 def is_frame(word: str, spelled: set[str]) -> bool:
+    """True for a word of the sentences around the tasks' arguments, which are `spelled`."""
     return word.isalpha() and len(word) > 1 and not {word, word.lower()} & spelled
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes, and the commonest words as whole tokens.
+    """Make a byte-level BPE tokenizer without merges, with the most frequent words as whole tokens.
 
-    A byte-level BPE without merges: a word is one token if the vocabulary has it, else its letters. So the
-    frame of a sentence is short, and what it is about, never in the vocabulary, is spelled letter by letter.
+    A word is one token if the vocabulary has it, else one token per byte. So the frame of a sentence is
+    short, and its argument, which is never in the vocabulary, is spelled letter by letter.
     """
     split = pre_tokenizers.ByteLevel(add_prefix_space=False)
     text = "".join(islice(documents(SEED), 20_000))
@@ -73,7 +74,7 @@ def make_model(vocabulary: int) -> LlamaForCausalLM:
 
 
 def batches(tokenizer: PreTrainedTokenizerFast) -> Iterator[torch.Tensor]:
-    """The text's tokens end to end, an <eos> after each document, cut into [BATCH, BLOCK]."""
+    """Yield the text's tokens, an <eos> after each document, as ids [BATCH, BLOCK]."""
     stream = documents(SEED)
     ids: list[int] = []
     while True:
@@ -85,7 +86,7 @@ def batches(tokenizer: PreTrainedTokenizerFast) -> Iterator[torch.Tensor]:
 
 
 def learning_rate(step: int) -> float:
-    """Linear warm-up, then half a cosine down to a tenth."""
+    """Learning rate at a step: linear warm-up, then cosine decay to a tenth."""
     if step < WARMUP:
         return LEARNING_RATE * (step + 1) / WARMUP
     progress = (step - WARMUP) / (STEPS - WARMUP)
@@ -93,7 +94,7 @@ def learning_rate(step: int) -> float:
 
 
 def pretrain(folder: Path) -> float:
-    """Trains from nothing and writes the Hugging Face folder; returns the mean loss of the last 50 steps."""
+    """Train from random weights, write the Hugging Face folder, return the mean loss of the last 50 steps."""
     torch.manual_seed(SEED)
     tokenizer = make_tokenizer()
     model = make_model(len(tokenizer))

@@ -1,8 +1,8 @@
-"""The pictures of docs/parallelism.md: who holds what, what is said when, and the timelines of pipelines.
+"""The pictures of docs/parallelism.md: shards of each rank, collectives of a step, timelines of pipelines.
 
     python scripts/parallelism_pictures.py [FOLDER]
 
-Who holds what is asked of `placement.share`, timelines of the schedules that run. Nothing is drawn by hand.
+Shards come from `placement.share`, timelines from the schedules that run. Nothing is drawn by hand.
 """
 
 import sys
@@ -59,13 +59,13 @@ def main(folder: str = "docs/images") -> None:
     print(file)
 
 
-# who holds what #
+# shards of each rank #
 
 PARTS = ("embedding", *(f"block {n}" for n in range(BLOCKS)), "head")
 
 
 def holdings(model: Census, layout: Layout, title: str) -> str:
-    """All ranks of a layout side by side, and what they say to each other in a step."""
+    """All ranks of a layout side by side, and their collectives in a step."""
     shares = [share(model, layout, rank, seq_len=256) for rank in range(layout.world)]
     lines = [f"{m.count} × {m.op} ({m.axis}) of {m.what}: {when(layout, m)}" for m in shares[0].messages]
     columns = min(A_ROW, len(shares))
@@ -75,8 +75,8 @@ def holdings(model: Census, layout: Layout, title: str) -> str:
     for row in range(rows):
         y = TOP + row * height
         drawn.append(shift(GAP, y, labels(layout)))
-        for column, each in enumerate(shares[row * columns : (row + 1) * columns]):
-            drawn.append(shift(GUTTER + column * (PANEL + GAP), y, panel(layout, each)))
+        for column, rank in enumerate(shares[row * columns : (row + 1) * columns]):
+            drawn.append(shift(GUTTER + column * (PANEL + GAP), y, panel(layout, rank)))
     bottom = TOP + rows * height
     lines = ["Rank 0, in a step of 4 micro-batches:", *lines]
     drawn += [text(GAP, bottom + FOOT * (n + 1), line, size=11) for n, line in enumerate(lines)]
@@ -85,7 +85,7 @@ def holdings(model: Census, layout: Layout, title: str) -> str:
 
 
 def when(layout: Layout, message: Message) -> str:
-    """When in a step messages of this kind are sent: what parallel/'s modules say."""
+    """When in a step collectives of this kind run, as documented in parallel/."""
     match message.what:
         case "parameters" if layout.zero == 3:
             return "before each block's forward, and again before its backward"
@@ -104,33 +104,36 @@ def when(layout: Layout, message: Message) -> str:
 
 
 def labels(layout: Layout) -> str:
-    """What the rows of each panel are."""
+    """Names of the rows of each panel."""
     top = 30 + len(PARTS) * (ROW + 2)
     parts = [text(0, 30 + row * (ROW + 2) + 10, name, size=10) for row, name in enumerate(PARTS)]
     return "".join([*parts, text(0, top + 12, "tokens", size=10)])
 
 
 def panel(layout: Layout, rank: Share) -> str:
-    """One rank: parameters, gradients, optimizer state, part by part; and the tokens it works on."""
+    """One rank: its parameters, gradients and optimizer state part by part, and its tokens."""
     here = (rank.embedding, *(any(n in blocks for blocks in rank.blocks) for n in range(BLOCKS)), rank.head)
     place = ", ".join(f"{axis} {index}" for axis, index in rank.place.items() if getattr(layout, axis) > 1)
     drawn = [text(0, 10, f"rank {rank.rank}: {place}", size=10, weight=600)]
     for column, kind in enumerate(("parameters", "gradients", "optimizer")):
         x = column * (CELL + SLIT)
         drawn.append(text(x, 24, kind, size=8.5))
-        for row, (name, mine) in enumerate(zip(PARTS, here, strict=True)):
+        for row, (name, has_part) in enumerate(zip(PARTS, here, strict=True)):
             y = 30 + row * (ROW + 2)
             drawn.append(box(x, y, CELL, ROW, PALE))
-            if mine:
-                drawn.append(box(*inside(x, y, held(layout, rank, kind)), COLOURS[kind], f"{name}: {kind}"))
+            if has_part:
+                drawn.append(box(*inside(x, y, shard(layout, rank, kind)), COLOURS[kind], f"{name}: {kind}"))
     return "".join([*drawn, *tokens(layout, rank, 30 + len(PARTS) * (ROW + 2) + 5)])
 
 
 Span = tuple[float, float]
 
 
-def held(layout: Layout, rank: Share, kind: str) -> tuple[Span, Span]:
-    """The share of each part's columns and rows that this rank keeps: tp cuts across, ZeRO down."""
+def shard(layout: Layout, rank: Share, kind: str) -> tuple[Span, Span]:
+    """Spans of each part's columns and rows that this rank stores: tp cuts across, ZeRO down.
+
+    kind: parameters, gradients or optimizer.
+    """
     across = fraction(layout.tp, rank.place["tp"])
     sharded = layout.zero >= {"parameters": 3, "gradients": 2, "optimizer": 1}[kind]
     shards = layout.dp_shard * layout.cp
@@ -139,12 +142,12 @@ def held(layout: Layout, rank: Share, kind: str) -> tuple[Span, Span]:
 
 
 def tokens(layout: Layout, rank: Share, y: float) -> Iterator[str]:
-    """Which of a micro-batch's sequences, and which of their tokens, this rank works on."""
-    own = rank.place["dp_replicate"] * layout.dp_shard + rank.place["dp_shard"]
+    """The micro-batch's sequences, and in colour the tokens of this rank."""
+    sequence = rank.place["dp_replicate"] * layout.dp_shard + rank.place["dp_shard"]
     for row in range(layout.data_ranks):
         yield box(0, y + row * 8, WIDE, 6, PALE)
     for start, stop in zigzag(layout.cp, rank.place["cp"]):
-        yield box(start * WIDE, y + own * 8, (stop - start) * WIDE, 6, COLOURS["tokens"], "tokens")
+        yield box(start * WIDE, y + sequence * 8, (stop - start) * WIDE, 6, COLOURS["tokens"], "tokens")
 
 
 def zigzag(cp: int, index: int) -> list[Span]:
@@ -160,7 +163,7 @@ def fraction(parts: int, index: int) -> Span:
 
 
 def inside(x: float, y: float, spans: tuple[Span, Span]) -> tuple[float, float, float, float]:
-    """The rectangle of a cell that `spans` (across, down) name."""
+    """x, y, width and height of the part of a cell that `spans` (across, down) cover."""
     (left, right), (top, bottom) = spans
     return x + left * CELL, y + top * ROW, (right - left) * CELL, (bottom - top) * ROW
 
@@ -192,9 +195,9 @@ class Slot(NamedTuple):
 
 
 def timeline(layout: Layout) -> list[list[Slot]]:
-    """What each pipeline rank does when: torch's own order of actions, each as soon as it can be.
+    """Actions of each pipeline rank in torch's order, each as early as its inputs allow.
 
-    Messages take no time, and every stage as long.
+    Sending takes no time, and every stage takes equally long.
     """
     last, orders = stage_count(layout) - 1, actions(layout)
     ends: dict[tuple[str, int, int], float] = {}
@@ -206,8 +209,8 @@ def timeline(layout: Layout) -> list[list[Slot]]:
                 continue
             kind, stage, number = order[0]
             needs = needed(kind, stage, number, last)
-            if all(any(each in ends for each in ways) for ways in needs):
-                ready = [min(ends[each] for each in ways if each in ends) for ways in needs]
+            if all(any(action in ends for action in ways) for ways in needs):
+                ready = [min(ends[action] for action in ways if action in ends) for ways in needs]
                 start = max([*ready, slots[rank][-1].stop if slots[rank] else 0.0])
                 slots[rank].append(Slot(start, start + KINDS[kind][1], kind, stage, number))
                 ends[kind, stage, number] = slots[rank][-1].stop
@@ -217,7 +220,10 @@ def timeline(layout: Layout) -> list[list[Slot]]:
 
 
 def needed(kind: str, stage: int, number: int, last: int) -> list[list[tuple[str, int, int]]]:
-    """What must have ended before an action; of each list one."""
+    """Actions that must have ended before this one: of each list one.
+
+    kind, stage, number: of the action and its micro-batch. last: the last stage.
+    """
     match kind:
         case "F":
             return [[("F", stage - 1, number)]] if stage else []
@@ -229,7 +235,7 @@ def needed(kind: str, stage: int, number: int, last: int) -> list[list[tuple[str
 
 
 def actions(layout: Layout) -> list[list[tuple[str, int, int]]]:
-    """(kind, stage, micro-batch) in the order of each rank; of schedules with several stages from torch."""
+    """(kind, stage, micro-batch) in the order of each rank; torch's for schedules with several stages."""
     pp, steps = layout.pp, layout.gradient_accumulation_steps
     if layout.schedule in ("gpipe", "1f1b"):
         return [
@@ -237,16 +243,16 @@ def actions(layout: Layout) -> list[list[tuple[str, int, int]]]:
         ]
     stage = mock.create_autospec(PipelineStage, instance=True)
     stage.group_rank, stage.group_size, stage.submod, stage.num_stages = 0, pp, None, stage_count(layout)
-    made: Any = get_schedule_class(TORCH_NAMES[layout.schedule])
-    schedule = made([stage] * (stage.num_stages // pp), steps)
-    found = []
+    schedule_class: Any = get_schedule_class(TORCH_NAMES[layout.schedule])
+    schedule = schedule_class([stage] * (stage.num_stages // pp), steps)
+    orders = []
     for rank in range(pp):
         order = (action for action in schedule.pipeline_order[rank] if action is not None)
-        each = (one for action in order for one in action.sub_actions or (action,))
-        found.append(
-            [(LETTERS[one.computation_type.name], one.stage_index, one.microbatch_index) for one in each]
+        flat = (one for action in order for one in action.sub_actions or (action,))
+        orders.append(
+            [(LETTERS[one.computation_type.name], one.stage_index, one.microbatch_index) for one in flat]
         )
-    return found
+    return orders
 
 
 def one_stage(rank: int, ahead: int, steps: int) -> list[tuple[str, int, int]]:
@@ -260,7 +266,7 @@ def one_stage(rank: int, ahead: int, steps: int) -> list[tuple[str, int, int]]:
 
 
 def timelines(pp: int, micro_batches: int) -> str:
-    """What each rank does when, under every schedule; grey is a bubble."""
+    """Actions of each rank over time, under every schedule; grey is a bubble."""
     drawn, y = [], TOP + 4
     longest = 0.0
     for schedule in SCHEDULES:
@@ -289,7 +295,10 @@ LEGEND = {"F": "forward", "B": "backward", "I": "backward of activations", "W": 
 
 
 def lane(number: int, slots: Sequence[Slot], share_of: int, pp: int) -> Iterator[str]:
-    """One rank's actions, each with its micro-batch; later stages of the rank are paler."""
+    """One rank's actions, each with its micro-batch; later stages of the rank are paler.
+
+    number: the rank. share_of: stages on a rank, each of which is so much smaller.
+    """
     for slot in slots:
         x, wide = slot.start / share_of * UNIT, (slot.stop - slot.start) / share_of * UNIT
         colour, _ = KINDS[slot.kind]
@@ -304,7 +313,7 @@ def lane(number: int, slots: Sequence[Slot], share_of: int, pp: int) -> Iterator
 
 
 def picture(width: float, height: float, title: str, drawn: Sequence[str]) -> str:
-    """A whole SVG file, on paper of its own: pages may be light or dark."""
+    """A whole SVG file with a white background, because pages may be light or dark."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}"'
     parts = [
         f'{head} role="img" font-family="system-ui, -apple-system, Segoe UI, sans-serif">',

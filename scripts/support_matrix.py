@@ -18,7 +18,7 @@ from meshtune.placement.rules import Traits, refusals
 from meshtune.rundir import write_text_atomically
 
 YES, NO, NEVER = "✓", "✗", "·"
-LAYOUT = Layout.__dataclass_fields__  # what is not of the layout is a setting
+LAYOUT = Layout.__dataclass_fields__  # names that are not fields of the layout are settings
 
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "dp": {"dp_replicate": 2},
@@ -64,19 +64,19 @@ def main(file: str = "docs/parallelism.md") -> None:
 
 
 def with_tables(page: str) -> str:
-    """A page with its tables as the code says them now."""
-    for name, made in (("techniques", technique_table()), ("families", family_table())):
+    """A page with its tables written anew."""
+    for name, text in (("techniques", technique_table()), ("families", family_table())):
         begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
         before, _, rest = page.partition(begin)
-        page = before + begin + made + end + rest.partition(end)[2]
+        page = before + begin + text + end + rest.partition(end)[2]
     return page
 
 
 class Notes(list[str]):
-    """The reasons under a table, each once."""
+    """Reasons under a table, each once."""
 
     def mark(self, refusals: Sequence[str]) -> str:
-        """A cell: that it works, or which notes say why not. What is refused, the cell says itself."""
+        """A cell: a tick, or a cross with the numbers of its reasons, without the feature that is refused."""
         reasons = [refusal.partition(": ")[2] or refusal for refusal in refusals]
         self.extend(reason for reason in dict.fromkeys(reasons) if reason not in self)
         numbers = ", ".join(str(self.index(reason) + 1) for reason in reasons)
@@ -87,7 +87,7 @@ class Notes(list[str]):
 
 
 def technique_table() -> str:
-    """Each technique with each other, for a model that every one of them can take."""
+    """Every pair of techniques, for a model that supports each of them."""
     notes, rows = Notes(), []
     for number, (name, one) in enumerate(TECHNIQUES.items(), 1):
         others = list(TECHNIQUES.values())[:number]
@@ -99,44 +99,45 @@ def technique_table() -> str:
 
 
 def family_table() -> str:
-    """What the families of transformers take."""
+    """Layouts that the model families of transformers support."""
     notes, rows = Notes(), []
     for family in FAMILIES:
         try:
-            of = traits(on_meta(family))
+            model = traits(on_meta(family))
         except UserError as error:
             rows.append([family, *[notes.mark([str(error)])] * len(FAMILY_COLUMNS)])
             continue
         cells = []
         for settings in FAMILY_COLUMNS.values():
-            tried = [refused(of, {**settings, **size}) for size in sizes(settings)]
+            tried = [refused(model, {**settings, **size}) for size in sizes(settings)]
             reasons = [] if [] in tried else tried[0]
-            cells.append(notes.mark([reason.replace(of.name, "the model") for reason in reasons]))
+            cells.append(notes.mark([reason.replace(model.name, "the model") for reason in reasons]))
         rows.append([family, *cells])
     return table(["model_type", *FAMILY_COLUMNS], rows) + f"\n{notes}"
 
 
-def refused(of: Traits, settings: Mapping[str, Any]) -> list[str]:
+def refused(model: Traits, settings: Mapping[str, Any]) -> list[str]:
+    """Reasons against the settings, which may be fields of the layout or others."""
     fields = {name: value for name, value in settings.items() if name in LAYOUT}
     others = {name: value for name, value in settings.items() if name not in LAYOUT}
     layout = Layout(**{"gradient_accumulation_steps": 4, **fields})
-    attention = "meshtune" if of.attention else "eager"
-    return refusals(of, layout, **{"attention": attention, "packing": False, **others})
+    attention = "meshtune" if model.attention else "eager"
+    return refusals(model, layout, **{"attention": attention, "packing": False, **others})
 
 
 def together(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two techniques are not two values of one setting; a third (sp) may ask for the second's."""
+    """True unless two techniques are two values of one setting; sp sets tp to the same value as tp."""
     return all(one[name] == other[name] for name in one.keys() & other.keys())
 
 
 def sizes(settings: Mapping[str, Any]) -> list[dict[str, int]]:
-    """The sizes of the axis that a column asks for: some families have odd numbers of heads."""
+    """Sizes to try for the axis of a column, because some families have odd numbers of heads."""
     axes = [axis for axis in ("tp", "cp") if axis in settings]
     return [dict.fromkeys(axes, size) for size in (2, 3, 5, 7)]
 
 
 def on_meta(family: str) -> PreTrainedModel:
-    """A model of this family with two blocks and no memory."""
+    """A model of this family with two blocks, on the meta device."""
     config = AutoConfig.for_model(family, num_hidden_layers=2)
     if vars(config).get("layer_types"):
         config.layer_types = config.layer_types[:2]

@@ -1,13 +1,17 @@
 """Shared by every test: one thread a process, no network; a tiny model folder and rows to train it on."""
 
+import gc
+import importlib.util
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import settings
-from tiny import make_rows, make_tokenizer, write_rows
+from tiny import census_once, make_rows, make_tokenizer, write_rows
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,6 +19,29 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 settings.register_profile("any machine", deadline=None)  # a busy one is no failure
 settings.load_profile("any machine")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests of packages that aren't installed: they could only be skipped."""
+    lacking = [item for item in items if not all(map(_installed, _needed(item)))]
+    config.hook.pytest_deselected(items=lacking)
+    items[:] = [item for item in items if item not in lacking]
+
+
+def _needed(item: pytest.Item) -> list[str]:
+    return [mark.args[0] for mark in item.iter_markers("needs")]
+
+
+@cache
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def pytest_collection_finish() -> None:
+    """Let garbage collections, of which a test may cause many, pass over what all the imports have left."""
+    gc.collect()
+    gc.freeze()
+
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
 
@@ -74,7 +101,8 @@ def train(settings: Callable[..., list[str]]) -> Callable[..., Any]:
         from meshtune import config
         from meshtune.train import build, loop
 
-        made = build.build(config.load(None, settings(*overrides)))
+        with patch.object(build, "census_of", census_once):
+            made = build.build(config.load(None, settings(*overrides)))
         loop.train(made)
         return made
 

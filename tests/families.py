@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from cases import cases
 from transformers import (
     CohereConfig,
     Gemma2Config,
@@ -107,6 +108,9 @@ FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
         GPTNeoXConfig, {k: v for k, v in COMMON.items() if k != "num_key_value_heads"}, hidden_dropout=0.0
     ),
 }
+
+UNLIKE = ["llama", "gemma2", "phi3", "gpt2", "starcoder2"]  # those that differ most from each other
+FAMILY_CASES = cases(FAMILIES, default=UNLIKE)
 
 
 @contextmanager

@@ -89,9 +89,11 @@ def spread(free: Mapping[str, float], start: Mapping[str, float]) -> dict[str, f
 
 @cache
 def _bearers(key: str) -> list[str]:
-    """Whose fitted constant stands for this one: its own; a GPU's that it stands `as_of`, its family's (the
-    name up to a hyphen); of a stack that of variants with its last word, and those of the stacks that it is
-    like, up to the one whose table has the key; at last that of all.
+    """Names of fitted constants that may stand for this one, nearest first.
+
+    Its own. Of a GPU: that of the kind in `as_of`, of its family (the name up to a hyphen). Of a stack: that
+    of variants with its last word, then those of the stacks that it is `like`, up to the one whose table has
+    the key. At last that of all.
     """
     kind, name, field = key.split(".")
     names = [name]

@@ -1,7 +1,7 @@
-"""Published rows as the planner takes them: which it can predict, on what machine, with which software.
+"""Published rows as the planner reads them: which it can predict, on which machine, with which software.
 
-The columns are those of throughput.csv. A row is predicted when it says all that the planner needs; what it
-lacks is its reason for being skipped. Nothing of a row's measurement is looked at for its prediction.
+The columns are those of throughput.csv. A row is predicted if it states all that the planner needs; else it
+is skipped, for what it lacks. A row's measurement has no part in its prediction.
 """
 
 import csv
@@ -28,7 +28,7 @@ NEEDED = (
 )  # fmt: skip
 HEAD_DIM = 128  # where a row leaves its heads out
 LINKS = ("network_share", "network_latency")
-VARIANTS = {  # of a stack, where stacks.toml has them: the end of its name, and what a row's notes say of it
+VARIANTS = {  # of a stack, if stacks.toml has them: the end of its name, and the pattern of a row's notes
     "-rowwise": r"rowwise",
     "-async": r"async ?tp",
     "-balanced": r"own pipeline slots",
@@ -43,21 +43,19 @@ def read(file: Path) -> list[Row]:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where rows with this prefix of their id ran. network: bytes per second of a node. links: constants of
-    its own. gpu: the GPU, where its rows are of a kind that their tables have no name for.
-    """
+    """The cluster and the software of rows whose id has this prefix."""
 
     prefix: str
-    stack: str
-    cluster: str
-    network: float
-    links: Mapping[str, float]
-    zero: str = ""  # of rows with this ZeRO stage alone
-    gpu: str = ""
+    stack: str  # in stacks.toml
+    cluster: str  # in clusters.toml
+    network: float  # of a node, bytes/s in one direction
+    links: Mapping[str, float]  # constants of the cluster, of those in LINKS
+    zero: str = ""  # only rows with this ZeRO stage; "": all
+    gpu: str = ""  # GPU kind, where the rows' own name for it is not exact
 
 
 def origins() -> list[Origin]:
-    """Longest prefix first."""
+    """All origins of clusters.toml, longest prefix first."""
     tables = tomllib.loads((HERE / "clusters.toml").read_text(encoding="utf-8"))
     found = [
         Origin(
@@ -85,17 +83,17 @@ def gpu_of(row: Row, origin: Origin) -> str:
 
 
 def stack_of(row: Row, origin: Origin) -> str:
-    """The stack, and of what it is said to have run with, all that stacks.toml knows."""
-    found = origin.stack
+    """The row's stack, with those variants of its notes that stacks.toml has."""
+    stack = origin.stack
     compiled = ["-compiled"] if row["compile"] == "1" else []
-    said = [end for end, words in VARIANTS.items() if re.search(words, row["notes"], re.IGNORECASE)]
-    for end in compiled + said:
-        found = found + end if found + end in stacks() else found
-    return found
+    noted = [end for end, words in VARIANTS.items() if re.search(words, row["notes"], re.IGNORECASE)]
+    for end in compiled + noted:
+        stack = stack + end if stack + end in stacks() else stack
+    return stack
 
 
 def why_not(row: Row, among: Sequence[Origin]) -> str | None:
-    """Why a row can't be predicted; None: it can."""
+    """The reason for which a row can't be predicted; None: it can."""
     lacks = [name for name in NEEDED if not row.get(name)]
     if lacks == ["heads"]:  # its time hardly depends on them
         lacks = []
@@ -117,7 +115,7 @@ def why_not(row: Row, among: Sequence[Origin]) -> str | None:
 
 
 def flops_per_token(row: Row) -> float:
-    """6N with the head, and full attention: what most sources divide by (README of the tables)."""
+    """6N with the head, and attention that is not causal, as most sources count (README of the tables)."""
     layers, hidden, ffn, vocabulary, seq_len = (
         float(row[name]) for name in ("layers", "hidden", "ffn", "vocab", "seq_len")
     )
@@ -162,7 +160,7 @@ def work_of(rows: Sequence[Row]) -> Work:
 
 
 def recompute_of(row: Row, origin: Origin) -> int:
-    """Megatron's "selective" recomputes the attention core, torchtitan's half of the products."""
+    """Index in RECOMPUTE. Megatron's "selective" is the attention core, torchtitan's half of the matmuls."""
     if row["recompute"] == "selective" and origin.stack != "torchtitan":
         return RECOMPUTE.index("attention")
     return RECOMPUTE.index(row["recompute"])
@@ -190,12 +188,10 @@ def columns_of(rows: Sequence[Row], among: Sequence[Origin]) -> Columns:
 
 @dataclass(frozen=True)
 class Machines:
-    """The machine of each row, as places in a flat table of constants: made once, filled in often."""
+    """The machine of each row, as references into a flat table of constants, so that a fit can vary them."""
 
-    facts: Mapping[str, np.ndarray]
-    keys: Mapping[
-        str, tuple[list[str], np.ndarray]
-    ]  # field -> distinct constants, and which one each row has
+    facts: Mapping[str, np.ndarray]  # fields of Machine that are no constants, one value per row
+    keys: Mapping[str, tuple[list[str], np.ndarray]]  # by field: names of constants, and each row's index
 
     @classmethod
     def of(cls, rows: Sequence[Row], among: Sequence[Origin], constants: Collection[str]) -> "Machines":
@@ -223,12 +219,12 @@ class Machines:
             if field in facts[0]:
                 continue
             each = [next(f"{p}.{field}" for p in own if f"{p}.{field}" in constants) for own in places]
-            if field == "matmul":  # 8-bit products reach another share of their peak
+            if field == "matmul":  # 8-bit matmuls reach another share of their peak
                 each = [
                     own[1] + ".matmul_fp8" if RATES[row["precision"]] == "fp8" else key
                     for key, own, row in zip(each, places, rows, strict=True)
                 ]
-            if field == "gradient_bytes":  # in fp16 they travel as they are
+            if field == "gradient_bytes":  # fp16 gradients are reduced in fp16
                 each = [
                     key + ".fp16" if row["precision"] == "fp16" else key
                     for key, row in zip(each, rows, strict=True)
@@ -246,7 +242,7 @@ class Machines:
 
 
 def constants_of(among: Iterable[Origin]) -> dict[str, float]:
-    """All constants of the catalogues, flat."""
+    """All constants of GPU kinds, stacks and clusters, by "gpu.<name>.<field>" and the like."""
     found = {
         f"gpu.{name}.{key}": value
         for name, gpu in catalogue().items()

@@ -11,7 +11,7 @@ row is one full document with all tokens labelled, so the numbers are the same i
 
 Layouts in another precision than bf16 are named "<layout> <precision>".
 
-The second step is compared, the first one that has all optimizer state, with the planner's moments:
+The second step, the first one that has all optimizer state, is compared with the planner's events:
 
     forward               the loss
     backward              the fullest of: backward of the head, backward of a block, end of backward
@@ -19,14 +19,15 @@ The second step is compared, the first one that has all optimizer state, with th
     optimizer             the update
 
 States are compared to the byte: weights, gradients and optimizer state as they are when the update begins,
-without the model's buffers and the optimizer's counters of steps; what ZeRO-1 and -2 gather as it is when the
-last micro-batch's forward begins, where there is one before it that gathered. What ZeRO-1 holds of gradients
-in between is FSDP2's own; there the planner is held to `partition.share`, and that to real ranks, by unit
-tests. Gradients that replicas sum are 4 bytes more than predicted for each parameter tensor: how many ranks
-reached it travels in the same message.
+without the model's buffers and the optimizer's step counters; the weights that ZeRO-1 and -2 gather as they
+are when the last micro-batch's forward begins, if an earlier one gathered them. What ZeRO-1 holds of
+gradients in between is FSDP2's own; there unit tests compare the planner with `partition.share`, and that
+with real ranks.
+Gradients that replicas sum are 4 bytes more than predicted for each parameter tensor: the same all-reduce
+carries the number of ranks that have one.
 
-The rest is what is left of a phase's peak, measured and predicted, when the planner's states of that moment
-are taken off; an update has next to none. Of pipeline ranks the first, the fullest in the middle and the last
+The rest is a phase's peak without the planner's states at that event, measured and predicted; an update has
+next to none. Of pipeline ranks the first, the fullest in the middle and the last
 are compared; of the ranks that differ on other axes alone, the fullest. torch's pipeline stages make the
 buffers that they receive in once, in the first step, so a watch of the second step would miss them: they are
 counted in when it begins.
@@ -47,13 +48,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from meshtune import config, launch
 from meshtune.config import ClusterConfig, Config
 from meshtune.launch import Rank
 from meshtune.layout import Layout
+from meshtune.meter.ledger import GATHERED, storage_bytes
+from meshtune.meter.phases import WATCHED_STEPS, PhaseMemory
 from meshtune.model.anatomy import traits
 from meshtune.model.trace import census_of
 from meshtune.parallel.pipeline import Pipeline
@@ -66,10 +68,9 @@ from meshtune.plan.memory.stages import RANKS
 from meshtune.plan.search import stages_of
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
+from meshtune.precision import PRECISIONS
 from meshtune.rundir import write_text_atomically
 from meshtune.train import build, loop
-from meshtune.train.memory import ACTIVATIONS, WATCHED_STEPS, PhaseMemory, storage_bytes
-from meshtune.train.step import ManyRanks
 
 SEQ_LEN = 512
 MODEL = LlamaConfig(
@@ -92,7 +93,7 @@ GRID = {
     "bf16-pure": ("mb2-ga2",),
 }  # fmt: skip
 MOST_ROWS = 64  # as many as two steps of the largest batch take
-MOMENTS = {  # of the planner, that a phase's peak is compared with
+EVENTS_OF_PHASE = {  # events of the planner that a phase's peak is compared with
     "forward": timeline.EVENTS[:1],
     "backward": timeline.EVENTS[1:4],
     "forward and backward": timeline.EVENTS[:4],
@@ -104,15 +105,13 @@ STATES = ("weights", "gradients", "optimizer")
 
 
 class Recorder(PhaseMemory):
-    """Keeps the peaks of every watched step, and the states of the last one.
+    """Records the peaks of every watched step, and the model states of the last one.
 
-    buffers: what a pipeline receives in.
+    buffers: returns the tensors that a pipeline receives in.
     """
 
     def __init__(self, watched: PhaseMemory, buffers: Callable[[], list[Tensor]]) -> None:
-        super().__init__(watched.model, watched.optimizer, watched.device)
-        self.buffers = buffers
-        self.sharded = any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
+        super().__init__(watched.model, watched.optimizer, watched.device, buffers=buffers)
         self.steps: list[dict[str, Any]] = []
         self.states: dict[str, int] = {}
 
@@ -128,8 +127,7 @@ class Recorder(PhaseMemory):
     def phase(self, name: str) -> Iterator[None]:
         parameters = storage_bytes(list(self.model.parameters()))
         if name == "forward":
-            whole: list[Tensor] = [p for p in self.model.parameters() if not isinstance(p, DTensor)]
-            self.states["gathered"] = storage_bytes(whole) if self.sharded else 0
+            self.states["gathered"] = storage_bytes(self.known()[GATHERED])
         elif name == "optimizer":
             masters = storage_bytes([*self.model.parameters(), *self._state()]) - parameters
             gradients = storage_bytes(self.optimizer.gradients())
@@ -141,15 +139,10 @@ class Recorder(PhaseMemory):
         """The optimizer's, masters among them; not its counters of steps."""
         return [tensor for tensor in self.optimizer.state().values() if tensor.ndim]
 
-    def _tag(self) -> None:
-        super()._tag()
-        assert self._ledger is not None
-        self._ledger.tag(self.buffers(), ACTIVATIONS)
-
 
 def receive_buffers(run: loop.Run) -> list[Tensor]:
-    """What torch's stages have made to receive in."""
-    pipeline = run.passes.parallel.pipeline if isinstance(run.passes, ManyRanks) else None
+    """The receive buffers that torch's pipeline stages have allocated."""
+    pipeline = run.passes.parallel.pipeline
     schedules = pipeline._schedules.values() if pipeline else ()
     infos = [
         info
@@ -203,7 +196,7 @@ def train_rank(rank: Rank, settings: Config, results: Path) -> None:
 
 
 def measure(data: Path, layout: str, precision: str) -> dict[str, Any]:
-    """What each rank of the layout held."""
+    """Train under the layout, and return the peaks and states of each rank."""
     parsed = Layout.parse(layout)
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder)
@@ -253,7 +246,7 @@ class Held(NamedTuple):
 
     @property
     def surplus(self) -> str:
-        """What is more than predicted; empty if all is exact."""
+        """Bytes measured beyond the prediction, by part; empty if all are equal."""
         more = {part: size - self.predicted[part] for part, size in self.measured.items()}
         return ", ".join(f"{part} {size:+,}" for part, size in more.items() if size)
 
@@ -269,22 +262,26 @@ def workload(precision: str) -> Workload:
 
 
 def compare(name: str, found: Mapping[str, Any], step: int = WATCHED_STEPS) -> tuple[list[Row], list[Held]]:
-    """A layout's measured step, and the states of the last one, beside what the planner says."""
+    """A layout's measured step, and the states of the last one, beside the planner's.
+
+    name: the layout, with its precision if that is not bf16. found: what `measure` returned for it.
+    """
     layout = Layout.parse(name.split()[0])
-    own, c = workload(found["precision"]), Columns.of([layout])
-    a, stages = accounting_of(own, cluster_of(ClusterConfig(gpu="cpu"), gpus=layout.world)), stages_of(own, c)
-    predicted = timeline.step_timeline(own.work, c, a, SEQ_LEN, stages, first_step=step == 1)
+    model, layouts = workload(found["precision"]), Columns.of([layout])
+    accounting = accounting_of(model, cluster_of(ClusterConfig(gpu="cpu"), gpus=layout.world))
+    stages = stages_of(model, layouts)
+    predicted = timeline.step_timeline(model.work, layouts, accounting, SEQ_LEN, stages, first_step=step == 1)
     shape = len(RANKS), 1
     rows, states = [], []
     kinds = {1: (0,), 2: (0, 2)}.get(layout.pp, (0, 1, 2))
     for kind in kinds:
         at = {
-            moment: {part: float(np.broadcast_to(each, shape)[kind, 0]) for part, each in parts.items()}
-            for moment, parts in predicted.items()
+            event: {part: float(np.broadcast_to(size, shape)[kind, 0]) for part, size in parts.items()}
+            for event, parts in predicted.items()
         }
         place, label = int(stages.rank[kind, 0]), RANKS[kind] if layout.pp > 1 else ""
         ranks = [each for each in found["ranks"] if coordinates(layout, each["rank"])["pp"] == place]
-        for phase, moments in MOMENTS.items():
+        for phase, events in EVENTS_OF_PHASE.items():
             sizes = [
                 each["bytes"]
                 for rank in ranks
@@ -292,7 +289,7 @@ def compare(name: str, found: Mapping[str, Any], step: int = WATCHED_STEPS) -> t
                 if (each["step"], each["phase"]) == (step, phase)
             ]
             if sizes:
-                fullest = max((at[moment] for moment in moments), key=lambda parts: sum(parts.values()))
+                fullest = max((at[event] for event in events), key=lambda parts: sum(parts.values()))
                 own_states, total = sum(fullest[part] for part in STATES), sum(fullest.values())
                 held = max(sizes)
                 rows.append(Row(name, label, phase, held, total, held - own_states, total - own_states))
@@ -359,7 +356,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layouts", help="comma-separated; default: the whole grid")
-    parser.add_argument("--precision", choices=[*build.PRECISIONS])
+    parser.add_argument("--precision", choices=[*PRECISIONS])
     files = parser.add_mutually_exclusive_group(required=True)
     files.add_argument("--out", type=Path, help="where the measured bytes go")
     files.add_argument("--of", type=Path, help="what --out wrote, to compare again")

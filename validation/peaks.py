@@ -16,7 +16,7 @@ from meshtune.plan.hardware import catalogue
 from meshtune.plan.memory.timeline import peak
 from meshtune.units import GIB
 
-# to the published figures: stack, field and in which precision; others follow from what the software does
+# constants fitted to published figures: stack, field of Accounting, precision; the others follow from code
 FITTED = (
     ("megatron-deepspeed", "reserved", "fp16"),
     ("megatron-deepspeed", "communicator", "fp16"),
@@ -28,7 +28,7 @@ FITTED = (
     ("nanotron", "saved.output", "bf16"),
     ("nanotron-2025", "logit", "bf16"),
 )
-UNSEEN = {  # what a figure doesn't count
+UNSEEN = {  # fields of Accounting that a published figure doesn't count, by what it counts
     "device": {},
     "reserved": {"context": 0.0, "communicator": 0.0},
     "allocated": {"context": 0.0, "communicator": 0.0, "reserved": 0.0},
@@ -37,9 +37,11 @@ UNSEEN = {  # what a figure doesn't count
 
 @dataclass(frozen=True)
 class Figure:
-    counts: str = "device"
-    stack: str = ""
-    apart: str = ""
+    """How to read the published peaks of a source (memory.toml)."""
+
+    counts: str = "device"  # a key of UNSEEN
+    stack: str = ""  # whose accounting is taken; "": the row's own
+    apart: str = ""  # why its errors are not counted with the others; "": they are
 
 
 def figure_of(row: Row) -> Figure:
@@ -60,8 +62,9 @@ def accounting_of(row: Row) -> Accounting:
 
 
 def peaks(rows: Sequence[Row], *, whole: bool = False) -> np.ndarray:
-    """In GiB, of what each row's figure counts; whole: of all that is on the GPU. For rows that `why_not` has
-    nothing against.
+    """Predicted peaks in GiB, as each row's figure counts them. For rows that `why_not` returns None for.
+
+    whole: count all that is on the GPU.
     """
     alike: dict[tuple[Accounting, str], list[int]] = defaultdict(list)
     for place, row in enumerate(rows):
@@ -76,7 +79,7 @@ def peaks(rows: Sequence[Row], *, whole: bool = False) -> np.ndarray:
 
 
 def fitted() -> dict[str, float]:
-    """The values of FITTED."""
+    """Values of the constants in FITTED, by name."""
     return {
         f"{stack}.{field}": float(attrgetter(field)(stack_accounting(stack, precision)))
         for stack, field, precision in FITTED
@@ -84,12 +87,12 @@ def fitted() -> dict[str, float]:
 
 
 def published(rows: Sequence[Row]) -> np.ndarray:
-    """In GiB; NaN where there is none."""
+    """Published peaks in GiB; NaN where there is none."""
     return column(rows, "peak_mem_gib")
 
 
 def capacities(rows: Sequence[Row]) -> np.ndarray:
-    """Of each row's GPU, in GiB."""
+    """Memory of each row's GPU in GiB."""
     found = []
     for row in rows:
         origin = origin_of(row, origins())
@@ -99,5 +102,5 @@ def capacities(rows: Sequence[Row]) -> np.ndarray:
 
 
 def ran_out(rows: Sequence[Row]) -> np.ndarray:
-    """Whether it is published that the run did not fit."""
+    """True for rows whose notes say that the run was out of memory."""
     return np.array([bool(re.search(r"\bOOM\b", row["notes"])) for row in rows], dtype=bool)

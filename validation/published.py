@@ -1,12 +1,12 @@
-"""The planner against published measurements: predicted and measured throughput and peak memory, row by row.
+"""Compare the planner with published measurements: throughput and peak memory, row by row.
 
     python validation/published.py FILE.csv [--json] [--predictions OUT.csv] [--picture FILE.svg]
 
-FILE.csv has the columns of the published tables (validation/README.md). Every row that says all that the
-planner needs is predicted, none is fitted to. Printed: the error by source, GPU and technique (median, mean
-absolute percentage, worst, signed bias), and in each group where only the layout differs the rank correlation
-and the regret: how much slower the planner's choice was, when measured, than the best measured. Of memory:
-the same errors, rows that are more than 8 % off, and whether runs that did not fit are refused.
+FILE.csv has the columns of the published tables (validation/README.md). Every row that states all that the
+planner needs is predicted; nothing is fitted here. Printed: the error by source, GPU and technique (median,
+mean absolute percentage, worst, signed bias); in each group of rows that differ only in their layout the rank
+correlation and the regret: how much slower the planner's choice was, when measured, than the best measured.
+Of memory: the same errors, rows that are more than 8 % off, and whether runs that did not fit are refused.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from peaks import FITTED, capacities, figure_of, fitted, peaks, published, ran_o
 from meshtune.plan.seconds.step import step
 from meshtune.rundir import write_text_atomically
 
-# what a group has in common, and in what its layouts differ
+# columns in which the rows of a group agree, and in which its layouts differ
 SAME = (
     "model", "layers", "hidden", "vocab", "gpu", "gpus", "seq_len", "global_batch", "precision", "recompute",
     "compile", "attention",
@@ -48,7 +48,7 @@ OFF = 8.0  # percent: a row whose peak is predicted so much too low is counted, 
 
 
 def predict(rows: Sequence[Row]) -> np.ndarray:
-    """Tokens per second and GPU of each row, which must be one that `why_not` has nothing against."""
+    """Predicted tokens per second and GPU of each row; for rows that `why_not` returns None for."""
     among = origins()
     constants = constants_of(among)
     columns, seq_len = columns_of(rows, among), np.array([float(row["seq_len"]) for row in rows])
@@ -108,8 +108,10 @@ def by(
 
 
 def choices(rows: Sequence[Row], predicted: np.ndarray, measured: np.ndarray) -> dict[str, Any]:
-    """Groups in which the same model on the same cluster was measured in several layouts: what the planner's
-    choice loses against the best measured, in percent. A layout measured more than once counts by its median.
+    """Percent of speed that the planner's choice loses against the best measured layout, by group.
+
+    A group has the same model on the same cluster in several layouts. A layout that was measured more
+    than once counts by its median.
     """
     groups: dict[tuple, dict[tuple, list[int]]] = defaultdict(lambda: defaultdict(list))
     for place, row in enumerate(rows):
@@ -137,8 +139,8 @@ def choices(rows: Sequence[Row], predicted: np.ndarray, measured: np.ndarray) ->
     }
 
 
-def remembered(rows: Sequence[Row], skipped: Sequence[Row], reasons: Sequence[str]) -> dict[str, Any]:
-    """Peak memory of rows that can be predicted; and why others can't be that have one."""
+def memory_errors(rows: Sequence[Row], skipped: Sequence[Row], reasons: Sequence[str]) -> dict[str, Any]:
+    """Errors of the predicted peak memory of `rows`, and the reasons of `skipped` rows that have a peak."""
     ours, theirs = peaks(rows), published(rows)
     apart = np.array([bool(figure_of(row).apart) for row in rows], dtype=bool)
     known = np.isfinite(theirs)
@@ -172,7 +174,7 @@ def remembered(rows: Sequence[Row], skipped: Sequence[Row], reasons: Sequence[st
 
 
 def validate(rows: Sequence[Row]) -> tuple[dict[str, Any], list[Row], np.ndarray]:
-    """The whole answer, the rows that were predicted, and their throughput."""
+    """Return the whole comparison, the rows that were predicted, and their predicted throughput."""
     among = origins()
     reasons = [why_not(row, among) for row in rows]
     kept = [row for row, reason in zip(rows, reasons, strict=True) if reason is None]
@@ -193,7 +195,7 @@ def validate(rows: Sequence[Row]) -> tuple[dict[str, Any], list[Row], np.ndarray
             "by_technique": by(scored, technique_of, ours, theirs),
             "by_precision": by(scored, lambda row: row["precision"], ours, theirs),
         },
-        "memory": remembered(
+        "memory": memory_errors(
             kept,
             [row for row, reason in zip(rows, reasons, strict=True) if reason],
             [reason for reason in reasons if reason],
@@ -263,7 +265,7 @@ def section(title: str, rows: Mapping[str, dict[str, Any]]) -> list[str]:
 
 
 def predictions(kept: Sequence[Row], predicted: np.ndarray) -> str:
-    """Memory in GiB of what the published figure of such a row counts."""
+    """CSV text of predicted throughput and of peak memory in GiB, as the row's published figure counts it."""
     out = io.StringIO()
     writer = csv.writer(out)
     writer.writerow(["id", "tokens_per_s_per_gpu", "peak_mem_gib"])
@@ -276,24 +278,35 @@ def predictions(kept: Sequence[Row], predicted: np.ndarray) -> str:
 
 
 def draw(kept: Sequence[Row], predicted: np.ndarray, file: Path) -> None:
-    """Predicted against measured, each source in its colour; the band is 10 %."""
-    import matplotlib.pyplot as plt
+    """Write predicted against measured throughput as a picture, each source in its colour, 10 % dashed."""
+    from meshtune.report.draw.kinds import Axis, Group, Guide, Point, Scatter
+    from meshtune.report.draw.picture import write
 
     measured = np.array([throughput(row) for row in kept])
     known = np.isfinite(measured)
-    low, high = measured[known].min() * 0.7, measured[known].max() * 1.4
-    figure, panel = plt.subplots(figsize=(6.4, 6))
-    panel.fill_between([low, high], [0.9 * low, 0.9 * high], [1.1 * low, 1.1 * high], color="#e8eaed")
-    panel.plot([low, high], [low, high], color="#3b4046", linewidth=0.8)
-    for source in sorted({source_of(row) for row in kept}):
-        own = known & np.array([source_of(row) == source for row in kept])
-        if own.any():
-            panel.scatter(measured[own], predicted[own], s=9, alpha=0.6, label=f"{source} ({own.sum()})")
-    panel.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
-    panel.set(xlabel="measured, tokens/s per GPU", ylabel="predicted, tokens/s per GPU")
-    panel.legend(frameon=False, fontsize=8)
-    figure.tight_layout()
-    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+    ends = float(measured[known].min()) * 0.7, float(measured[known].max()) * 1.4
+    points: dict[str, list[Point]] = {}
+    for row, real, guess, is_known in zip(kept, measured, predicted, known, strict=True):
+        if is_known:
+            points.setdefault(source_of(row), []).append(Point(float(real), float(guess), row["id"]))
+    panel = Scatter(
+        "published",
+        "Throughput, tokens/s per GPU",
+        "dashed: 10 % more and less than measured",
+        tuple(
+            Group(f"{source} ({len(points[source])})", tuple(points[source]), size=24, opacity=0.6)
+            for source in sorted(points)
+        ),
+        Axis("measured", ends, log=True, show_title=True),
+        Axis("predicted", ends, log=True, show_title=True),
+        guides=(
+            Guide(ends, ends, solid=True),
+            *(Guide(ends, (share * ends[0], share * ends[1])) for share in (0.9, 1.1)),
+        ),
+        height=820,
+        item="row",
+    )
+    write(file, [[panel]], title="Predicted against measured", width=900)
 
 
 def main() -> None:

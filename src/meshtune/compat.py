@@ -1,4 +1,4 @@
-"""Calls newer than the oldest torch we support (2.11), each with its fallback."""
+"""Calls of torch that are newer than the oldest version we support (2.11), each with its fallback."""
 
 from inspect import signature
 from typing import Any
@@ -19,11 +19,14 @@ def varlen_attention(
     scale: float,
     window_size: tuple[int, int],
 ) -> Tensor:
-    """`torch.nn.attention.varlen.varlen_attn`: one after the other, the queries of each run and their keys.
+    """Call `torch.nn.attention.varlen.varlen_attn`: attention in each of several packed runs.
 
-    [queries, heads, head_dim] with k and v [keys, ...] of fewer heads where the model groups them -> as the
-    queries; boundaries [runs + 1] int32. Where a run has more keys than queries, its last query stands at its
-    last key (flash-attention since 2.1). Grouped heads need torch 2.12; before, keys and values are expanded.
+    q [queries, heads, head_dim], k and v [keys, key-value heads, head_dim] -> as q. query_boundaries,
+    key_boundaries: [runs + 1] int32, where each run begins and ends; longest_query, longest_key: of one run.
+    If a run has more keys than queries, its last query stands at its last key (flash-attention since 2.1).
+    window_size: (tokens before, tokens after) that a query sees; -1: all.
+
+    Grouped key-value heads need torch 2.12; before, keys and values are expanded.
     """
     from torch.nn.attention.varlen import varlen_attn  # CUDA only: not imported where it can't be used
 
@@ -42,19 +45,25 @@ def varlen_attention(
 
 
 def fsdp_parameters(module: Any) -> list[Any]:
-    """FSDP2's own of the parameters that travel with `module`; torch 2.13 has a list of groups."""
+    """FSDP2's records of the parameters that it gathers with `module`; torch 2.13 has a list of groups."""
     state = module._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
 
 
 def all_gather_single(output: Tensor, piece: Tensor, group: dist.ProcessGroup | None) -> None:
-    """The ranks' pieces one after the other along dimension 0; until torch 2.13 all_gather_into_tensor."""
+    """Concatenate the ranks' `piece`s along dimension 0 into `output`.
+
+    Until torch 2.13 it was called all_gather_into_tensor.
+    """
     _first_of("all_gather_single", "all_gather_into_tensor")(output, piece, group=group)
 
 
 def reduce_scatter_single(output: Tensor, pieces: Tensor, group: dist.ProcessGroup | None) -> None:
-    """This rank's piece along dimension 0 of the sum; until torch 2.13 reduce_scatter_tensor."""
+    """Write this rank's part along dimension 0 of the ranks' summed `pieces` to `output`.
+
+    Until torch 2.13 it was called reduce_scatter_tensor.
+    """
     _first_of("reduce_scatter_single", "reduce_scatter_tensor")(output, pieces, group=group)
 
 

@@ -2,12 +2,11 @@
 
     config = load("run.yaml", ["train.max_steps=100"])
 
-Defaults < file < command line. An unknown key names its nearest neighbour, names that other trainers use are
-answered with ours, and every problem is said at once. The tree stops at train/build.py: below it functions
-take what they use.
+Defaults < file < command line. All problems are reported at once; an unknown key with the nearest setting, or
+with our name of what another trainer calls so (setting_names.py). The tree stops at train/build.py: below it
+functions take the values they use.
 """
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -27,6 +26,7 @@ from meshtune.errors import UserError
 from meshtune.layout import PartialLayout
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.precision import PRECISIONS, REDUCE_DTYPES
+from meshtune.setting_names import unknown_setting
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -44,7 +44,7 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """Which model, and how it is read."""
+    """The model to train, and how it is loaded."""
 
     name: str = Field(min_length=1, description="hub id or local folder")
     init: Literal["pretrained", "random"] = "pretrained"
@@ -64,7 +64,7 @@ class LoraConfig(Section):
 
 
 class SourceConfig(Section):
-    """One source of rows; what it leaves out is the data section's."""
+    """One source of rows; split, format and columns default to those of the data section."""
 
     path: str = Field(min_length=1)
     weight: float = Field(default=1.0, gt=0, description="passes through this source per epoch")
@@ -80,7 +80,7 @@ class DataConfig(Section):
     train: Sources = ()
     eval: Sources = ()
     eval_split: float = Field(
-        default=0, ge=0, description="below 1: a fraction of the documents; else how many"
+        default=0, ge=0, description="held-out documents: below 1 a fraction of all, else their number"
     )
     format: Format = "auto"
     columns: dict[str, str] = {}
@@ -92,7 +92,7 @@ class DataConfig(Section):
     )
     seq_len: Annotated[int, Field(ge=2)] = 2048
     mean_document_tokens: float | None = Field(
-        default=None, gt=0, description="tokens of the document that a token is in, on average; null: seq_len"
+        default=None, gt=0, description="length of a token's document, averaged over tokens; null: seq_len"
     )
     packing: bool = True
     train_on: Literal["assistant", "completion", "all"] = "completion"
@@ -104,9 +104,9 @@ class DataConfig(Section):
     @field_validator("train", "eval", mode="before")
     @classmethod
     def _sources(cls, value: Any) -> Any:
-        """A path, a mapping, or a list of either."""
-        each = value if isinstance(value, list | tuple) else [] if value is None else [value]
-        return tuple({"path": item} if isinstance(item, str) else item for item in each)
+        """Accept a path, a mapping, or a list of either."""
+        sources = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        return tuple({"path": source} if isinstance(source, str) else source for source in sources)
 
 
 class TrainConfig(Section):
@@ -146,10 +146,10 @@ class TrainConfig(Section):
         problems = []
         if self.global_batch_size and self.global_batch_tokens:
             problems.append(
-                "train.global_batch_size and train.global_batch_tokens are two names for one thing; keep one."
+                "train.global_batch_size and train.global_batch_tokens both set the batch; keep one."
             )
         if self.max_steps and self.num_epochs:
-            problems.append("train.max_steps and train.num_epochs both say how long to train; keep one.")
+            problems.append("train.max_steps and train.num_epochs both set how long to train; keep one.")
         if problems:
             raise UserError(problems)
         return self
@@ -187,18 +187,20 @@ class LogConfig(Section):
 
 
 class ClusterConfig(Section):
-    """The machines; what is left out is as in the GPU kind's usual machine (plan/hardware.toml)."""
+    """The machines; a setting left out has the value of the GPU kind's usual machine (plan/hardware.toml)."""
 
-    gpu: str | None = Field(default=None, description="a kind of the catalogue; null: what is here")
+    gpu: str | None = Field(default=None, description="a kind of the catalogue; null: this machine's GPUs")
     gpus: Positive | None = None
     gpus_per_node: Positive | None = None
     memory_gib: float | None = Field(default=None, gt=0, description="of each GPU")
     link: float | None = Field(default=None, gt=0, description="GB/s from a GPU to the others of its node")
     network: float | None = Field(default=None, gt=0, description="GB/s per GPU to other nodes")
-    network_share: Fraction | None = Field(default=None, description="of that, what messages reach")
+    network_share: Fraction | None = Field(default=None, description="of that, what collectives reach")
     price_per_gpu_hour: float | None = Field(default=None, gt=0)
     hardware: str | None = Field(default=None, description="a TOML file with more kinds of GPUs")
-    efficiency: dict[str, float] = Field(default={}, description="measured shares, by hardware.toml's names")
+    efficiency: dict[str, float] = Field(
+        default={}, description="measured efficiencies (0 to 1), by hardware.toml's names"
+    )
 
 
 class HubConfig(Section):
@@ -246,7 +248,7 @@ class Config(Section):
 
     @property
     def cluster_config(self) -> ClusterConfig:
-        """The cluster section, from its file where it names one. Raises UserError for a bad file."""
+        """The cluster section, read from its file if it names one. Raises UserError for a bad file."""
         if isinstance(self.cluster, ClusterConfig):
             return self.cluster
         return ClusterConfig() if self.cluster == "auto" else _cluster_config(read_yaml(Path(self.cluster)))
@@ -257,8 +259,9 @@ class Config(Section):
 
     @property
     def global_batch_size(self) -> int:
-        """Sequences per optimizer step; raises UserError where the tokens asked for do not make whole
-        sequences.
+        """Sequences per optimizer step.
+
+        Raises UserError if train.global_batch_tokens is no multiple of data.seq_len.
         """
         if tokens := self.train.global_batch_tokens:
             size, rest = divmod(tokens, self.data.seq_len)
@@ -272,7 +275,7 @@ class Config(Section):
         return self.train.global_batch_size or 64
 
     def to_yaml(self) -> str:
-        """The whole resolved tree, so that the file repeats the run."""
+        """Write the whole resolved tree as YAML; a run from that file repeats this one."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
@@ -283,77 +286,17 @@ def _cluster_config(tree: Mapping[str, Any]) -> ClusterConfig:
         raise UserError(sentences(error, "cluster")) from None
 
 
-# What it is called here <- what other trainers call it (axolotl, LLaMA-Factory, TRL, Hugging Face, torchtune,
-# Megatron).
-ELSEWHERE = {
-    "model.name": "base_model model_name_or_path pretrained_model_name_or_path",
-    "data.train": "datasets dataset train_file dataset_name",
-    "data.eval": "test_datasets",
-    "data.eval_split": "val_set_size val_size",
-    "data.seq_len": "sequence_len cutoff_len max_length max_seq_len max_seq_length seq_length",
-    "data.packing": "sample_packing neat_packing packed",
-    "data.train_on": "train_on_inputs assistant_only_loss completion_only_loss",
-    "data.chat_template": "template",
-    "layout.micro_batch_size": (
-        "micro_batch_size per_device_train_batch_size local_batch_size train_micro_batch_size_per_gpu"
-    ),
-    "train.global_batch_size": "batch_size train_batch_size",
-    "layout.gradient_accumulation_steps": "gradient_accumulation_steps",
-    "layout.recompute": "gradient_checkpointing activation_checkpointing recompute_granularity",
-    "layout.tp": "tensor_parallel_size tp_size tensor_model_parallel_size",
-    "layout.pp": "pipeline_parallel_size",
-    "layout.cp": "context_parallel_size cp_size",
-    "layout.dp_shard": "dp_shard_size",
-    "layout.dp_replicate": "dp_replicate_size",
-    "train.num_epochs": "num_train_epochs epochs num_epochs",
-    "train.max_steps": "max_steps steps train_iters",
-    "train.learning_rate": "lr learning_rate",
-    "train.lr_scheduler": "lr_scheduler_type lr_scheduler",
-    "train.warmup_ratio": "warmup_ratio",
-    "train.warmup_steps": "warmup_steps",
-    "train.weight_decay": "weight_decay",
-    "train.max_grad_norm": "clip_grad max_grad_norm gradient_clipping",
-    "train.precision": "bf16 fp16 dtype mixed_precision",
-    "train.optimizer": "optim",
-    "train.seed": "seed",
-    "train.compile": "torch_compile",
-    "method": "adapter finetuning_type use_peft",
-    "lora.r": "lora_r lora_rank rank",
-    "lora.alpha": "lora_alpha",
-    "lora.dropout": "lora_dropout",
-    "lora.target_modules": "lora_target_modules lora_target",
-    "eval.every": "eval_steps evals_per_epoch",
-    "checkpoint.every": "save_steps",
-    "checkpoint.keep": "save_total_limit",
-    "checkpoint.resume": "resume_from_checkpoint",
-    "log.every": "logging_steps",
-    "log.to": "report_to",
-    "output": "output_dir",
-    "hub.push_to": "push_to_hub",
-}
-ALIASES = {name: ours for ours, names in ELSEWHERE.items() for name in names.split()}
-
-
 def load(
     file: str | Path | None = None, overrides: Sequence[str] = (), defaults: Mapping[str, Any] | None = None
 ) -> Config:
-    """The settings in `file` (YAML), changed by `section.key=value`s; either may be missing.
+    """Read the settings in `file` (YAML) and lay `overrides` (section.key=value) over them.
 
-    Raises UserError with every problem at once: unreadable file, unknown keys, wrong types and values.
+    defaults: a tree that the file is laid over. Raises UserError with every problem at once: unreadable file,
+    unknown keys, wrong types and values.
     """
     tree = merge(dict(defaults or {}), read_yaml(Path(file)) if file else {})
-    for each in overrides:
-        key, equals, text = each.partition("=")
-        if not equals or not key:
-            raise UserError(f"'{each}' is no setting; write section.key=value, such as train.max_steps=100.")
-        try:
-            value = yaml.safe_load(text) if text else None
-        except yaml.YAMLError as error:
-            raise UserError(f"The value of '{each}' is not YAML: {first_line(error)}") from None
-        keys_ = key.strip().split(".")
-        if keys_[0] == "cluster" and len(keys_) > 1 and isinstance(tree.get("cluster"), str):
-            tree["cluster"] = {} if tree["cluster"] == "auto" else read_yaml(Path(tree["cluster"]))
-        tree = merge(tree, nest(keys_, value))
+    for override in overrides:
+        tree = overridden(tree, override)
     if "model" not in tree:
         unknown = [name for name in tree if name not in Config.model_fields]
         raise UserError(
@@ -368,8 +311,23 @@ def load(
         raise UserError(sentences(error)) from None
 
 
+def overridden(tree: dict[str, Any], override: str) -> dict[str, Any]:
+    """Return `tree` with one section.key=value laid over it. Raises UserError for text of another form."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"'{override}' is no setting; write section.key=value, such as train.max_steps=100.")
+    try:
+        value = yaml.safe_load(text) if text else None
+    except yaml.YAMLError as error:
+        raise UserError(f"The value of '{override}' is not YAML: {one_line(error)}") from None
+    path = key.strip().split(".")
+    if path[0] == "cluster" and len(path) > 1 and isinstance(tree.get("cluster"), str):
+        tree = tree | {"cluster": {} if tree["cluster"] == "auto" else read_yaml(Path(tree["cluster"]))}
+    return merge(tree, nested(path, value))
+
+
 def read_yaml(file: Path) -> dict[str, Any]:
-    """A YAML file's mapping. Raises UserError when it is missing, no YAML, or no mapping."""
+    """Read the mapping in a YAML file, {} if it is empty. Raises UserError if it is missing or holds none."""
     try:
         tree = yaml.load(file.read_text(encoding="utf-8"), Loader=UniqueKeys)
     except OSError as error:
@@ -377,7 +335,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise UserError(f"Config {file} is not UTF-8 text.") from None
     except yaml.YAMLError as error:
-        raise UserError(f"Config {file} is not YAML: {first_line(error)}") from None
+        raise UserError(f"Config {file} is not YAML: {one_line(error)}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -388,9 +346,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 
 class UniqueKeys(yaml.SafeLoader):
-    """YAML that refuses a key written twice in one mapping: the earlier value would be lost without a
-    word.
-    """
+    """YAML loader that refuses a key written twice in one mapping, where PyYAML keeps the later value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -403,18 +359,19 @@ class UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def first_line(error: yaml.YAMLError) -> str:
+def one_line(error: yaml.YAMLError) -> str:
     return " ".join(str(error).split())
 
 
-def nest(keys: Sequence[str], value: Any) -> dict[str, Any]:
-    for key in reversed(keys):
+def nested(path: Sequence[str], value: Any) -> dict[str, Any]:
+    """Return the tree that has `value` at `path` and nothing else: {"train": {"seed": 1}}."""
+    for key in reversed(path):
         value = {key: value}
     return value
 
 
 def merge(base: Any, change: Any) -> Any:
-    """`change` laid over `base`, mapping by mapping; neither is altered."""
+    """Lay `change` over `base`, mapping by mapping; neither is altered."""
     if not (isinstance(base, Mapping) and isinstance(change, Mapping)):
         return change
     return {
@@ -424,46 +381,37 @@ def merge(base: Any, change: Any) -> Any:
 
 
 def sentences(error: ValidationError, section: str = "") -> Iterator[str]:
-    """pydantic's findings as sentences with a remedy. section: where the tree that was validated hangs."""
-    for found in error.errors():
+    """Yield pydantic's problems as sentences with a remedy.
+
+    section: dotted path of the section that was validated; "" for the whole tree.
+    """
+    for problem in error.errors():
         path = [section] if section else []
         path += [
             str(part)
-            for part in found["loc"]
+            for part in problem["loc"]
             if part not in ("str", "tuple[str, ...]", "literal['all-linear']")
         ]
-        key, inner = ".".join(path), found.get("ctx", {}).get("error")
-        if isinstance(inner, UserError):
-            yield from inner.problems
-        elif found["type"] == "extra_forbidden":
+        key, cause = ".".join(path), problem.get("ctx", {}).get("error")
+        if isinstance(cause, UserError):
+            yield from cause.problems
+        elif problem["type"] == "extra_forbidden":
             yield unknown_key(path)
-        elif found["type"] == "missing":
+        elif problem["type"] == "missing":
             yield f"{key} is missing."
-        elif isinstance(inner, ValueError):
-            yield str(inner)
+        elif isinstance(cause, ValueError):
+            yield str(cause)
         else:
-            message = found["msg"][0].lower() + found["msg"][1:]
-            yield f"{key} = {found['input']!r}: {message}."
+            message = problem["msg"][0].lower() + problem["msg"][1:]
+            yield f"{key} = {problem['input']!r}: {message}."
 
 
 def unknown_key(path: Sequence[str]) -> str:
-    name, key = path[-1], ".".join(path)
-    known = list(keys(Config))
-    if name in ALIASES:
-        return f"{key} is no setting; did you mean {ALIASES[name]}?"
-    if exact := [k for k in known if k.rsplit(".", 1)[-1] == name]:
-        return f"{key} is no setting; did you mean {exact[0]}?"
-    siblings = [k for k in known if k.rsplit(".", 1)[0] == ".".join(path[:-1])] if len(path) > 1 else []
-    near = difflib.get_close_matches(key, siblings or known, n=1, cutoff=0.5) or difflib.get_close_matches(
-        key, known, n=1
-    )
-    return f"{key} is no setting" + (
-        f"; did you mean {near[0]}?" if near else f"; sections: {', '.join(Config.model_fields)}."
-    )
+    return unknown_setting(path, list(keys(Config)), list(Config.model_fields))
 
 
 def keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every key of the tree, dotted."""
+    """Yield every key of the tree, dotted, sections included. prefix: of the section, "train."."""
     for name, info in section.model_fields.items():
         yield prefix + name
         for kind in (info.annotation, *get_args(info.annotation)):

@@ -1,7 +1,7 @@
-"""What can end a command, and with which exit code.
+"""Errors that end a command, and their exit codes.
 
     UserError     2   bad config, data or usage: every problem at once, as sentences with the remedy
-      NothingFits 3   no layout fits the memory (and what would)
+      NothingFits 3   no layout fits the memory; the sentences name what would fit
     NonFinite     4   training went non-finite
     Interrupted  75   stopped by a signal; a checkpoint was saved
     RankFailed    1   another rank ended by a bug, was killed, or hung
@@ -17,11 +17,12 @@ Row = TypeVar("Row")
 
 
 class UserError(ValueError):
-    """Something that the user must mend; `problems` holds one sentence each, with numbers and a remedy."""
+    """A mistake in config, data or usage."""
 
     exit_code = 2
 
     def __init__(self, problems: str | Iterable[str]) -> None:
+        """problems: one sentence each, with numbers and a remedy."""
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
         super().__init__("\n".join(self.problems))
 
@@ -40,7 +41,7 @@ class Table(dict[str, Row]):
 
 
 class NothingFits(UserError):
-    """No layout fits the memory at hand; the sentences say what would."""
+    """No layout fits the GPU memory; the sentences name what would fit."""
 
     exit_code = 3
 
@@ -52,12 +53,12 @@ class NonFinite(RuntimeError):
 
 
 class Interrupted(RuntimeError):
-    """A signal asked the run to stop; its checkpoint is saved and it can be resumed."""
+    """A signal stopped the run; its checkpoint is saved and it can be resumed."""
 
     exit_code = 75
 
 
 class RankFailed(RuntimeError):
-    """A rank ended by a bug, was killed, or hung; the text says which rank and how, with its traceback."""
+    """A rank ended by a bug, was killed, or hung; the text names the rank and holds its traceback."""
 
     exit_code = 1

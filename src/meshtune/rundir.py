@@ -1,19 +1,19 @@
-"""The run folder: what its files are called, how rows are written and read.
+"""The run folder: names of its files, and how rows are written and read.
 
     runs/my-run/
       config.yaml        every resolved setting; `meshtune train runs/my-run/config.yaml` repeats the run
       plan.yaml          layout and prediction
       metrics.jsonl      one row a line, {"kind": "run" | "train" | "eval" | "end", "step": …}
-      samples.jsonl      what the model answered, and when: {"step", "prompt", "expected", "answer"}
+      samples.jsonl      answers of the model to held-out prompts: {"step", "prompt", "expected", "answer"}
       checkpoints/       step-<N>/
       model/             the final Hugging Face folder
-      logs/              what trackers write (TensorBoard's event files …), and what other ranks than the
-                         first wrote to their stdout and stderr: rank-<n>.log
+      logs/              the trackers' files (TensorBoard's event files …), and rank-<n>.log: stdout and
+                         stderr of every rank but the first
       report.html
 
 A row is one line of strict JSON: NaN and infinities become null, because the parsers of browsers and of most
-languages refuse them. A line counts only once its newline is there: the torn last line of a killed run is no
-row, readers pass it over and the next writer cuts it off.
+languages refuse them. A line is a row once its newline is written: readers skip the incomplete last line of a
+killed run, and the next writer cuts it off.
 """
 
 import errno
@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunDir:
-    """One run's folder; nothing is created before `create`, `append` or a writer asks for it."""
+    """One run's folder; nothing is created on disk before `create`, `append` or `append_sample`."""
 
     path: Path
 
@@ -72,7 +72,7 @@ class RunDir:
         return self.path / "report.html"
 
     def create(self) -> "RunDir":
-        """Make the folder and its parents; UserError when it can't be."""
+        """Make the folder and its parents. Raises UserError if that is not possible."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -89,31 +89,34 @@ class RunDir:
         append_line(self.samples_file, row)
 
     def rows(self, kind: str | None = None) -> list[Row]:
-        """The rows of metrics.jsonl in the order written, of one kind or all; empty when there is no file."""
+        """Read metrics.jsonl in the order written; [] if it is missing. kind: "train" …; None: all."""
         return [row for row in read_lines(self.metrics_file) if kind is None or row.get("kind") == kind]
 
     def samples(self) -> list[Row]:
-        """The rows of samples.jsonl in the order written; empty when there is no file."""
+        """Read samples.jsonl in the order written; [] if it is missing."""
         return list(read_lines(self.samples_file))
 
     def drop_after(self, step: int) -> None:
-        """Remove the rows and samples of later steps, as on resuming from the checkpoint of `step`.
+        """Remove the rows and samples of steps after `step`, for a run that resumes from its checkpoint.
 
-        Rows without a step (what the run is) stay. Files are written aside and renamed.
+        Rows without a step (kind "run") stay. Files are written aside and renamed.
         """
         for file in (self.metrics_file, self.samples_file):
             if file.exists():
-                kept = [row for row in read_lines(file) if row.get("step") is None or row["step"] <= step]
-                write_text_atomically(file, "".join(map(json_line, kept)))
+                rows = [row for row in read_lines(file) if row.get("step") is None or row["step"] <= step]
+                write_text_atomically(file, "".join(map(json_line, rows)))
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """One row as a line of strict JSON, newline included; floats keep every bit, NaN becomes null."""
+    """Format a row as a line of strict JSON with its newline; floats keep every bit, NaN becomes null."""
     return json.dumps(_finite(row), allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def append_line(file: Path, row: Mapping[str, Any]) -> None:
-    """Add a row to a jsonl file in one write; a torn last line (killed run, full disk) is cut off first."""
+    """Append a row to a jsonl file in one write, after cutting off an incomplete last line.
+
+    Raises OSError (ENOSPC) if the disk takes only a part of the line.
+    """
     line = json_line(row).encode("utf-8", "backslashreplace")  # a lone surrogate becomes its JSON escape
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "ab+", buffering=0) as stream:
@@ -124,7 +127,7 @@ def append_line(file: Path, row: Mapping[str, Any]) -> None:
                 stream.seek(0)
                 stream.truncate(stream.read().rfind(b"\n") + 1)
         written = stream.write(line)
-        if written != len(line):  # a full disk may take half a line: say so now, the next append mends it
+        if written != len(line):  # a full disk may take half a line; the next append cuts it off
             full = os.strerror(errno.ENOSPC)
             raise OSError(
                 errno.ENOSPC, f"{full}: only {written} of {len(line)} bytes could be written", str(file)
@@ -132,10 +135,13 @@ def append_line(file: Path, row: Mapping[str, Any]) -> None:
 
 
 def read_lines(file: Path) -> Iterator[Row]:
-    """The rows of a jsonl file; a torn last line is passed over, a broken one before it raises UserError."""
+    """Yield the rows of a jsonl file, without an incomplete last line; nothing if the file is missing.
+
+    Raises UserError for any other line that is no JSON object.
+    """
     if not file.exists():
         return
-    *lines, _torn = file.read_bytes().split(b"\n")  # what follows the last newline: nothing, or a torn line
+    *lines, _incomplete = file.read_bytes().split(b"\n")  # after the last newline: nothing, or a torn line
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -151,7 +157,7 @@ def read_lines(file: Path) -> Iterator[Row]:
 
 
 def flush(path: Path) -> None:
-    """Put a file on the disk, or a folder's list of names: else a crash of the machine may undo a rename."""
+    """Sync a file, or a folder's list of names, to the disk: else a machine crash may undo a rename."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -160,7 +166,7 @@ def flush(path: Path) -> None:
 
 
 def write_text_atomically(file: Path, text: str) -> None:
-    """Write aside, flush to the disk, rename: `file` holds the old text or the new, never half."""
+    """Write beside `file`, sync to the disk, rename: it holds the old text or the new, never a part."""
     file.parent.mkdir(parents=True, exist_ok=True)
     aside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
@@ -175,9 +181,7 @@ def write_text_atomically(file: Path, text: str) -> None:
 
 
 def disk_is_full(error: BaseException) -> bool:
-    """Whether this is how a full disk, a used-up quota or a file-size limit shows; safetensors has an error
-    of its own.
-    """
+    """True if `error`, safetensors' own included, means a full disk, a used-up quota or a file-size limit."""
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if isinstance(error, OSError):
         return error.errno in full
@@ -185,7 +189,7 @@ def disk_is_full(error: BaseException) -> bool:
 
 
 def _finite(value: Any) -> Any:
-    """The same value with every NaN and infinity replaced by None."""
+    """Replace every NaN and infinity in a tree of lists and mappings by None."""
     match value:
         case float():
             return value if math.isfinite(value) else None

@@ -1,11 +1,11 @@
-"""Units, and numbers as people read them."""
+"""Binary units, and numbers formatted for people."""
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 TERA = 10**12
 
 
 def human(size: float) -> str:
-    """Bytes as text: `human(1.25 * GIB) == "1.25 GiB"`."""
+    """Format bytes: `human(1.25 * GIB) == "1.25 GiB"`."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(size) >= unit:
             return f"{size / unit:.2f} {name}"
@@ -13,7 +13,7 @@ def human(size: float) -> str:
 
 
 def count(number: float) -> str:
-    """A large count as text: `count(1_234_567) == "1.23 M"`."""
+    """Format a large count: `count(1_234_567) == "1.23 M"`."""
     for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
         if abs(number) >= unit:
             return f"{number / unit:.2f} {name}"
@@ -21,7 +21,7 @@ def count(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as text: `duration(192) == "3 min 12 s"`."""
+    """Format seconds: `duration(192) == "3 min 12 s"`."""
     if seconds < 0.1:
         return f"{1000 * seconds:.1f} ms"
     if seconds < 60:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,36 @@ def start(*words: object) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-m", "meshtune", *map(str, words)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def fork(*words: object) -> "subprocess.Popen[str]":
+    """Start a command in a fork of this process, which has imported all that it needs: seconds sooner."""
+    from meshtune import cli
+
+    def command() -> None:  # in place of a program: it does not return
+        os.closerange(3, 1024)  # so the parent is told that its child has started
+        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
+        sys.argv = ["meshtune", *map(str, words)]
+        code = 1
+        try:
+            cli.main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    return subprocess.Popen(
+        ["never run"],
+        preexec_fn=command,
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -3,12 +3,15 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command import Command, Ended, end, start
+from command import Command, Ended, end, fork, start
 from tiny import make_tokenizer
+
+Process = subprocess.Popen[str]
 
 
 @pytest.fixture
@@ -28,20 +31,31 @@ def meshtune(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     return run
 
 
-@pytest.fixture
-def begin() -> Any:
-    """`process = begin(words)` starts a command; it is killed if the test leaves it running."""
-    running = []
+def kept(starter: Callable[..., Process]) -> Iterator[Callable[..., Process]]:
+    """`starter`; what it has started is killed if the test leaves it running."""
+    running: list[Process] = []
 
-    def run(*words: object) -> "subprocess.Popen[str]":
-        running.append(start(*words))
+    def run(*words: object) -> Process:
+        running.append(starter(*words))
         return running[-1]
 
     yield run
-    for each in running:
-        if each.poll() is None:
-            each.kill()
-            each.communicate()
+    for process in running:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def begin() -> Iterator[Callable[..., Process]]:
+    """`process = begin(words)` starts a command as a shell does."""
+    yield from kept(start)
+
+
+@pytest.fixture
+def begin_fork() -> Iterator[Callable[..., Process]]:
+    """As `begin`, in a fork of this process, without the seconds that imports take."""
+    yield from kept(fork)
 
 
 @pytest.fixture

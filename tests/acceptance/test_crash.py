@@ -48,7 +48,7 @@ def flip_a_byte(step: Path) -> None:
 
 
 def test_a_killed_run_goes_on_bit_for_bit(
-    meshtune: Command, begin: Any, settings: Settings, tmp_path: Path
+    meshtune: Command, begin_fork: Any, settings: Settings, tmp_path: Path
 ) -> None:
     words = settings(
         "train.max_steps=20", "train.global_batch_size=8", "checkpoint.every=3", "train.weight_decay=0.1"
@@ -57,7 +57,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert meshtune("train", *words, f"output={whole}").code == 0
 
     command = ("train", *words, f"output={parts}")
-    process = begin(*command)
+    process = begin_fork(*command)
     wait_for_step(process, parts, 10)
     process.send_signal(signal.SIGKILL)
     assert end(process).code == -signal.SIGKILL
@@ -77,11 +77,11 @@ def test_a_killed_run_goes_on_bit_for_bit(
 
 
 def test_sigterm_finishes_the_step_saves_and_exits_with_75(
-    meshtune: Command, begin: Any, settings: Settings, tmp_path: Path
+    meshtune: Command, begin_fork: Any, settings: Settings, tmp_path: Path
 ) -> None:
     words = settings("train.max_steps=20", "train.global_batch_size=8", "checkpoint.every=0")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    process = begin("train", *words, f"output={parts}")
+    process = begin_fork("train", *words, f"output={parts}")
     wait_for_step(process, parts, 3)
     process.send_signal(signal.SIGTERM)
     stopped = end(process)
@@ -112,7 +112,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(
     again = meshtune("train", *settings("train.max_steps=6", f"output={parts}", *LASTING))
     assert again.code == 0, again.err
     assert "is damaged: its content is not what was written" in again.err, again.err
-    assert "Step 4 is passed over" in again.err
+    assert "Step 4 is skipped" in again.err
     assert RunDir(parts).rows("run")[-1]["resumed_from"] == 2
     assert losses(parts) == losses(whole)
     assert weights(parts) == weights(whole)

@@ -74,7 +74,7 @@ def test_the_terminal_shows_figures_a_histogram_and_samples(
     )
     ended = meshtune("data", config, f"data.cache={tmp_path / 'cache'}", "--samples", "2")
     assert ended.code == 0, ended.err
-    for words in ("120", "labelled", "longest document", "█", "what is learnt", "train.jsonl:"):
+    for words in ("120", "labelled", "longest document", "█", "labelled text", "train.jsonl:"):
         assert words in ended.out, words
 
 

@@ -201,7 +201,7 @@ def test_clusters_are_compared_and_the_goal_chooses(plan: Plan) -> None:
     peaks = [each["memory"]["peak"] for found in (speed, cost, memory) for each in found["layouts"]]
     assert memory["layouts"][0]["memory"]["peak"] == min(peaks)
     assert not any(
-        "is the one chosen" in each["sentence"]
+        "the chosen layout (" in each["sentence"]
         for each in memory["alternatives"]
         if each["layout"] != memory["layouts"][0]["layout"]
     )
@@ -257,7 +257,7 @@ def test_a_plan_is_exported_once(tool: str, plan: Plan, tiny: Path, tmp_path: Pa
         ([*EIGHT, "--gpus", "12"], "12 GPUs do not fill machines of 8"),
         ([*EIGHT, "--gpus", "8,many"], "'many' is no number of GPUs; write --gpus 8,16,32"),
         ([*EIGHT, "--goal", "fun"], "--goal fun is no goal; goals: speed, cost, gpus, memory"),
-        ([*EIGHT, "--max", "everything"], "--max everything is nothing to look for"),
+        ([*EIGHT, "--max", "everything"], "--max everything is unknown"),
         ([*EIGHT, "--explain", "tpp8"], "'tpp8' is no token; did you mean 'tp2'"),
         ([*EIGHT, "--explain", "zero3x8-mb3"], "train.global_batch_size is 64"),
         ([*EIGHT, "layout=dp8", "train.global_batch_size=12"], "try train.global_batch_size=16"),
@@ -308,8 +308,8 @@ def test_where_nothing_fits_the_nearest_is_named_and_what_would_fit_does(plan: P
     ]  # fmt: skip
     ended = plan(*tight)
     assert ended.code == 3 and ended.out == ""
-    assert re.search(r"No layout of 1 x l4 \(2\.00 GiB", ended.err)
-    nearest = re.search(r"The nearest, (\S+), needs", ended.err)
+    assert re.search(r"No layout of 1 x l4 fits .* of a GPU's 2\.00 GiB", ended.err)
+    nearest = re.search(r"The layout that needs least is (\S+): ", ended.err)
     assert nearest
     against = plan(*tight, "--explain", nearest[1]).json["against"]
     assert len(against) == 1 and against[0].startswith("It needs")
@@ -379,7 +379,7 @@ def test_a_run_that_cannot_fit_ends_before_anything_is_written(
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=2**20, available=2**20))
     ended = meshtune("train", *settings("layout=auto"), "--nproc", ranks)
     assert ended.code == 3, ended.err
-    assert f"No layout of {ranks} x cpu" in ended.err and "The nearest, " in ended.err
+    assert f"No layout of {ranks} x cpu" in ended.err and "The layout that needs least is " in ended.err
     assert not (tmp_path / "run").exists()
     assert [file.name for file in (tmp_path / "cache").rglob("*") if "census" not in file.name] == []
 

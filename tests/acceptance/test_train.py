@@ -228,9 +228,9 @@ def test_under_lora_the_new_tokens_are_trained_and_peft_gives_equal_logits(
     base.resize_token_embeddings(len(tokenizer))
     theirs = PeftModel.from_pretrained(base, str(run.folder.model)).eval()
     ids = torch.tensor([[300, 40, 50, 301, 60, 300]])
-    run.evaluation.model.set_attn_implementation("sdpa")
+    run.passes.parallel.stages[0].model.set_attn_implementation("sdpa")
     with torch.no_grad():
-        ours = run.evaluation.model.eval()(ids).logits
+        ours = run.passes.parallel.stages[0].model.eval()(ids).logits
         torch.testing.assert_close(theirs(ids).logits, ours, rtol=1e-5, atol=1e-5)
         ended = meshtune("export", run.folder.path, tmp_path / "merged", "--merge")
         assert ended.code == 0, ended.err

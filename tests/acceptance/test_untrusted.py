@@ -18,7 +18,7 @@ from families import FAMILIES
 from torch.distributed.checkpoint.metadata import Metadata
 from transformers import PreTrainedTokenizerFast
 
-from meshtune.data.source import Example, Origin
+from meshtune.data.example import Example, Origin
 from meshtune.data.template import Encoder
 from meshtune.errors import UserError
 from meshtune.model.load import load, load_config, load_tokenizer

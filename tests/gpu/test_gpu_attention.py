@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshtune.parallel.attention import _flex, _varlen, document_attention
+from meshtune.attention.cuda import flex, varlen
+from meshtune.attention.register import document_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -78,9 +79,9 @@ def test_head_sizes_that_the_kernel_refuses_take_another_way(head_dim):
 @pytest.mark.parametrize("window", [None, 20])
 def test_the_variable_length_kernel_agrees_with_the_block_mask(window):
     q, k, v = tensors(torch.bfloat16)
-    varlen = _varlen(q, k, v, DOCUMENTS, SCALE, window)
-    flex = _flex(q, k, v, DOCUMENTS, SCALE, None, window)
-    torch.testing.assert_close(varlen, flex, rtol=0, atol=2e-2)
+    by_length = varlen(q, k, v, DOCUMENTS, SCALE, window)
+    by_mask = flex(q, k, v, DOCUMENTS, SCALE, None, window)
+    torch.testing.assert_close(by_length, by_mask, rtol=0, atol=2e-2)
 
 
 def test_dropout_works_on_cuda_and_is_repeated_by_the_seed():

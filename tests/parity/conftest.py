@@ -1,15 +1,11 @@
 """What the parity tests share: a tiny model on the disk, and one rank's run with it."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
 from layouts import Trained, make_folder, trained
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from meshtune.train import memory
 
 
 @pytest.fixture(scope="session")
@@ -29,10 +25,3 @@ def reference(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     """One rank's run in each precision."""
     runs = tmp_path_factory.mktemp("one-rank")
     return {name: trained(folder, runs / name, "mb4-ga4", name) for name in ("fp32", "fp64")}
-
-
-@pytest.fixture(autouse=True)
-def unwatched() -> Iterator[None]:
-    """Counting the memory of the first steps would take as long as all else."""
-    with patch.object(memory, "WATCHED_STEPS", 0):
-        yield

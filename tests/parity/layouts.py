@@ -1,19 +1,22 @@
-"""Train a tiny model under a layout, on forked ranks and through the front door; compare with one rank."""
+"""Train a tiny model under a layout, on several ranks and through the front door; compare with one rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
-from tiny import make_rows, make_tokenizer, write_rows
+from tiny import census_once, make_rows, make_tokenizer, write_rows
 
 from meshtune import config
 from meshtune.layout import Layout
+from meshtune.meter import phases
 from meshtune.rundir import RunDir
 from meshtune.train import build, loop
+from meshtune.train import model as train_model
 
 GLOBAL_BATCH = 16
 
@@ -65,15 +68,21 @@ def whole(layout: str) -> Layout:
 
 def train(words: list[str]) -> str:
     """Train on this rank; returns the run's folder."""
-    run = build.build(config.load(None, words))
-    loop.train(run)
+    with (
+        patch.object(phases, "WATCHED_STEPS", 0),  # counting their memory would take as long as all else
+        patch.object(train_model, "census_of", census_once),  # a third of a run's time
+    ):
+        run = build.build(config.load(None, words))
+        loop.train(run)
     return str(run.folder.path)
 
 
-def trained(data: Path, output: Path, layout: str, precision: str, *overrides: str) -> Trained:
-    """Train under `layout`, on as many forked ranks as it needs."""
+def trained(
+    data: Path, output: Path, layout: str, precision: str, *overrides: str, forked: bool = False
+) -> Trained:
+    """Train under `layout`, on as many ranks as it needs; if `forked`, with what is patched here."""
     words = settings(data, output, layout, precision, overrides)
-    run = RunDir(run_ranks(whole(layout).world, train, words)[0])
+    run = RunDir(run_ranks(whole(layout).world, train, words, forked=forked)[0])
     rows = run.rows("train")
     tensors = {}
     for file in run.model.glob("*.safetensors"):

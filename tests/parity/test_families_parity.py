@@ -20,7 +20,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     config = FAMILIES[request.param](vocab_size=301, initializer_range=0.05)
     make_folder(folder, AutoModelForCausalLM.from_config(config))
     with exact():
-        return folder, trained(folder, folder / "one", "mb4-ga4", "fp64")
+        return folder, trained(folder, folder / "one", "mb4-ga4", "fp64", forked=True)
 
 
 @pytest.mark.parametrize("layout", ["tp2-sp", "zero3x2", "pp2-1f1b"])
@@ -29,4 +29,4 @@ def test_family_gives_the_numbers_of_one_rank(
 ) -> None:
     folder, reference = family
     with exact():
-        check(trained(folder, tmp_path / "run", layout, "fp64"), reference, "fp64")
+        check(trained(folder, tmp_path / "run", layout, "fp64", forked=True), reference, "fp64")

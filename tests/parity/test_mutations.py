@@ -14,10 +14,10 @@ from families import FAMILIES
 from layouts import Trained, differences, make_folder, trained
 from transformers import AutoModelForCausalLM
 
-from meshtune.parallel import context, exchange, mesh, tensor, zero
+from meshtune.parallel import apply, context, exchange, mesh, tensor, zero
 from meshtune.parallel.pipeline import Pipeline
-from meshtune.parallel.replicas import Replicas, Sent
-from meshtune.train import build, loss
+from meshtune.parallel.replicas import InFlight, Replicas
+from meshtune.train import loss
 from meshtune.train.optim import Optimizer
 
 pytestmark = pytest.mark.slow
@@ -35,7 +35,7 @@ original = zero.before_backward
 
 
 def _repeated(x: torch.Tensor, axis: mesh.Axis, dim: int) -> torch.Tensor:
-    """In the place of the other ranks' pieces, this one's again."""
+    """In the place of the other ranks' shards, this one's again."""
     return torch.cat([x] * axis.size, dim)
 
 
@@ -44,7 +44,7 @@ def _unsent(x: torch.Tensor, axis: mesh.Axis, cut: int, join: int) -> torch.Tens
 
 
 class _Done:
-    """A message that was never sent."""
+    """A collective that never ran."""
 
     def wait(self) -> None: ...
 
@@ -66,24 +66,26 @@ class _Deaf:
 # what is taken away: (layout that needs it, where, what, by what it is replaced)
 MUTATIONS: dict[str, tuple[str, Any, str, Any]] = {
     "gradients are sums, no means": ("zero2x2", zero.FSDPModule, "set_gradient_divide_factor", _nothing),
-    "gradients of replicas": ("dp2", Replicas, "_send", lambda self: self.sent.append(Sent(_Done(), []))),
+    "gradients of replicas": ("dp2", Replicas, "_all_reduce",
+                              lambda self: self.in_flight.append(InFlight(_Done(), []))),
     "gradients of shards": ("zero1x2", zero, "before_backward", _unsynced),
     "gradients over replicas of shards": ("dp2-zero2x2", zero.FSDPModule, "set_requires_all_reduce",
                                           lambda self, _: honest_all_reduce(self, False)),
-    "sums over tp in the blocks": ("tp2", tensor, "total", exchange.same),
-    "sums over tp, scattered": ("tp2-sp", tensor, "own_of_total", exchange.own),
+    "sums over tp in the blocks": ("tp2", tensor, "all_reduce", exchange.identity),
+    "sums over tp, scattered": ("tp2-sp", tensor, "reduce_scatter", exchange.take_shard),
     "partial gradients under sp": ("tp2-sp", tensor, "reduce_partial", _nothing),
     "partial gradients of repeated heads": ("tp4", tensor, "reduce_partial", _nothing),
     "the largest logit of all words": ("tp2", loss, "dist", _Deaf(dist.ReduceOp.MAX)),
     "the sums over all words": ("tp2", loss, "dist", _Deaf(dist.ReduceOp.SUM)),
-    "the tokens of the other ranks under sp": ("tp2-sp", tensor, "gather", _repeated),
-    "keys of the other context ranks": ("cp2", context, "gather", _repeated),
+    "the tokens of the other ranks under sp": ("tp2-sp", tensor, "all_gather", _repeated),
+    "keys of the other context ranks": ("cp2", context, "all_gather", _repeated),
     "heads of the other context ranks": ("ulysses2", context, "_all_to_all", _unsent),
-    "gradients of gathered keys": ("cp2", context, "own_of_total", exchange.own),
+    "gradients of gathered keys": ("cp2", context, "reduce_scatter", exchange.take_shard),
     "the scale of a pipeline's loss": ("pp2-1f1b", Pipeline, "_scaled", lambda self, loss, _: loss * 1.0),
     "gradients of a tied embedding": ("pp2-1f1b", Pipeline, "reduce_tied", _nothing),
-    "losses and norms of all ranks": ("dp2", mesh.World, "total", lambda self, *n: [float(x) for x in n]),
-    "one gradient counted once": ("tp2", build.Parallel, "copies", lambda self: {}),
+    "losses and norms of all ranks": ("dp2", mesh.World, "sum_over_ranks",
+                                      lambda self, *n: [float(x) for x in n]),
+    "one gradient counted once": ("tp2", apply.Parallel, "copies", lambda self: {}),
     "other ranks read other sequences": ("dp2", mesh.World, "data_rank", property(lambda self: 0)),
     "clipping": ("zero3x2", Optimizer, "clip", _nothing),
 }  # fmt: skip
@@ -116,5 +118,6 @@ def test_without_it_the_comparison_fails(
     layout, where, what, instead = MUTATIONS[name]
     assert hasattr(where, what)
     monkeypatch.setattr(where, what, instead)
-    found = differences(trained(folder, tmp_path / "run", layout, "fp64"), reference)[:3]
+    ours = trained(folder, tmp_path / "run", layout, "fp64", forked=True)
+    found = differences(ours, reference)[:3]
     assert max(found) > 1e-4, found

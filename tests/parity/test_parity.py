@@ -7,6 +7,7 @@ Three steps with accumulation over packed documents with very unequal labels; ea
 from pathlib import Path
 
 import pytest
+from cases import cases
 from layouts import Trained, check, trained, whole
 
 TWO = """
@@ -33,6 +34,10 @@ zero3x2-cp2-tp2-sp-full
 """
 LAYOUTS = [*TWO.split(), *FOUR.split(), *EIGHT.split()]
 ALONE = TWO.split()[:15]
+DEFAULT = """
+dp2-full zero3x2-selective pp2-1f1b-attention
+zero3x2-tp2-sp-selective zero2x2-ulysses2 cp2-tp2-sp tp2-sp-pp2-1f1b zero1x2-pp2-zbv
+"""
 
 
 def test_the_table_is_long_enough() -> None:
@@ -40,13 +45,7 @@ def test_the_table_is_long_enough() -> None:
     assert {whole(layout).world for layout in LAYOUTS} == {2, 4, 8}
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(layout, marks=pytest.mark.slow) if layout in EIGHT.split() else layout
-        for layout in LAYOUTS
-    ],
-)
+@pytest.mark.parametrize("layout", cases(LAYOUTS, default=DEFAULT.split()))
 def test_layout_gives_the_numbers_of_one_rank(
     layout: str, folder: Path, reference: dict[str, Trained], tmp_path: Path
 ) -> None:

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from meshtune import launch
 from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError
 from meshtune.launch import Rank
-from meshtune.watch import Limits, doing
+from meshtune.launch.rank import meet
+from meshtune.watch import Limits, position_and_wait
 
 QUICK = Limits(silent=1.0, stuck=1.0, end=2.0, tick=0.1, grace=1.0)
 
@@ -40,7 +41,7 @@ def test_a_look_at_a_thread_keeps_nothing_of_it_alive() -> None:
     try:
         thread.start()
         ready.wait()
-        assert "wait" in doing(thread, {})[0]
+        assert "wait" in position_and_wait(thread, {})[0]
         done.set()
         thread.join()
         assert gone[0]() is None
@@ -300,9 +301,9 @@ def test_an_environment_that_says_too_little_is_refused() -> None:
 
 
 def test_ranks_that_do_not_come_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "MEETING", timedelta(seconds=1))
+    monkeypatch.setattr("meshtune.launch.rank.RENDEZVOUS_TIMEOUT", timedelta(seconds=1))
     place = launch.Place(0, 2, 0, 2, "127.0.0.1", 29876)
     for name, value in place.environment().items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=r"Rank 0 of 2 could not meet the others .* Start all 2 ranks"):
-        launch.meet(place)
+        meet(place)

@@ -13,6 +13,7 @@ from meshtune.parallel.recompute import recompute_blocks
 from meshtune.placement.states import copies_of
 from meshtune.plan.accounting import engine_accounting, stack_accounting
 from meshtune.plan.cluster import cluster_of
+from meshtune.plan.hardware import datasheet_flops
 from meshtune.plan.machine import rates
 from meshtune.plan.models import models
 from meshtune.plan.search import explained
@@ -20,7 +21,6 @@ from meshtune.plan.workload import Workload
 from meshtune.precision import DTYPE_BYTES, PRECISIONS, REDUCE_DTYPES
 from meshtune.recomputation import RECOMPUTATIONS
 from meshtune.train.build import PRECISIONS as TORCH_PRECISIONS
-from meshtune.train.mfu import datasheet_flops
 from meshtune.train.optim import Optimizer
 
 TABLES: list[Table] = [PRECISIONS, REDUCE_DTYPES, OPTIMIZERS]  # settings of train

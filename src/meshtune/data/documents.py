@@ -1,4 +1,4 @@
-"""Examples -> documents that may be trained on, with everything that is cut or left out counted."""
+"""Examples to documents that can be trained on, with every cut or dropped document counted."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -7,21 +7,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from meshtune.data.source import BadRow, Dropped, Example, Origin
+from meshtune.data.example import SHOWN, BadRow, Dropped, Example, Origin
 
 if TYPE_CHECKING:
     from meshtune.data.template import Document, Encoder
 
 Overlong = Literal["cut", "drop", "error"]
 ROWS_AT_ONCE = 1000  # examples encoded together
-SHOWN = 10  # problems named at once
 
-Usable = tuple[Origin, np.ndarray, np.ndarray]  # where it is from, ids int32 [tokens], labelled bool [tokens]
+Usable = tuple[Origin, np.ndarray, np.ndarray]  # origin, ids int32 [tokens], labelled bool [tokens]
 
 
 @dataclass
 class Lost:
-    """Documents, and tokens of theirs, that are not trained on."""
+    """Documents that are dropped or cut, and their tokens that are not trained on."""
 
     documents: int = 0
     tokens: int = 0
@@ -36,16 +35,16 @@ class Lost:
 
 @dataclass
 class Tally:
-    """Counts of what was read, cut and left out."""
+    """Counts of examples read, cut and dropped."""
 
-    examples: int = 0
+    examples: int = 0  # bad rows are not among them
     bad_rows: Dropped = field(default_factory=Dropped)
-    cut: Lost = field(default_factory=Lost)
-    dropped: dict[str, Lost] = field(default_factory=dict)  # by reason
-    overlong: list[str] = field(default_factory=list)  # the first problems under overlong="error"
+    cut: Lost = field(default_factory=Lost)  # documents cut to seq_len, and the tokens behind the cut
+    dropped: dict[str, Lost] = field(default_factory=dict)  # whole documents, by reason
+    overlong: list[str] = field(default_factory=list)  # the first SHOWN problems under overlong="error"
 
     def values(self) -> dict[str, Any]:
-        """JSON-able: rows, bad_rows by reason, cut, dropped by reason."""
+        """The counts as JSON-able values: rows, bad_rows by reason, cut, dropped by reason."""
         return {
             "rows": self.examples + self.bad_rows.total,
             "bad_rows": dict(Counter(self.bad_rows.counts).most_common()),
@@ -57,12 +56,12 @@ class Tally:
 def usable(
     examples: Sequence[Example], encoder: "Encoder", *, seq_len: int, overlong: Overlong, tally: Tally
 ) -> list[Usable]:
-    """Encode the examples; cut, drop or report what is longer than `seq_len`; count all of it in `tally`.
+    """Encode the examples; cut, drop or report documents longer than `seq_len`; count them in `tally`.
 
-    A document without a labelled token, or with none left by the cut, would cost a forward pass and teach
-    nothing, so it is left out, and every sequence of the data set has something to learn from.
+    A document without a labelled token (before or after the cut) costs a forward pass and has no loss, so it
+    is dropped: every sequence of the data set then has a label.
     """
-    kept = []
+    documents = []
     for example, document in _encoded(examples, encoder, tally):
         tally.examples += 1
         ids, labelled = document.ids, document.labelled
@@ -77,20 +76,20 @@ def usable(
                 tally.dropped.setdefault(f"longer than {seq_len:,} tokens", Lost()).add(labelled)
                 continue
             tally.cut.add(labelled[seq_len:])
-        learnt = labelled[:seq_len]
-        if not learnt.any():
+        remaining = labelled[:seq_len]
+        if not remaining.any():
             reason = "nothing labelled left by the cut" if labelled.any() else "nothing labelled"
-            tally.dropped.setdefault(reason, Lost()).add(learnt)
+            tally.dropped.setdefault(reason, Lost()).add(remaining)
             continue
-        assert not learnt[0], "nothing stands before a document's first token that could predict it"
-        kept.append((example.origin, ids[:seq_len], learnt))
-    return kept
+        assert not remaining[0], "no token precedes a document's first one, so it can't be predicted"
+        documents.append((example.origin, ids[:seq_len], remaining))
+    return documents
 
 
 def _encoded(
     examples: Sequence[Example], encoder: "Encoder", tally: Tally
 ) -> Iterator[tuple[Example, "Document"]]:
-    """Each example with its document; those that the encoder leaves out (on_bad_row="skip") are counted."""
+    """Yield each example with its document; count those that can't be labelled under on_bad_row="skip"."""
     if encoder.on_bad_row == "error":
         yield from zip(examples, encoder.encode(examples), strict=True)
         return

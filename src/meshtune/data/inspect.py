@@ -1,4 +1,4 @@
-"""What `meshtune data` shows: the prepared data as figures, and a few samples with what is learnt in colour.
+"""Figures of prepared data, and samples with their labelled text in colour, for `meshtune data`.
 
 prepare() ──> describe() ──> a JSON-able dict ──> show() on a terminal
 """
@@ -16,9 +16,9 @@ from meshtune.data.pack import LABELLED, Dataset, permutation
 from meshtune.data.prepare import Prepared, sentences
 from meshtune.data.stream import Stream
 
-BARS = 12  # of the histogram
+BARS = 12  # most bars of the histogram
 BAR_WIDTH = 40  # characters of the longest bar
-LEARNT = "bold green"
+LABELLED_STYLE = "bold green"
 
 
 def describe(
@@ -27,10 +27,10 @@ def describe(
     """Figures and samples of prepared data, JSON-able.
 
     rows, bad_rows, cut, dropped, seq_len, train, eval, seconds, cache are those of `Prepared.stats`; `train`
-    and `eval` gain label_share, mean_length, mean_document_tokens, longest and histogram. `samples` are
-    documents chosen by the seed, each with its place and its `runs`: [text, labelled] pairs that joined give
-    the whole text. Of a stream, which has no length, the figures are those of its first window, and `of` says
-    so.
+    and `eval` gain label_share, mean_length, mean_document_tokens, longest and histogram (lengths in tokens).
+    `samples` documents are chosen by the seed, each with its place and its `runs`: [text, labelled] pairs
+    whose texts join to the whole. A stream has no length: its figures are those of the first window. `of`
+    names the rows that were counted.
     """
     if isinstance(prepared.train, Stream):
         train, of = _first_window(prepared.train), f"the first {prepared.train.window:,} rows of a stream"
@@ -49,8 +49,8 @@ def describe(
     for name, dataset in (("train", train), ("eval", prepared.eval)):
         if dataset is not None:
             stats[name] = stats[name] | _lengths(dataset)
-    chosen = permutation(len(train.members), "samples", seed)[:samples]
-    return stats | {"of": of, "samples": [_sample(train, int(train.members[m]), tokenizer) for m in chosen]}
+    chosen = train.members[permutation(len(train.members), "samples", seed)[:samples]].tolist()
+    return stats | {"of": of, "samples": [_sample(train, document, tokenizer) for document in chosen]}
 
 
 def show(description: dict[str, Any], console: Console) -> None:
@@ -59,41 +59,43 @@ def show(description: dict[str, Any], console: Console) -> None:
     for line in sentences(description | {"train": None, "eval": None}):
         console.print(f"[yellow]{line}[/]", highlight=False)
     console.print(_histogram(description["train"]["histogram"]))
-    legend = Text("Samples; what is learnt is in ").append("this colour", LEARNT).append(".")
+    legend = Text("Samples; labelled text is in ").append("this colour", LABELLED_STYLE).append(".")
     console.print(legend)
     for sample in description["samples"]:
         heading = f"{sample['place']}: {sample['tokens']:,} tokens, {sample['label_tokens']:,} labelled"
         console.rule(Text(heading), align="left")
-        console.print(Text.assemble(*((text, LEARNT if on else "dim") for text, on in sample["runs"])))
+        styled = ((text, LABELLED_STYLE if labelled else "dim") for text, labelled in sample["runs"])
+        console.print(Text.assemble(*styled))
 
 
 def padding_share(dataset: Dataset, *, global_batch_size: int, micro_batch_size: int, seed: int) -> float:
-    """Share of columns that are padding in one epoch on one data rank; reads every token once."""
+    """Share of the columns of all micro-batches that are padding, in one epoch on one data rank."""
     loader = Loader(
         dataset, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, seed=seed, epochs=1
     )
-    made = [(m.tokens, m.input_ids.numel()) for batch, _ in loader for m in batch.micro_batches]
-    real, columns = np.array(made).sum(axis=0)
-    return 1 - float(real / columns)
+    sizes = [(micro.tokens, micro.input_ids.numel()) for batch, _ in loader for micro in batch.micro_batches]
+    tokens, columns = np.array(sizes).sum(axis=0)
+    return 1 - float(tokens / columns)
 
 
 def runs(stored: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
-    """Stored tokens (see pack.py) as text cut where labelled begins or ends; joined, the text of the whole.
+    """(text, labelled) of each run of equally labelled tokens; the texts join to the text of the whole.
 
-    A cut is put where the text of the tokens before it ends. A piece decoded alone would lose the space
-    before its first word under some tokenizers, or half a character that two tokens share.
+    `stored` are tokens as in pack.py. The whole is decoded, then cut where the text of the tokens before the
+    cut ends: a run decoded alone would lose the space before its first word under some tokenizers, or half of
+    a character that two tokens share.
     """
     ids, labelled = (stored & ~LABELLED).astype(np.int64).tolist(), stored >= LABELLED
     ends = [*(np.flatnonzero(np.diff(labelled)) + 1).tolist(), len(ids)]
-    whole, pieces, at = str(tokenizer.decode(ids)), [], 0
+    whole, pieces, start = str(tokenizer.decode(ids)), [], 0
     for end in ends:
-        cut = max(at, _shared(whole, str(tokenizer.decode(ids[:end]))))
-        pieces.append((whole[at:cut], bool(labelled[end - 1])))
-        at = cut
+        stop = max(start, _common_prefix(whole, str(tokenizer.decode(ids[:end]))))
+        pieces.append((whole[start:stop], bool(labelled[end - 1])))
+        start = stop
     return pieces
 
 
-def _shared(one: str, other: str) -> int:
+def _common_prefix(one: str, other: str) -> int:
     """Length of the longest common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
@@ -112,7 +114,7 @@ def _lengths(dataset: Dataset) -> dict[str, Any]:
     return {
         "label_share": dataset.label_tokens / dataset.token_count,
         "mean_length": float(lengths.mean()),
-        # of the document that a token is in: what attention's cost goes by, and the planner asks for
+        # length of a token's document, averaged over tokens: attention costs this much; the planner uses it
         "mean_document_tokens": float((lengths.astype(float) ** 2).sum() / max(1, lengths.sum())),
         "longest": int(lengths.max()),
         "histogram": [
@@ -123,14 +125,15 @@ def _lengths(dataset: Dataset) -> dict[str, Any]:
 
 
 def _edges(longest: int) -> np.ndarray:
-    """Edges of at most BARS equally wide bins from 1 to `longest`, of a width that people read easily."""
-    for width in (w * 10**power for power in range(9) for w in (1, 2, 5)):
+    """Edges of at most BARS equally wide bins from 1 to `longest`, of a round width (1, 2 or 5 x 10^n)."""
+    for width in (digit * 10**power for power in range(9) for digit in (1, 2, 5)):
         if width * BARS >= longest:
             return np.arange(1, longest + width + 1, width)
     raise AssertionError("no document has 10**9 tokens")
 
 
 def _sample(dataset: Dataset, document: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Origin, size and text of one document, by its index in `dataset.offsets`."""
     tokens = dataset.tokens[dataset.offsets[document] : dataset.offsets[document + 1]]
     file, line = dataset.origins[document].tolist()
     return {
@@ -146,22 +149,22 @@ def _figures(description: dict[str, Any]) -> Table:
         title=f"Data: {description['rows']:,} rows read ({description['of']})", title_justify="left"
     )
     table.add_column("")
-    parts = [name for name in ("train", "eval") if description[name]]
-    for name in parts:
+    splits = [name for name in ("train", "eval") if description[name]]
+    for name in splits:
         table.add_column(name, justify="right")
     for title, key, form in (
         ("documents", "documents", "{:,}"),
         ("sequences", "sequences", "{:,}"),
         ("tokens", "tokens", "{:,}"),
-        ("labelled", "label_share", "{:.1%}"),
-        ("tokens a document", "mean_length", "{:,.0f}"),
+        ("labelled tokens", "label_share", "{:.1%}"),
+        ("tokens per document", "mean_length", "{:,.0f}"),
         ("data.mean_document_tokens", "mean_document_tokens", "{:,.0f}"),
         ("longest document", "longest", "{:,}"),
     ):
-        table.add_row(title, *(form.format(description[name][key]) for name in parts))
-    if any(description[name]["packed"] for name in parts):
-        title = f"real tokens in sequences of {description['seq_len']:,}"
-        table.add_row(title, *(f"{description[name]['efficiency']:.1%}" for name in parts))
+        table.add_row(title, *(form.format(description[name][key]) for name in splits))
+    if any(description[name]["packed"] for name in splits):
+        title = f"packing efficiency, seq_len {description['seq_len']:,}"
+        table.add_row(title, *(f"{description[name]['efficiency']:.1%}" for name in splits))
     return table
 
 

@@ -1,24 +1,24 @@
 """This rank's micro-batches, step after step.
 
-    shuffled()     sequences in the order of seed and epoch, each with the state that goes on after it
+    shuffled()     sequences in the order of seed and epoch, each with the state to resume after it
     streamed()     the same for a stream, window after window
-    Loader         the next global_batch_size of them: the same list in every layout
-    deal()         sorted by length, longest first, cut into micro-batches, dealt to the data ranks
+    Loader         the next global_batch_size sequences: the same list in every layout
+    deal()         sort them by length, longest first, cut into micro-batches, deal these to the data ranks
     micro_batch()  tokens -> input_ids, shifted labels, positions, document lengths
 
-What must survive a restart is returned: `for batch, state in loader`, and `Loader(..., state=state)` goes on
-after that batch without reading the data before it. The state counts global sequences, so another number of
-data ranks can go on with it.
+The state that a restart needs is returned: `for batch, state in loader`, and `Loader(..., state=state)` goes
+on after that batch without reading the data before it. The state counts global sequences, so a run can resume
+with another number of data ranks.
 
-Rules. An epoch that does not fill its last global batch is completed by the first sequences of the next one.
-With `epochs=N` the last batch is the one that holds the last sequence of epoch N. Without packing the
-sequences of 16 global batches at a time are grouped by length, so that those of one batch are about equally
-long, and the batches are shuffled again.
+An epoch that does not fill its last global batch is completed by the first sequences of the next one. With
+`epochs=N` the last batch is the one with the last sequence of epoch N. Without packing, the sequences of
+GROUPED global batches at a time are sorted by length, so that those of one batch are about equally long, and
+the batches are shuffled again.
 """
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -30,25 +30,23 @@ from meshtune.data.pack import LABELLED, Dataset, permutation
 from meshtune.data.stream import Stream
 from meshtune.errors import UserError
 
-IGNORE = -100  # the label of a position that is not to be predicted
+IGNORE = -100  # the label of a position without loss, as in torch's cross_entropy
 State = dict[str, Any]  # JSON-able
 GROUPED = 16  # global batches whose sequences are sorted together when there is no packing
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass takes; all tensors int64 [batch, seq].
+    """The input of one forward pass; all tensors int64 [batch, seq].
 
-    labels are already shifted: labels[b, t] is the id of token t+1 of the same document if that one is
-    labelled, else -100. documents[b] holds the lengths of row b's documents from column 0 on. The columns
-    beyond their sum are padding: id 0, labels -100, positions from 0 on.
+    The columns of a row beyond its documents are padding: id 0, labels -100, positions from 0 on.
     """
 
     input_ids: torch.Tensor
-    labels: torch.Tensor
-    position_ids: torch.Tensor
-    documents: tuple[tuple[int, ...], ...]
-    tokens: int  # real ones
+    labels: torch.Tensor  # shifted: the id of the document's next token if that is labelled, else -100
+    position_ids: torch.Tensor  # from 0 in each document
+    documents: tuple[tuple[int, ...], ...]  # of each row, the lengths of its documents from column 0 on
+    tokens: int  # without padding
     label_tokens: int
 
     def to(self, device: torch.device | str) -> "MicroBatch":
@@ -63,18 +61,18 @@ class Batch:
     """One step: this rank's micro-batches, and the counts of the whole global batch."""
 
     micro_batches: tuple[MicroBatch, ...]
-    tokens: int  # real ones, of all ranks
+    tokens: int  # of all ranks, without padding
     label_tokens: int  # of all ranks
-    origin: str  # names the batch in messages
+    origin: str  # epoch and rows of the batch, for messages
 
 
 class Loader:
-    """Batches of `dataset` for data rank `data_rank` of `data_ranks`: iterate for (Batch, state).
+    """Yields (Batch, state) of `dataset` for data rank `data_rank` of `data_ranks`.
 
-    `state` is a JSON-able dict; the loader given it goes on exactly after its batch. `epochs=None` goes on
-    for ever. `multiple` makes every width a multiple of it (sequence and context parallelism cut the
-    sequence); `uniform` makes the micro-batches of a step equally wide (pipelines need it).
-    Raises UserError when the sizes do not divide, or when the state belongs to other data or another seed.
+    `state` is a JSON-able dict; a loader that gets it goes on exactly after its batch. `epochs=None` never
+    ends. `multiple` pads every width to a multiple of it (sequence and context parallelism cut the sequence);
+    `uniform` makes the micro-batches of a step equally wide (pipelines need it). Raises UserError when the
+    sizes do not divide, or when the state belongs to other data or another seed.
     """
 
     def __init__(
@@ -122,22 +120,25 @@ class Loader:
     def _batch(self, picked: Sequence["Pick"], where: str) -> Batch:
         tokens = np.array([data.sequence_tokens[number] for data, number, _ in picked])
         labels = sum(int(data.sequence_labels[number]) for data, number, _ in picked)
-        hands = deal(tokens, self.micro_batch_size, self.data_ranks)[self.data_rank]
-        fixed = self.dataset.width if self.dataset.packed else int(tokens.max()) if self.uniform else 0
-        rows = [[picked[i][0].documents(picked[i][1]) for i in hand] for hand in hands]
+        shares = deal(tokens, self.micro_batch_size, self.data_ranks)[self.data_rank]
+        width = self.dataset.width if self.dataset.packed else int(tokens.max()) if self.uniform else 0
+        rows = [[picked[i][0].documents(picked[i][1]) for i in share] for share in shares]
         return Batch(
-            micro_batches=tuple(micro_batch(hand, fixed, self.multiple) for hand in rows),
+            micro_batches=tuple(micro_batch(share, width, self.multiple) for share in rows),
             tokens=int(tokens.sum()),
             label_tokens=labels,
             origin=f"{where}: {_places(picked)}",
         )
 
 
-Pick = tuple[Dataset, int, State]  # a sequence by its number, and the state that goes on after it
+Pick = tuple[Dataset, int, State]  # a sequence by its number, and the state to resume after it
 
 
 def shuffled(dataset: Dataset, seed: int, state: State, *, group: int | None) -> Generator[Pick, None, None]:
-    """The sequences of epoch after epoch without end, from `state` on (`group`: see grouped)."""
+    """Yield the sequences of epoch after epoch without end, from `state` on.
+
+    `group` is the global batch size within which lengths are made alike (see `grouped`), None with packing.
+    """
     epoch, position = state["epoch"], state["position"]
     while True:
         order = permutation(len(dataset), "order", seed, epoch)
@@ -150,27 +151,27 @@ def shuffled(dataset: Dataset, seed: int, state: State, *, group: int | None) ->
 
 
 def streamed(stream: Stream, seed: int, state: State, *, group: int | None) -> Generator[Pick, None, None]:
-    """The sequences of window after window without end, shuffled inside it (`group`: see grouped)."""
-    position, drawn = state["position"], state["drawn"]  # drawn: sequences before this window
+    """Yield the sequences of window after window, shuffled inside each, without end (`group`: as above)."""
+    position, drawn = state["position"], state["drawn"]  # in this window; sequences before this window
     with closing(stream.windows(state["window"])) as windows:
         for dataset, place, after in windows:
             order = permutation(len(dataset), "order", seed, *place["rows"], *place["passes"])
             if group:
                 order = grouped(order, dataset.sequence_tokens, group, drawn, seed)
             for at in range(position, len(order)):
-                there = {"position": at + 1, "window": place, "drawn": drawn}
+                resume = {"position": at + 1, "window": place, "drawn": drawn}
                 if at + 1 == len(order):
-                    there = {"position": 0, "window": after, "drawn": drawn + len(order)}
-                yield dataset, int(order[at]), {"epoch": min(there["window"]["passes"]), **there}
+                    resume = {"position": 0, "window": after, "drawn": drawn + len(order)}
+                yield dataset, int(order[at]), {"epoch": min(resume["window"]["passes"]), **resume}
             position, drawn = 0, drawn + len(order)
 
 
 def grouped(order: np.ndarray, sequence_tokens: np.ndarray, batch: int, drawn: int, seed: int) -> np.ndarray:
-    """`order` changed so that each global batch of `batch` sequences holds ones of about the same length.
+    """Reorder sequences so that those of one global batch (`batch` sequences) have about the same length.
 
     GROUPED batches at a time are sorted by length and cut into batches, then all batches are shuffled.
-    `drawn` sequences came before these: the first ones complete a batch that was begun, and stay as they are;
-    so do the last ones, which do not fill one.
+    `drawn` is the number of sequences before `order`: its first ones may complete a batch that they began.
+    Those, and the last ones, which fill no batch, keep their places.
     """
     if batch == 1:
         return order
@@ -185,11 +186,12 @@ def grouped(order: np.ndarray, sequence_tokens: np.ndarray, batch: int, drawn: i
 
 
 def deal(tokens: np.ndarray, micro_batch_size: int, data_ranks: int) -> list[list[np.ndarray]]:
-    """Which sequences of a global batch go where: result[rank][j] is micro-batch j of that rank (positions).
+    """Deal a global batch to the data ranks: result[rank][j] are the sequences of its micro-batch j.
 
-    The rule: sort by length, longest first (what needs the most memory comes first; equal ones stay in
-    order); cut into micro-batches; deal these round the ranks, forth and back (0 1 2, 2 1 0, ...), so that
-    the ranks' micro-batches of one moment are about equally long, and so are their sums.
+    `tokens` are the lengths of the sequences, which are named by their index in it. Sort by length, longest
+    first (so that the micro-batch with the most memory comes first; equal ones stay in order), cut into
+    micro-batches, and deal these round the ranks, forth and back (0 1 2, 2 1 0, ...). The micro-batches that
+    all ranks process at the same time are then about equally long, and so are the ranks' sums.
     """
     order = np.argsort(-np.asarray(tokens), kind="stable")
     rounds = order.reshape(-1, data_ranks, micro_batch_size)
@@ -200,13 +202,15 @@ def deal(tokens: np.ndarray, micro_batch_size: int, data_ranks: int) -> list[lis
 
 
 def micro_batch(rows: Sequence[Sequence[np.ndarray]], width: int = 0, multiple: int = 1) -> MicroBatch:
-    """Rows of documents (stored tokens, see pack.py) as tensors as wide as the longest row and `width`."""
+    """Make tensors of rows of documents (stored tokens, see pack.py).
+
+    They are as wide as the longest row, at least `width`, and padded to a multiple of `multiple`.
+    """
     lengths = tuple(tuple(len(document) for document in row) for row in rows)
     width = max(width, *(sum(row) for row in lengths))
     width += -width % multiple
-    stored = np.zeros(
-        (len(rows), width + 1), dtype=np.uint32
-    )  # one column more: nothing follows the last token
+    # One column more than `width`: the label of the last column is "no token".
+    stored = np.zeros((len(rows), width + 1), dtype=np.uint32)
     positions = np.zeros((len(rows), width), dtype=np.int64)
     for row, documents in enumerate(rows):
         flat = np.concatenate(documents)
@@ -230,55 +234,57 @@ def micro_batch(rows: Sequence[Sequence[np.ndarray]], width: int = 0, multiple: 
 def evaluation_batches(
     dataset: Dataset, *, micro_batch_size: int, data_rank: int = 0, data_ranks: int = 1, multiple: int = 1
 ) -> Iterator[MicroBatch]:
-    """Every sequence once, longest first; micro-batch m goes to rank m % data_ranks, the last may be smaller.
+    """Yield micro-batches of every sequence once, longest first; the last micro-batch may be smaller.
 
-    All ranks get the same number of micro-batches, because sharded models gather their weights together: a
-    rank that runs short gets its last turn from the last micro-batch again with nothing labelled and counted
-    as nothing.
+    Micro-batch m goes to rank m % data_ranks. All ranks get the same number of micro-batches, because the
+    ranks of a sharded model all-gather their weights together: a rank that has none left gets the last one
+    again, with no label and counts of 0.
     """
     order = np.argsort(-dataset.sequence_tokens, kind="stable")
     cuts = [order[i : i + micro_batch_size] for i in range(0, len(order), micro_batch_size)]
-    fixed = dataset.width if dataset.packed else 0
-    for turn in range(0, len(cuts), data_ranks):
-        mine = turn + data_rank
-        picked = cuts[min(mine, len(cuts) - 1)]
-        made = micro_batch([dataset.documents(s) for s in picked], fixed, multiple)
-        yield made if mine < len(cuts) else _blank(made)
+    width = dataset.width if dataset.packed else 0
+    for first in range(0, len(cuts), data_ranks):
+        number = first + data_rank
+        picked = cuts[min(number, len(cuts) - 1)]
+        micro = micro_batch([dataset.documents(sequence) for sequence in picked], width, multiple)
+        yield micro if number < len(cuts) else _unlabelled(micro)
 
 
-def _blank(made: MicroBatch) -> MicroBatch:
-    labels = torch.full_like(made.labels, IGNORE)
-    return MicroBatch(made.input_ids, labels, made.position_ids, made.documents, tokens=0, label_tokens=0)
+def _unlabelled(micro: MicroBatch) -> MicroBatch:
+    """The same input without labels, counted as 0 tokens."""
+    return replace(micro, labels=torch.full_like(micro.labels, IGNORE), tokens=0, label_tokens=0)
 
 
 def _check_sizes(global_batch_size: int, micro_batch_size: int, data_ranks: int) -> None:
-    at_once = micro_batch_size * data_ranks
-    if global_batch_size % at_once or global_batch_size < 1:
-        below, above = global_batch_size // at_once * at_once, -(-global_batch_size // at_once) * at_once
+    """Raise UserError, with sizes that work, if the micro-batches of all data ranks can't make up a batch."""
+    unit = micro_batch_size * data_ranks  # sequences of one micro-batch on every data rank
+    if global_batch_size % unit or global_batch_size < 1:
+        below, above = global_batch_size // unit * unit, -(-global_batch_size // unit) * unit
         sizes = f"{above}" if below == 0 else f"{below} or {above}"
         per_rank, rest = divmod(global_batch_size, data_ranks)
         divisors = [size for size in range(1, min(per_rank, 64) + 1) if rest == 0 and per_rank % size == 0]
         other = f", or a micro-batch of {' or '.join(map(str, divisors))}" if divisors else ""
         raise UserError(
             f"The global batch of {global_batch_size} sequences is not a multiple of micro-batch x data "
-            f"ranks = {micro_batch_size} x {data_ranks} = {at_once}; use a global batch of {sizes}{other}."
+            f"ranks = {micro_batch_size} x {data_ranks} = {unit}; use a global batch of {sizes}{other}."
         )
 
 
 def _check_state(state: dict[str, Any], identity: dict[str, Any]) -> None:
     if state["seed"] != identity["seed"]:
         raise UserError(
-            f"The checkpoint was made with train.seed = {state['seed']}, this run has {identity['seed']}: "
-            "the order of samples would not go on. Use that seed, or start a new run in another folder."
+            f"The checkpoint was written with train.seed = {state['seed']}, this run has {identity['seed']}: "
+            "the order of samples would change. Use that seed, or start a new run in another folder."
         )
     if state["data"] != identity["data"]:
         raise UserError(
-            "The checkpoint was made with other data (rows, tokenizer, template, seq_len or packing): its "
-            "place in the data means nothing here. Use those settings, or start a new run in another folder."
+            "The checkpoint was written with other data (rows, tokenizer, template, seq_len or packing), so "
+            "its position in the data is not valid here. Use those settings, or start a new run in another "
+            "folder."
         )
 
 
 def _places(picked: Sequence[Pick], most: int = 8) -> str:
-    """The rows in which the first few sequences begin, and how many more there are."""
+    """The origins of the first `most` sequences, and the number of the others."""
     more = f" and {len(picked) - most} more" if len(picked) > most else ""
     return ", ".join(data.places(number)[0] for data, number, _ in picked[:most]) + more

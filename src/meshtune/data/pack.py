@@ -1,11 +1,11 @@
-"""Documents in flat arrays, and sequences of them.
+"""Documents in flat arrays, packed into sequences.
 
     documents  ──pack (best-fit decreasing)──>  sequences of at most seq_len tokens   (packing)
                ──one document a sequence─────>                                        (no packing)
 
-A document is never split. Every choice left open (which of two documents of one length) is made by the seed,
-so a packing is a function of the lengths, seq_len and the seed. A token is one uint32: its id, and in the top
-bit whether it is labelled, so that one memory-mapped file holds all that a micro-batch is made of.
+A document is never split. The seed decides between documents of the same length, so a packing is a function
+of the lengths, seq_len and the seed. A stored token is one uint32: its id, and in the top bit whether it is
+labelled, so that a micro-batch is read from one memory-mapped file.
 """
 
 import hashlib
@@ -20,37 +20,27 @@ LABELLED = np.uint32(1 << 31)  # the top bit of a stored token
 
 @dataclass(frozen=True)
 class Dataset:
-    """Documents and the sequences made of them; the arrays may be memory maps.
+    """Documents, and the sequences that they are packed into; the arrays may be memory maps."""
 
-    tokens     uint32 [tokens]         id | LABELLED, all documents one after the other
-    offsets    int64  [documents + 1]  document d is tokens[offsets[d] : offsets[d + 1]]
-    labels     int64  [documents]      labelled tokens of each document
-    origins    int64  [documents, 2]   number of its file in `files`, and its line there
-    members    int64  [...]            the documents of all sequences, one sequence after the other
-    starts     int64  [sequences + 1]  sequence s is made of members[starts[s] : starts[s + 1]]
-
-    `digest` names the content (tokens and sequences): two data sets of one digest give the same batches.
-    """
-
-    tokens: np.ndarray
-    offsets: np.ndarray
-    labels: np.ndarray
-    origins: np.ndarray
+    tokens: np.ndarray  # uint32 [tokens]: id | LABELLED, all documents one after the other
+    offsets: np.ndarray  # int64 [documents + 1]: document d is tokens[offsets[d] : offsets[d + 1]]
+    labels: np.ndarray  # int64 [documents]: labelled tokens of each document
+    origins: np.ndarray  # int64 [documents, 2]: index of its file in `files`, and its line there
     files: tuple[str, ...]
-    members: np.ndarray
-    starts: np.ndarray
-    seq_len: int
+    members: np.ndarray  # int64 [...]: the documents of all sequences, one sequence after the other
+    starts: np.ndarray  # int64 [sequences + 1]: sequence s is members[starts[s] : starts[s + 1]]
+    seq_len: int  # most tokens of a sequence
     packed: bool
-    digest: str
+    digest: str  # of tokens and sequences: data sets with the same digest give the same batches
 
     @cached_property
     def sequence_tokens(self) -> np.ndarray:
-        """int64 [sequences]: known without reading a token, so every rank knows the global batch's counts."""
+        """Tokens of each sequence, int64 [sequences], known on every rank without reading a token."""
         return _sums(np.diff(self.offsets)[self.members], self.starts)
 
     @cached_property
     def sequence_labels(self) -> np.ndarray:
-        """int64 [sequences]: labelled tokens of each sequence."""
+        """Labelled tokens of each sequence, int64 [sequences]."""
         return _sums(np.asarray(self.labels)[self.members], self.starts)
 
     def __len__(self) -> int:
@@ -59,7 +49,7 @@ class Dataset:
 
     @property
     def token_count(self) -> int:
-        """Real tokens of one pass."""
+        """Tokens of one pass, without padding."""
         return int(self.sequence_tokens.sum())
 
     @property
@@ -69,12 +59,12 @@ class Dataset:
 
     @property
     def width(self) -> int:
-        """Tokens of the longest sequence; packed micro-batches all have this width: shapes never change."""
+        """Tokens of the longest sequence: the width of all packed micro-batches, so shapes never change."""
         return int(self.sequence_tokens.max(initial=0))
 
     @property
     def efficiency(self) -> float:
-        """Share of real tokens when every sequence is as wide as `width`."""
+        """Share of tokens that are not padding, when every sequence is padded to `width`."""
         return self.token_count / max(1, len(self) * self.width)
 
     def documents(self, sequence: int) -> list[np.ndarray]:
@@ -84,29 +74,32 @@ class Dataset:
         return [self.tokens[begin:end] for begin, end in zip(begins, ends, strict=True)]
 
     def places(self, sequence: int) -> list[str]:
-        """Where the documents of one sequence came from, as file:line."""
+        """The origins of one sequence's documents, as file:line."""
         members = self.members[self.starts[sequence] : self.starts[sequence + 1]]
         return [f"{self.files[file]}:{line}" for file, line in self.origins[members].tolist()]
 
 
 def pack(lengths: np.ndarray, seq_len: int, seed: int, *key: int) -> tuple[np.ndarray, np.ndarray]:
-    """Best-fit decreasing: longest document first, each into the fullest sequence that still has room for it.
+    """Pack documents into sequences by best-fit decreasing; return (members, starts) as in `Dataset`.
 
-    `lengths` int [documents], each from 1 to `seq_len`. Returns (members, starts) as in `Dataset`: positions
-    in `lengths`. Documents of one length are placed together: best fit puts them into the sequence with the
-    least room r >= length until r // length of them are in, which leaves the least room again; so whole
-    groups of (length, room) go in one step, and a million documents take a second or three. The bound of
-    best-fit decreasing is 11/9 of the optimum (Johnson 1973); on many short documents it is nearly 1.
+    The longest document goes first, each into the fullest sequence that still has room for it. `lengths`:
+    int [documents], tokens, each from 1 to `seq_len`; `members` are indices into it. `seed` and `key` decide
+    which of two equally long documents goes first.
+
+    Documents of the same length are placed together: best fit puts them into the sequence with the least room
+    r >= length until r // length of them are in, which leaves the least room again. So a whole group of
+    (length, room) is one step, and a million documents take one to three seconds. Best-fit decreasing needs
+    at most 11/9 of the optimum's sequences (Johnson 1973), and nearly the optimum with many short documents.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     assert len(lengths) == 0 or 0 < lengths.min() <= lengths.max() <= seq_len, "documents must fit"
-    mixed = permutation(len(lengths), "pack", seed, *key)  # which of two equally long documents goes first
-    mixed = mixed[np.argsort(-lengths[mixed], kind="stable")]
-    ends = np.flatnonzero(np.diff(lengths[mixed], append=0)) + 1  # where each run of equal lengths ends
+    order = permutation(len(lengths), "pack", seed, *key)
+    order = order[np.argsort(-lengths[order], kind="stable")]  # longest first, equal ones by the seed
+    ends = np.flatnonzero(np.diff(lengths[order], append=0)) + 1  # where each run of equal lengths ends
 
-    home = np.empty(len(lengths), dtype=np.int64)  # the sequence of each document
-    opened = 0
-    free: dict[int, list[np.ndarray]] = {}  # room left -> the sequences that have it
+    sequence_of = np.empty(len(lengths), dtype=np.int64)  # of each document
+    opened = 0  # sequences so far
+    free: dict[int, list[np.ndarray]] = {}  # room left, in tokens -> the sequences that have it
     rooms = 0  # bit r is set when free[r] is not empty: the least room >= length is one shift away
 
     def put_back(room: int, sequences: np.ndarray) -> None:
@@ -117,7 +110,7 @@ def pack(lengths: np.ndarray, seq_len: int, seed: int, *key: int) -> tuple[np.nd
 
     begin = 0
     for end in ends.tolist():
-        length = int(lengths[mixed[begin]])
+        length = int(lengths[order[begin]])
         while begin < end:
             fitting = rooms >> length
             if fitting:
@@ -128,17 +121,17 @@ def pack(lengths: np.ndarray, seq_len: int, seed: int, *key: int) -> tuple[np.nd
                 room = seq_len
                 sequences = opened + np.arange(-(-(end - begin) // (seq_len // length)))
                 opened += len(sequences)
-            each = room // length
-            used = min(len(sequences), -(-(end - begin) // each))
-            placed = min(end - begin, used * each)
-            home[mixed[begin : begin + placed]] = np.repeat(sequences[:used], each)[:placed]
+            fit = room // length  # documents of this length that fit into each of `sequences`
+            used = min(len(sequences), -(-(end - begin) // fit))
+            placed = min(end - begin, used * fit)
+            sequence_of[order[begin : begin + placed]] = np.repeat(sequences[:used], fit)[:placed]
             begin += placed
-            last = placed - (used - 1) * each  # documents in the last of them, which may have room for more
-            put_back(room - each * length, sequences[: used - 1])
+            last = placed - (used - 1) * fit  # documents in the last of them, which may have room for more
+            put_back(room - fit * length, sequences[: used - 1])
             put_back(room - last * length, sequences[used - 1 : used])
             put_back(room, sequences[used:])
-    members = np.argsort(home, kind="stable")
-    return members, np.searchsorted(home[members], np.arange(opened + 1)).astype(np.int64)
+    members = np.argsort(sequence_of, kind="stable")
+    return members, np.searchsorted(sequence_of[members], np.arange(opened + 1)).astype(np.int64)
 
 
 def singles(documents: int) -> tuple[np.ndarray, np.ndarray]:
@@ -147,23 +140,23 @@ def singles(documents: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def permutation(size: int, purpose: str, *key: int) -> np.ndarray:
-    """A random order that depends on size, purpose and key alone, on every machine and numpy version.
+    """A random order of range(size), the same for a purpose and key on every machine and numpy version.
 
-    numpy promises the bits of Philox to stay, but not what `Generator.permutation` makes of them, so the
-    order is that of the bits themselves.
+    numpy guarantees the bits of Philox but not the result of `Generator.permutation`, so the order is that of
+    sorted random bits.
     """
     return np.argsort(random_bits(size, purpose, *key), kind="stable")
 
 
 def random_bits(size: int, purpose: str, *key: int) -> np.ndarray:
-    """uint64 [size], a function of purpose and key alone."""
+    """Random bits, uint64 [size]: a function of purpose and key alone."""
     name = "/".join((purpose, *map(str, key))).encode()
     philox = np.random.Philox(key=int.from_bytes(hashlib.blake2b(name, digest_size=16).digest(), "little"))
     return philox.random_raw(size).astype(np.uint64)
 
 
 def stored(ids: np.ndarray, labelled: np.ndarray) -> np.ndarray:
-    """Tokens as `Dataset.tokens` keeps them; ids and labelled have one shape."""
+    """Tokens as in `Dataset.tokens`; `ids` and `labelled` have the same shape."""
     return ids.astype(np.uint32) | np.where(labelled, LABELLED, np.uint32(0))
 
 
@@ -177,7 +170,7 @@ def in_memory(
     origins: np.ndarray | None = None,
     files: tuple[str, ...] = ("memory",),
 ) -> Dataset:
-    """A Dataset of (ids, labelled) pairs, such as one window of a stream."""
+    """A Dataset of (ids, labelled) pairs, such as a stream's window; `members` and `starts` as in `pack`."""
     lengths = np.array([len(ids) for ids, _ in documents], dtype=np.int64)
     if origins is None:
         origins = np.stack([np.zeros_like(lengths), np.arange(1, len(lengths) + 1)], axis=1)

@@ -1,15 +1,15 @@
-"""Sources -> tokenised, packed data on disk, made once and memory-mapped by every process after that.
+"""Sources to tokenised, packed data on disk, written once and memory-mapped by every process.
 
     read ─1000 rows─> encode ──> overlong? labelled? ──> tokens.npy    (streams through: memory is bounded)
                                                             │ lengths
                              eval_split, weights, packing <─┘ ──> members and starts of train and eval
 
-The folder's name is the fingerprint of everything that decides its content. It is written beside under
-another name, flushed to the disk and renamed, so it is whole or absent: of two processes that make it at
-once, one wins and the other takes what the winner made. A lock lets the second wait instead of doing the work
-twice; where a file system has no locks, only that is lost. manifest.json holds the size of each file and the
-figures that are shown; a folder that does not match its manifest is removed and made again. No file here can
-hold code: arrays load with allow_pickle=False.
+The cache folder is named by the fingerprint of everything that decides its content. It is written beside
+under another name, flushed to disk and renamed, so it is whole or absent: of two processes that write it at
+the same time, one wins and the other uses the winner's. A lock lets the second wait instead of doing the work
+twice; without locks (some network file systems) the result is the same. manifest.json holds the size of each
+file and the figures that are shown; a folder that does not match its manifest is removed and written again.
+No file here can hold code: arrays load with allow_pickle=False.
 """
 
 import fcntl
@@ -23,13 +23,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshtune.data.documents import ROWS_AT_ONCE, SHOWN, Overlong, Tally, Usable, usable
+from meshtune.data.documents import ROWS_AT_ONCE, Overlong, Tally, Usable, usable
+from meshtune.data.example import SHOWN, OnBadRow, Source
 from meshtune.data.pack import Dataset, pack, permutation, singles, stored
-from meshtune.data.source import Source, fingerprint, read
+from meshtune.data.readers import fingerprint, read
 from meshtune.data.stream import Stream
 from meshtune.errors import UserError
 from meshtune.rundir import flush
@@ -37,17 +38,17 @@ from meshtune.rundir import flush
 if TYPE_CHECKING:
     from meshtune.data.template import Encoder
 
-CACHE_VERSION = 1  # of the files' format and of everything here that decides their content
-STALE_SECONDS = 24 * 3600  # a folder being written for longer than this was left behind by a killed process
+CACHE_VERSION = 1  # raise it when the files' format or the code that decides their content changes
+STALE_SECONDS = 24 * 3600  # age at which an unfinished folder must be that of a killed process
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare` returns; `stats` is JSON-able: `sentences` says it."""
+    """Training data, held-out data and their figures."""
 
     train: Dataset | Stream
     eval: Dataset | None
-    stats: dict[str, Any]
+    stats: dict[str, Any]  # JSON-able; `sentences` writes it as text
 
 
 def prepare(
@@ -60,56 +61,71 @@ def prepare(
     seed: int = 0,
     eval_split: float = 0,
     eval_sources: Sequence[Source] = (),
-    on_bad_row: Literal["error", "skip"] = "error",
+    on_bad_row: OnBadRow = "error",
     cache_dir: str | Path,
     streaming: bool = False,
 ) -> Prepared:
-    """Training and held-out data from the cache, made first if it is not there.
+    """Training and held-out data from the cache, which is written first where it is missing.
 
-    `eval_split` below 1 is a fraction of the training documents, else how many; they are taken by the seed
-    and are not trained on. `eval_sources` are held-out data of their own. A source of weight w is passed
-    through w times an epoch (the fraction of a pass is a part fixed by the seed). With `streaming` the
-    training data is a Stream, and only `eval_sources` are put on the disk. Raises UserError for bad rows and
-    settings, overlong documents under overlong="error", a cache folder that cannot be written, and when
-    nothing is left.
+    `eval_split` is the fraction of the training documents that is held out if below 1, else their number; the
+    seed chooses them. `eval_sources` are held-out data of their own. A source of weight w is passed through w
+    times per epoch (a fraction of a pass reads a part fixed by the seed). `overlong` is what happens to
+    documents longer than `seq_len` tokens. With `streaming` the training data is a Stream, and only
+    `eval_sources` go to disk. Raises UserError for bad rows and settings, overlong documents under
+    overlong="error", a cache folder that can't be written, and if no document is left.
     """
     _check_settings(sources, eval_split, eval_sources, seq_len, streaming)
-    if streaming:
-        stream = Stream(tuple(sources), encoder, seq_len, packing, overlong, seed, on_bad_row)
-        stats = Tally().values() | {"seq_len": seq_len, "train": None, "eval": None}
-        if not eval_sources:
-            return Prepared(stream, None, stats)
-        held_out = prepare(
-            eval_sources,
-            encoder,
-            seq_len=seq_len,
-            packing=packing,
-            overlong=overlong,
-            seed=seed,
-            on_bad_row=on_bad_row,
-            cache_dir=cache_dir,
-        )
-        assert isinstance(held_out.train, Dataset)
-        return Prepared(stream, held_out.train, stats | {"eval": held_out.stats["train"]})
+    build = _Build(encoder, seq_len, packing, overlong, seed, eval_split, on_bad_row)
+    if not streaming:
+        return _cached(build, sources, eval_sources, Path(cache_dir).expanduser())
+    stream = Stream(tuple(sources), encoder, seq_len, packing, overlong, seed, on_bad_row)
+    stats = _stats(Tally(), build, {})
+    if not eval_sources:
+        return Prepared(stream, None, stats)
+    held_out = prepare(
+        eval_sources, encoder, seq_len=seq_len, packing=packing, overlong=overlong, seed=seed,
+        on_bad_row=on_bad_row, cache_dir=cache_dir,
+    )  # fmt: skip
+    assert isinstance(held_out.train, Dataset)
+    return Prepared(stream, held_out.train, stats | {"eval": held_out.stats["train"]})
+
+
+@dataclass(frozen=True)
+class _Build:
+    """The settings of `prepare` that decide a cache's content."""
+
+    encoder: "Encoder"
+    seq_len: int
+    packing: bool
+    overlong: Overlong
+    seed: int
+    eval_split: float
+    on_bad_row: OnBadRow
+
+
+def _cached(
+    build: _Build, sources: Sequence[Source], eval_sources: Sequence[Source], cache_dir: Path
+) -> Prepared:
+    """Open the cache of these sources, after writing it where it is missing or damaged."""
+    settings = [build.seq_len, build.packing, build.overlong, build.seed, build.eval_split, build.on_bad_row]
     recipe = {
         "version": CACHE_VERSION,
         "sources": [_identity(source) for source in sources],
         "eval_sources": [_identity(source) for source in eval_sources],
-        "encoder": encoder.fingerprint,
-        "settings": [seq_len, packing, overlong, seed, eval_split, on_bad_row],
+        "encoder": build.encoder.fingerprint,
+        "settings": settings,
     }
     key = hashlib.blake2b(json.dumps(recipe, sort_keys=True).encode(), digest_size=16).hexdigest()
-    folder = Path(cache_dir).expanduser() / key
-    started = time.perf_counter()
+    folder = cache_dir / key
+    started, state = time.perf_counter(), "found"
     prepared = _open(folder)
     if prepared is None:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with _lock(folder):
-                prepared = _open(folder)  # made by the process that held the lock before
+                prepared = _open(folder)  # another process may have written it while this one waited
                 if prepared is None:
                     _discard(folder)
-                    build = _Build(encoder, seq_len, packing, overlong, seed, eval_split, on_bad_row)
                     _make(folder, build, sources, eval_sources)
                     prepared = _open(folder)
         except OSError as error:
@@ -120,15 +136,13 @@ def prepare(
                 "there, or name another folder by data.cache."
             ) from error
         assert prepared is not None, "a cache that was just written must open"
-        prepared.stats["cache"] = "made"
-    else:
-        prepared.stats["cache"] = "found"
-    prepared.stats["seconds"] = time.perf_counter() - started
+        state = "made"
+    prepared.stats.update(cache=state, seconds=time.perf_counter() - started)
     return prepared
 
 
 def sentences(stats: dict[str, Any]) -> list[str]:
-    """What happened to the data, as lines for the log: nothing is cut or left out without being said."""
+    """Lines for the log: size, labels and packing of the data, and every document or row cut or dropped."""
     lines = []
     for name in ("train", "eval"):
         part = stats[name]
@@ -136,9 +150,9 @@ def sentences(stats: dict[str, Any]) -> list[str]:
             how = (
                 f"packed into {part['sequences']:,} sequences of {stats['seq_len']:,}"
                 if part["packed"]
-                else "one a sequence"
+                else "one per sequence"
             )
-            full = f", {part['efficiency']:.1%} of their tokens real" if part["packed"] else ""
+            full = f", {part['efficiency']:.1%} full" if part["packed"] else ""
             lines.append(
                 f"{name}: {part['documents']:,} documents, {part['tokens']:,} tokens, "
                 f"{part['label_tokens'] / part['tokens']:.1%} labelled; {how}{full}"
@@ -150,30 +164,17 @@ def sentences(stats: dict[str, Any]) -> list[str]:
             f"{cut['tokens']:,} tokens ({cut['label_tokens']:,} of them labelled)"
         )
     for reason, lost in stats["dropped"].items():
-        lines.append(f"left out, {reason}: {lost['documents']:,} documents ({lost['tokens']:,} tokens)")
+        lines.append(f"dropped, {reason}: {lost['documents']:,} documents ({lost['tokens']:,} tokens)")
     for reason, rows in stats["bad_rows"].items():
         lines.append(f"bad rows skipped, {reason}: {rows:,}")
     return lines
 
 
-@dataclass(frozen=True)
-class _Build:
-    """How the data is made; the settings of `prepare`."""
-
-    encoder: "Encoder"
-    seq_len: int
-    packing: bool
-    overlong: Overlong
-    seed: int
-    eval_split: float
-    on_bad_row: Literal["error", "skip"]
-
-
 def _make(folder: Path, build: _Build, sources: Sequence[Source], eval_sources: Sequence[Source]) -> None:
-    """Write the folder beside, flush it and rename it; another process's finished one stays as it is."""
-    for left in folder.parent.glob(f".{folder.name}.*"):
-        if left.is_dir() and time.time() - left.stat().st_mtime > STALE_SECONDS:
-            shutil.rmtree(left, ignore_errors=True)
+    """Write the folder under another name, flush it and rename it; another process may finish first."""
+    for unfinished in folder.parent.glob(f".{folder.name}.*"):
+        if unfinished.is_dir() and time.time() - unfinished.stat().st_mtime > STALE_SECONDS:
+            shutil.rmtree(unfinished, ignore_errors=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         _write(aside, build, sources, eval_sources)
@@ -184,30 +185,31 @@ def _make(folder: Path, build: _Build, sources: Sequence[Source], eval_sources: 
         except OSError:
             if not folder.is_dir():
                 raise
-            return  # made by another process meanwhile, from the same recipe
+            return  # another process has written it meanwhile, from the same recipe
         flush(folder.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
 def _write(aside: Path, build: _Build, sources: Sequence[Source], eval_sources: Sequence[Source]) -> None:
+    """Encode, split and pack the sources into the arrays and the manifest of the folder `aside`."""
     tally = Tally()
-    files: dict[str, int] = {}
-    lengths, labels, origins, source_of = [], [], [], []
+    files: dict[str, int] = {}  # file -> its index in Dataset.files
+    lengths, labels, origins, source_of = [], [], [], []  # per document, a batch of documents at a time
     with _Array(aside / "tokens.npy", np.dtype(np.uint32)) as tokens:
         for number, source in enumerate([*sources, *eval_sources]):
             for batch in _documents(source, build, tally):
                 tokens.append(np.concatenate([stored(ids, labelled) for _, ids, labelled in batch]))
                 lengths.append(np.array([len(ids) for _, ids, _ in batch], dtype=np.int64))
                 labels.append(np.array([labelled.sum() for *_, labelled in batch], dtype=np.int64))
-                places = [(files.setdefault(o.file, len(files)), o.line) for o, *_ in batch]
+                places = [(files.setdefault(at.file, len(files)), at.line) for at, *_ in batch]
                 origins.append(np.array(places, dtype=np.int64))
                 source_of.append(np.full(len(batch), number))
     if tally.overlong:
         raise UserError([*tally.overlong, "Raise data.seq_len, or set data.overlong to cut or drop."])
     if not lengths:
         raise UserError(["No document is left to train on.", *sentences(_stats(tally, build, {}))])
-    length, label, source_number = (np.concatenate(parts) for parts in (lengths, labels, source_of))
+    length, label, source_number = (np.concatenate(batches) for batches in (lengths, labels, source_of))
     offsets = np.concatenate([[0], np.cumsum(length)])
     for name, array in (("offsets", offsets), ("labels", label), ("origins", np.concatenate(origins))):
         np.save(aside / f"{name}.npy", array, allow_pickle=False)
@@ -240,7 +242,7 @@ def _write(aside: Path, build: _Build, sources: Sequence[Source], eval_sources: 
 
 
 def _documents(source: Source, build: _Build, tally: Tally) -> Iterator[list[Usable]]:
-    """The source's usable documents, some at a time."""
+    """Yield the source's usable documents, a batch at a time; stop after SHOWN overlong ones."""
     examples = read(
         source,
         on_bad_row=build.on_bad_row,
@@ -256,7 +258,10 @@ def _documents(source: Source, build: _Build, tally: Tally) -> Iterator[list[Usa
 
 
 def _split(source_number: np.ndarray, sources: int, build: _Build) -> tuple[np.ndarray, np.ndarray]:
-    """(documents to train on, documents held out), each in the order they were read."""
+    """Indices of the documents to train on and of those held out, each in the order they were read.
+
+    `source_number` int [documents]; the first `sources` of them are training sources.
+    """
     candidates = np.flatnonzero(source_number < sources)
     held_out = np.flatnonzero(source_number >= sources)
     if build.eval_split:
@@ -276,17 +281,22 @@ def _split(source_number: np.ndarray, sources: int, build: _Build) -> tuple[np.n
 def _passes(
     documents: np.ndarray, source_number: np.ndarray, weights: Sequence[float], seed: int
 ) -> Iterator[np.ndarray]:
-    """The documents of each pass of an epoch: the sources whose weight is more than the passes before it."""
+    """Yield the documents of each pass of an epoch, from the sources whose weight exceeds the passes so far.
+
+    `documents` are indices into `source_number`, whose values are indices into `weights`. The rest of a
+    weight below one pass takes that fraction of the source's documents, chosen by the seed.
+    """
     remaining = dict(enumerate(weights))
     while any(weight > 0 for weight in remaining.values()):
         chosen = [documents[:0]]
         for source, weight in remaining.items():
-            own = documents[source_number[documents] == source]
+            candidates = documents[source_number[documents] == source]
             if weight >= 1:
-                chosen.append(own)
+                chosen.append(candidates)
             elif weight > 0:
-                part = permutation(len(own), "weight", seed, source)[: max(1, round(weight * len(own)))]
-                chosen.append(own[np.sort(part)])
+                count = max(1, round(weight * len(candidates)))
+                part = permutation(len(candidates), "weight", seed, source)[:count]
+                chosen.append(candidates[np.sort(part)])
             remaining[source] = weight - 1
         yield np.concatenate(chosen)
 
@@ -294,7 +304,10 @@ def _passes(
 def _sequences(
     rounds: Sequence[np.ndarray], lengths: np.ndarray, build: _Build
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(members, starts); each pass is packed by itself, so that a document and its copy never share one."""
+    """Pack each pass in `rounds` by itself, so that a document and its copy never share a sequence.
+
+    Returns (members, starts) of all passes; `lengths` in tokens, of all documents.
+    """
     members, starts = [], [np.zeros(1, dtype=np.int64)]
     for turn, documents in enumerate(rounds):
         if build.packing:
@@ -307,19 +320,18 @@ def _sequences(
 
 
 def _stats(tally: Tally, build: _Build, parts: dict[str, Any]) -> dict[str, Any]:
+    """`Prepared.stats` without cache and seconds; `parts` has the figures of train and eval."""
     return tally.values() | {"seq_len": build.seq_len, "train": parts.get("train"), "eval": parts.get("eval")}
 
 
 def _open(folder: Path) -> Prepared | None:
-    """The cache, or None when it is absent or damaged: a file is missing or not of the size written."""
+    """The cache, None if it is absent or damaged (a file is missing or has another size than was written)."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         if any((folder / name).stat().st_size != size for name, size in manifest["sizes"].items()):
             return None
         arrays = {
-            name.removesuffix(".npy"): np.load(folder / name, mmap_mode="r", allow_pickle=False).view(
-                np.ndarray
-            )
+            Path(name).stem: np.load(folder / name, mmap_mode="r", allow_pickle=False).view(np.ndarray)
             for name in manifest["sizes"]
         }
         stats = manifest["stats"]
@@ -346,15 +358,15 @@ def _open(folder: Path) -> Prepared | None:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Hold folder's lock file; the system releases it when the process dies."""
+    """Hold the lock file of `folder`; the system releases it when the process dies."""
     with (folder.parent / f".{folder.name}.lock").open("wb") as file:
-        with suppress(OSError):  # a network file system without locks: the rename is what keeps it whole
+        with suppress(OSError):  # no locks on some network file systems; the rename keeps the folder whole
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _discard(folder: Path) -> None:
-    """Remove a damaged folder: renamed first, so that a process never opens one that is half gone."""
+    """Remove a damaged folder; it is renamed first, so that no process opens a half removed one."""
     if folder.exists():
         away = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         folder.rename(away / "damaged")
@@ -362,7 +374,7 @@ def _discard(folder: Path) -> None:
 
 
 class _Array:
-    """An .npy file of one dimension that grows: numpy pads the header, so the final size can be filled in."""
+    """A one-dimensional .npy file that grows: numpy pads the header, so the final size fits into it later."""
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
         self._file = path.open("wb")
@@ -414,6 +426,7 @@ def _check_settings(
     seq_len: int,
     streaming: bool,
 ) -> None:
+    """Raise UserError with every setting of `prepare` that is invalid by itself or beside another."""
     problems = [f"{s.path}: weight {s.weight:g} must be above 0." for s in sources if s.weight <= 0]
     if not sources:
         problems.append("There is no training data: name a file, a folder or a hub data set in data.train.")
@@ -425,10 +438,10 @@ def _check_settings(
         )
     if eval_split and streaming:
         problems.append(
-            f"data.eval_split = {eval_split:g} needs all documents, and data.streaming never knows them; "
-            "give data.eval."
+            f"data.eval_split = {eval_split:g} needs the number of documents, which data.streaming does not "
+            "know; give data.eval."
         )
     if seq_len < 2:
-        problems.append(f"data.seq_len = {seq_len} must be at least 2: one token, and one that it predicts.")
+        problems.append(f"data.seq_len = {seq_len} must be at least 2: a token, and the next as its label.")
     if problems:
         raise UserError(problems)

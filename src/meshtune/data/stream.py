@@ -1,14 +1,13 @@
-"""Data that is tokenised and packed while it is read, for what does not fit on the disk.
+"""Data that is tokenised and packed while it is read, for data that does not fit on the disk.
 
     source 1 ─┐
     source 2 ─┼─ window: some documents of each, by weight ──pack──> sequences, shuffled inside it ──> Loader
-    source 3 ─┘     (the next one is made in a thread meanwhile)
+    source 3 ─┘     (a thread prepares the next window meanwhile)
 
-A window starts at a row of each source; that is its whole state, so going on reads one window again and
-nothing before it. Every rank reads the same windows, and so knows every count of the global batch; what it
-pays for that is the tokenising of all ranks' rows. A source that ends begins again. A weight says how many
-rows of a source come in proportion to the others', not how many passes, since nobody knows how long a stream
-is.
+A window starts at a row of each source. These rows are the whole state, so resuming reads one window again
+and nothing before it. Every rank reads the same windows and so knows the token counts of the global batch;
+the price is that each rank tokenises the rows of all ranks. A source that ends starts again. Weights are
+proportions of rows, not numbers of passes, since the length of a stream is unknown.
 """
 
 import hashlib
@@ -17,28 +16,29 @@ from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from meshtune.data.documents import ROWS_AT_ONCE, Overlong, Tally, Usable, usable
+from meshtune.data.example import Example, OnBadRow, Source
 from meshtune.data.pack import Dataset, in_memory, pack, singles
-from meshtune.data.source import Example, Source, read
+from meshtune.data.readers import read
 from meshtune.errors import UserError
 
 if TYPE_CHECKING:
     from meshtune.data.template import Encoder
 
-Place = dict[
-    str, list[int]
-]  # rows: next row of each source; passes: its ended ones; taken: its examples so far
+# A position in the stream, with one number per source. rows: its next row; passes: its passes that have
+# ended; taken: its examples so far.
+Place = dict[str, list[int]]
 
-Readers = dict[int, Iterator[tuple[Example, bool]]]  # an open source, and whether an example is its last
+Readers = dict[int, Iterator[tuple[Example, bool]]]  # open sources: (example, is it the last one of a pass?)
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Sources, and how their documents are made; settings as in `prepare`. `tally` counts as it goes on."""
+    """Sources and the settings with which `prepare` would make documents of them."""
 
     sources: tuple[Source, ...]
     encoder: "Encoder"
@@ -46,15 +46,15 @@ class Stream:
     packed: bool
     overlong: Overlong
     seed: int
-    on_bad_row: Literal["error", "skip"]
-    window: int = 2000  # examples
-    tally: Tally = field(default_factory=Tally, compare=False)
+    on_bad_row: OnBadRow
+    window: int = 2000  # examples, of all sources together
+    tally: Tally = field(default_factory=Tally, compare=False)  # grows while windows are read
 
     @property
     def digest(self) -> str:
-        """Names the stream that a state belongs to; not its rows, which nobody knows beforehand."""
+        """Digest of the sources' names and the settings, to recognise a state; the rows are not in it."""
         recipe = [
-            [(s.path, s.split, s.format, s.weight, s.columns) for s in self.sources],
+            [(src.path, src.split, src.format, src.weight, src.columns) for src in self.sources],
             [
                 self.encoder.fingerprint,
                 self.seq_len,
@@ -68,7 +68,7 @@ class Stream:
 
     @property
     def width(self) -> int:
-        """Every packed sequence is made this wide, so that shapes never change."""
+        """Tokens to which packed sequences are padded, so that shapes never change."""
         return self.seq_len
 
     def start(self) -> Place:
@@ -77,21 +77,22 @@ class Stream:
         return {"rows": nothing, "passes": nothing, "taken": nothing}
 
     def windows(self, place: Place) -> Generator[tuple[Dataset, Place, Place], None, None]:
-        """Windows without end from `place` on: (its sequences, its place, the place after it).
+        """Yield windows without end from `place` on: (sequences, the window's place, the place after it).
 
-        Raises UserError for bad rows and overlong documents that are errors, and when a whole pass gives no
-        document.
+        Raises UserError for bad rows and overlong documents where they are errors, and if a whole pass gives
+        no document.
         """
         readers: Readers = {}
         with ThreadPoolExecutor(max_workers=1) as thread:
-            coming = thread.submit(self._window, place, readers)
+            following = thread.submit(self._window, place, readers)
             while True:
-                dataset, after = coming.result()
-                coming = thread.submit(self._window, after, readers)
+                dataset, after = following.result()
+                following = thread.submit(self._window, after, readers)
                 yield dataset, place, after
                 place = after
 
     def _window(self, place: Place, readers: Readers) -> tuple[Dataset, Place]:
+        """The window at `place` and the place after it; rows without a usable document are passed over."""
         documents: list[Usable] = []
         after = place
         while not documents:
@@ -103,7 +104,7 @@ class Stream:
         return self._pack(documents, place), after
 
     def _documents(self, place: Place, readers: Readers) -> tuple[list[Usable], Place]:
-        """A window's usable documents, and the place after it; an ended source begins again in the next."""
+        """A window's usable documents and the place after it; a source that ended starts again next."""
         rows, passes, taken = (list(place[name]) for name in ("rows", "passes", "taken"))
         total, weight = sum(taken) + self.window, sum(source.weight for source in self.sources)
         documents: list[Usable] = []
@@ -120,9 +121,9 @@ class Stream:
             else:
                 rows[number] = examples[-1].origin.row + 1
             for begin in range(0, len(examples), ROWS_AT_ONCE):
-                some = examples[begin : begin + ROWS_AT_ONCE]
+                batch = examples[begin : begin + ROWS_AT_ONCE]
                 documents += usable(
-                    some, self.encoder, seq_len=self.seq_len, overlong=self.overlong, tally=self.tally
+                    batch, self.encoder, seq_len=self.seq_len, overlong=self.overlong, tally=self.tally
                 )
         if self.tally.overlong:
             raise UserError(
@@ -160,7 +161,7 @@ class Stream:
 
 
 def with_last(examples: Iterator[Example]) -> Iterator[tuple[Example, bool]]:
-    """Each example, and whether it is the last one: a pass ends with its last example, not after it."""
+    """Yield (example, is it the last one?): a pass ends with its last example, not after it."""
     ahead = next(examples, None)
     while ahead is not None:
         example, ahead = ahead, next(examples, None)

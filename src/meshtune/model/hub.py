@@ -1,4 +1,4 @@
-"""Names of models: what is here, what the Hugging Face hub has, and what its refusals mean. Without torch."""
+"""Names of models: local paths or ids of the Hugging Face hub, and the hub's errors. Without torch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,10 @@ from meshtune.errors import UserError
 
 
 def local(name: str) -> Path | None:
-    """The folder or file called `name`; None where it may be an id of the hub, UserError where it can't."""
+    """Return the local path `name` if it exists; None if it may be an id of the hub.
+
+    Raises UserError for a name that can be neither.
+    """
     path = Path(name).expanduser()
     if path.exists():
         return path
@@ -19,7 +22,7 @@ def local(name: str) -> Path | None:
 
 @contextmanager
 def asking(name: str, revision: str | None = None) -> Iterator[None]:
-    """Where the hub refuses a file of `name`, or can't be reached: a UserError that says what to do."""
+    """Turn the hub's errors about the model `name` into UserErrors that name the remedy."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,

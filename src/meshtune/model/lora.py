@@ -1,10 +1,10 @@
 """LoRA: a low-rank addition beside linear layers that stay as they are (Hu et al. 2021, arXiv:2106.09685).
 
-    y = W x + b + (alpha / r) · B A dropout(x)    A [r, in] drawn, B [out, r] zero: no change at first
+    y = W x + b + (alpha / r) · B A dropout(x)    A [r, in] random, B [out, r] zero: no change at first
 
-The layer keeps its name, its class's behaviour and its own parameters; it gains `lora_A` and `lora_B`, so
-that checkpoints, sharding and tensor-parallel plans still find `…q_proj.weight`. Only the adapters are
-trainable. The arithmetic (dtypes, order, initialisation) is peft's, and so the results are equal.
+The layer keeps its name, the behaviour of its class and its own parameters; it gains `lora_A` and `lora_B`,
+so that checkpoints, sharding and tensor-parallel plans still find `…q_proj.weight`. Only the adapters are
+trainable. The arithmetic (dtypes, order, initialisation) is peft's, so the results are equal.
 """
 
 import difflib
@@ -46,23 +46,23 @@ ADAPTED = {nn.Linear: LoraLinear, Conv1D: LoraConv1D}
 def add_lora(
     model: PreTrainedModel,
     *,
-    r: int,
+    lora_rank: int,
     alpha: float,
     dropout: float = 0.0,
     target_modules: Literal["all-linear"] | list[str] = "all-linear",
     dtype: torch.dtype | None = None,
 ) -> list[str]:
-    """Freeze `model` and put adapters beside the target linear layers; returns their names.
+    """Freeze `model` and add adapters to the target linear layers, in place; returns the layers' names.
 
-    `target_modules` are names or endings of names ("q_proj", "self_attn.o_proj"), or "all-linear": every
-    linear layer but the output head. Adapters are in `dtype`, by default at least fp32. A is drawn from
-    torch's global generator.
+    lora_rank: r above. alpha: adapters' output is scaled by alpha / r. target_modules: names or endings of
+    names ("q_proj", "self_attn.o_proj"), or "all-linear": every linear layer but the output head. dtype: of
+    the adapters; None: the weight's, but at least fp32. A is drawn from torch's global generator.
 
-    Raises UserError for r < 1, a dropout outside [0, 1), or targets that name no linear layer.
+    Raises UserError for a rank below 1, a dropout outside [0, 1), or targets that name no linear layer.
     """
     problems = []
-    if r < 1:
-        problems.append(f"lora.r={r} must be at least 1.")
+    if lora_rank < 1:
+        problems.append(f"lora.r={lora_rank} must be at least 1.")
     if not 0 <= dropout < 1:
         problems.append(f"lora.dropout={dropout} must be at least 0 and below 1.")
     names, unknown = _targets(model, target_modules)
@@ -70,74 +70,79 @@ def add_lora(
         raise UserError(problems)
     model.requires_grad_(False)
     for name in names:
-        adapt(model.get_submodule(name), r, alpha, dropout, dtype)
+        adapt(model.get_submodule(name), lora_rank, alpha, dropout, dtype)
     return names
 
 
-def _targets(model: PreTrainedModel, wanted: str | list[str]) -> tuple[list[str], list[str]]:
+def _targets(model: PreTrainedModel, target_modules: str | list[str]) -> tuple[list[str], list[str]]:
+    """Return (names of the linear layers that the targets mean, in the model's order; problems)."""
     head = model.get_output_embeddings()
     linears = {name: module for name, module in model.named_modules() if type(module) in ADAPTED}
-    if wanted == "all-linear" or wanted == ["all-linear"]:
+    if target_modules == "all-linear" or target_modules == ["all-linear"]:
         return [name for name, module in linears.items() if module is not head], []
-    keys = [wanted] if isinstance(wanted, str) else wanted
-    problems, found = [], set()
-    for key in keys:
-        matches = [name for name in linears if name == key or name.endswith(f".{key}")]
+    targets = [target_modules] if isinstance(target_modules, str) else target_modules
+    problems, selected = [], set()
+    for target in targets:
+        matches = [name for name in linears if name == target or name.endswith(f".{target}")]
         if not matches:
             leaves = sorted({name.rpartition(".")[2] for name in linears})
-            near = difflib.get_close_matches(key, leaves, n=1)
+            near = difflib.get_close_matches(target, leaves, n=1)
             hint = f"; did you mean {near[0]}?" if near else "."
             problems.append(
-                f"lora.target_modules: no linear layer is called {key!r}; there are {', '.join(leaves)}{hint}"
+                f"lora.target_modules: no linear layer is called {target!r}; "
+                f"there are {', '.join(leaves)}{hint}"
             )
-        found.update(matches)
+        selected.update(matches)
     tied = head.weight is model.get_input_embeddings().weight if head is not None else False
-    if tied and any(linears[name] is head for name in found):
+    if tied and any(linears[name] is head for name in selected):
         problems.append(
             "lora.target_modules: the output head is tied to the embedding and can't be adapted by itself."
         )
-    return [name for name in linears if name in found], problems
+    return [name for name in linears if name in selected], problems
 
 
-def adapt(module: Any, r: int, alpha: float, dropout: float = 0.0, dtype: torch.dtype | None = None) -> None:
-    """Put an adapter beside one linear layer; see `add_lora`."""
+def adapt(
+    module: Any, lora_rank: int, alpha: float, dropout: float = 0.0, dtype: torch.dtype | None = None
+) -> None:
+    """Add an adapter to one linear layer, in place; the arguments are those of `add_lora`."""
     weight = module.weight
     rows, columns = weight.shape  # [out, in] of a Linear
     if ADAPTED[type(module)] is LoraConv1D:
         rows, columns = columns, rows
     dtype = dtype or (weight.dtype if weight.dtype.itemsize >= 4 else torch.float32)
-    module.lora_A = nn.Parameter(torch.empty(r, columns, dtype=dtype, device=weight.device))
-    module.lora_B = nn.Parameter(torch.zeros(rows, r, dtype=dtype, device=weight.device))
+    module.lora_A = nn.Parameter(torch.empty(lora_rank, columns, dtype=dtype, device=weight.device))
+    module.lora_B = nn.Parameter(torch.zeros(rows, lora_rank, dtype=dtype, device=weight.device))
     nn.init.kaiming_uniform_(module.lora_A, a=math.sqrt(5))
-    module.lora_scale = alpha / r
+    module.lora_scale = alpha / lora_rank
     module.lora_dropout = dropout
     # A change of class, not a patched method: deepcopy, pickling and torch.compile follow it by themselves.
     module.__class__ = ADAPTED[type(module)]
 
 
 def drawn(model: nn.Module) -> dict[str, Tensor]:
-    """What `add_lora` draws and zeroes, whole and by name, for adapters that lie on meta: the same numbers in
-    the same order, from torch's global generator.
+    """Return initial values by name for adapters on meta: lora_A random, lora_B zero; whole, on CPU.
+
+    They are those of `add_lora` on a real device: the same numbers in the same order, from torch's global
+    generator.
     """
     values: dict[str, Tensor] = {}
-    for name, layer in adapted(model).items():
+    for name, layer in lora_layers(model).items():
         values[f"{name}.lora_A"] = torch.empty_like(layer.lora_A, device="cpu")
         values[f"{name}.lora_B"] = torch.zeros_like(layer.lora_B, device="cpu")
         nn.init.kaiming_uniform_(values[f"{name}.lora_A"], a=math.sqrt(5))
     return values
 
 
-def adapted(model: nn.Module) -> dict[str, _Lora]:
-    """The layers of `model` that have an adapter, by name."""
+def lora_layers(model: nn.Module) -> dict[str, _Lora]:
+    """Return the layers of `model` that have an adapter, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, _Lora)}
 
 
 @torch.no_grad()
 def merge_lora(model: nn.Module) -> None:
-    """Add every adapter to its layer's weight, in at least fp32, and remove it: a plain model is left, in
-    place."""
-    for layer in adapted(model).values():
-        module: Any = layer  # pyright knows only half of what it is
+    """Add every adapter to its layer's weight, in at least fp32, and remove the adapter, in place."""
+    for layer in lora_layers(model).values():
+        module: Any = layer  # pyright does not see that it is a Linear or Conv1D too
         wide = torch.promote_types(module.lora_A.dtype, torch.float32)
         delta = module.lora_B.to(wide) @ module.lora_A.to(wide) * module.lora_scale  # [out, in]
         weight = module.weight

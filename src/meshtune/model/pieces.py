@@ -1,49 +1,59 @@
-"""A rank's part of a tensor that several ranks hold together, and its values from the files of a model.
+"""Piece: one rank's part of a tensor that is sharded over ranks, and how it is filled from a model's files.
 
-    mapped(folder) ─> Weights ─> fill: this rank's rows and columns of each parameter, read and cast in place
+    mapped(folder) ─> Weights ─> fill: this rank's slices of each parameter, read and cast in place
 
-The files are mapped, not read: only the pages of a rank's own slices are ever touched, and they are no memory
-of the process's own. What comes from no file (adapters, embeddings of added tokens) is given or worked out.
+The files are memory-mapped: only the pages of a rank's own slices are read, into the page cache instead of
+the process's own memory. Adapters are passed in as tensors; rows of added tokens are computed.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-ROWS_AT_ONCE = 1024  # of an embedding whose mean is taken
+MEAN_CHUNK_ROWS = 1024  # rows of an embedding that are summed in fp64 at a time
 
 
 @dataclass(frozen=True)
 class Piece:
-    """`tensor` is what this rank holds of a whole of `shape`, from `offsets` on, along each dimension."""
+    """This rank's block of a tensor, as DTensor's checkpoints describe it: shape, offsets, local tensor."""
 
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    tensor: Tensor
+    shape: tuple[int, ...]  # of the whole tensor
+    offsets: tuple[int, ...]  # where the block begins in each dimension of the whole tensor
+    tensor: Tensor  # the block
 
     def of(self, whole: Tensor) -> Tensor:
-        """The same part of another tensor of that shape: a view."""
+        """Return a view of the same block of `whole`, another tensor of that shape."""
         for dim, (start, size) in enumerate(zip(self.offsets, self.tensor.shape, strict=True)):
             whole = whole.narrow(dim, min(start, whole.shape[dim]), size)
         return whole
 
 
 class Weights:
-    """Whole tensors by name, of which slices are wanted.
+    """Stored tensors of a model, whole, by name; pieces are copied from them.
 
-    A tensor with fewer rows than are asked for is an embedding (or head) that has grown since it was saved:
-    its new rows are the mean of the old ones, as `load.resize_embeddings` makes them.
+    A stored tensor with fewer rows than its parameter is an embedding (or head) that got rows for new tokens
+    after it was saved: they are filled with the mean of the old rows, as `trainable.grow_embeddings` does.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
+        """tensors: whole, by the name of their parameter or buffer; mapped from files or in memory."""
+        self._tensors = dict(tensors)
         self._means: dict[str, Tensor] = {}
+        self._aliases: dict[tuple[int, torch.Size], list[str]] = {}
+        for name, tensor in tensors.items():
+            self._aliases.setdefault(self._address(tensor), []).append(name)
+
+    @staticmethod
+    def _address(tensor: Tensor) -> tuple[int, torch.Size]:
+        """Equal for the names of one tied tensor."""
+        return tensor.data_ptr(), tensor.shape
 
     @torch.no_grad()
     def copy_into(self, piece: Piece, name: str) -> None:
-        """Fill a piece of the parameter `name`."""
+        """Fill `piece`, a part of the parameter `name`, cast to its dtype."""
         stored = self._tensors[name]
         if tuple(stored.shape) == piece.shape:
             piece.tensor.copy_(piece.of(stored))
@@ -56,23 +66,56 @@ class Weights:
             mean = Piece(piece.shape[1:], piece.offsets[1:], piece.tensor[0]).of(self._mean(name))
             piece.tensor[old:] = mean.to(piece.tensor.dtype)
 
+    def free(self, name: str) -> None:
+        """Let go of a tensor, under all of its names."""
+        for alias in self._aliases.pop(self._address(self._tensors[name])):
+            del self._tensors[alias]
+
     @torch.no_grad()
     def copy_buffers(self, model: nn.Module) -> None:
-        """Give a model the values that its files hold for buffers."""
+        """Overwrite the buffers of `model` that are stored."""
         for name, buffer in model.named_buffers():
             if name in self._tensors:
                 buffer.copy_(self._tensors[name])
 
     def _mean(self, name: str) -> Tensor:
+        """Mean row of a stored tensor, in fp64; computed once."""
         if name not in self._means:
             stored = self._tensors[name]
-            total = sum(part.sum(0, dtype=torch.float64) for part in stored.split(ROWS_AT_ONCE))
+            total = sum(part.sum(0, dtype=torch.float64) for part in stored.split(MEAN_CHUNK_ROWS))
             assert isinstance(total, Tensor)
             self._means[name] = total / len(stored)
         return self._means[name]
 
 
-def fill(pieces: Iterable[tuple[str, Piece]], weights: Weights) -> None:
-    """Give each (name of a parameter, this rank's piece of it) its values, cast to the piece's dtype."""
-    for name, piece in pieces:
+def whole_pieces(model: nn.Module) -> Iterator[tuple[str, Piece]]:
+    """Each parameter of an unsharded model as one piece, live, by name."""
+    for name, parameter in model.named_parameters():
+        yield name, Piece(tuple(parameter.shape), (0,) * parameter.ndim, parameter.detach())
+
+
+def fill(pieces: Iterable[tuple[str, Piece]], weights: Weights, *, free: bool = False) -> None:
+    """Fill each (name of a parameter, this rank's piece of it) from the stored tensors, cast to its dtype.
+
+    free: let go of a stored tensor once it is copied, so that tensors which are no mapping of a file (drawn,
+    or cast) never double a rank's memory.
+    """
+    named = list(pieces)
+    last = {name: number for number, (name, _) in enumerate(named)}
+    for number, (name, piece) in enumerate(named):
         weights.copy_into(piece, name)
+        if free and last[name] == number:
+            weights.free(name)
+
+
+def materialise(module: nn.Module, device: torch.device) -> None:
+    """Allocate memory on `device` for tensors on meta; move the others (buffers) there."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is not None and not isinstance(parameter, DTensor):
+                places.setdefault(parameter, []).append((child, name))
+    module._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x.to(device))
+    for (owner, owner_name), *others in places.values():  # `_apply` makes two parameters of a tied one
+        for child, name in others:
+            child._parameters[name] = owner._parameters[owner_name]

@@ -3,14 +3,15 @@
     model on meta ─> split      tp, sp   each matrix: this rank's rows or columns     tensor.py
                   ─> attach     cp       attention over sequences that are cut        context.py
                   ─> Stage      pp       this rank's blocks                           pipeline.py
-                  ─> recompute           what the backward computes again             recompute.py
+                  ─> recompute           activations that the backward recomputes     recompute.py
                   ─> shard      ZeRO     this rank's shard of what is left            zero.py
                   ─> materialise         memory for exactly that, and no more
-                  ─> Replicas   dp       gradients summed over the ranks with copies  replicas.py
+                  ─> Replicas   dp       gradients summed over the replicas           replicas.py
 
-The model comes with its parameters on meta: nothing is ever held that this rank doesn't keep. Values are
-filled in afterwards, slice by slice. Parameters are plain tensors until `shard`, which makes them DTensors
-over the ranks that share them; elsewhere they stay plain and cost nothing. Activations are always plain.
+The model comes with its parameters on meta, so no memory is ever allocated for what other ranks hold. Values
+are filled in afterwards, slice by slice. Parameters are plain tensors until `shard`, which makes them
+DTensors over the ranks that share them; elsewhere they stay plain and cost nothing. Activations are always
+plain.
 """
 
 import math
@@ -23,8 +24,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from meshtune.data.loader import MicroBatch
+from meshtune.layout import Layout
 from meshtune.model.anatomy import Anatomy, anatomy
-from meshtune.model.pieces import Piece
+from meshtune.model.pieces import Piece, materialise
 from meshtune.parallel import context, tensor, zero
 from meshtune.parallel.mesh import World
 from meshtune.parallel.pipeline import Finish, Pipeline, Stage
@@ -36,19 +38,16 @@ from meshtune.placement.share import Split, piece, stage_count
 
 @dataclass
 class Parallel:
-    """This rank's part of a model: one stage, or several where the schedule has virtual ones.
-
-    shapes and splits are of all parameters of the whole model, by name: their sizes, and how tp cuts them.
-    """
+    """This rank's part of a model."""
 
     world: World
     anatomy: Anatomy
-    stages: list[Stage]
-    shapes: Mapping[str, tuple[int, ...]]
-    splits: Mapping[str, Split]
+    stages: list[Stage]  # one, or several where the schedule has virtual ones
+    shapes: Mapping[str, tuple[int, ...]]  # of all parameters of the whole model, by name
+    splits: Mapping[str, Split]  # how tp cuts each parameter of the whole model, by name
     pipeline: Pipeline | None = None  # with pp > 1
     replicas: Replicas | None = None  # with copies of its parameters on other ranks
-    partial: frozenset[str] = field(init=False)  # parameters whose gradients add up over tp
+    partial: frozenset[str] = field(init=False)  # parameters whose gradients are summed over tp
 
     def __post_init__(self) -> None:
         self.partial = frozenset(name for name, split in self.splits.items() if split.partial)
@@ -59,12 +58,25 @@ class Parallel:
             yield from stage.model.named_parameters()
 
     @property
+    def modules(self) -> nn.ModuleList:
+        """The stages as one module."""
+        return nn.ModuleList(self.stages)
+
+    @property
+    def width_multiple(self) -> int:
+        """The width of every micro-batch is a multiple of this many tokens."""
+        return width_multiple(self.world.layout)
+
+    @property
     def tied(self) -> dict[str, str]:
-        """Name of a copy here -> name of what it is a copy of, in the whole model."""
+        """Name of a tied copy on this rank -> name of its original in the whole model."""
         return dict(stage.tied for stage in self.stages if stage.tied)
 
-    def piece(self, name: str, parameter: nn.Parameter, held: Tensor) -> Piece:
-        """`held`, which lies as this rank's own part of `parameter` does, as a part of the whole."""
+    def piece(self, name: str, parameter: nn.Parameter, values: Tensor) -> Piece:
+        """`values`, shaped as this rank's shard of `parameter`, with its position in the whole parameter.
+
+        name: of the parameter on this rank.
+        """
         whole = self.tied.get(name, name)
         shape, split = self.shapes[whole], self.splits.get(whole, Split())
         offsets = [0] * len(shape)
@@ -76,66 +88,71 @@ class Parallel:
                 if placement.is_shard():
                     start, _ = piece(parameter.shape[0], mesh.size(dim), mesh.get_local_rank(dim))
                     offsets[0] += start
-        return Piece(shape, tuple(offsets), held)
+        return Piece(shape, tuple(offsets), values)
 
     def named_pieces(self) -> Iterator[tuple[str, Piece]]:
-        """This rank's own part of each of its parameters, live, by name in the whole model."""
+        """This rank's shard of each of its parameters, sharing memory, by name in the whole model."""
         for name, parameter in self.named_parameters():
             yield self.tied.get(name, name), self.piece(name, parameter, local(parameter).detach())
 
     def own_pieces(self) -> dict[str, Piece]:
-        """The pieces that this rank writes, so that together the ranks write each part of the model once."""
+        """Pieces that this rank exports, by name: together the ranks export each part of the model once."""
         layout = self.world.layout
         copied = ("dp_replicate", "cp") if layout.zero == 0 else ("dp_replicate",)
         if any(self.world.axis(name).index for name in copied):
             return {}
-        found = {}
+        pieces = {}
         for name, parameter in self.named_parameters():
             split = self.splits.get(name, Split())
             if name not in self.tied and (split.dim is not None or self.world.tp.index == 0):
-                found[name] = self.piece(name, parameter, local(parameter))
-        return found
+                pieces[name] = self.piece(name, parameter, local(parameter))
+        return pieces
 
     def copies(self) -> dict[str, float]:
-        """Parameter -> on how many ranks its gradient lies; a tied copy does not count."""
-        layout, found = self.world.layout, {}
+        """Parameter -> number of ranks that hold each element of its gradient; infinite for a tied copy, so
+        that it counts nothing in a norm.
+        """
+        layout, ranks = self.world.layout, {}
         data = self.world.parameter_ranks if layout.zero == 0 else layout.dp_replicate
         for name, _ in self.named_parameters():
             split = self.splits.get(self.tied.get(name, name), Split())
             tensor_ranks = layout.tp if split.dim is None else 1
-            found[name] = math.inf if name in self.tied else data * tensor_ranks
-        return found
+            ranks[name] = math.inf if name in self.tied else data * tensor_ranks
+        return ranks
 
     def localise(self, micro_batch: MicroBatch) -> MicroBatch:
-        """This rank's columns of a micro-batch of its data rank, on its device."""
+        """This rank's columns (cp) of a micro-batch of its data rank, on its device."""
         if self.world.cp.size > 1:
             micro_batch = context.split(micro_batch, self.world.cp, self.world.layout.cp_method)
         return micro_batch.to(self.world.device)
 
     def begin(self, passes: int) -> None:
-        """Before the passes of a step with so many micro-batches."""
+        """Prepare a step of `passes` micro-batches."""
         if self.replicas is not None:
             self.replicas.begin(passes)
 
     def before_backward(self, *, last: bool) -> None:
-        """Before a micro-batch's passes, without a pipeline (which does it itself)."""
+        """Prepare a micro-batch's passes; last: of the step. Not with a pipeline, which does it itself."""
         zero.before_backward(self.stages[0], self.world.layout.zero, last=last)
 
+    @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch], finish: Finish) -> list[Tensor]:
-        """`finish` of each (local) micro-batch's last hidden states, on the ranks of the last stage."""
+        """`finish` of the last hidden states of each of this data rank's micro-batches, without gradients; on
+        the ranks of the last stage, and an empty list on others.
+        """
+        local_batches = [self.localise(micro_batch) for micro_batch in micro_batches]
         if self.pipeline is not None:
-            found = self.pipeline.forward_only(micro_batches, finish) or []
+            results = self.pipeline.forward_only(local_batches, finish) or []
         else:
-            found = [self.stages[0](None, each, finish) for each in micro_batches]
+            results = [self.stages[0](None, micro_batch, finish) for micro_batch in local_batches]
         for stage in self.stages:
-            zero.let_go(stage)
-        return found
+            zero.reshard(stage)
+        return results
 
     def finish_gradients(self, gradients: Callable[[frozenset[str] | None], Mapping[str, Tensor]]) -> None:
-        """After the last micro-batch: add up what is still spread over replicas, over tp, and over the copies
-        of a tied embedding.
+        """Sum gradients over replicas, tp and the copies of a tied embedding, after the last micro-batch.
 
-        gradients: names (None: all) -> this rank's own pieces of their gradients.
+        gradients: names (None: all) -> this rank's shards of their gradients.
         """
         if self.replicas is not None:
             self.replicas.finish()
@@ -155,11 +172,11 @@ def apply(
     reduce_dtype: torch.dtype | None,
     compile: bool = False,
 ) -> Parallel:
-    """The parts of `make()` that this rank of `world` runs, with memory but without values.
+    """Build the parts of `make()` that this rank of `world` runs, with memory but without values.
 
     make: a fresh whole model with its parameters on meta. blocks: stage -> its blocks, for this rank's
-    stages. finish: last hidden states -> summed loss. The dtypes are those of zero.shard. compile: block by
-    block.
+    stages. finish: last hidden states -> summed loss. The dtypes are those of zero.shard. compile: each block
+    by itself.
     """
     layout, mesh = world.layout, zero.parameter_mesh(world)
     stages, groups = [], []
@@ -188,25 +205,20 @@ def apply(
     return Parallel(world, parts, stages, shapes, splits, pipeline, replicas)
 
 
+def width_multiple(layout: Layout) -> int:
+    """The width of every micro-batch is a multiple of this many tokens: context parallelism cuts the sequence
+    (all-gather's zigzag into two parts a rank), and so does sequence parallelism.
+    """
+    parts = 2 * layout.cp if layout.cp > 1 and layout.cp_method == "allgather" else layout.cp
+    return parts * (layout.tp if layout.sp else 1)
+
+
 def groups_of(stage: Stage, inside: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
-    """A stage's parameters, by block and those outside, in the order in which a forward pass needs them."""
-    taken: set[nn.Parameter] = set()
+    """A stage's parameters, by block (`inside`) and those outside, in the order of a forward pass."""
+    grouped: set[nn.Parameter] = set()
     blocks = []
-    for block in inside:  # a parameter that two blocks share is needed by the first one
-        blocks.append([parameter for parameter in block.parameters() if parameter not in taken])
-        taken.update(blocks[-1])
-    outside = [parameter for parameter in stage.parameters() if parameter not in taken]
+    for block in inside:  # a parameter that two blocks share is in the group of the first one
+        blocks.append([parameter for parameter in block.parameters() if parameter not in grouped])
+        grouped.update(blocks[-1])
+    outside = [parameter for parameter in stage.parameters() if parameter not in grouped]
     return [outside, *blocks] if stage.first else [*blocks, outside]
-
-
-def materialise(module: nn.Module, device: torch.device) -> None:
-    """Give every tensor on meta memory on `device`; bring the others (buffers, with their values) there."""
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for each in module.modules():
-        for name, parameter in each._parameters.items():
-            if parameter is not None and not isinstance(parameter, DTensor):
-                places.setdefault(parameter, []).append((each, name))
-    module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
-    for (owner, own_name), *others in places.values():  # `_apply` makes two parameters of a tied one
-        for each, name in others:
-            each._parameters[name] = owner._parameters[own_name]

@@ -1,14 +1,14 @@
 """Context parallelism (cp): the ranks share one sequence, each with some of its columns.
 
-    allgather   every rank gathers all keys and values, in one message, and its queries see what they may.
+    allgather   one all-gather brings all keys and values to every rank, whose queries see the earlier ones.
                 Any number of heads. The columns go zigzag (parts 0 and 3 | 1 and 2 for two ranks), so that
                 all ranks have as many (query, key) pairs.
-    ulysses     an exchange makes columns of all heads into all columns of some heads, attention runs as on
-                one rank, another exchange undoes it (Jacobs et al. 2023, arXiv:2309.14509). The columns are
-                contiguous.
+    ulysses     an all-to-all makes some columns of all heads into all columns of some heads, attention runs
+                as on one rank, another all-to-all undoes it (Jacobs et al. 2023, arXiv:2309.14509). The
+                columns are contiguous.
 
-Outside attention a token needs no other token, so nothing else of the model knows. Labels are shifted before
-the cut, positions are cut with their tokens; the lengths of documents stay those of whole rows.
+Outside attention a token needs no other token, so no other part of the model changes. Labels are shifted
+before the split, positions are split with their tokens; the lengths of documents stay those of whole rows.
 
 Bytes that a rank sends in a layer's forward, of b-byte elements: allgather (cp - 1) · S/cp · 2 · kv · d · b,
 ulysses (cp - 1) / cp · S/cp · 2 · (q + kv) · d · b; in the backward as many. Gathered keys and values are
@@ -24,18 +24,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from meshtune.attention.core import attend_documents, attend_runs
+from meshtune.attention.runs import Lengths, QueryRun, QueryRuns
 from meshtune.data.loader import IGNORE, MicroBatch
 from meshtune.model.anatomy import Anatomy
-from meshtune.parallel import attention
-from meshtune.parallel.attention import Lengths, Run, Runs
-from meshtune.parallel.exchange import exchange, gather, own_of_total
+from meshtune.parallel.exchange import all_gather, exchange, reduce_scatter
 from meshtune.parallel.mesh import Axis
 
 SEQ, HEADS = 2, 1  # dimensions of queries, keys and values [batch, heads, seq, head_dim]
 
 
 def spans(seq: int, cp: Axis, method: str) -> tuple[range, ...]:
-    """The columns of a row of `seq` that this rank has, in the order it has them.
+    """Columns of a row of `seq` that this rank has, in its order. method: allgather or ulysses.
 
     Raises ValueError when the row can't be cut evenly.
     """
@@ -45,44 +45,50 @@ def spans(seq: int, cp: Axis, method: str) -> tuple[range, ...]:
             f"A row of {seq} columns does not cut into {parts} parts; make its width a multiple."
         )
     size = seq // parts
-    mine = (cp.index,) if method == "ulysses" else (cp.index, parts - 1 - cp.index)
-    return tuple(range(part * size, (part + 1) * size) for part in mine)
+    indices = (cp.index,) if method == "ulysses" else (cp.index, parts - 1 - cp.index)
+    return tuple(range(part * size, (part + 1) * size) for part in indices)
 
 
 def columns(seq: int, cp: Axis, method: str) -> Tensor:
-    """[seq / cp]: the global column of each of this rank's."""
+    """Index in the whole row of each of this rank's columns [seq / cp], for rows of `seq` columns."""
     return torch.cat([torch.arange(span.start, span.stop) for span in spans(seq, cp, method)])
 
 
 def split(micro_batch: MicroBatch, cp: Axis, method: str) -> MicroBatch:
-    """This rank's columns of a micro-batch; `documents` stay the lengths of whole rows."""
+    """This rank's columns of a micro-batch; `documents` stay the lengths of whole rows.
+
+    method: allgather or ulysses.
+    """
     if cp.size == 1:
         return micro_batch
-    own = columns(micro_batch.input_ids.shape[1], cp, method)
-    labels = micro_batch.labels[:, own]
-    real = sum(int((own < sum(row)).sum()) for row in micro_batch.documents)
+    index = columns(micro_batch.input_ids.shape[1], cp, method)
+    labels = micro_batch.labels[:, index]
+    tokens = sum(int((index < sum(row)).sum()) for row in micro_batch.documents)
     return replace(
         micro_batch,
-        input_ids=micro_batch.input_ids[:, own],
+        input_ids=micro_batch.input_ids[:, index],
         labels=labels,
-        position_ids=micro_batch.position_ids[:, own],
-        tokens=real,
+        position_ids=micro_batch.position_ids[:, index],
+        tokens=tokens,
         label_tokens=int((labels != IGNORE).sum()),
     )
 
 
 def attach(model: nn.Module, anatomy: Anatomy, cp: Axis, method: str) -> None:
-    """Let the attention of every block see the columns of the other ranks too; it must be meshtune's."""
+    """Make every block's attention, which must be meshtune's, see the other ranks' columns too. In place.
+
+    method: allgather or ulysses.
+    """
     if cp.size == 1:
         return
-    core = {"allgather": AllGather, "ulysses": Ulysses}[method](cp)
+    attend = {"allgather": AllGather, "ulysses": Ulysses}[method](cp)
     for block in model.get_submodule(anatomy.blocks).children():
-        block.get_submodule(anatomy.attention).context = core  # type: ignore[assignment]
+        block.get_submodule(anatomy.attention).context = attend  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
 class AllGather:
-    """This rank's queries against the keys and values of all."""
+    """Attention of this rank's queries to the keys and values of all ranks."""
 
     axis: Axis
 
@@ -90,22 +96,27 @@ class AllGather:
         self, q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, dropout: float,
         softcap: float | None, window: int | None,
     ) -> Tensor:  # fmt: skip
-        """[batch, heads, seq / cp, head_dim] each -> the same, of this rank's columns."""
+        """q, k and v of this rank's columns [batch, heads, seq / cp, head_dim] -> the same.
+
+        The other arguments are those of attention.core.attend_documents; documents: of whole rows.
+        """
         k, v = self._whole(torch.cat((k, v), -1)).split((k.shape[-1], v.shape[-1]), -1)
         runs = _runs_of_rank(documents, q.shape[SEQ], self.axis.size, self.axis.index, window)
-        return attention.attend_runs(q, k, v, runs, scale, dropout, softcap)
+        return attend_runs(q, k, v, runs, scale, dropout, softcap)
 
     def _whole(self, x: Tensor) -> Tensor:
-        """All ranks' columns in their order."""
-        ranks = exchange(x, self.axis, SEQ, gather, own_of_total).unflatten(SEQ, (self.axis.size, 2, -1))
+        """All ranks' columns, in the order of the whole row."""
+        ranks = exchange(x, self.axis, SEQ, all_gather, reduce_scatter).unflatten(
+            SEQ, (self.axis.size, 2, -1)
+        )
         down, up = ranks.unbind(SEQ + 1)  # rank r has part r going down, part 2·cp - 1 - r going up
         return torch.cat((down, up.flip(SEQ)), SEQ).flatten(SEQ, SEQ + 1)
 
 
 @lru_cache(maxsize=64)
-def _runs_of_rank(documents: Lengths, width: int, ranks: int, rank: int, window: int | None) -> Runs:
-    """A rank's queries of each document, with all keys they see."""
-    found = []
+def _runs_of_rank(documents: Lengths, width: int, ranks: int, rank: int, window: int | None) -> QueryRuns:
+    """A rank's queries of each document, with all keys that they see. width: columns of the rank."""
+    runs = []
     begin = 0  # of a span, among this rank's columns
     for span in spans(width * ranks, Axis("cp", ranks, rank), "allgather"):
         for row, lengths in enumerate(documents):
@@ -114,16 +125,16 @@ def _runs_of_rank(documents: Lengths, width: int, ranks: int, rank: int, window:
                 first, last = max(start, span.start), min(start + length, span.stop)
                 if first < last:
                     keys = slice(start if window is None else max(start, first - window + 1), last)
-                    own = slice(begin + first - span.start, begin + last - span.start)
-                    found.append(Run(slice(row, row + 1), own, keys, window, first))
+                    queries = slice(begin + first - span.start, begin + last - span.start)
+                    runs.append(QueryRun(slice(row, row + 1), queries, keys, window, first))
                 start += length
         begin += len(span)
-    return Runs(tuple(found))
+    return QueryRuns(tuple(runs))
 
 
 @dataclass(frozen=True)
 class Ulysses:
-    """Some heads of the whole sequence, instead of all heads of some columns."""
+    """Attention of some heads over the whole sequence, instead of all heads over some columns."""
 
     axis: Axis
 
@@ -131,26 +142,28 @@ class Ulysses:
         self, q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, dropout: float,
         softcap: float | None, window: int | None,
     ) -> Tensor:  # fmt: skip
-        """[batch, heads, seq / cp, head_dim] each -> the same, of this rank's columns."""
+        """q, k and v of this rank's columns [batch, heads, seq / cp, head_dim] -> the same.
+
+        The other arguments are those of attention.core.attend_documents; documents: of whole rows.
+        """
         times = self._repeats(q.shape[HEADS], k.shape[HEADS])
         if times > 1:
-            k, v = (t.repeat_interleave(times, HEADS) for t in (k, v))
-        q, k, v = (_AllToAll.apply(t, self.axis, HEADS, SEQ) for t in (q, k, v))
-        out = attention.core(q, k, v, documents, scale, dropout, softcap, window)
+            k, v = (x.repeat_interleave(times, HEADS) for x in (k, v))
+        q, k, v = (_AllToAll.apply(x, self.axis, HEADS, SEQ) for x in (q, k, v))
+        out = attend_documents(q, k, v, documents, scale, dropout, softcap, window)
         return _AllToAll.apply(out, self.axis, SEQ, HEADS)  # type: ignore[return-value]
 
     def _repeats(self, heads: int, kv_heads: int) -> int:
-        """How often key-value heads are repeated so that each rank gets those of its query heads."""
+        """Copies of each key-value head that are needed to give each rank those of its query heads."""
         fits = (n for n in range(1, heads // kv_heads + 1) if not (kv_heads * n) % self.axis.size)
         return next(n for n in fits if not (heads // kv_heads) % n)
 
 
 class _AllToAll(torch.autograd.Function):
-    """Cut along one dimension, whole along another -> the other way round."""
+    """Split the dimension `cut` over the ranks and join the ranks' parts along `join`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, cut: int, join: int):  # type: ignore[override]
-        """Cuts `cut` into a piece for each rank; joins what comes along `join`."""
         ctx.axis, ctx.cut, ctx.join = axis, cut, join
         return _all_to_all(x, axis, cut, join)
 
@@ -161,7 +174,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _all_to_all(x: Tensor, axis: Axis, cut: int, join: int) -> Tensor:
-    ours = x.unflatten(cut, (axis.size, -1)).movedim(cut, 0).contiguous()
-    theirs = torch.empty_like(ours)
-    dist.all_to_all_single(theirs, ours, group=axis.group)
-    return theirs.movedim(0, join).flatten(join, join + 1)
+    sent = x.unflatten(cut, (axis.size, -1)).movedim(cut, 0).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=axis.group)
+    return received.movedim(0, join).flatten(join, join + 1)

@@ -1,14 +1,14 @@
-"""What the ranks of one axis say to each other inside a model, with gradients.
+"""Collectives over one axis inside a model, with gradients.
 
-    forward        gradient       what for
-    same           total          a copy that each rank uses for its own part (Megatron's f)
-    total          same           the sum of the ranks' addends, which all use alike (Megatron's g)
-    gather         own_of_total   pieces made whole, and each rank uses the whole for its own part
-    own_of_total   gather         the sum of the ranks' addends, of which each keeps its own piece
-    gather         own            pieces made whole, which all use alike
-    own            gather         a piece of what all have alike
+    forward          gradient         what for
+    identity         all_reduce       a copy that each rank uses for its own part (Megatron's f)
+    all_reduce       identity         the sum of the ranks' addends, which all use alike (Megatron's g)
+    all_gather       reduce_scatter   shards made whole, and each rank uses the whole for its own part
+    reduce_scatter   all_gather       the sum of the ranks' addends, of which each keeps its own shard
+    all_gather       take_shard       shards made whole, which all use alike
+    take_shard       all_gather       this rank's shard of what all have alike
 
-Each line is `exchange(x, axis, dim, forward, gradient)`. Tensors are plain, pieces of equal size; x is never
+Each line is `exchange(x, axis, dim, forward, gradient)`. Tensors are plain, shards of equal size; x is never
 changed.
 """
 
@@ -23,49 +23,52 @@ from torch.autograd.function import once_differentiable
 from meshtune.compat import all_gather_single, reduce_scatter_single
 from meshtune.parallel.mesh import Axis
 
-Exchange = Callable[[Tensor, Axis, int], Tensor]
+Collective = Callable[
+    [Tensor, Axis, int], Tensor
+]  # x, axis, dimension along which shards are cut -> its result
 
 
-def same(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def identity(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """A view of x; nothing is communicated."""
     return x.view_as(x)
 
 
-def total(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """The sum over the ranks."""
+def all_reduce(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """The sum over the ranks; `dim` is not used."""
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=axis.group)
     return out
 
 
-def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """The ranks' pieces, one after the other along `dim`."""
-    pieces = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
-    all_gather_single(pieces, x.contiguous(), axis.group)
-    return pieces.unflatten(0, (axis.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
+def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """The ranks' shards, one after the other along `dim`."""
+    shards = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
+    all_gather_single(shards, x.contiguous(), axis.group)
+    return shards.unflatten(0, (axis.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
 
 
-def own_of_total(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's piece along `dim` of the sum over the ranks."""
-    pieces = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
-    own = torch.empty_like(pieces[0])
-    reduce_scatter_single(own, pieces.flatten(0, 1), axis.group)
-    return own
+def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """This rank's shard along `dim` of the sum over the ranks."""
+    shards = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
+    out = torch.empty_like(shards[0])
+    reduce_scatter_single(out, shards.flatten(0, 1), axis.group)
+    return out
 
 
-def own(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's piece along `dim`."""
+def take_shard(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """This rank's shard along `dim`; nothing is communicated."""
     return x.chunk(axis.size, dim)[axis.index].contiguous()
 
 
-def exchange(x: Tensor, axis: Axis, dim: int, ahead: Exchange, back: Exchange) -> Tensor:
-    """`ahead` of x; its gradient is `back` of the incoming one."""
-    return _Exchange.apply(x, axis, dim, ahead, back)  # type: ignore[return-value]
+def exchange(x: Tensor, axis: Axis, dim: int, forward: Collective, backward: Collective) -> Tensor:
+    """`forward` of x; its gradient is `backward` of the incoming one."""
+    return _Exchange.apply(x, axis, dim, forward, backward)  # type: ignore[return-value]
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, axis: Axis, dim: int, ahead: Exchange, back: Exchange
+        ctx: Any, x: Tensor, axis: Axis, dim: int, ahead: Collective, back: Collective
     ) -> Tensor:
         ctx.axis, ctx.dim, ctx.back = axis, dim, back
         return ahead(x, axis, dim)

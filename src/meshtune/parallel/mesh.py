@@ -1,4 +1,4 @@
-"""This rank's place among all ranks: one axis per kind of parallelism.
+"""This rank's coordinates among all ranks: one axis per kind of parallelism.
 
     pp  dp_replicate  dp_shard  cp  tp        outer to inner: neighbours in the world are neighbours in tp
 
@@ -21,29 +21,25 @@ from meshtune.layout import AXES, Layout
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis as this rank sees it. `group` is None where the axis has one rank: nothing is communicated."""
+    """One axis as this rank sees it."""
 
     name: str
-    size: int = 1
-    index: int = 0
-    group: dist.ProcessGroup | None = None
+    size: int = 1  # ranks along it
+    index: int = 0  # this rank's, from 0
+    group: dist.ProcessGroup | None = None  # None where the axis has one rank: nothing is communicated
 
 
 @dataclass(frozen=True)
 class World:
-    """All axes of a layout, from one rank's place.
-
-    mesh: the ranks as torch's DeviceMesh with the dimensions AXES; None for one rank.
-    host, storage: groups of all ranks on a CPU backend, for objects, and for checkpoints; None for one rank.
-    """
+    """All axes of a layout as this rank sees them, and collectives over all ranks."""
 
     layout: Layout
     device: torch.device
-    rank: int
-    axes: tuple[Axis, ...]
-    mesh: DeviceMesh | None = None
-    host: Any = None
-    storage: Any = None
+    rank: int  # among all ranks; 0 is the main one
+    axes: tuple[Axis, ...]  # in the order of AXES
+    mesh: DeviceMesh | None = None  # the ranks with the dimensions AXES; None for one rank
+    host: Any = None  # group of all ranks on a CPU backend, for objects; None for one rank
+    storage: Any = None  # another such group, for checkpoints; None for one rank
 
     def axis(self, name: str) -> Axis:
         return self.axes[AXES.index(name)]
@@ -66,7 +62,7 @@ class World:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that read different sequences."""
+        """Number of ranks that read different sequences."""
         return self.layout.data_ranks
 
     @property
@@ -75,43 +71,43 @@ class World:
 
     @property
     def parameter_ranks(self) -> int:
-        """Ranks that hold or share the same parameters and see other tokens: data and context ranks."""
+        """Number of ranks that share the same parameters and see other tokens: data and context ranks."""
         return self.data_ranks * self.layout.cp
 
-    def total(self, *numbers: float | torch.Tensor) -> list[float]:
-        """The sum of each number over all ranks, in fp64; every rank gets it, with one message for all."""
+    def sum_over_ranks(self, *numbers: float | torch.Tensor) -> list[float]:
+        """Sum of each number over all ranks, in fp64, on every rank; one all-reduce for all numbers."""
         wide = [torch.as_tensor(number, dtype=torch.float64, device=self.device) for number in numbers]
         values = torch.stack(wide)
         if self.mesh is not None:
             dist.all_reduce(values)
         return values.tolist()
 
-    def highest(self, *numbers: float) -> list[float]:
-        """The largest that any rank gives of each number, with one message for all."""
+    def max_over_ranks(self, *numbers: float) -> list[float]:
+        """Maximum of each number over all ranks, on every rank; one all-reduce for all numbers."""
         if self.mesh is None:
             return list(numbers)
         values = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         dist.all_reduce(values, dist.ReduceOp.MAX)
         return values.tolist()
 
-    def agree(self, value: Any = None) -> Any:
-        """What the main rank gives, on every rank; any object that pickles."""
+    def broadcast_object(self, value: Any = None) -> Any:
+        """The main rank's `value`, any object that pickles, on every rank."""
         if self.host is None:
             return value
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self.host)
         return values[0]
 
-    def gather(self, value: Any) -> list[Any]:
-        """What each rank gives, in the order of the ranks, on every rank."""
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Each rank's `value`, in the order of the ranks, on every rank."""
         if self.host is None:
             return [value]
         values = [None] * self.size
         dist.all_gather_object(values, value, group=self.host)
         return values
 
-    def collect(self, value: Any) -> list[Any]:
-        """What each rank gives, in the order of the ranks, on the main rank; elsewhere nothing."""
+    def gather_object(self, value: Any) -> list[Any]:
+        """Each rank's `value`, in the order of the ranks, on the main rank; elsewhere an empty list."""
         if self.host is None:
             return [value]
         values: list[Any] | None = [None] * self.size if self.main else None
@@ -120,13 +116,13 @@ class World:
 
     @property
     def main(self) -> bool:
-        """Whether this rank speaks: writes rows, prints, claims the run folder."""
+        """True on the rank that writes rows, prints and claims the run folder."""
         return self.rank == 0
 
 
 def join(layout: Layout, device: torch.device) -> World:
-    """The world of `layout`; every rank calls it, with the default process group initialised if there are
-    several.
+    """Make the world of `layout`, a collective call: every rank makes it, after torch.distributed's default
+    process group is initialised (not needed for one rank).
 
     Raises UserError when the number of ranks is not the layout's.
     """
@@ -140,12 +136,12 @@ def join(layout: Layout, device: torch.device) -> World:
         return World(layout, device, 0, tuple(Axis(name) for name in AXES))
     sizes = tuple(getattr(layout, name) for name in AXES)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
-    place = mesh.get_coordinate()
-    assert place is not None
+    coordinates = mesh.get_coordinate()
+    assert coordinates is not None
     axes = tuple(
         Axis(name, size, index, mesh.get_group(name) if size > 1 else None)
-        for name, size, index in zip(AXES, sizes, place, strict=True)
+        for name, size, index in zip(AXES, sizes, coordinates, strict=True)
     )
-    # Checkpoints are written beside the training: in a group of their own, or messages would cross.
+    # Checkpoints are written while training goes on: in a group of their own, or collectives would mix.
     host, storage = (dist.new_group(backend="gloo", timeout=timedelta(minutes=30)) for _ in range(2))
     return World(layout, device, dist.get_rank(), axes, mesh, host, storage)

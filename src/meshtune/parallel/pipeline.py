@@ -1,14 +1,13 @@
 """Pipeline parallelism (pp): each rank runs some of the blocks, and micro-batches flow through the ranks.
 
-    Stage       what one rank runs of the model for one micro-batch
+    Stage       the part of the model that one rank runs for one micro-batch
     Pipeline    the stages of this rank, in the order of a schedule of torch.distributed.pipelining
 
-The Hugging Face model stays: pieces of other stages are replaced by stand-ins without parameters, so names
-are those of its checkpoint. With one stage nothing is replaced. The loss is computed inside the last stage,
-where all of its parameters are at hand.
+The Hugging Face model stays: modules of other stages are replaced by stand-ins without parameters, so names
+are those of its checkpoint. With one stage nothing is replaced. The loss is computed inside the last stage's
+forward, while FSDP2 has its parameters gathered.
 
-All micro-batches of a step have one shape; another shape in another step gets a schedule of its own
-(0.2 ms).
+All micro-batches of a step have one shape; a step with another shape makes another schedule (0.2 ms).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,17 +29,21 @@ from transformers import PreTrainedModel
 from meshtune.data.loader import MicroBatch
 from meshtune.layout import TORCH_SCHEDULES
 from meshtune.model.anatomy import Anatomy, StandIn
+from meshtune.model.body import body_forward
 from meshtune.parallel import zero
-from meshtune.parallel.attention import body_forward
 from meshtune.parallel.mesh import World
 from meshtune.placement.share import stage_of_rank
 
+# model, anatomy, last hidden states, micro-batch -> the last stage's output: a loss, or logits
 Finish = Callable[[nn.Module, Anatomy, Tensor, MicroBatch], Tensor]
 
 
 class Stage(nn.Module):
-    """What one rank runs of `model` for one micro-batch: `blocks`, on the first stage the embedding too, on
-    the last one norm, head and `finish`. In place; `model` is whole, its parameters may be cut by tp already.
+    """The part of `model` that one rank runs: `blocks`, on the first stage the embedding too, on the last one
+    norm, head and `finish`.
+
+    Changes `model` in place; it is whole, its parameters may be cut by tp already. index: of the stage; of:
+    the number of stages.
     """
 
     def __init__(
@@ -83,9 +86,9 @@ class Stage(nn.Module):
             model.set_submodule(path, StandIn())
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch, finish: Finish | None = None) -> Tensor:
-        """Hidden states for the next stage; on the last one what `finish` (else the loss) makes of them.
+        """Hidden states for the next stage; on the last one the output of `finish` (None: the loss).
 
-        hidden [batch, seq, hidden]: of the stage before; the first one has no use for it.
+        hidden [batch, seq, hidden]: output of the stage before; ignored by the first one.
         """
         out = body_forward(self.model, self.anatomy, micro_batch, None if self.first else hidden)
         if not self.last:
@@ -94,7 +97,9 @@ class Stage(nn.Module):
 
 
 class _ZeroStage(PipelineStage):
-    """torch's stage, which by itself keeps whole parameters and gradients for the step: that is ZeRO-1."""
+    """torch's stage, made to work with ZeRO-2 and -3: by itself it keeps whole parameters and gradients for
+    the step, which is ZeRO-1.
+    """
 
     def __init__(self, zero: int, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -104,7 +109,7 @@ class _ZeroStage(PipelineStage):
     def backward_weight_one_chunk(self, *args: Any, **options: Any) -> None:
         super().backward_weight_one_chunk(*args, **options)
         self.add_up()
-        zero.add_up(self.submod)
+        zero.accumulate_gradients(self.submod)
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict, last_backward: bool = False
@@ -124,23 +129,24 @@ class _ZeroStage(PipelineStage):
         if self.zero < 2 or not isinstance(self.submod, FSDPModule):
             super().perform_reduce_grad(grad_scale_factor)
         else:
-            zero.let_go(self.submod)
+            zero.reshard(self.submod)
 
 
 class Pipeline:
     """The stages of this rank, run by a schedule.
 
-    dtype: of the hidden states that travel between stages.
+    dtype: of the hidden states that are sent between stages.
     """
 
     def __init__(self, stages: Sequence[Stage], world: World, dtype: torch.dtype) -> None:
         self.stages, self.world, self.dtype = list(stages), world, dtype
         layout = world.layout
-        self.owners = {
+        self.rank_of_stage = {
             stage: rank
             for rank in range(layout.pp)
             for stage in stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, rank)
         }
+        self.has_first = any(stage.first for stage in stages)
         self.has_last = any(stage.last for stage in stages)
         self._schedules: dict[tuple[int, ...], Any] = {}
         self._scale = 1.0
@@ -150,12 +156,12 @@ class Pipeline:
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], scale: float, add_up: Callable[[], None]
     ) -> Tensor:
-        """Leave the gradients of (sum of the losses) · scale; returns that, a scalar: 0 on ranks without the
-        last stage.
+        """Leave the gradients of (sum of the losses) · scale on the parameters.
 
-        add_up: called after each backward of weights alone, which runs no hooks of their gradients.
+        Returns that number, a scalar: 0 on ranks without the last stage. add_up: called after each backward
+        of weights alone, which runs no hooks of their gradients.
         """
-        shapes = {tuple(each.input_ids.shape) for each in micro_batches}
+        shapes = {tuple(micro_batch.input_ids.shape) for micro_batch in micro_batches}
         if len(shapes) > 1:
             raise ValueError(f"Micro-batches of one step have {len(shapes)} shapes: {sorted(shapes)}.")
         (shape,) = shapes
@@ -166,8 +172,8 @@ class Pipeline:
             stage.clear_runtime_states()
         losses: list[Tensor] = []
         schedule._step_microbatches(
-            [(each.input_ids,) for each in micro_batches] if 0 in self._indices else None,
-            [{"micro_batch": each} for each in micro_batches],
+            [(micro_batch.input_ids,) for micro_batch in micro_batches] if self.has_first else None,
+            [{"micro_batch": micro_batch} for micro_batch in micro_batches],
             [None] * len(micro_batches) if self.has_last else None,
             losses,
             return_outputs=False,
@@ -176,23 +182,20 @@ class Pipeline:
             return torch.zeros((), device=self.world.device)
         return torch.stack([loss.detach() for loss in losses]).sum()
 
-    @property
-    def _indices(self) -> list[int]:
-        return [stage.index for stage in self.stages]
-
     @staticmethod
     def _torch_stages(schedule: Any) -> list[Any]:
         return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
 
     def _schedule(self, number: int, rows: int, width: int) -> Any:
+        """torch's schedule for `number` micro-batches of `rows` rows of `width` columns."""
         key = number, rows, width
         if key not in self._schedules:
-            self._schedules.clear()  # each holds buffers for what it receives; the next shape needs others
+            self._schedules.clear()  # each has receive buffers of one shape
             layout = self.world.layout
-            hidden = self._hidden(rows, width, "meta").requires_grad_()
+            hidden = self._hidden_buffer(rows, width, "meta").requires_grad_()
             ids = torch.empty(rows, width, dtype=torch.int64, device="meta")
             loss = torch.empty((), dtype=torch.promote_types(self.dtype, torch.float32), device="meta")
-            made = [
+            torch_stages = [
                 _ZeroStage(
                     layout.zero, stage, stage.index, stage.of, self.world.device, group=self.world.pp.group,
                     input_args=(ids if stage.first else hidden,),
@@ -200,18 +203,19 @@ class Pipeline:
                 )
                 for stage in self.stages
             ]  # fmt: skip
-            kind = get_schedule_class(TORCH_SCHEDULES[layout.schedule])
-            several = issubclass(kind, PipelineScheduleMulti)
-            self._schedules[key] = kind(
-                made if several else made[0], number, loss_fn=self._scaled, scale_grads=False
-            )
+            schedule = get_schedule_class(TORCH_SCHEDULES[layout.schedule])
+            stages: Any = torch_stages if issubclass(schedule, PipelineScheduleMulti) else torch_stages[0]
+            self._schedules[key] = schedule(stages, number, loss_fn=self._scaled, scale_grads=False)
         return self._schedules[key]
 
     def _scaled(self, loss: Tensor, _: Any) -> Tensor:
         return loss * self._scale
 
-    def _hidden(self, rows: int, width: int, device: torch.device | str) -> Tensor:
-        """What travels between stages: this rank's columns, of which sp has cut its own."""
+    def _hidden_buffer(self, rows: int, width: int, device: torch.device | str) -> Tensor:
+        """Allocate an empty [rows, width (/ tp with sp), hidden_size] for what a stage receives or sends.
+
+        width: columns of this rank, after cp.
+        """
         layout, first = self.world.layout, self.stages[0]
         size = first.model.config.get_text_config().hidden_size
         return torch.empty(
@@ -222,36 +226,36 @@ class Pipeline:
 
     @torch.no_grad()
     def forward_only(self, micro_batches: Sequence[MicroBatch], finish: Finish) -> list[Tensor] | None:
-        """What `finish` makes of each micro-batch on the rank of the last stage; None on the others.
+        """Output of `finish` for each micro-batch on the rank of the last stage; None on the others.
 
-        Every rank goes through its stages in ascending order, micro-batch by micro-batch: whatever it waits
-        for comes before what it does next, so nobody waits in a circle.
+        Every rank runs its stages in ascending order, micro-batch by micro-batch. A stage only waits for an
+        earlier stage or an earlier micro-batch, so ranks can't wait for each other in a circle.
         """
-        found = []
-        for each in micro_batches:
-            rows, width = each.input_ids.shape
-            out = each.input_ids  # of which the first stage has no use
+        outputs = []
+        for micro_batch in micro_batches:
+            rows, width = micro_batch.input_ids.shape
+            out = micro_batch.input_ids  # ignored by the first stage
             for stage in self.stages:
-                if not stage.first and self.owners[stage.index - 1] != self.world.pp.index:
-                    out = self._hidden(rows, width, self.world.device)
+                if not stage.first and self.rank_of_stage[stage.index - 1] != self.world.pp.index:
+                    out = self._hidden_buffer(rows, width, self.world.device)
                     dist.recv(out, self._global_rank(stage.index - 1), group=self.world.pp.group)
-                out = stage(out, each, finish)
+                out = stage(out, micro_batch, finish)
                 if stage.last:
-                    found.append(out)
-                elif self.owners[stage.index + 1] != self.world.pp.index:
+                    outputs.append(out)
+                elif self.rank_of_stage[stage.index + 1] != self.world.pp.index:
                     dist.send(out.contiguous(), self._global_rank(stage.index + 1), group=self.world.pp.group)
-        return found if self.has_last else None
+        return outputs if self.has_last else None
 
     def _global_rank(self, stage: int) -> int:
         assert self.world.pp.group is not None
-        return dist.get_global_rank(self.world.pp.group, self.owners[stage])
+        return dist.get_global_rank(self.world.pp.group, self.rank_of_stage[stage])
 
     # Tied embeddings #
 
     def reduce_tied(self, gradients: Callable[[frozenset[str] | None], Mapping[str, Tensor]]) -> None:
         """Give both copies of a tied embedding, on the first and the last stage, the sum of their gradients.
 
-        gradients: names -> this rank's own pieces of their gradients.
+        gradients: names -> this rank's shards of their gradients.
         """
         last = self.stages[-1]
         if last.tied is not None:
@@ -261,17 +265,17 @@ class Pipeline:
         else:
             return
         here = frozenset(name for name in (copy, original) if name)
-        mine = list(gradients(here).values())
-        if not mine:  # frozen
+        copies = list(gradients(here).values())
+        if not copies:  # frozen
             return
-        if len(mine) == 2:
-            mine[0] += mine[1]
-            mine[1].copy_(mine[0])
+        if len(copies) == 2:
+            copies[0] += copies[1]
+            copies[1].copy_(copies[0])
             return
         peer = self._global_rank(0 if copy else last.of - 1)
-        theirs, group = torch.empty_like(mine[0]), self.world.pp.group
+        received, group = torch.empty_like(copies[0]), self.world.pp.group
         for work in dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, mine[0], peer, group), dist.P2POp(dist.irecv, theirs, peer, group)]
+            [dist.P2POp(dist.isend, copies[0], peer, group), dist.P2POp(dist.irecv, received, peer, group)]
         ):
             work.wait()
-        mine[0] += theirs
+        copies[0] += received

@@ -2,11 +2,11 @@
 
     none       keep everything
     attention  keep query, key and value; run the attention core again
-    selective  keep the outputs of matrix products and of attention; run the cheap rest of each block again
+    selective  keep the outputs of matmuls and of attention; run the cheap rest of each block again
     full       keep each block's input; run the whole block again
 
-Gradients are the same in every mode. Random numbers are put back before a block runs again, so dropout
-repeats exactly. Names of modules and parameters stay what they are.
+Gradients are the same in every mode. The generators' states are restored before a block runs again, so
+dropout repeats exactly. Names of modules and parameters stay what they are.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 
 from meshtune.model.anatomy import Anatomy
-from meshtune.parallel.attention import NAMES
+from meshtune.model.body import ATTENTION_NAMES
 from meshtune.recomputation import RECOMPUTATIONS
 
-# What `selective` keeps, by name: some exist only once their module is imported. Attention appears as the
-# kernels that it dispatches to. Plain batched products are not here: a block's only ones are the scores of an
-# attention without a fused kernel, far too large to keep.
-KEPT = {
+# Operators whose outputs `selective` keeps, by name: some exist only once their module is imported. Attention
+# appears as the kernels that it dispatches to. Batched matmuls are not here: a block's only ones are the
+# scores of an attention without a fused kernel, far too large to keep.
+SAVED_OPERATORS = {
     "aten.mm.default",
     "aten.addmm.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
@@ -38,9 +38,9 @@ KEPT = {
 
 
 def recompute_blocks(model: PreTrainedModel, anatomy: Anatomy, mode: str) -> None:
-    """Make every block of `model` keep for its backward only what `mode` says. In place; call it once.
+    """Make every block of `model` recompute activations in its backward by `mode`. In place; call it once.
 
-    It goes on before blocks are sharded, so that the hooks of sharding sit outside the recomputed part.
+    Call it before blocks are sharded, so that the hooks of sharding are outside the recomputed part.
     Raises ValueError for an unknown mode, or for `attention` with a model that does not run meshtune's
     attention.
     """
@@ -58,16 +58,16 @@ def recompute_blocks(model: PreTrainedModel, anatomy: Anatomy, mode: str) -> Non
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if str(op) in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if str(op) in SAVED_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _recompute_attention(model: PreTrainedModel) -> None:
-    if model.config._attn_implementation not in NAMES:
+    if model.config._attn_implementation not in ATTENTION_NAMES:
         raise ValueError(
             f"recompute=attention needs model.attention=meshtune, not {model.config._attn_implementation}; "
             "recompute=selective and full work with any."
         )
-    model.set_attn_implementation(NAMES[1])
+    model.set_attn_implementation(ATTENTION_NAMES[1])
 
 
 def _recompute_each_block(model: nn.Module, anatomy: Anatomy, contexts: Callable[[], Any] | None) -> None:

@@ -1,8 +1,9 @@
 """Data parallelism over whole replicas (`dp`): gradients are all-reduced while the backward pass still runs.
 
-A group of parameters (a block, or all that lies outside the blocks) travels as one flat message, once per
-optimizer step: as soon as the step's last backward pass has made its gradients, and while that pass goes on
-to the next group (Li et al. 2020, arXiv:2006.15704). Nothing is held twice: the gradients become its pieces.
+A group of parameters (a block, or all that lies outside the blocks) is one flat buffer and one all-reduce per
+optimizer step: as soon as the step's last backward pass has computed its gradients, and while that pass
+goes on to the next group (Li et al. 2020, arXiv:2006.15704). Nothing is stored twice: the gradients become
+views of it.
 
 Context ranks see other tokens with the same parameters, so here they are data ranks.
 """
@@ -18,91 +19,92 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class Gradients(Protocol):
-    """Where the gradients of a step add up."""
+    """Where the gradients of a step are accumulated."""
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None: ...
 
     def replace_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None: ...
 
 
-class Sent(NamedTuple):
-    """A message that is under way.
+class InFlight(NamedTuple):
+    """One group's all-reduce, not waited for yet."""
 
-    without: parameters that this rank has no gradient of, with their piece of it, and how many ranks have.
-    """
-
-    work: Any
+    work: Any  # of torch.distributed
+    # Parameters without a gradient here: (parameter, its view of the sum, number of ranks with a gradient).
     without: list[tuple[nn.Parameter, Tensor, Tensor]]
 
 
 class Replicas:
     """This rank's copy of parameters that other ranks have copies of, over the 1-D `mesh`.
 
-    groups: parameters that travel together, in the order in which a backward pass ends with them. Messages
-    leave in that order on every rank, or they would be added to others. dtype: of the messages; None: as the
-    gradients are.
+    groups: parameters that are reduced together, in the order in which a backward pass ends with them. Every
+    rank starts its all-reduces in that order, or different groups would be added up. dtype: that gradients
+    are summed in; None: their own.
     """
 
     def __init__(
         self, groups: Sequence[Sequence[nn.Parameter]], mesh: DeviceMesh, dtype: torch.dtype | None = None
     ) -> None:
-        self.groups = [own for group in groups if (own := [p for p in group if p.requires_grad])]
+        trained = ([parameter for parameter in group if parameter.requires_grad] for group in groups)
+        self.groups = [group for group in trained if group]
         self.mesh, self.dtype = mesh, dtype
-        self.missing: list[int] = []  # gradients of each group that this step's passes are still to make
-        self.sent: list[Sent] = []  # messages of the first groups
+        self.missing: list[int] = []  # gradients of each group that this step's passes have still to compute
+        self.in_flight: list[InFlight] = []  # all-reduces of the first groups
 
     def watch(self, gradients: Gradients) -> None:
-        """Send gradients from now on as they come; to be called when `gradients` has its own hooks."""
+        """All-reduce gradients as they are computed from now on; call it after `gradients` set its hooks."""
         self.gradients = gradients
         for index, group in enumerate(self.groups):
             for parameter in group:
-                parameter.register_post_accumulate_grad_hook(partial(self._arrived, index))
+                parameter.register_post_accumulate_grad_hook(partial(self._computed, index))
 
     def begin(self, passes: int) -> None:
-        """Before a step of so many backward passes."""
-        self.missing, self.sent = [len(group) * passes for group in self.groups], []
+        """Prepare a step of `passes` backward passes."""
+        self.missing, self.in_flight = [len(group) * passes for group in self.groups], []
 
     def finish(self) -> None:
-        """After the step's passes: the gradients are the sums over all replicas.
+        """Wait until the gradients are the sums over all replicas; call it after the step's passes.
 
-        What no hook has told of (backward passes of weights alone run none) is sent now.
+        Groups without a hook's call for every gradient (backward passes of weights alone run none) are
+        all-reduced now.
         """
-        while len(self.sent) < len(self.groups):
-            self._send()
-        for sent in self.sent:
-            sent.work.wait()
-            for parameter, piece, others in sent.without:
-                if others > 0:
-                    self.gradients.replace_gradient(parameter, piece)
-        self.sent = []
+        while len(self.in_flight) < len(self.groups):
+            self._all_reduce()
+        for reduction in self.in_flight:
+            reduction.work.wait()
+            for parameter, summed, ranks in reduction.without:
+                if ranks > 0:
+                    self.gradients.replace_gradient(parameter, summed)
+        self.in_flight = []
 
-    def _arrived(self, index: int, _: Tensor) -> None:
+    def _computed(self, index: int, _: Tensor) -> None:
+        """Hook after a gradient of group `index`: start the all-reduces that are ready, in order."""
         self.missing[index] -= 1
-        while len(self.sent) < len(self.groups) and self.missing[len(self.sent)] == 0:
-            self._send()
+        while len(self.in_flight) < len(self.groups) and self.missing[len(self.in_flight)] == 0:
+            self._all_reduce()
 
-    def _send(self) -> None:
-        """The next group's message; its gradients are views of it, to be read when it has arrived.
+    def _all_reduce(self) -> None:
+        """Start the next group's all-reduce; its gradients become views of the buffer, valid after `finish`.
 
-        A parameter that a rank's passes did not reach (layerdrop, experts) sends zeros. How many ranks
-        reached each stands at the end of the message: none, and it has no gradient, as on one device.
+        A parameter that a rank's passes did not reach (layerdrop, experts) is zeros there. The end of the
+        buffer counts the ranks that reached each: for 0 it has no gradient, as on one device.
         """
-        group = self.groups[len(self.sent)]
-        found = [self.gradients.gradient(parameter) for parameter in group]
+        group = self.groups[len(self.in_flight)]
+        gradients = [self.gradients.gradient(parameter) for parameter in group]
         flat = [
-            torch.zeros_like(p).flatten() if g is None else g.flatten()
-            for p, g in zip(group, found, strict=True)
+            torch.zeros_like(parameter).flatten() if gradient is None else gradient.flatten()
+            for parameter, gradient in zip(group, gradients, strict=True)
         ]
         reached = flat[0].new_ones(len(group))
-        if any(g is None for g in found):
-            reached = reached.new_tensor([float(g is not None) for g in found])
-        message = torch.cat([*flat, reached]).to(self.dtype or flat[0].dtype)
-        *pieces, ranks = message.split([*(p.numel() for p in group), len(group)])
+        if any(gradient is None for gradient in gradients):
+            reached = reached.new_tensor([float(gradient is not None) for gradient in gradients])
+        buffer = torch.cat([*flat, reached]).to(self.dtype or flat[0].dtype)
+        *sums, ranks = buffer.split([*(parameter.numel() for parameter in group), len(group)])
         without = []
-        for place, (parameter, piece) in enumerate(zip(group, pieces, strict=True)):
-            if found[place] is None:
-                without.append((parameter, piece.view(parameter.shape), ranks[place]))
+        for index, (parameter, summed) in enumerate(zip(group, sums, strict=True)):
+            if gradients[index] is None:
+                without.append((parameter, summed.view(parameter.shape), ranks[index]))
             else:
-                self.gradients.replace_gradient(parameter, piece.view(parameter.shape))
-        work = dist.all_reduce(message, group=self.mesh.get_group(), async_op=True)
-        self.sent.append(Sent(work, without))
+                self.gradients.replace_gradient(parameter, summed.view(parameter.shape))
+        work = dist.all_reduce(buffer, group=self.mesh.get_group(), async_op=True)
+        self.in_flight.append(InFlight(work, without))

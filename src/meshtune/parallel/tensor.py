@@ -1,25 +1,25 @@
-"""Tensor parallelism (tp): each rank multiplies by its own rows or columns of every matrix; sequence
-parallelism (sp): what lies between them is cut along the sequence.
+"""Tensor parallelism (tp): each rank multiplies by its own rows or columns of every matrix. Sequence
+parallelism (sp): the activations between them are cut along the sequence.
 
             ╭───────────── attention ─────────────╮      ╭───────── mlp ─────────╮
     lookup ⊕ norm ⊢ q k v │ own heads │ o ⊕ + residual  norm ⊢ gate up │ down ⊕ +  …  norm ⊢ head │ own words
 
-    ⊢  enter   sp: gather the sequence;                    else nothing. Backward: ⊕
-    ⊕  leave   sp: sum over ranks, keep own tokens;        else sum.     Backward: ⊢
+    ⊢  enter   sp: all-gather along the sequence        else identity       backward: ⊕
+    ⊕  leave   sp: reduce-scatter along the sequence    else all-reduce     backward: ⊢
 
 (Shoeybi et al. 2019, arXiv:1909.08053; sp: Korthikanti et al. 2022, arXiv:2205.05198.) A matrix before `│` is
 cut by its rows, one after it by its columns. Which module is which comes from the family's own plan in
 transformers (`anatomy.tensor_plan`); embedding and head are cut along the vocabulary.
 
-The model keeps its modules and names. A cut parameter becomes a plain tensor, this rank's piece;
-`split_model` says how each was cut. Some gradients are parts of a sum over the ranks (`Split.partial`): of
+The model keeps its modules and names. A cut parameter becomes a plain tensor, this rank's shard;
+`split_model` returns how each was cut. Some gradients are parts of a sum over the ranks (`Split.partial`): of
 parameters that every rank holds whole but uses for its own tokens or heads. `reduce_partial` adds those up
 once a step.
 
 Where tp ranks see the same activations, dropout must mask the same, and where each sees its own, differently;
-and a recomputed block must repeat both. So nothing of it is remembered: a block that drops draws one number
-from the CPU generator, which is equal on all tp ranks and put back before a recomputation, and all of its
-masks come from that number, mixed with the rank's where activations are its own.
+and a recomputed block must repeat both. So no mask is stored: a block with dropout draws one number from the
+CPU generator, whose state is equal on all tp ranks and is restored before a recomputation, and all of its
+masks come from that number, mixed with the rank's index where activations are the rank's own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,14 @@ from meshtune.model.anatomy import (
     tensor_plan,
     traits,
 )
-from meshtune.parallel.exchange import exchange, gather, own, own_of_total, same, total
+from meshtune.parallel.exchange import (
+    all_gather,
+    all_reduce,
+    exchange,
+    identity,
+    reduce_scatter,
+    take_shard,
+)
 from meshtune.parallel.mesh import Axis
 from meshtune.placement.rules import tensor_problems
 from meshtune.placement.share import Split, piece
@@ -54,15 +61,15 @@ SEQUENCE, FEATURES = 1, 2  # dimensions of hidden states [batch, seq, hidden]
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Which words' logits a rank computes: start … stop - 1; the others of `tp` have the rest."""
+    """The part of the vocabulary whose logits a rank computes; the other ranks of `tp` have the rest."""
 
     tp: Axis
-    start: int
-    stop: int
+    start: int  # token id
+    stop: int  # token id, exclusive
 
 
 def vocabulary_of(head: nn.Module) -> Vocabulary | None:
-    """The words of a head that `split_model` has cut; None for a whole one."""
+    """The part of the vocabulary of a head that `split_model` has cut; None for a whole head."""
     return vars(head).get("vocabulary")
 
 
@@ -70,125 +77,144 @@ def vocabulary_of(head: nn.Module) -> Vocabulary | None:
 
 
 @dataclass
-class _Cut:
-    """What the modules of one model share: the ranks, and the random numbers of the block that is running."""
+class _TensorState:
+    """Tensor-parallel state of one model: the ranks, sp, and the random numbers of the running block.
+
+    `enter` all-gathers (sp) or copies; `leave` reduce-scatters (sp) or all-reduces (Megatron's f and g).
+    """
 
     tp: Axis
-    sequence: bool
+    sequence: bool  # sequence parallelism
     seed: int | None = None  # of the running block, where it draws; equal on all tp ranks
-    switches: int = 0  # between common and own random numbers, in that block
-    through: bool = False  # the last block has run: what the final norm gives next leaves the body
-    before: list[Tensor] | None = None  # the generators' states where the embedding left the common numbers
+    switches: int = 0  # between the random numbers of all ranks and the rank's own, in that block
+    blocks_done: bool = False  # the last block has run: the next output of the final norm leaves the body
+    saved_states: list[Tensor] | None = None  # the generators', before the embedding seeded them per rank
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """Hidden states as a part of the model takes them: all tokens. Gradients add up over the ranks."""
-        pair = (gather, own_of_total) if self.sequence else (same, total)
+        """Hidden states of all tokens, for attention, mlp and head; gradients are summed over ranks."""
+        pair = (all_gather, reduce_scatter) if self.sequence else (identity, all_reduce)
         return exchange(hidden, self.tp, SEQUENCE, *pair)
 
     def leave(self, addend: Tensor) -> Tensor:
-        """Hidden states from what each rank adds to them."""
-        pair = (own_of_total, gather) if self.sequence else (total, same)
+        """Sum of the ranks' addends to the hidden states; with sp this rank's tokens of it."""
+        pair = (reduce_scatter, all_gather) if self.sequence else (all_reduce, identity)
         return exchange(addend, self.tp, SEQUENCE, *pair)
 
-    def draw(self, *, own: bool) -> None:
-        """From here on this rank's random numbers are its own, or those of all tp ranks."""
+    def reseed(self, *, per_rank: bool) -> None:
+        """Seed the generators for what follows in the block: differently on each tp rank, or equally."""
         if self.seed is not None:
             self.switches += 1
             # A tuple's hash mixes all bits, and is not salted as a string's would be.
-            _seed(hash((self.seed, self.switches, self.tp.index + 1 if own else 0)))
+            _seed(hash((self.seed, self.switches, self.tp.index + 1 if per_rank else 0)))
 
 
-def _enter_part(cut: _Cut, part: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-    """A hook before attention and mlp, which take hidden states first or by name."""
+def _enter_part(
+    state: _TensorState, part: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict]:
+    """Hook before attention and mlp, which take hidden states as first argument or by name."""
     if args:
-        return (cut.enter(args[0]), *args[1:]), kwargs
-    return args, kwargs | {"hidden_states": cut.enter(kwargs["hidden_states"])}
+        return (state.enter(args[0]), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": state.enter(kwargs["hidden_states"])}
 
 
-def _after_blocks(cut: _Cut, block: nn.Module, args: tuple, out: Any) -> None:
-    """A hook after the last block: some families use their final norm before the first one, too."""
-    cut.through = True
+def _after_blocks(state: _TensorState, block: nn.Module, args: tuple, out: Any) -> None:
+    """Hook after the last block: some families use their final norm before the first one, too."""
+    state.blocks_done = True
 
 
-def _leave_body(cut: _Cut, norm: nn.Module, args: tuple, hidden: Tensor) -> Tensor:
-    """A hook after the final norm: the head takes all tokens, and has a part of their gradient."""
-    if not cut.through:
+def _leave_body(state: _TensorState, norm: nn.Module, args: tuple, hidden: Tensor) -> Tensor:
+    """Hook after the final norm: the head takes all tokens, and gives a partial gradient of each."""
+    if not state.blocks_done:
         return hidden
-    cut.through = False
-    return cut.enter(hidden)
+    state.blocks_done = False
+    return state.enter(hidden)
 
 
-def _rows(cut: _Cut, style: TensorStyle, module: nn.Module, x: Tensor) -> Tensor:
-    """A linear layer of which this rank has some rows: some of the output features of every token."""
-    cut.draw(own=False)
+def _rows(state: _TensorState, style: TensorStyle, module: nn.Module, x: Tensor) -> Tensor:
+    """Forward of a linear layer of which this rank has some rows: some output features of every token.
+
+    `style.whole`: all-gather the output features.
+    """
+    state.reseed(per_rank=False)
     out = type(module).forward(module, x)
     if style.whole:
-        out = exchange(out, cut.tp, FEATURES, gather, own)
-    cut.draw(own=not style.whole)
+        out = exchange(out, state.tp, FEATURES, all_gather, take_shard)
+    state.reseed(per_rank=not style.whole)
     return out
 
 
-def _repeated(cut: _Cut, kv_heads: int, module: nn.Module, x: Tensor) -> Tensor:
-    """A key or value projection that every rank has whole: each uses the head that its query heads need."""
-    cut.draw(own=False)
+def _repeated(state: _TensorState, kv_heads: int, module: nn.Module, x: Tensor) -> Tensor:
+    """Forward of a key or value projection that is whole on every rank: the head of the rank's query heads.
+
+    kv_heads: of the whole model, fewer than tp ranks.
+    """
+    state.reseed(per_rank=False)
     out = type(module).forward(module, x)
-    cut.draw(own=True)
-    return out.chunk(kv_heads, dim=-1)[cut.tp.index * kv_heads // cut.tp.size]
+    state.reseed(per_rank=True)
+    return out.chunk(kv_heads, dim=-1)[state.tp.index * kv_heads // state.tp.size]
 
 
-def _columns(cut: _Cut, style: TensorStyle, module: Any, x: Tensor) -> Tensor:
-    """A linear layer of which this rank has some columns: an addend of all output features."""
+def _columns(state: _TensorState, style: TensorStyle, module: Any, x: Tensor) -> Tensor:
+    """Forward of a linear layer of which this rank has some columns: an addend of all output features.
+
+    `style.whole`: x has all input features, of which this rank uses its shard.
+    """
     if style.whole:
-        x = exchange(x, cut.tp, FEATURES, own, gather)
-    cut.draw(own=True)
+        x = exchange(x, state.tp, FEATURES, take_shard, all_gather)
+    state.reseed(per_rank=True)
     bias, module._parameters["bias"] = module.bias, None  # the sum has it once, not once a rank
     try:
         out = type(module).forward(module, x)
     finally:
         module._parameters["bias"] = bias
-    out = cut.leave(out)
-    cut.draw(own=cut.sequence)
+    out = state.leave(out)
+    state.reseed(per_rank=state.sequence)
     return out if bias is None else out + bias
 
 
-def _lookup(cut: _Cut, vocabulary: Vocabulary, draws_after: bool, module: nn.Module, ids: Tensor) -> Tensor:
-    """An embedding of which this rank has the rows of some words."""
-    if cut.sequence and ids.shape[1] % cut.tp.size:
+def _lookup(
+    state: _TensorState, vocabulary: Vocabulary, draws_after: bool, module: nn.Module, ids: Tensor
+) -> Tensor:
+    """Forward of an embedding of which this rank has some rows.
+
+    draws_after: dropout follows before the first block. Under sp it must mask each rank's tokens differently.
+    """
+    if state.sequence and ids.shape[1] % state.tp.size:
         raise ValueError(
-            f"Sequence parallelism gives each of {cut.tp.size} ranks as many tokens, but rows are "
-            f"{ids.shape[1]} tokens wide; pad them to a multiple of {cut.tp.size}."
+            f"Sequence parallelism gives each of {state.tp.size} ranks as many tokens, but rows are "
+            f"{ids.shape[1]} tokens wide; pad them to a multiple of {state.tp.size}."
         )
-    cut.through = False
+    state.blocks_done = False
     elsewhere = (ids < vocabulary.start) | (ids >= vocabulary.stop)
-    found = type(module).forward(module, (ids - vocabulary.start).masked_fill(elsewhere, 0))
-    hidden = cut.leave(found.masked_fill(elsewhere[..., None], 0))
-    if draws_after and cut.sequence and module.training:
+    rows = type(module).forward(module, (ids - vocabulary.start).masked_fill(elsewhere, 0))
+    hidden = state.leave(rows.masked_fill(elsewhere[..., None], 0))
+    if draws_after and state.sequence and module.training:
         seed = _drawn()
-        cut.before = _states()
-        _seed(hash((seed, cut.tp.index + 1)))
+        state.saved_states = _states()
+        _seed(hash((seed, state.tp.index + 1)))
     return hidden
 
 
-def _common_again(cut: _Cut, block: nn.Module, args: tuple) -> None:
-    """A hook before the first block (and so outside of what is recomputed): undoes what `_lookup` did."""
-    if cut.before is not None:
-        _restore(cut.before)
-        cut.before = None
+def _common_again(state: _TensorState, block: nn.Module, args: tuple) -> None:
+    """Hook before the first block, outside of what is recomputed: restore the states `_lookup` saved."""
+    if state.saved_states is not None:
+        _restore(state.saved_states)
+        state.saved_states = None
 
 
-def _seeded(cut: _Cut, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A block that draws random numbers: see above."""
+def _seeded(state: _TensorState, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Forward of a block that draws random numbers (see the module's docstring)."""
     if not block.training:
         return type(block).forward(block, *args, **kwargs)
     seed = _drawn()
-    before = _states()
-    cut.seed, cut.switches = seed, 0
+    saved_states = _states()
+    state.seed, state.switches = seed, 0
     try:
-        cut.draw(own=cut.sequence)
+        state.reseed(per_rank=state.sequence)
         return type(block).forward(block, *args, **kwargs)
     finally:
-        cut.seed = None
-        _restore(before)
+        state.seed = None
+        _restore(saved_states)
 
 
 def _drawn() -> int:
@@ -202,7 +228,7 @@ def _seed(number: int) -> None:
 
 
 def _states() -> list[Tensor]:
-    """Of the CPU's generator, and of the GPU's where there is one."""
+    """State of the CPU's generator, then of the GPU's where there is one."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
@@ -216,12 +242,14 @@ def _restore(states: Sequence[Tensor]) -> None:
 
 
 def split_model(model: PreTrainedModel, anatomy: Anatomy, tp: Axis, *, sequence: bool) -> dict[str, Split]:
-    """Cut `model` for this rank of `tp`, in place; how each parameter is cut, by name (tied ones by each).
+    """Cut `model` for this rank of `tp`, in place; returns how each parameter is cut, by name (a tied one by
+    each of its names). sequence: with sequence parallelism.
 
     Parameters may lie on meta or have values. Afterwards the body returns the hidden states of all tokens,
     while those between blocks are this rank's own tokens if `sequence`; position_ids and documents are always
-    those of the whole row, and the head gives the logits of the rank's own words (`vocabulary_of`). Call it
-    after adapters are added and before the model is cut into stages, recomputed or sharded.
+    those of the whole row, and the head gives the logits of the rank's part of the vocabulary
+    (`vocabulary_of`). Call it after adapters are added and before the model is cut into stages, recomputed or
+    sharded.
 
     Raises UserError where the family has no plan, or `tp` does not divide it.
     """
@@ -232,7 +260,7 @@ def split_model(model: PreTrainedModel, anatomy: Anatomy, tp: Axis, *, sequence:
         raise UserError(problems)
     plan = tensor_plan(model)
     assert not isinstance(plan, str)
-    cut = _Cut(tp, sequence)
+    state = _TensorState(tp, sequence)
     repeated = repeated_heads(model, plan, tp.size)
     splits = dict.fromkeys(named, Split(partial=sequence))  # outside attention and mlp: whole, own tokens
     for path, block in model.get_submodule(anatomy.blocks).named_children():
@@ -241,15 +269,18 @@ def split_model(model: PreTrainedModel, anatomy: Anatomy, tp: Axis, *, sequence:
     for path in (anatomy.embed, anatomy.head):
         splits |= _named(path, model.get_submodule(path), _linear_splits(TensorStyle(0), sequence))
 
-    _cut_vocabulary(model, anatomy, cut)
+    _cut_vocabulary(model, anatomy, state)
     for block in model.get_submodule(anatomy.blocks).children():
-        _cut_block(block, anatomy, plan, repeated, cut, attention_heads(model))
+        _cut_block(block, anatomy, plan, repeated, state, attention_heads(model))
     _cut_parameters(model, splits, tp)
     return splits
 
 
 def _linear_splits(style: TensorStyle, sequence: bool) -> dict[str, Split]:
-    """How the parameters of a linear layer are cut, adapters (B · A beside the weight) included."""
+    """Splits of a linear layer's parameters by name, adapters (B · A beside the weight) included.
+
+    sequence: with sequence parallelism.
+    """
     if style.dim == 0:
         return {"weight": Split(0), "bias": Split(0), "lora_A": Split(partial=True), "lora_B": Split(0)}
     bias = Split(partial=sequence)  # added after the sum: to own tokens, or to all on every rank
@@ -263,9 +294,13 @@ def _named(path: str, module: nn.Module, splits: Mapping[str, Split]) -> dict[st
 def _block_splits(
     block: nn.Module, anatomy: Anatomy, plan: Mapping[str, str], repeated: frozenset[str], sequence: bool
 ) -> dict[str, Split]:
-    """How the parameters of a block's attention and mlp are cut, by name inside the block."""
+    """Splits of the parameters of a block's attention and mlp, by name inside the block.
+
+    plan: module -> word of transformers' tensor-parallel plan; repeated: modules that stay whole because tp
+    is larger than the number of key-value heads.
+    """
     parts = (f"{anatomy.attention}.", f"{anatomy.mlp}.")
-    # What the plan does not name comes where all ranks have the same whole activations.
+    # Modules that the plan does not name run where all ranks have the same whole activations.
     splits = {name: Split() for name, _ in block.named_parameters() if name.startswith(parts)}
     for path, module in block.named_modules():
         if path in plan:
@@ -277,22 +312,24 @@ def _block_splits(
     return splits
 
 
-def _cut_vocabulary(model: PreTrainedModel, anatomy: Anatomy, cut: _Cut) -> None:
+def _cut_vocabulary(model: PreTrainedModel, anatomy: Anatomy, state: _TensorState) -> None:
     embed: Any = model.get_submodule(anatomy.embed)
     head: Any = model.get_submodule(anatomy.head)
     for module in (embed, head):
-        module.vocabulary = Vocabulary(cut.tp, *piece(module.weight.shape[0], cut.tp.size, cut.tp.index))
-    words, padding = embed.vocabulary, embed.padding_idx
-    if padding is not None:  # the row that learns nothing
-        embed.padding_idx = padding - words.start if words.start <= padding < words.stop else None
+        module.vocabulary = Vocabulary(
+            state.tp, *piece(module.weight.shape[0], state.tp.size, state.tp.index)
+        )
+    part, padding = embed.vocabulary, embed.padding_idx
+    if padding is not None:  # the row without a gradient
+        embed.padding_idx = padding - part.start if part.start <= padding < part.stop else None
     trunk = model.get_submodule(anatomy.blocks.rpartition(".")[0])
     blocks = model.get_submodule(anatomy.blocks)
     draws_after = draws([trunk, *(child for child in trunk.children() if child is not blocks)])
-    embed.forward = partial(_lookup, cut, words, draws_after, embed)
+    embed.forward = partial(_lookup, state, part, draws_after, embed)
     first, *_, last = [*blocks.children()] * 2
-    first.register_forward_pre_hook(partial(_common_again, cut))
-    last.register_forward_hook(partial(_after_blocks, cut))
-    model.get_submodule(anatomy.norm).register_forward_hook(partial(_leave_body, cut))
+    first.register_forward_pre_hook(partial(_common_again, state))
+    last.register_forward_hook(partial(_after_blocks, state))
+    model.get_submodule(anatomy.norm).register_forward_hook(partial(_leave_body, state))
 
 
 def _cut_block(
@@ -300,40 +337,40 @@ def _cut_block(
     anatomy: Anatomy,
     plan: Mapping[str, str],
     repeated: frozenset[str],
-    cut: _Cut,
+    state: _TensorState,
     heads: tuple[int, int],
 ) -> None:
     query_heads, kv_heads = heads
     for path, module in block.named_modules():
         if path in repeated:
-            module.forward = partial(_repeated, cut, kv_heads, module)
+            module.forward = partial(_repeated, state, kv_heads, module)
         elif path in plan:
             style = TENSOR_STYLES[plan[path]]
             if style.dim is not None:
-                module.forward = partial((_rows, _columns)[style.dim], cut, style, module)
+                module.forward = partial((_rows, _columns)[style.dim], state, style, module)
     attention: Any = block.get_submodule(anatomy.attention)
     for part in (attention, block.get_submodule(anatomy.mlp)):
-        part.register_forward_pre_hook(partial(_enter_part, cut), with_kwargs=True)
+        part.register_forward_pre_hook(partial(_enter_part, state), with_kwargs=True)
     if cuts_heads(plan, anatomy) and "num_key_value_groups" in vars(attention):
-        attention.num_key_value_groups = query_heads // cut.tp.size // max(1, kv_heads // cut.tp.size)
+        attention.num_key_value_groups = query_heads // state.tp.size // max(1, kv_heads // state.tp.size)
     if draws(block.modules()):
-        block.forward = partial(_seeded, cut, block)
+        block.forward = partial(_seeded, state, block)
 
 
 def _cut_parameters(model: nn.Module, splits: Mapping[str, Split], tp: Axis) -> None:
-    """Put this rank's pieces in the place of what is cut; tied parameters stay one."""
-    pieces: dict[nn.Parameter, nn.Parameter] = {}
+    """Replace each parameter by this rank's shard as `splits` says, by name; tied parameters stay one."""
+    shards: dict[nn.Parameter, nn.Parameter] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(prefix=path, recurse=False, remove_duplicate=False):
             dim = splits[name].dim
             if dim is None:
                 continue
-            if parameter not in pieces:
+            if parameter not in shards:
                 start, stop = piece(parameter.shape[dim], tp.size, tp.index)
-                mine = parameter.detach().narrow(dim, start, stop - start)
-                mine = mine.clone(memory_format=torch.contiguous_format)
-                pieces[parameter] = nn.Parameter(mine, requires_grad=parameter.requires_grad)
-            module._parameters[name.rpartition(".")[2]] = pieces[parameter]
+                shard = parameter.detach().narrow(dim, start, stop - start)
+                shard = shard.clone(memory_format=torch.contiguous_format)
+                shards[parameter] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+            module._parameters[name.rpartition(".")[2]] = shards[parameter]
 
 
 # After the backward #
@@ -341,10 +378,10 @@ def _cut_parameters(model: nn.Module, splits: Mapping[str, Split], tp: Axis) -> 
 
 @torch.no_grad()
 def reduce_partial(gradients: Sequence[Tensor], tp: Axis) -> None:
-    """Sum gradients of `Split.partial` parameters over the ranks, in place: one message for each dtype, bf16
-    ones in fp32.
+    """Sum gradients of `Split.partial` parameters over the ranks, in place: one all-reduce for each dtype,
+    bf16 in fp32.
 
-    Plain tensors, in the same order on every rank; once an optimizer step.
+    gradients: plain tensors, in the same order on every rank. Once an optimizer step.
     """
     if tp.size == 1:
         return

@@ -1,14 +1,14 @@
 """Data parallelism that shards: ZeRO-1, -2, -3 and hybrids of them with replicas, by torch's FSDP2.
 
-    zero  parameters  gradients  optimizer state  messages of a step, for each group of parameters
+    zero  parameters  gradients  optimizer state  collectives of a step, for each group of parameters
     0     whole       whole      whole            1 all-reduce (replicas.py)
     1     whole       whole      shard            1 all-gather, 1 reduce-scatter
     2     whole       shard      shard            1 all-gather, 1 reduce-scatter a micro-batch
     3     shard       shard      shard            2 all-gathers, 1 reduce-scatter a micro-batch
 
 (Rajbhandari et al. 2020, arXiv:1910.02054; "whole" while the step's passes run, shards in between.) A group
-is a block, or all that lies outside the blocks. Its message is one flat buffer and travels while the next
-group computes. With dp_replicate > 1 shards are also all-reduced over the replicas, once a step.
+is a block, or all that lies outside the blocks. Its collectives are over one flat buffer and overlap with the
+next group's computation. With dp_replicate > 1 shards are also all-reduced over the replicas, once a step.
 
 Context ranks see other tokens with the same parameters, so here they are data ranks. Gradients are summed,
 not averaged: each micro-batch's loss is already divided by the label tokens of the global batch.
@@ -27,10 +27,10 @@ from meshtune.parallel.mesh import World
 
 
 def parameter_mesh(world: World) -> DeviceMesh | None:
-    """The ranks that share this rank's parameters, as a mesh (FSDP2 wants one); None when it is alone.
+    """Mesh of the ranks that share this rank's parameters, for FSDP2; None when it is alone.
 
-    1-D for replicas alone or shards alone; (replicas, shards) for a hybrid. Every rank of the world must call
-    it at the same moment.
+    1-D for replicas alone or shards alone; (replicas, shards) for a hybrid. A collective call: every rank of
+    the world makes it.
     """
     if world.parameter_ranks == 1:
         return None
@@ -54,36 +54,37 @@ def shard(
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> None:
-    """Make `root` hold its parameters as `zero` says over `mesh`; each of `blocks`, and the rest, is a group.
+    """Shard the parameters of `root` over `mesh` by ZeRO stage `zero`; each of `blocks`, and the rest, is a
+    group.
 
     In place, parameters on meta or real; they become DTensors over `mesh`. Forward and backward passes
     compute in `compute_dtype` (None: in the parameters' own), gradients are summed in `reduce_dtype` (None:
     as they are computed). Everything that uses a parameter must happen inside root's forward.
     """
-    # Inputs are already what the model makes them: casting here would round what it keeps in fp32.
+    # Inputs have the dtypes that the model gave them: a cast here would round its fp32 ones.
     policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False)
     for module in (*blocks, root):
         fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
-    for module in groups(root):  # both are of one module, not of those inside it
+    for module in groups(root):  # neither setter is recursive
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # else a pre-multiplied sum, which gloo has not
+        module.set_force_sum_reduction_for_comms(True)  # else PREMUL_SUM, which gloo doesn't support
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's piece, sharing its memory: of a sharded tensor the shard, a plain one as it is."""
+    """This rank's shard of a DTensor, sharing its memory; a plain tensor as it is."""
     if isinstance(tensor, DTensor):
         return tensor.detach().to_local()  # pyright: ignore[reportAttributeAccessIssue]
     return tensor
 
 
 def groups(root: nn.Module) -> list[FSDPModule]:
-    """The modules whose parameters travel together, `root` first; none where nothing is sharded."""
+    """Modules whose parameters are communicated together, `root` first; empty where nothing is sharded."""
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
 def before_backward(root: nn.Module, zero: int, *, last: bool) -> None:
-    """Say before each micro-batch's backward whether it is the step's last: only then gradients that stay
-    whole are reduced, and parameters that stay whole are let go.
+    """Prepare a micro-batch's backward. last: of the step, which reduces gradients that are whole during the
+    step, and frees parameters that are.
     """
     if isinstance(root, FSDPModule):
         root.set_reshard_after_backward(zero == 3 or last)
@@ -92,9 +93,10 @@ def before_backward(root: nn.Module, zero: int, *, last: bool) -> None:
         root.set_is_last_backward(last)
 
 
-def add_up(root: nn.Module) -> None:
-    """After a backward of weights alone, which FSDP2 does not see: gradients that wait for the step's last
-    micro-batch go into their sum, which is in the reduce dtype.
+def accumulate_gradients(root: nn.Module) -> None:
+    """Add new unsharded gradients to their sums in the reduce dtype.
+
+    Needed after a backward of weights alone, which runs none of FSDP2's hooks.
     """
     for module in groups(root):
         for parameter in compat.fsdp_parameters(module):
@@ -102,7 +104,7 @@ def add_up(root: nn.Module) -> None:
             parameter.to_accumulated_grad_if_needed()
 
 
-def let_go(root: nn.Module) -> None:
-    """Free parameters that a forward pass without a backward left gathered: a step would outdate them."""
+def reshard(root: nn.Module) -> None:
+    """Free parameters that a forward pass without a backward left gathered: a step would make them stale."""
     for module in groups(root):
         module.reshard()

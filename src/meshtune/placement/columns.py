@@ -83,6 +83,10 @@ class Columns:
         """True where context parallelism exchanges heads."""
         return self.cp_method == CP_METHODS.index("ulysses")
 
+    def rank_tokens(self, seq_len: Number) -> Number:
+        """Tokens per rank in one micro-batch (after cp)."""
+        return self.micro_batch_size * seq_len / self.cp
+
     def recomputes(self, mode: str) -> Number:
         return self.recompute == RECOMPUTE.index(mode)
 

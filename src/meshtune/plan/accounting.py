@@ -1,4 +1,4 @@
-"""How a software stack keeps things in memory, as data: bytes per parameter, per activation, per logit.
+"""Memory accounting of a software stack, as data: bytes per parameter, per activation, per logit.
 
 stacks.toml has a `memory` table for each stack; `engine_accounting` is this engine without a GPU's overhead.
 The formulas of memory/ read these values instead of branching by stack.
@@ -66,7 +66,7 @@ EAGER = Saved(outside=12, entering=4, queries=2, keys=2, heads=4, output=2, wide
 
 @dataclass(frozen=True)
 class Accounting:
-    """How one stack in one precision keeps things in memory; the keys of a `memory` table in stacks.toml."""
+    """Rules by which one stack in one precision uses memory; the keys of a `memory` table in stacks.toml."""
 
     precision: Copies
     element: float = 2  # bytes of an element of activations
@@ -114,7 +114,7 @@ class Accounting:
 def engine_accounting(
     precision: str, reduce_dtype: str = "fp32", optimizer: str = "adamw", **others: Any
 ) -> Accounting:
-    """How this engine keeps things (train/optim.py, train/loss.py, parallel/).
+    """Accounting of this engine (optim/, train/loss.py, parallel/), without a GPU's overhead.
 
     precision, reduce_dtype, optimizer: as in the settings. others: fields of Accounting.
     """
@@ -126,9 +126,9 @@ def engine_accounting(
 def stack_accounting(
     stack: str, precision: str, reduce_dtype: str = "fp32", optimizer: str = "adamw"
 ) -> Accounting:
-    """How a stack of stacks.toml keeps things in this precision (fp32, fp16, bf16 …).
+    """Accounting of a stack of stacks.toml in this precision (fp32, fp16, bf16 …).
 
-    8-bit matmuls keep what bf16 keeps. Fields that its tables leave out are as in `engine_accounting`.
+    8-bit matmuls are counted as bf16. Fields that its tables leave out are as in `engine_accounting`.
     """
     kept = "bf16" if precision in ("fp8", "mxfp8") else precision
     return _stack_accounting(stack, kept, reduce_dtype, optimizer)
@@ -149,7 +149,7 @@ def _stack_accounting(stack: str, precision: str, reduce_dtype: str, optimizer: 
 
 
 def accounting_of(workload: Workload, cluster: Cluster) -> Accounting:
-    """How this engine keeps the workload on the cluster's devices.
+    """Accounting of this engine for the workload on the cluster's devices.
 
     A processor has no CUDA context or communicators, and the system's allocator: no overhead is counted.
     """

@@ -1,95 +1,134 @@
-"""What a plan means, in sentences: how it was reached, why the usual alternatives lost, what to change first.
+"""A plan in sentences: how it was reached, why the usual alternatives lost, what to change first.
 
-Every sentence carries the numbers of a layout that was predicted; nothing is a rule of thumb.
+Every sentence carries numbers of layouts that were predicted, says what they are compared with, and names a
+cause only if the parts of both predictions show it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from meshtune.errors import UserError
-from meshtune.layout import RECOMPUTE
-from meshtune.plan.cluster import room
-from meshtune.plan.memory.timeline import CATEGORIES
+from meshtune.layout import Layout
+from meshtune.placement.columns import Columns, Number
+from meshtune.plan.machine import machine_of
+from meshtune.plan.phrases import device, longer, memory_limit, memory_need
 from meshtune.plan.search import Choice, Plan, explained, search
-from meshtune.plan.seconds.step import Seconds
+from meshtune.plan.seconds.step import PARTS, compute_parts
 from meshtune.plan.workload import Workload
 from meshtune.units import count, duration, human
 
-# what a part of a step's time is spent on, in a sentence
+ALIKE = 0.005  # relative difference of two step times up to which they are called equal
+NOTABLE = 0.1  # share of a difference in compute from which a kind of work is named as its cause
+
+# each part of Seconds but `data`, as what a step's time goes to
 SPENT = {
-    "compute": "computing",
-    "tensor": "messages between tensor-parallel ranks",
-    "context": "messages between context-parallel ranks",
-    "pipeline": "handing hidden states to the next stage",
-    "data": "messages about weights and gradients between data ranks",
-    "optimizer": "the optimizer's step",
-    "bubble": "waiting for other stages of the pipeline",
-    "host": "the host launching small pieces of work",
+    "compute": "compute",
+    "tensor": "exposed tensor-parallel collectives",
+    "context": "exposed context-parallel collectives",
+    "pipeline": "sends between pipeline stages",
+    "optimizer": "the optimizer's update",
+    "bubble": "the pipeline bubble",
+    "host": "kernel launches and other work of the host",
 }
+# collectives of `Seconds.data`, by ZeRO stage; {}: " and", or "," where replicas add an all-reduce
+DATA_COLLECTIVES = {
+    0: "gradient all-reduce",
+    1: "ZeRO-1 reduce-scatter{} all-gather",
+    2: "ZeRO-2 reduce-scatter{} all-gather",
+    3: "ZeRO-3 all-gather{} reduce-scatter",
+}
+
+
+class Cause(NamedTuple):
+    """A kind of work in `compute_parts`, as a reason for more compute than another layout's."""
+
+    name: str
+    clause: str
+
+
+CAUSES = {
+    "matmuls": Cause("matmuls", "its matmuls are less efficient"),
+    "attention": Cause("attention", "attention is slower under context parallelism"),
+    "elementwise": Cause("elementwise operations", "its elementwise operations are split over fewer ranks"),
+    "accumulation": Cause("gradient accumulation", "adding up gradients of micro-batches takes longer"),
+    "recomputation": Cause("recomputation", "it recomputes more"),
+    "head": Cause("head and loss", "its head and loss take longer"),
+}
+
+
+def spent(part: str, layout: Layout) -> str:
+    """Name what a layout's step spends a part of `Seconds` on."""
+    if part != "data":
+        return SPENT[part]
+    replicated = layout.zero > 0 and layout.dp_replicate > 1
+    collectives = DATA_COLLECTIVES[layout.zero].format("," if replicated else " and")
+    return f"exposed {collectives}{' and all-reduce between replicas' * replicated}"
 
 
 # how it was reached #
 
 
-def steps(plan: Plan, choice: Choice) -> list[str]:
-    """From the batch to the layout, in the order in which an engineer would think."""
-    w, c, layout = plan.workload, plan.cluster, choice.layout
-    parameters = float(w.work.parameters)
-    trainable = parameters * float(w.work.trainable)
-    whole = explained(w, c, type(layout)(gradient_accumulation_steps=w.global_batch_size, recompute="full"))
-    states = sum(getattr(whole.memory, name) for name in ("weights", "gradients", "optimizer"))
-    found = [
-        f"Global batch: {w.global_batch_size} sequences of {w.seq_len} tokens, {count(w.tokens)} tokens a "
-        "step." + (f" A token's document has {w.document_tokens:.0f} tokens." if w.document_tokens else ""),
-        f"Model: {count(parameters)} parameters"
-        + ("" if trainable >= parameters else f", {count(trainable)} of them trained")
-        + f"; weights, gradients and optimizer state of one whole copy: {human(states)} "
-        f"({states / parameters:.1f} bytes a parameter), a GPU has {human(c.memory)}.",
-        f"Micro-batch: {layout.micro_batch_size} sequence{'s' * (layout.micro_batch_size > 1)}. "
-        + _larger(plan, choice),
-        f"GPUs: {layout.world} = "
-        + " x ".join(f"{getattr(layout, axis)} {axis}" for axis in ("tp", "cp", "pp"))
-        + f" x {layout.data_ranks} data ranks ({_sharding(layout)}).",
-        f"Accumulation: {w.global_batch_size} / ({layout.micro_batch_size} x {layout.data_ranks}) = "
-        f"{layout.gradient_accumulation_steps} micro-batch{'es' * (layout.gradient_accumulation_steps > 1)} "
-        "a step.",
-    ]
-    return found
-
-
-def _larger(plan: Plan, choice: Choice) -> str:
-    """What speaks against the next larger micro-batch of the same layout."""
-    layout, w = choice.layout, plan.workload
-    if layout.gradient_accumulation_steps % 2:
-        each = w.global_batch_size // layout.data_ranks
-        return (
-            f"A data rank's {each} of the batch leave no larger one."
-            if each == layout.micro_batch_size
-            else ""
-        )
-    doubled = replace(
-        layout, micro_batch_size=2 * layout.micro_batch_size,
-        gradient_accumulation_steps=layout.gradient_accumulation_steps // 2,
-    )  # fmt: skip
-    other = explained(w, plan.cluster, doubled)
-    if not other.fits:
-        return f"{doubled.micro_batch_size} would need {human(other.memory.peak)}."
-    slower = other.seconds.total / choice.seconds.total - 1
-    return f"{doubled.micro_batch_size} would fit, and {_than(slower)}."
-
-
-def _sharding(layout: Any) -> str:
-    if layout.zero == 0:
-        return "plain data parallel" if layout.data_ranks > 1 else "one"
-    what = {1: "optimizer state", 2: "gradients and optimizer state", 3: "everything"}[layout.zero]
-    return f"ZeRO-{layout.zero}: {what} in {layout.dp_shard * layout.cp} shards" + (
-        f", {layout.dp_replicate} times" if layout.dp_replicate > 1 else ""
+def reasoning(plan: Plan, choice: Choice) -> list[str]:
+    """Sentences from the global batch to the layout, in the order in which an engineer would think."""
+    workload, cluster, layout = plan.workload, plan.cluster, choice.layout
+    batch, documents = workload.global_batch_size, workload.document_tokens
+    parameters = float(workload.work.parameters)
+    trained = parameters * float(workload.work.trainable)
+    one_copy = Layout(gradient_accumulation_steps=batch, recompute="full")
+    memory = explained(workload, cluster, one_copy).memory
+    states = memory.weights + memory.gradients + memory.optimizer
+    ranks, steps = layout.data_ranks, layout.gradient_accumulation_steps
+    within = (
+        f" Attention is within documents of {documents:.0f} tokens (mean over tokens)." if documents else ""
     )
+    return [
+        f"Global batch: {_sequences(batch)} of {workload.seq_len} tokens, {count(workload.tokens)} tokens a "
+        f"step.{within}",
+        f"Model: {count(parameters)} parameters"
+        + (f", {count(trained)} of them trained" * (trained < parameters))
+        + f". Weights, gradients and optimizer state of one unsharded copy need {human(states)} "
+        f"({states / parameters:.1f} bytes per parameter); a {device(cluster)} has {human(cluster.memory)}.",
+        f"Micro-batch: {_sequences(layout.micro_batch_size)}{_larger_micro_batch(plan, choice)}",
+        f"GPUs: {layout.world} = {layout.tp} tp x {layout.cp} cp x {layout.pp} pp x {ranks} data "
+        f"rank{'s' * (ranks > 1)} ({_sharding(layout)}).",
+        f"Accumulation: {batch} / ({layout.micro_batch_size} x {ranks}) = {steps} "
+        f"micro-batch{'es' * (steps > 1)} a step.",
+    ]
+
+
+def _larger_micro_batch(plan: Plan, choice: Choice) -> str:
+    """The end of the sentence on the micro-batch: why it is not twice as large in the same layout."""
+    layout, workload = choice.layout, plan.workload
+    micro_batch, steps = layout.micro_batch_size, layout.gradient_accumulation_steps
+    if steps == 1:
+        return ", all that a data rank gets of the global batch."
+    if steps % 2:
+        return "."
+    doubled = replace(layout, micro_batch_size=2 * micro_batch, gradient_accumulation_steps=steps // 2)
+    other = explained(workload, plan.cluster, doubled)
+    if not other.fits:
+        return f". {2 * micro_batch} would need {human(other.memory.peak)}; {memory_limit(plan.cluster)}."
+    slower = other.seconds.total / choice.seconds.total - 1
+    if abs(slower) < ALIKE:
+        return f". {2 * micro_batch} would fit and be as fast."
+    return f". {2 * micro_batch} would fit and be {abs(slower):.1%} {'slower' if slower > 0 else 'faster'}."
+
+
+def _sequences(number: int) -> str:
+    return f"{number} sequence{'s' * (number > 1)}"
+
+
+def _sharding(layout: Layout) -> str:
+    """The data ranks' replicas and shards: "2 replicas of 32 ZeRO-3 shards"."""
+    if layout.zero == 0:
+        return "plain data parallelism" if layout.data_ranks > 1 else "no data parallelism"
+    replicas = f"{layout.dp_replicate} replicas of " * (layout.dp_replicate > 1)
+    return f"{replicas}{layout.dp_shard * layout.cp} ZeRO-{layout.zero} shards"
 
 
 # why others lost #
@@ -97,133 +136,165 @@ def _sharding(layout: Any) -> str:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A well-known way to lay a run out. choice: its best layout, fitting or not; None: there is none."""
+    """A well-known kind of layout, against the chosen layout."""
 
     name: str
-    choice: Choice | None
-    sentence: str
+    choice: Choice | None  # its best layout, or if none fits the one that needs least; None: there is none
+    sentence: str  # continues the name
+
+
+class Kind(NamedTuple):
+    """A well-known kind of layout, as what a search for it fixes and filters."""
+
+    name: str
+    fixed: Mapping[str, Any]  # fields of Layout
+    where: Callable[[Columns], Number] | None = None
 
 
 def alternatives(plan: Plan, best: Choice | None = None) -> list[Alternative]:
-    """The well-known layouts, each with why it is not the one chosen (None: the quickest)."""
-    if not len(plan):
-        return []
-    best = best or plan.choice(0)
+    """The well-known kinds of layout, each with why it is not the chosen one.
+
+    best: the chosen layout; None: the plan's first. Empty for one GPU, and if nothing fits.
+    """
     gpus, node = plan.cluster.gpus, plan.cluster.node
+    if not len(plan) or gpus == 1:
+        return []
     alone = {"tp": 1, "cp": 1, "pp": 1}
-    ways: list[tuple[str, Mapping[str, Any], Any]] = [
-        ("plain data parallel", alone | {"dp_shard": 1}, lambda c: c.zero == 0),
-        *(
-            (f"ZeRO-{zero} alone", alone | {"zero": zero, "dp_replicate": 1}, None) for zero in (1, 2, 3)
-        ),
-        (
+    kinds = (
+        Kind("plain data parallel", alone | {"dp_shard": 1}, lambda layouts: layouts.zero == 0),
+        *(Kind(f"ZeRO-{zero} alone", alone | {"zero": zero, "dp_replicate": 1}) for zero in (1, 2, 3)),
+        Kind(
             "ZeRO-3 inside the node, replicas across",
             alone | {"zero": 3},
-            lambda c: (c.dp_replicate > 1) & (c.dp_shard <= node),
+            lambda layouts: (layouts.dp_replicate > 1) & (layouts.dp_shard <= node),
         ),
-        ("tensor parallel inside the node", {"tp": min(node, gpus), "cp": 1, "pp": 1}, None),
-        ("pipeline parallel", {"cp": 1}, lambda c: c.pp > 1),
-        ("context parallel", {"pp": 1, "tp": 1}, lambda c: c.cp > 1),
-    ]  # fmt: skip
-    return [_alternative(plan, best, *way) for way in ways if gpus > 1]
+        Kind("tensor parallel inside the node", {"tp": min(node, gpus), "cp": 1, "pp": 1}),
+        Kind("pipeline parallel", {"cp": 1}, lambda layouts: layouts.pp > 1),
+        Kind("context parallel", {"pp": 1, "tp": 1}, lambda layouts: layouts.cp > 1),
+    )
+    return [_alternative(plan, best or plan.choice(0), kind) for kind in kinds]
 
 
-def _alternative(plan: Plan, best: Choice, name: str, fixed: Mapping[str, Any], where: Any) -> Alternative:
+def _alternative(plan: Plan, best: Choice, kind: Kind) -> Alternative:
+    """The kind's best layout against `best`, or why there is none that fits."""
     mask = np.ones(len(plan), bool)
-    for field, value in fixed.items():
+    for field, value in kind.fixed.items():
         mask &= getattr(plan.columns, field) == value
-    if where is not None:
-        mask &= where(plan.columns)
+    if kind.where is not None:
+        mask &= kind.where(plan.columns)
     places = np.flatnonzero(mask)
     if len(places):
-        return _behind(name, plan.choice(int(places[0])), best)
+        return _compared(plan.workload, kind, plan.choice(int(places[0])), best)
     try:
-        other = search(plan.workload, plan.cluster, fixed=fixed, where=where)
+        others = search(plan.workload, plan.cluster, fixed=kind.fixed, where=kind.where)
     except UserError as error:
-        inner = fixed.get("tp", 1) * fixed.get("cp", 1) * fixed.get("pp", 1)
-        ranks, size = plan.cluster.gpus // inner, plan.workload.global_batch_size
-        if size % ranks:
-            few = (
-                f"it has {ranks} data ranks, which the global batch of {size} sequences does not share out to"
-            )
-            return Alternative(name, None, f"is not possible: {few}.")
-        return Alternative(name, None, f"is not possible: {error.problems[0]}")
-    if len(other):  # what was asked for has something else fixed
-        return _behind(name, other.choice(0), best)
-    near = other.nearest(1)
-    if near:
-        m = near[0].memory
-        largest = max(CATEGORIES, key=lambda part: getattr(m, part))
-        return Alternative(
-            name, near[0],
-            f"does not fit: {near[0].layout} needs {human(m.peak)}, {human(getattr(m, largest))} of it "
-            f"{largest}; a GPU has {room(plan.cluster)}.",
-        )  # fmt: skip
-    refused = max(other.rejected, key=lambda each: each.count, default=None)
-    return Alternative(
-        name, None, f"is not possible: {refused.reason.rstrip('.')}." if refused else "is not possible here."
-    )
+        model_ranks = kind.fixed.get("tp", 1) * kind.fixed.get("cp", 1) * kind.fixed.get("pp", 1)
+        data_ranks, batch = plan.cluster.gpus // model_ranks, plan.workload.global_batch_size
+        reason = error.problems[0]
+        if batch % data_ranks:
+            reason = f"{_sequences(batch)} can't be divided over {data_ranks} data ranks."
+        return Alternative(kind.name, None, f"is not possible: {reason}")
+    if len(others):  # the plan's own fixed fields kept it out
+        return _compared(plan.workload, kind, others.choice(0), best)
+    if nearest := others.nearest(1):
+        choice = nearest[0]
+        need, limit = memory_need(choice.memory), memory_limit(plan.cluster)
+        return Alternative(kind.name, choice, f"does not fit: {choice.layout} needs {need}; {limit}.")
+    refused = max(others.rejected, key=lambda rejected: rejected.count, default=None)
+    reason = f": {refused.reason.rstrip('.')}." if refused else " here."
+    return Alternative(kind.name, None, f"is not possible{reason}")
 
 
-def _behind(name: str, choice: Choice, best: Choice) -> Alternative:
+def _compared(workload: Workload, kind: Kind, choice: Choice, best: Choice) -> Alternative:
     if choice.layout == best.layout:
-        return Alternative(name, choice, "is the one chosen.")
-    return Alternative(name, choice, f"({choice.layout}) {against(choice, best)}")
+        whole = kind.name.endswith("alone") or kind.name.startswith("plain")
+        sentence = f"is {'' if whole else 'part of '}the chosen layout ({best.layout})."
+        return Alternative(kind.name, choice, sentence)
+    return Alternative(kind.name, choice, f"({choice.layout}) {comparison(workload, choice, best)}")
 
 
-def against(other: Choice, best: Choice) -> str:
-    """Why `other` is behind `best`: the part of its step that costs most more."""
+def comparison(workload: Workload, other: Choice, best: Choice) -> str:
+    """Compare step times with the chosen layout, and name the part whose time grows most.
+
+    Where `other` is no slower: compare memory instead.
+    """
     more = other.seconds.total / best.seconds.total - 1
-    extra = {f.name: getattr(other.seconds, f.name) - getattr(best.seconds, f.name) for f in fields(Seconds)}
+    needs = f"{human(other.memory.peak)} instead of {human(best.memory.peak)}"
+    if more < -ALIKE:
+        joined = "but" if other.memory.peak > best.memory.peak else "and"
+        return f"takes {-more:.0%} less time than the chosen layout, {joined} needs {needs}."
+    if more < ALIKE:
+        return f"is as fast as the chosen layout, and needs {needs}."
+    extra = {part: getattr(other.seconds, part) - getattr(best.seconds, part) for part in PARTS}
     largest = max(extra, key=lambda part: extra[part])
-    if more < -0.005:
-        return (
-            f"takes {-more:.0%} less, and holds {human(other.memory.peak)} against {human(best.memory.peak)}."
-        )
-    if more < 0.005:
-        return f"is as fast, and holds {human(other.memory.peak)} against {human(best.memory.peak)}."
-    on = SPENT[largest]
+    what = f"for {spent(largest, other.layout)}"
     if largest == "compute":
-        heavier = RECOMPUTE.index(other.layout.recompute) > RECOMPUTE.index(best.layout.recompute)
-        on = "computing again what it does not keep" if heavier else "computing, in smaller products"
-    return f"takes {more:.0%} longer: {duration(extra[largest])} a step more on {on}."
+        what = f"compute{compute_cause(workload, other, best)}"
+    return f"takes {more:.0%} longer than the chosen layout: {duration(extra[largest])} a step more {what}."
+
+
+def compute_cause(workload: Workload, other: Choice, best: Choice) -> str:
+    """The kinds of work that make `other` compute longer than `best`, as the end of a sentence.
+
+    Compares the `compute_parts` of both. One kind is named as the cause, several with their seconds.
+    """
+    parts = [
+        compute_parts(
+            workload.work, Columns.of([choice.layout]), machine_of(workload, choice.cluster),
+            workload.seq_len, workload.document_tokens,
+        )
+        for choice in (other, best)
+    ]  # fmt: skip
+    more = {kind: float(np.squeeze(parts[0][kind] - parts[1][kind])) for kind in CAUSES}
+    least = NOTABLE * sum(more.values())
+    notable = sorted((kind for kind in more if abs(more[kind]) >= least), key=lambda kind: -more[kind])
+    if len(notable) == 1:
+        return f", because {CAUSES[notable[0]].clause}"
+    listed = (f"{CAUSES[kind].name} {_signed(more[kind])}" for kind in notable)
+    return f" ({', '.join(listed)})"
+
+
+def _signed(seconds: float) -> str:
+    return f"{'+' if seconds >= 0 else '-'}{duration(abs(seconds))}"
 
 
 # what to change first #
 
 
 def changes(plan: Plan, best: Choice | None = None) -> list[str]:
-    """What to change first for more speed than the one chosen (None: the quickest), and for less memory; each
-    was predicted.
+    """The largest cost beside compute, then settings that are faster and layouts that need less memory.
+
+    best: the chosen layout, which all are compared with; None: the plan's first. Each was predicted.
     """
     if not len(plan):
         return []
-    best, found = best or plan.choice(0), []
-    largest = max(fields(Seconds), key=lambda f: getattr(best.seconds, f.name) * (f.name != "compute")).name
-    share = getattr(best.seconds, largest) / best.seconds.total
-    if share >= 0.01:
-        spent = duration(getattr(best.seconds, largest))
-        found.append(f"After computing, most of a step goes to {SPENT[largest]}: {spent}, {share:.0%}.")
-    for what, workload in _variations(plan.workload):
+    best, sentences = best or plan.choice(0), []
+    largest = max(PARTS, key=lambda part: getattr(best.seconds, part) * (part != "compute"))
+    seconds = getattr(best.seconds, largest)
+    if seconds / best.seconds.total >= 0.01:
+        what = spent(largest, best.layout)
+        share = f"{seconds / best.seconds.total:.0%}"
+        sentences.append(f"Largest cost besides compute: {what}, {duration(seconds)} a step ({share}).")
+    for setting, workload in _variations(plan.workload):
         try:
-            other = search(workload, plan.cluster, fixed=plan.fixed)
+            others = search(workload, plan.cluster, fixed=plan.fixed)
         except UserError:
             continue
-        if len(other):
-            choice = other.best(1)[0]
+        if len(others):
+            choice = others.best(1)[0]
             gain = choice.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu - 1
             if gain > 0.02:
-                found.append(f"{what}: {gain:.0%} more tokens per second ({choice.layout}).")
-    lower = [place for place in plan.pareto() if plan.memory.peak[place] < 0.95 * best.memory.peak]
-    for less in (plan.choice(place) for place in lower[:2]):
-        found.append(
-            f"Less memory: {less.layout} holds {human(less.memory.peak)} instead of "
-            f"{human(best.memory.peak)} and takes {less.seconds.total / best.seconds.total - 1:.0%} longer."
-        )
-    return found
+                sentences.append(f"{setting}: {gain:.0%} more tokens per second ({choice.layout}).")
+    smaller = [place for place in plan.pareto() if plan.memory.peak[place] < 0.95 * best.memory.peak]
+    for choice in (plan.choice(place) for place in smaller[:2]):
+        needs = f"{human(choice.memory.peak)} instead of {human(best.memory.peak)}"
+        time = longer(choice.seconds.total / best.seconds.total)
+        sentences.append(f"Less memory: {choice.layout} needs {needs}; a step {time}.")
+    return sentences
 
 
 def _variations(workload: Workload) -> Iterator[tuple[str, Workload]]:
+    """(setting, workload with it) of settings that may be faster."""
     size = workload.global_batch_size
     yield f"train.global_batch_size={2 * size}", replace(workload, global_batch_size=2 * size)
     if not workload.compile:
@@ -236,37 +307,44 @@ def _variations(workload: Workload) -> Iterator[tuple[str, Workload]]:
 
 
 def batch_sizes(workload: Workload) -> list[int]:
-    """A quarter to four times the global batch."""
+    """Global batch sizes to compare, in sequences: a quarter to four times the workload's."""
     size = workload.global_batch_size
-    return [n for n in (size // 4, size // 2, size, 2 * size, 4 * size) if n >= 1]
+    return [other for other in (size // 4, size // 2, size, 2 * size, 4 * size) if other >= 1]
 
 
-def batch_sentences(workload: Workload, found: Mapping[int, Choice | None]) -> list[str]:
-    """Large against small: what a batch costs and gives, for the same number of tokens."""
-    own = found.get(workload.global_batch_size)
-    sentences = []
-    speeds = [each.tokens_per_second_per_gpu for each in found.values() if each]
-    if own and None not in found.values() and max(speeds) / min(speeds) < 1.02:
-        few, many = min(found), max(found)
-        updates = [f"{1e6 / (size * workload.seq_len):.2g}" for size in (many, few)]
+def batch_sentences(workload: Workload, choices: Mapping[int, Choice | None]) -> list[str]:
+    """Speed, updates per token and memory of each global batch size; one sentence if all are as fast.
+
+    choices: the best layout by size; None: none fits.
+    """
+    current = choices.get(workload.global_batch_size)
+    speeds = [choice.tokens_per_second_per_gpu for choice in choices.values() if choice]
+    updates = {size: _two_digits(1e6 / (size * workload.seq_len)) for size in choices}
+    per_token = "optimizer updates per million tokens"
+    if current and None not in choices.values() and max(speeds) / min(speeds) < 1.02:
+        fewest, most = min(choices), max(choices)
         return [
-            f"From {few} to {many} sequences the speed is the same within 2 %: choose by how training goes, "
-            f"{' to '.join(updates)} updates a million tokens."
+            f"From {fewest} to {most} sequences the speed is the same within 2 %: choose by convergence, "
+            f"{updates[fewest]} to {updates[most]} {per_token}."
         ]
-    for size, choice in found.items():
+    sentences = []
+    for size, choice in choices.items():
         if choice is None:
-            sentences.append(f"{size} sequences: no layout fits.")
+            sentences.append(f"{_sequences(size)}: no layout fits.")
             continue
-        speed, updates = choice.tokens_per_second_per_gpu, 1e6 / (size * workload.seq_len)
-        faster = "" if own is None else f", {speed / own.tokens_per_second_per_gpu:.2f} x the speed"
+        speed = choice.tokens_per_second_per_gpu
+        ratio = ""
+        if current is not None and size != workload.global_batch_size:
+            ratio = speed / current.tokens_per_second_per_gpu
+            ratio = f" ({ratio:.2f} x that of {workload.global_batch_size})"
         sentences.append(
-            f"{size} sequences: {speed:,.0f} tokens/s/GPU{faster}, {updates:.2g} updates a million tokens, "
+            f"{_sequences(size)}: {speed:,.0f} tokens/s/GPU{ratio}, {updates[size]} {per_token}, "
             f"{human(choice.memory.peak)} ({choice.layout})."
         )
     return sentences
 
 
-def _than(slower: float) -> str:
-    if abs(slower) < 0.005:
-        return "be as fast"
-    return f"be {abs(slower):.1%} {'slower' if slower > 0 else 'faster'}"
+def _two_digits(number: float) -> str:
+    """A number with two significant digits, never in scientific notation from 0.0001 on."""
+    rounded = f"{number:.2g}"
+    return rounded if number < 100 else f"{float(rounded):,.0f}"

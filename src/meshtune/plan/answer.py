@@ -12,12 +12,13 @@ import yaml
 
 from meshtune.config import Config
 from meshtune.errors import UserError
-from meshtune.layout import PartialLayout, as_mapping
+from meshtune.layout import Layout, PartialLayout, as_mapping
 from meshtune.plan import advice, fits
 from meshtune.plan.advice import Alternative
-from meshtune.plan.cluster import Cluster, cluster_of, gpus_here, room
-from meshtune.plan.cost import Run
-from meshtune.plan.fits import Others
+from meshtune.plan.cluster import Cluster, cluster_of, gpus_here
+from meshtune.plan.cost import RunCost
+from meshtune.plan.fits import Lighter
+from meshtune.plan.phrases import memory_limit
 from meshtune.plan.search import Choice, Plan, explained, search
 from meshtune.plan.workload import Workload
 from meshtune.units import human
@@ -27,31 +28,29 @@ GOALS = ("speed", "cost", "gpus", "memory")
 
 @dataclass(frozen=True)
 class Answer:
-    """plans: by number of GPUs. choice: the best of all by the goal, on `gpus` of them. run: the whole run,
-    where its steps are known. left_out: why other sizes can't be.
-    """
+    """The plans of all cluster sizes that were asked for, and the layout chosen from them."""
 
     workload: Workload
-    plans: Mapping[int, Plan]
-    gpus: int
-    choice: Choice
-    goal: str
-    run: Run | None
-    left_out: tuple[str, ...] = ()
+    plans: Mapping[int, Plan]  # by number of GPUs
+    gpus: int  # of the chosen layout
+    choice: Choice  # the best by the goal
+    goal: str  # one of GOALS
+    run: RunCost | None  # of the whole run, if its steps are known
+    left_out: tuple[str, ...] = ()  # sentences on cluster sizes that are impossible
 
     @property
     def plan(self) -> Plan:
-        """Of the cluster size that was chosen."""
+        """The plan of the chosen cluster size."""
         return self.plans[self.gpus]
 
     def best(self, most: int) -> list[Choice]:
-        """The choice, then the quickest of the others."""
-        others = [each for each in self.plan.best(most) if each.layout != self.choice.layout]
+        """The chosen layout, then the fastest of the others: `most` layouts in all."""
+        others = [choice for choice in self.plan.best(most) if choice.layout != self.choice.layout]
         return [self.choice, *others][:most]
 
     @cached_property
     def reasoning(self) -> list[str]:
-        return advice.steps(self.plan, self.choice)
+        return advice.reasoning(self.plan, self.choice)
 
     @cached_property
     def alternatives(self) -> list[Alternative]:
@@ -63,14 +62,15 @@ class Answer:
 
     @cached_property
     def batch_advice(self) -> list[str]:
-        own = self.workload.global_batch_size
-        others = [size for size in advice.batch_sizes(self.workload) if size != own]
-        found = fits.batches(self.workload, self.plan.cluster, others) | {own: self.plan.choice(0)}
-        return advice.batch_sentences(self.workload, dict(sorted(found.items())))
+        """Sentences on smaller and larger global batches; of this one, the fastest layout."""
+        current = self.workload.global_batch_size
+        others = [size for size in advice.batch_sizes(self.workload) if size != current]
+        choices = fits.batches(self.workload, self.plan.cluster, others) | {current: self.plan.choice(0)}
+        return advice.batch_sentences(self.workload, dict(sorted(choices.items())))
 
     def batches(self) -> dict[tuple[int, int], Choice | None]:
-        """The best layout by (global batch size, GPUs), around what was asked."""
-        sizes = sorted({*self.plans, *smaller(self.plan.cluster)[-4:]})
+        """The best layout by (global batch size, GPUs), around the workload's batch; None: none fits."""
+        sizes = sorted({*self.plans, *cluster_sizes(self.plan.cluster)[-4:]})
         return {
             (size, gpus): choice
             for gpus in sizes
@@ -80,38 +80,38 @@ class Answer:
         }
 
     def as_dict(self, most: int = 10) -> dict[str, Any]:
-        """What `plan --json` prints."""
-        plan, w = self.plan, self.workload
-        found: dict[str, Any] = {
-            "model": model_facts(w),
+        """The document that `plan --json` prints, with `most` layouts; bytes and seconds."""
+        plan = self.plan
+        document: dict[str, Any] = {
+            "model": model_facts(self.workload),
             "cluster": cluster_facts(plan.cluster),
-            "workload": workload_facts(w),
+            "workload": workload_facts(self.workload),
             "goal": self.goal,
             "considered": plan.considered,
             "fitting": len(plan),
-            "layouts": [each.as_dict() for each in self.best(most)],
+            "layouts": [choice.as_dict() for choice in self.best(most)],
             "pareto": [str(plan.choice(place).layout) for place in plan.pareto()],
-            "rejected": [each._asdict() for each in plan.rejected],
+            "rejected": [rejected._asdict() for rejected in plan.rejected],
             "reasoning": self.reasoning,
             "alternatives": [
                 {
-                    "name": each.name,
-                    "sentence": each.sentence,
-                    "layout": each.choice and str(each.choice.layout),
+                    "name": alternative.name,
+                    "sentence": alternative.sentence,
+                    "layout": alternative.choice and str(alternative.choice.layout),
                 }
-                for each in self.alternatives
+                for alternative in self.alternatives
             ],
             "changes": self.changes,
             "batches": self.batch_advice,
             "run": None if self.run is None else vars(self.run),
         }
         if len(self.plans) > 1:
-            found["sizes"] = {
-                gpus: each.choice(0).as_dict() if len(each) else None for gpus, each in self.plans.items()
+            document["sizes"] = {
+                gpus: sized.choice(0).as_dict() if len(sized) else None for gpus, sized in self.plans.items()
             }
         if self.left_out:
-            found["left_out"] = list(self.left_out)
-        return found
+            document["left_out"] = list(self.left_out)
+        return document
 
 
 def ask(
@@ -121,17 +121,16 @@ def ask(
     sizes: Sequence[int] = (),
     goal: str = "speed",
     steps: int | None = None,
-    others: Others = dict,
+    lighter: Lighter = dict,
 ) -> Answer:
-    """The best layout of the config's workload on its cluster, or on clusters of these sizes.
+    """Plan the workload on the config's cluster, or on clusters of these sizes, and choose by the goal.
 
-    steps: of the whole run; None: train.max_steps. others: what could be trained instead where nothing fits.
-    Raises UserError for bad settings, NothingFits where no
-    layout of any size fits.
+    steps: of the whole run; None: train.max_steps. lighter: workloads to offer where nothing fits. Raises
+    UserError for bad settings, NothingFits where no layout of any size fits.
     """
     cluster = cluster_for(config)
     if not sizes and goal in ("cost", "gpus"):
-        sizes = smaller(cluster)
+        sizes = cluster_sizes(cluster)
     plans, problems = {}, []
     for gpus in sizes or (cluster.gpus,):
         try:
@@ -140,18 +139,50 @@ def ask(
             problems += error.problems
     if not plans:
         raise UserError(problems)
-    gpus, choice = by_goal(plans, goal, others)
+    gpus, choice = by_goal(plans, goal, lighter)
     steps = steps or config.train.max_steps
-    run = Run.of(choice, steps) if steps else None
+    run = RunCost.of(choice, steps) if steps else None
     return Answer(workload, plans, gpus, choice, goal, run, tuple(problems))
 
 
+def by_goal(plans: Mapping[int, Plan], goal: str, lighter: Lighter = dict) -> tuple[int, Choice]:
+    """(GPUs, best layout) of the cluster size that serves the goal best.
+
+    speed: the shortest step; cost: the fewest GPU-seconds per token; gpus: the fewest GPUs; memory: the
+    lowest peak. plans: by number of GPUs. Raises NothingFits where no size has a layout that fits.
+    """
+    if goal not in GOALS:
+        raise UserError(f"--goal {goal} is no goal; goals: {', '.join(GOALS)}.")
+    choices = {
+        gpus: _smallest(plan) if goal == "memory" else plan.best(1)[0]
+        for gpus, plan in plans.items()
+        if len(plan)
+    }
+    if not choices:
+        raise fits.empty_plan_error(plans[max(plans)], lighter)
+    keys = {
+        "speed": lambda gpus: choices[gpus].seconds.total,
+        "cost": lambda gpus: choices[gpus].seconds.total * gpus,
+        "gpus": lambda gpus: gpus,
+        "memory": lambda gpus: choices[gpus].memory.peak,
+    }
+    gpus = min(choices, key=keys[goal])
+    return gpus, choices[gpus]
+
+
+def _smallest(plan: Plan) -> Choice:
+    """The layout with the lowest peak."""
+    return plan.choice(int(np.argmin(plan.memory.peak)))
+
+
 def explain(config: Config, workload: Workload, text: str) -> tuple[Choice, list[str]]:
-    """What is predicted for one layout, and what speaks against it. A layout without micro-batch and
-    accumulation gets the best ones; one that makes another global batch is predicted for that.
+    """Predict one layout; return the prediction and sentences on what speaks against the layout.
+
+    text: a layout. Without micro-batch or accumulation it gets the best ones; with another global batch than
+    the workload's, that is predicted.
     """
     partial = PartialLayout.parse(text)
-    layout, cluster = partial.known, cluster_for(config)
+    cluster = cluster_for(config)
     if partial.world:
         cluster = cluster.of_size(partial.world)
     if not partial.whole:
@@ -159,20 +190,28 @@ def explain(config: Config, workload: Workload, text: str) -> tuple[Choice, list
         if len(plan):
             return plan.choice(0), []
         if not (near := plan.nearest(1)):
-            raise fits.nothing(plan)
+            raise fits.empty_plan_error(plan)
         layout = near[0].layout
     elif {"micro_batch_size", "gradient_accumulation_steps"} - partial.fixed.keys():
-        layout = partial.complete(devices=layout.world, global_batch_size=workload.global_batch_size)
+        layout = partial.complete(devices=partial.known.world, global_batch_size=workload.global_batch_size)
+    else:
+        layout = partial.known
+    return _explained(workload, cluster, layout)
+
+
+def _explained(workload: Workload, cluster: Cluster, layout: Layout) -> tuple[Choice, list[str]]:
+    """The prediction for a whole layout, and sentences on what speaks against it."""
     against = workload.refusals(layout)
-    if layout.global_batch_size != workload.global_batch_size:
+    batch = layout.global_batch_size
+    if batch != workload.global_batch_size:
         against.append(
-            f"{layout} makes {layout.global_batch_size} sequences a step, but train.global_batch_size is "
-            f"{workload.global_batch_size}; the prediction is for {layout.global_batch_size}."
+            f"{layout} makes {batch} sequences a step, but train.global_batch_size is "
+            f"{workload.global_batch_size}; the prediction is for {batch}."
         )
-        workload = workload.of_batch(layout.global_batch_size)
+        workload = workload.of_batch(batch)
     choice = explained(workload, cluster, layout)
     if not choice.fits:
-        against.append(f"It needs {human(choice.memory.peak)}; {cluster.gpu.name}: {room(cluster)}.")
+        against.append(f"It needs {human(choice.memory.peak)}; {memory_limit(cluster)}.")
     return choice, against
 
 
@@ -182,8 +221,9 @@ def largest(config: Config, workload: Workload, what: str) -> tuple[Any, Choice]
 
 
 def cluster_for(config: Config) -> Cluster:
-    """The cluster of the settings; without a number of GPUs as many as a fixed layout has. Raises UserError
-    where neither the settings nor this machine say what GPUs.
+    """The cluster of the settings; without a number of GPUs, as many as a fixed layout has.
+
+    Raises UserError where neither the settings nor this machine have GPUs.
     """
     settings = config.cluster_config
     seen = gpus_here() if settings.gpu is None else []
@@ -195,16 +235,17 @@ def cluster_for(config: Config) -> Cluster:
     return cluster_of(settings, gpus=config.partial_layout.world, seen=lambda: seen)
 
 
-def smaller(cluster: Cluster) -> list[int]:
-    """Numbers of GPUs up to the cluster's: halves of a machine, and doublings of machines."""
-    inside = [cluster.node // 2**n for n in range(8) if cluster.node % 2**n == 0]
-    across = [cluster.node * 2**n for n in range(1, 16)]
-    return sorted({*(n for n in (*inside, *across) if n < cluster.gpus), cluster.gpus})
+def cluster_sizes(cluster: Cluster) -> list[int]:
+    """Cluster sizes up to the cluster's own, in GPUs: halves of a node, and doublings of nodes."""
+    inside = [cluster.node // 2**power for power in range(8) if cluster.node % 2**power == 0]
+    across = [cluster.node * 2**power for power in range(1, 16)]
+    return sorted({*(gpus for gpus in (*inside, *across) if gpus < cluster.gpus), cluster.gpus})
 
 
 def plan_yaml(choice: Choice, workload: Workload) -> str:
-    """What a run folder keeps as plan.yaml: the layout and what was predicted for it; of a processor, whose
-    speed nobody has measured, the memory alone.
+    """Text of a run folder's plan.yaml: the layout and its prediction.
+
+    Of a processor, whose speed nobody has measured, only memory is predicted.
     """
     predicted = choice.as_dict()
     if choice.cluster.gpu.name == "cpu":
@@ -219,55 +260,41 @@ def plan_yaml(choice: Choice, workload: Workload) -> str:
     return yaml.safe_dump(tree, sort_keys=False)
 
 
-def model_facts(w: Workload) -> dict[str, Any]:
-    parameters = float(w.work.parameters)
+def model_facts(workload: Workload) -> dict[str, Any]:
+    """`model` of the JSON document: parameters, and model FLOPs per token without recomputation."""
+    parameters = float(workload.work.parameters)
     return {
-        "name": w.model,
-        "family": w.traits.name,
+        "name": workload.model,
+        "family": workload.traits.name,
         "parameters": round(parameters),
-        "trainable_parameters": round(parameters * float(w.work.trainable)),
-        "flops_per_token": w.flops_per_token,
+        "trainable_parameters": round(parameters * float(workload.work.trainable)),
+        "flops_per_token": workload.flops_per_token,
     }
 
 
-def cluster_facts(c: Cluster) -> dict[str, Any]:
+def cluster_facts(cluster: Cluster) -> dict[str, Any]:
+    """`cluster` of the JSON document: bytes, and bytes per second in one direction."""
     return {
-        "gpu": c.gpu.name, "gpus": c.gpus, "gpus_per_node": c.node, "memory": c.memory, "link": c.link,
-        "network": c.network, "network_share": c.network_share, "price_per_gpu_hour": c.price,
-        "efficiency_as_of": c.gpu.as_of or c.gpu.name,
-    }  # fmt: skip
+        "gpu": cluster.gpu.name,
+        "gpus": cluster.gpus,
+        "gpus_per_node": cluster.node,
+        "memory": cluster.memory,
+        "link": cluster.link,
+        "network": cluster.network,
+        "network_share": cluster.network_share,
+        "price_per_gpu_hour": cluster.price,
+        "efficiency_as_of": cluster.gpu.as_of or cluster.gpu.name,
+    }
 
 
-def workload_facts(w: Workload) -> dict[str, Any]:
+def workload_facts(workload: Workload) -> dict[str, Any]:
+    """`workload` of the JSON document: sizes in sequences and tokens."""
     return {
-        "global_batch_size": w.global_batch_size, "seq_len": w.seq_len, "tokens": w.tokens,
-        "mean_document_tokens": w.document_tokens or w.seq_len, "precision": w.precision,
-        "compile": w.compile, "attention": w.attention,
-    }  # fmt: skip
-
-
-def by_goal(plans: Mapping[int, Plan], goal: str, others: Others = dict) -> tuple[int, Choice]:
-    """(GPUs, the best layout) of these cluster sizes: the quickest step, the fewest GPU-seconds a token, the
-    fewest GPUs, or the least memory. Raises NothingFits where no size has a layout that fits.
-    """
-    if goal not in GOALS:
-        raise UserError(f"--goal {goal} is no goal; goals: {', '.join(GOALS)}.")
-    found = {
-        gpus: _by_memory(plan) if goal == "memory" else plan.best(1)[0]
-        for gpus, plan in plans.items()
-        if len(plan)
+        "global_batch_size": workload.global_batch_size,
+        "seq_len": workload.seq_len,
+        "tokens": workload.tokens,
+        "mean_document_tokens": workload.document_tokens or workload.seq_len,
+        "precision": workload.precision,
+        "compile": workload.compile,
+        "attention": workload.attention,
     }
-    if not found:
-        raise fits.nothing(plans[max(plans)], others)
-    keys = {
-        "speed": lambda gpus: found[gpus].seconds.total,
-        "cost": lambda gpus: found[gpus].seconds.total * gpus,
-        "gpus": lambda gpus: gpus,
-        "memory": lambda gpus: found[gpus].memory.peak,
-    }
-    gpus = min(found, key=keys[goal])
-    return gpus, found[gpus]
-
-
-def _by_memory(plan: Plan) -> Choice:
-    return plan.choice(int(np.argmin(plan.memory.peak)))

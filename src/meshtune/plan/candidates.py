@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,8 +19,10 @@ from meshtune.errors import UserError
 from meshtune.layout import AXES, CP_METHODS, MODEL_AXES, SCHEDULES, V_SCHEDULES, VIRTUAL_SCHEDULES, Layout
 from meshtune.placement.columns import ENCODINGS, Columns, Number
 from meshtune.plan.cluster import Cluster
-from meshtune.plan.workload import Workload
 from meshtune.recomputation import RECOMPUTATIONS
+
+if TYPE_CHECKING:
+    from meshtune.plan.workload import Workload
 
 MOST_VIRTUAL_STAGES = 8
 EVERY_HYBRID = 128  # GPUs, up to which all hybrids of replicas and shards are considered

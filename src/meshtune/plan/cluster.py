@@ -1,4 +1,4 @@
-"""The machines of a run: GPUs of one kind, in equal nodes, as a config says or as they are found here.
+"""The cluster of a run: GPUs of one kind in equal nodes, from the settings or from this machine's driver.
 
 cluster: {gpu: h100-sxm, gpus: 64}      a kind of hardware.toml, in its usual machine
 cluster: my-cluster.yaml                the same keys in a file, such as one that was measured
@@ -22,29 +22,27 @@ import psutil
 from meshtune.config import ClusterConfig
 from meshtune.errors import UserError
 from meshtune.plan.hardware import GIGA, Gpu, catalogue, gpu_of, named
-from meshtune.units import GIB, human
+from meshtune.units import GIB
 
-MARGIN = 0.04  # of a GPU's memory that a plan leaves free
-NETWORK_SHARE = 0.7  # of a network's speed, until it is measured
+MARGIN = 0.04  # share of a GPU's memory that a plan leaves free
+NETWORK_SHARE = 0.7  # of the network's bandwidth that collectives reach, until it is measured
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """gpus of one kind, `node` of them in each machine. memory: bytes of each; network: bytes per second and
-    direction of each GPU's part of its node's, of which `network_share` is reached. price: of a GPU-hour.
-    """
+    """GPUs of one kind in equal nodes."""
 
     gpu: Gpu
-    gpus: int
-    node: int
-    memory: float
-    link: float
-    network: float
-    network_share: float = NETWORK_SHARE
-    price: float | None = None
+    gpus: int  # in all nodes
+    node: int  # GPUs in a node
+    memory: float  # bytes of each GPU
+    link: float  # between the GPUs of a node, bytes/s in one direction
+    network: float  # between nodes, each GPU's part of it, bytes/s in one direction
+    network_share: float = NETWORK_SHARE  # of `network` that collectives reach
+    price: float | None = None  # of a GPU-hour, in any currency
 
     def of_size(self, gpus: int) -> Cluster:
-        """The same machines, more or fewer of them. Raises UserError for a number that doesn't fill them."""
+        """The same nodes, more or fewer of them. Raises UserError for GPUs that don't fill whole nodes."""
         if gpus > self.node and gpus % self.node:
             below = gpus // self.node * self.node
             raise UserError(
@@ -57,10 +55,10 @@ class Cluster:
     def nodes(self) -> int:
         return -(-self.gpus // self.node)
 
-
-def room(cluster: Cluster) -> str:
-    """What a GPU has, and what of it a plan uses."""
-    return f"{human(cluster.memory)}, of which {human(cluster.memory * (1 - MARGIN))} are used at most"
+    @property
+    def usable_memory(self) -> float:
+        """Bytes of each GPU that a plan may use."""
+        return self.memory * (1 - MARGIN)
 
 
 def cluster_of(
@@ -69,18 +67,19 @@ def cluster_of(
     gpus: int | None = None,
     seen: Callable[[], list[tuple[str, float]]] | None = None,
 ) -> Cluster:
-    """The cluster that the settings describe; what they leave out is as in the GPU kind's usual machine, or,
-    where no kind is named, as it is `seen`.
+    """The cluster of these settings.
 
-    gpus: how many there are, where the settings don't say. seen: (driver's name, bytes) of each GPU here.
-    Raises UserError, every problem at once, for unknown kinds and impossible numbers.
+    Fields that the settings leave out are the GPU kind's usual machine's; without a kind, this machine's.
+
+    gpus: their number, if the settings leave it out. seen: returns (driver's name, bytes) of each GPU here;
+    None: asks the driver. Raises UserError for unknown kinds and impossible numbers, every problem at once.
     """
-    kinds = catalogue() | _own_kinds(settings)
+    kinds = catalogue() | _kinds_of_file(settings)
     memory = settings.memory_gib * GIB if settings.memory_gib else None
     here = 0
     if settings.gpu is None:
-        gpu, here, found = _found((seen or gpus_here)(), kinds, settings.gpus or gpus or 1)
-        memory = memory or found
+        gpu, here, seen_memory = _seen_kind((seen or gpus_here)(), kinds, settings.gpus or gpus or 1)
+        memory = memory or seen_memory
     else:
         gpu = _kind(settings.gpu, kinds)
     if settings.efficiency:
@@ -106,24 +105,25 @@ def cluster_of(
 
 
 def gpus_here() -> list[tuple[str, float]]:
-    """(name, bytes of memory) of each NVIDIA GPU of this machine, by its driver's tool; none without one."""
+    """(name, bytes of memory) of each visible NVIDIA GPU here, from nvidia-smi; none without it."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+        listing = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    rows = [line.rsplit(",", 1) for line in answer.splitlines() if "," in line]
-    found = [(name.strip(), float(mib) * 2**20) for name, mib in rows if mib.strip().isdigit()]
+    rows = [line.rsplit(",", 1) for line in listing.splitlines() if "," in line]
+    gpus = [(name.strip(), float(mib) * 2**20) for name, mib in rows if mib.strip().isdigit()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return found
-    named = takewhile(lambda each: each not in ("", "-1"), (each.strip() for each in visible.split(",")))
-    return found[: len(list(named))]
+        return gpus
+    indices = (index.strip() for index in visible.split(","))
+    return gpus[: len(list(takewhile(lambda index: index not in ("", "-1"), indices)))]
 
 
-def _found(seen: list[tuple[str, float]], kinds: Mapping[str, Gpu], ranks: int) -> tuple[Gpu, int, float]:
-    """(kind, how many, bytes of each); the smallest where they differ. Without a GPU: this processor, whose
-    memory the ranks share.
+def _seen_kind(seen: list[tuple[str, float]], kinds: Mapping[str, Gpu], ranks: int) -> tuple[Gpu, int, float]:
+    """(kind, number, bytes of each) of the GPUs seen here; of different sizes, the smallest.
+
+    Without a GPU: this processor, whose memory the ranks share.
     """
     if not seen:
         return kinds["cpu"], ranks, psutil.virtual_memory().total / ranks
@@ -150,8 +150,8 @@ def _kind(name: str, kinds: Mapping[str, Gpu]) -> Gpu:
     return kinds[name]
 
 
-def _own_kinds(settings: ClusterConfig) -> dict[str, Gpu]:
-    """Kinds from the user's own file, in hardware.toml's form."""
+def _kinds_of_file(settings: ClusterConfig) -> dict[str, Gpu]:
+    """GPU kinds of the file named by cluster.hardware, in hardware.toml's form; none without one."""
     if settings.hardware is None:
         return {}
     file = Path(settings.hardware).expanduser()
@@ -161,14 +161,14 @@ def _own_kinds(settings: ClusterConfig) -> dict[str, Gpu]:
         raise UserError(f"cluster.hardware = {file} cannot be read: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"cluster.hardware = {file} is not TOML: {error}.") from None
-    found, problems = {}, []
+    kinds, problems = {}, []
     for name, table in tables.items():
         try:
-            found[name] = gpu_of(name, table)
+            kinds[name] = gpu_of(name, table)
         except (KeyError, TypeError) as error:
             problems.append(f"cluster.hardware = {file}: [{name}] lacks or misspells {error}.")
         except ValueError as error:
             problems.append(f"cluster.hardware = {file}: [{name}]: {error}.")
     if problems:
         raise UserError(problems)
-    return found
+    return kinds

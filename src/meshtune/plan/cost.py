@@ -1,4 +1,4 @@
-"""What a whole run costs: hours, GPU-hours, money."""
+"""Time and cost of a whole run."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from meshtune.units import duration
 
 
 @dataclass(frozen=True)
-class Run:
-    """What a whole run costs. price: of a GPU-hour, in whatever money."""
+class RunCost:
+    """Time and cost of a run of `steps` optimizer steps under one layout."""
 
     steps: int
     seconds: float
     gpu_hours: float
-    cost: float | None
+    cost: float | None  # in the currency of cluster.price_per_gpu_hour; None: no price was given
 
     @classmethod
-    def of(cls, choice: Choice, steps: int) -> Run:
+    def of(cls, choice: Choice, steps: int) -> RunCost:
         seconds = steps * choice.seconds.total
-        hours = seconds * choice.layout.world / 3600
+        gpu_hours = seconds * choice.layout.world / 3600
         price = choice.cluster.price
-        return cls(steps, seconds, hours, None if price is None else hours * price)
+        return cls(steps, seconds, gpu_hours, None if price is None else gpu_hours * price)
 
     def sentence(self) -> str:
-        """In words."""
-        cost = "" if self.cost is None else f", {self.cost:,.2f} at the price given"
-        return f"{self.steps} steps take {duration(self.seconds)}: {self.gpu_hours:,.1f} GPU-hours{cost}."
+        """The run's duration, its GPU-hours and, with a price, its cost."""
+        sentence = f"{self.steps} steps take {duration(self.seconds)}: {self.gpu_hours:,.1f} GPU-hours"
+        if self.cost is None:
+            return f"{sentence}."
+        return f"{sentence}, which cost {self.cost:,.2f} in the currency of cluster.price_per_gpu_hour."

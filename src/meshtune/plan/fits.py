@@ -1,4 +1,4 @@
-"""What fits: the largest sequence, batch or model, and what to change where nothing does."""
+"""Search for what fits: the largest sequence, batch or model, and what to change where nothing does."""
 
 from __future__ import annotations
 
@@ -7,132 +7,142 @@ from dataclasses import replace
 from typing import Any
 
 from meshtune.errors import NothingFits, UserError
-from meshtune.plan.cluster import Cluster, room
+from meshtune.plan.cluster import Cluster
 from meshtune.plan.hardware import catalogue
 from meshtune.plan.memory.timeline import CATEGORIES, EVENTS
 from meshtune.plan.models import models
+from meshtune.plan.phrases import CATEGORY_NAMES, memory_limit, memory_need
 from meshtune.plan.search import Choice, Plan, search
 from meshtune.plan.workload import Workload
 from meshtune.units import human
 
-Others = Callable[[], Mapping[str, Workload]]  # settings that train something lighter
-LESS = 0.85  # of what was predicted for a run that ran out of memory may another one need
+Lighter = Callable[[], Mapping[str, Workload]]  # workloads that train less, by the setting that makes them
+NEXT_TRY = 0.85  # of the predicted peak of a run that ran out of memory: the most that another may need
+MORE_GPUS = (2, 3, 4, 6, 8, 12, 16)  # times the cluster's, to try
+SHORTER = (2, 4, 8, 16)  # parts of the sequence length, to try
 
 
 # nothing fits #
 
 
-def nothing(plan: Plan, others: Others = dict) -> UserError:
-    """What to raise when a plan is empty: NothingFits, or where every layout is refused, the reasons."""
+class Refused(UserError):
+    """Error: every layout is refused, whatever memory it needs."""
+
+
+def empty_plan_error(plan: Plan, lighter: Lighter = dict) -> UserError:
+    """The error for an empty plan: NothingFits, or Refused with the reasons if no layout can run at all."""
     if len(plan.near.tp):
-        return NothingFits(nothing_fits(plan, others))
-    reasons = [
-        f"{each.reason.rstrip('.')} ({each.count} layouts, such as {each.example})" for each in plan.rejected
-    ]
+        return NothingFits(nothing_fits(plan, lighter))
     where = f"{plan.cluster.gpus} x {plan.cluster.gpu.name}"
     return Refused(
-        f"{plan.workload.model} can't be trained under any layout of {where}: {'; '.join(reasons)}."
+        f"{plan.workload.model} can't be trained under any layout of {where}: {'; '.join(_reasons(plan))}."
     )
 
 
-class Refused(UserError):
-    """Every layout is refused, whatever its memory."""
-
-
-def nothing_fits(plan: Plan, others: Others = dict) -> list[str]:
-    """Why, and what would: the nearest layout, then more GPUs, shorter sequences, LoRA, larger GPUs."""
-    w, c = plan.workload, plan.cluster
-    near = plan.nearest(1)
-    found = [
-        f"No layout of {c.gpus} x {c.gpu.name} ({room(c)}) fits {w.model} at {w.seq_len} tokens"
-        + (" with what is fixed of it." if plan.fixed else ".")
+def nothing_fits(plan: Plan, lighter: Lighter = dict) -> list[str]:
+    """Sentences that say how much the smallest layout needs, and what would fit."""
+    workload, cluster = plan.workload, plan.cluster
+    sentences = [
+        f"No layout of {cluster.gpus} x {cluster.gpu.name} fits {workload.model} at {workload.seq_len} tokens"
+        f"{' with the fields of it that are fixed' * bool(plan.fixed)}; {memory_limit(cluster)}."
     ]
-    if near:
-        m = near[0].memory
-        largest = max(CATEGORIES, key=lambda part: getattr(m, part))
-        found.append(
-            f"The nearest, {near[0].layout}, needs {human(m.peak)}: {human(getattr(m, largest))} of it "
-            f"{largest}."
-        )
+    if nearest := plan.nearest(1):
+        need = memory_need(nearest[0].memory)
+        sentences.append(f"The layout that needs least is {nearest[0].layout}: {need}.")
     else:
-        found += [
-            f"{each.reason.rstrip('.')} ({each.count} layouts, such as {each.example})."
-            for each in plan.rejected[:4]
-        ]
-    fitting = list(remedies(plan.workload, plan.cluster, others))
-    if plan.fixed and (free := _first(w, c)):
+        sentences += [f"{reason}." for reason in _reasons(plan)[:4]]
+    fitting = list(remedies(workload, cluster, lighter))
+    if plan.fixed and (free := _best(workload, cluster)):
         fitting.insert(0, f"layout={free.layout} ({human(free.memory.peak)})")
-    found.append(
-        "What would fit: " + "; ".join(fitting) + "." if fitting else "Nothing tried here would fit."
-    )
-    return found
+    sentences.append(f"What would fit: {'; '.join(fitting)}." if fitting else "Nothing tried here would fit.")
+    return sentences
 
 
-def remedies(w: Workload, c: Cluster, others: Others = dict) -> Iterator[str]:
-    """The least change of each kind that fits, with its layout: more GPUs, shorter sequences, less precise,
-    lighter, larger GPUs.
+def _reasons(plan: Plan) -> list[str]:
+    """Reasons for which layouts were refused, each with their number and an example."""
+    return [
+        f"{rejected.reason.rstrip('.')} ({rejected.count} layouts, such as {rejected.example})"
+        for rejected in plan.rejected
+    ]
+
+
+def remedies(workload: Workload, cluster: Cluster, lighter: Lighter = dict) -> Iterator[str]:
+    """Settings that fit, each with its layout and memory: the least change of each kind.
+
+    More GPUs, shorter sequences, lower precision, lighter workloads, larger GPUs.
     """
-    for what, choice in _remedies(w, c, others):
-        yield f"{what} layout={choice.layout} ({human(choice.memory.peak)})"
+    for setting, choice in _remedies(workload, cluster, lighter):
+        yield f"{setting} layout={choice.layout} ({human(choice.memory.peak)})"
 
 
-def _remedies(w: Workload, c: Cluster, others: Others) -> Iterator[tuple[str, Choice]]:
-    for factor in (2, 3, 4, 6, 8, 12, 16) if c.gpu.name != "cpu" else ():  # processors share one memory
-        if found := _first(w, c, c.gpus * factor):
-            yield f"cluster.gpus={c.gpus * factor}", found
+def _remedies(workload: Workload, cluster: Cluster, lighter: Lighter) -> Iterator[tuple[str, Choice]]:
+    """(setting, best layout under it) for each kind of change that makes something fit."""
+    for factor in MORE_GPUS if cluster.gpu.name != "cpu" else ():  # processors share one memory
+        if choice := _best(workload, cluster, cluster.gpus * factor):
+            yield f"cluster.gpus={cluster.gpus * factor}", choice
             break
-    for parts in (2, 4, 8, 16):
-        if w.seq_len % parts == 0 and (found := _first(replace(w, seq_len=w.seq_len // parts), c)):
-            yield f"data.seq_len={w.seq_len // parts}", found
+    for parts in SHORTER:
+        shorter = replace(workload, seq_len=workload.seq_len // parts)
+        if workload.seq_len % parts == 0 and (choice := _best(shorter, cluster)):
+            yield f"data.seq_len={shorter.seq_len}", choice
             break
-    if w.precision in ("bf16", "fp32"):
+    if workload.precision in ("bf16", "fp32"):
         for precision in ("bf16", "bf16-pure"):
-            if precision != w.precision and (found := _first(replace(w, precision=precision), c)):
-                yield f"train.precision={precision}", found
+            lower = replace(workload, precision=precision)
+            if precision != workload.precision and (choice := _best(lower, cluster)):
+                yield f"train.precision={precision}", choice
                 break
-    for what, lighter in others().items():
-        if found := _first(lighter, c):
-            yield what, found
+    for setting, other in lighter().items():
+        if choice := _best(other, cluster):
+            yield setting, choice
     for gpu in sorted(catalogue().values(), key=lambda gpu: gpu.memory):
-        node = gpu.node if c.node == c.gpu.node else c.node
+        if gpu.memory <= 1.1 * cluster.memory or gpu.name == "cpu":
+            continue
+        node = gpu.node if cluster.node == cluster.gpu.node else cluster.node
         larger = replace(
-            c, gpu=gpu, memory=gpu.memory, link=gpu.link, network=gpu.network, node=node
+            cluster, gpu=gpu, memory=gpu.memory, link=gpu.link, network=gpu.network, node=node
         )  # fmt: skip
-        if gpu.memory > 1.1 * c.memory and gpu.name != "cpu" and (found := _first(w, larger, c.gpus)):
-            yield f"cluster.gpu={gpu.name}", found
+        if choice := _best(workload, larger, cluster.gpus):
+            yield f"cluster.gpu={gpu.name}", choice
             break
 
 
-def out_of_memory(now: Choice, workload: Workload, others: Others = dict) -> list[str]:
-    """When a run ran out of memory under the layout `now`: what was predicted for it, and what needs less."""
-    m, cluster = now.memory, now.cluster
-    parts = sorted(CATEGORIES, key=lambda name: -getattr(m, name))
-    listed = ", ".join(f"{name} {human(getattr(m, name))}" for name in parts if getattr(m, name) >= 1)
-    found = [
-        f"Predicted for {now.layout}: {human(m.peak)} at most ({EVENTS[int(m.event)]}): {listed}. "
-        f"The largest part is {parts[0]}."
-    ]
-    smaller = replace(cluster, memory=min(cluster.memory, LESS * m.peak))
-    plan = search(workload, smaller, margin=0.0)
-    fitting = [
-        f"layout={each.layout} ({human(each.memory.peak)}, "
-        f"{each.seconds.total / now.seconds.total - 1:+.0%} time)"
-        for each in plan.best(2)
-    ]
-    if not fitting:
-        fitting = list(remedies(workload, smaller, others))
-    said = (
-        "What needs less, quickest first: " + "; ".join(fitting)
-        if fitting
-        else "Nothing tried here needs less"
+def out_of_memory(failed: Choice, workload: Workload, lighter: Lighter = dict) -> list[str]:
+    """Sentences for a run that ran out of memory: its predicted peak by category, and what needs less.
+
+    failed: the run's layout and what was predicted for it.
+    """
+    memory = failed.memory
+    bytes_of = {category: getattr(memory, category) for category in CATEGORIES}
+    largest_first = sorted(CATEGORIES, key=lambda category: -bytes_of[category])
+    listed = ", ".join(
+        f"{CATEGORY_NAMES[category]} {human(bytes_of[category])}"
+        for category in largest_first
+        if bytes_of[category] >= 1
     )
-    return [*found, said + "."]
+    predicted = (
+        f"Predicted for {failed.layout}: a peak of {human(memory.peak)} (at: {EVENTS[int(memory.event)]}): "
+        f"{listed}. The largest part is {CATEGORY_NAMES[largest_first[0]]}."
+    )
+    smaller = replace(failed.cluster, memory=min(failed.cluster.memory, NEXT_TRY * memory.peak))
+    fitting = [
+        f"layout={choice.layout} ({human(choice.memory.peak)}, "
+        f"{choice.seconds.total / failed.seconds.total - 1:+.0%} time)"
+        for choice in search(workload, smaller, margin=0.0).best(2)
+    ]
+    fitting = fitting or list(remedies(workload, smaller, lighter))
+    if not fitting:
+        return [predicted, "Nothing tried here needs less."]
+    return [predicted, f"What needs less, fastest first: {'; '.join(fitting)}."]
 
 
-def _first(
-    workload: Workload, cluster: Cluster, gpus: int | None = None, fixed: Mapping[str, Any] | None = None
+def _best(
+    workload: Workload, cluster: Cluster, gpus: int | None = None, *, fixed: Mapping[str, Any] | None = None
 ) -> Choice | None:
-    """The best layout, if any fits; of another number of GPUs where one is given."""
+    """The best layout that fits, if any.
+
+    gpus: another number of GPUs than the cluster's. fixed: fields of Layout that are given.
+    """
     try:
         plan = search(workload, cluster.of_size(gpus) if gpus else cluster, fixed=fixed)
     except UserError:
@@ -144,74 +154,81 @@ def _first(
 
 
 def batches(workload: Workload, cluster: Cluster, sizes: Sequence[int]) -> dict[int, Choice | None]:
-    """The best layout for each global batch size; None where none fits."""
-    return {size: _first(replace(workload, global_batch_size=size), cluster) for size in sizes}
+    """The best layout for each global batch size in `sizes`; None where none fits."""
+    return {size: _best(workload.of_batch(size), cluster) for size in sizes}
 
 
 def largest(workload: Workload, cluster: Cluster, what: str) -> tuple[Any, Choice]:
-    """The largest `what` that fits (seq_len in tokens, in steps of 1024 beyond that; batch in sequences at
-    once, at the given length; model: of models.toml), with its best layout. Raises NothingFits where not even
-    the smallest does.
+    """The largest `what` that fits, with its best layout.
+
+    what: seq_len, in tokens, from 1024 on in steps of 1024; batch, in sequences that all data ranks take at
+    once; model, by parameters, of models.toml. Raises NothingFits if not even the smallest does.
     """
     if what == "seq_len":
-        return _largest(lambda n: _first(replace(workload, seq_len=n), cluster), 256, 2**24, 1024)
+        return _largest_seq_len(workload, cluster)
     if what == "batch":
         return _largest_batch(workload, cluster)
     if what == "model":
-        for name, shape in sorted(models().items(), key=lambda item: -float(item[1].work.parameters)):
-            r = workload.lora_r
-            work = shape.work if r is None else shape.work.adapted(r)
-            if found := _first(replace(workload, model=name, work=work, traits=shape.traits), cluster):
-                return name, found
+        by_size = sorted(models().items(), key=lambda item: -float(item[1].work.parameters))
+        for name, model in by_size:
+            work = model.work if workload.lora_r is None else model.work.adapted(workload.lora_r)
+            if choice := _best(replace(workload, model=name, work=work, traits=model.traits), cluster):
+                return name, choice
         raise NothingFits(f"None of {', '.join(models())} fits {cluster.gpus} x {cluster.gpu.name}.")
-    raise UserError(f"--max {what} is nothing to look for; write --max seq_len, --max batch or --max model.")
+    raise UserError(
+        f"--max {what} is unknown: the largest of it can't be searched for. Write --max seq_len, --max batch "
+        "or --max model."
+    )
 
 
 def _largest_batch(workload: Workload, cluster: Cluster) -> tuple[int, Choice]:
-    """The most sequences that the data ranks together take at once, without accumulating."""
+    """The most sequences that all data ranks take at once, without accumulation."""
+    fitting: dict[int, Choice] = {}
 
-    def fits(size: int) -> Choice | None:
-        at_once = {"gradient_accumulation_steps": 1}
-        return _first(replace(workload, global_batch_size=size), cluster, fixed=at_once)
+    def fits(size: int) -> bool:
+        choice = _best(workload.of_batch(size), cluster, fixed={"gradient_accumulation_steps": 1})
+        if choice:
+            fitting[size] = choice
+        return choice is not None
 
-    powers = (2**n for n in range(24))
-    found = {}
-    for size in powers:  # few sequences leave data ranks without any, so that the least may not fit
-        choice = fits(size)
-        if choice is not None:
-            found[size] = choice
-        elif found or size > cluster.gpus:
+    for size in (2**power for power in range(24)):
+        # a batch smaller than the cluster may need layouts that fit less well: go on
+        if not fits(size) and (fitting or size > cluster.gpus):
             break
-    if not found:
-        raise nothing(search(workload, cluster))
-    low, high = max(found), 2 * max(found)
-    while high - low > cluster.gpus:
-        middle = (low + high) // 2 // cluster.gpus * cluster.gpus
+    if not fitting:
+        raise empty_plan_error(search(workload, cluster))
+    low = _bisect(fits, max(fitting), 2 * max(fitting), cluster.gpus)
+    return low, fitting[low]
+
+
+def _largest_seq_len(workload: Workload, cluster: Cluster) -> tuple[int, Choice]:
+    """The longest sequence, in tokens: by doubling from 256, then by bisection in steps of 1024."""
+    shortest, longest, step = 256, 2**24, 1024
+    fitting: dict[int, Choice] = {}
+
+    def fits(seq_len: int) -> bool:
+        choice = _best(replace(workload, seq_len=seq_len), cluster)
+        if choice:
+            fitting[seq_len] = choice
+        return choice is not None
+
+    if not fits(shortest):
+        raise NothingFits(f"Not even sequences of {shortest} tokens fit.")
+    low = shortest
+    while low * 2 <= longest and fits(low * 2):
+        low *= 2
+    low = _bisect(fits, low, 2 * low, step)
+    return low, fitting[low]
+
+
+def _bisect(fits: Callable[[int], bool], low: int, high: int, step: int) -> int:
+    """The largest multiple of `step` between low, which fits, and high, which does not; else low."""
+    while high - low > step:
+        middle = (low + high) // 2 // step * step
         if middle <= low:
             break
-        choice = fits(middle)
-        if choice is None:
-            high = middle
-        else:
-            low, found[middle] = middle, choice
-    return low, found[low]
-
-
-def _largest(fits: Any, least: int, most: int, grain: int) -> tuple[int, Choice]:
-    """By doubling, then by halving the interval; `fits` gives a Choice or None."""
-    best = fits(least)
-    if best is None:
-        raise NothingFits(f"Not even {least} tokens fit.")
-    low = least
-    while low * 2 <= most and (found := fits(low * 2)):
-        low, best = low * 2, found
-    high = low * 2
-    while high - low > grain:
-        middle = (low + high) // 2 // grain * grain or grain
-        if middle <= low:
-            break
-        if found := fits(middle):
-            low, best = middle, found
+        if fits(middle):
+            low = middle
         else:
             high = middle
-    return low, best
+    return low

@@ -1,7 +1,7 @@
-"""GPUs, software stacks and clusters, as facts with sources and constants with who measured them.
+"""GPU kinds and software stacks, as tables of facts with their sources.
 
-hardware.toml  what a GPU can do, and what share of it is reached
-stacks.toml    what the software around it adds, and how it accounts for memory
+hardware.toml  rates, memory and links of each GPU kind, and the shares of them that are reached
+stacks.toml    time that the software around it adds, and how it keeps things in memory
 """
 
 import tomllib
@@ -11,72 +11,77 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from meshtune.errors import Table
+from meshtune.precision import PRECISIONS
 from meshtune.units import GIB, TERA
 
-OTHERS = {"MIG", "Laptop", "D"}  # a slice of a GPU, and slower chips that share a name
+OTHERS = {"MIG", "Laptop", "D"}  # in a driver's name: a slice of a GPU, or a slower chip of that name
 GIGA = 10**9
+RATES: Table[str | None] = (
+    Table(  # precision -> field of a Gpu with its peak; None where data sheets have none
+        "precision",
+        {name: dtypes.rate if dtypes.rate_share == 1 else None for name, dtypes in PRECISIONS.items()}
+        | {"tf32": "tf32"},
+    )
+)
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU. Rates in FLOP/s, None where it has none; bandwidths in bytes per second.
-
-    memory: bytes that a program can have, by what torch reports. link: to the other GPUs of its node, per
-    direction. network: its part of the node's, per direction. efficiency: the fields of seconds.Machine that
-    are a GPU's, by name; where they were not measured on this kind, those of the kind named in `as_of`.
-    """
+    """One kind of GPU. Rates are dense peaks in FLOP/s, None where the kind has no such units."""
 
     name: str
-    words: tuple[str, ...]
+    words: tuple[str, ...]  # that the driver's name of it contains
     bf16: float
     fp8: float | None
     tf32: float | None
     fp32: float
-    memory: float
-    bandwidth: float
-    link: float
+    memory: float  # bytes, as torch reports them
+    bandwidth: float  # of the memory, bytes/s
+    link: float  # to the other GPUs of its node, bytes/s in one direction
     link_kind: str
-    node: int
-    network: float
+    node: int  # GPUs in its usual node
+    network: float  # its part of the node's, bytes/s in one direction
     multiprocessors: int
     source: str
-    efficiency: Mapping[str, float]
-    as_of: str | None = None
+    efficiency: Mapping[str, float]  # fields of machine.Machine that belong to a GPU kind, by name
+    as_of: str | None = None  # kind whose efficiencies stand in, as nobody measured this one's
 
 
 @cache
 def catalogue() -> dict[str, Gpu]:
-    """All GPUs of hardware.toml, by name."""
+    """All GPU kinds of hardware.toml, by name."""
     tables = _tables("hardware.toml")
     return {name: gpu_of(name, table, tables) for name, table in tables.items()}
 
 
 @cache
 def stacks() -> dict[str, dict[str, float]]:
-    """The constants of each software stack, by name; `like` takes those of another where it has no own."""
-    tables = _tables("stacks.toml")
-    found: dict[str, dict[str, float]] = {}
-    for name, table in tables.items():
-        base = found[table["like"]] if "like" in table else {}
-        found[name] = base | {key: float(v) for key, v in table.items() if not isinstance(v, str | dict)}
-    return found
+    """Constants of each software stack, by name. A table with `like` inherits from that one."""
+    constants: dict[str, dict[str, float]] = {}
+    for name, table in _tables("stacks.toml").items():
+        base = constants[table["like"]] if "like" in table else {}
+        numbers = {key: float(value) for key, value in table.items() if not isinstance(value, str | dict)}
+        constants[name] = base | numbers
+    return constants
 
 
 def memory_of(stack: str) -> dict[str, Any]:
-    """How a stack accounts for memory: its `memory` table over that of the one it is `like` (in this table,
-    else in all, "": none), and so each of the tables in it.
+    """The `memory` table of a stack: fields of accounting.Accounting, and tables of them by precision.
+
+    It inherits, table by table, from the stack that its own `like` names, else the stack's `like`; "": none.
     """
     table = _tables("stacks.toml")[stack]
-    own = dict(table.get("memory", {}))
-    like = own.pop("like", table.get("like", ""))
-    found = memory_of(like) if like else {}
-    for key, value in own.items():
-        found[key] = found.get(key, {}) | value if isinstance(value, dict) else value
-    return found
+    overrides = dict(table.get("memory", {}))
+    like = overrides.pop("like", table.get("like", ""))
+    memory = memory_of(like) if like else {}
+    for key, value in overrides.items():
+        memory[key] = memory.get(key, {}) | value if isinstance(value, dict) else value
+    return memory
 
 
 def named(device_name: str) -> Gpu | None:
-    """The GPU that a driver calls so; None for an unknown one, a slice of one or a laptop's."""
+    """The GPU kind with this driver's name; None for an unknown one, a slice of one or a laptop's."""
     words = set(device_name.replace("-", " ").split())
     if words & OTHERS:
         return None
@@ -84,15 +89,24 @@ def named(device_name: str) -> Gpu | None:
     return max(fitting, key=lambda gpu: len(gpu.words), default=None)
 
 
+def datasheet_flops(device_name: str, precision: str) -> float | None:
+    """Dense peak FLOP/s of a device as its driver names it; None when unknown, as for a slice of a GPU.
+
+    precision: fp32, tf32 (fp32 with TensorFloat-32 matmuls allowed), bf16, bf16-pure; others have no figure.
+    """
+    gpu, rate = named(device_name), RATES[precision]
+    return getattr(gpu, rate) if gpu is not None and rate is not None else None
+
+
 def _tables(file: str) -> dict[str, dict[str, Any]]:
     return tomllib.loads(files("meshtune.plan").joinpath(file).read_text("utf-8"))
 
 
 def gpu_of(name: str, table: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]] | None = None) -> Gpu:
-    """A kind from a table in hardware.toml's form. Raises KeyError for a field that is missing, ValueError
-    for efficiencies that are.
+    """Return a GPU kind from a table in hardware.toml's form.
 
-    tables: those that its `efficiency_as` may name; None: hardware.toml's.
+    tables: tables that its `efficiency_as` may name; None: hardware.toml's. Raises KeyError for a missing
+    field, ValueError for missing efficiencies.
     """
     if not isinstance(table, Mapping):
         raise ValueError(f"{name} is no table of a GPU's facts")
@@ -101,7 +115,7 @@ def gpu_of(name: str, table: Mapping[str, Any], tables: Mapping[str, Mapping[str
     if as_of and as_of not in others:
         raise ValueError(f"its efficiency_as names {as_of}, which is no kind")
     efficiency = dict(others[as_of]["efficiency"]) if as_of else dict(table["efficiency"])
-    efficiency |= table.get("efficiency", {})  # its own, where it has some of them
+    efficiency |= table.get("efficiency", {})
     if missing := sorted(_tables("hardware.toml")["a100-80"]["efficiency"].keys() - efficiency.keys()):
         raise ValueError(f"its efficiency lacks {', '.join(missing)}")
     return Gpu(

@@ -12,22 +12,26 @@ from typing import Any
 from meshtune.placement.rules import Traits
 from meshtune.plan.work import Work
 
+SHAPE = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocabulary")  # numbers of a model in models.toml
+
 
 @dataclass(frozen=True)
-class Shape:
+class KnownModel:
+    """A model's numbers without its configuration."""
+
     work: Work
     traits: Traits
 
 
 @cache
-def models() -> dict[str, Shape]:
-    """Well-known models from their published shapes (models.toml)."""
+def models() -> dict[str, KnownModel]:
+    """All models of models.toml, by name."""
     tables = tomllib.loads(files("meshtune.plan").joinpath("models.toml").read_text("utf-8"))
-    return {name: _shape(name, table) for name, table in tables.items()}
+    return {name: _known_model(name, table) for name, table in tables.items()}
 
 
-def _shape(name: str, t: Mapping[str, Any]) -> Shape:
-    names = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocabulary")
-    work = Work.of_shape(**{each: t[each] for each in names}, tied=float(t.get("tied", False)))
-    cuts = ((t["ffn"], "features of the MLP"),)
-    return Shape(work, Traits(name, t["layers"], t["heads"], t["kv_heads"], t["vocabulary"], True, cuts))
+def _known_model(name: str, table: Mapping[str, Any]) -> KnownModel:
+    work = Work.of_shape(**{number: table[number] for number in SHAPE}, tied=float(table.get("tied", False)))
+    cuts = ((table["ffn"], "features of the MLP"),)
+    layers, heads, kv_heads, vocabulary = (table[n] for n in ("layers", "heads", "kv_heads", "vocabulary"))
+    return KnownModel(work, Traits(name, layers, heads, kv_heads, vocabulary, True, cuts))

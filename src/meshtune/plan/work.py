@@ -14,8 +14,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtune.placement.census import Census, Parameter
+from meshtune.placement.census import Census, Parameter, document_pairs
 from meshtune.placement.columns import Number
+
+
+def attended(document_tokens: Number, window: Number) -> Number:
+    """Keys that a query attends to on average under a causal mask.
+
+    (n + 1) / 2 in a document of n tokens, fewer if the sliding window is shorter.
+    """
+    return document_pairs(document_tokens, window) / document_tokens
 
 
 @dataclass(frozen=True)

@@ -1,82 +1,124 @@
-"""What is to be trained, as the planner takes it: a model's numbers and the settings that cost something."""
+"""The training that is planned: a model's work, and the settings that cost time or memory."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from meshtune.config import Config
+from meshtune.errors import UserError
 from meshtune.layout import Layout
-from meshtune.placement.census import document_pairs
-from meshtune.placement.columns import Number
+from meshtune.placement.numbers import ModelNumbers
 from meshtune.placement.rules import Traits, refusals
-from meshtune.plan.work import Work
-
-
-def attended(document_tokens: Number, window: Number) -> Number:
-    """Keys that a query sees on average: (n + 1) / 2 in a document of n tokens, fewer with a window."""
-    return document_pairs(document_tokens, window) / document_tokens
+from meshtune.plan.memory.activations import compiled
+from meshtune.plan.work import Work, attended
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained, whatever the cluster. seq_len in tokens, global_batch_size in sequences;
-    document_tokens as in seconds.step. attention: the implementation that the model is built with. lora_r:
-    the rank of adapters beside every linear; None: all weights are trained.
-    """
+    """A model, a global batch and the settings that cost time or memory; the cluster is not part of it."""
 
-    model: str
+    model: str  # its name or folder, for sentences
     work: Work
     traits: Traits
-    seq_len: int
-    global_batch_size: int
-    document_tokens: float | None = None
+    seq_len: int  # tokens
+    global_batch_size: int  # sequences
+    document_tokens: float | None = None  # mean length, as in seconds.step; None: whole sequences
     precision: str = "bf16"
     reduce_dtype: str = "fp32"
     optimizer: str = "adamw"
     compile: bool = False
     packing: bool = True
-    attention: str = "meshtune"
-    lora_r: int | None = None
+    attention: str = "meshtune"  # implementation that the model is built with
+    lora_r: int | None = None  # rank of the adapters beside every linear layer; None: all weights are trained
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens per optimizer step."""
         return self.global_batch_size * self.seq_len
 
     def block_flops(self, document_tokens: float | None = None) -> float:
-        """Per token, of an average block there and back: products (of what is frozen, forward and inputs
-        alone) and causal attention in documents of this length; recomputation not counted.
+        """Model FLOPs per token of an average block, forward and backward, without recomputation.
+
+        Matmuls (no gradients of frozen weights) and causal attention in documents of this mean length.
         """
-        w, documents = self.work, document_tokens or self.seq_len
-        products = sum(
-            2 * m.rows * m.cols * m.count * (1 + m.trainable + m.input_gradient) for m in w.matrices
+        documents = document_tokens or self.seq_len
+        matmuls = sum(
+            2 * matrix.rows * matrix.cols * matrix.count * (1 + matrix.trainable + matrix.input_gradient)
+            for matrix in self.work.matrices
         )
         cores = sum(
             2
-            * (1 + 2 * k.backward)
-            * k.count
-            * k.query_heads
-            * (k.qk_dim + k.v_dim)
-            * attended(documents, k.window)
-            for k in w.cores
+            * (1 + 2 * core.backward)
+            * core.count
+            * core.query_heads
+            * (core.qk_dim + core.v_dim)
+            * attended(documents, core.window)
+            for core in self.work.cores
         )
-        return float(products + cores)
+        return float(matmuls + cores)
 
     @property
     def head_flops(self) -> float:
-        """Per token, there and back."""
+        """Model FLOPs per token of the head, forward and backward."""
         return float(2 * self.work.vocabulary * self.work.hidden * (2 + self.work.head_trainable))
 
     @property
     def flops_per_token(self) -> float:
-        """What the model needs."""
+        """Model FLOPs per token, forward and backward, without recomputation."""
         return float(self.work.blocks * self.block_flops(self.document_tokens) + self.head_flops)
 
     def of_batch(self, size: int) -> Workload:
-        """The same with another global batch size."""
+        """The same with a global batch of `size` sequences."""
         return replace(self, global_batch_size=size)
 
     def refusals(self, layout: Layout) -> list[str]:
-        """Why the model can't be trained under a layout, as sentences."""
+        """Sentences that say why the model can't be trained under a layout; none: it can."""
         return refusals(
             self.traits, layout, attention=self.attention, packing=self.packing, compile=self.compile
         )
+
+
+class Uncounted(UserError):
+    """A model whose work is unknown."""
+
+
+def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
+    """The workload of a config and of its model's numbers; the data need not exist. Raises Uncounted for a
+    model that can't be planned.
+    """
+    model = config.model
+    if numbers.census.unsupported:
+        raise Uncounted(
+            f"{model.name} can't be planned: {numbers.census.unsupported}. Name a layout to train it "
+            "(layout=zero3x8-mb1)."
+        )
+    work = Work.of(numbers.census)
+    if config.train.compile:
+        work = replace(work, kept={element: compiled(saved) for element, saved in work.kept.items()})
+    return Workload(
+        model=model.name,
+        work=work,
+        traits=numbers.traits,
+        seq_len=config.data.seq_len,
+        global_batch_size=config.global_batch_size,
+        document_tokens=config.data.mean_document_tokens,
+        precision=config.train.precision,
+        reduce_dtype=config.train.reduce_dtype,
+        optimizer=config.train.optimizer,
+        compile=config.train.compile,
+        packing=config.data.packing,
+        attention=numbers.attention if model.attention == "auto" else model.attention,
+        lora_r=config.lora.r if config.method == "lora" else None,
+    )
+
+
+def lighter_workloads(config: Config, numbers_of: Callable[[Config], ModelNumbers]) -> dict[str, Workload]:
+    """Settings that need less memory than training all weights, each with its workload.
+
+    numbers_of: counts the model of a config.
+    """
+    if config.method == "lora":
+        return {}
+    adapted = config.model_copy(update={"method": "lora"})
+    return {"method=lora": workload_of(adapted, numbers_of(adapted))}

@@ -1,21 +1,19 @@
 """Evaluation on held-out data: the loss per label token, and greedy answers beside the expected ones."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from meshtune.data.loader import evaluation_batches
 from meshtune.data.pack import LABELLED, Dataset
-from meshtune.parallel.mesh import World
+from meshtune.parallel.apply import Parallel
 from meshtune.rundir import RunDir
-from meshtune.train.generate import evaluating
-from meshtune.train.loss import finish_loss
-from meshtune.train.metrics import Metrics
-from meshtune.train.step import Passes
+from meshtune.train.generate import answers, evaluating
+from meshtune.train.loss import head_loss
+from meshtune.train.trackers import Metrics
 
 
 @dataclass(frozen=True)
@@ -29,20 +27,16 @@ class Question:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation does; without a data set it does nothing.
+    """An evaluation on held-out data; without a data set it does nothing.
 
-    passes run the model; answer gives the text that follows each prompt (token ids) on the main rank, and
-    what it likes on others; multiple is what widths must be a multiple of.
+    `run` logs the loss per label token; where asked, held-out prompts are answered greedily too.
     """
 
-    passes: Passes
-    model: nn.Module
-    world: World
-    answer: Callable[[Sequence[Sequence[int]]], Sequence[str]]
+    parallel: Parallel
     tokenizer: PreTrainedTokenizerBase
-    dataset: Dataset | None
-    micro_batch_size: int
-    multiple: int = 1
+    dataset: Dataset | None  # held-out sequences
+    micro_batch_size: int  # sequences of one forward pass on each data rank
+    max_new_tokens: int = 64  # of an answer
     at_start: bool = False
     samples: int = 0  # answers written to the run folder
     exact_match: int = 0  # answers compared
@@ -60,8 +54,11 @@ class Evaluation:
         extra: dict[str, float | int] = {}
         if wanted := max(self.samples, self.exact_match):
             asked = questions(self.dataset, self.tokenizer, self.stop_ids, wanted)
-            given = self.answer([q.ids for q in asked])
-            if self.folder and self.world.main:
+            given = answers(
+                self.parallel, self.tokenizer, [q.ids for q in asked], max_new_tokens=self.max_new_tokens,
+                stop_ids=self.stop_ids,
+            )  # fmt: skip
+            if self.folder and self.parallel.world.main:
                 for question, answer in list(zip(asked, given, strict=True))[: self.samples]:
                     row = {
                         "step": step,
@@ -85,21 +82,21 @@ class Evaluation:
     def held_out_loss(self) -> tuple[float, int]:
         """(mean loss per label token, label tokens); the model is in evaluation mode meanwhile."""
         assert self.dataset is not None
-        total, label_tokens = 0.0, 0
+        total, label_tokens, world = 0.0, 0, self.parallel.world
         batches = evaluation_batches(
             self.dataset,
             micro_batch_size=self.micro_batch_size,
-            data_rank=self.world.data_rank,
-            data_ranks=self.world.data_ranks,
-            multiple=self.multiple,
+            data_rank=world.data_rank,
+            data_ranks=world.data_ranks,
+            multiple=self.parallel.width_multiple,
         )
-        with evaluating(self.model):
+        with evaluating(self.parallel.modules):
             for micro_batch in batches:
-                total += sum(float(loss) for loss in self.passes.forward([micro_batch], finish_loss))
+                total += sum(float(loss) for loss in self.parallel.forward([micro_batch], head_loss))
                 label_tokens += micro_batch.label_tokens
         # Tensor ranks have the same loss; ranks of one data rank have read the same labels.
-        alike = self.world.size / self.world.data_ranks
-        total, label_tokens = self.world.total(total / self.world.tp.size, label_tokens / alike)
+        copies = world.size / world.data_ranks
+        total, label_tokens = world.sum_over_ranks(total / world.tp.size, label_tokens / copies)
         return total / max(1, label_tokens), round(label_tokens)
 
 

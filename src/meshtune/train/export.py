@@ -1,70 +1,98 @@
-"""What a run leaves behind: a Hugging Face folder, or an adapter, that loads anywhere, with a card that says
-how it was made.
-"""
+"""Export of a trained model: a Hugging Face folder, or an adapter, that loads anywhere, with a model card."""
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import meshtune
 from meshtune.config import Config
 from meshtune.errors import UserError
+from meshtune.model.adapter import save_adapter
 from meshtune.model.pieces import Piece
-from meshtune.model.save import renames, save_adapter, save_model, save_pieces
-from meshtune.parallel.apply import Parallel
+from meshtune.model.save import renames, save_model, save_pieces
+from meshtune.parallel.mesh import World
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Exporter:
-    """Writes the trained model; `adapter` holds LoRA's settings (r, alpha, dropout, target_modules), None for
-    a whole model.
+    """Writes the trained model, by all ranks of a layout together.
+
+    No rank ever holds the whole: each writes its pieces into the files. Adapters, which are small, the main
+    rank collects and writes; so it does, tensor by tensor, for a family whose checkpoints have other tensors
+    than its modules, which transformers alone can write.
     """
 
-    model: PreTrainedModel
+    model: PreTrainedModel  # the whole one; its parameters may be on meta
+    pieces: Callable[[], Mapping[str, Piece]]  # what this rank writes; together each parameter once
+    world: World
+    dtype: torch.dtype  # of the weights in the files
     tokenizer: PreTrainedTokenizerBase
     base_name: str
-    adapter: dict[str, Any] | None
+    adapter: dict[str, Any] | None  # LoRA's r, alpha, dropout, embeddings; None: a whole model
     recipe: dict[str, str]  # for the card
-    stop_ids: tuple[
-        int, ...
-    ] = ()  # tokens that end an answer: those who load the model shall stop at them too
-    push_to: str | None = None
+    stop_ids: tuple[int, ...] = ()  # tokens that end an answer: generation_config.json names them
+    push_to: str | None = None  # hub id
     private: bool = True
 
     def write(self, folder: Path, *, steps: int) -> Path:
-        """A folder that is whole or absent; one that is there already is replaced as a whole.
+        """Write a folder that is whole or absent, by all ranks; one that is there already is replaced.
 
-        `steps` says how many updates the weights are from.
+        steps: how many updates the weights are from.
         """
-        card = self.card(steps)
-        if self.adapter is None:
-            save_model(folder, self.model, self.tokenizer, card=card, stop_ids=self.stop_ids)
-        else:
-            save_adapter(
-                folder,
-                self.model,
-                self.tokenizer,
-                base_name=self.base_name,
-                card=card,
-                stop_ids=self.stop_ids,
-                **self.adapter,
-            )
+        card, world = self.card(steps), self.world
+        if self.adapter is None and not renames(self.model):
+            save_pieces(
+                folder, self.model, self.pieces(), self.tokenizer, dtype=self.dtype,
+                gather=world.all_gather_object, main=world.main, card=card, stop_ids=self.stop_ids,
+            )  # fmt: skip
+            return folder
+        replaced = self._collect()
+        if world.main:
+            options: dict[str, Any] = {"card": card, "stop_ids": self.stop_ids}
+            if self.adapter is None:
+                save_model(folder, self.model, self.tokenizer, **options)
+            else:
+                base = {"base_name": self.base_name, **self.adapter}
+                save_adapter(folder, self.model, self.tokenizer, **base, **options)
+        for before, collected in replaced:
+            put(self.model, before, instead_of=collected)
+        world.all_gather_object(None)  # nobody goes on before the folder is there
         return folder
 
     def push(self, folder: Path) -> str | None:
-        """Upload where asked; returns the address. Raises UserError when the hub refuses (the folder
-        stays).
+        """Upload where asked, from the main rank; returns the address. Raises UserError when the hub refuses
+        (the folder stays).
         """
-        return push(folder, self.push_to, private=self.private) if self.push_to else None
+        if not self.push_to or not self.world.main:
+            return None
+        return push(folder, self.push_to, private=self.private)
+
+    def _collect(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Give the main rank's model the values to write; returns (the parameter before, the one with a
+        value).
+        """
+        world, pieces, replaced = self.world, self.pieces(), []
+        for name, parameter in list(self.model.named_parameters()):
+            if self.adapter is not None and not parameter.requires_grad:
+                continue
+            piece = pieces.get(name)
+            sent = piece and Piece(piece.shape, piece.offsets, piece.tensor.detach().to("cpu", self.dtype))
+            parts = [part for part in world.gather_object(sent) if part is not None]
+            if world.main:
+                value = nn.Parameter(joined(parts), parameter.requires_grad)
+                replaced.append((parameter, value))
+                put(self.model, value, instead_of=parameter)
+        return replaced
 
     def card(self, steps: int) -> str:
         """The model card: front matter that the hub reads, and the recipe as a table."""
         library = "transformers" if self.adapter is None else "peft"
-        what = "fine-tuned" if self.adapter is None else "adapted (LoRA)"
+        verb = "fine-tuned" if self.adapter is None else "adapted (LoRA)"
         rows = "\n".join(f"| {name} | {value} |" for name, value in [*self.recipe.items(), ("steps", steps)])
         base = "" if Path(self.base_name).exists() else f"base_model: {self.base_name}\n"
         resized = (
@@ -75,64 +103,24 @@ class Exporter:
         )
         return (
             f"---\nlibrary_name: {library}\n{base}tags:\n- meshtune\n---\n\n"
-            f"# {shown(self.base_name)}, {what}\n\n"
+            f"# {shown(self.base_name)}, {verb}\n\n"
             f"Trained with meshtune {meshtune.__version__}.\n\n{resized}"
             f"| setting | value |\n| --- | --- |\n{rows}\n"
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SharedExporter(Exporter):
-    """The same by all ranks of a layout; `model` is the whole one, its parameters on meta.
-
-    No rank ever holds the model: each writes its pieces, in `dtype`, into the files. Adapters, which are
-    small, the main rank gets and writes; so it does, tensor by tensor, for a family whose checkpoints have
-    other tensors than its modules, which transformers alone can write.
-    """
-
-    parallel: Parallel
-    dtype: torch.dtype
-
-    def write(self, folder: Path, *, steps: int) -> Path:
-        world = self.parallel.world
-        if self.adapter is None and not renames(self.model):
-            save_pieces(
-                folder, self.model, self.parallel.own_pieces(), self.tokenizer, dtype=self.dtype,
-                gather=world.gather, main=world.main, card=self.card(steps), stop_ids=self.stop_ids,
-            )  # fmt: skip
-            return folder
-        replaced = self._collect()
-        if world.main:
-            super().write(folder, steps=steps)
-        for on_meta, given in replaced:
-            put(self.model, on_meta, instead_of=given)
-        world.gather(None)  # nobody goes on before it is there
-        return folder
-
-    def push(self, folder: Path) -> str | None:
-        return super().push(folder) if self.parallel.world.main else None
-
-    def _collect(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Give the main rank's model the values to write; returns (what was on meta, what has a value)."""
-        world, own, given = self.parallel.world, self.parallel.own_pieces(), []
-        for name, parameter in list(self.model.named_parameters()):
-            if self.adapter is not None and not parameter.requires_grad:
-                continue
-            piece = own.get(name)
-            sent = piece and Piece(piece.shape, piece.offsets, piece.tensor.detach().to("cpu", self.dtype))
-            parts = world.collect(sent)
-            if world.main:
-                value = torch.empty(parameter.shape, dtype=self.dtype)
-                for part in parts:
-                    if part is not None:
-                        part.of(value).copy_(part.tensor)
-                given.append((parameter, nn.Parameter(value, parameter.requires_grad)))
-                put(self.model, given[-1][1], instead_of=parameter)
-        return given
+def joined(parts: Sequence[Piece]) -> Tensor:
+    """The whole tensor that pieces on the CPU make up; a single whole one is not copied."""
+    if len(parts) == 1 and tuple(parts[0].tensor.shape) == parts[0].shape:
+        return parts[0].tensor
+    whole = torch.empty(parts[0].shape, dtype=parts[0].tensor.dtype)
+    for part in parts:
+        part.of(whole).copy_(part.tensor)
+    return whole
 
 
 def put(model: nn.Module, new: nn.Parameter, *, instead_of: nn.Parameter) -> None:
-    """A parameter wherever another one is: under each of its names, where it is tied."""
+    """Replace a parameter wherever it is registered: under each of its names, where it is tied."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is instead_of:
@@ -140,7 +128,7 @@ def put(model: nn.Module, new: nn.Parameter, *, instead_of: nn.Parameter) -> Non
 
 
 def recipe(config: Config) -> dict[str, str]:
-    """What a reader of the card wants to know of a run."""
+    """The settings of a run that its model card lists."""
     train, data = config.train, config.data
     return {
         "base model": shown(config.model.name),
@@ -159,7 +147,7 @@ def recipe(config: Config) -> dict[str, str]:
 
 
 def shown(name: str) -> str:
-    """A hub id as it is; of a local path only its last part, which says nothing of the machine."""
+    """A hub id as it is; only the last part of a local path, since the rest is private to the machine."""
     return Path(name).name if Path(name).expanduser().exists() else name
 
 

@@ -1,34 +1,34 @@
-"""Which run folder a run gets: a fresh one, or the one that it goes on in.
+"""Choose a run's folder: an empty one, or that of an unfinished run, which is resumed.
 
-the folder holds            then
-nothing                     it is taken
-an unfinished run, same     it goes on from the newest whole checkpoint, in any layout
-an unfinished run, other    refused, naming the settings that differ
-a finished run              the next free name (runs/x-2): nothing that was trained is overwritten
+the folder has                      then
+nothing                             it is taken
+an unfinished run, same settings    it is resumed from the newest whole checkpoint, in any layout
+an unfinished run, other settings   refused, naming the settings that differ
+a finished run                      the next free name (runs/x-2): no trained model is overwritten
 """
 
 import fcntl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
-from meshtune.config import Config, load
+from meshtune.config import Config, SourceConfig, load
 from meshtune.errors import UserError
 from meshtune.rundir import RunDir, write_text_atomically
 from meshtune.train.checkpoint import Checkpoints
 
-# Settings that may change between the parts of one run. A run made longer or shorter goes on with the
-# schedule of its new length; the others do not change what a step computes.
+# Settings that may change when a run is resumed. A longer or shorter run continues with the schedule of its
+# new length; the other settings do not change what a step computes.
 FREE = ("train.max_steps", "train.num_epochs", "train.device", "eval", "checkpoint", "log", "hub", "layout",
         "cluster", "output", "data.cache")  # fmt: skip
 
 
 def claim(config: Config, steps: int, report: Callable[[str], None]) -> tuple[RunDir, int | None]:
-    """(the run folder, the step to go on from or None), as the table above says; writes nothing.
+    """Choose (the run folder, the step to resume from or None) as in the table above; writes nothing.
 
-    `report` gets a sentence for each damaged checkpoint that is passed over. Raises UserError for a folder
-    that holds something else, or an unfinished run with other settings.
+    steps: updates of the whole run. report: gets a sentence for each damaged checkpoint that is skipped.
+    Raises UserError for a folder that has something else, or an unfinished run with other settings.
     """
     named = RunDir(Path(config.output).expanduser().absolute())
     if named.path.exists() and not named.path.is_dir():
@@ -45,8 +45,8 @@ def claim(config: Config, steps: int, report: Callable[[str], None]) -> tuple[Ru
         if config.checkpoint.resume == "never":
             continue
         step = Checkpoints(run.checkpoints, report=report).newest_good()
-        done = [row for row in run.rows("end") if row.get("status") == "finished"]
-        if done and (step is None or done[-1]["step"] >= steps or done[-1].get("early")):
+        finished = [row for row in run.rows("end") if row.get("status") == "finished"]
+        if finished and (step is None or finished[-1]["step"] >= steps or finished[-1].get("early")):
             continue
         differing = list(differences(settings(config), settings_of(run)))
         if not differing:
@@ -63,22 +63,22 @@ def claim(config: Config, steps: int, report: Callable[[str], None]) -> tuple[Ru
 
 
 def candidates(run: RunDir) -> Iterator[RunDir]:
-    """runs/x, runs/x-2, runs/x-3 …"""
+    """Yield runs/x, runs/x-2, runs/x-3 … without end."""
     yield run
     for number in count(2):
         yield RunDir(run.path.with_name(f"{run.path.name}-{number}"))
 
 
 def begin(run: RunDir, config: Config, plan: str, resumed: int | None) -> IO[str]:
-    """Take the folder: lock it, write what is to run, and drop the rows of steps that will be done again.
+    """Lock the folder, write config.yaml and plan.yaml, and drop the rows of steps that are run again.
 
-    plan: the text of plan.yaml.
+    plan: text of plan.yaml; resumed: step of the checkpoint that the run starts from, None for a new run.
 
-    Returns the lock: closing it, or the end of the process, lets go. Raises UserError when somebody else
-    holds it.
+    Returns the lock: closing it, or the end of the process, releases it. Raises UserError if another process
+    has it.
     """
     run.create()
-    lock = open(run.path / ".lock", "w")  # noqa: SIM115 - held as long as the run goes on
+    lock = open(run.path / ".lock", "w")  # noqa: SIM115 - open as long as the run
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -90,20 +90,22 @@ def begin(run: RunDir, config: Config, plan: str, resumed: int | None) -> IO[str
     write_text_atomically(run.plan_file, plan)
     if resumed is not None:
         run.drop_after(resumed)
-    else:  # what a run left that was killed before its first checkpoint
+    else:  # rows of a run that was killed before its first checkpoint
         for file in (run.metrics_file, run.samples_file):
             file.unlink(missing_ok=True)
     return lock
 
 
 def resolved(config: Config, run: RunDir) -> Config:
-    """The same settings with absolute paths, so that the file works from anywhere."""
+    """The settings with absolute paths, so that the file works from any folder."""
+
+    def absolute_sources(sources: Iterable[SourceConfig]) -> tuple[SourceConfig, ...]:
+        return tuple(source.model_copy(update={"path": absolute(source.path)}) for source in sources)
+
     data = config.data.model_copy(
         update={
-            "train": tuple(
-                each.model_copy(update={"path": absolute(each.path)}) for each in config.data.train
-            ),
-            "eval": tuple(each.model_copy(update={"path": absolute(each.path)}) for each in config.data.eval),
+            "train": absolute_sources(config.data.train),
+            "eval": absolute_sources(config.data.eval),
             "chat_template": absolute(config.data.chat_template) if config.data.chat_template else None,
         }
     )
@@ -112,22 +114,26 @@ def resolved(config: Config, run: RunDir) -> Config:
 
 
 def absolute(name: str) -> str:
-    """A local path made absolute; a hub id or a built-in's name as it is."""
+    """The absolute path of a local file or folder; any other name (a hub id, a built-in) unchanged."""
     path = Path(name).expanduser()
     return str(path.absolute()) if path.exists() else name
 
 
 def settings(config: Config) -> dict[str, Any]:
+    """The settings with absolute paths, as plain values."""
     return resolved(config, RunDir(config.output)).model_dump(mode="json")
 
 
 def settings_of(run: RunDir) -> dict[str, Any]:
-    """The settings a run folder was made with, in today's tree."""
+    """The settings in a run folder's config.yaml, as plain values."""
     return load(run.config_file).model_dump(mode="json")
 
 
 def differences(now: Any, before: Any, key: str = "") -> Iterator[str]:
-    """Sentences for each setting that differs and is not FREE."""
+    """Yield a sentence for each setting that differs and is not FREE.
+
+    now, before: settings of this run and of the folder's, as plain values; key: their dotted name.
+    """
     if key in FREE:
         return
     if isinstance(now, dict) and isinstance(before, dict):

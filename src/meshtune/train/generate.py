@@ -1,10 +1,9 @@
-"""Answers from a model: greedy by default, several prompts at a time.
+"""Generate answers to prompts: greedy by default, several prompts at a time.
 
-answers         one device: Hugging Face's generation, which keeps keys and values of earlier tokens.
-                Training's attention does not; so the model answers with its own scaled-dot-product
-                attention and is handed back as it was.
-answers_of_all  many ranks, in any layout: the very passes of training, one for each new token. Nothing is
-                kept between them: slower, and meant for the few prompts of an evaluation.
+One rank uses Hugging Face's generation, with a KV cache. Training's attention keeps no cache, so the model
+generates with scaled-dot-product attention and gets its own back. Several ranks, in any layout, run the
+forward pass of training once for each new token, without a cache: slower, and meant for the few prompts of an
+evaluation.
 """
 
 import math
@@ -22,17 +21,17 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from meshtune.data.loader import MicroBatch, micro_batch
 from meshtune.model.anatomy import Anatomy
 from meshtune.parallel import context
+from meshtune.parallel.apply import Parallel
 from meshtune.parallel.mesh import World
 from meshtune.parallel.tensor import vocabulary_of
 from meshtune.train.loss import headed
-from meshtune.train.step import Passes
 
 PROMPTS_AT_ONCE = 64
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; afterwards as it was."""
+    """Put a model in evaluation mode; restore its mode afterwards."""
     training = model.training
     model.eval()
     try:
@@ -42,8 +41,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def answering(model: PreTrainedModel) -> Iterator[None]:
-    """The model in evaluation mode with an attention that can cache; afterwards as it was."""
+def generating(model: PreTrainedModel) -> Iterator[None]:
+    """Put a model in evaluation mode with an attention that has a KV cache; restore both afterwards."""
     attention = str(model.config._attn_implementation)
     try:
         model.set_attn_implementation("sdpa")
@@ -56,21 +55,44 @@ def answering(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(attention)
 
 
-@torch.no_grad()
 def answers(
-    model: PreTrainedModel,
+    parallel: Parallel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
     stop_ids: Sequence[int],
     temperature: float = 0.0,
-    keep_special: bool = False,
 ) -> list[str]:
-    """The text that follows each prompt (token ids), up to a stop token or `max_new_tokens`.
+    """The text that follows each prompt (token ids), up to a stop token or `max_new_tokens`; all ranks call
+    it, and each gets all answers.
 
-    temperature 0 is greedy. Prompts of similar length share a batch; the order of the answers is the
-    prompts'.
+    temperature 0 is greedy; others are for one rank only.
+    """
+    if parallel.world.size == 1:
+        new_ids = cached_answers(
+            parallel.stages[0].model, tokenizer, prompts, max_new_tokens=max_new_tokens, stop_ids=stop_ids,
+            temperature=temperature,
+        )  # fmt: skip
+    else:
+        assert not temperature, "several ranks generate greedily"
+        new_ids = forward_answers(parallel, prompts, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+    return [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in new_ids]
+
+
+@torch.no_grad()
+def cached_answers(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    stop_ids: Sequence[int],
+    temperature: float,
+) -> list[list[int]]:
+    """The new tokens after each prompt, stop tokens left out, by a whole model with a KV cache.
+
+    Prompts of similar length share a batch; the order of the answers is the prompts'.
     """
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stop_ids[0] if stop_ids else 0)
     sampling: dict[str, Any] = {"do_sample": False}
@@ -81,9 +103,9 @@ def answers(
     settings = GenerationConfig(
         max_new_tokens=max_new_tokens, pad_token_id=pad, eos_token_id=list(stop_ids) or None, **sampling
     )
-    found = [""] * len(prompts)
+    new_ids: list[list[int]] = [[] for _ in prompts]
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    with answering(model):
+    with generating(model):
         for start in range(0, len(order), PROMPTS_AT_ONCE):
             chosen = order[start : start + PROMPTS_AT_ONCE]
             width = max(len(prompts[i]) for i in chosen)
@@ -97,59 +119,50 @@ def answers(
             )
             for i, row in zip(chosen, output[:, width:].tolist(), strict=True):
                 end = next((n for n, token in enumerate(row) if token in stop_ids), len(row))
-                found[i] = str(tokenizer.decode(row[:end], skip_special_tokens=not keep_special))
-    return found
+                new_ids[i] = row[:end]
+    return new_ids
 
 
-def answers_of_all(
-    passes: Passes,
-    model: nn.Module,
-    world: World,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    stop_ids: Sequence[int],
-    multiple: int,
-    rows: int,
-) -> list[str]:
-    """`answers`, greedy, by all ranks of any layout together; each rank gets all of them.
+def forward_answers(
+    parallel: Parallel, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stop_ids: Sequence[int]
+) -> list[list[int]]:
+    """The new tokens after each prompt, stop tokens left out, greedily by all ranks of any layout together.
 
-    multiple: of what a pass's width is a multiple. rows: prompts of a pass, as a micro-batch of training has.
-    Data ranks take turns of prompts. All ranks make the same number of passes, since those that share
-    parameters gather them together: one that has nothing left to ask asks again and forgets the answer.
+    Data ranks take turns of as many prompts as a micro-batch has rows. All ranks run the same number of
+    forward passes, since those that share parameters gather them together: a rank without a prompt left runs
+    a dummy prompt and drops the answer.
     """
-    own = list(range(world.data_rank, len(prompts), world.data_ranks))
+    world, rows = parallel.world, parallel.world.layout.micro_batch_size
+    rank_prompts = list(range(world.data_rank, len(prompts), world.data_ranks))
     turns = -(-len(prompts) // (world.data_ranks * rows))
-    found: dict[int, list[int]] = {}
-    with evaluating(model):
+    rank_ids: dict[int, list[int]] = {}
+    with evaluating(parallel.modules):
         for turn in range(turns):
-            chosen = own[turn * rows : (turn + 1) * rows]
+            chosen = rank_prompts[turn * rows : (turn + 1) * rows]
             texts = [list(prompts[i]) for i in chosen] or [[0]]
-            going = [bool(chosen)] * len(texts)
+            unfinished = [bool(chosen)] * len(texts)
             for _ in range(max_new_tokens):
-                (left,) = world.total(sum(going))
+                (left,) = world.sum_over_ranks(sum(unfinished))
                 if not left:
                     break
-                for i, token in enumerate(_next_tokens(passes, world, texts, multiple)):
-                    if going[i]:
+                for i, token in enumerate(_next_tokens(parallel, texts)):
+                    if unfinished[i]:
                         texts[i].append(token)
-                        going[i] = token not in stop_ids
-            found |= {i: row[len(prompts[i]) :] for i, row in zip(chosen, texts, strict=False)}
-    together = {i: ids for part in world.gather(found) for i, ids in part.items()}
-    ended = [[token for token in together[i] if token not in stop_ids] for i in range(len(prompts))]
-    return [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in ended]
+                        unfinished[i] = token not in stop_ids
+            rank_ids |= {i: row[len(prompts[i]) :] for i, row in zip(chosen, texts, strict=False)}
+    all_ids = {i: ids for part in world.all_gather_object(rank_ids) for i, ids in part.items()}
+    return [[token for token in all_ids[i] if token not in stop_ids] for i in range(len(prompts))]
 
 
-def _next_tokens(passes: Passes, world: World, rows: list[list[int]], multiple: int) -> list[int]:
+def _next_tokens(parallel: Parallel, rows: list[list[int]]) -> list[int]:
     """The likeliest next token of each row, on every rank of this data rank."""
-    asked = micro_batch([[np.array(row, np.uint32)] for row in rows], multiple=multiple)
+    world = parallel.world
+    batch = micro_batch([[np.array(row, np.uint32)] for row in rows], multiple=parallel.width_multiple)
     lasts = torch.tensor([len(row) - 1 for row in rows], device=world.device)
-    found = passes.forward(
-        [asked], partial(likeliest, world=world, lasts=lasts, width=asked.input_ids.shape[1])
-    )
-    tokens = found[0] if found else torch.zeros_like(lasts)
-    if world.pp.size > 1:  # only the last stage's rank knows
+    next_token = partial(likeliest, world=world, lasts=lasts, width=batch.input_ids.shape[1])
+    outputs = parallel.forward([batch], next_token)
+    tokens = outputs[0] if outputs else torch.zeros_like(lasts)
+    if world.pp.size > 1:  # only the last stage's rank has them
         dist.all_reduce(tokens, group=world.pp.group)
     return tokens.tolist()
 
@@ -158,13 +171,17 @@ def likeliest(
     model: nn.Module,
     anatomy: Anatomy,
     hidden: Tensor,
-    _: MicroBatch,
+    micro_batch: MicroBatch,
     *,
     world: World,
     lasts: Tensor,
     width: int,
 ) -> Tensor:
-    """[rows]: the likeliest token after column lasts[row] of `width`, on every tp and cp rank."""
+    """[rows]: the likeliest token after column lasts[row] of `width`, on every tp and cp rank.
+
+    hidden [rows, columns of this rank, hidden]: a micro-batch's last hidden states.
+    """
+    del micro_batch  # a Finish has it; the prompts' ends are in `lasts`
     here, rows = lasts, torch.arange(len(lasts), device=hidden.device)
     if world.cp.size > 1:
         columns = context.columns(width, world.cp, world.layout.cp_method).to(hidden.device)
@@ -175,7 +192,7 @@ def likeliest(
     else:
         states = hidden[rows, here]
     with headed(model, anatomy) as logits_of:
-        # Of a model that diverged some token all the same, and the same on all ranks.
+        # A model that diverged gives NaN; all ranks must still choose the same token.
         values, tokens = logits_of(states).float().nan_to_num(nan=-math.inf).max(-1)
     vocabulary = vocabulary_of(model.get_submodule(anatomy.head))
     if vocabulary is None:

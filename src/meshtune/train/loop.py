@@ -13,17 +13,18 @@ from torch import Tensor
 
 from meshtune.data.loader import Batch, Loader
 from meshtune.errors import Interrupted, NonFinite, UserError
+from meshtune.meter.phases import PhaseMemory
 from meshtune.model.pieces import Piece
 from meshtune.parallel.mesh import World
 from meshtune.rundir import RunDir, disk_is_full
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.evaluate import Evaluation
 from meshtune.train.export import Exporter
-from meshtune.train.memory import PhaseMemory
-from meshtune.train.metrics import Metrics
+from meshtune.train.heap import releasing
 from meshtune.train.optim import Optimizer
 from meshtune.train.signals import StopRequest
 from meshtune.train.step import Passes
+from meshtune.train.trackers import Metrics
 
 
 @dataclass
@@ -74,6 +75,7 @@ def train(run: Run) -> None:
     checkpoint on the disk.
     """
     now, nonfinite = run.progress, 0
+    phase = releasing(run.memory.phase, run.world.device)
     lock = run.lock or nullcontext()
     with lock, run.metrics, run.stop, out_of_memory_explained(run), full_disk_explained(run):
         if now.step == 0 and run.evaluation.at_start:
@@ -86,9 +88,9 @@ def train(run: Run) -> None:
 
             now.step += 1
             with run.memory.watching(now.step):
-                share = run.passes.forward_backward(batch, run.memory.phase)
+                share = run.passes.forward_backward(batch, phase)
                 # One message for all that the ranks must agree on before the update.
-                loss, squares, flops, flops_6n = run.world.total(
+                loss, squares, flops, flops_6n = run.world.sum_over_ranks(
                     share, run.optimizer.squared_norm(), *run.flops(batch)
                 )
                 norm = math.sqrt(squares)
@@ -96,12 +98,14 @@ def train(run: Run) -> None:
                 finite = math.isfinite(loss) and math.isfinite(norm)
                 if finite:
                     run.optimizer.clip(norm, run.max_grad_norm)
-                    with run.memory.phase("optimizer"):
+                    with phase("optimizer"):
                         run.optimizer.step(rate)
                 else:
                     run.optimizer.zero_grad()
             step_seconds = time.perf_counter() - started
-            peak_bytes, stopping = run.world.highest(run.memory.peak_bytes(), run.stop.requested is not None)
+            peak_bytes, stopping = run.world.max_over_ranks(
+                run.memory.peak_bytes(), run.stop.requested is not None
+            )
 
             run.metrics.train(
                 step=now.step, loss=loss, grad_norm=norm, learning_rate=rate, tokens=batch.tokens,
@@ -242,7 +246,7 @@ def finish(run: Run) -> None:
 def restore_best(run: Run) -> int:
     """Put the weights of the best evaluation back; returns the step that the model is of."""
     now = run.progress
-    there = run.world.agree(now.best_step in run.checkpoints.steps())
+    there = run.world.broadcast_object(now.best_step in run.checkpoints.steps())
     if not there or run.checkpoints.problems(now.best_step):
         run.metrics.say(
             f"The checkpoint of step {now.best_step}, with the lowest held-out loss {now.best_loss:.4f}, is "

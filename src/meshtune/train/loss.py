@@ -29,56 +29,28 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from meshtune.data.loader import IGNORE, MicroBatch
 from meshtune.model.anatomy import Anatomy
-from meshtune.parallel.attention import body_forward
 from meshtune.parallel.tensor import Vocabulary, vocabulary_of
-
-
-def summed_loss(
-    model: nn.Module, anatomy: Anatomy, micro_batch: MicroBatch, *, chunk_tokens: int = 1024
-) -> Tensor:
-    """Sum of the token losses of a micro-batch: a scalar in fp32 (fp64 for an fp64 model).
-
-    At most `chunk_tokens` rows of logits exist at a time. Its backward can run once. Without any label the
-    loss is 0 and the gradients are zeros, so that ranks that share parameters still agree on which of them
-    have one.
-    """
-    hidden = body_forward(model, anatomy, micro_batch)
-    return head_loss(
-        model,
-        anatomy,
-        hidden,
-        micro_batch.labels,
-        label_tokens=micro_batch.label_tokens,
-        chunk_tokens=chunk_tokens,
-    )
-
-
-def finish_loss(
-    model: nn.Module, anatomy: Anatomy, hidden: Tensor, micro_batch: MicroBatch, *, once: bool = True
-) -> Tensor:
-    """`summed_loss` from the body's hidden states on; `once` is head_loss's."""
-    return head_loss(
-        model, anatomy, hidden, micro_batch.labels, label_tokens=micro_batch.label_tokens, once=once
-    )
 
 
 def head_loss(
     model: nn.Module,
     anatomy: Anatomy,
     hidden: Tensor,
-    labels: Tensor,
+    micro_batch: MicroBatch,
     *,
-    label_tokens: int,
     chunk_tokens: int = 1024,
     once: bool = True,
 ) -> Tensor:
-    """`summed_loss` from the hidden states [batch, seq, hidden] and shifted labels [batch, seq] (-100: none).
+    """Sum of the token losses of a micro-batch from its last hidden states [batch, seq, hidden]: a scalar in
+    fp32 (fp64 for an fp64 model).
 
-    `label_tokens` is the number of labels: given, so that a GPU need not be waited for. once=False: the
-    backward can run again, as zero-bubble schedules want (first for the hidden states' gradient, then for the
-    head's), at the price of a second copy of the head's gradient.
+    At most `chunk_tokens` rows of logits exist at a time. Its backward can run once; with once=False again,
+    as zero-bubble schedules want (first for the hidden states' gradient, then for the head's), at the price
+    of a second copy of the head's gradient. Without any label the loss is 0 and the gradients are zeros, so
+    that ranks that share parameters still agree on which of them have one.
     """
-    flat = labels.flatten()
+    label_tokens = micro_batch.label_tokens  # given with the batch, so that a GPU need not be waited for
+    flat = micro_batch.labels.flatten()
     labelled = flat != IGNORE
     torch.ops.aten._assert_async.msg(
         labelled.sum() == label_tokens, "MicroBatch.label_tokens is not the number of its labels"
@@ -93,9 +65,9 @@ def head_loss(
         if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
             return _ChunkedLoss.apply(hidden, logits_of, rows, targets, size, vocabulary, once, *parameters)
         total = _zero(hidden)
-        for own_rows, own_targets in zip(rows.split(size), targets.split(size), strict=True):
-            logits = logits_of(hidden.flatten(0, 1)[own_rows])
-            loss, _ = _cross_entropy(logits, own_targets, vocabulary, gradient=False)
+        for chunk_rows, chunk_targets in zip(rows.split(size), targets.split(size), strict=True):
+            logits = logits_of(hidden.flatten(0, 1)[chunk_rows])
+            loss, _ = _cross_entropy(logits, chunk_targets, vocabulary, gradient=False)
             total += loss
         return total
 
@@ -150,7 +122,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, incoming: Tensor):  # type: ignore[override]
         if ctx.grads is None:
-            raise RuntimeError("The backward of summed_loss ran twice; it hands its gradients out once.")
+            raise RuntimeError("The backward of head_loss ran twice; it hands its gradients out once.")
         if ctx.once:
             # In place: a second copy of the head's gradient would be the largest tensor of the backward.
             scaled = [None if grad is None else grad.mul_(incoming) for grad in ctx.grads]

@@ -1,6 +1,4 @@
-"""SIGTERM and Ctrl-C as a request: the step is finished, a checkpoint saved, and the run ends with exit code
-75.
-"""
+"""Stop on SIGTERM and Ctrl-C: finish the step, save a checkpoint, end with exit code 75."""
 
 import signal
 from types import FrameType
@@ -8,31 +6,27 @@ from typing import Any
 
 
 class StopRequest:
-    """While entered, SIGTERM, SIGINT and SIGUSR1 are noted in `requested` (the signal's name); a second
-    SIGINT ends at once.
+    """Context that puts the name of a received SIGTERM, SIGINT or SIGUSR1 into `requested`.
 
-    disabled: signals keep doing what they did before.
+    A second SIGINT raises KeyboardInterrupt. enabled: False leaves the signals' handlers as they are.
     """
 
-    SIGNALS = (
-        signal.SIGTERM,
-        signal.SIGINT,
-        signal.SIGUSR1,
-    )  # Slurm sends USR1 before the time is up when asked
+    # Slurm can send SIGUSR1 before the time limit.
+    SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 
     def __init__(self, *, enabled: bool = True) -> None:
         self.enabled = enabled
         self.requested: str | None = None
-        self._before: dict[signal.Signals, Any] = {}
+        self._handlers: dict[signal.Signals, Any] = {}  # of before
 
     def __enter__(self) -> "StopRequest":
         if self.enabled:
-            self._before = {each: signal.signal(each, self._note) for each in self.SIGNALS}
+            self._handlers = {number: signal.signal(number, self._note) for number in self.SIGNALS}
         return self
 
     def __exit__(self, *error: object) -> None:
-        for each, handler in self._before.items():
-            signal.signal(each, handler)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:

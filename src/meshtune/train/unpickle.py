@@ -1,15 +1,15 @@
-"""Read torch.distributed.checkpoint's `.metadata` without running what somebody may have put into it.
+"""Read torch.distributed.checkpoint's `.metadata` without running code that it may contain.
 
-`.metadata` is a pickle, and a pickle may call anything that it can name. A checkpoint holds few kinds of
-things, though: shapes, dtypes, and the dataclasses that say which piece of which tensor lies where. So the
-unpickler here knows exactly those names, and the reader then looks at what came out: only tensors (bytes
-entries would be pickles again), and every piece lies in a file of this folder whose name the caller vouches
-for. The tensors themselves are read by torch with `weights_only=True`.
+`.metadata` is a pickle, and a pickle may call anything that it can name. A checkpoint needs few names:
+shapes, dtypes, and the dataclasses with the file and place of each piece of a tensor. The unpickler here
+admits exactly those. The reader then checks the result: only tensors (bytes entries would be pickles again),
+and every piece in a file of this folder that the manifest lists. The tensors themselves are read by torch
+with `weights_only=True`.
 """
 
 import io
 import pickle
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +33,22 @@ _PATHS = {("pathlib", "PosixPath"), ("pathlib", "WindowsPath"), ("pathlib._local
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds the admitted names and nothing else; dotted names (`Size.__init__`) are no admitted names."""
+    """Resolves the admitted names and no others, so no dotted ones (`Size.__init__`)."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ADMITTED:
             return super().find_class(module, name)
-        if (module, name) in _PATHS:  # where the checkpoint once lay: of no use to us, so it stays text
+        if (module, name) in _PATHS:  # where the checkpoint was written: not used, so it stays text
             return lambda *parts: "/".join(map(str, parts))
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which has no business there")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
 
 
 def read_metadata(data: bytes, files: Collection[str], where: str) -> Metadata:
-    """The content of a `.metadata` file, checked.
+    """Read and check the content of a `.metadata` file.
 
-    `files` are the names that data may lie in; `where` names the file in errors. Raises UserError when the
-    bytes are no pickle of plain checkpoint metadata, hold anything but tensors, or point to any other file.
+    files: names of the files that data may be in; where: name of the metadata file in errors. Raises
+    UserError if `data` is no pickle of plain checkpoint metadata, has anything but tensors, or names any
+    other file.
     """
     try:
         metadata = _Unpickler(io.BytesIO(data)).load()
@@ -55,13 +56,13 @@ def read_metadata(data: bytes, files: Collection[str], where: str) -> Metadata:
     except Exception as error:  # a broken pickle raises nearly anything
         problems = [str(error) or type(error).__name__]
     if problems:
-        remedy = "It was damaged or made to do harm: use a checkpoint from a source that you trust."
+        remedy = "It is damaged or malicious: use a checkpoint from a source that you trust."
         raise UserError([f"{where} was refused: {problem}. {remedy}" for problem in problems[:10]])
     return metadata
 
 
-def _problems(metadata: Any, files: Collection[str]):
-    """Sentences about what is wrong in unpickled metadata; none when it can be used."""
+def _problems(metadata: Any, files: Collection[str]) -> Iterator[str]:
+    """Reasons why unpickled metadata can't be used; none if it can."""
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         yield "it holds no checkpoint metadata"
         return
@@ -70,7 +71,7 @@ def _problems(metadata: Any, files: Collection[str]):
             yield f"{name!r} is a pickled object, not a tensor"
     for index, info in metadata.storage_data.items():
         if not isinstance(index, MetadataIndex) or not isinstance(info, _StorageInfo):
-            yield "its table of places holds something else than places"
+            yield "its table of places has entries that are no places"
         elif info.relative_path not in files:
             yield f"it puts {index.fqn!r} in {info.relative_path!r}, which is no file of this checkpoint"
         elif info.transform_descriptors:
@@ -80,7 +81,7 @@ def _problems(metadata: Any, files: Collection[str]):
 class SafeReader(FileSystemReader):
     """torch's reader of checkpoint folders, with the metadata read by `read_metadata` above.
 
-    `files` are the names inside the folder that data may be read from: plain names of regular files.
+    files: names in the folder that data may be read from: plain names of regular files.
     """
 
     def __init__(self, folder: Path, files: Collection[str]) -> None:

@@ -1,12 +1,12 @@
-"""What these tests are fed with: an encoder of bytes, files of rows, data sets in memory."""
+"""Helpers of the data tests: an encoder of bytes, files of rows, data sets in memory."""
 
 import json
 from pathlib import Path
 
 import numpy as np
 
+from meshtune.data.example import Source
 from meshtune.data.pack import Dataset, in_memory, pack, singles
-from meshtune.data.source import Source
 from meshtune.data.template import Document
 
 

@@ -13,9 +13,9 @@ from data_rows import Bytes, numbered, texts, write_rows
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from meshtune.data.example import BadRow, Source
 from meshtune.data.loader import evaluation_batches
 from meshtune.data.prepare import prepare, sentences
-from meshtune.data.source import BadRow, Source
 from meshtune.data.template import Encoder
 from meshtune.errors import UserError
 
@@ -78,7 +78,7 @@ def test_what_is_cut_is_counted_and_said(tmp_path) -> None:
     assert texts(prepared.train) == ["abc" + "x" * 7, "ab"]
     said = "\n".join(sentences(stats))
     assert "cut to 10 tokens: 2 documents, which lost 104 tokens (94 of them labelled)" in said
-    assert "left out, nothing labelled left by the cut: 1 documents" in said
+    assert "dropped, nothing labelled left by the cut: 1 documents" in said
 
 
 def test_overlong_drop_leaves_out_and_counts(tmp_path) -> None:

@@ -8,7 +8,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from meshtune.data.source import Dropped, Source, columns_of, detect, files, fingerprint, is_hub, read
+from meshtune.data.example import Dropped, Source
+from meshtune.data.readers import columns_of, files, fingerprint, is_hub, read
+from meshtune.data.rows import detect
 from meshtune.errors import UserError
 
 PAIRS = [{"prompt": f'question {n}, "é"\n', "completion": f"answer {n}"} for n in range(5)]
@@ -266,7 +268,7 @@ def test_keys_that_arrow_filled_with_null_are_taken_out(tmp_path):
         ("a.parquet", b"nonsense", "not a readable parquet file"),
         ("a.jsonl.gz", b"nonsense", "can't be read"),
         ("a.csv", b"", "is empty"),
-        ("a.xlsx", b"", "of no known kind"),
+        ("a.xlsx", b"", "has an unknown suffix"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, sentence):

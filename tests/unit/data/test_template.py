@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, processors
 
-from meshtune.data.source import Example, Origin
+from meshtune.data.example import Example, Origin
 from meshtune.data.template import Encoder, apply_template, built_in_templates
 from meshtune.errors import UserError
 

@@ -7,7 +7,14 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.masking_utils import AttentionMaskInterface
 
 from meshtune.errors import UserError
-from meshtune.model.anatomy import anatomy, capabilities, hidden_pattern, own_attention, tensor_plan, traits
+from meshtune.model.anatomy import (
+    anatomy,
+    capabilities,
+    hidden_pattern,
+    tensor_plan,
+    traits,
+    uses_attention_interface,
+)
 
 DENSE = [
     "opt",
@@ -127,7 +134,7 @@ def test_documents_reach_the_attention_of_every_block_where_packing_is_promised(
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(model_type, **changes), attn_implementation="probe"
     )
-    assert own_attention(model)
+    assert uses_attention_interface(model)
     CALLS.clear()
     ids = torch.arange(8)[None]
     model(ids, position_ids=ids, documents=((5, 3),), use_cache=False)
@@ -136,7 +143,7 @@ def test_documents_reach_the_attention_of_every_block_where_packing_is_promised(
 
 @pytest.mark.parametrize("model_type", ["bloom", "gptj", "falcon"])
 def test_families_that_compute_attention_themselves_are_not_promised_packing(model_type):
-    assert not own_attention(build(AutoConfig.for_model(model_type)))
+    assert not uses_attention_interface(build(AutoConfig.for_model(model_type)))
 
 
 @pytest.mark.parametrize(

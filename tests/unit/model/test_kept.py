@@ -5,7 +5,8 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from families import FAMILIES
+from cases import cases
+from families import FAMILIES, UNLIKE
 from torch import nn
 from transformers import (
     AttentionInterface,
@@ -19,9 +20,9 @@ from transformers import (
 )
 
 from meshtune.model.anatomy import anatomy
-from meshtune.model.load import freeze
 from meshtune.model.lora import add_lora
 from meshtune.model.trace import census, census_of
+from meshtune.model.trainable import freeze
 from meshtune.placement.census import Kept
 
 TOKENS = 29  # a prime that divides no size of these models
@@ -93,7 +94,7 @@ def real(config, dtype: torch.dtype, prepare=lambda model: None) -> list[float]:
 
 
 @pytest.mark.parametrize("size", DTYPES)
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", cases(DENSE, default=UNLIKE))
 def test_every_block_keeps_what_autograd_saves(family, size):
     config = DENSE[family]()
     traced = [dict(block.kept)[size].total for block in census(config).blocks]
@@ -115,7 +116,7 @@ def test_with_lora_frozen_weights_keep_no_input_and_adapters_theirs(family, targ
     config, models = FAMILIES[family](), []
 
     def prepare(model):
-        add_lora(model, r=3, alpha=6, target_modules=targets, dtype=model.dtype)
+        add_lora(model, lora_rank=3, alpha=6, target_modules=targets, dtype=model.dtype)
         models.append(model)
 
     saved = real(config, DTYPES[size], prepare)
@@ -127,7 +128,7 @@ def test_frozen_adapters_keep_nothing_before_the_first_that_is_trained():
     models = []
 
     def prepare(model):
-        add_lora(model, r=3, alpha=6, dtype=model.dtype)
+        add_lora(model, lora_rank=3, alpha=6, dtype=model.dtype)
         freeze(model, ["*.layers.0.*", "*.layers.1.self_attn.q_proj.lora_A"])
         models.append(model)
 
@@ -200,7 +201,7 @@ def test_a_family_without_the_attention_interface_keeps_nobody_knows_what():
 
 def test_tracing_draws_no_random_numbers():
     model = AutoModelForCausalLM.from_config(FAMILIES["llama"]())
-    add_lora(model, r=2, alpha=4)
+    add_lora(model, lora_rank=2, alpha=4)
     state = torch.get_rng_state()
     census_of(model)
     assert torch.equal(torch.get_rng_state(), state)

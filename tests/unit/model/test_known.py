@@ -9,18 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILIES, FAMILY_CASES
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from transformers import AutoModelForCausalLM, BloomConfig
 
 import meshtune.model.trace
+from meshtune import config
 from meshtune.errors import UserError
 from meshtune.model.anatomy import traits
+from meshtune.model.census_cache import LoraShape, ModelNumbers, from_json, model_numbers, numbers_of
 from meshtune.model.hub import asking
-from meshtune.model.known import Known, LoraShape, known, revived
-from meshtune.model.load import freeze
 from meshtune.model.lora import add_lora
 from meshtune.model.trace import census, census_of
+from meshtune.model.trainable import freeze
 from meshtune.placement.census import Census
 
 
@@ -50,13 +51,13 @@ def no_trace(monkeypatch) -> None:
     monkeypatch.delattr(meshtune.model.trace, "census_of")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_what_is_read_is_what_was_derived(family, tmp_path, cache, monkeypatch):
     config = FAMILIES[family]()
     folder = config_folder(tmp_path / family, config)
-    first = known(str(folder), cache_dir=cache)
+    first = model_numbers(str(folder), cache_dir=cache)
     no_trace(monkeypatch)
-    again = known(str(folder), cache_dir=cache)
+    again = model_numbers(str(folder), cache_dir=cache)
     assert again == first
     assert hash(again) == hash(first)
     assert first.census == census(config)
@@ -70,48 +71,49 @@ def test_a_family_with_its_own_attention_keeps_it(tmp_path, cache):
     folder = config_folder(
         tmp_path / "bloom", BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=99)
     )
-    found = known(str(folder), cache_dir=cache)
+    found = model_numbers(str(folder), cache_dir=cache)
     assert found.attention == "eager"
     assert not found.traits.attention
 
 
 def test_adapters_and_frozen_parameters_are_the_engines(folder, cache, monkeypatch):
     shape, globs = LoraShape(r=3, target_modules=("q_proj", "mlp.down_proj")), ("*.layers.0.*",)
-    first = known(str(folder), lora=shape, freeze=globs, cache_dir=cache)
+    first = model_numbers(str(folder), lora=shape, freeze=globs, cache_dir=cache)
     model = AutoModelForCausalLM.from_config(FAMILIES["llama"]())
-    add_lora(model, r=3, alpha=8, target_modules=["q_proj", "mlp.down_proj"])
+    add_lora(model, lora_rank=3, alpha=8, target_modules=["q_proj", "mlp.down_proj"])
     freeze(model, globs)
     assert first.census == census_of(model)
     assert first.census.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad)
     no_trace(monkeypatch)
-    assert known(str(folder), lora=shape, freeze=globs, cache_dir=cache) == first
+    assert model_numbers(str(folder), lora=shape, freeze=globs, cache_dir=cache) == first
 
 
 def test_all_that_decides_the_numbers_is_in_the_key(folder, cache):
-    plain = known(str(folder), cache_dir=cache).census
-    assert known(str(folder), freeze=("*norm*",), cache_dir=cache).census.trainable < plain.trainable
-    adapted = [known(str(folder), lora=LoraShape(r=r), cache_dir=cache).census.trainable for r in (2, 4)]
+    plain = model_numbers(str(folder), cache_dir=cache).census
+    assert model_numbers(str(folder), freeze=("*norm*",), cache_dir=cache).census.trainable < plain.trainable
+    shapes = (LoraShape(r=2), LoraShape(r=4))
+    adapted = [model_numbers(str(folder), lora=lora, cache_dir=cache).census.trainable for lora in shapes]
     assert adapted[1] == 2 * adapted[0]
     change(folder, num_hidden_layers=3)
-    assert len(known(str(folder), cache_dir=cache).census.blocks) == 3
+    assert len(model_numbers(str(folder), cache_dir=cache).census.blocks) == 3
     assert len(list(cache.iterdir())) == 5
 
 
 def test_the_order_of_settings_is_not_in_the_key(folder, cache, monkeypatch):
-    first = known(str(folder), cache_dir=cache)
+    first = model_numbers(str(folder), cache_dir=cache)
     file = folder / "config.json"
     file.write_text(json.dumps(dict(reversed(json.loads(file.read_text()).items()))))
     no_trace(monkeypatch)
-    assert known(str(folder), cache_dir=cache) == first
+    assert model_numbers(str(folder), cache_dir=cache) == first
 
 
 def test_a_configuration_file_may_have_any_name_and_place(folder, cache, monkeypatch):
-    first = known(str(folder), cache_dir=cache)
+    first = model_numbers(str(folder), cache_dir=cache)
     (folder / "config.json").rename(folder.parent / "eight.json")
     file = str(folder.parent / "eight.json")
-    assert known(file, cache_dir=cache / "other") == first
+    assert model_numbers(file, cache_dir=cache / "other") == first
     no_trace(monkeypatch)
-    assert known(file, cache_dir=cache) == first
+    assert model_numbers(file, cache_dir=cache) == first
 
 
 @pytest.mark.parametrize(
@@ -130,24 +132,35 @@ def test_a_configuration_file_may_have_any_name_and_place(folder, cache, monkeyp
     ids=range(9),
 )
 def test_a_damaged_file_is_made_anew(damage, folder, cache):
-    first = known(str(folder), cache_dir=cache)
+    first = model_numbers(str(folder), cache_dir=cache)
     (file,) = cache.iterdir()
     text = file.read_text()
     assert damage(text) != text
     file.write_text(damage(text), errors="surrogateescape")
-    assert known(str(folder), cache_dir=cache) == first
+    assert model_numbers(str(folder), cache_dir=cache) == first
     assert file.read_text() == text
 
 
 def test_a_cache_that_cant_be_written_is_no_error(folder, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    assert known(str(folder), cache_dir=tmp_path / "file").census.hidden == 64
+    assert model_numbers(str(folder), cache_dir=tmp_path / "file").census.hidden == 64
+
+
+def test_the_numbers_of_a_config_are_those_of_its_settings(folder, cache, tmp_path):
+    words = [f"model.name={folder}", "model.freeze=['*norm*']", f"data.cache={cache}", "data.train=[missing]"]
+    logged: list[str] = []
+    plain = numbers_of(config.load(None, words), log=logged.append)
+    assert plain == model_numbers(str(folder), freeze=("*norm*",), cache_dir=cache)
+    assert len(logged) == 1 and "to count it" in logged[0]
+    lora = numbers_of(config.load(None, [*words, "method=lora", "lora.r=3", "lora.target_modules=[q_proj]"]))
+    shape = LoraShape(r=3, target_modules=("q_proj",))
+    assert lora == model_numbers(str(folder), freeze=("*norm*",), lora=shape, cache_dir=cache)
 
 
 def test_other_versions_derive_anew(folder, cache, monkeypatch):
-    known(str(folder), cache_dir=cache)
-    monkeypatch.setattr("meshtune.model.known.version", lambda package: "0")
-    known(str(folder), cache_dir=cache)
+    model_numbers(str(folder), cache_dir=cache)
+    monkeypatch.setattr("meshtune.model.census_cache.version", lambda package: "0")
+    model_numbers(str(folder), cache_dir=cache)
     assert len(list(cache.iterdir())) == 2
 
 
@@ -155,8 +168,8 @@ ASK = """
 import sys
 from pathlib import Path
 from meshtune.model.hub import asking
-from meshtune.model.known import LoraShape, known
-found = known(sys.argv[1], lora=LoraShape(r=2), cache_dir=Path(sys.argv[2]))
+from meshtune.model.census_cache import LoraShape, model_numbers
+found = model_numbers(sys.argv[1], lora=LoraShape(r=2), cache_dir=Path(sys.argv[2]))
 assert found.census.blocks and found.traits.heads == 4
 print("torch" in sys.modules or "transformers" in sys.modules)
 """
@@ -168,6 +181,7 @@ def ask(name: str, cache: Path, **environment: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow  # by default, the next test shows it of a model on the hub
 def test_a_hit_imports_neither_torch_nor_transformers(folder, cache):
     assert ask(str(folder), cache) == "True"
     assert ask(str(folder), cache) == "False"
@@ -185,7 +199,7 @@ def test_a_hub_id_is_read_from_the_hubs_cache(tmp_path, cache):
 
 
 def test_a_model_with_code_of_its_own_is_derived_each_time(folder, cache):
-    first = known(str(folder), cache_dir=cache)
+    first = model_numbers(str(folder), cache_dir=cache)
     change(
         folder,
         model_type="own",
@@ -196,7 +210,7 @@ def test_a_model_with_code_of_its_own_is_derived_each_time(folder, cache):
         "class Config(LlamaConfig):\n    model_type = 'own'\n"
         "class Model(LlamaForCausalLM):\n    config_class = Config\n"
     )
-    found = known(str(folder), trust_remote_code=True, cache_dir=cache)
+    found = model_numbers(str(folder), trust_remote_code=True, cache_dir=cache)
     assert found.census.blocks == first.census.blocks
     assert found.census.family == "own"
     assert len(list(cache.iterdir())) == 1
@@ -220,7 +234,7 @@ def test_what_is_no_model_is_explained(message, tmp_path, cache):
     if BAD[message]:
         (tmp_path / "config.json").write_text(json.dumps(BAD[message]))
     with pytest.raises(UserError, match=message):
-        known(str(tmp_path), cache_dir=cache)
+        model_numbers(str(tmp_path), cache_dir=cache)
     assert not cache.exists()
 
 
@@ -234,7 +248,7 @@ def test_names_of_nothing_and_files_of_something_else_are_explained(tmp_path, ca
         str(tmp_path / "torn.json"): "can't be read as JSON",
     }.items():
         with pytest.raises(UserError, match=message):
-            known(name, cache_dir=cache)
+            model_numbers(name, cache_dir=cache)
 
 
 def test_a_repository_without_a_configuration_is_explained():
@@ -244,13 +258,13 @@ def test_a_repository_without_a_configuration_is_explained():
 
 def test_targets_and_globs_that_match_nothing_are_explained(folder, cache):
     with pytest.raises(UserError, match="did you mean q_proj"):
-        known(str(folder), lora=LoraShape(target_modules=("q_prj",)), cache_dir=cache)
+        model_numbers(str(folder), lora=LoraShape(target_modules=("q_prj",)), cache_dir=cache)
     with pytest.raises(UserError, match="matches no parameter"):
-        known(str(folder), freeze=("*.nrom.*",), cache_dir=cache)
+        model_numbers(str(folder), freeze=("*.nrom.*",), cache_dir=cache)
 
 
 def test_values_come_back_from_json_as_they_were():
     found = census(FAMILIES["gemma2"]())  # windows, None, floats, pairs
-    assert revived(Census, json.loads(json.dumps(asdict(found)))) == found
+    assert from_json(Census, json.loads(json.dumps(asdict(found)))) == found
     with pytest.raises(TypeError, match="is made of"):
-        revived(Known, asdict(found))
+        from_json(ModelNumbers, asdict(found))

@@ -3,11 +3,11 @@ import copy
 import peft
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILY_CASES
 from model_folders import plain
 
 from meshtune.errors import UserError
-from meshtune.model.lora import adapted, add_lora, merge_lora
+from meshtune.model.lora import add_lora, lora_layers, merge_lora
 
 
 def theirs(folder, **settings):
@@ -16,7 +16,7 @@ def theirs(folder, **settings):
 
 def lora_parameters(model):
     pairs = {}
-    for name, layer in adapted(model).items():
+    for name, layer in lora_layers(model).items():
         pairs |= {f"{name}.lora_A": layer.lora_A, f"{name}.lora_B": layer.lora_B}
     return pairs
 
@@ -28,11 +28,11 @@ def fill(model, generator=None):
             parameter.normal_(std=0.1, generator=generator)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_all_linear_adapts_what_peft_adapts(family, save):
     folder = save(family)
     model = plain(folder)
-    names = add_lora(model, r=4, alpha=8, target_modules="all-linear")
+    names = add_lora(model, lora_rank=4, alpha=8, target_modules="all-linear")
     reference = theirs(folder, target_modules="all-linear").base_model.model
     assert set(names) == {name for name, module in reference.named_modules() if hasattr(module, "lora_A")}
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -49,7 +49,7 @@ def test_logits_gradients_and_dropout_equal_peft(family, dtype, save, ids):
             plain(folder, dtype),
             peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.3),
         )
-    add_lora(ours, r=4, alpha=8, dropout=0.3)
+    add_lora(ours, lora_rank=4, alpha=8, dropout=0.3)
     fill(ours)
     mirror = dict(reference.base_model.model.named_parameters())
     for name, parameter in lora_parameters(ours).items():
@@ -68,14 +68,14 @@ def test_logits_gradients_and_dropout_equal_peft(family, dtype, save, ids):
 def test_a_new_adapter_changes_nothing_and_base_names_stay(save, ids):
     model = plain(save("llama"))
     before, names = model(ids).logits, [name for name, _ in model.named_parameters()]
-    add_lora(model, r=4, alpha=8)
+    add_lora(model, lora_rank=4, alpha=8)
     assert torch.equal(model(ids).logits, before)
     assert [name for name, _ in model.named_parameters() if ".lora_" not in name] == names
 
 
 def test_a_deep_copy_uses_its_own_adapters(save, ids):
     model = plain(save("llama"))
-    add_lora(model, r=4, alpha=8)
+    add_lora(model, lora_rank=4, alpha=8)
     twin = copy.deepcopy(model)
     before = twin(ids).logits
     fill(model)
@@ -86,7 +86,7 @@ def test_a_deep_copy_uses_its_own_adapters(save, ids):
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
 def test_merging_gives_a_plain_model_with_equal_logits(family, save, ids):
     model = plain(save(family)).double()
-    add_lora(model, r=4, alpha=8)
+    add_lora(model, lora_rank=4, alpha=8)
     fill(model)
     before = model(ids).logits
     merge_lora(model)
@@ -98,11 +98,11 @@ def test_merging_gives_a_plain_model_with_equal_logits(family, save, ids):
 def test_targets_by_ending_and_their_mistakes(save):
     model = plain(save("qwen2"))
     with pytest.raises(UserError) as caught:
-        add_lora(model, r=0, alpha=8, target_modules=["q_prj", "lm_head"])
+        add_lora(model, lora_rank=0, alpha=8, target_modules=["q_prj", "lm_head"])
     assert len(caught.value.problems) == 3
     assert "did you mean q_proj?" in str(caught.value)
     assert "tied to the embedding" in str(caught.value)
-    names = add_lora(model, r=4, alpha=8, target_modules=["layers.1.self_attn.q_proj", "v_proj"])
+    names = add_lora(model, lora_rank=4, alpha=8, target_modules=["layers.1.self_attn.q_proj", "v_proj"])
     assert names == [
         "model.layers.0.self_attn.v_proj",
         "model.layers.1.self_attn.q_proj",

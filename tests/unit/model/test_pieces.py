@@ -15,10 +15,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import meshtune.model.pieces as module
 from meshtune.errors import UserError
-from meshtune.model.load import INDEX, load, mapped, resize_embeddings, skeleton
+from meshtune.model.files import INDEX
+from meshtune.model.load import load, mapped, skeleton
 from meshtune.model.lora import add_lora, drawn
 from meshtune.model.pieces import Piece, Weights, fill
 from meshtune.model.save import save_model, save_pieces
+from meshtune.model.trainable import resize_embeddings
 from meshtune.placement.share import piece
 
 FP32 = torch.float32
@@ -28,8 +30,11 @@ def on_meta(folder: Path, dtype: torch.dtype = FP32) -> PreTrainedModel:
     return skeleton(str(folder), dtype=dtype, attention="eager")
 
 
-def one_device(folder: Path, dtype: torch.dtype = FP32, **more: Any) -> PreTrainedModel:
-    return load(str(folder), dtype=dtype, attention="eager", **more)
+def one_device(folder: Path, dtype: torch.dtype = FP32) -> PreTrainedModel:
+    """What transformers loads by itself, cast by it, in training mode."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    model.config.name_or_path = str(folder)
+    return model.train()
 
 
 def cut(whole: Tensor, grid: dict[int, tuple[int, int]]) -> Piece:
@@ -149,7 +154,7 @@ def test_a_piece_is_that_part_of_what_loading_gives(grid, save):
 def test_rows_of_added_tokens_are_the_mean_of_the_old_ones_in_every_piece(
     family, grid, save, tokenizer, monkeypatch
 ):
-    monkeypatch.setattr(module, "ROWS_AT_ONCE", 100)  # 256 rows: 100, 100, 56
+    monkeypatch.setattr(module, "MEAN_CHUNK_ROWS", 100)  # 256 rows: 100, 100, 56
     folder = save(family, torch.bfloat16)
     one, model = one_device(folder), on_meta(folder)
     assert resize_embeddings(one, tokenizer) == resize_embeddings(model, tokenizer) == 2
@@ -191,7 +196,8 @@ def test_buffers_that_files_hold_are_filled_too():
 def test_random_pieces_are_those_of_one_device(family, dtype, save):
     folder = save(family)
     (folder / "model.safetensors").unlink()
-    one, model = one_device(folder, dtype, init="random", seed=3), on_meta(folder, dtype)
+    one = load(str(folder), init="random", dtype=dtype, attention="eager", seed=3)
+    model = on_meta(folder, dtype)
     before = torch.get_rng_state()
     weights = Weights(mapped(str(folder), init="random", dtype=dtype, seed=3))
     assert torch.equal(torch.get_rng_state(), before)
@@ -208,14 +214,14 @@ def test_adapters_are_those_of_one_device(family, added, save, tokenizer):
         torch.manual_seed(5)
         if added:
             resize_embeddings(model, tokenizer)
-        add_lora(model, r=4, alpha=8)
+        add_lora(model, lora_rank=4, alpha=8)
         return model
 
     one, model = adapted(one_device(folder)), adapted(on_meta(folder))
     weights = Weights(mapped(str(folder), dtype=FP32) | drawn(model))
     after = torch.get_rng_state()
     torch.manual_seed(5)
-    add_lora(one_device(folder), r=4, alpha=8)
+    add_lora(one_device(folder), lora_rank=4, alpha=8)
     assert torch.equal(torch.get_rng_state(), after)  # whatever is drawn next is the same as well
     for parts in ({}, {0: (3, 2)}, {1: (3, 0)}):
         assert differing(filled(model, weights, parts), one) == []

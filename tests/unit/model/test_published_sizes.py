@@ -6,6 +6,7 @@ The counts are those of the models' safetensors files (their metadata, as model 
 from typing import Any
 
 import pytest
+from cases import cases
 from transformers import AutoConfig
 
 from meshtune.model.trace import census
@@ -55,13 +56,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
 }  # fmt: skip
 
 
-LARGE = 20e9  # parameters: so many modules take seconds to build
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow) if size > LARGE else n for n, (_, size) in PUBLISHED.items()],
-)
+@pytest.mark.parametrize("name", cases(PUBLISHED, default=["Llama 3.2 1B", "Gemma 3 1B", "GPT-2"]))
 def test_a_config_alone_gives_the_published_number_of_parameters(name: str) -> None:
     settings, published = PUBLISHED[name]
     found = census(AutoConfig.for_model(**settings))

@@ -3,18 +3,20 @@ import json
 import peft
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILY_CASES
 from model_folders import plain
 from test_lora import fill
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from meshtune.errors import UserError
-from meshtune.model.load import load, resize_embeddings
+from meshtune.model.adapter import adapter_base, load_adapter, save_adapter
+from meshtune.model.load import load
 from meshtune.model.lora import add_lora, merge_lora
-from meshtune.model.save import adapter_base, load_adapter, save_adapter, save_model
+from meshtune.model.save import save_model
+from meshtune.model.trainable import resize_embeddings
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_a_saved_model_gives_the_trained_models_logits_in_transformers(family, save, tmp_path, ids):
     model = load(str(save(family)), dtype=torch.float32, attention="eager").eval()
     with torch.no_grad():
@@ -70,8 +72,8 @@ def test_a_saved_model_stops_in_transformers_at_the_token_it_was_taught(save, tm
 
 def test_the_tokens_that_end_an_answer_lie_beside_the_adapter(save, tmp_path):
     model = load(str(save("llama")), dtype=torch.float32, attention="eager")
-    add_lora(model, r=4, alpha=8)
-    save_adapter(tmp_path / "out", model, None, base_name="base", r=4, alpha=8, stop_ids=[7])
+    add_lora(model, lora_rank=4, alpha=8)
+    save_adapter(tmp_path / "out", model, None, base_name="base", lora_rank=4, alpha=8, stop_ids=[7])
     assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [7, 2]
 
 
@@ -96,14 +98,14 @@ def test_a_folder_that_holds_no_model_is_never_replaced(save, tmp_path):
     assert (tmp_path / "home/thesis.txt").exists()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_peft_we_and_the_merged_folder_give_the_adapted_models_logits(family, save, tmp_path, ids):
     base = save(family)
     model = load(str(base), dtype=torch.float32, attention="eager").eval()
-    add_lora(model, r=4, alpha=8)
+    add_lora(model, lora_rank=4, alpha=8)
     fill(model)
     expected = model(ids).logits
-    save_adapter(tmp_path / "adapter", model, None, base_name=str(base), r=4, alpha=8)
+    save_adapter(tmp_path / "adapter", model, None, base_name=str(base), lora_rank=4, alpha=8)
     assert adapter_base(tmp_path / "adapter") == str(base)
     assert torch.equal(
         peft.PeftModel.from_pretrained(plain(base), tmp_path / "adapter").eval()(ids).logits, expected
@@ -121,12 +123,14 @@ def test_resized_embeddings_travel_with_the_adapter(family, save, tokenizer, tmp
     base, longer = save(family), torch.arange(240, 258)[None]
     model = load(str(base), dtype=torch.float32, attention="eager").eval()
     resize_embeddings(model, tokenizer)
-    add_lora(model, r=4, alpha=8, target_modules=["q_proj"])
+    add_lora(model, lora_rank=4, alpha=8, target_modules=["q_proj"])
     fill(model)
     with torch.no_grad():
         model.get_input_embeddings().weight[256:].normal_()
     expected = model(longer).logits
-    save_adapter(tmp_path / "adapter", model, tokenizer, base_name=str(base), r=4, alpha=8, embeddings=True)
+    save_adapter(
+        tmp_path / "adapter", model, tokenizer, base_name=str(base), lora_rank=4, alpha=8, embeddings=True
+    )
     ours, reference = plain(base), plain(base)
     load_adapter(ours, tmp_path / "adapter")
     assert torch.equal(ours(longer).logits, expected)

@@ -4,12 +4,17 @@ attention."""
 import pytest
 import torch
 import torch.nn.functional as F
-from families import FAMILIES, WINDOW
+from cases import cases
+from families import FAMILIES, FAMILY_CASES, WINDOW
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
 
-from meshtune.parallel.attention import NAMES, document_attention
+from meshtune.attention.core import attend_documents
+from meshtune.attention.register import document_attention, register
+from meshtune.model.body import ATTENTION_NAMES
+
+register()
 
 SEQ = 40
 DOCUMENTS = (
@@ -35,8 +40,8 @@ def models(family, implementation="meshtune", dtype=torch.float64, **changes):
     return eager, ours
 
 
-@pytest.mark.parametrize("implementation", NAMES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("implementation", ATTENTION_NAMES)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_packed_documents_equal_each_document_alone_through_eager(family, implementation):
     eager, ours = models(family, implementation)
     ids = torch.randint(3, 256, (len(DOCUMENTS), SEQ))
@@ -84,7 +89,7 @@ def tensors(seq, dtype=torch.float64, heads=4, kv_heads=2, documents=DOCUMENTS):
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("window", [None, 1, WINDOW, 100, 700])
+@pytest.mark.parametrize("window", cases([None, 1, WINDOW, 100, 700], default=[None, WINDOW, 700]))
 @pytest.mark.parametrize("recompute", [False, True])
 def test_windows_and_softcaps_over_several_blocks_equal_the_definition(window, softcap, recompute):
     documents, seq = ((900, 20), (300, 610)), 930  # longer than one block of the windowed and the capped way
@@ -106,6 +111,19 @@ def test_windows_and_softcaps_over_several_blocks_equal_the_definition(window, s
     weights = torch.randn_like(out)
     got = torch.autograd.grad((out * weights).sum(), (q, k, v))
     for ours, theirs in zip(got, torch.autograd.grad((expected * weights).sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("kernel", ["fused", "plain"])
+@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize("documents", [((SEQ,),), ((13, SEQ - 13),), ((30,), (SEQ,))])
+def test_every_kernel_for_the_cpu_equals_the_definition(documents, window, kernel):
+    q, k, v = tensors(SEQ, documents=documents)
+    out = attend_documents(q, k, v, documents, 0.3, 0.0, None, window, kernel).transpose(1, 2)
+    expected = explicit(q, k, v, documents, 0.3, window)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    got = torch.autograd.grad(out.square().sum(), (q, k, v))
+    for ours, theirs in zip(got, torch.autograd.grad(expected.square().sum(), (q, k, v)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
 
 
@@ -243,3 +261,9 @@ def test_documents_that_do_not_fit_are_refused(documents):
     q, k, v = tensors(SEQ)
     with pytest.raises(ValueError, match="documents"):
         document_attention(nn.Module(), q, k, v, None, documents=documents)
+
+
+def test_registering_again_changes_nothing():
+    functions = [AttentionInterface()[name] for name in ATTENTION_NAMES]
+    register()
+    assert [AttentionInterface()[name] for name in ATTENTION_NAMES] == functions

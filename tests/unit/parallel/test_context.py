@@ -4,19 +4,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import FAMILIES, exact
+from forward import summed_loss
 from ranks import run_ranks
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from meshtune.attention import cuda, runs
+from meshtune.attention.core import attend_documents
+from meshtune.attention.register import document_attention, register
 from meshtune.data.loader import IGNORE, MicroBatch
 from meshtune.model.anatomy import anatomy
-from meshtune.parallel import attention, context
-from meshtune.parallel.attention import document_attention
+from meshtune.parallel import context
 from meshtune.parallel.mesh import Axis
 from meshtune.parallel.recompute import recompute_blocks
-from meshtune.train.loss import summed_loss
+
+register()
 
 SEQ = 48  # parts of 12 columns for two ranks, of 6 for four
 # Over the borders of parts, at them, within one; padding; two rows alike; a row with hardly anything.
@@ -152,7 +156,7 @@ ASKED = {
     "narrower values and softcap": {"value_dim": 8, "softcap": 1.5, "sliding_window": 8},
     "recomputed": {"recompute": True},
 }
-# Ranks that have nothing but padding must still take part in what the others say.
+# Ranks that have nothing but padding must still take part in the collectives.
 LITTLE = {"documents": ((1,), (3,))}
 
 
@@ -227,15 +231,15 @@ def varlen_stand_in(
 
 
 def cuda_ways(monkeypatch):
-    monkeypatch.setattr(attention, "varlen_attention", varlen_stand_in)
-    monkeypatch.setattr(attention, "_compiled_flex", lambda: flex_attention)
-    yield "varlen", None, attention._varlen_runs
+    monkeypatch.setattr(cuda, "varlen_attention", varlen_stand_in)
+    monkeypatch.setattr(cuda, "_compiled_flex", lambda: flex_attention)
+    yield "varlen", None, cuda.varlen_runs
     for softcap in (None, 1.5):
         yield (
             "flex",
             softcap,
-            lambda q, k, v, runs, scale, softcap=softcap: attention._masked_flex(
-                q, k, v, attention._runs_mask(runs, len(q), q.shape[2], k.shape[2], q.device), scale, softcap
+            lambda q, k, v, runs, scale, softcap=softcap: cuda.flex_with_mask(
+                q, k, v, cuda.runs_mask(runs, len(q), q.shape[2], k.shape[2], q.device), scale, softcap
             ),
         )
 
@@ -246,7 +250,7 @@ def cuda_ways(monkeypatch):
 def test_kernels_of_cuda_are_given_the_keys_that_queries_see(window, ranks, monkeypatch):
     q, k, v, _ = tensors(torch.float64)
     for name, softcap, way in cuda_ways(monkeypatch):
-        expected = attention.core(q, k, v, DOCUMENTS, 0.3, 0.0, softcap, window)
+        expected = attend_documents(q, k, v, DOCUMENTS, 0.3, 0.0, softcap, window)
         for rank in range(ranks):
             own = context.columns(SEQ, Axis("cp", ranks, rank), "allgather")
             found = way(
@@ -333,42 +337,42 @@ def test_recomputation_changes_nothing():
     assert_same_model(2, "gemma2", one_rank("gemma2"), 1e-12, 1e-10, modes)
 
 
-# What is said
+# Collectives
 
 
-class Messages(TorchDispatchMode):
-    """The collectives that are called."""
+class Collectives(TorchDispatchMode):
+    """Names of the collectives that are called."""
 
     def __init__(self):
         super().__init__()
-        self.said = []
+        self.names = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
-            self.said.append(func._schema.name.removeprefix("c10d::"))
+            self.names.append(func._schema.name.removeprefix("c10d::"))
         return func(*args, **(kwargs or {}))
 
 
-def said(method):
+def collectives(method):
     module = nn.Module()
     module.context = METHODS[method](here())  # type: ignore[assignment]
     inputs = [t[:, :, context.columns(SEQ, here(), method)] for t in tensors(torch.float64)]
-    with Messages() as messages:
+    with Collectives() as called:
         attended(module, inputs, DOCUMENTS, {})
-    return messages.said
+    return called.names
 
 
 def test_keys_and_values_travel_in_one_message_and_their_gradients_in_another():
-    for messages in run_ranks(2, said, "allgather"):
-        assert [name.strip("_") for name in messages] == ["allgather_base", "reduce_scatter_base"]
+    for names in run_ranks(2, collectives, "allgather"):
+        assert [name.strip("_") for name in names] == ["allgather_base", "reduce_scatter_base"]
 
 
 def test_ulysses_exchanges_queries_keys_values_and_outputs():
-    for messages in run_ranks(2, said, "ulysses"):
-        assert len(messages) == 8 and all("alltoall" in name for name in messages)
+    for names in run_ranks(2, collectives, "ulysses"):
+        assert len(names) == 8 and all("alltoall" in name for name in names)
 
 
 def test_no_kernel_call_has_more_queries_than_a_block():
     for rank in range(2):
-        blocks = attention._blocks(context._runs_of_rank(((4300, 400),), 2400, 2, rank, None))
-        assert all(each.queries.stop - each.queries.start <= attention.WINDOW_BLOCK for each in blocks)
+        blocks = runs.blocks_of(context._runs_of_rank(((4300, 400),), 2400, 2, rank, None))
+        assert all(each.queries.stop - each.queries.start <= runs.WINDOW_BLOCK for each in blocks)

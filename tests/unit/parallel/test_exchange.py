@@ -1,11 +1,18 @@
-"""What ranks say to each other: values against plain torch on all ranks' tensors, and gradients."""
+"""Collectives over an axis: values against plain torch on all ranks' tensors, and gradients."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from meshtune.parallel.exchange import exchange, gather, own, own_of_total, same, total
+from meshtune.parallel.exchange import (
+    all_gather,
+    all_reduce,
+    exchange,
+    identity,
+    reduce_scatter,
+    take_shard,
+)
 from meshtune.parallel.mesh import Axis
 
 RANKS, SHAPE = 3, (3, 6, 9)
@@ -23,14 +30,14 @@ def values(dim):
     axis, everyone = axis_of_all(), [drawn(rank) for rank in range(RANKS)]
     mine, whole = everyone[axis.index], sum(everyone)
     before = mine.clone()
-    assert torch.equal(gather(mine, axis, dim), torch.cat(everyone, dim))
-    torch.testing.assert_close(own_of_total(mine, axis, dim), whole.chunk(RANKS, dim)[axis.index])
-    torch.testing.assert_close(total(mine, axis, dim), whole)
-    assert torch.equal(own(mine, axis, dim), mine.chunk(RANKS, dim)[axis.index])
+    assert torch.equal(all_gather(mine, axis, dim), torch.cat(everyone, dim))
+    torch.testing.assert_close(reduce_scatter(mine, axis, dim), whole.chunk(RANKS, dim)[axis.index])
+    torch.testing.assert_close(all_reduce(mine, axis, dim), whole)
+    assert torch.equal(take_shard(mine, axis, dim), mine.chunk(RANKS, dim)[axis.index])
     assert torch.equal(mine, before)
     transposed = mine.transpose(0, 1)  # whatever lies in memory how
     torch.testing.assert_close(
-        own_of_total(transposed, axis, 0), whole.transpose(0, 1).chunk(RANKS)[axis.index]
+        reduce_scatter(transposed, axis, 0), whole.transpose(0, 1).chunk(RANKS)[axis.index]
     )
 
 
@@ -51,7 +58,13 @@ def products(ahead, back, dim):
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize(
-    "pair", [(gather, own_of_total), (own_of_total, gather), (total, total), (same, same)]
+    "pair",
+    [
+        (all_gather, reduce_scatter),
+        (reduce_scatter, all_gather),
+        (all_reduce, all_reduce),
+        (identity, identity),
+    ],
 )
 def test_a_gradient_is_the_adjoint_of_its_exchange(pair, dim):
     ahead, back = zip(*run_ranks(RANKS, products, *pair, dim), strict=True)

@@ -1,5 +1,4 @@
-"""Every recompute mode against `none`: equal results, and evidence that each keeps and repeats what it
-says."""
+"""Every recompute mode against `none`: equal results, and evidence of what each keeps and recomputes."""
 
 import copy
 import weakref
@@ -12,9 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
+from meshtune.attention.register import register
 from meshtune.model.anatomy import anatomy
-from meshtune.parallel.attention import NAMES
+from meshtune.model.body import ATTENTION_NAMES
 from meshtune.parallel.recompute import recompute_blocks
+
+register()
 
 MODES = ("none", "attention", "selective", "full")
 DROPOUT = {
@@ -51,7 +53,7 @@ class Watch(TorchDispatchMode):
         return sum(self.storages.values())
 
     @property
-    def products(self):
+    def matmuls(self):
         return self.calls["mm"] + self.calls["addmm"]
 
     @property
@@ -105,10 +107,10 @@ def test_each_mode_repeats_what_it_says_and_no_more(family):
     backward = {mode: run(build(family, mode))[3] for mode in MODES}
     cores = {mode: watch.cores for mode, watch in backward.items()}
     assert cores == {"none": 0, "attention": RUNS * LAYERS, "selective": 0, "full": RUNS * LAYERS}
-    none = backward["none"].products
-    assert backward["attention"].products == backward["selective"].products == none
+    none = backward["none"].matmuls
+    assert backward["attention"].matmuls == backward["selective"].matmuls == none
     # q, k, v, o, gate, up again; `down` only where a norm after it needs its output (Gemma 2)
-    assert backward["full"].products == none + LAYERS * (7 if family == "gemma2" else 6)
+    assert backward["full"].matmuls == none + LAYERS * (7 if family == "gemma2" else 6)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
@@ -154,7 +156,7 @@ def test_nothing_is_kept_or_repeated_without_gradients():
         model.base_model(
             torch.ones(1, 6, dtype=torch.long), documents=((6,),), use_cache=False
         ).last_hidden_state.sum()
-    assert watch.products == LAYERS * 7
+    assert watch.matmuls == LAYERS * 7
 
 
 def test_an_unknown_mode_and_a_foreign_attention_are_refused():
@@ -166,4 +168,4 @@ def test_an_unknown_mode_and_a_foreign_attention_are_refused():
 
 
 def test_attention_is_a_switch_of_the_implementation_and_can_be_seen():
-    assert build("llama", "attention").config._attn_implementation == NAMES[1]
+    assert build("llama", "attention").config._attn_implementation == ATTENTION_NAMES[1]

@@ -1,4 +1,4 @@
-"""Replicas: their messages, when they leave, and one rank's gradients."""
+"""Replicas: their all-reduces, when they start, and one rank's gradients."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from test_zero import GROUPS, MICRO_BATCHES, REDUCE, Messages, Whole, micro_batches, one_rank
+from test_zero import GROUPS, MICRO_BATCHES, REDUCE, Collectives, Whole, micro_batches, one_rank
 
 from meshtune.layout import Layout
 from meshtune.parallel import zero
@@ -25,7 +25,7 @@ def stepped(
     dtype: torch.dtype | None = None,
     hooks: bool = True,
 ) -> dict[str, Any]:
-    """One step of replicas: messages by the micro-batch in whose backward they left, and the gradients."""
+    """One step of replicas: all-reduces started in each micro-batch's backward, and the gradients."""
     world, root = join(Layout(dp_replicate=ranks), torch.device("cpu")), Whole()
     root.first = True  # type: ignore[assignment]  # as a stage is
     prepare(root, world.rank)
@@ -40,12 +40,12 @@ def stepped(
     replicas.begin(MICRO_BATCHES if hooks else MICRO_BATCHES + 1)  # one that never comes
     left = []
     for micro_batch in batches[world.data_rank :: ranks]:
-        with Messages() as messages:
+        with Collectives() as collectives:
             (root(micro_batch) / labels).backward()
-        left.append(messages.count[REDUCE])
-    with Messages() as messages:
+        left.append(collectives.count[REDUCE])
+    with Collectives() as collectives:
         replicas.finish()
-    left.append(messages.count[REDUCE])
+    left.append(collectives.count[REDUCE])
     gradients = {name: gradient.clone() for name, gradient in optimizer.named_gradients().items()}
     storages = {g.untyped_storage().data_ptr() for g in optimizer.gradients()}
     return {"left": left, "gradients": gradients, "storages": len(storages)}
@@ -62,7 +62,7 @@ def test_messages_leave_during_the_last_backward_alone(ranks: int) -> None:
     gradients, _ = one_rank(ranks)
     for found in run_ranks(ranks, stepped, ranks):
         assert found["left"] == [0] * (MICRO_BATCHES - 1) + [GROUPS, 0]
-        assert found["storages"] == GROUPS, "the gradients are pieces of the messages"
+        assert found["storages"] == GROUPS, "the gradients are views of the buffers"
         assert found["gradients"].keys() == gradients.keys()
         for name, gradient in found["gradients"].items():
             torch.testing.assert_close(gradient, gradients[name], rtol=1e-7, atol=1e-12)

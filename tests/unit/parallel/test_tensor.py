@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from families import COMMON, FAMILIES, exact
+from forward import summed_loss
 from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from meshtune.attention.register import register
 from meshtune.data.loader import MicroBatch
 from meshtune.errors import UserError
 from meshtune.model.anatomy import anatomy
@@ -21,7 +23,8 @@ from meshtune.parallel.mesh import Axis
 from meshtune.parallel.recompute import recompute_blocks
 from meshtune.parallel.tensor import reduce_partial, split_model, vocabulary_of
 from meshtune.placement.share import Split, piece
-from meshtune.train.loss import summed_loss
+
+register()
 
 DOCUMENTS, SEQ = ((13, 5, 20), (38,), (9, 17)), 40
 
@@ -48,7 +51,7 @@ def build(config, dtype=torch.float64, lora=None):
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, 0 if "bias" in name else 1, 0.2)
     if lora is not None:
-        add_lora(model, r=4, alpha=8, dtype=dtype, **lora)
+        add_lora(model, lora_rank=4, alpha=8, dtype=dtype, **lora)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter)

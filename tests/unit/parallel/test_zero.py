@@ -1,28 +1,32 @@
-"""ZeRO stages: exactly their messages, bytes and numbers."""
+"""ZeRO stages: exactly their collectives, bytes and numbers."""
 
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from cases import cases
+from forward import summed_loss
 from ranks import run_ranks
 from tiny import documents
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from meshtune.attention.register import register
 from meshtune.layout import Layout
 from meshtune.model.anatomy import anatomy
 from meshtune.parallel import zero
 from meshtune.parallel.mesh import join
-from meshtune.train.loss import summed_loss
 from meshtune.train.optim import Optimizer
+
+register()
 
 GROUPS = 5  # four blocks, and what lies outside
 MICRO_BATCHES = 4
 
 
-class Messages(TorchDispatchMode):
+class Collectives(TorchDispatchMode):
     """Counts collectives by name."""
 
     def __init__(self) -> None:
@@ -88,10 +92,10 @@ def sharded(layout: str) -> dict[str, Any]:
     )  # fmt: skip
     steps = []
     for _ in range(2):  # the first step also gathers what was never gathered
-        with Messages() as messages:
+        with Collectives() as collectives:
             backward(root, own, labels, plan.zero)
-        steps.append(dict(messages.count))
-        (squares,) = world.total(optimizer.squared_norm())
+        steps.append(dict(collectives.count))
+        (squares,) = world.sum_over_ranks(optimizer.squared_norm())
         gradients = {n: p.grad.full_tensor() for n, p in root.named_parameters()}  # type: ignore[union-attr]
         optimizer.zero_grad()
     held = sum(zero.local(p).numel() for p in root.parameters())
@@ -99,7 +103,7 @@ def sharded(layout: str) -> dict[str, Any]:
 
 
 GATHER, SCATTER, REDUCE = "allgather_base", "reduce_scatter_base", "allreduce"
-MESSAGES = {
+COLLECTIVES = {
     "zero1x2": {GATHER: GROUPS, SCATTER: GROUPS},
     "zero2x2": {GATHER: GROUPS, SCATTER: GROUPS * MICRO_BATCHES},
     "zero3x2": {GATHER: 2 * GROUPS * MICRO_BATCHES, SCATTER: GROUPS * MICRO_BATCHES},
@@ -110,13 +114,15 @@ MESSAGES = {
 }
 
 
-@pytest.mark.parametrize("layout", MESSAGES)
+@pytest.mark.parametrize(
+    "layout", cases(COLLECTIVES, default=["zero1x2", "zero2x2", "zero3x2", "dp2-zero2x2"])
+)
 def test_each_stage_sends_its_messages_and_gives_one_ranks_gradients(layout: str) -> None:
     plan = Layout.parse(layout)
     gradients, norm = one_rank(plan.world)
     total = sum(gradient.numel() for gradient in gradients.values())
     for result in run_ranks(plan.world, sharded, layout):
-        assert result["steps"][1] == MESSAGES[layout]
+        assert result["steps"][1] == COLLECTIVES[layout]
         assert result["norm"] == pytest.approx(norm, rel=1e-8)
         for name, gradient in result["gradients"].items():
             torch.testing.assert_close(gradient, gradients[name], rtol=1e-7, atol=1e-12)

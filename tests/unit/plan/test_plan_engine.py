@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import cases
 from families import FAMILIES
 from transformers import AutoModelForCausalLM, OPTConfig
 
@@ -62,7 +63,7 @@ def census_for(family: str, blocks: int = 2, method: str = "full", tied: bool | 
         config.tie_word_embeddings = tied
     model = AutoModelForCausalLM.from_config(config)
     if method == "lora":
-        add_lora(model, r=3, alpha=6)
+        add_lora(model, lora_rank=3, alpha=6)
     elif method == "embedding":
         model.get_input_embeddings().requires_grad_(False)
     return census_of(model)
@@ -117,10 +118,8 @@ def shared(workload: Workload, census: Census, layout: Layout, pipeline_rank: in
 
 # All in CI; by default those that differ most in how they are cut.
 MOST_UNLIKE = ("llama", "phi3", "gpt2")
-EACH = [
-    family if family in MOST_UNLIKE else pytest.param(family, marks=pytest.mark.slow)
-    for family in [*FAMILIES, *CHANGES]
-]
+EACH = cases([*FAMILIES, *CHANGES], default=MOST_UNLIKE)
+METHODS = cases(["full", "lora", "embedding"], default=["full", "lora"])
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "embedding"])
@@ -159,8 +158,10 @@ def test_gathered_weights_are_the_shares(family: str) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("method", ["full", "lora", "embedding"])
-@pytest.mark.parametrize("family", ["llama", "phi3", "olmo2", "gpt2", "opt"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "family", cases(["llama", "phi3", "olmo2", "gpt2", "opt"], default=["llama", "gpt2"])
+)
 def test_states_of_the_pipelines_ends_are_the_shares(family: str, method: str, tied: bool) -> None:
     census = census_for(family, 7, method, tied)
     for precision in ("fp32", "bf16"):
@@ -209,8 +210,10 @@ def whole_pipeline(workload: Workload, census: Census, layout: Layout) -> dict[s
 # stages #
 
 
-@pytest.mark.parametrize("method", ["full", "lora", "embedding"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gpt2", "gemma2"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "family", cases(["llama", "qwen3", "phi3", "gpt2", "gemma2"], default=["llama", "gemma2"])
+)
 def test_every_pipeline_rank_has_the_blocks_that_the_engine_gives_it(family: str, method: str) -> None:
     """Gemma2's two kinds of blocks cost nearly the same; where a window is short, they would not."""
     census = census_for(family, 7, method)

@@ -17,19 +17,20 @@ import pytest
 
 from meshtune.config import ClusterConfig
 from meshtune.errors import NothingFits, UserError
-from meshtune.layout import SCHEDULES, V_SCHEDULES, VIRTUAL_SCHEDULES, Layout, PartialLayout
-from meshtune.placement.columns import layout_at
+from meshtune.layout import RECOMPUTE, SCHEDULES, V_SCHEDULES, VIRTUAL_SCHEDULES, Layout, PartialLayout
+from meshtune.placement.columns import Columns, layout_at
 from meshtune.placement.rules import Traits, refusals
 from meshtune.plan import advice, fits
 from meshtune.plan.answer import by_goal
 from meshtune.plan.candidates import divisors
 from meshtune.plan.cluster import MARGIN, Cluster, cluster_of, gpus_here
-from meshtune.plan.cost import Run
+from meshtune.plan.cost import RunCost
 from meshtune.plan.hardware import catalogue
-from meshtune.plan.memory import CATEGORIES
+from meshtune.plan.machine import machine_of
+from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.models import models
 from meshtune.plan.search import ALIKE, Choice, Plan, explained, search
-from meshtune.plan.seconds.step import Seconds
+from meshtune.plan.seconds.step import Seconds, compute_parts
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
 
@@ -464,7 +465,7 @@ def test_the_largest_model_fits_and_no_larger_one() -> None:
     for other, shape in models().items():
         larger = replace(w, model=other, work=shape.work, traits=shape.traits)
         assert shape.work.parameters <= own or not len(search(larger, cluster))
-    with pytest.raises(UserError, match="--max speed is nothing to look for"):
+    with pytest.raises(UserError, match="--max speed is unknown"):
         fits.largest(w, cluster, "speed")
 
 
@@ -500,10 +501,10 @@ def changed(w: Workload, cluster: Cluster, key: str, value: str) -> tuple[Worklo
 def test_when_nothing_fits_the_nearest_is_named_and_the_remedies_fit(w: Workload, cluster: Cluster) -> None:
     plan = search(w, cluster)
     assert not len(plan)
-    error = fits.nothing(plan)
+    error = fits.empty_plan_error(plan)
     assert isinstance(error, NothingFits) and error.exit_code == 3
     assert w.model in error.problems[0] and cluster.gpu.name in error.problems[0]
-    named = re.search(r"The nearest, (\S+), needs", str(error))
+    named = re.search(r"The layout that needs least is (\S+): ", str(error))
     assert named
     nearest = explained(w, cluster, Layout.parse(named[1]))
     assert not nearest.fits and not w.refusals(nearest.layout)
@@ -521,14 +522,14 @@ def test_where_only_what_is_fixed_does_not_fit_a_free_layout_is_named() -> None:
     w, cluster = workload("llama-3.1-8b", 64), machines(8)
     plan = search(w, cluster, fixed=given("dp8"))
     assert not len(plan)
-    named = re.search(r"What would fit: layout=(\S+) ", str(fits.nothing(plan)))
+    named = re.search(r"What would fit: layout=(\S+) ", str(fits.empty_plan_error(plan)))
     assert named and explained(w, cluster, Layout.parse(named[1])).fits
 
 
 def test_a_model_that_no_layout_takes_is_refused_with_the_reasons() -> None:
     plan = search(little(8, attention=False), machines(4))
     assert not len(plan) and not len(plan.near.tp)
-    error = fits.nothing(plan)
+    error = fits.empty_plan_error(plan)
     assert isinstance(error, fits.Refused) and error.exit_code == 2
     assert "computes its attention inside the model" in str(error)
 
@@ -538,8 +539,8 @@ def test_a_model_that_no_layout_takes_is_refused_with_the_reasons() -> None:
 
 def check(each: advice.Alternative, best: Choice, plan: Plan) -> None:
     said, choice = each.sentence, each.choice
-    if said == "is the one chosen.":
-        assert choice == best
+    if said.startswith(("is the chosen layout (", "is part of the chosen layout (")):
+        assert choice == best and str(best.layout) in said
     elif said.startswith("does not fit"):
         assert choice and choice.memory.peak > plan.cluster.memory * (1 - MARGIN)
         assert str(choice.layout) in said
@@ -548,17 +549,44 @@ def check(each: advice.Alternative, best: Choice, plan: Plan) -> None:
     else:
         assert choice and choice.fits and str(choice.layout) in said
         more = choice.seconds.total / best.seconds.total - 1
-        if longer := re.search(r"takes (\d+)% longer: .* a step more on (.*)\.$", said):
+        if longer := re.search(r"takes (\d+)% longer than the chosen layout: .* a step more (.*)\.$", said):
             assert more * 100 == pytest.approx(int(longer[1]), abs=0.51)
             extra = {
                 part.name: getattr(choice.seconds, part.name) - getattr(best.seconds, part.name)
                 for part in fields(Seconds)
             }
-            assert longer[2].startswith(advice.SPENT[max(extra, key=lambda name: extra[name])])
-        elif less := re.search(r"takes (\d+)% less", said):
+            largest = max(extra, key=lambda name: extra[name])
+            if largest == "compute":
+                check_cause(longer[2], choice, best, plan.workload)
+            else:
+                assert longer[2] == f"for {advice.spent(largest, choice.layout)}"
+        elif less := re.search(r"takes (\d+)% less time than the chosen layout", said):
             assert -more * 100 == pytest.approx(int(less[1]), abs=0.51)
         else:
             assert "is as fast" in said and abs(more) < 0.005
+
+
+def check_cause(said: str, other: Choice, best: Choice, w: Workload) -> None:
+    """What is said to make a layout compute longer is what its work takes longer for."""
+    parts = [
+        compute_parts(
+            w.work, Columns.of([choice.layout]), machine_of(w, choice.cluster), w.seq_len, w.document_tokens
+        )
+        for choice in (other, best)
+    ]
+    more = {kind: float(np.squeeze(parts[0][kind] - parts[1][kind])) for kind in parts[0]}
+    total = other.seconds.compute - best.seconds.compute
+    assert sum(more.values()) == pytest.approx(total)
+    named = [
+        kind for kind, cause in advice.CAUSES.items() if cause.clause in said or cause.name + " " in said
+    ]
+    assert named and max(more, key=lambda kind: more[kind]) in named
+    if "because" in said:
+        assert more[named[0]] == pytest.approx(total, rel=0.5)
+    if "under context parallelism" in said:
+        assert other.layout.cp > best.layout.cp == 1
+    if "recomputes" in said:
+        assert RECOMPUTE.index(other.layout.recompute) > RECOMPUTE.index(best.layout.recompute)
 
 
 NODES = {cluster.gpus: cluster.node for _, cluster in WORKLOADS.values()}
@@ -596,13 +624,13 @@ def test_alternatives_to_a_fixed_layout_may_be_quicker() -> None:
     plan = search(w, cluster, fixed=given("pp8"))
     for each in advice.alternatives(plan):
         check(each, plan.choice(0), plan)
-    assert any("less" in each.sentence for each in advice.alternatives(plan))
+    assert any("less time" in each.sentence for each in advice.alternatives(plan))
 
 
 def test_the_steps_multiply_to_the_cluster_and_the_batch(plan: Plan) -> None:
     choice = plan.choice(0)
-    said = "\n".join(advice.steps(plan, choice))
-    gpus = re.search(r"GPUs: (\d+) = (\d+) tp x (\d+) cp x (\d+) pp x (\d+) data ranks", said)
+    said = "\n".join(advice.reasoning(plan, choice))
+    gpus = re.search(r"GPUs: (\d+) = (\d+) tp x (\d+) cp x (\d+) pp x (\d+) data rank", said)
     assert gpus and math.prod(map(int, gpus.groups()[1:])) == int(gpus[1]) == plan.cluster.gpus
     batch = re.search(r"Accumulation: (\d+) / \((\d+) x (\d+)\) = (\d+) micro", said)
     assert batch and int(batch[1]) == plan.workload.global_batch_size
@@ -619,18 +647,18 @@ def test_what_to_change_first_was_predicted(plan: Plan) -> None:
             other = explained(w, plan.cluster, Layout.parse(gain[3]))
             more = other.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu - 1
             assert more * 100 == pytest.approx(int(gain[2]), abs=0.51)
-        if less := re.search(r"^Less memory: (\S+) holds", said):
+        if less := re.search(r"^Less memory: (\S+) needs", said):
             other = explained(plan.workload, plan.cluster, Layout.parse(less[1]))
             assert other.fits and other.memory.peak < best.memory.peak
 
 
 def test_a_whole_run_is_steps_times_a_step_at_the_price_of_its_hours() -> None:
     choice = search(workload("llama-3.1-8b", 64), machines(8, price_per_gpu_hour=2.5)).choice(0)
-    run = Run.of(choice, 100)
+    run = RunCost.of(choice, 100)
     assert run.seconds == 100 * choice.seconds.total
     assert run.gpu_hours == pytest.approx(run.seconds * 8 / 3600)
     assert run.cost == pytest.approx(2.5 * run.gpu_hours)
-    free = Run.of(search(workload("llama-3.1-8b", 64), machines(8)).choice(0), 100)
+    free = RunCost.of(search(workload("llama-3.1-8b", 64), machines(8)).choice(0), 100)
     assert free.cost is None and "price" not in free.sentence()
 
 

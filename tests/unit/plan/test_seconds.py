@@ -14,8 +14,7 @@ from meshtune.plan.machine import Machine
 from meshtune.plan.seconds.collectives import ring_bandwidth, ring_collectives, tree_all_reduce
 from meshtune.plan.seconds.gpu import matmul
 from meshtune.plan.seconds.step import compute_parts, step
-from meshtune.plan.work import Work
-from meshtune.plan.workload import attended
+from meshtune.plan.work import Work, attended
 
 # A GPU that reaches all it can, software that costs nothing, networks of round figures.
 IDEAL = Machine(

@@ -1,8 +1,10 @@
+import csv
 import html.parser
+import io
 import json
 import re
 
-from meshtune.report.page import page, write_report
+from meshtune.report.run.report import report_page, write_report
 
 NASTY = '</script><script>alert(1)</script><img src=x onerror=alert(2)> & "quoted"'
 
@@ -23,9 +25,15 @@ class Elements(html.parser.HTMLParser):
         self.text += data
 
 
-def figures_of(text: str) -> dict:
-    found = re.search(r"const FIGURES = (\{.*?\}), THEMES = ", text)
-    return json.loads(found[1]) if found else {}
+def charts_of(text: str) -> dict:
+    """The Vega-Lite specifications in a page, by key."""
+    match = re.search(r"^const CHARTS = (\{.*\});$", text, re.MULTILINE)
+    return json.loads(match[1]) if match else {}
+
+
+def rows_of(chart: dict) -> list[dict[str, str]]:
+    """The data of a chart of lines."""
+    return list(csv.DictReader(io.StringIO(chart["data"]["values"])))
 
 
 def test_the_report_is_one_file_that_fetches_nothing(run):
@@ -33,11 +41,13 @@ def test_the_report_is_one_file_that_fetches_nothing(run):
     tags = Elements(text).tags
     assert not [tag for tag in tags if tag[0] in ("link", "img", "iframe")]
     assert not [attributes for tag, attributes in tags if tag == "script" and "src" in attributes]
-    assert text.count("plotly.js v") == 1  # its banner: the library is inside, once
+    assert text.count("window.vegaEmbed=") == 1  # the library is inside, once
+    assert "default-src 'none'" in text  # and the browser is told to fetch nothing
+    assert not re.search(r'"url":', json.dumps(charts_of(text)))
 
 
 def test_the_report_shows_headline_samples_settings_and_environment(run):
-    text = Elements(page(run)).text
+    text = Elements(report_page(run)).text
     for shown in (
         "tiny, lora fine-tuning",
         "75.0%",
@@ -51,25 +61,54 @@ def test_the_report_shows_headline_samples_settings_and_environment(run):
 
 
 def test_the_plots_hold_the_numbers_of_the_rows(run):
-    trained, held_out = figures_of(page(run))["loss"]["data"]
-    assert trained["y"] == [4.0, 2.0, 1.33333, 1.0]
-    assert held_out["x"] == [0, 2, 4]
+    rows = rows_of(charts_of(report_page(run))["loss"])
+    assert [float(row["y0"]) for row in rows if row["y0"]] == [4.0, 2.0, 1.33333, 1.0]
+    assert [int(row["x"]) for row in rows if row["y1"]] == [0, 2, 4]
+
+
+def test_a_page_of_20_000_steps_is_small_and_its_lines_keep_their_extremes(empty, train, evaluation):
+    losses = [3 + (step * 7919 % 1000) / 1000 for step in range(1, 20_001)]
+    losses[4_321], losses[15_432] = 99.5, 0.125
+    rows = [
+        train(step, loss=loss, mfu=0.4 + loss / 100, mfu_6n=0.38 + loss / 100, grad_norm=loss * 1.2345,
+              step_seconds=0.1234 + loss / 50, data_seconds=loss / 1000, learning_rate=1e-4 / step,
+              tokens_per_second_per_gpu=10_000 * loss)
+        for step, loss in enumerate(losses, 1)
+    ]  # fmt: skip
+    rows += [evaluation(step, 3.21 + 1 / step, exact_match=0.5) for step in range(100, 20_001, 100)]
+    empty.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = report_page(empty)
+    assert len(text.encode()) <= 1.1e6
+    assert "Where there are more than 600 steps" in text
+    drawn = rows_of(charts_of(text)["loss"])
+    assert len(drawn) <= 600
+    assert (drawn[0]["x"], drawn[-1]["x"]) == ("1", "20000")
+    values = [float(row["y0"]) for row in drawn if row["y0"]]
+    assert (max(values), min(values)) == (99.5, 0.125)
+
+
+def test_many_samples_are_cut_to_a_page_and_counted(empty):
+    for number in range(300):
+        empty.append_sample({"step": 0, "prompt": f"{number} " + "x" * 1000, "expected": "", "answer": "y"})
+    text = report_page(empty)
+    assert len(text) < 100_000
+    assert re.search(r"2\d\d more are in samples.jsonl", text)
 
 
 def test_nothing_that_comes_from_data_becomes_markup(empty):
-    plain = Elements(page(empty)).tags
+    plain = Elements(report_page(empty)).tags
     empty.append({"kind": "run", "model": NASTY, "method": NASTY, NASTY: NASTY, "versions": {NASTY: [NASTY]}})
     empty.append({"kind": "end", "step": 1, "status": NASTY})
     empty.append_sample({"step": 0, "prompt": NASTY, "expected": NASTY, "answer": NASTY})
     empty.config_file.write_text(f"# {NASTY}\n")
-    parsed = Elements(page(empty))
+    parsed = Elements(report_page(empty))
     assert [tag for tag, _ in parsed.tags].count("script") == [tag for tag, _ in plain].count("script") == 0
     assert not [attributes for _, attributes in parsed.tags if "onerror" in attributes or "src" in attributes]
     assert parsed.text.count(NASTY) >= 8
 
 
 def test_an_empty_run_and_a_run_of_one_step_have_a_page(empty, train):
-    assert "Nothing has been measured yet." in page(empty)
+    assert "Nothing has been measured yet." in report_page(empty)
     empty.append(train(1, loss=None, grad_norm=None, peak_memory_bytes=None))
-    assert "loss" not in figures_of(page(empty))
-    assert "speed" in figures_of(page(empty))
+    assert "loss" not in charts_of(report_page(empty))
+    assert "speed" in charts_of(report_page(empty))

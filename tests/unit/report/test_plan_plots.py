@@ -1,7 +1,11 @@
 """A plan as a page and as a picture."""
 
+import csv
+import io
 import json
 import re
+import runpy
+import sys
 
 import numpy as np
 import pytest
@@ -14,23 +18,14 @@ from meshtune.plan.cluster import cluster_of
 from meshtune.plan.memory import gpt_parameters
 from meshtune.plan.search import Workload, search
 from meshtune.plan.work import Work
-from meshtune.report.plan_plots import (
-    MOST_LAYOUTS,
-    Front,
-    Heat,
-    Scaling,
-    Stack,
-    distinct,
-    figure,
-    known_suffix,
-    panels,
-    parameter_shares,
-    parameters_picture,
-    plotly_figure,
-    short,
-    spread,
-    write,
-)
+from meshtune.report.draw import vega
+from meshtune.report.draw.charts import specification
+from meshtune.report.draw.kinds import HeatMap, Interval, Scatter, Stacks, Timeline
+from meshtune.report.draw.picture import known_suffix
+from meshtune.report.draw.picture import specification as picture_of
+from meshtune.report.draw.theme import LIGHT, config
+from meshtune.report.plan.panels import MOST_LAYOUTS, NO_LAYOUT, distinct, panels, short, spread
+from meshtune.report.plan.pictures import rows, write
 from meshtune.units import GIB
 
 SHAPE = {"layers": 16, "hidden": 2048, "ffn": 8192, "heads": 32, "kv_heads": 8, "vocabulary": 128256}
@@ -49,7 +44,7 @@ def plan():
 
 
 @pytest.fixture(scope="module")
-def found(plan):
+def drawn(plan):
     sizes = {gpus: plan_of(gpus) for gpus in (4, 8)}
     batches = {
         (size, gpus): next(iter(plan_of(gpus, size).best(1)), None) for size in (16, 32) for gpus in (4, 8)
@@ -57,32 +52,48 @@ def found(plan):
     return panels(plan, sizes, batches | {(16, 4): None})
 
 
-def one(found, kind):
-    return next(panel for panel in found if isinstance(panel, kind))
+@pytest.fixture(scope="module")
+def script():
+    return runpy.run_path("scripts/plan_pictures.py")
 
 
-def test_stacks_are_the_predictions_of_the_best_layouts(plan, found):
-    memory, time = (panel for panel in found if isinstance(panel, Stack))
+def by_key(drawn, key):
+    return next(panel for panel in drawn if panel.key == key)
+
+
+def data_of(chart: dict) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(chart["data"]["values"])))
+
+
+def test_stacks_are_the_predictions_of_the_best_layouts(plan, drawn):
+    memory, time = (panel for panel in drawn if isinstance(panel, Stacks))
     best = plan.best(MOST_LAYOUTS)
-    assert memory.layouts == time.layouts == tuple(str(c.layout) for c in best)
+    assert memory.names == time.names == tuple(str(c.layout) for c in best)
     for n, c in enumerate(best):
         assert sum(sizes[n] for sizes in memory.parts.values()) == pytest.approx(c.memory.peak / GIB)
         assert sum(sizes[n] for sizes in time.parts.values()) == pytest.approx(c.seconds.total)
-    assert memory.mark is not None and memory.mark[0] == plan.cluster.memory / GIB
+    assert memory.mark is not None and memory.mark.value == plan.cluster.memory / GIB
 
 
-def test_the_front_is_the_plans_and_no_dot_beats_it(plan, found):
-    front = one(found, Front)
-    assert [name for _, _, name in front.front] == [str(plan.choice(n).layout) for n in plan.pareto()]
-    assert len(front.dots) <= len(plan)
-    for time, memory, _ in front.dots:
-        assert not any(time < t and memory < m for t, m, _ in front.front)
-    assert {(x, y) for x, y, _ in front.labels} <= {(x, y) for x, y, _ in front.front}
+def test_the_front_is_the_plans_and_no_dot_beats_it(plan, drawn):
+    panel = by_key(drawn, "front")
+    dots, front = (group.points for group in panel.groups)
+    assert [point.text for point in front] == [str(plan.choice(n).layout) for n in plan.pareto()]
+    assert len(dots) <= len(plan)
+    for dot in dots:
+        assert not any(dot.x < point.x and dot.y < point.y for point in front)
+    places = {(point.x, point.y) for point in front}
+    assert {(label.point.x, label.point.y) for label in panel.labels} <= places
 
 
 def test_dots_of_one_cell_are_drawn_once():
     time, memory = np.array([1.0, 1.0, 100.0, 100.0]), np.array([1.0, 1.0001, 50.0, 1.0])
     assert len(distinct(time, memory)) == 3
+
+
+def test_dots_are_at_most_as_many_as_a_page_can_hold():
+    values = np.random.default_rng(0).uniform(1, 100, (2, 50_000))
+    assert 400 < len(distinct(*values, most=1000)) <= 1000
 
 
 def test_names_along_the_front_have_room():
@@ -92,19 +103,20 @@ def test_names_along_the_front_have_room():
     assert spread([], [], 5) == [] and spread([1], [4], 5) == [4]
 
 
-def test_the_map_has_a_cell_for_each_batch_and_size_and_none_where_nothing_fits(found):
-    heat = one(found, Heat)
-    assert (heat.batches, heat.gpus) == ((16, 32), (4, 8))
-    assert heat.speeds[0][0] is None and heat.texts[0][0] == ("no layout",)
-    assert heat.speeds[1][1] == pytest.approx(plan_of(8).best(1)[0].tokens_per_second_per_gpu)
+def test_the_map_has_a_cell_for_each_batch_and_size_and_none_where_nothing_fits(drawn):
+    heat = by_key(drawn, "batches")
+    assert (heat.rows, heat.columns) == (("GBS 32", "GBS 16"), ("4 GPUs", "8 GPUs"))
+    nothing = heat.cells[1][0]
+    assert nothing.value is None and nothing.texts == (NO_LAYOUT,)
+    assert heat.cells[0][1].value == pytest.approx(plan_of(8).best(1)[0].tokens_per_second_per_gpu)
 
 
-def test_sizes_show_the_best_of_each(found):
-    assert one(found, Scaling).gpus == (4, 8)
+def test_sizes_show_the_best_of_each(drawn):
+    assert [point.x for point in by_key(drawn, "scaling").groups[0].points] == [4, 8]
 
 
 def test_what_was_not_searched_has_no_panel(plan):
-    assert [type(panel) for panel in panels(plan)] == [Stack, Stack, Front]
+    assert [type(panel) for panel in panels(plan)] == [Stacks, Stacks, Scatter]
     assert panels(plan, None, {(16, 8): None}) == panels(plan)
 
 
@@ -112,37 +124,104 @@ def test_where_nothing_fits_the_nearest_are_drawn_and_called_so(tmp_path):
     tight = plan_of(1, memory_gib=12)
     assert len(tight) == 0
     stack = panels(tight)[0]
-    assert isinstance(stack, Stack) and "Nothing fits" in stack.title
+    assert isinstance(stack, Stacks) and "Nothing fits" in stack.title
     assert write(tmp_path / "tight.png", tight).stat().st_size > 10_000
 
 
-def test_plotly_takes_every_panel(found):
-    graph_objects = pytest.importorskip("plotly.graph_objects")
-    for panel in found:
-        graph_objects.Figure(plotly_figure(panel))  # refuses unknown properties
+def test_vega_lite_takes_every_panel(drawn):
+    for panel in drawn:
+        specification(panel, width="container")  # Altair refuses unknown properties
 
 
-def test_both_back_ends_draw_the_same_numbers(plan, found):
-    first = found[0]
-    bars = plotly_figure(first)["data"]
-    axes = next(a for a in figure(plan, found).axes if a.get_title(loc="left") == first.title)
-    for trace, drawn in zip(bars, axes.containers, strict=True):
-        assert trace["name"] == drawn.get_label()
-        assert [bar.get_width() for bar in drawn] == pytest.approx(trace["x"], rel=1e-5)
+def test_page_and_picture_draw_the_same_numbers(drawn):
+    bars = specification(drawn[0], width="container")["layer"][0]
+    whole = picture_of(rows(drawn), title="plan")
+    first = whole["vconcat"][0]["hconcat"][0]
+    assert first["title"]["text"] == drawn[0].title
+    assert data_of(first["layer"][0]) == data_of(bars)
+    for row in data_of(bars):
+        layout = drawn[0].names.index(row["name"])
+        size = drawn[0].parts[row["part"]][layout]
+        assert float(row["size"]) == pytest.approx(size, rel=1e-5)
+        assert float(row["end"]) - float(row["start"]) == pytest.approx(size, rel=1e-4, abs=1e-3)
 
 
-def test_the_page_is_one_file_that_asks_nobody_and_obeys_no_name(plan, found, tmp_path):
+def test_the_page_is_one_file_that_asks_nobody_and_obeys_no_name(plan, tmp_path):
     file = write(tmp_path / "new" / "plan.html", plan)
     text = file.read_text()
-    own = text[: text.index("<script>")] + text[text.rindex("<script>") :]
+    own = text[: text.index("<script")] + text[text.rindex("<script") :]
     assert "1b &lt;x&gt;" in own and "<x>" not in own
     assert not re.search(r"(src|href)=.?http", own)
-    data = json.loads(re.search(r"const FIGURES = (.*), THEMES = ", own)[1])  # pyright: ignore[reportOptionalSubscript]
+    data = json.loads(re.search(r"^const CHARTS = (.*);$", own, re.MULTILINE)[1])  # pyright: ignore[reportOptionalSubscript]
     assert set(data) == {"memory", "time", "front"}
+    assert len(text.encode()) <= 1.1e6
     assert list(tmp_path.glob("new/.*")) == []
 
 
-@pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xm")])
+def test_without_altair_the_picture_is_refused_with_the_remedy(plan, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "altair", None)
+    for suffix in ("html", "png", "svg"):
+        with pytest.raises(UserError, match="pip install altair vl-convert-python"):
+            write(tmp_path / f"plan.{suffix}", plan)
+    assert list(tmp_path.iterdir()) == []
+
+
+NASTY = '</script>"\'\\ ${alert(1)} datum["x"] a.b[0] \u2028 é\n<img src=x>'
+
+
+def test_names_are_text_and_never_part_of_an_expression_or_a_field():
+    from meshtune.report.draw.kinds import Axis, Cell, Group, Lines, Mark, Point, Series
+    from meshtune.report.draw.page import script_json
+
+    point = Point(1, 2, NASTY)
+    for panel in (
+        Lines("a", NASTY, NASTY, (Series(NASTY, "main", (1, 2), (3, 4)),), ".2f"),
+        Stacks("b", NASTY, NASTY, (NASTY,), {NASTY: (1.0,)}, (NASTY,), Mark(2, NASTY)),
+        Scatter("c", NASTY, NASTY, (Group(NASTY, (point,)),), Axis(NASTY, (0, 5)), Axis(NASTY, (0, 5))),
+        HeatMap("d", NASTY, NASTY, (NASTY,), (NASTY,), ((Cell(1.0, (NASTY,), NASTY),),)),
+        Timeline("e", NASTY, NASTY, (NASTY,), (Interval(NASTY, 0, 1, NASTY, NASTY),)),
+    ):
+        spec = specification(panel, width=300, title_offset=10)
+        assert "<" not in script_json(spec)
+        for key, value in strings_of(spec):
+            if key in ("field", "expr", "filter", "labelExpr", "test"):
+                assert "alert" not in value
+            elif key == "calculate" and "alert" in value:
+                assert json.loads(value) == NASTY  # one quoted string
+        svg = vega.svg(spec | {"config": config(LIGHT, background="white")})
+        assert "<img" not in svg and "<script" not in svg
+        assert "alert(1)" in svg
+
+
+def strings_of(value, key=""):
+    """Every string of a specification with the key it stands under."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from strings_of(inner, name)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from strings_of(inner, key)
+    elif isinstance(value, str):
+        yield key, value
+
+
+def test_a_timeline_has_a_bar_for_each_interval_in_its_lane():
+    intervals = (
+        Interval("rank 0", 0, 2, "forward", "micro-batch 0"),
+        Interval("rank 1", 2, 4.5, "forward"),
+        Interval("rank 1", 4.5, 9, "backward"),
+    )
+    spec = specification(Timeline("schedule", "Schedule", "ms", ("rank 0", "rank 1"), intervals), width=400)
+    bars = spec["layer"][0]
+    assert bars["encoding"]["y"]["scale"]["domain"] == ["rank 0", "rank 1"]
+    assert bars["encoding"]["color"]["scale"]["domain"] == ["forward", "backward"]
+    data = csv.DictReader(io.StringIO(spec["layer"][0].get("data", spec.get("data"))["values"]))
+    assert [(row["lane"], float(row["start"]), float(row["end"])) for row in data] == [
+        ("rank 0", 0, 2), ("rank 1", 2, 4.5), ("rank 1", 4.5, 9),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<svg")])
 def test_pictures_are_written_whole(plan, tmp_path, suffix, start):
     file = write(tmp_path / f"plan.{suffix}", plan)
     assert file.read_bytes()[:4] == start and file.stat().st_size > 20_000
@@ -163,16 +242,17 @@ def test_short_names_keep_what_a_layout_is():
     assert short(Layout()) == ("mb1",)
 
 
-def test_the_terms_are_all_of_a_gpts_parameters():
+def test_the_terms_are_all_of_a_gpts_parameters(script):
     hidden = np.array([64.0, 768, 16384])
-    shares = parameter_shares(hidden)
+    shares = script["parameter_shares"](hidden)
     assert sum(shares.values()) == pytest.approx([1, 1, 1])
     matrices, embeddings, _ = shares.values()
     assert matrices[2] > 0.99 and embeddings[0] > 0.99
     assert gpt_parameters(96, 12288, 50257, 2048) == pytest.approx(174.6e9, rel=1e-3)  # GPT-3
 
 
-def test_the_picture_of_the_parameters_is_the_same_file_again(tmp_path):
+def test_the_picture_of_the_parameters_is_the_same_file_again(tmp_path, script):
+    parameters_picture = script["parameters_picture"]
     first, second = (parameters_picture(tmp_path / name).read_bytes() for name in ("a.svg", "b.svg"))
     assert first == second and b"matrices of the blocks" in first
     with pytest.raises(UserError):

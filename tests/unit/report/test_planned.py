@@ -12,18 +12,10 @@ from meshtune.plan.cluster import cluster_of
 from meshtune.plan.memory.timeline import CATEGORIES, Memory
 from meshtune.plan.search import Choice
 from meshtune.plan.seconds.step import PARTS, Seconds
-from meshtune.report.planned import (
-    COLOURS,
-    LETTERS,
-    MEMORY,
-    TIME,
-    Bar,
-    blocks,
-    explanation,
-    layouts_table,
-    seconds,
-    sizes_table,
-)
+from meshtune.report.draw.theme import COLOURS, MEMORY, TIME
+from meshtune.report.plan.bars import LETTERS, Bar, blocks
+from meshtune.report.plan.numbers import seconds
+from meshtune.report.plan.tables import explanation, layouts_table, sizes_table
 from meshtune.units import GIB
 
 CLUSTER = cluster_of(ClusterConfig(gpu="h100-sxm", gpus=8))
@@ -79,19 +71,19 @@ def test_letters_are_as_many_as_the_parts_are_large():
 
 
 def test_colours_are_as_long_as_the_parts_to_an_eighth_of_a_column():
-    owners = Bar({"weights": 1.5, "gradients": 0.25, "optimizer": 2.25}, scale=4, width=4).owners(8)
-    assert [owners.count(name) for name in ("weights", "gradients", "optimizer")] == [12, 2, 18]
-    assert blocks(owners).plain == "█▌██"  # the second column is half of it, on what has more of the rest
-    assert len(blocks(owners)) == 4
+    cells = Bar({"weights": 1.5, "gradients": 0.25, "optimizer": 2.25}, scale=4, width=4).cells(8)
+    assert [cells.count(name) for name in ("weights", "gradients", "optimizer")] == [12, 2, 18]
+    assert blocks(cells).plain == "█▌██"  # the second column is half of it, on what has more of the rest
+    assert len(blocks(cells)) == 4
 
 
 def test_rounding_does_not_add_up():
-    assert len(Bar(dict.fromkeys(COLOURS, 1.0), scale=len(COLOURS), width=20).owners(1)) == 20
+    assert len(Bar(dict.fromkeys(COLOURS, 1.0), scale=len(COLOURS), width=20).cells(1)) == 20
 
 
 def test_what_begins_late_is_blank_before_it():
     bar = Bar({"": 2.5, "weights": 1.5}, scale=4, width=4)
-    assert blocks(bar.owners(8)).plain == "  ▌█"
+    assert blocks(bar.cells(8)).plain == "  ▌█"
     assert shown(bar, 4).rstrip("\n") == "  WW"
 
 

@@ -3,23 +3,19 @@ import sys
 
 import pytest
 
-from meshtune.report.plots import (
-    Line,
-    matplotlib_figure,
-    panels,
-    plotly_figure,
-    running_mean,
-    thinned,
-    write_figure,
-)
+from meshtune.report.draw.kinds import Series
+from meshtune.report.draw.thin import MOST_ROWS, merged, thinned
+from meshtune.report.run.panels import panels, running_mean
+from meshtune.report.run.report import write_picture
+from meshtune.rundir import RunDir
 
 
 def test_each_panel_shows_the_values_of_its_rows(run):
-    found = {panel.key: panel for panel in panels(run.rows())}
-    trained, held_out = found["loss"].lines
-    assert (trained.steps, trained.values) == ((1, 2, 3, 4), (4.0, 2.0, 4 / 3, 1.0))
-    assert (held_out.steps, held_out.values) == ((0, 2, 4), (5.0, 1.5, 2.0))
-    assert found["memory"].lines[0].values[-1] == pytest.approx(4 / 1024)  # MiB to GiB
+    drawn = {panel.key: panel for panel in panels(run.rows())}
+    trained, held_out = drawn["loss"].series
+    assert (trained.x, trained.y) == ((1, 2, 3, 4), (4.0, 2.0, 4 / 3, 1.0))
+    assert (held_out.x, held_out.y) == ((0, 2, 4), (5.0, 1.5, 2.0))
+    assert drawn["memory"].series[0].y[-1] == pytest.approx(4 / 1024)  # MiB to GiB
 
 
 def test_what_was_not_measured_has_no_panel(run, train):
@@ -29,9 +25,9 @@ def test_what_was_not_measured_has_no_panel(run, train):
 
 
 def test_a_long_run_has_its_mean_in_front_of_the_raw_values(train):
-    raw, mean = {panel.key: panel for panel in panels([train(step) for step in range(1, 101)])}["loss"].lines
+    raw, mean = {panel.key: panel for panel in panels([train(step) for step in range(1, 101)])}["loss"].series
     assert (raw.role, mean.role, mean.name) == ("raw", "main", "train, mean of 5")
-    assert mean.values[49] == pytest.approx(sum(4 / step for step in range(48, 53)) / 5)
+    assert mean.y[49] == pytest.approx(sum(4 / step for step in range(48, 53)) / 5)
 
 
 def test_running_mean_keeps_a_straight_line_straight_and_its_ends_in_place():
@@ -49,34 +45,102 @@ def test_running_mean_is_the_mean_of_its_window():
 def test_thinning_keeps_the_ends_and_every_spike():
     values = [0.0] * 10_000
     values[1234], values[7777] = 50.0, -50.0
-    thin = thinned(Line("loss", "main", tuple(range(10_000)), tuple(values)), 200)
-    assert len(thin.values) <= 202
-    assert (thin.steps[0], thin.steps[-1]) == (0, 9_999)
-    assert dict(zip(thin.steps, thin.values, strict=True))[1234] == 50.0
-    assert min(thin.values) == -50.0
-    assert list(thin.steps) == sorted(thin.steps)
+    rows = thinned([values], 200)
+    assert len(rows) <= 200
+    assert (rows[0], rows[-1]) == (0, 9_999)
+    assert 1234 in rows
+    assert min(values[row] for row in rows) == -50.0
+    assert rows == sorted(rows)
 
 
-def test_plotly_takes_every_figure(run, train):
-    graph_objects = pytest.importorskip("plotly.graph_objects")
+def test_thinning_keeps_the_extremes_of_every_series_and_all_of_a_short_one():
+    long = [float(row % 977) for row in range(20_000)]
+    late: list[float | None] = [None] * 5_000 + [float(row) for row in range(15_000, 0, -1)]
+    rare: list[float | None] = [1.0 if row % 4_000 == 0 else None for row in range(20_000)]
+    rows = thinned([long, late, rare])
+    assert len(rows) <= MOST_ROWS
+    for column in (long, late, rare):
+        known = [row for row, value in enumerate(column) if value is not None]
+        values = [column[row] for row in known]
+        drawn = [column[row] for row in rows if column[row] is not None]
+        assert {known[0], known[-1]} <= set(rows)
+        assert (min(drawn), max(drawn)) == (min(values), max(values))  # pyright: ignore[reportArgumentType]
+    assert {row for row in range(20_000) if rare[row]} <= set(rows)
+    assert thinned([long[:MOST_ROWS]]) == list(range(MOST_ROWS))
+
+
+def test_series_over_other_steps_share_one_table():
+    x, (first, second) = merged([Series("a", "main", (1, 3), (10, 30)), Series("b", "other", (2, 3), (0, 5))])
+    assert (x, first, second) == ([1, 2, 3], [10, None, 30], [None, 0, 5])
+
+
+def test_vega_lite_takes_every_figure(run, train):
+    from meshtune.report.draw.charts import specification
+
     for panel in panels([*run.rows(), train(5, mfu=0.5, mfu_6n=0.6)]):
-        figure = graph_objects.Figure(plotly_figure(panel))  # refuses unknown properties
-        assert len(figure.data) == len(panel.lines)
+        spec = specification(panel, width="container")  # Altair refuses unknown properties
+        *curves, pointer = spec["layer"]
+        assert [curve["encoding"]["color"]["scale"]["domain"] for curve in curves] == [
+            [one.name for one in panel.series]
+        ] * len(panel.series)
+        assert [tip["title"] for tip in pointer["encoding"]["tooltip"]] == [
+            "at step", *(one.name for one in panel.series)
+        ]  # fmt: skip
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_figures_are_written_as_files(run, tmp_path, suffix):
-    few = [row for row in run.rows() if row["kind"] != "train"]  # two panels are drawn faster than seven
-    file = write_figure(few, tmp_path / f"run.{suffix}", dark=suffix == "svg")
-    assert file.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml")
+def test_figures_are_written_as_files(run, tmp_path, monkeypatch, suffix):
+    """Neither a browser nor a network is needed: there is no program on PATH and the proxy is closed."""
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("PATH", "")
+    file = write_picture(run, tmp_path / f"run.{suffix}", dark=suffix == "svg")
+    assert file.read_bytes()[:4] in (b"\x89PNG", b"<svg")
+    assert [path.name for path in tmp_path.iterdir() if path.suffix] == [file.name]
 
 
-def test_matplotlib_draws_each_panel_once(run):
-    titles = [axes.get_title(loc="left") for axes in matplotlib_figure(run.rows()).axes]
-    assert titles == [panel.title for panel in panels(run.rows())]
+def test_a_picture_draws_each_panel_once(run, tmp_path):
+    text = write_picture(run, tmp_path / "run.svg").read_text()
+    for panel in panels(run.rows()):
+        assert text.count(f">{panel.title}</text>") == 1
 
 
 def test_importing_the_report_loads_no_torch_and_no_plotting_library():
-    code = "import sys; from meshtune.report import page, plots, tables; print(*sys.modules)"
+    code = (
+        "import sys; from meshtune.report import facts; from meshtune.report.run import report, tables; "
+        "from meshtune.report.plan import pictures, terminal; print(*sys.modules)"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"torch", "transformers", "plotly", "matplotlib", "numpy"} & set(result.stdout.split())
+    assert not {"torch", "transformers", "altair", "vl_convert"} & set(result.stdout.split())
+
+
+def test_the_report_of_a_run_loads_no_numpy_either():
+    code = "import sys; from meshtune.report.run import report, tables; print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "numpy" not in result.stdout.split()
+
+
+def test_without_altair_the_reason_names_it_and_the_command_for_later(run, monkeypatch):
+    from meshtune.report.run.report import try_report
+
+    monkeypatch.setitem(sys.modules, "altair", None)
+    reason = try_report(run)
+    assert "The report was not drawn." in reason and "'altair'" in reason
+    assert "pip install altair vl-convert-python" in reason and f"meshtune report {run.path}" in reason
+    assert not run.report_file.exists()
+
+
+def test_a_run_without_rows_has_a_report_without_altair(empty: RunDir, monkeypatch):
+    from meshtune.report.run.report import try_report
+
+    monkeypatch.setitem(sys.modules, "altair", None)
+    assert try_report(empty) == ""
+    assert "Nothing has been measured yet." in empty.report_file.read_text()
+
+
+def test_a_report_that_cannot_be_written_is_a_sentence_too(empty: RunDir):
+    from meshtune.report.run.report import try_report
+
+    empty.report_file.mkdir()
+    reason = try_report(empty)
+    assert "could not be written" in reason and f"Later: meshtune report {empty.path}" in reason

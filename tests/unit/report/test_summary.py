@@ -1,6 +1,6 @@
 import json
 
-from meshtune.report.summary import samples_of, summarise
+from meshtune.report.run.summary import samples_of, summarise
 
 
 def test_headline_numbers_are_those_of_the_rows(run):

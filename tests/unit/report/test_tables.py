@@ -2,7 +2,8 @@ import io
 
 from rich.console import Console
 
-from meshtune.report.tables import capability_table, facts_table, run_summary, samples_table
+from meshtune.report.facts import capability_table, facts_table
+from meshtune.report.run.tables import run_summary, samples_table
 
 
 def shown(renderable, width: int = 100) -> str:

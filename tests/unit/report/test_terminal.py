@@ -1,9 +1,10 @@
+import runpy
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 from rich.text import Text
 
-from meshtune.report.terminal import curve, prompt, resampled, terminal_picture
+from meshtune.report.run.curve import curve, resampled
 
 
 def test_a_falling_curve_starts_at_the_top_left_and_ends_at_the_bottom_right():
@@ -32,6 +33,8 @@ def test_resampling_keeps_the_mean():
 
 
 def test_the_picture_is_one_svg_that_fetches_nothing():
+    script = runpy.run_path("scripts/readme_picture.py")
+    terminal_picture, prompt = script["terminal_picture"], script["prompt"]
     svg = terminal_picture(prompt("meshtune train a.yaml"), Text("loss <1> & falling"))
     text = "".join(ElementTree.fromstring(svg).itertext()).replace("\xa0", " ")
     assert "meshtune train a.yaml" in text

@@ -65,9 +65,9 @@ def test_a_run_leaves_a_folder_that_transformers_loads_with_the_trained_logits(t
     assert {"config.yaml", "plan.yaml", "metrics.jsonl", "checkpoints", "model"} <= files
     loaded = AutoModelForCausalLM.from_pretrained(run.folder.model, dtype=torch.float32)
     ids = AutoTokenizer.from_pretrained(run.folder.model)("Say red 7", return_tensors="pt").input_ids
-    run.evaluation.model.set_attn_implementation("sdpa")
+    run.passes.parallel.stages[0].model.set_attn_implementation("sdpa")
     torch.testing.assert_close(
-        loaded(ids).logits, run.evaluation.model.eval()(ids).logits, rtol=1e-6, atol=1e-6
+        loaded(ids).logits, run.passes.parallel.stages[0].model.eval()(ids).logits, rtol=1e-6, atol=1e-6
     )
 
 
@@ -185,7 +185,7 @@ def test_the_best_evaluation_is_kept_and_patience_ends_the_run(
     assert run.progress.best_step == best
     assert max(rows) == best + 4 < 40, "two evaluations without a better loss end it"
     loaded = AutoModelForCausalLM.from_pretrained(run.folder.model, dtype=torch.float32)
-    trained = dict(run.evaluation.model.named_parameters())
+    trained = dict(run.passes.parallel.stages[0].model.named_parameters())
     assert all(torch.equal(p, trained[name]) for name, p in loaded.named_parameters())
     assert run.evaluation.dataset is not None
     loss, _ = run.evaluation.held_out_loss()
@@ -221,7 +221,7 @@ def test_bf16_follows_fp32(precision: str, train: Train, tmp_path: Path) -> None
     exact = train("train.max_steps=6", f"output={tmp_path / 'fp32'}")
     rounded = train("train.max_steps=6", f"train.precision={precision}", f"output={tmp_path / precision}")
     assert losses(rounded) == pytest.approx(losses(exact), rel=0.01)
-    assert {p.dtype for p in rounded.evaluation.model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in rounded.passes.parallel.stages[0].model.parameters()} == {torch.bfloat16}
     state = {tensor.dtype for name, tensor in rounded.optimizer.state().items() if not name.endswith(".step")}
     assert state == {torch.float32 if precision == "bf16" else torch.bfloat16}
 

@@ -6,14 +6,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import COMMON, FAMILIES
+from forward import summed_loss
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GraniteConfig, OPTConfig
 
+from meshtune.attention.register import register
 from meshtune.data.loader import MicroBatch
 from meshtune.model.anatomy import anatomy
-from meshtune.train.loss import head_loss, headed, summed_loss
+from meshtune.train.loss import head_loss, headed
+
+register()
 
 FAMILIES_AND_GRANITE = FAMILIES | {"granite": lambda: GraniteConfig(**COMMON, logits_scaling=3.0)}
 DOCUMENTS, SEQ, VOCABULARY = ((13, 5, 20), (38,), (9, 17), (1, 2, 30)), 40, 256
@@ -89,9 +93,7 @@ def test_the_head_in_fp64_is_exact_for_every_chunk_size(family):
     for chunk_tokens in (1, 7, batch.label_tokens, 4096):
         ours.zero_grad()
         own = hidden.detach().requires_grad_()
-        loss = head_loss(
-            ours, own_anatomy, own, batch.labels, label_tokens=batch.label_tokens, chunk_tokens=chunk_tokens
-        )
+        loss = head_loss(ours, own_anatomy, own, batch, chunk_tokens=chunk_tokens)
         (loss * 0.7).backward()
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
         torch.testing.assert_close(
@@ -162,9 +164,7 @@ def test_bf16_gradients_are_summed_over_chunks_in_fp32():
 
     def gradient(chunk_tokens, n=1):
         ours.zero_grad()
-        loss = head_loss(
-            ours, found, hidden, batch.labels, label_tokens=batch.label_tokens, chunk_tokens=chunk_tokens
-        )
+        loss = head_loss(ours, found, hidden, batch, chunk_tokens=chunk_tokens)
         (loss / n).backward()
         return ours.lm_head.weight.grad.float()
 
@@ -218,9 +218,7 @@ def test_a_backward_in_two_halves_gives_each_its_gradients():
     weight = ours.lm_head.weight
 
     def loss(once):
-        return 0.3 * head_loss(
-            ours, found, hidden, batch.labels, label_tokens=batch.label_tokens, chunk_tokens=25, once=once
-        )
+        return 0.3 * head_loss(ours, found, hidden, batch, chunk_tokens=25, once=once)
 
     expected = torch.autograd.grad(loss(True), [hidden, weight])
     again = loss(False)

@@ -3,9 +3,9 @@
     config + layout ──> accelerate | deepspeed | torchtitan | megatron | axolotl | llamafactory
                         files of that tool · the command that starts it · what is missing, as sentences
 
-A layout that a tool can't run at all is refused, every reason at once. What it merely runs otherwise (a
-schedule it doesn't have, recomputation of whole blocks where the layout asks for less) is written in the
-nearest way that fits the same memory, and said.
+A layout that a tool can't run at all is refused, every reason at once. Where it only runs something
+differently (a schedule it doesn't have, recomputation of whole blocks where the layout asks for less), the
+nearest setting that fits the same memory is written, and a sentence names the difference.
 """
 
 import difflib
@@ -32,8 +32,8 @@ TOOLS: Mapping[str, Callable[[Config, Layout, int], Exported]] = {  # writer(con
 }
 
 
-def known(tool: str) -> str:
-    """The tool's name. Raises UserError for one that plans are not written for."""
+def check_tool(tool: str) -> str:
+    """Return `tool` if plans can be exported for it, else raise UserError with the nearest name."""
     if tool not in TOOLS:
         near = difflib.get_close_matches(tool.lower().replace("-", ""), TOOLS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"tools: {', '.join(TOOLS)}."
@@ -42,36 +42,42 @@ def known(tool: str) -> str:
 
 
 def export(tool: str, config: Config, layout: Layout, gpus_per_node: int) -> Exported:
-    """What `tool` needs to run `layout`. Raises UserError where it can't, and for an unknown tool."""
-    return TOOLS[known(tool)](config, layout, gpus_per_node)
+    """Return the files and the command with which `tool` runs `layout`.
+
+    Raises UserError for an unknown tool, and for a layout that it can't run, with every reason.
+    """
+    return TOOLS[check_tool(tool)](config, layout, gpus_per_node)
 
 
 def write(tool: str, config: Config, choices: Iterable[Choice], folder: Path) -> list[str]:
-    """Put what `tool` needs for the first of `choices` that it can run into `folder`; returns how it is
-    started and what it can't express. Raises UserError, with nothing written, where it can run none of them,
-    or a file is there already.
+    """Write the files with which `tool` runs the first of `choices` that it can run into `folder`.
+
+    Returns sentences: the command that starts it, then what the tool can't express. Raises UserError, with
+    nothing written, if it can run none of them or a file exists already.
     """
     first, refused = None, None
     for choice in choices:
         first = first or choice
         try:
-            found = export(tool, config, choice.layout, choice.cluster.node)
+            exported = export(tool, config, choice.layout, choice.cluster.node)
             break
         except UserError as error:
             refused = refused or error
     else:
         raise refused or UserError(f"There is no layout to write for {tool}.")
-    if taken := [name for name in found.files if (folder / name).exists()]:
+    if taken := [name for name in exported.files if (folder / name).exists()]:
         raise UserError(f"{folder / taken[0]} exists; name another folder with --to.")
-    for name, text in found.files.items():
+    for name, text in exported.files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(folder / name, text)
     instead = []
     if refused:
         slower = choice.seconds.total / first.seconds.total - 1
-        instead = [f"{' '.join(refused.problems)} Written is {choice.layout}, {slower:+.1%} time a step."]
+        instead = [
+            f"{' '.join(refused.problems)} Instead, {choice.layout} is written ({slower:+.1%} time a step)."
+        ]
     return [
         *instead,
-        f"{choice.layout} for {tool} is in {folder}; start it with: {found.command}",
-        *found.missing,
+        f"{choice.layout} for {tool} is in {folder}; start it with: {exported.command}",
+        *exported.missing,
     ]

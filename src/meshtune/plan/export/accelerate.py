@@ -10,12 +10,20 @@ import yaml
 from meshtune.config import Config
 from meshtune.layout import Layout
 from meshtune.plan.export.arguments import training_arguments
-from meshtune.plan.export.exported import Exported, evaluated, nodes, refuse, unsaid, whole_blocks
+from meshtune.plan.export.exported import (
+    Exported,
+    evaluation_differences,
+    nodes,
+    not_carried_over,
+    refuse,
+    whole_blocks,
+)
 
 TOOL = "accelerate"
 
 
 def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
+    """The layout and workload in this tool's form. Raises UserError if it can't run them."""
     refuse(config, layout, gpus_per_node, problems(layout))
     recompute, changed = whole_blocks(TOOL, layout)
     launch = launcher(config, layout, gpus_per_node, recompute)
@@ -31,11 +39,12 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
         command=(
             f"accelerate launch --config_file accelerate.yaml{several} your_script.py training_arguments.yaml"
         ),
-        missing=(*changed, *differences(config, layout), *unsaid(TOOL, config)),
+        missing=(*changed, *differences(config, layout), *not_carried_over(TOOL, config)),
     )
 
 
 def launcher(config: Config, layout: Layout, gpus_per_node: int, recompute: bool) -> dict[str, Any]:
+    """The launcher's YAML. recompute: recompute whole blocks."""
     settings: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP" if sharded(layout) else "MULTI_GPU" if layout.world > 1 else "NO",
@@ -71,12 +80,12 @@ def launcher(config: Config, layout: Layout, gpus_per_node: int, recompute: bool
 
 
 def sharded(layout: Layout) -> bool:
-    """Whether FSDP wraps the model: its context parallelism shards parameters over context ranks as well."""
+    """True if FSDP wraps the model: for ZeRO, and for cp, which shards parameters over context ranks."""
     return layout.dp_shard > 1 or layout.cp > 1
 
 
 def problems(layout: Layout, tool: str = TOOL) -> Iterator[str]:
-    """What accelerate can't run, nor a tool that trains through it."""
+    """Sentences on why accelerate, or a tool that trains through it, can't run the layout."""
     if layout.pp > 1:
         yield (
             f"{tool} trains without pipeline parallelism; pp{layout.pp} needs --export torchtitan or "
@@ -95,6 +104,7 @@ def problems(layout: Layout, tool: str = TOOL) -> Iterator[str]:
 
 
 def differences(config: Config, layout: Layout) -> Iterator[str]:
+    """Sentences on what the tool runs differently, or leaves to be done by hand."""
     yield (
         "The model, the data, packing, train_on and LoRA belong to the training script: accelerate's "
         "configuration holds the layout, training_arguments.yaml the batch sizes and the optimizer."
@@ -116,14 +126,14 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
             "Under accelerate's context parallelism attention is causal over the whole sequence: documents "
             "packed into one would attend to each other, so the script must not pack."
         )
-    yield from evaluated(TOOL, config)
+    yield from evaluation_differences(TOOL, config)
 
 
 def fsdp_differences(tool: str, config: Config, layout: Layout) -> Iterator[str]:
-    """What accelerate's FSDP2 does otherwise, whichever tool starts it."""
+    """Differences of accelerate's FSDP2 from the layout, whichever tool starts it."""
     if layout.zero == 1:
         yield (
-            f"{tool}'s FSDP has no ZeRO-1: zero1x{layout.dp_shard} is written as ZeRO-2, which holds less "
+            f"{tool}'s FSDP has no ZeRO-1: zero1x{layout.dp_shard} is written as ZeRO-2, which needs less "
             "memory and reduces gradients once per micro-batch; --export deepspeed has ZeRO-1."
         )
     if layout.zero == 0 and layout.cp > 1:

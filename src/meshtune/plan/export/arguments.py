@@ -1,6 +1,4 @@
-"""transformers' TrainingArguments from a config: what a Trainer script under accelerate and LLaMA-Factory
-both read.
-"""
+"""transformers' TrainingArguments from a config, for Trainer scripts under accelerate and LLaMA-Factory."""
 
 from typing import Any
 
@@ -11,7 +9,7 @@ SCHEDULERS = {"cosine": "cosine", "linear": "linear", "constant": "constant_with
 
 
 def training_arguments(config: Config, layout: Layout) -> dict[str, Any]:
-    """Of transformers 5, where `warmup_steps` below 1 is a share of all steps."""
+    """TrainingArguments of transformers 5, where `warmup_steps` below 1 is a share of all steps."""
     train, checkpoint = config.train, config.checkpoint
     arguments = {
         "output_dir": config.output,
@@ -51,7 +49,7 @@ def training_arguments(config: Config, layout: Layout) -> dict[str, Any]:
 
 
 def evaluation(config: Config) -> dict[str, Any]:
-    """When a Trainer evaluates: it knows steps and epochs, not the end alone."""
+    """A Trainer's evaluation schedule: it has steps and epochs, but not "at the end only"."""
     if not (config.data.eval or config.data.eval_split):
         return {}
     if config.eval.every:
@@ -60,4 +58,5 @@ def evaluation(config: Config) -> dict[str, Any]:
 
 
 def trackers(config: Config) -> list[str]:
+    """The trackers of log.to that transformers knows by the same name."""
     return [name for name in config.log.to if name in ("tensorboard", "wandb", "mlflow")]

@@ -11,16 +11,16 @@ from meshtune.plan.export.accelerate import fsdp_differences, problems, sharded
 from meshtune.plan.export.arguments import SCHEDULERS, evaluation, trackers
 from meshtune.plan.export.exported import (
     Exported,
-    column,
-    evaluated,
+    column_name,
+    evaluation_differences,
     file_kind,
-    guessed,
+    guessed_formats,
     is_file,
     no_attention_recompute,
     nodes,
+    not_carried_over,
     refuse,
     row_format,
-    unsaid,
 )
 
 TOOL = "axolotl"
@@ -43,7 +43,8 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
-    refuse(config, layout, gpus_per_node, [*problems(layout, TOOL), *own_problems(config, layout)])
+    """The layout and workload in this tool's form. Raises UserError if it can't run them."""
+    refuse(config, layout, gpus_per_node, [*problems(layout, TOOL), *axolotl_problems(config, layout)])
     settings = {
         **model(config),
         **data(config),
@@ -59,7 +60,7 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
             f"axolotl train axolotl.yaml --launcher torchrun -- --nnodes {count} --nproc_per_node "
             f"{layout.world // count}{rendezvous}"
         ),
-        missing=(*differences(config, layout), *unsaid(TOOL, config)),
+        missing=(*differences(config, layout), *not_carried_over(TOOL, config)),
     )
 
 
@@ -105,7 +106,7 @@ def data(config: Config) -> dict[str, Any]:
 
 def dataset(config: Config, source: SourceConfig) -> dict[str, Any]:
     def named(name: str) -> str:
-        return column(config.data, source, name)
+        return column_name(config.data, source, name)
 
     kind = row_format(config.data, source)
     rows: dict[str, Any] = {"path": source.path}
@@ -178,7 +179,7 @@ def saving(config: Config) -> dict[str, Any]:
 
 def parallelism(layout: Layout) -> dict[str, Any]:
     if layout.world == layout.dp_replicate:
-        return {}  # plain data parallelism is what it does unasked
+        return {}  # plain data parallelism is its default
     settings: dict[str, Any] = {
         "dp_replicate_size": layout.dp_replicate,
         "dp_shard_size": layout.dp_shard,
@@ -209,7 +210,8 @@ def selective_lora(config: Config, layout: Layout) -> bool:
     return config.method == "lora" and layout.recompute == "selective"
 
 
-def own_problems(config: Config, layout: Layout) -> Iterator[str]:
+def axolotl_problems(config: Config, layout: Layout) -> Iterator[str]:
+    """Sentences on what axolotl can\'t run, beside what accelerate can\'t."""
     if layout.cp > 1 and config.data.packing and layout.micro_batch_size > 1:
         micro, accumulation = layout.micro_batch_size, layout.gradient_accumulation_steps
         yield (
@@ -226,6 +228,7 @@ def own_problems(config: Config, layout: Layout) -> Iterator[str]:
 
 
 def differences(config: Config, layout: Layout) -> Iterator[str]:
+    """Sentences on what the tool runs differently, or leaves to be done by hand."""
     kinds = {row_format(config.data, source) for source in config.data.train}
     yield from fsdp_differences(TOOL, config, layout)
     if layout.recompute == "attention":
@@ -248,5 +251,5 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
             f"{TOOL} puts no chat template around prompts and completions; rewrite the rows as messages for "
             "one."
         )
-    yield from evaluated(TOOL, config)
-    yield from guessed(config.data)
+    yield from evaluation_differences(TOOL, config)
+    yield from guessed_formats(config.data)

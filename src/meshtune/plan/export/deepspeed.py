@@ -6,13 +6,14 @@ from typing import Any
 
 from meshtune.config import Config
 from meshtune.layout import Layout
-from meshtune.plan.export.exported import Exported, nodes, refuse, unsaid, warmup_steps
+from meshtune.plan.export.exported import Exported, nodes, not_carried_over, refuse, warmup_steps
 
 TOOL = "DeepSpeed"
 SCHEDULERS = {"cosine": "WarmupCosineLR", "linear": "WarmupDecayLR", "constant": "WarmupLR"}
 
 
 def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
+    """The layout and workload in this tool's form. Raises UserError if it can't run them."""
     refuse(config, layout, gpus_per_node, problems(layout))
     settings = {**engine(config, layout), "optimizer": optimizer(config)}
     if config.train.max_steps:
@@ -25,12 +26,12 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
             f"deepspeed {hosts}--num_gpus {layout.world // count} your_script.py --deepspeed "
             "--deepspeed_config deepspeed.json"
         ),
-        missing=(*differences(config, layout), *unsaid(TOOL, config)),
+        missing=(*differences(config, layout), *not_carried_over(TOOL, config)),
     )
 
 
 def engine(config: Config, layout: Layout) -> dict[str, Any]:
-    """Everything but the optimizer and its schedule, which a Trainer brings along."""
+    """DeepSpeed's JSON without optimizer and schedule, which a Trainer brings along."""
     train = config.train
     # No train_batch_size: DeepSpeed checks it against the world before it knows of tensor-parallel ranks.
     settings: dict[str, Any] = {
@@ -68,6 +69,7 @@ def optimizer(config: Config) -> dict[str, Any]:
 
 
 def scheduler(config: Config, steps: int) -> dict[str, Any]:
+    """DeepSpeed's learning-rate schedule, as JSON: warm-up, and decay until `steps` optimizer steps."""
     train = config.train
     # Its schedules count at least one warm-up step.
     settings: dict[str, Any] = {
@@ -84,6 +86,7 @@ def scheduler(config: Config, steps: int) -> dict[str, Any]:
 
 
 def problems(layout: Layout, tool: str = TOOL) -> Iterator[str]:
+    """Sentences on why DeepSpeed, or `tool` through it, can\'t run the layout."""
     if layout.pp > 1:
         yield (
             f"{tool} pipelines models written as its PipelineModule, not Hugging Face models; for "
@@ -105,6 +108,7 @@ def problems(layout: Layout, tool: str = TOOL) -> Iterator[str]:
 
 
 def differences(config: Config, layout: Layout) -> Iterator[str]:
+    """Sentences on what the tool runs differently, or leaves to be done by hand."""
     yield "The model, the data, packing, train_on and LoRA belong to the training script."
     if layout.recompute != "none":
         yield (
@@ -120,6 +124,7 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
 
 
 def engine_differences(config: Config, layout: Layout) -> Iterator[str]:
+    """Differences of DeepSpeed's engine from the layout, whichever tool starts it."""
     if layout.sp:
         yield "AutoTP splits no sequences over tensor-parallel ranks: sp is left out, activations grow."
     if layout.cp > 1:

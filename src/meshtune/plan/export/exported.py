@@ -1,25 +1,14 @@
-"""What every exporter shares: its result, the refusals that hold everywhere, and the parts of a workload
-that are read alike.
-"""
+"""Shared by all exporters: their result, refusals that hold for every tool, and reading of a workload."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
 from meshtune.config import Config, DataConfig, SourceConfig
+from meshtune.data.example import SUFFIXES
+from meshtune.data.rows import FORMATS
 from meshtune.errors import UserError
 from meshtune.layout import Layout
-
-# As in data/source.py, which planning can't import: it reads the hub through a library that brings torch.
-FORMATS: Mapping[str, tuple[str, ...]] = {
-    "text": ("text",),
-    "prompt-completion": ("prompt", "completion"),
-    "alpaca": ("instruction", "output"),
-    "messages": ("messages",),
-    "sharegpt": ("conversations",),
-}
-SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".jsonl.gz", ".json.gz", ".csv.gz")
-
 
 EXPORTED_RECOMPUTATIONS = ("none", "attention", "selective", "full")
 EXPORTED_PRECISIONS = ("fp32", "bf16", "bf16-pure")  # that every tool's export knows how to write
@@ -27,18 +16,21 @@ EXPORTED_PRECISIONS = ("fp32", "bf16", "bf16-pure")  # that every tool's export 
 
 @dataclass(frozen=True)
 class Exported:
-    files: Mapping[str, str]  # file name -> its text
-    command: str  # how the tool is started with them; on every node where there are several
-    missing: tuple[str, ...]  # what that tool can't express of this layout or workload, as sentences
+    """A layout and its workload as another tool's configuration."""
+
+    files: Mapping[str, str]  # text by file name
+    command: str  # that starts the tool with these files; to be run on every node
+    missing: tuple[str, ...]  # sentences on what the tool can't express or runs differently
 
 
 def refuse(config: Config, layout: Layout, gpus_per_node: int, problems: Iterable[str]) -> None:
-    """Raises UserError with `problems` and those that hold for every tool, if there are any."""
-    if found := [*problems, *everywhere(config, layout, gpus_per_node)]:
-        raise UserError(found)
+    """Raise UserError with a tool's `problems` and those that hold for every tool, if there are any."""
+    if sentences := [*problems, *problems_of_all_tools(config, layout, gpus_per_node)]:
+        raise UserError(sentences)
 
 
-def everywhere(config: Config, layout: Layout, gpus_per_node: int) -> Iterator[str]:
+def problems_of_all_tools(config: Config, layout: Layout, gpus_per_node: int) -> Iterator[str]:
+    """Sentences on why no tool can run the layout: precision, nodes that are not full, another batch."""
     if config.train.precision not in EXPORTED_PRECISIONS:
         yield (
             f"train.precision={config.train.precision} runs in meshtune alone, no other tool trains in it; "
@@ -60,6 +52,7 @@ def everywhere(config: Config, layout: Layout, gpus_per_node: int) -> Iterator[s
 
 
 def nodes(layout: Layout, gpus_per_node: int) -> int:
+    """Nodes that the layout's ranks fill; 1 for a part of one."""
     return max(1, layout.world // gpus_per_node)
 
 
@@ -78,8 +71,9 @@ def torchrun(layout: Layout, gpus_per_node: int, program: str) -> str:
 
 
 def whole_blocks(tool: str, layout: Layout) -> tuple[bool, list[str]]:
-    """For tools that recompute whole blocks or nothing: which of the two fits the layout's memory, and what
-    that changes.
+    """For tools that recompute whole blocks or nothing: (recompute, sentences on the difference).
+
+    Whichever of the two needs no more memory than the layout's recomputation.
     """
     if layout.recompute == "attention":
         return False, [no_attention_recompute(tool)]
@@ -93,6 +87,7 @@ def whole_blocks(tool: str, layout: Layout) -> tuple[bool, list[str]]:
 
 
 def no_attention_recompute(tool: str) -> str:
+    """The sentence for a tool that can't recompute the attention core alone."""
     return (
         f"{tool} has no recomputation of the attention core alone: recompute=attention is written as none, "
         "which keeps the attention's inputs and output (its fused kernels never keep the scores)."
@@ -102,8 +97,11 @@ def no_attention_recompute(tool: str) -> str:
 # The workload -------------------------------------------------------------------------------------------
 
 
-def unsaid(tool: str, config: Config, *, random_init: bool = False) -> Iterator[str]:
-    """Settings that no exporter carries over; `random_init`: unless the tool starts from random weights."""
+def not_carried_over(tool: str, config: Config, *, random_init: bool = False) -> Iterator[str]:
+    """Sentences on settings that no exporter carries over.
+
+    random_init: the tool can start from random weights, so that model.init is carried over.
+    """
     if config.model.freeze:
         yield (
             f"model.freeze ({', '.join(config.model.freeze)}) is not carried over: {tool} trains every "
@@ -125,48 +123,48 @@ def unsaid(tool: str, config: Config, *, random_init: bool = False) -> Iterator[
         yield f"The weights of data.train are not carried over: {tool} reads every source once per epoch."
 
 
-def evaluated(tool: str, config: Config) -> Iterator[str]:
-    """What a Trainer, which knows steps and epochs, does otherwise."""
+def evaluation_differences(tool: str, config: Config) -> Iterator[str]:
+    """Differences in the evaluation schedule of tools that use transformers.Trainer."""
     if (config.data.eval or config.data.eval_split) and not config.eval.every:
         yield f"{tool} evaluates after every epoch, not at the end alone."
 
 
 def row_format(data: DataConfig, source: SourceConfig) -> str:
-    """The format of a source's rows; `auto` is told by the columns that the config names, else `messages`."""
-    named = source.format or data.format
-    if named != "auto":
-        return named
+    """The format of a source's rows; of `auto`, the one whose columns the config names, else `messages`."""
+    row_format = source.format or data.format
+    if row_format != "auto":
+        return row_format
     fitting = (
-        name for name, needed in FORMATS.items() if set(needed) <= (source.columns or data.columns).keys()
+        name for name, form in FORMATS.items() if set(form.needs) <= (source.columns or data.columns).keys()
     )
     return next(fitting, "messages")
 
 
-def guessed(data: DataConfig) -> Iterator[str]:
-    """Says so where a format was guessed without a hint."""
+def guessed_formats(data: DataConfig) -> Iterator[str]:
+    """Sentences on sources whose format is auto and whose columns do not tell it."""
     for source in data.train:
         if (source.format or data.format) == "auto" and not (source.columns or data.columns):
             yield f"data.format is auto: the rows of {source.path} are taken as messages; set data.format."
 
 
-def column(data: DataConfig, source: SourceConfig, name: str) -> str:
-    """What our column `name` is called in the source."""
+def column_name(data: DataConfig, source: SourceConfig, name: str) -> str:
+    """Return the source's name for our column `name`."""
     return (data.columns if source.columns is None else source.columns).get(name, name)
 
 
 def is_file(source: SourceConfig) -> bool:
-    """Whether a source is a file rather than a hub data set."""
+    """True if a source is a file, False if it is a hub data set."""
     return source.path.endswith(SUFFIXES)
 
 
 def file_kind(source: SourceConfig) -> str:
-    """The name that Hugging Face datasets has for a file's kind."""
+    """The loader of Hugging Face datasets for a file: json, csv or parquet."""
     suffixes = PurePath(source.path).suffixes
     return next((kind for kind in ("parquet", "csv") if f".{kind}" in suffixes), "json")
 
 
 def warmup_steps(config: Config) -> int | None:
-    """None where it can't be told without the number of steps."""
+    """Warm-up in optimizer steps; None: it is a ratio, and train.max_steps is not set."""
     train = config.train
     if train.warmup_steps is not None:
         return train.warmup_steps

@@ -12,14 +12,14 @@ from meshtune.plan.export import deepspeed
 from meshtune.plan.export.arguments import training_arguments
 from meshtune.plan.export.exported import (
     Exported,
-    column,
-    evaluated,
-    guessed,
+    column_name,
+    evaluation_differences,
+    guessed_formats,
     is_file,
     nodes,
+    not_carried_over,
     refuse,
     row_format,
-    unsaid,
     whole_blocks,
 )
 
@@ -36,13 +36,14 @@ OPENAI_TAGS = {
 
 
 def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
+    """The layout and workload in this tool's form. Raises UserError if it can't run them."""
     refuse(config, layout, gpus_per_node, problems(config, layout))
     recompute, changed = whole_blocks(TOOL, layout)
     sources = {"train": config.data.train, "eval": config.data.eval}
     datasets = {
         f"{name}_{index}": dataset(config, source)
-        for name, each in sources.items()
-        for index, source in enumerate(each)
+        for name, split_sources in sources.items()
+        for index, source in enumerate(split_sources)
     }
     settings = {
         **model(config),
@@ -67,11 +68,12 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
             f"FORCE_TORCHRUN=1 {several if count > 1 else ''}NPROC_PER_NODE={layout.world // count} "
             "llamafactory-cli train llamafactory.yaml"
         ),
-        missing=(*changed, *differences(config, layout), *unsaid(TOOL, config)),
+        missing=(*changed, *differences(config, layout), *not_carried_over(TOOL, config)),
     )
 
 
 def through_deepspeed(layout: Layout) -> bool:
+    """True if LLaMA-Factory needs DeepSpeed for the layout: for ZeRO and tensor parallelism."""
     return layout.zero > 0 or layout.tp > 1
 
 
@@ -121,16 +123,17 @@ def data(config: Config, datasets: dict[str, Any]) -> dict[str, Any]:
 
 
 def pretraining(config: Config) -> bool:
+    """True if all rows are text, which is stage pt."""
     return bool(config.data.train) and all(
         row_format(config.data, source) == "text" for source in config.data.train
     )
 
 
 def dataset(config: Config, source: SourceConfig) -> dict[str, Any]:
-    """An entry of dataset_info.json."""
+    """A source's entry of dataset_info.json."""
 
     def named(**columns: str) -> dict[str, str]:
-        return {theirs: column(config.data, source, ours) for theirs, ours in columns.items()}
+        return {theirs: column_name(config.data, source, ours) for theirs, ours in columns.items()}
 
     rows: dict[str, Any] = {"file_name" if is_file(source) else "hf_hub_url": source.path}
     if source.split:
@@ -152,6 +155,7 @@ def dataset(config: Config, source: SourceConfig) -> dict[str, Any]:
 
 
 def problems(config: Config, layout: Layout) -> Iterator[str]:
+    """Sentences on why the tool can\'t run the layout or the workload."""
     if layout.cp > 1:
         ours = f"{'ulysses' if layout.cp_method == 'ulysses' else 'cp'}{layout.cp}"
         yield f"{TOOL}'s trainer has no context parallelism; for {ours} use --export accelerate or deepspeed."
@@ -175,6 +179,7 @@ def problems(config: Config, layout: Layout) -> Iterator[str]:
 
 
 def differences(config: Config, layout: Layout) -> Iterator[str]:
+    """Sentences on what the tool runs differently, or leaves to be done by hand."""
     if through_deepspeed(layout):
         yield from deepspeed.engine_differences(config, layout)
     if not config.data.train:
@@ -186,5 +191,5 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
             f"{TOOL} loads frozen weights in the checkpoint's dtype: precision=fp32 holds for the adapter "
             "alone."
         )
-    yield from evaluated(TOOL, config)
-    yield from guessed(config.data)
+    yield from evaluation_differences(TOOL, config)
+    yield from guessed_formats(config.data)

@@ -7,12 +7,12 @@ from meshtune.config import Config
 from meshtune.layout import Layout
 from meshtune.plan.export.exported import (
     Exported,
-    guessed,
+    guessed_formats,
     nodes,
+    not_carried_over,
     refuse,
     row_format,
     torchrun,
-    unsaid,
 )
 
 TOOL = "Megatron-LM"
@@ -29,6 +29,7 @@ RECOMPUTE: dict[str, Flags] = {
 
 
 def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
+    """The layout and workload in this tool's form. Raises UserError if it can't run them."""
     refuse(config, layout, gpus_per_node, problems(config, layout))
     flags = "".join(
         f"\n    --{name}" + ("" if value is True else f" {value}")
@@ -57,7 +58,7 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
     return Exported(
         files={"megatron.sh": script},
         command=" ".join([*(f"{name}=…" for name in names), "bash megatron.sh"]),
-        missing=(*differences(config, layout), *unsaid(TOOL, config)),
+        missing=(*differences(config, layout), *not_carried_over(TOOL, config)),
     )
 
 
@@ -125,14 +126,17 @@ def arguments(config: Config, layout: Layout) -> Flags:
 
 
 def fsdp(layout: Layout) -> bool:
+    """True if Megatron-FSDP shards: ZeRO-2 and -3. ZeRO-1 is the distributed optimizer."""
     return layout.zero in SHARDING
 
 
 def fine_tuning(config: Config) -> bool:
+    """True if the rows are conversations, for --sft."""
     return all(row_format(config.data, source) != "text" for source in config.data.train)
 
 
 def problems(config: Config, layout: Layout) -> Iterator[str]:
+    """Sentences on why the tool can\'t run the layout or the workload."""
     if config.method == "lora":
         yield f"{TOOL} trains every parameter; for method=lora use --export axolotl or llamafactory."
     if fsdp(layout) and layout.pp > 1:
@@ -160,6 +164,7 @@ def problems(config: Config, layout: Layout) -> Iterator[str]:
 
 
 def differences(config: Config, layout: Layout) -> Iterator[str]:
+    """Sentences on what the tool runs differently, or leaves to be done by hand."""
     yield (
         f"{TOOL} loads its own checkpoints: convert {config.model.name} with Megatron-Bridge; layers and "
         "widths are read from the checkpoint (--use-checkpoint-args)."
@@ -167,7 +172,7 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
     if layout.pp > 1 and layout.schedule not in ("1f1b", "interleaved1f1b"):
         written = f"interleaved 1F1B with v{layout.stages_per_rank}" if layout.stages_per_rank > 1 else "1F1B"
         yield (
-            f"{TOOL} has no schedule {layout.schedule}: {written} is written, with another bubble and memory."
+            f"{TOOL} has no schedule {layout.schedule}: {written} is written; its bubble and memory differ."
         )
     if layout.cp > 1 and fine_tuning(config):
         if layout.cp_method == "ulysses":
@@ -212,4 +217,4 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
     others = {row_format(config.data, source) for source in config.data.train} - ROWS
     if others:
         yield f"{TOOL} has no reader for {', '.join(sorted(others))} rows: rewrite them as messages."
-    yield from guessed(config.data)
+    yield from guessed_formats(config.data)

@@ -12,15 +12,15 @@ from meshtune.config import Config, SourceConfig
 from meshtune.layout import TORCH_SCHEDULES, V_SCHEDULES, Layout
 from meshtune.plan.export.exported import (
     Exported,
-    column,
+    column_name,
     file_kind,
-    guessed,
+    guessed_formats,
     is_file,
     no_attention_recompute,
+    not_carried_over,
     refuse,
     row_format,
     torchrun,
-    unsaid,
     warmup_steps,
 )
 
@@ -90,6 +90,7 @@ TURNS = {  # the expressions for a row's two turns
 
 
 def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
+    """The layout and workload in this tool's form. Raises UserError if it can't run them."""
     refuse(config, layout, gpus_per_node, problems(config, layout))
     program = "-m torchtitan.train --module meshtune_torchtitan --config run"
     command = "PYTHONPATH=. " + torchrun(layout, gpus_per_node, program)
@@ -106,12 +107,12 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
     return Exported(
         {"meshtune_torchtitan.py": text},
         command,
-        (*differences(config, layout), *unsaid(TOOL, config, random_init=True)),
+        (*differences(config, layout), *not_carried_over(TOOL, config, random_init=True)),
     )
 
 
 def fields(config: Config, layout: Layout, source: SourceConfig) -> dict[str, str]:
-    """The configuration's fields as Python expressions."""
+    """The configuration's fields as Python expressions, by name."""
     train = config.train
     text = row_format(config.data, source) == "text"
     data_files = {"data_files": source.path, "split": source.split or "train"}
@@ -178,9 +179,12 @@ class Name(str):
 
 
 def call(function: str, **arguments: Any) -> str:
-    each = [f"{name}={value!r}" for name, value in arguments.items()]
-    line = f"{function}({', '.join(each)})"
-    return line if len(line) < 90 else f"{function}(\n" + "".join(f"    {one},\n" for one in each) + ")"
+    """Source code of a call, on several lines if it is long."""
+    passed = [f"{name}={value!r}" for name, value in arguments.items()]
+    line = f"{function}({', '.join(passed)})"
+    if len(line) < 90:
+        return line
+    return f"{function}(\n" + "".join(f"    {argument},\n" for argument in passed) + ")"
 
 
 def training(config: Config, layout: Layout) -> dict[str, Any]:
@@ -217,19 +221,22 @@ def parallelism(layout: Layout) -> dict[str, Any]:
 
 
 def rows(config: Config, source: SourceConfig) -> str:
-    """How a row becomes text or two turns."""
+    """Source code that turns a row into text or into a user's and an assistant's turn."""
     kind = row_format(config.data, source)
     if kind == "text":
         split = f"split={source.split or 'train'!r}"
         loader = f"{file_kind(source)!r}, data_files=path, {split}" if is_file(source) else f"path, {split}"
-        return TEXT_ROWS.format(path=source.path, loader=loader, text=column(config.data, source, "text"))
+        return TEXT_ROWS.format(
+            path=source.path, loader=loader, text=column_name(config.data, source, "text")
+        )
     names = ("prompt", "completion", "instruction", "input", "output", "messages", "conversations")
-    columns = {name: repr(column(config.data, source, name)) for name in names}
+    columns = {name: repr(column_name(config.data, source, name)) for name in names}
     prompt, answer = (turn.format(**columns) for turn in TURNS[kind])
     return CHAT_ROWS.format(prompt=prompt, answer=answer)
 
 
 def problems(config: Config, layout: Layout) -> Iterator[str]:
+    """Sentences on why the tool can\'t run the layout or the workload."""
     if config.method == "lora":
         yield (
             f"{TOOL}'s Transformers backend has no LoRA; for method=lora use --export axolotl or "
@@ -255,6 +262,7 @@ def problems(config: Config, layout: Layout) -> Iterator[str]:
 
 
 def differences(config: Config, layout: Layout) -> Iterator[str]:
+    """Sentences on what the tool runs differently, or leaves to be done by hand."""
     data, train = config.data, config.train
     yield (
         f"{TOOL} reads weights and tokenizer from a folder: set hf_assets_path to a local copy of "
@@ -296,4 +304,4 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
         yield (
             f"{TOOL} is given the first of the {len(data.train)} sources of data.train: {data.train[0].path}."
         )
-    yield from guessed(data)
+    yield from guessed_formats(data)

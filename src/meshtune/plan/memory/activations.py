@@ -89,7 +89,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, work: Work, layouts: Columns, accounting: Accounting, seq_len: Number) -> Sizes:
-        tokens = layouts.micro_batch_size * seq_len / layouts.cp
+        tokens = layouts.rank_tokens(seq_len)
         head = work.vocabulary * work.hidden / layouts.tp * work.head_trainable
         sequence_shards = np.where(layouts.sp > 0, layouts.tp, 1.0)
         return cls(tokens, sequence_shards, accounting.element * work.hidden * tokens, head)

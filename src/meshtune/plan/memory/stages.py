@@ -71,8 +71,8 @@ def in_flight(layouts: Columns, rank: Number = 0.0) -> Number:
     micro_batches, virtual = layouts.gradient_accumulation_steps, layouts.virtual_stages
     ranks_from_here = layouts.pp - rank
     warm_up = (virtual - 1) * layouts.pp + 2 * (ranks_from_here - 1) + 1
-    held = np.where(layouts.runs("interleaved1f1b"), warm_up / virtual, ranks_from_here)
-    held = np.where(layouts.runs("zb", "zbv"), layouts.pp, held)
-    held = np.where(layouts.runs("dualpipev"), layouts.pp + 0.5, held)
-    held = np.where(layouts.runs("gpipe", "loopedbfs"), micro_batches, np.minimum(held, micro_batches))
-    return np.where(layouts.pp > 1, held, 1.0)
+    most = np.where(layouts.runs("interleaved1f1b"), warm_up / virtual, ranks_from_here)
+    most = np.where(layouts.runs("zb", "zbv"), layouts.pp, most)
+    most = np.where(layouts.runs("dualpipev"), layouts.pp + 0.5, most)
+    most = np.where(layouts.runs("gpipe", "loopedbfs"), micro_batches, np.minimum(most, micro_batches))
+    return np.where(layouts.pp > 1, most, 1.0)

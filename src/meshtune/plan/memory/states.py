@@ -15,9 +15,9 @@ from meshtune.plan.work import Weight, Work
 
 
 def states(copies: Copies, parameters: Number, zero: Number = 0, shards: Number = 1) -> States:
-    """Bytes of model states of `parameters`, where ZeRO stage `zero` cuts over `shards` ranks.
+    """Bytes of model states of these parameters on a rank, under ZeRO stage `zero` over `shards` ranks.
 
-    Stage 1 cuts optimizer state, 2 gradients too, 3 weights too (Rajbhandari et al. 2020, arXiv:1910.02054,
+    Stage 1 shards optimizer state, 2 gradients too, 3 weights too (Rajbhandari et al. 2020, arXiv:1910.02054,
     figure 1).
     """
     gradient = copies.gradient + copies.accumulated if copies.beside else copies.accumulated

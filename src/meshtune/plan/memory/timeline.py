@@ -192,12 +192,13 @@ def step_timeline(
     flight = activations_in_flight(work, layouts, accounting, seq_len, stages, loss)
 
     total, sharded = elements.total, accounting.gathers_shards(layouts)
-    none, flat = np.zeros_like(flight.total), total.trained * accounting.flat_buffers
+    flat = total.trained * accounting.flat_buffers
     masters, optimizer = optimizer_state(layouts, accounting, states, total)
     reduced = np.where(sharded, total.trained_shard * precision.trained, states.gradients)
     # the embedding's gradient ends a micro-batch's backward, with all other micro-batches still in flight
     embedding_gradient = stages.has_embedding * elements.before_blocks.trained * precision.gradient
     others_and_embedding = flight.total - flight.per_micro_batch + embedding_gradient
+    with_embedding = accounting.whole_vocabulary_gradients * others_and_embedding
     earlier_gradients = gradients_before_backward(
         layouts, accounting, states, flight.micro_batches, flight.per_micro_batch
     )
@@ -206,11 +207,12 @@ def step_timeline(
         "gradients": earlier_gradients + flat,
         "optimizer": masters if first_step else optimizer,
         "activations": flight.total,
-        "logits": none,
+        "logits": np.zeros_like(flight.total),
         "communication": buffers.gathered_outside + flight.received,
     }
     communication = steady["communication"]
     with_block = communication + buffers.gathered_block
+    gathered_blocks = accounting.gathered_groups * buffers.gathered_block
     return {
         "loss": steady | {
             "activations": flight.total + stages.has_head * loss.norm_forward,
@@ -225,23 +227,18 @@ def step_timeline(
         "backward of a block": steady | {
             "activations": flight.total + flight.in_block_backward,
             "logits": stages.has_head * loss.head_gradient_pending,
-            "communication": communication
-            + accounting.gathered_groups * buffers.gathered_block
-            + buffers.block_backward,
+            "communication": communication + gathered_blocks + buffers.block_backward,
         },
         "end of backward": steady | {
             "gradients": states.gradients + flat,
-            "activations": np.maximum(
-                flight.saved_block + flight.in_block_backward,
-                accounting.whole_vocabulary_gradients * others_and_embedding,
-            ),
+            "activations": np.maximum(flight.saved_block + flight.in_block_backward, with_embedding),
             "communication": with_block + buffers.backward_end,
         },
         "update": steady | {
             "weights": states.weights,
             "gradients": reduced + flat,
             "optimizer": optimizer,
-            "activations": none,
+            "activations": np.zeros_like(flight.total),
             "communication": flight.received + converted_gradients(layouts, accounting, elements),
         },
     }  # fmt: skip

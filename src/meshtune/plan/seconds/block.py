@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from meshtune.placement.columns import Columns, Number
-from meshtune.plan.machine import Machine
 from meshtune.plan.seconds.collectives import context_collectives, shard_collectives, tensor_collectives
 from meshtune.plan.seconds.gpu import BlockCompute, block_compute, launched
 from meshtune.plan.work import Work
+
+if TYPE_CHECKING:
+    from meshtune.plan.machine import Machine
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,15 @@ and the optimizer's update.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from meshtune.placement.columns import Columns, Number
-from meshtune.plan.machine import Machine
-from meshtune.plan.seconds.gpu import rank_tokens
 from meshtune.plan.work import Work
+
+if TYPE_CHECKING:
+    from meshtune.plan.machine import Machine
 
 # rings #
 
@@ -77,7 +80,7 @@ def tensor_collectives(work: Work, layouts: Columns, machine: Machine, seq_len: 
     Two in the forward, two in the backward, two more where the backward repeats the forward (Shoeybi et al.
     2019, arXiv:1909.08053, section 3). With sp, an all-gather and a reduce-scatter in place of each.
     """
-    hidden_bytes = machine.element * rank_tokens(layouts, seq_len) * work.hidden
+    hidden_bytes = machine.element * layouts.rank_tokens(seq_len) * work.hidden
     in_node = ranks_in_node(layouts.tp, 1.0, machine)
     all_reduce = tree_all_reduce(machine, hidden_bytes, layouts.tp, in_node)
     repeated = layouts.recomputation("matmuls") | (layouts.recomputation("block") & (machine.selective > 0))
@@ -90,7 +93,7 @@ def context_collectives(work: Work, layouts: Columns, machine: Machine, seq_len:
     All-gathers of keys and values, or with ulysses all-to-alls of sequences for heads (Jacobs et al. 2023,
     arXiv:2309.14509); once in the forward, once in the backward, once where the forward is repeated.
     """
-    tokens, cp = rank_tokens(layouts, seq_len), layouts.cp
+    tokens, cp = layouts.rank_tokens(seq_len), layouts.cp
     in_node = ranks_in_node(cp, layouts.tp, machine)
     keys = sum(core.count * core.key_heads * (core.qk_dim + core.v_dim) for core in work.cores)
     heads = sum(

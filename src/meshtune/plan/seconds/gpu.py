@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from meshtune.placement.columns import Columns, Number
-from meshtune.plan.machine import Machine
-from meshtune.plan.work import Core, Gemm, Work
-from meshtune.plan.workload import attended
+from meshtune.plan.work import Core, Gemm, Work, attended
+
+if TYPE_CHECKING:
+    from meshtune.plan.machine import Machine
 
 TILE = 128 * 128  # output elements of a matmul that one multiprocessor works on at a time
 ALIGNED = 64  # elements (128 bytes of 16 bits) that tensor cores want the rows of operands to be multiples of
@@ -135,7 +137,7 @@ def block_compute(
     work: Work, layouts: Columns, machine: Machine, seq_len: Number, document_tokens: Number
 ) -> BlockCompute:
     """Seconds that a GPU computes for one block and one micro-batch."""
-    tokens = rank_tokens(layouts, seq_len)
+    tokens = layouts.rank_tokens(seq_len)
     matmuls = [matrix_passes(machine, tokens, gemm, layouts.tp) for gemm in work.matrices]
     context_factor = np.where(layouts.cp > 1, machine.context_attention, 1.0)
     cores = [
@@ -171,11 +173,6 @@ def gradient_accumulation(machine: Machine, work: Work, layouts: Columns) -> Num
     moved = (machine.element + 2 * machine.gradient_bytes) * gradients
     traffic = moved / (machine.bandwidth * machine.memory)
     return np.where((layouts.gradient_accumulation_steps > 1) & (layouts.zero < 2), traffic, 0.0)
-
-
-def rank_tokens(layouts: Columns, seq_len: Number) -> Number:
-    """Tokens per rank in one micro-batch (after cp)."""
-    return layouts.micro_batch_size * seq_len / layouts.cp
 
 
 def overlapped(seconds: Number, others: Number) -> Number:

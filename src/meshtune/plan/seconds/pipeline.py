@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from meshtune.placement.columns import Columns, Number
-from meshtune.plan.machine import Machine
-from meshtune.plan.seconds.block import Block
 from meshtune.plan.seconds.collectives import ranks_in_node, ring_collectives
-from meshtune.plan.seconds.gpu import rank_tokens
 from meshtune.plan.work import Work
+
+if TYPE_CHECKING:
+    from meshtune.plan.machine import Machine
+    from meshtune.plan.seconds.block import Block
 
 SEND_SHARE_OF_LINK = 0.5  # of the link's bandwidth, for one send to one neighbour; assumed
 
@@ -32,7 +34,7 @@ def pipeline_seconds(
     head: seconds of the head and the loss for one micro-batch.
     """
     slowest_blocks = _slowest_stage(work.blocks, layouts.pp, head / block.total, machine.balanced)
-    hidden_bytes = machine.element * rank_tokens(layouts, seq_len) * work.hidden
+    hidden_bytes = machine.element * layouts.rank_tokens(seq_len) * work.hidden
     parts = np.where((layouts.sp > 0) | (machine.send_split > 0), layouts.tp, 1.0)
     send = _send(hidden_bytes / parts, layouts.tp * layouts.cp * layouts.data_ranks, machine)
     gather = ring_collectives(machine, hidden_bytes, parts, ranks_in_node(parts, 1.0, machine))

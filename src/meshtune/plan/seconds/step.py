@@ -12,16 +12,19 @@ layout. Every number is a float or an array, one element per layout; seconds, by
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from meshtune.placement.columns import Columns, Number
-from meshtune.plan.machine import Machine
 from meshtune.plan.seconds.block import block_seconds
 from meshtune.plan.seconds.collectives import gradient_collectives, optimizer_update
-from meshtune.plan.seconds.gpu import block_compute, head_and_loss, rank_tokens
+from meshtune.plan.seconds.gpu import block_compute, head_and_loss
 from meshtune.plan.seconds.pipeline import pipeline_seconds
 from meshtune.plan.work import Work
+
+if TYPE_CHECKING:
+    from meshtune.plan.machine import Machine
 
 PARTS = ("compute", "tensor", "context", "pipeline", "data", "optimizer", "bubble", "host")
 
@@ -54,7 +57,7 @@ def step(
     """
     document_tokens = _within(seq_len, document_tokens)
     block = block_seconds(work, layouts, machine, seq_len, document_tokens)
-    head = head_and_loss(machine, rank_tokens(layouts, seq_len), work, layouts.tp)
+    head = head_and_loss(machine, layouts.rank_tokens(seq_len), work, layouts.tp)
     pipeline = pipeline_seconds(work, layouts, machine, seq_len, block=block, head=head)
     micro_batches = layouts.gradient_accumulation_steps
     blocks = micro_batches * work.blocks / layouts.pp
@@ -76,7 +79,7 @@ def compute_parts(
 ) -> dict[str, Number]:
     """Seconds of `Seconds.compute` by kind of work; they add up to it. document_tokens: as in `step`."""
     block = block_compute(work, layouts, machine, seq_len, _within(seq_len, document_tokens))
-    head = head_and_loss(machine, rank_tokens(layouts, seq_len), work, layouts.tp)
+    head = head_and_loss(machine, layouts.rank_tokens(seq_len), work, layouts.tp)
     micro_batches = layouts.gradient_accumulation_steps
     blocks = micro_batches * work.blocks / layouts.pp
     return {

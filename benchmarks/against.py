@@ -1,0 +1,204 @@
+"""One checkout's training speed and memory against another's: step by step, in pairs, inside one run.
+
+    figures = paired(words, other=Path("../meshtune-before"), ranks=1, threads=2, pairs=15)
+    print(sentence(figures))
+
+Both checkouts run `build` and `loop.train` on the same settings, each in processes of its own, and both wait
+at their loaders: in turn each is let through one step, so that whatever slows the machine for a while hits
+both. A pair is one step of each, and who goes first alternates. A step lasts from the moment its batch is
+handed out until the next one is asked for. Peak memory is the main rank's maximum resident size.
+"""
+
+import json
+import math
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+WARM_UP = 4  # steps before the pairs; the memory of the first two is metered
+
+
+class Paired(NamedTuple):
+    """Steps of this checkout and of the other one, in the order in which they ran."""
+
+    seconds: list[tuple[float, float]]  # (this checkout's, the other's) of each pair
+    losses: list[tuple[float, float]]
+    peak_bytes: tuple[int, int]
+
+    @property
+    def speed(self) -> float:
+        """Median over the pairs of the other's step time over this one's: above 1 this one is faster."""
+        return statistics.median(self.ratios)
+
+    @property
+    def ratios(self) -> list[float]:
+        return sorted(theirs / ours for ours, theirs in self.seconds)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """A 95 % interval of the median of the ratios, whatever their distribution (order statistics)."""
+        ratios, number = self.ratios, len(self.seconds)
+        tail, rank = 0.0, 0
+        while rank < number // 2 and tail + math.comb(number, rank) / 2**number <= 0.025:
+            tail += math.comb(number, rank) / 2**number
+            rank += 1
+        rank = max(rank - 1, 0)
+        return ratios[rank], ratios[number - 1 - rank]
+
+
+def sentence(figures: Paired) -> str:
+    """The outcome in one line."""
+    low, high = figures.interval
+    ours, theirs = figures.peak_bytes
+    spread = max(abs(a / b - 1) for a, b in figures.losses)
+    return (
+        f"{len(figures.seconds)} pairs: speed {figures.speed:.3f} x the other's (95 % interval {low:.3f} to "
+        f"{high:.3f}), peak memory {ours / theirs:.3f} x ({ours / 2**20:.0f} and {theirs / 2**20:.0f} MiB), "
+        f"losses within {spread:.0e}"
+    )
+
+
+def paired(
+    words: Sequence[str],
+    *,
+    other: Path,
+    ranks: int = 1,
+    threads: int = 1,
+    pairs: int = 15,
+    say: Callable[[str], None] = lambda _: None,
+) -> Paired:
+    """Train on `words` (a config file, section.key=value, or both) with both checkouts.
+
+    other: a checkout's root. threads: of each rank. say: called with each pair's outcome.
+    """
+    ours, theirs = (
+        Gated(root, [*words, f"train.max_steps={WARM_UP + pairs + 1}"], ranks, threads)
+        for root in (Path(__file__).resolve().parents[1], other.resolve())
+    )
+    seconds: list[tuple[float, float]] = []
+    try:
+        for number in range(WARM_UP + pairs):
+            if number % 2:
+                second, first = theirs.step(), ours.step()
+            else:
+                first, second = ours.step(), theirs.step()
+            if number >= WARM_UP:
+                seconds.append((first, second))
+                say(f"pair {len(seconds)}: {first:.3f} s and {second:.3f} s, ratio {second / first:.3f}")
+        (first_losses, first_peak), (second_losses, second_peak) = ours.end(), theirs.end()
+    finally:
+        for process in (ours, theirs):
+            process.stop()
+    losses = list(zip(first_losses, second_losses, strict=True))
+    return Paired(seconds, losses, (first_peak, second_peak))
+
+
+class Gated:
+    """A training process of a checkout that waits at its loader before each step."""
+
+    def __init__(self, root: Path, words: Sequence[str], ranks: int, threads: int) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.run = Path(self.folder.name, "run")
+        to_worker, self.go = os.pipe()
+        self.done, from_worker = os.pipe()
+        command = [sys.executable, __file__, str(ranks), str(to_worker), str(from_worker)]
+        environment = os.environ | {
+            "PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1",
+            "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false",
+        }  # fmt: skip
+        self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        self.process = subprocess.Popen(
+            [*command, *words, f"output={self.run}"], env=environment, pass_fds=(to_worker, from_worker),
+            stdout=self.output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        os.close(to_worker)
+        os.close(from_worker)
+        self.answers = os.fdopen(self.done)
+        self._answer()  # built
+
+    def _answer(self) -> float:
+        line = self.answers.readline()
+        if not line:
+            self.process.wait()
+            self.output.seek(0)
+            raise SystemExit(f"A training process ended early:\n{self.output.read()[-4000:]}")
+        return float(line)
+
+    def step(self) -> float:
+        """Let it through one step; its seconds."""
+        os.write(self.go, b"\n")
+        return self._answer()
+
+    def end(self) -> tuple[list[float], int]:
+        """Let it through a last step; (the losses of the others, its peak resident bytes)."""
+        os.write(self.go, b"\n")
+        peak = int(self._answer())
+        self.process.wait()
+        rows = [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
+        return [row["loss"] for row in rows if row["kind"] == "train"][:-1], peak
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self.answers.close()
+        os.close(self.go)
+        self.output.close()
+        self.folder.cleanup()
+
+
+# In the training processes #
+
+
+class Gate:
+    """A loader whose batches are handed out one by one, when asked for through a pipe."""
+
+    def __init__(self, loader: Any, go: int, done: int) -> None:
+        self.loader, self.go, self.done = loader, go, done
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            os.read(self.go, 1)
+            began = time.perf_counter()
+            yield batch
+            os.write(self.done, f"{time.perf_counter() - began}\n".encode())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+def work(rank: Any, words: Sequence[str], go: int, done: int) -> None:
+    """Train on one rank; the main one waits at the gate and reports."""
+    from meshtune import config
+    from meshtune.train import build, loop
+
+    files = [word for word in words if "=" not in word]
+    overrides = [word for word in words if "=" in word]
+    run = build.build(config.load(files[0] if files else None, overrides))
+    if rank.main:
+        gate: Any = Gate(run.loader, go, done)
+        run.loader = gate
+        os.write(done, b"0\n")
+    loop.train(run)
+    if rank.main:
+        scale = 1 if sys.platform == "darwin" else 1024
+        os.write(done, f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale}\n".encode())
+
+
+def main() -> None:
+    ranks, go, done, *words = sys.argv[1:]
+    from meshtune import launch
+    from meshtune.train import build, loop  # noqa: F401 - before ranks are forked
+
+    launch.run(work, words, int(go), int(done), ranks=int(ranks), device="cpu")
+
+
+if __name__ == "__main__":
+    main()

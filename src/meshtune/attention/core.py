@@ -1,0 +1,137 @@
+"""Causal attention inside documents, by the fastest kernel that can do it.
+
+    kernel   where                  what runs
+    fused    CPU                    one fused call per document, into one output buffer (cpu.py)
+    varlen   CUDA, 16 bit           one variable-length flash call for the micro-batch (cuda.py)
+    flex     CUDA with a softcap    flex attention with a block mask (cuda.py)
+    plain    anywhere               scaled_dot_product_attention per document, with plain autograd
+
+`plain` does what the others can't: dropout, fp32 on CUDA, head sizes that the kernels refuse. A kernel is a
+plain value: whoever calls may name one, and `fastest_kernel` is the choice without a name.
+"""
+
+from itertools import groupby
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshtune.attention.cpu import fused
+from meshtune.attention.cuda import flex, flex_with_mask, runs_mask, varlen, varlen_runs
+from meshtune.attention.runs import Lengths, QueryRun, QueryRuns, additive_mask, blocks_of, runs_of
+
+Kernel = Literal["fused", "varlen", "flex", "plain"]
+
+
+def fastest_kernel(q: Tensor, v: Tensor, dropout: float, softcap: float | None) -> Kernel:
+    """Name of the fastest kernel for queries and values [batch, heads, seq, head_dim].
+
+    dropout: probability; softcap: of the scaled scores, or None.
+    """
+    if dropout or q.shape[-1] != v.shape[-1]:
+        return "plain"
+    if not q.is_cuda:
+        return "fused"
+    if softcap is not None:
+        return "flex"
+    fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return "varlen" if fits else "plain"
+
+
+def attend_documents(
+    q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, dropout: float, softcap: float | None,
+    window: int | None, kernel: Kernel | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention inside each document: [batch, heads, seq, head_dim] -> the same, zeros for padding.
+
+    k and v may have fewer heads. softcap: of the scaled scores; window: keys that a query sees at most, its
+    own included. kernel: None for the fastest.
+    """
+    match kernel or fastest_kernel(q, v, dropout, softcap):
+        case "fused":
+            padded = any(sum(row) < q.shape[2] for row in documents)
+            return fused(q, k, v, runs_of(documents, window), padded, scale, softcap)
+        case "varlen":
+            return varlen(q, k, v, documents, scale, window)
+        case "flex":
+            return flex(q, k, v, documents, scale, softcap, window)
+        case _:
+            return _one_by_one(q, k, v, documents, scale, dropout, softcap, window)
+
+
+def attend_runs(
+    q: Tensor, k: Tensor, v: Tensor, runs: QueryRuns, scale: float, dropout: float, softcap: float | None,
+    kernel: Kernel | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of some columns' queries to other columns' keys; queries in no run get zeros.
+
+    q [batch, heads, queries, head_dim], k and v [batch, kv_heads, keys, head_dim] -> shaped as q.
+    kernel: None for the fastest.
+    """
+    if not runs.runs:
+        # Padding alone. The other ranks gather in their backward, so this one needs a backward too, and
+        # something saved, or recomputation would not gather again.
+        return fused(q, k, v, (), True, scale, softcap)
+    match kernel or fastest_kernel(q, v, dropout, softcap):
+        case "fused":
+            return fused(q, k, v, tuple(blocks_of(runs)), True, scale, softcap)
+        case "varlen":
+            return varlen_runs(q, k, v, runs, scale)
+        case "flex":
+            mask = runs_mask(runs, q.shape[0], q.shape[2], k.shape[2], q.device)
+            return flex_with_mask(q, k, v, mask, scale, softcap)
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    for run in blocks_of(runs):
+        run_q = q[run.rows, :, run.queries]
+        run_k, run_v = (x[run.rows, :, run.keys] for x in (k, v))
+        out[run.rows, :, run.queries] = _plain(run_q, run_k, run_v, scale, dropout, softcap, run)
+    return out
+
+
+# Plain autograd, document by document #
+
+
+def _plain(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float, softcap: float | None, run: QueryRun
+) -> Tensor:
+    """One run, [batch, heads, length, head_dim]; with a softcap its scores are kept for the backward."""
+    mask = additive_mask(run, q.dtype, q.device)
+    gqa = q.shape[1] != k.shape[1]
+    if gqa and (softcap is not None or q.is_cuda):  # the memory-efficient CUDA kernel knows no grouped heads
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        gqa = False
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=gqa
+        )
+    scores = softcap * torch.tanh((q @ k.transpose(-1, -2)) * (scale / softcap))
+    if mask is None:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    else:
+        scores = scores + mask
+    weights = scores.to(torch.promote_types(q.dtype, torch.float32)).softmax(-1).to(q.dtype)
+    return F.dropout(weights, dropout) @ v
+
+
+def _one_by_one(
+    q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, dropout: float, softcap: float | None,
+    window: int | None,
+) -> Tensor:  # fmt: skip
+    """`attend_documents` (same arguments) by one `_plain` call per document of rows with equal lengths."""
+    seq, groups = q.shape[2], [(lengths, len(list(alike))) for lengths, alike in groupby(documents)]
+    outs = []
+    # Split and cat, not slices: the gradient of a split is written once, that of n slices n times.
+    split_rows = zip(*(x.split([count for _, count in groups]) for x in (q, k, v)), strict=True)
+    for (lengths, _), rows in zip(groups, split_rows, strict=True):
+        padding = seq - sum(lengths)
+        slices = zip(*(x.split([*lengths, padding], dim=2) for x in rows), strict=True)
+        parts = []
+        for length, (part_q, part_k, part_v) in zip(lengths, slices, strict=False):
+            whole = slice(0, length)
+            run = QueryRun(whole, whole, whole, window if window is not None and window < length else None)
+            parts.append(_plain(part_q, part_k, part_v, scale, dropout, softcap, run))
+        last = rows[0].new_zeros(*rows[0].shape[:2], padding, rows[2].shape[-1])
+        outs.append(torch.cat([*parts, last], dim=2))
+    return torch.cat(outs)

@@ -1,0 +1,153 @@
+"""Attention on CUDA, a whole micro-batch in one call.
+
+varlen   16 bit, no softcap: the variable-length flash kernel over flattened tokens
+flex     with a softcap: flex attention with a block mask
+"""
+
+from functools import cache, lru_cache
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshtune.attention.runs import Lengths, QueryRuns
+from meshtune.compat import varlen_attention
+
+# Padding is cut into documents of so many tokens: it is computed too, and so costs little.
+PADDING_LENGTH = 128
+
+
+@lru_cache(maxsize=8)
+def _boundaries(documents: Lengths, seq: int, device: torch.device) -> tuple[Tensor, int]:
+    """cu_seqlens [documents + 1] of the flattened micro-batch, its padding cut into documents too; the
+    longest document's tokens.
+    """
+    lengths: list[int] = []
+    for row in documents:
+        rest = seq - sum(row)
+        lengths += [*row, *[PADDING_LENGTH] * (rest // PADDING_LENGTH), rest % PADDING_LENGTH]
+    lengths = [length for length in lengths if length]
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device), max(lengths)
+
+
+@lru_cache(maxsize=8)
+def _document_ids(documents: Lengths, seq: int, device: torch.device) -> Tensor:
+    """Number of each token's document in its row [batch, seq]; -1 for padding."""
+    rows = [
+        [number for number, length in enumerate(row) for _ in range(length)] + [-1] * (seq - sum(row))
+        for row in documents
+    ]
+    return torch.tensor(rows, device=device)
+
+
+def varlen(q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, window: int | None) -> Tensor:
+    """One variable-length flash call: [batch, heads, seq, head_dim] -> the same, zeros for padding.
+
+    window: keys that a query sees at most, its own included; None: all earlier ones of its document.
+    """
+    batch, heads, seq, head_dim = q.shape
+    boundaries, longest = _boundaries(documents, seq, q.device)
+    flat_q, flat_k, flat_v = (x.transpose(1, 2).reshape(batch * seq, -1, head_dim) for x in (q, k, v))
+    left = -1 if window is None or window >= longest else window - 1
+    out = varlen_attention(
+        flat_q, flat_k, flat_v, boundaries, boundaries, longest, longest, scale=scale, window_size=(left, 0)
+    )
+    out = out.view(batch, seq, heads, head_dim).transpose(1, 2)
+    if any(sum(row) < seq for row in documents):
+        out = out.masked_fill((_document_ids(documents, seq, q.device) < 0)[:, None, :, None], 0)
+    return out
+
+
+class _Flat(NamedTuple):
+    """The queries or the keys of all runs, one run after the other."""
+
+    tokens: Tensor  # [tokens of all runs]: index of each in [batch · columns]
+    boundaries: Tensor  # [runs + 1] int32: where each run begins; the last one: where all end
+    longest: int  # tokens of the longest run
+
+
+@lru_cache(maxsize=8)
+def _flat(runs: QueryRuns, side: Literal["queries", "keys"], columns: int, device: torch.device) -> _Flat:
+    """Flatten one side of the runs; a row has `columns` of that side."""
+    spans = [(run.rows.start * columns, getattr(run, side)) for run in runs.runs]
+    tokens = torch.cat([torch.arange(row + span.start, row + span.stop) for row, span in spans])
+    lengths = [span.stop - span.start for _, span in spans]
+    boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return _Flat(tokens.to(device), boundaries.to(device), max(lengths))
+
+
+def varlen_runs(q: Tensor, k: Tensor, v: Tensor, runs: QueryRuns, scale: float) -> Tensor:
+    """One variable-length flash call over runs: q [batch, heads, queries, head_dim] -> the same.
+
+    k and v [batch, kv_heads, keys, head_dim]; queries in no run get zeros. Keys that several runs see are
+    copied for each of them: at most twice as many as there are.
+    """
+    batch, heads, columns, head_dim = q.shape
+    queries = _flat(runs, "queries", columns, q.device)
+    keys = _flat(runs, "keys", k.shape[2], q.device)
+    flat_q, flat_k, flat_v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    window = runs.runs[0].window
+    part = varlen_attention(
+        flat_q.index_select(0, queries.tokens),
+        flat_k.index_select(0, keys.tokens), flat_v.index_select(0, keys.tokens),
+        queries.boundaries, keys.boundaries, queries.longest, keys.longest,
+        scale=scale, window_size=(-1 if window is None or window >= keys.longest else window - 1, 0),
+    )  # fmt: skip
+    out = part.new_zeros(batch * columns, heads, head_dim).index_copy(0, queries.tokens, part)
+    return out.view(batch, columns, heads, head_dim).transpose(1, 2)
+
+
+@cache
+def _compiled_flex():
+    from torch.nn.attention.flex_attention import flex_attention  # imports the compiler: only where used
+
+    return torch.compile(flex_attention)
+
+
+@lru_cache(maxsize=8)
+def _block_mask(documents: Lengths, seq: int, window: int | None, device: torch.device):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    ids = _document_ids(documents, seq, device)
+
+    def visible(row, head, query, key):
+        seen = (ids[row, query] == ids[row, key]) & (key <= query) & (ids[row, query] >= 0)
+        return seen if window is None else seen & (key > query - window)
+
+    return create_block_mask(visible, len(documents), None, seq, seq, device=str(device))
+
+
+@lru_cache(maxsize=8)
+def runs_mask(runs: QueryRuns, batch: int, columns: int, keys: int, device: torch.device):
+    """Block mask of runs: `columns` queries and `keys` keys a row; queries in no run see no key."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    first, last = torch.zeros(batch, columns, dtype=torch.long), torch.full((batch, columns), -1)
+    for run in runs.runs:
+        positions = torch.arange(run.first_query, run.keys.stop)
+        reach = len(positions) + run.first_query if run.window is None else run.window
+        first[run.rows, run.queries] = (positions - reach + 1).clamp(min=run.keys.start)
+        last[run.rows, run.queries] = positions
+    first, last = first.to(device), last.to(device)
+
+    def visible(row, head, query, key):
+        return (key >= first[row, query]) & (key <= last[row, query])
+
+    return create_block_mask(visible, batch, None, columns, keys, device=str(device))
+
+
+def flex(q, k, v, documents: Lengths, scale: float, softcap: float | None, window: int | None) -> Tensor:
+    """Flex attention inside documents: [batch, heads, seq, head_dim] -> the same, zeros for padding."""
+    return flex_with_mask(q, k, v, _block_mask(documents, q.shape[2], window, q.device), scale, softcap)
+
+
+def flex_with_mask(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, softcap: float | None) -> Tensor:
+    """Flex attention under a block mask: [batch, heads, queries, head_dim] -> the same."""
+
+    def capped(score, row, head, query, key):
+        return score if softcap is None else softcap * torch.tanh(score / softcap)
+
+    return _compiled_flex()(
+        q, k, v, score_mod=capped, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )

@@ -1,0 +1,140 @@
+"""Causal attention over packed documents, for any Hugging Face model that uses `AttentionInterface`.
+
+    register()                                     # once a process, before a model is built with it
+    model.set_attn_implementation("meshtune")
+    model(input_ids, position_ids=..., documents=((5, 3), (8,)), use_cache=False)
+
+`documents[b]` holds the lengths of row b's documents from column 0 on; what lies beyond their sum is
+padding. A token sees the earlier tokens of its own document (the last `sliding_window` ones, itself
+included), nothing else; padding gives zeros. No mask of seq × seq is ever built, and keys and values are
+never expanded to the number of query heads. The kernels are in core.py.
+
+"meshtune_recompute" is the same function, but what happens inside is recomputed in the backward.
+
+A family that does not pass `documents` down to its attention raises, as does any argument that is not known
+here: a silently wrong result is never possible.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from meshtune.attention.core import attend_documents
+from meshtune.attention.runs import checked
+from meshtune.model.body import ATTENTION_NAMES, Documents
+
+# Arguments that families pass besides and that change nothing here.
+HARMLESS = {
+    "position_ids",  # already in the rotary embedding; the documents say where positions restart
+    "position_embeddings",
+    "cache_position",
+    "num_items_in_batch",
+}
+# Arguments that change nothing only if they are False.
+MUST_BE_OFF = {
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "head_mask",
+    "past_key_values",
+    "return_dict",
+}
+
+
+@cache
+def register() -> None:
+    """Make both names known to transformers. Call it before a model is built; further calls do nothing."""
+    functions = (document_attention, recomputed_document_attention)
+    for name, function in zip(ATTENTION_NAMES, functions, strict=True):
+        # A compiled block runs it as it is: traced, every new set of document lengths would be compiled anew.
+        AttentionInterface.register(name, torch.compiler.disable(function))
+        AttentionMaskInterface.register(name, no_mask)
+
+
+def document_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    documents: Documents | Sequence[Sequence[int]] | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    recompute: bool = False,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention inside each document, as Hugging Face's modules call it.
+
+    query [batch, heads, seq, head_dim], key and value [batch, kv_heads, seq, head_dim] -> [batch, seq, heads,
+    head_dim] and no weights. `scaling` defaults to 1/sqrt(head_dim), `dropout` is a probability.
+
+    Raises ValueError without `documents`, or if they do not fit; NotImplementedError for arguments that would
+    change the result and are not known here.
+    """
+    _refuse_unknown(module, attention_mask, is_causal, others)
+    if documents is None:
+        raise ValueError(
+            f"{type(module).__name__} called meshtune's attention without `documents`: either the model was "
+            "called without them, or this family does not pass keyword arguments down to its attention; then "
+            "use model.attention=sdpa, without packing."
+        )
+    context = vars(module).get(
+        "context"
+    )  # set where other ranks have the other columns (parallel/context.py)
+    ranks = context.axis.size if context else 1
+    lengths = checked(documents, query.shape[0], query.shape[2] * ranks)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    arguments = (query, key, value, lengths, scale, dropout, softcap, sliding_window)
+    attend = context or attend_documents
+    if recompute and torch.is_grad_enabled():
+        out = checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=dropout > 0)
+    else:
+        out = attend(*arguments)
+    return out.transpose(1, 2), None
+
+
+def recomputed_document_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """`document_attention` that keeps only query, key and value for the backward."""
+    return document_attention(module, *args, recompute=True, **kwargs)
+
+
+def _refuse_unknown(
+    module: nn.Module, attention_mask: Any, is_causal: bool | None, others: dict[str, Any]
+) -> None:
+    problems = [
+        f"{name}={value!r}" if isinstance(value, bool | int | float | str) else name
+        for name, value in others.items()
+        if name not in HARMLESS and value is not None and not (name in MUST_BE_OFF and value is False)
+    ]
+    if attention_mask is not None:
+        problems.append("attention_mask (describe padding by `documents`)")
+    if is_causal is False:
+        problems.append("is_causal=False")
+    if problems:
+        raise NotImplementedError(
+            f"{type(module).__name__} calls its attention with arguments that meshtune's does not support: "
+            f"{', '.join(problems)}. Use model.attention=sdpa, without packing."
+        )
+
+
+def no_mask(*, attention_mask: Tensor | None = None, use_vmap: bool = False, **_: Any) -> None:
+    """Build no mask: `documents`, the window and causality are all that the attention needs.
+
+    Raises NotImplementedError for what these can't express: a padding mask, or a model's own pattern laid
+    over the causal one (Hugging Face sets `use_vmap` exactly then).
+    """
+    if attention_mask is not None or use_vmap:
+        what = "an attention_mask" if attention_mask is not None else "a pattern over the causal one"
+        raise NotImplementedError(
+            f"meshtune's attention was given {what}: describe padding by `documents`, "
+            "or use model.attention=sdpa."
+        )

@@ -1,0 +1,60 @@
+"""`meshtune env`: versions, devices, and what a model's family supports."""
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from meshtune.commands.options import AsJson, show_json
+from meshtune.units import human
+
+
+def env(
+    model: Annotated[str | None, typer.Option(help="a hub id or folder: what this family supports")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Versions, devices, and what a model's family supports."""
+    description = environment(model)
+    if as_json:
+        show_json(description)
+        return
+    from rich.console import Console
+
+    from meshtune.report.facts import capability_table, facts_table
+
+    console = Console()
+    console.print(facts_table(description["versions"] | description["devices"], title="environment"))
+    if model:
+        rows = [(row["feature"], row["supported"], row["why"]) for row in description["features"]]
+        console.print(capability_table(rows, title=f"{model} ({description['type']})"))
+
+
+def environment(model: str | None) -> dict[str, Any]:
+    """Versions and devices; with a model its type and the features that its family supports."""
+    import psutil
+    import torch
+
+    from meshtune.model.anatomy import capabilities
+    from meshtune.model.load import load_config
+    from meshtune.train.build import versions
+
+    devices: dict[str, Any] = {
+        "cpu": f"{os.cpu_count()} cores, {human(psutil.virtual_memory().total)}",
+        "threads": torch.get_num_threads(),
+    }
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        devices[f"cuda:{index}"] = f"{properties.name}, {human(properties.total_memory)}"
+    found: dict[str, Any] = {
+        "versions": versions() | {"executable": sys.executable},
+        "devices": devices,
+    }
+    if model:
+        config = load_config(model)
+        found["type"] = config.model_type
+        found["features"] = [
+            {"feature": feature, "supported": supported, "why": why}
+            for feature, supported, why in capabilities(config)
+        ]
+    return found

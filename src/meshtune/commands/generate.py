@@ -1,0 +1,72 @@
+"""`meshtune generate`: answer prompts with a target."""
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from meshtune.commands.options import AsJson, TargetWords, show_json, split
+from meshtune.errors import UserError
+
+
+def generate(
+    target: TargetWords,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="may be repeated; else lines of stdin")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0: greedy")] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Answer prompts, wrapped as in training (chat template, or prompt and separator)."""
+    prompts = prompt or [line.rstrip("\n") for line in sys.stdin]
+    texts = generated(*split(target), prompts, max_new_tokens=max_new_tokens, temperature=temperature)
+    if as_json:
+        show_json([{"prompt": p, "answer": a} for p, a in zip(prompts, texts, strict=True)])
+    else:
+        for text in texts:
+            print(text)
+
+
+def generated(
+    name: str | None,
+    overrides: list[str],
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+) -> list[str]:
+    """One answer per prompt by the target `name`, each prompt wrapped as its run's training prompts were."""
+    if not prompts:
+        raise UserError("No prompt is given; use --prompt, or write prompts to stdin, one a line.")
+    from meshtune.commands.target import open_model, target_of
+    from meshtune.data.example import Example, Origin
+    from meshtune.train.generate import answers
+
+    opened = open_model(target_of(name, overrides))
+    encoder = opened.encoder
+    if not encoder.templated and encoder.train_on == "all":  # trained to go on with a text, not to answer
+        encoder.separator = ""
+    origin = Origin("prompt", 1)
+    asked = [
+        Example(
+            origin,
+            messages=({"role": "user", "content": prompt},),
+            tools=None,
+            prompt=None,
+            completion=None,
+            text=None,
+        )
+        if encoder.templated
+        else Example(origin, messages=None, tools=None, prompt=prompt, completion="", text=None)
+        for prompt in prompts
+    ]
+    return answers(
+        opened.parallel,
+        opened.tokenizer,
+        [encoder.prompt_ids(example) for example in asked],
+        max_new_tokens=max_new_tokens,
+        stop_ids=encoder.stop_ids,
+        temperature=temperature,
+    )

@@ -1,0 +1,47 @@
+"""Options and output that several commands share."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from meshtune.errors import UserError
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="a config file, section.key=value, or both"),
+]
+TargetWords = Annotated[
+    list[str],
+    typer.Argument(metavar="TARGET [KEY=VALUE]...", help="a run folder, a model folder or a config file"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout, all else on stderr")]
+
+
+def split(settings: list[str] | None) -> tuple[str | None, list[str]]:
+    """(The config file or target, if one is named, the key=value overrides). Raises UserError for a second
+    file.
+    """
+    words = settings or []
+    files = [word for word in words if "=" not in word]
+    if len(files) > 1:
+        raise UserError(
+            f"Several config files are named: {', '.join(files)}; name one, and change it by "
+            "section.key=value."
+        )
+    return (files[0] if files else None), [word for word in words if "=" in word]
+
+
+def show(facts: Any, renderable: Any, *, as_json: bool) -> None:
+    """Print one result: `facts` as JSON, or `renderable` (rich's) for people."""
+    if as_json:
+        show_json(facts)
+    else:
+        from rich.console import Console
+
+        Console().print(renderable)
+
+
+def show_json(value: Any) -> None:
+    """Print one JSON document on stdout."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))

@@ -1,0 +1,136 @@
+"""`meshtune plan`: predict every parallel layout on a cluster, and choose."""
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshtune.commands.options import AsJson, Settings, show, split
+from meshtune.errors import UserError
+
+if TYPE_CHECKING:
+    from meshtune.config import Config
+    from meshtune.plan.answer import Answer
+    from meshtune.plan.workload import Workload
+
+
+def plan(
+    settings: Settings = None,
+    explain: Annotated[
+        str | None, typer.Option(metavar="LAYOUT", help="memory and time of one layout, part by part")
+    ] = None,
+    gpus: Annotated[
+        str | None, typer.Option(metavar="N,N,…", help="compare clusters of these numbers of GPUs")
+    ] = None,
+    goal: Annotated[str, typer.Option(help="speed, cost, gpus or memory")] = "speed",
+    most: Annotated[
+        str | None,
+        typer.Option("--max", metavar="WHAT", help="the largest model, seq_len or batch that fits"),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="layouts to show")] = 10,
+    plot: Annotated[Path | None, typer.Option(help="pictures: a file ending in .html, .png or .svg")] = None,
+    export: Annotated[
+        str | None, typer.Option(metavar="TOOL", help="write the plan as another tool's configuration")
+    ] = None,
+    to: Annotated[Path, typer.Option(help="the folder that --export writes into")] = Path("plan-export"),
+    as_json: AsJson = False,
+) -> None:
+    """Predict memory and step time of every parallel layout on a cluster, and choose. Needs no GPU and no
+    data.
+    """
+    file, overrides = split(settings)
+    from meshtune import config
+    from meshtune.model.census_cache import numbers_of
+    from meshtune.plan.workload import lighter_workloads, workload_of
+
+    if (explain or most) and (plot or export or gpus):
+        raise UserError(
+            "--explain and --max answer one question; ask for --plot, --export and --gpus without them."
+        )
+    check_outputs(plot, export)
+    resolved = config.load(file, overrides)
+    workload = workload_of(resolved, numbers_of(resolved, log=notice))
+    if explain:
+        explain_layout(resolved, workload, explain, as_json=as_json)
+    elif most:
+        show_largest(resolved, workload, most, as_json=as_json)
+    else:
+        from meshtune.plan import answer
+        from meshtune.report.plan import terminal
+
+        sizes = numbers(gpus, "--gpus")
+        best = answer.ask(
+            resolved,
+            workload,
+            sizes=sizes,
+            goal=goal,
+            lighter=partial(lighter_workloads, resolved, numbers_of),
+        )
+        show(best.as_dict(top), terminal.answer(best, top), as_json=as_json)
+        if plot:
+            draw(best, plot, compare_sizes=bool(gpus))
+        if export:
+            write_export(resolved, best, export, to)
+
+
+def check_outputs(plot: Path | None, export: str | None) -> None:
+    """Raise UserError for pictures or exports that can't be written, before anything is predicted."""
+    if plot:
+        from meshtune.report.plan.pictures import check
+
+        check(plot)
+    if export:
+        from meshtune.plan.export import check_tool
+
+        check_tool(export)
+
+
+def explain_layout(config: "Config", workload: "Workload", layout: str, *, as_json: bool) -> None:
+    """Show memory and time of one layout, part by part, beside the best one."""
+    from meshtune.plan import answer
+    from meshtune.report.plan import terminal
+
+    choice, against = answer.explain(config, workload, layout)
+    facts = choice.as_dict() | {"against": against}
+    show(facts, terminal.explained(choice, against), as_json=as_json)
+
+
+def show_largest(config: "Config", workload: "Workload", quantity: str, *, as_json: bool) -> None:
+    """Show the largest model, seq_len or batch (`quantity`) that fits."""
+    from meshtune.plan import answer
+    from meshtune.report.plan import terminal
+
+    value, choice = answer.largest(config, workload, quantity)
+    facts = {quantity: value} | choice.as_dict()
+    show(facts, terminal.largest(quantity, value, choice), as_json=as_json)
+
+
+def draw(answer: "Answer", file: Path, *, compare_sizes: bool) -> None:
+    """Draw an answer into `file`; with compare_sizes all the clusters that were asked for."""
+    from meshtune.report.plan import pictures
+
+    pictures.write(file, answer.plan, sizes=answer.plans if compare_sizes else None, batches=answer.batches())
+    notice(f"pictures in {file}")
+
+
+def write_export(config: "Config", answer: "Answer", tool: str, folder: Path) -> None:
+    """Write the best layout that `tool` can run as its configuration."""
+    from meshtune.plan.export import write
+
+    for sentence in write(tool, config, answer.best(500), folder):
+        notice(sentence)
+
+
+def notice(text: str) -> None:
+    """Print a line on stderr, where it is no part of the result."""
+    print(f"meshtune: {text}", file=sys.stderr)
+
+
+def numbers(text: str | None, option: str) -> list[int]:
+    """`8,16,32` -> [8, 16, 32]. Raises UserError for what is no number."""
+    words = [word.strip() for word in (text or "").split(",") if word.strip()]
+    if bad := [word for word in words if not word.isdecimal() or int(word) < 1]:
+        raise UserError(f"{option} {text}: '{bad[0]}' is no number of GPUs; write {option} 8,16,32.")
+    return sorted({int(word) for word in words})

@@ -1,0 +1,139 @@
+"""A target, the model that a command works on: a run folder, a model or adapter folder, a hub id, a config.
+
+runs/x        its config.yaml, with the weights of model/ (or of a checkpoint)
+an adapter    the base model that it names, with the adapter on it
+a model       as it is
+config.yaml   the model it names, before training
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from meshtune import config as settings
+from meshtune.attention.register import register
+from meshtune.config import Config
+from meshtune.data.template import Encoder
+from meshtune.errors import UserError
+from meshtune.layout import Layout
+from meshtune.model.adapter import adapter_base, load_adapter
+from meshtune.model.anatomy import anatomy
+from meshtune.model.load import load, load_config, load_tokenizer, quiet
+from meshtune.model.trainable import embeddings_needed, resize_embeddings
+from meshtune.parallel.apply import Parallel, apply
+from meshtune.parallel.mesh import join
+from meshtune.rundir import RunDir
+from meshtune.train import build, choose, inputs
+from meshtune.train.checkpoint import Checkpoints
+from meshtune.train.loss import head_loss
+from meshtune.train.model import single_model
+
+
+@dataclass(frozen=True)
+class Target:
+    """Settings, and where the weights are: a whole model or an adapter's folder, or a checkpoint of a run."""
+
+    config: Config
+    folder: Path | None = None  # model or adapter; None: config.model.name as it is
+    run: RunDir | None = None
+    step: int | None = None  # of the run's checkpoint to use
+
+    @property
+    def adapted(self) -> bool:
+        """Whether `folder` holds an adapter."""
+        return self.folder is not None and (self.folder / "adapter_config.json").exists()
+
+
+def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = None) -> Target:
+    """What a target's name stands for. Raises UserError where nothing usable is there."""
+    path = Path(name).expanduser() if name else None
+    if path and path.name == "model" and (path.parent / "config.yaml").exists():
+        path = path.parent  # a run's model is prompted and evaluated as its run was
+    if path is None or path.is_file():
+        return Target(settings.load(path, overrides))
+    if (path / "config.yaml").exists():
+        run = RunDir(path)
+        config = settings.load(run.config_file, overrides)
+        if step is None and run.model.exists():
+            return Target(config, run.model, run)
+        found: list[str] = []
+        step = Checkpoints(run.checkpoints, report=found.append).newest_good() if step is None else step
+        if step is None:
+            raise UserError([f"{path} holds neither model/ nor a whole checkpoint; train first.", *found])
+        for sentence in found:  # an older checkpoint stands in for a damaged one: never without a word
+            print(sentence, file=sys.stderr)
+        return Target(config, None, run, step)
+    if step is not None:
+        raise UserError(f"--step {step}: {name} is no run folder.")
+    folder = path if path.is_dir() else None
+    adapter = folder is not None and (folder / "adapter_config.json").exists()
+    base = adapter_base(folder) if adapter and folder else str(name)
+    known: dict[Any, str] = {torch.float32: "fp32", torch.float64: "fp64"}
+    precision = known.get(load_config(base).dtype, "bf16-pure")
+    defaults = {"model": {"name": base}, "train": {"precision": precision}}
+    return Target(settings.load(None, overrides, defaults), folder if adapter else None)
+
+
+class Opened(NamedTuple):
+    """A target's model on one device, in evaluation mode, with what reads and prompts it."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    encoder: Encoder
+
+    @property
+    def parallel(self) -> Parallel:
+        """The model as the layout of one rank."""
+        blocks = range(len(self.model.get_submodule(anatomy(self.model).blocks)))  # type: ignore[arg-type]
+        return apply(
+            lambda: self.model, join(Layout(), self.model.device), {0: blocks}, finish=head_loss,
+            compute_dtype=self.model.dtype, reduce_dtype=None,
+        )  # fmt: skip
+
+
+def open_model(target: Target, device: str | None = None) -> Opened:
+    """Load the target's model on one device, however it was trained.
+
+    device: as train.device; None: what the target's config says.
+    """
+    register()
+    quiet()
+    config, place = target.config, choose.device_of(device or target.config.train.device)
+    unpacked = config.data.model_copy(update={"packing": False})  # generating packs nothing
+    attention = choose.attention_of(config.model_copy(update={"data": unpacked}), Layout(), 1)
+    spec = build.model_spec(config, attention)
+    if target.step is not None and target.run is not None:
+        tokenizer = inputs.tokenizer_of(config.model, config.data)
+        encoder = inputs.encoder_of(tokenizer, config.data)
+        model = single_model(replace(spec, embeddings=embeddings_needed(tokenizer)), place)
+        weights = {f"model.{name}": p.data for name, p in model.named_parameters() if p.requires_grad}
+        Checkpoints(target.run.checkpoints).load(target.step, weights)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(spec.compute_dtype)
+        return Opened(model.eval(), tokenizer, encoder)
+    adapter = target.folder if target.adapted else None
+    folder = None if adapter else target.folder
+    model = load(
+        str(folder) if folder else config.model.name,
+        init="pretrained" if folder else config.model.init,
+        dtype=spec.compute_dtype,
+        device=place,
+        attention=attention,
+        trust_remote_code=config.model.trust_remote_code,
+        revision=None if folder else config.model.revision,
+        seed=config.train.seed,
+    )
+    tokenizer = load_tokenizer(
+        str(target.folder or config.model.name), trust_remote_code=config.model.trust_remote_code
+    )
+    encoder = inputs.encoder_of(tokenizer, config.data)
+    if adapter:
+        load_adapter(model, adapter)
+    else:
+        resize_embeddings(model, tokenizer)
+    return Opened(model.eval(), tokenizer, encoder)

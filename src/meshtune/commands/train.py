@@ -1,0 +1,111 @@
+"""`meshtune train`: start the ranks, train, show the run."""
+
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshtune.commands.options import AsJson, Settings, show_json, split
+from meshtune.errors import UserError
+from meshtune.rundir import RunDir
+
+if TYPE_CHECKING:
+    from meshtune.config import Config
+    from meshtune.launch import Rank
+    from meshtune.train.choose import Choice
+
+
+def train(
+    settings: Settings = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="ranks to start here; default: as many as the layout has, or as there are GPUs"
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fine-tune a model: full or LoRA, from data files to a Hugging Face folder and a report. Starts its own
+    ranks, or is one of those that torchrun or srun started.
+    """
+    file, overrides = split(settings)
+    from meshtune import config, launch
+
+    resolved = config.load(file, overrides)
+    # Before ranks are forked: they share what is imported. And what can't run is refused.
+    from meshtune.train import build, choose, loop  # noqa: F401
+
+    ranks, device = ranks_of(resolved, nproc)
+    choice = None if launch.joined() else choose.choose(resolved, ranks)
+    launch.run(train_rank, resolved, choice, as_json, ranks=ranks, device=device)
+
+
+def ranks_of(config: "Config", nproc: int | None) -> tuple[int, str]:
+    """(how many ranks train, "cpu" or "cuda"): those that were started, or that `nproc`, the layout or the
+    GPUs ask for.
+
+    Raises UserError for a number that the layout, or the GPUs, can't have.
+    """
+    import torch
+
+    from meshtune import launch
+
+    wanted = config.train.device
+    device = "cuda" if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()) else "cpu"
+    if place := launch.place_of(os.environ):
+        if nproc:
+            raise UserError(
+                f"--nproc {nproc} starts ranks here, but this is already rank {place.rank} of {place.world}; "
+                "leave --nproc out, and let torchrun or srun start all ranks."
+            )
+        return place.world, device
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    world = config.partial_layout.world
+    if world is None:
+        return nproc or gpus or 1, device
+    if nproc and nproc != world:
+        raise UserError(
+            f"--nproc {nproc}, but layout {config.layout} is for {world} ranks; leave --nproc out, or change "
+            "the layout."
+        )
+    if gpus and world > gpus:
+        raise UserError(
+            f"Layout {config.layout} needs {world} GPUs, but torch sees {gpus}; change the layout, start it "
+            "on several machines by torchrun or srun, or use train.device=cpu."
+        )
+    return world, device
+
+
+def train_rank(rank: "Rank", config: "Config", choice: "Choice | None", as_json: bool) -> None:
+    """Train on one rank. choice: the layout and attention, where they are chosen already."""
+    from meshtune.train import build, loop
+
+    run = build.build(config, choice)
+    rank.keep_log(run.folder.logs)
+    world = run.world
+    axes = {str(axis.group.group_name): axis.name for axis in world.axes if axis.group is not None}
+    axes |= {group.group_name: "all ranks" for group in (world.host, world.storage) if group is not None}
+    rank.explain(lambda: f"step {run.progress.step}", axes, spins=world.device.type == "cuda")
+    try:
+        loop.train(run)
+    finally:
+        if rank.main:
+            show_run(run.folder, as_json=as_json)
+
+
+def show_run(run: RunDir, *, as_json: bool) -> None:
+    """Write the run's report and print what it came to, also when it was stopped."""
+    from rich.console import Console
+
+    from meshtune.report.run import report, summary, tables
+
+    if reason := report.try_report(run):  # the model is on the disk; the report can be drawn later
+        print(f"meshtune: {reason}", file=sys.stderr)
+    if as_json:
+        show_json(summary.summarise(run).as_dict())
+    else:
+        console = Console()
+        console.print(tables.run_summary(run))
+        if run.samples():
+            console.print(tables.samples_table(run))

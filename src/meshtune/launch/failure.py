@@ -1,0 +1,138 @@
+"""One of several ranks failed first: which error is shown, and how it is raised in the process that started
+the ranks.
+
+A rank that was started here leaves a `Failure` in a folder, pickled; the parent orders them and raises the
+first cause. Ranks that torchrun or srun started have no parent of ours: each asks the store whether it was
+the first (`claims_failure`), and only that one prints its error.
+"""
+
+import os
+import pickle
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError
+from meshtune.launch.place import Place
+from meshtune.launch.rank import connect
+from meshtune.watch import FAILED
+
+LOST_CONNECTION = re.compile(  # how the end of another rank shows in errors of gloo, NCCL and the store
+    "closed by peer|reset by peer|connection refused|connection was closed|broken pipe|socket (error|closed)"
+    "|remote process exited|communicator was aborted|timed out|timeout|recvvalue failed|failed to recv",
+    re.IGNORECASE,
+)
+
+
+@dataclass
+class Failure:
+    """The failure of one rank, as it reports it to the parent."""
+
+    seconds: float  # time of the failure, since the epoch
+    text: str  # the rank, its traceback or how its process ended, the end of its log
+    error: BaseException | None = (
+        None  # what the parent raises; None for a bug, which it raises as RankFailed
+    )
+    killed: int = 0  # number of the signal that ended the process
+    consequence: bool = False  # True if another rank's failure caused it
+
+    def order(self) -> tuple[bool, bool, bool, float]:
+        """Sort key: the failure to show comes first, a report of a hang before all others."""
+        hang, interrupted = isinstance(self.error, RankFailed), isinstance(self.error, Interrupted)
+        return not hang, self.consequence, interrupted, self.seconds
+
+
+def claims_failure(place: Place, error: BaseException, patience: float) -> bool:
+    """Claim, in the store, to be the rank whose error is shown; True if no other rank claimed it before.
+
+    Waits `patience` seconds before it claims an error that looks like a consequence of another rank's end.
+    For errors that all ranks raise together it is the main rank, without asking the store.
+    """
+    if isinstance(error, NonFinite | Interrupted):
+        return place.rank == 0
+    if lost_connection(error):
+        time.sleep(patience)  # the rank that was the cause claims first
+    try:
+        return connect(place, timeout=timedelta(seconds=patience)).add(FAILED, 1) == 1
+    except RuntimeError:  # the rank that held the store is gone, or the store was never there
+        return not lost_connection(error)
+
+
+def lost_connection(error: BaseException) -> bool:
+    """True if an error looks like the consequence of another rank's end."""
+    return isinstance(error, RuntimeError) and LOST_CONNECTION.search(str(error)) is not None
+
+
+def exit_code(error: BaseException) -> int:
+    return error.exit_code if isinstance(error, UserError | NonFinite | Interrupted) else 1
+
+
+def record_failure(folder: Path, place: Place, error: BaseException) -> None:
+    """Write this rank's Failure to `folder` for the parent, by a rename, and print it to the rank's log."""
+    expected = isinstance(error, UserError | NonFinite | Interrupted | RankFailed | KeyboardInterrupt)
+    message = str(error) if expected else "".join(traceback.format_exception(error))
+    text = f"rank {place.rank} of {place.world} failed:\n{message}{end_of_log(folder, place.rank)}"
+    if place.rank:
+        print(message, file=sys.stderr)
+    raised = error if expected or isinstance(error, OSError) else None
+    failure = Failure(time.time(), text, raised, consequence=lost_connection(error))
+    aside = folder / f".failed-{place.rank}"
+    aside.write_bytes(pickle.dumps(failure))
+    aside.rename(folder / f"failed-{place.rank}")
+
+
+def end_of_log(folder: Path, rank: int, lines: int = 20) -> str:
+    """Return the last lines of a rank's log under a heading; "" if the log is empty or missing."""
+    file = folder / f"rank-{rank}.log"
+    text = file.read_text(errors="replace").strip() if file.exists() else ""
+    where = f" ({file.resolve()})" if file.is_symlink() else ""
+    return f"\nThe end of rank {rank}'s log{where}:\n" + "\n".join(text.splitlines()[-lines:]) if text else ""
+
+
+def failures_of(processes: list[BaseProcess], ended: Mapping[int, float], folder: Path) -> Iterator[Failure]:
+    """Yield the failures of the ranks that ended by themselves: recorded in `folder`, else by exit code.
+
+    ended: rank -> when its process ended, in seconds since the epoch.
+    """
+    for rank, seconds in ended.items():
+        file, code = folder / f"failed-{rank}", processes[rank].exitcode
+        if file.exists():
+            yield pickle.loads(file.read_bytes())
+        elif code:
+            text = f"rank {rank} of {len(processes)} {how_it_ended(code)}{end_of_log(folder, rank)}"
+            yield Failure(seconds, text, killed=max(0, -code))
+
+
+def how_it_ended(code: int) -> str:
+    """Describe the exit code of a process; a negative one is the number of the signal that killed it."""
+    if code >= 0:
+        return f"ended with exit code {code}."
+    name = signal.Signals(-code).name
+    memory = "; the kernel does that when the machine's memory runs out" if name == "SIGKILL" else ""
+    return f"was killed by {name}{memory}."
+
+
+def raise_first(failures: list[Failure], received: list[signal.Signals]) -> None:
+    """Raise the failure that caused the others, with its own type.
+
+    received: the signals that this process got. If one of them killed the rank, this process ends by the same
+    signal.
+    """
+    first = min(failures, key=Failure.order)
+    if isinstance(first.error, OSError):
+        raise first.error from RankFailed(first.text)
+    if first.error is not None:
+        raise first.error
+    if received.count(signal.SIGINT) > 1:
+        raise KeyboardInterrupt
+    if first.killed in received:  # it came before there was anything to save
+        signal.signal(first.killed, signal.SIG_DFL)
+        os.kill(os.getpid(), first.killed)
+    raise RankFailed(first.text)

@@ -1,0 +1,158 @@
+"""One rank: its process group, its log file, and the watch that names a hang."""
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from meshtune.errors import UserError
+from meshtune.launch.place import Place
+from meshtune.watch import Limits, Watch
+
+RENDEZVOUS_TIMEOUT = timedelta(minutes=5)  # until every rank has come
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # long, since the main rank may prepare data, or save, meanwhile
+
+
+class Rank:
+    """This rank, as the first argument of the function that runs on it."""
+
+    def __init__(self, number: int = 0, *, log: "RankLog | None" = None, watch: Watch | None = None) -> None:
+        """log: None if this rank writes to the terminal. watch: None for a world of one."""
+        self.number = number
+        self._log, self._watch = log, watch
+
+    @property
+    def main(self) -> bool:
+        """True on the rank that writes to the terminal; the others write to log files."""
+        return self.number == 0
+
+    def keep_log(self, folder: Path) -> None:
+        """Move this rank's log to `folder`/rank-<n>.log and go on there; the main rank has no log."""
+        if self._log is not None:
+            self._log.move(folder / f"rank-{self.number}.log")
+
+    def explain(self, progress: Callable[[], str], axes: Mapping[str, str], *, spins: bool = False) -> None:
+        """Give the watch what its report of a hang needs.
+
+        progress: returns how far this rank is, "step 12". axes: name of a process group (group_name) -> mesh
+        axis, "dp_shard". spins: True if a thread that waits for a device keeps its core busy (CUDA).
+        """
+        if self._watch is not None:
+            self._watch.progress, self._watch.axes, self._watch.spins = progress, axes, spins
+
+
+class RankLog:
+    """The file that takes this process's stdout and stderr, native code's included, from the terminal."""
+
+    def __init__(self, file: Path | None = None) -> None:
+        """file: None for an unnamed temporary file, until `move`."""
+        self._terminal = os.dup(1), os.dup(2)
+        self._path = file
+        self._file = tempfile.TemporaryFile("a+b") if file is None else open(file, "a+b")  # noqa: SIM115
+        self._redirect(self._file.fileno(), self._file.fileno())
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
+
+    def move(self, file: Path) -> None:
+        """Append what was written so far to `file` and go on there; the old path becomes a link to it."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        target = open(file, "ab")  # noqa: SIM115 - it stays this process's output
+        flush_output()
+        self._file.seek(0)
+        shutil.copyfileobj(self._file, target)
+        target.flush()
+        self._redirect(target.fileno(), target.fileno())
+        if self._path is not None:  # a reader of the old path, such as the parent, finds the new file
+            self._path.unlink()
+            self._path.symlink_to(file.absolute())
+        self._file.close()
+        self._file = target
+
+    def restore_terminal(self) -> None:
+        """Write to the terminal again."""
+        self._redirect(*self._terminal)
+
+    @staticmethod
+    def _redirect(out: int, err: int) -> None:
+        flush_output()
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+
+
+def flush_output() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+@contextmanager
+def process_group(
+    place: Place, device: str, *, log: RankLog | None, limits: Limits, end: Callable[[str], None]
+) -> Iterator[Rank]:
+    """Open torch's default process group and the watch over it; yields the Rank.
+
+    Sets torchrun's environment variables and the number of CPU threads. device: cpu (gloo) or cuda (NCCL
+    for what is on the GPU, gloo for the rest). end: called with the report of a hang, from another thread; it
+    must not return.
+    """
+    os.environ.update(place.environment())
+    threads = int(os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // place.local_world))))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(threads)
+    options: dict[str, Any] = {"backend": "gloo"}
+    if device == "cuda":
+        index = place.local_rank % gpus_for(place.local_world)  # srun may show each task its own GPU alone
+        torch.cuda.set_device(index)
+        options = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", index)}
+    store = meet(place)
+    dist.init_process_group(
+        store=store, rank=place.rank, world_size=place.world, timeout=COLLECTIVE_TIMEOUT, **options
+    )
+    with Watch(place.rank, place.world, connect(place), limits=limits, end=end) as watch:
+        yield Rank(place.rank, log=log, watch=watch)
+    dist.destroy_process_group()  # not after a failure, when it may wait for ranks that are gone
+
+
+def gpus_for(ranks: int) -> int:
+    """Count the GPUs that this process sees. Raises UserError if `ranks` ranks can't have one each."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if 1 != gpus < ranks:
+        raise UserError(f"{ranks} ranks on a machine with {gpus} GPUs: start {gpus}, one for each GPU.")
+    return gpus
+
+
+def meet(place: Place) -> Any:
+    """Wait for all ranks and return their common TCPStore. Raises UserError if some don't come in time."""
+    from torch.distributed import DistError
+    from torch.distributed.rendezvous import rendezvous
+
+    try:
+        return next(rendezvous("env://", place.rank, place.world, timeout=RENDEZVOUS_TIMEOUT))[0]
+    except DistError as error:
+        raise UserError(
+            f"Rank {place.rank} of {place.world} could not meet the others at {place.address}:{place.port}: "
+            f"{str(error).splitlines()[0]} Start all {place.world} ranks (under Slurm by srun), set "
+            "MASTER_ADDR to the first machine, and MASTER_PORT to a free port of it."
+        ) from error
+
+
+def connect(place: Place, *, is_master: bool = False, **options: Any) -> Any:
+    """Open one more connection to the store (torch.distributed.TCPStore, which takes the options).
+
+    is_master: True to hold the store in this process.
+    """
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented there
+
+    return TCPStore(place.address, place.port, is_master=is_master, wait_for_workers=False, **options)
+
+
+def cores() -> int:
+    """Count the CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

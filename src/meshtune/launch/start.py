@@ -1,0 +1,207 @@
+"""Start the ranks, forward signals to them, wait for them; or run as one rank of those started elsewhere."""
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from meshtune.errors import Interrupted, NonFinite, RankFailed
+from meshtune.launch.failure import claims_failure, exit_code, failures_of, raise_first, record_failure
+from meshtune.launch.place import Place, place_of
+from meshtune.launch.rank import Rank, RankLog, connect, flush_output, process_group
+from meshtune.watch import Limits
+
+LOCALHOST = "127.0.0.1"
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+def run(
+    function: Callable[..., object],
+    *args: Any,
+    ranks: int,
+    device: str = "cpu",
+    limits: Limits = Limits(),  # noqa: B008 - a frozen value
+) -> None:
+    """Run `function(rank, *args)` on each of `ranks` ranks; with device cuda each has a GPU of its own.
+
+    Raises what the first rank to fail raised: UserError, NonFinite, Interrupted and OSError as they are,
+    anything else, and hangs, as RankFailed with the rank's traceback. On a rank that torchrun or srun started
+    SystemExit is raised when another rank failed first.
+    """
+    if place := place_of(os.environ):
+        run_joined(place, function, args, device, limits)
+    elif ranks == 1:
+        function(Rank(), *args)
+    else:
+        run_here(ranks, function, args, device, limits)
+
+
+# A rank that torchrun or srun started #
+
+
+def run_joined(
+    place: Place, function: Callable[..., object], args: tuple[Any, ...], device: str, limits: Limits
+) -> None:
+    """Run the function in this process as the rank `place`; only the first rank to fail prints its error."""
+    log = RankLog() if place.rank else None
+
+    def end(report: str) -> None:
+        if log:
+            log.restore_terminal()
+        print(f"meshtune: {report}", file=sys.stderr, flush=True)
+        os._exit(RankFailed.exit_code)
+
+    try:
+        with process_group(place, device, log=log, limits=limits, end=end) as rank:
+            function(rank, *args)
+    except Exception as error:
+        if not claims_failure(place, error, limits.grace / 2):
+            if log:
+                traceback.print_exc()
+            raise SystemExit(exit_code(error)) from None
+        if log:
+            log.restore_terminal()
+        raise
+
+
+# Ranks started here #
+
+
+def run_here(
+    ranks: int, function: Callable[..., object], args: tuple[Any, ...], device: str, limits: Limits
+) -> None:
+    """Start the ranks, wait for them, and raise what the first to fail raised."""
+    context: Any = get_context("spawn" if device == "cuda" else "fork")
+    with (
+        tempfile.TemporaryDirectory(prefix="meshtune-") as name,
+        socket.create_server((LOCALHOST, 0)) as door,
+    ):
+        folder, port = Path(name), door.getsockname()[1]
+        places = [Place(rank, ranks, rank, ranks, LOCALHOST, port) for rank in range(ranks)]
+        shared = {"device": device, "limits": limits, "folder": folder, "parent": os.getpid()}
+        processes = [
+            context.Process(target=rank_process, args=(place, function, args), kwargs=shared)
+            for place in places
+        ]
+        try:
+            for process in processes:
+                process.start()
+            # After the forks, which must not copy the store's thread; until then the socket queues the ranks.
+            store = connect(places[0], is_master=True, master_listen_fd=door.detach())
+            with forwarded_signals(processes) as received:
+                ended = wait_for(processes, limits.grace)
+            del store
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+        failures = list(failures_of(processes, ended, folder))
+    if failures:
+        raise_first(failures, received)
+
+
+def rank_process(
+    place: Place,
+    function: Callable[..., object],
+    args: tuple[Any, ...],
+    *,
+    device: str,
+    limits: Limits,
+    folder: Path,
+    parent: int,
+) -> None:
+    """Run one rank; the target of its process, which exits here.
+
+    folder: where the parent reads the rank's failure and log. parent: its process id.
+    """
+    end_with(parent)
+    os.setpgid(0, 0)  # a terminal's Ctrl-C reaches it through the parent, once
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # no rank holds the store: the parent does
+    log = RankLog(folder / f"rank-{place.rank}.log") if place.rank else None
+    if log:
+        faulthandler.enable()  # a crash in native code leaves its stack in the log
+
+    def leave(error: BaseException) -> None:
+        record_failure(folder, place, error)
+        flush_output()
+        os._exit(exit_code(error))  # no clean-up of what the parent owns, or that waits for other ranks
+
+    def end(report: str) -> None:
+        leave(RankFailed(report))
+
+    try:
+        with process_group(place, device, log=log, limits=limits, end=end) as rank:
+            function(rank, *args)
+    except BaseException as error:
+        leave(error)
+    flush_output()
+    os._exit(0)
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies, even while it is stopped."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+@contextmanager
+def forwarded_signals(processes: list[BaseProcess]) -> Iterator[list[signal.Signals]]:
+    """Forward the signals that this process gets to every rank; yields the list of those that came."""
+    received: list[signal.Signals] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        received.append(signal.Signals(number))
+        for process in processes:
+            if process.is_alive():
+                # A second Ctrl-C ends at once, also ranks whose main thread is blocked.
+                again = received.count(signal.SIGINT) > 1
+                os.kill(process.pid or 0, signal.SIGKILL if again else number)
+
+    handlers = {number: signal.signal(number, forward) for number in FORWARDED}
+    try:
+        yield received
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def wait_for(processes: list[BaseProcess], grace: float) -> dict[int, float]:
+    """Return rank -> when it ended by itself, in seconds since the epoch.
+
+    Ranks that still run `grace` seconds after a failure are killed. An interruption and non-finite numbers
+    reach all ranks together, so these leave the others their time.
+    """
+    no_failure = (0, NonFinite.exit_code, Interrupted.exit_code)
+    ended: dict[int, float] = {}
+    deadline = None
+    while running := {process.sentinel: rank for rank, process in enumerate(processes) if process.is_alive()}:
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if timeout == 0:
+            for rank in running.values():
+                processes[rank].kill()
+                processes[rank].join()
+            break
+        for sentinel in wait(list(running), timeout=timeout):
+            rank = running[sentinel]  # type: ignore[index]
+            processes[rank].join()
+            ended[rank] = time.time()
+            if deadline is None and processes[rank].exitcode not in no_failure:
+                deadline = time.monotonic() + grace
+    return ended

@@ -1,0 +1,222 @@
+"""Bytes of living storages by category.
+
+On CPU, `Ledger` is a dispatch mode: it sees every operation and counts each storage as it comes and goes,
+exact to the byte; only workspaces inside a kernel escape it. A storage gets its category
+
+    weights           from its owner: the model's parameters and buffers; shards, where ZeRO shards them
+    gathered_weights  from FSDP2's operator that copies a finished all-gather into whole parameters, and from
+                      its owner: a whole parameter of a model whose parameters are sharded
+    gradients         from its owner, when a gradient reaches its parameter, and from FSDP2's operator that
+                      copies gradients into the input of a reduce-scatter
+    optimizer         from its owner: masters and AdamW's state
+    logits            from the head, whose output it is, or from an operation on logits that gives as many
+                      columns: their logarithms, their softmax, their gradient
+    communication     from the operators of FSDP2 that fill the flat input of a collective; as output of a
+                      collective with such an input; or as the buffer of a receive
+    activations       from a forward or backward pass in which it is made, if it is nothing of the above
+    temporary         from being made outside of the passes (the optimizer's update), likewise
+
+So activations contain what a pass frees again at once: no operation shows what autograd will keep. They also
+contain results of collectives on activations (tensor and context parallelism), which later layers read, and,
+between the loss and its backward, the gradients that a chunked loss has made already. A flat buffer of
+summed gradients (plain data parallelism) is their storage: gradients.
+
+On CUDA no operation is watched: `storage_bytes` of the categories that have an owner is known, the rest is
+one number.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER = "weights", "gathered_weights", "gradients", "optimizer"
+ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARY = "activations", "logits", "communication", "temporary"
+CATEGORIES = (WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARY)
+UNCLAIMED = (ACTIVATIONS, TEMPORARY)  # what a storage is until something shows more
+
+
+@dataclass
+class Entry:
+    """A living storage."""
+
+    bytes: int
+    category: str
+    born: int = 0  # the ledger's clock when it was first seen
+    ref: Any = None  # weak reference to the storage; its callback removes the entry
+
+
+class Ledger(TorchDispatchMode):
+    """Counts the bytes of all living storages by category, and keeps the composition of their peak.
+
+    A tensor often gets its category after it was made (a gradient when it reaches its parameter, optimizer
+    state after the step). It then moves in the composition of the peak too, if it was alive at the peak.
+
+    device: storages on others are not counted.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.default = ACTIVATIONS  # category of new storages of which nothing more is known
+        self.logit_columns: int | None = None  # of the head's output
+        self.entries: dict[int, Entry] = {}  # by the address of the storage's C++ object
+        self.expected: dict[int, Entry] = {}  # claimed, but not seen yet: not counted
+        self.live: Counter[str] = Counter()  # bytes by category
+        self.total = self.clock = 0  # bytes; storages seen so far
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a phase: its peak so far is what is alive now."""
+        self.peak, self.parts, self.peak_clock = self.total, Counter(self.live), self.clock
+
+    def tag(self, tensors: Iterable[Tensor], category: str) -> None:
+        """Move the storages of these tensors to `category`."""
+        for tensor in tensors:
+            for storage in storages_of(tensor):
+                entry = self._see(storage, category)
+                if entry.category != category:
+                    self._move(entry, category)
+
+    def tag_logits(self, logits: Tensor) -> None:
+        """Move the head's output, [..., vocabulary of this rank], to logits, and later copies of it."""
+        self.logit_columns = logits.shape[-1]
+        self.tag([logits], LOGITS)
+
+    def _claim(self, values: Any, category: str) -> None:
+        """Move the tensors in `values`, any nest of them, to `category` unless they have one already.
+
+        Storages that were made before the ledger was entered get it when they are first seen.
+        """
+        for tensor in self._tensors(values):
+            for storage in storages_of(tensor):
+                entry = self.entries.get(key := storage._cdata)
+                if entry is None:
+                    self.expected[key] = Entry(0, category, ref=weakref.ref(storage, self._expiry(key)))
+                elif entry.category in UNCLAIMED:
+                    self._move(entry, category)
+
+    def _move(self, entry: Entry, category: str) -> None:
+        self.live[entry.category] -= entry.bytes
+        self.live[category] += entry.bytes
+        if entry.born <= self.peak_clock:
+            self.parts[entry.category] -= entry.bytes
+            self.parts[category] += entry.bytes
+        entry.category = category
+
+    def _see(self, storage: torch.UntypedStorage, category: str) -> Entry:
+        """The storage's entry, made or grown as needed; `category` is that of a new one."""
+        entry = self.entries.get(key := storage._cdata)
+        if entry is None:
+            self.clock += 1
+            claimed = self.expected.pop(key, None)
+            entry = self.entries[key] = Entry(0, claimed.category if claimed else category, self.clock)
+            entry.ref = weakref.ref(storage, self._removal(key))
+        if storage.nbytes() != entry.bytes:
+            self._grow(entry, storage.nbytes() - entry.bytes)
+        return entry
+
+    def _removal(self, key: int) -> Callable[[object], None]:
+        def remove(_: object) -> None:
+            entry = self.entries.pop(key)
+            self._grow(entry, -entry.bytes)
+
+        return remove
+
+    def _expiry(self, key: int) -> Callable[[object], None]:
+        def remove(_: object) -> None:
+            self.expected.pop(key, None)
+
+        return remove
+
+    def _grow(self, entry: Entry, change: int) -> None:
+        entry.bytes += change
+        self.total += change
+        self.live[entry.category] += change
+        if self.total > self.peak:
+            self.restart()
+
+    def _tensors(self, values: Any) -> list[Tensor]:
+        return [
+            leaf
+            for leaf in tree_leaves(values)
+            if isinstance(leaf, Tensor) and leaf.device.type == self.device.type
+        ]
+
+    def _has(self, values: Any, category: str) -> bool:
+        """Whether a tensor in `values` has a storage of this category."""
+        if not self.live[category]:
+            return False
+        storages = chain.from_iterable(storages_of(tensor) for tensor in self._tensors(values))
+        entries = (self.entries.get(storage._cdata) for storage in storages)
+        return any(entry is not None and entry.category == category for entry in entries)
+
+    def _claim_of_collective(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Move what a collective, or FSDP2's operator around one, reads and writes to its category."""
+        match func.namespace, func._opname:
+            case "fsdp", "all_gather_copy_in":  # shards in the compute dtype -> flat buffer
+                self._claim([args, out], COMMUNICATION)
+            case "fsdp", "split_with_sizes_copy":  # flat buffer -> whole parameters
+                self._claim(kwargs["out"], GATHERED)
+            case "fsdp", "chunk_cat":  # gradients -> flat buffer
+                self._claim(args[0], GRADIENTS)
+                self._claim(kwargs["out"], COMMUNICATION)
+            case "c10d", "recv_":
+                self._claim(args, COMMUNICATION)
+            case "c10d", _ if self._has(args, COMMUNICATION):
+                self._claim(args, COMMUNICATION)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back as operations on the local tensors
+        kwargs = kwargs or {}
+        of_logits = self._has([args, kwargs], LOGITS)
+        out = func(*args, **kwargs)
+        for tensor in self._tensors(out):
+            logits = of_logits and tensor.ndim > 0 and tensor.shape[-1] == self.logit_columns
+            for storage in storages_of(tensor):
+                self._see(storage, LOGITS if logits else self.default)
+        self._claim_of_collective(func, args, kwargs, out)
+        return out
+
+    def __enter__(self) -> "Ledger":
+        self._resize = torch.UntypedStorage.resize_  # not an operation, so that no dispatch mode sees it
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            out = self._resize(storage, size)
+            if storage._cdata in self.entries:
+                self._see(storage, self.default)
+            return out
+
+        torch.UntypedStorage.resize_ = resize_  # pyright: ignore[reportAttributeAccessIssue]
+        return super().__enter__()
+
+    def __exit__(self, *details: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*details)
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages of these tensors, each counted once."""
+    storages = {storage.data_ptr(): storage.nbytes() for t in tensors for storage in storages_of(t)}
+    return sum(storages.values())
+
+
+def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """Storages that hold a tensor's bytes: none on meta, a DTensor's local shard, all parts of a wrapper."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        return []
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
+        return list(chain.from_iterable(storages_of(getattr(tensor, name)) for name in names))
+    return [tensor.untyped_storage()]

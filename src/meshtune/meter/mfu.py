@@ -1,0 +1,39 @@
+"""Model FLOPs utilisation: the share of the peak that the model's own arithmetic takes (docs/mfu.md)."""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from meshtune.data.loader import Batch
+from meshtune.placement.census import Census, palm_flops, step_flops
+
+
+def peak_flops(
+    device: torch.device, precision: str, datasheet: Callable[[str, str], float | None]
+) -> float | None:
+    """Dense peak FLOP/s of this device in a precision of the config; None when unknown, as for any CPU.
+
+    datasheet: name of a device as its driver has it, precision or "tf32" -> dense peak FLOP/s.
+    """
+    if device.type != "cuda":
+        return None
+    if precision == "fp32" and torch.backends.cuda.matmul.allow_tf32:
+        precision = "tf32"
+    return datasheet(torch.cuda.get_device_name(device), precision)
+
+
+def flops_of(census: Census, seq_len: int, ranks: int = 1) -> Callable[[Batch], tuple[float, float]]:
+    """Batch -> (FLOPs that had to be computed, FLOPs by the common 6N formula), on one rank.
+
+    ranks: how many share this data rank's micro-batches. NaN where the count is unknown.
+    """
+
+    def flops(batch: Batch) -> tuple[float, float]:
+        micro_batches = batch.micro_batches
+        documents = [length for micro in micro_batches for row in micro.documents for length in row]
+        needed = step_flops(census, documents, sum(micro.label_tokens for micro in micro_batches))
+        common = palm_flops(census, sum(documents), seq_len)
+        return (needed.total / ranks if needed else math.nan), common / ranks
+
+    return flops

@@ -1,0 +1,270 @@
+"""Peak memory of each phase of a step, by category, and what to do when there is not enough.
+
+The first two steps are watched: forward, backward and the optimizer's update. The first step, before
+optimizer state exists, looks smaller than all later ones; hence two.
+
+    CPU   `Ledger` counts every storage of the watched steps (ledger.py).
+    CUDA  the allocator's own peak. Weights, gathered weights, gradients and optimizer state are known at the
+          end of the phase; the rest is called activations, in the update temporary.
+"""
+
+import resource
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from meshtune import compat
+from meshtune.errors import NothingFits
+from meshtune.meter.ledger import (
+    ACTIVATIONS,
+    CATEGORIES,
+    COMMUNICATION,
+    GATHERED,
+    GRADIENTS,
+    OPTIMIZER,
+    TEMPORARY,
+    WEIGHTS,
+    Ledger,
+    storages_of,
+)
+from meshtune.units import MIB, human
+
+WATCHED_STEPS = 2
+
+Phase = Callable[[str], AbstractContextManager[object]]  # name -> context around one part of a step
+
+
+class States(Protocol):
+    """Model states that an optimizer owns, on this rank."""
+
+    def state(self) -> Mapping[str, Tensor]:
+        """Masters, or what is trained in their place, and the optimizer's state, by name."""
+        ...
+
+    def gradients(self) -> Sequence[Tensor]:
+        """Gradients of the step so far."""
+        ...
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes that a phase held at once."""
+
+    phase: str
+    bytes: int
+    parts: Mapping[str, int]  # bytes by category
+
+
+class PhaseMemory:
+    """Measures the first steps of a run: `with memory.watching(step): … with memory.phase("forward"): …`.
+
+    Compiled blocks are not watched on CPU: under a dispatch mode they would run uncompiled, and show another
+    memory.
+
+    optimizer: whose states are told apart; advice: sentences on what needs less memory; buffers:
+    communication buffers that outlive a step, counted from the beginning of each watched step on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: States,
+        device: torch.device,
+        *,
+        advice: Callable[[], Sequence[str]] = tuple,
+        buffers: Callable[[], Sequence[Tensor]] = tuple,
+    ) -> None:
+        self.model, self.optimizer, self.device = model, optimizer, device
+        self.advice, self.buffers = advice, buffers
+        self.steps_left = WATCHED_STEPS
+        if device.type != "cuda" and any(m._compiled_call_impl is not None for m in model.modules()):
+            self.steps_left = 0
+        self.sharded = sharded_parameters(model)
+        self.peaks: dict[str, Peak] = {}  # of the step at hand, by phase
+        self.step = 0  # the watched step at hand, or the last one; 0 once no more are watched
+        self.current = "loading"  # the phase at hand, or the last one
+        self._ledger: Ledger | None = None  # on CPU, during a watched step
+        self._cuda_peak = 0  # bytes, of the phases whose statistics were reset
+
+    def known(self) -> dict[str, Sequence[Tensor]]:
+        """Tensors by category, where they have an owner; masters are optimizer state, as in the ZeRO paper.
+
+        A tensor may be named twice: its category is the last one.
+        """
+        parameters = list(self.model.parameters())
+        weights, gathered = parameters, []
+        if self.sharded:
+            weights = [parameter.sharded_param for parameter in self.sharded]
+            gathered = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+        sums = (parameter.unsharded_accumulated_grad for parameter in self.sharded)
+        return {
+            COMMUNICATION: list(self.buffers()),
+            OPTIMIZER: list(self.optimizer.state().values()),
+            GRADIENTS: [
+                *self.optimizer.gradients(),
+                *(p.grad for p in parameters if p.grad is not None),
+                *(gradient for gradient in sums if gradient is not None),
+            ],
+            GATHERED: gathered,
+            # Last: without masters, and as ZeRO's shards, they are in the optimizer's state too.
+            WEIGHTS: [*weights, *self.model.buffers()],
+        }
+
+    def known_bytes(self) -> dict[str, int]:
+        """Bytes of `known` by category, each storage counted once."""
+        categories = {
+            storage.data_ptr(): (category, storage.nbytes())
+            for category, tensors in self.known().items()
+            for tensor in tensors
+            for storage in storages_of(tensor)
+        }
+        sizes: Counter[str] = Counter()
+        for category, size in categories.values():
+            sizes[category] += size
+        return dict(sizes)
+
+    @contextmanager
+    def watching(self, step: int) -> Iterator[None]:
+        """Measure one step; after `WATCHED_STEPS` of them, do nothing."""
+        if not self.steps_left:
+            self.step = 0
+            yield
+            return
+        self.steps_left -= 1
+        self.step, self.peaks = step, {}
+        with ExitStack() as stack:
+            if self.device.type != "cuda":
+                self._ledger = stack.enter_context(Ledger(self.device))
+                self._ledger.default = TEMPORARY
+                stack.callback(setattr, self, "_ledger", None)
+                for parameter in self.model.parameters():
+                    if parameter.requires_grad:
+                        hook = parameter.register_hook(self._tag_gradient)
+                        stack.callback(hook.remove)
+                for module in self.model.modules():
+                    if isinstance(module, PreTrainedModel) and (head := module.get_output_embeddings()):
+                        hook = head.register_forward_hook(self._tag_logits)
+                        stack.callback(hook.remove)
+                self._tag()
+            yield
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure one part of a step; the same name again (the next micro-batch) keeps the higher peak."""
+        self.current = name
+        if self._ledger is not None:
+            yield from self._host_phase(name, self._ledger)
+        elif self.device.type == "cuda" and self.step:
+            yield from self._cuda_phase(name)
+        else:
+            yield
+
+    def _host_phase(self, name: str, ledger: Ledger) -> Iterator[None]:
+        ledger.restart()
+        ledger.default = rest_of(name)
+        yield
+        ledger.default = TEMPORARY
+        self._tag()
+        self._keep(Peak(name, ledger.peak, dict(ledger.parts)))
+
+    def _cuda_phase(self, name: str) -> Iterator[None]:
+        self._cuda_peak = max(self._cuda_peak, torch.cuda.max_memory_allocated(self.device))
+        torch.cuda.reset_peak_memory_stats(self.device)
+        yield
+        total = torch.cuda.max_memory_allocated(self.device)
+        parts = self.known_bytes()
+        self._keep(Peak(name, total, {**parts, rest_of(name): max(0, total - sum(parts.values()))}))
+
+    def _tag_gradient(self, gradient: Tensor) -> None:
+        """Hook of a parameter: its gradient, before it is accumulated."""
+        if self._ledger is not None:
+            self._ledger.tag([gradient], GRADIENTS)
+
+    def _tag_logits(self, head: nn.Module, inputs: Any, logits: Tensor) -> None:
+        if self._ledger is not None:
+            self._ledger.tag_logits(logits)
+
+    def _tag(self) -> None:
+        assert self._ledger is not None
+        for category, tensors in self.known().items():
+            self._ledger.tag(tensors, category)
+
+    def _keep(self, peak: Peak) -> None:
+        if peak.phase not in self.peaks or peak.bytes > self.peaks[peak.phase].bytes:
+            self.peaks[peak.phase] = peak
+
+    def peak_bytes(self) -> int:
+        """The most memory so far: CUDA's allocator's, or the whole process's largest resident size on CPU."""
+        if self.device.type == "cuda":
+            return max(self._cuda_peak, torch.cuda.max_memory_allocated(self.device))
+        return peak_resident_bytes()
+
+    def line(self, step: int) -> str | None:
+        """The peaks of a step in one line of text; None if it was not watched."""
+        return summary_line(step, self.peaks.values()) if step == self.step and self.peaks else None
+
+    def explain(self, message: str) -> NothingFits:
+        """The error to raise when memory ran out: the bytes by category at that time, and what needs less.
+
+        message: the allocator's.
+        """
+        if self.device.type == "cuda":
+            capacity = torch.cuda.get_device_properties(self.device).total_memory
+        else:
+            capacity = psutil.virtual_memory().total
+        sizes = self.known_bytes()
+        known = ", ".join(f"{label(name)} {human(sizes[name])}" for name in CATEGORIES if sizes.get(name))
+        problems = [
+            f"Out of memory in {self.current} on {self.device} ({human(capacity)}): "
+            f"{message.splitlines()[0]}",
+            f"Allocated by then: {known}; the rest was activations, logits and buffers.",
+        ]
+        return NothingFits([*problems, *self.advice()])
+
+
+def rest_of(phase: str) -> str:
+    """Category of what has no other one in this phase: only a forward or backward has activations."""
+    return TEMPORARY if phase == OPTIMIZER else ACTIVATIONS
+
+
+def sharded_parameters(model: nn.Module) -> list[Any]:
+    """FSDP2's own objects for the parameters that ZeRO shards; they have the shard at any time."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return [parameter for module in modules for parameter in compat.fsdp_parameters(module)]
+
+
+def label(category: str) -> str:
+    """The category as people read it."""
+    return category.replace("_", " ")
+
+
+def summary_line(step: int, peaks: Iterable[Peak]) -> str:
+    """`step 1 memory: forward 412 MiB (weights 107, activations 305) · backward …`, without empty parts."""
+    peaks = list(peaks)
+    digits = 0 if max(peak.bytes for peak in peaks) >= 10 * MIB else 2
+
+    def one(peak: Peak) -> str:
+        parts = [
+            f"{label(name)} {peak.parts[name] / MIB:,.{digits}f}"
+            for name in CATEGORIES
+            if peak.parts.get(name, 0) >= 0.5 * MIB / 10**digits
+        ]
+        return f"{peak.phase} {peak.bytes / MIB:,.{digits}f} MiB ({', '.join(parts)})"
+
+    return f"step {step} memory: " + " · ".join(one(peak) for peak in peaks)
+
+
+def peak_resident_bytes() -> int:
+    """The largest resident size that this process ever had."""
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size if sys.platform == "darwin" else 1024 * size  # Linux counts in KiB

@@ -1,0 +1,102 @@
+"""Numbers of a step or of an evaluation -> a row of metrics.jsonl.
+
+Pure arithmetic on plain numbers: neither torch nor a tracker is needed.
+"""
+
+import math
+
+from meshtune.rundir import Row
+
+
+def train_row(
+    *,
+    step: int,
+    loss: float,
+    grad_norm: float | None,
+    learning_rate: float,
+    tokens: int,
+    label_tokens: int,
+    step_seconds: float,
+    data_seconds: float,
+    world: int = 1,
+    flops: float | None = None,
+    flops_6n: float | None = None,
+    peak_flops_per_second: float | None = None,
+    peak_memory_bytes: int | None = None,
+    skipped: bool = False,
+) -> Row:
+    """The row of one update of the optimizer.
+
+    `tokens` (real ones, no padding), `label_tokens`, `flops` and `flops_6n` are of the global batch;
+    `step_seconds` is the wall time of the whole step, the `data_seconds` it waited for data included. Per
+    GPU are `tokens_per_second_per_gpu`, `tflops_per_second`, `mfu` and `peak_flops_per_second` (of one
+    device; None when unknown, as on any CPU; then `mfu` is null). `skipped` marks a step that was not
+    applied because loss or gradients were not finite.
+
+        mfu    = flops    / (step_seconds · world · peak_flops_per_second)
+        mfu_6n = flops_6n / (step_seconds · world · peak_flops_per_second)
+
+    `flops` counts the FLOPs that are needed (Σ matmuls + causal attention by document lengths, no
+    recomputation, no weight gradients of frozen weights), so a share above 1 is impossible and means that a
+    count or the peak is wrong: `mfu` is then null. `flops_6n` is the common 6N + 12·L·h·s (PaLM, Chowdhery
+    et al. 2022, appendix B), which counts attention twice and frozen weights too; `mfu_6n` may therefore be
+    above 1.
+    """
+    row: Row = {
+        "kind": "train",
+        "step": step,
+        "loss": loss,
+        "grad_norm": grad_norm,
+        "learning_rate": learning_rate,
+        "tokens": tokens,
+        "label_tokens": label_tokens,
+        "step_seconds": step_seconds,
+        "data_seconds": data_seconds,
+        "tokens_per_second_per_gpu": tokens / step_seconds / world,
+        "tflops_per_second": None if flops is None else flops / step_seconds / world / 1e12,
+        "mfu": possible(share_of_peak(flops, step_seconds, world, peak_flops_per_second)),
+        "mfu_6n": share_of_peak(flops_6n, step_seconds, world, peak_flops_per_second),
+        "peak_memory_bytes": peak_memory_bytes,
+    }
+    return {**row, "skipped": True} if skipped else row
+
+
+def eval_row(
+    *,
+    step: int,
+    loss: float,
+    label_tokens: int,
+    tokens: int | None = None,
+    seconds: float | None = None,
+    exact_match: float | None = None,
+    prompts: int | None = None,
+) -> Row:
+    """The row of one evaluation after `step` updates (0: before the first).
+
+    `loss` is the sum of token losses over all held-out label tokens divided by their number, `perplexity`
+    its exponential; `exact_match` the share (0 to 1) of the `prompts` that were answered word for word. A
+    number that is None is left out of the row.
+    """
+    row: Row = {
+        "kind": "eval",
+        "step": step,
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,  # exp overflows a float at 709.8
+        "label_tokens": label_tokens,
+    }
+    extra = {"tokens": tokens, "seconds": seconds, "exact_match": exact_match, "prompts": prompts}
+    return {**row, **{key: value for key, value in extra.items() if value is not None}}
+
+
+def share_of_peak(
+    flops: float | None, seconds: float, world: int, peak_flops_per_second: float | None
+) -> float | None:
+    """FLOPs of a step as a share of the peak of `world` devices over its `seconds`; None if unknown."""
+    if flops is None or peak_flops_per_second is None:
+        return None
+    return flops / (seconds * world * peak_flops_per_second)
+
+
+def possible(share: float | None) -> float | None:
+    """The share of peak, or None where it is above 1, which no device can reach."""
+    return share if share is not None and share <= 1 else None

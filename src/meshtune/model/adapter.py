@@ -1,0 +1,182 @@
+"""Save the LoRA layers of a model as a folder in peft's format, and load such a folder. Safetensors only."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
+
+from meshtune.errors import UserError
+from meshtune.model.lora import add_lora, lora_layers
+from meshtune.model.save import (
+    ADAPTER_CONFIG,
+    complete_folder,
+    generation_config,
+    write_tokenizer_and_card,
+)
+from meshtune.model.trainable import resize_to, tables
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."  # peft's two wrappers put it before every name
+
+# Settings of peft that change what an adapter computes, and the values under which it is plain LoRA.
+PLAIN_LORA: dict[str, tuple[Any, ...]] = {
+    "use_dora": (None, False),
+    "use_rslora": (None, False),
+    "bias": (None, "none"),
+    "lora_bias": (None, False),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "modules_to_save": (None, []),
+    "layers_to_transform": (None,),
+    "exclude_modules": (None, []),
+    "trainable_token_indices": (None,),
+    "target_parameters": (None, []),
+}
+
+
+def save_adapter(
+    folder: str | Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    base_name: str,
+    lora_rank: int,
+    alpha: float,
+    dropout: float = 0.0,
+    embeddings: bool = False,
+    card: str | None = None,
+    stop_ids: Sequence[int] = (),
+) -> None:
+    """Write the adapters of `model` as a peft adapter of the model `base_name`.
+
+    lora_rank, alpha, dropout: of `add_lora`. embeddings: True to write the embedding and the head with it,
+    whole, under the names that peft gives them (tokens were added, or they are trained); peft then demands
+    that the base is resized before it loads the adapter, `base.resize_token_embeddings(len(tokenizer))`,
+    which `load_adapter` does by itself. card, stop_ids: as of `save_model`; stop_ids go into a
+    generation_config.json (`GenerationConfig.from_pretrained`).
+    """
+    layers = lora_layers(model)
+    tensors: dict[str, Tensor] = {}
+    for name, layer in layers.items():
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = layer.lora_A
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = layer.lora_B
+    if embeddings:
+        tensors |= {PREFIX + name: tensor for name, tensor in embedding_and_head(model).items()}
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "r": lora_rank,
+        "lora_alpha": alpha,
+        "lora_dropout": dropout,
+        "target_modules": sorted(layers),  # whole names, so that nothing else can match
+        "fan_in_fan_out": any(isinstance(layer, Conv1D) for layer in layers.values()),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    with complete_folder(Path(folder)) as aside:
+        stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(stored, aside / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        (aside / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2), encoding="utf-8")
+        generation_config(model, stop_ids).save_pretrained(aside)
+        write_tokenizer_and_card(aside, tokenizer, card)
+
+
+def embedding_and_head(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the embedding's weight and, unless tied to it, the head's weight and bias; by name."""
+    names = {id(module): name for name, module in model.named_modules()}
+    embed, head = tables(model)
+    tensors: dict[str, Tensor] = {f"{names[id(embed)]}.weight": embed.weight}
+    if head.weight is not embed.weight:
+        tensors[f"{names[id(head)]}.weight"] = head.weight
+    if head.bias is not None:
+        tensors[f"{names[id(head)]}.bias"] = head.bias
+    return tensors
+
+
+def load_adapter(model: PreTrainedModel, folder: str | Path) -> dict[str, Any]:
+    """Add the peft LoRA adapter in `folder` to the plain model `model`, in place.
+
+    Returns adapter_config.json. If embeddings were saved with it, the model's are resized and overwritten.
+    Raises UserError for a folder that is not a LoRA adapter, holds a pickle, uses more of peft than plain
+    LoRA, or does not fit the model.
+    """
+    folder = Path(folder)
+    settings, tensors = read_adapter(folder)
+    names = sorted({name.rpartition(".lora_")[0] for name in tensors if ".lora_" in name})
+    add_lora(
+        model,
+        lora_rank=settings["r"],
+        alpha=settings["lora_alpha"],
+        dropout=settings.get("lora_dropout", 0.0),
+        target_modules=names,
+    )
+    embed_name = next(iter(embedding_and_head(model)))
+    if embed_name in tensors and len(tensors[embed_name]) != tables(model)[0].num_embeddings:
+        resize_to(model, len(tensors[embed_name]))
+    parameters: dict[str, Tensor] = dict(embedding_and_head(model))
+    for name, layer in lora_layers(model).items():
+        parameters |= {f"{name}.lora_A.weight": layer.lora_A, f"{name}.lora_B.weight": layer.lora_B}
+    missing = [name for name in parameters if ".lora_" in name and name not in tensors]
+    problems = [f"{folder} lacks {name}." for name in missing[:10]]
+    for name, tensor in tensors.items():
+        if name not in parameters:
+            problems.append(f"{folder} holds {name}, which the model has no place for.")
+        elif tensor.shape != parameters[name].shape:
+            stored, expected = tuple(tensor.shape), tuple(parameters[name].shape)
+            problems.append(
+                f"{folder}: {name} has shape {stored}, but this model needs {expected}: is its base another?"
+            )
+    if problems:
+        raise UserError(problems[:10])
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            parameters[name].copy_(tensor)
+    return settings
+
+
+def adapter_settings(folder: Path) -> dict[str, Any]:
+    """Read adapter_config.json. Raises UserError if it is missing or no JSON."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise UserError(f"{folder} has no {ADAPTER_CONFIG}, so it is not a peft adapter.")
+    try:
+        return json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{folder / ADAPTER_CONFIG} can't be read as JSON: {error}") from error
+
+
+def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read (adapter_config.json, the tensors under the names that they have without peft's wrappers)."""
+    settings = adapter_settings(folder)
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        note = " (its adapter_model.bin is a pickle, which is not read)" if list(folder.glob("*.bin")) else ""
+        raise UserError(f"{folder} has no {ADAPTER_WEIGHTS}{note}; save the adapter again with peft ≥ 0.6.")
+    try:
+        tensors = load_file(folder / ADAPTER_WEIGHTS)
+    except SafetensorError as error:
+        raise UserError(f"The adapter in {folder} is damaged: {error}") from error
+    if settings.get("peft_type") != "LORA":
+        raise UserError(f"{folder} is a {settings.get('peft_type')} adapter; meshtune loads LoRA.")
+    extensions = [
+        f"{key}={settings[key]}" for key, plain in PLAIN_LORA.items() if settings.get(key) not in plain
+    ]
+    if extensions:
+        raise UserError(
+            f"{folder} uses {', '.join(extensions)}, which meshtune's LoRA has not; merge it with peft first."
+        )
+    return settings, {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+
+
+def adapter_base(folder: str | Path) -> str:
+    """Return the base model's name from adapter_config.json. Raises UserError if there is none."""
+    base = adapter_settings(Path(folder)).get("base_model_name_or_path")
+    if not base:
+        raise UserError(f"{Path(folder) / ADAPTER_CONFIG} names no base_model_name_or_path; add it.")
+    return base

@@ -1,0 +1,43 @@
+"""Run a Hugging Face model's body, embeddings, blocks and last norm, on a packed micro-batch: no head, no
+cache.
+
+The lengths of the documents go down to meshtune's attention as the keyword argument `documents`. With any
+other attention Hugging Face itself keeps documents apart, by the positions that restart (only without a
+cache and a mask).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshtune.data.loader import MicroBatch
+from meshtune.model.anatomy import Anatomy
+
+# Names of meshtune's attention in a model's config: as it is, and recomputed in the backward.
+ATTENTION_NAMES = ("meshtune", "meshtune_recompute")
+
+
+class Documents:
+    """Document lengths as one opaque value.
+
+    A compiled block hands it on without looking inside; it would be compiled anew for every new tuple of
+    numbers.
+    """
+
+    def __init__(self, lengths: Sequence[Sequence[int]]) -> None:
+        self.lengths = lengths
+
+
+def body_forward(
+    model: nn.Module, anatomy: Anatomy, micro_batch: MicroBatch, hidden: Tensor | None = None
+) -> Tensor:
+    """Hidden states [batch, seq, hidden] after the last norm.
+
+    hidden: the first block's input, instead of the embeddings of the micro-batch's ids.
+    """
+    body: Any = model.get_submodule(anatomy.body)
+    ours = body.config._attn_implementation in ATTENTION_NAMES
+    packed = {"documents": Documents(micro_batch.documents)} if ours else {}
+    begin = {"input_ids": micro_batch.input_ids} if hidden is None else {"inputs_embeds": hidden}
+    return body(**begin, position_ids=micro_batch.position_ids, use_cache=False, **packed).last_hidden_state

@@ -1,0 +1,199 @@
+"""The numbers of a model that planning needs, from its config.json; cached on disk.
+
+name ──> config.json ──> key ─┬─ hit ──> ModelNumbers, without torch
+                              └─ miss ─> transformers builds it on meta ──> census, traits ──> ModelNumbers
+"""
+
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from meshtune.config import Config
+from meshtune.errors import UserError
+from meshtune.model.hub import asking, local
+from meshtune.placement.census import Census
+from meshtune.placement.numbers import ModelNumbers
+from meshtune.placement.rules import Traits
+from meshtune.rundir import write_text_atomically
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LoraShape:
+    """The settings of LoRA that decide the names and shapes of its parameters."""
+
+    r: int = 16
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+
+
+def numbers_of(config: Config, *, log: Callable[[str], None] = lambda _: None) -> ModelNumbers:
+    """Return the numbers of the model that `config` trains, its adapters and frozen parameters included.
+
+    The data set and the model's weights need not exist. log, errors: see `model_numbers`.
+    """
+    model = config.model
+    return model_numbers(
+        model.name,
+        revision=model.revision,
+        trust_remote_code=model.trust_remote_code,
+        freeze=model.freeze,
+        lora=LoraShape(config.lora.r, config.lora.target_modules) if config.method == "lora" else None,
+        cache_dir=Path(config.data.cache).expanduser(),
+        log=log,
+    )
+
+
+def model_numbers(
+    name: str,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    freeze: tuple[str, ...] = (),
+    lora: LoraShape | None = None,
+    cache_dir: Path,
+    log: Callable[[str], None] = lambda _: None,
+) -> ModelNumbers:
+    """Return the numbers of a causal language model, from `cache_dir` or by building it on meta.
+
+    name: a hub id, a folder, or a configuration file. freeze: globs of parameter names. log: called with a
+    line before work that takes seconds. The file in `cache_dir` is named by a hash of all that the numbers
+    depend on; one that can't be read is replaced. A model with remote code is not cached.
+
+    Raises UserError for what is no model, or none that meshtune trains, and as `add_lora` and `freeze`.
+    """
+    file = _config_file(name, revision)
+    key = None if trust_remote_code and _has_remote_code(file) else _key(file, freeze, lora)
+    cached = cache_dir / f"census-{key}.json"
+    if key and (numbers := _read(cached)):
+        return numbers
+    log(f"Building {name} without weights to count it; its numbers are kept for the next time.")
+    if trust_remote_code and not local(name):
+        file = _config_with_code(name, revision)
+    numbers = _build_and_count(name, file, trust_remote_code=trust_remote_code, freeze=freeze, lora=lora)
+    if key:
+        with suppress(OSError):  # a full or read-only disk costs time, not the answer
+            write_text_atomically(cached, json.dumps(asdict(numbers), separators=(",", ":")))
+    return numbers
+
+
+def _config_file(name: str, revision: str | None) -> Path:
+    """Return the model's configuration file; downloaded if the hub's cache lacks it."""
+    if path := local(name):
+        return path / "config.json" if path.is_dir() else path
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    with asking(name, revision):
+        stored = try_to_load_from_cache(name, "config.json", revision=revision)
+        return Path(
+            stored if isinstance(stored, str) else hf_hub_download(name, "config.json", revision=revision)
+        )
+
+
+def _config_with_code(name: str, revision: str | None) -> Path:
+    """Return the configuration file of a hub model in a folder that also has the model's code."""
+    from meshtune.model.files import resolve
+
+    return resolve(name, revision=revision, weights=False, trust_remote_code=True) / "config.json"
+
+
+def _has_remote_code(file: Path) -> bool:
+    return file.is_file() and b'"auto_map"' in file.read_bytes()
+
+
+def _key(file: Path, freeze: tuple[str, ...], lora: LoraShape | None) -> str | None:
+    """Hash all that decides the numbers; None for an unreadable file, which `_build_and_count` explains."""
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return None
+    versions = [version(package) for package in ("meshtune", "transformers", "torch")]
+    inputs = [content, versions, freeze, lora and asdict(lora)]
+    digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode())
+    sources = {Path(inspect.getfile(kind)) for kind in (Census, Traits)} | {
+        *Path(__file__).parent.glob("*.py")
+    }
+    for source in sorted(sources):  # else an edit between two versions of meshtune would go unnoticed
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _build_and_count(
+    name: str, file: Path, *, trust_remote_code: bool, freeze: tuple[str, ...], lora: LoraShape | None
+) -> ModelNumbers:
+    """Build the model on meta from its configuration, with adapters and frozen parameters, and count it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from meshtune.model import trainable
+    from meshtune.model.anatomy import auto_attention, traits
+    from meshtune.model.load import read_config
+    from meshtune.model.lora import add_lora
+    from meshtune.model.trace import census_of
+
+    config = read_config(file, name, trust_remote_code)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as error:  # each family's model class checks its configuration in its own way
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise UserError(f"{name} can't be built by transformers: {reason}; mend {file}.") from error
+    model_traits, attention = traits(model), auto_attention(model)  # of the model without adapters
+    if lora:
+        targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+        add_lora(model, lora_rank=lora.r, alpha=1, target_modules=targets)
+    if freeze:
+        trainable.freeze(model, freeze)
+    return ModelNumbers(census_of(model), model_traits, attention)
+
+
+# Dataclasses from JSON #
+
+
+def _read(file: Path) -> ModelNumbers | None:
+    """Read a cached file; None if it is missing or holds anything else."""
+    try:
+        return from_json(ModelNumbers, json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def from_json(kind: type[T], value: Any) -> T:
+    """Convert parsed JSON to the dataclass `kind`, nested ones and tuples included.
+
+    Raises TypeError if a key is missing or unknown, or a value has another type.
+    """
+    return _from_json(kind, value)
+
+
+def _from_json(kind: Any, value: Any) -> Any:
+    if is_dataclass(kind):
+        hints = _hints(kind)
+        if not isinstance(value, Mapping) or value.keys() != hints.keys():
+            raise TypeError(f"{kind} is made of {', '.join(hints)}, not of {value!r:.80}.")
+        return kind(**{name: _from_json(hints[name], value[name]) for name in hints})  # type: ignore[operator]
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is tuple and isinstance(value, list):
+        kinds = (args[0],) * len(value) if args[-1] is Ellipsis else args
+        return tuple(_from_json(inner, item) for inner, item in zip(kinds, value, strict=True))
+    if origin in (Union, UnionType):
+        (other,) = (arg for arg in args if arg is not NoneType)
+        return None if value is None else _from_json(other, value)
+    if type(value) is kind or (kind is float and type(value) is int):
+        return value
+    raise TypeError(f"{value!r:.80} is not {kind}.")
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    """Return the type of each field of a dataclass."""
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}

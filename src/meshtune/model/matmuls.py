@@ -1,0 +1,143 @@
+"""Watch the matmuls of one forward on the meta device, above and below autograd.
+
+    ParameterMatmuls   above: each matmul with a parameter, and whether its input needs a gradient
+    DispatchedMatmuls  below: FLOPs of every matmul that a device would run, and those without a parameter
+
+Two views of the same forward check each other: the FLOPs of both must agree (trace.py).
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from meshtune.placement.census import Matrix
+
+TOKENS = 13  # of the traced forward; a prime that is no head size, so that shapes with it are recognised
+
+A = torch.ops.aten
+FROM_0 = slice(0, 2)  # positions of the two operands among the tensors
+FROM_1 = slice(1, 3)  # the same if the first tensor is added
+ATEN_MATMULS = {A.mm: FROM_0, A.addmm: FROM_1, A.bmm: FROM_0, A.baddbmm: FROM_1, A._grouped_mm: FROM_0}
+MATMULS: dict[Any, slice] = {
+    nn.functional.linear: FROM_0,  # its weight is [out, in], all others' [(experts,) in, out]
+    torch.addmm: FROM_1,
+    torch.baddbmm: FROM_1,
+    Tensor.baddbmm: FROM_1,
+    **dict.fromkeys(
+        (torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm), FROM_0
+    ),
+    **dict.fromkeys((torch._grouped_mm, nn.functional.grouped_mm), FROM_0),  # pyright: ignore[reportPrivateImportUsage]
+}
+CASTS = {Tensor.to, Tensor.type, Tensor.float, Tensor.type_as}  # some routers multiply with fp32 weights
+
+
+@dataclass(frozen=True)
+class BareMatmul:
+    """A matmul without a parameter: batch · [m, k] @ [k, n]."""
+
+    after: str  # name of the last parameter that was multiplied with before it; "" if there was none
+    shape: tuple[int, int, int, int]  # batch, m, k, n
+    gradients: tuple[bool, bool]  # whether its two operands need a gradient
+
+
+class ParameterMatmuls(TorchFunctionMode):
+    """Record each matmul with a parameter as a Matrix."""
+
+    def __init__(self, model: nn.Module, frozen: Collection[str], adapters: Mapping[str, int]) -> None:
+        """frozen: adapters without gradient, <module>.lora_A or .lora_B. adapters: LoRA rank by module; their
+        matmuls are recorded as if the module had them.
+        """
+        super().__init__()
+        self.frozen = frozen
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.casts: list[Tensor] = []  # of parameters; an id is unique only among living objects
+        self.adapters = adapters
+        self.matrices: list[Matrix] = []
+        self.inside = False  # while a recorded matmul runs
+        self.gradients = (True, True)  # whether the operands of the running matmul need a gradient
+
+    def _name(self, tensor: Tensor) -> str | None:
+        """Return the name of the parameter that this tensor is, or is a view of."""
+        name = self.names.get(id(tensor))
+        return name if name or tensor._base is None else self.names.get(id(tensor._base))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one torch function; record it if it multiplies with a parameter."""
+        kwargs = kwargs or {}
+        if func in CASTS and (name := self._name(args[0])):
+            out = func(*args, **kwargs)
+            self.names[id(out)] = name
+            self.casts.append(out)
+            return out
+        if func not in MATMULS:
+            return func(*args, **kwargs)
+        x, weight = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)][MATMULS[func]][:2]
+        self.gradients = (x.requires_grad, weight.requires_grad)
+        name = self._name(weight)
+        if name is None:
+            return func(*args, **kwargs)
+        rows, cols = weight.shape[-2:] if func is nn.functional.linear else reversed(weight.shape[-2:])
+        count = x.numel() / cols / TOKENS
+        matrix = Matrix(
+            name,
+            kind="other",
+            rows=rows,
+            cols=cols,
+            count=int(count) if count == int(count) else count,
+            trainable=weight.requires_grad,
+            input_gradient=x.requires_grad,
+        )
+        self.matrices.append(matrix)
+        self.inside = True
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            self.inside = False
+        if rank := self.adapters.get(name.rpartition(".")[0]):
+            lora_a, lora_b = self._adapter(matrix, rank)
+            self.matrices += [lora_a, lora_b]
+            if lora_b.trainable or lora_b.input_gradient:  # as adding the adapter's output does
+                out = out if out.requires_grad else out.detach().requires_grad_()
+        return out
+
+    def _adapter(self, matrix: Matrix, rank: int) -> tuple[Matrix, Matrix]:
+        """Return the two matrices of the LoRA pair beside `matrix`."""
+        names = [f"{matrix.name.rpartition('.')[0]}.lora_{which}" for which in "AB"]
+        lora_a, lora_b = (
+            replace(matrix, name=name, kind="adapter", trainable=name not in self.frozen) for name in names
+        )
+        lora_a = replace(lora_a, rows=rank)
+        return lora_a, replace(lora_b, cols=rank, input_gradient=lora_a.input_gradient or lora_a.trainable)
+
+
+class DispatchedMatmuls(TorchDispatchMode):
+    """Count every matmul below autograd; list those that ParameterMatmuls did not record."""
+
+    def __init__(self, recorded: ParameterMatmuls) -> None:
+        super().__init__()
+        self.recorded = recorded
+        self.parameter_flops = 0  # of recorded matmuls
+        self.bare: list[BareMatmul] = []
+        self.unknown: set[str] = set()  # other operations that cost FLOPs
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one ATen operator; count it if it is a matmul."""
+        packet = func.overloadpacket
+        if packet in ATEN_MATMULS:
+            first, second = args[ATEN_MATMULS[packet]][:2]
+            m, k, n = first.shape[-2], first.shape[-1], second.shape[-1]
+            batch = first.shape[0] if first.ndim == 3 else 1
+            if self.recorded.inside:
+                self.parameter_flops += 2 * batch * m * k * n
+            elif k > 1:  # else an outer product, as of positions and frequencies
+                last = self.recorded.matrices[-1].name if self.recorded.matrices else ""
+                self.bare.append(BareMatmul(last, (batch, m, k, n), self.recorded.gradients))
+        elif packet in flop_registry:
+            self.unknown.add(str(packet))
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,185 @@
+"""Activation bytes that each block saves for its backward: one forward on meta under autograd's pack hook.
+
+    pack hook of autograd ──> storage, once each ──> (running block, running part of it) ──> Kept
+
+Bytes are those of whole storages, as the allocator counts them: values that are a view of a fused projection
+keep all of it in memory.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, PreTrainedModel
+
+from meshtune.model.anatomy import Anatomy, anatomy
+from meshtune.model.lora import adapt
+from meshtune.placement.census import Kept
+
+STAND_IN = "meshtune_census"  # name of the attention function that a traced model is built with
+TOKENS = 251  # of the forward; a prime that divides no size of a model: copies of weights are recognised
+DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by element size
+PARTS = ("outside", "inside", "entering", "core")  # a tensor that several parts save counts in the last one
+
+
+def saved_by_block(
+    model: PreTrainedModel,
+    frozen: Collection[str],
+    adapters: Mapping[str, int],
+    inputs: Mapping[str, Tensor],
+) -> dict[str, tuple[tuple[int, Kept], ...]]:
+    """Return, by the block's path, a (element size, bytes saved per token) for each element size.
+
+    The model is on meta, built with the attention STAND_IN, and is changed: it gets `adapters` (LoRA rank by
+    module), and parameters named in `frozen` lose their gradient. inputs: of its forward, TOKENS long. An
+    element size that the forward refuses is left out. Raises as `anatomy`.
+    """
+    parts = anatomy(model)
+    for module, rank in adapters.items():
+        adapt(model.get_submodule(module), rank, alpha=rank)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    sizes_by_block: dict[str, list[tuple[int, Kept]]] = {}
+    for size, dtype in DTYPES.items():
+        model.to(dtype)  # pyright: ignore[reportArgumentType]
+        try:
+            saved = _saved_bytes(model, parts, inputs)
+        except Exception:  # each family has its own ways to refuse a type
+            continue
+        for block, _ in model.get_submodule(parts.blocks).named_children():
+            path = f"{parts.blocks}.{block}"
+            per_token = Kept(**{part: saved[path, part] / TOKENS for part in PARTS})
+            sizes_by_block.setdefault(path, []).append((size, per_token))
+    return {path: tuple(sizes) for path, sizes in sizes_by_block.items()}
+
+
+def _saved_bytes(
+    model: PreTrainedModel, parts: Anatomy, inputs: Mapping[str, Tensor]
+) -> Counter[tuple[str, str]]:
+    """Run one forward; return the bytes that it saves, by (path of block, part)."""
+    recorder = SavedTensors(model)
+    AttentionInterface.register(STAND_IN, recorder.attention)
+    with (
+        recorder.watching(model, parts),
+        saved_tensors_hooks(recorder.pack, lambda tensor: tensor),
+        torch.device("meta"),
+        FusedDropout(),
+    ):
+        model(**inputs, use_cache=False)
+    return recorder.bytes()
+
+
+class SavedTensors:
+    """Record the storages that a forward saves, each once: in which block first, and in which part of it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.block = ""  # path of the running block
+        self.part = "outside"  # of PARTS, that runs
+        self.part_inputs: set[int] = set()  # storages given to the running attention or MLP
+        self.saved: dict[int, tuple[str, str, int]] = {}  # by storage: block, part, bytes
+        self.log_sum_bytes: Counter[str] = Counter()  # of attention's softmax, by block
+        self.alive: dict[int, torch.UntypedStorage] = {}  # an id is only unique among living objects
+        self.shared = {self._key(tensor) for tensor in (*model.parameters(), *model.buffers())}  # not counted
+
+    def bytes(self) -> Counter[tuple[str, str]]:
+        """Sum the saved bytes that scale with the tokens, by (block, part)."""
+        total = Counter({(block, "core"): size for block, size in self.log_sum_bytes.items()})
+        for block, part, size in self.saved.values():
+            if size % TOKENS == 0:
+                total[block, part] += size
+        return total
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Record a tensor that autograd saves; its pack hook."""
+        entering = self.part == "inside" and self._key(tensor) in self.part_inputs
+        self._record(tensor, "entering" if entering else self.part)
+        return tensor
+
+    def attention(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Save what flash kernels save; [batch, heads, tokens, size] in, [batch, tokens, heads, size] out."""
+        batch, heads, tokens, _ = query.shape
+        # Kernels write in the memory order of the queries; with heads before tokens, o_proj takes a copy.
+        first, second = (1, 2) if query.stride(1) > query.stride(2) else (2, 1)
+        shape = (batch, query.shape[first], query.shape[second], value.shape[-1])
+        out = query.new_empty(shape).transpose(1, first)
+        if any(tensor.requires_grad for tensor in (query, key, value)):
+            out.requires_grad_()
+            for tensor in (query, key, value, out):
+                self._record(tensor, "core")
+            self.log_sum_bytes[self.block] += 4 * batch * heads * tokens
+        return out.transpose(1, 2), None
+
+    @contextmanager
+    def watching(self, model: nn.Module, parts: Anatomy) -> Iterator[None]:
+        """Keep `block` and `part` true while the model runs, by hooks on its blocks, attention and MLPs."""
+        with ExitStack() as stack:
+
+            def hook(module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> None:
+                stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(leave).remove)
+
+            for name, block in model.get_submodule(parts.blocks).named_children():
+                hook(block, self._enter_block(f"{parts.blocks}.{name}"), self._leave_block)
+                for path in filter(None, (parts.attention, parts.mlp)):
+                    hook(block.get_submodule(path), self._enter_part, self._leave_part)
+            yield
+
+    def _enter_block(self, path: str) -> Callable[..., None]:
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.block = path
+            hidden, *rest = tree_leaves((args, kwargs))
+            # All blocks are given the same tensors beside hidden states: rotary tables, a mask.
+            self.shared |= {self._key(t) for t in rest if isinstance(t, Tensor)} - {self._key(hidden)}
+
+        return enter
+
+    def _leave_block(self, *_: Any) -> None:
+        self.block = ""
+
+    def _enter_part(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.part = "inside"
+        self.part_inputs = {self._key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+
+    def _leave_part(self, *_: Any) -> None:
+        self.part = "outside"
+
+    def _key(self, tensor: Tensor) -> int:
+        """Identify a tensor's storage, and keep it alive so that no other gets the same id."""
+        storage = tensor.untyped_storage()
+        self.alive[storage._cdata] = storage
+        return storage._cdata
+
+    def _record(self, tensor: Tensor, part: str) -> None:
+        """Record a saved storage; one that several parts save counts in the last of PARTS."""
+        key = self._key(tensor)
+        block, old, size = self.saved.get(key, (self.block, part, self.alive[key].nbytes()))
+        if key not in self.shared or key in self.saved:
+            self.saved[key] = (block, max(old, part, key=PARTS.index), size)
+
+
+class FusedDropout(TorchFunctionMode):
+    """Run dropout as on a GPU, where the mask that it saves has one byte per element."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.dropout:
+            return func(*args, **(kwargs or {}))
+        given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | (kwargs or {})
+        x, probability = given["input"], given.get("p", 0.5)
+        if not probability or not given.get("training", True):
+            return x
+        return torch.native_dropout(x, probability, True)[0]

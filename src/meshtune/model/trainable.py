@@ -1,0 +1,91 @@
+"""Changes to a loaded model before it is trained: rows for added tokens, frozen parameters."""
+
+import difflib
+import fnmatch
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from meshtune.errors import UserError
+
+
+def resize_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Give tokens that have no embedding row one: the mean of the old rows, on input and output side.
+
+    Returns how many were added; see `grow_embeddings`.
+    """
+    return grow_embeddings(model, embeddings_needed(tokenizer))
+
+
+def embeddings_needed(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Rows that the embedding must have for every token id of `tokenizer`."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def grow_embeddings(model: PreTrainedModel, needed: int) -> int:
+    """Make embedding and head `needed` rows long; new rows are the mean of the old ones. Returns how
+    many.
+
+    Never shrinks (many families round their rows up). `config.vocab_size` follows.
+    """
+    rows = tables(model)[0].num_embeddings
+    added = needed - rows
+    if added <= 0:
+        return 0
+    resize_to(model, rows + added)
+    embed, head = tables(model)
+    changed: list[Tensor] = [embed.weight]
+    if head.weight is not embed.weight:
+        changed.append(head.weight)
+    if head.bias is not None:
+        changed.append(head.bias)
+    with torch.no_grad():
+        for table in changed:
+            table[rows:] = table[:rows].mean(dim=0, dtype=torch.float64).to(table.dtype)
+    return added
+
+
+def resize_to(model: PreTrainedModel, rows: int) -> None:
+    """Make the embeddings `rows` long, keeping what they hold, who is trainable, and who is tied to whom."""
+    trainable = [table.weight.requires_grad for table in tables(model)]
+    devices = [table.weight.device for table in tables(model) if table.weight.is_cuda]
+    with torch.random.fork_rng(devices):  # what it draws is overwritten; adapters drawn later must not differ
+        model.resize_token_embeddings(rows, mean_resizing=False)
+    for table, grad in zip(tables(model), trainable, strict=True):
+        table.weight.requires_grad_(grad)
+
+
+def tables(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
+    """The embedding and the output head. Raises UserError for a model without one."""
+    embed, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(embed, nn.Embedding) or not isinstance(head, nn.Linear):
+        raise UserError(f"{type(model).__name__} has no plain embedding and output head.")
+    return embed, head
+
+
+def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
+    """Freeze the parameters whose names match a glob (`model.layers.0.*`, `*norm*`); returns their names.
+
+    Raises UserError for every pattern that matches nothing, naming near ones, and if nothing is left to
+    train.
+    """
+    names = dict(model.named_parameters(remove_duplicate=False))  # a tied head is found under both its names
+    frozen: set[str] = set()
+    problems = []
+    for pattern in patterns:
+        matches = fnmatch.filter(names, pattern)
+        if not matches:
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or list(names)[:3]
+            problems.append(
+                f"The pattern {pattern!r} matches no parameter; globs match names such as {', '.join(near)}."
+            )
+        frozen.update(matches)
+    if problems:
+        raise UserError(problems)
+    for name in frozen:
+        names[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in names.values()):
+        raise UserError(f"With {len(frozen)} parameters frozen, nothing is left to train.")
+    return sorted(frozen)

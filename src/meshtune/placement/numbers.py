@@ -1,0 +1,15 @@
+"""The numbers of a model that planning needs, as one value. model/census_cache.py derives them."""
+
+from dataclasses import dataclass
+
+from meshtune.placement.census import Census
+from meshtune.placement.rules import Traits
+
+
+@dataclass(frozen=True)
+class ModelNumbers:
+    """A model as planning sees it."""
+
+    census: Census
+    traits: Traits
+    attention: str  # the implementation that model.attention=auto means for it

@@ -1,0 +1,54 @@
+"""Panels as Vega-Lite specifications without a theme; one module draws each kind.
+
+Importing this module imports Altair: import it inside the function that draws, after `vega.require()`.
+"""
+
+from typing import Any, Literal
+
+import altair as alt
+
+from meshtune.report.draw.heat_map import heat_map
+from meshtune.report.draw.kinds import HeatMap, Lines, Panel, Scatter, Stacks, Timeline
+from meshtune.report.draw.lines import lines
+from meshtune.report.draw.scatter import scatter
+from meshtune.report.draw.stacks import stacks
+from meshtune.report.draw.timeline import timeline
+
+NO_UNIT = "\u00a0"  # keeps titles side by side in line
+
+
+def specification(
+    panel: Panel,
+    *,
+    width: int | Literal["container"],
+    title_offset: int | None = None,
+    named: bool = True,
+) -> dict[str, Any]:
+    """A panel as a Vega-Lite specification without a theme.
+
+    width: px of the plot, or "container" for the width of the page's element. title_offset: px between title
+    and chart; None draws no title. named: False leaves out the names of stacks, which the chart to its left
+    shows.
+    """
+    chart = drawn(panel, named=named).properties(width=width)
+    if width == "container":
+        chart = chart.properties(autosize=alt.AutoSizeParams(type="fit-x", contains="padding"))
+    if title_offset is not None:
+        title = alt.Title(panel.title, subtitle=panel.unit or NO_UNIT, offset=title_offset)
+        chart = chart.properties(title=title)
+    return {name: value for name, value in chart.to_dict().items() if name != "config"}
+
+
+def drawn(panel: Panel, *, named: bool = True) -> alt.LayerChart:
+    """A panel as an Altair chart without width and title."""
+    match panel:
+        case Lines():
+            return lines(panel)
+        case Stacks():
+            return stacks(panel, named=named)
+        case Scatter():
+            return scatter(panel)
+        case HeatMap():
+            return heat_map(panel)
+        case Timeline():
+            return timeline(panel)

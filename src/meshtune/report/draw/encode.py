@@ -1,0 +1,56 @@
+"""What all kinds of charts share: data, layers, tooltips, and the rule that keeps text harmless.
+
+Text from data or settings is only ever a value of the data (quoted CSV), of a scale's domain or of a JSON
+string, never a field's name. Names go to domains and not to `sort`, of which Vega-Lite makes an expression.
+Numbers keep six digits.
+"""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import altair as alt
+
+LABELS = 46  # px at least for the labels of a number axis, so that charts below each other are in line
+LEGEND_COLUMNS = 4
+NUMBER = "format(datum.value, ',~r')"  # of a tick, such as 0.25 or 12,000
+
+
+def table(columns: Mapping[str, Sequence[Any]]) -> alt.Data:
+    """Columns as data of a chart: CSV, which is half as long as Vega-Lite's JSON rows."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(zip(*([_cell(value) for value in column] for column in columns.values()), strict=True))
+    numbers = {
+        name: "number"
+        for name, column in columns.items()
+        if not any(isinstance(value, str) for value in column)
+    }
+    return alt.Data(values=text.getvalue(), format=alt.CsvDataFormat(type="csv", parse=numbers))
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def layered(charts: Sequence[alt.Chart | alt.LayerChart]) -> alt.LayerChart:
+    """Charts over each other, the first at the bottom."""
+    return alt.LayerChart(layer=list(charts))
+
+
+def tooltip(field: str, title: str, *, format: str | None = None) -> alt.Tooltip:
+    """A line of a tooltip. format: d3 format of numbers."""
+    line = alt.Tooltip(field, title=plain(title))
+    return line if format is None else line.format(format)
+
+
+def plain(title: str) -> str:
+    """A title without backslashes and control characters.
+
+    Vega-Lite makes strings of expressions from the titles of fields and escapes only their quotes.
+    """
+    return "".join(c if c.isprintable() and c != "\\" else " " for c in title)

@@ -1,0 +1,98 @@
+"""Curves over a common x, with the values of all of them under the pointer."""
+
+import json
+from collections.abc import Sequence
+
+import altair as alt
+
+from meshtune.report.draw.encode import LABELS, layered, plain, table, tooltip
+from meshtune.report.draw.kinds import Lines
+from meshtune.report.draw.thin import merged, thinned
+
+FEW = 60  # values of a series that are drawn with dots
+NONE = "–"  # in a tooltip, where a series has no value
+
+
+def lines(panel: Lines) -> alt.LayerChart:
+    """Curves, and under the pointer the values of all of them."""
+    x, columns = merged(panel.series)
+    rows = thinned(columns)
+    fields = [f"y{n}" for n in range(len(columns))]
+    data = table(
+        {"x": [x[row] for row in rows]}
+        | {name: [column[row] for row in rows] for name, column in zip(fields, columns, strict=True)}
+    )
+    end = panel.x_end or max(x, default=1) or 1
+    ends = (-0.015 * end, 1.015 * end)
+    across = alt.X("x:Q").scale(domain=list(ends), nice=False)
+    across = across.axis(
+        format=",d", grid=False, tickCount=8, tickMinStep=1, title=plain(panel.x_title), titleAnchor="end"
+    )
+    up = alt.Scale(zero=panel.from_zero, nice=5)
+    names = [one.name for one in panel.series]
+    roles = [alt.ExprRef("other" if one.role == "other" else "main") for one in panel.series]
+    legend = alt.Legend(symbolType="stroke") if len(names) > 1 else None
+    colour = alt.Color("series:O", scale=alt.Scale(domain=names, range=roles), legend=legend)
+    strength = alt.Opacity(
+        "series:O",
+        scale=alt.Scale(
+            type="ordinal",
+            domain=names,
+            range=[0.35 if one.role == "raw" else 1 for one in panel.series],
+        ),
+        legend=legend,
+    )
+    base = alt.Chart(data).encode(x=across)
+    layers = []
+    for field, one in zip(fields, panel.series, strict=True):
+        dots = (one.role == "other" and len(one.x) <= FEW) or len(one.x) == 1
+        point = alt.OverlayMarkDef(size=36) if dots else False
+        ticks = alt.Axis(labelExpr=tick_text(panel.form), tickCount=5, minExtent=LABELS)
+        layers.append(
+            base.mark_line(strokeWidth=1 if one.role == "raw" else 2, point=point)
+            .transform_filter(f"isValid(datum.{field})")
+            .transform_calculate(series=json.dumps(one.name))
+            .encode(y=alt.Y(f"{field}:Q", scale=up, axis=ticks), color=colour, opacity=strength)
+        )
+    return layered([*layers, _pointer(alt.Chart(data), panel, fields, ends)]).properties(height=panel.height)
+
+
+def _pointer(base: alt.Chart, panel: Lines, fields: Sequence[str], ends: tuple[float, float]) -> alt.Chart:
+    """Invisible bands around each x, which show the values of every series there when pointed at.
+
+    ends: of the x axis.
+    """
+    under = alt.selection_point(
+        name=f"under_pointer_{panel.key}", on="pointerover", clear="pointerout", fields=["x"], empty=False
+    )
+    form, none = json.dumps(panel.form), json.dumps(NONE)
+    texts = {
+        f"{field}_text": f"isValid(datum.{field}) ? format(datum.{field}, {form}) : {none}"
+        for field in fields
+    }
+    halfway = {
+        "left": f"isValid(datum.before) ? (datum.before + datum.x) / 2 : {ends[0]}",
+        "right": f"isValid(datum.after) ? (datum.x + datum.after) / 2 : {ends[1]}",
+    }
+    values = [tooltip(f"{field}_text:N", one.name) for field, one in zip(fields, panel.series, strict=True)]
+    return (
+        base.transform_window(before="lag(x)", after="lead(x)", sort=[alt.SortField("x")])
+        .transform_calculate(**texts, **halfway)
+        .mark_rect(color=alt.ExprRef("ink"))
+        .encode(
+            x=alt.X("left:Q").scale(domain=list(ends), nice=False),
+            x2="right:Q",
+            opacity=alt.condition(under, alt.value(0.12), alt.value(0)),
+            tooltip=[tooltip("x:Q", f"at {panel.x_title}", format=","), *values],
+        )
+        .add_params(under)
+    )
+
+
+def tick_text(form: str) -> str:
+    """Vega expression of a tick's label. Round values need fewer digits than `form`, that of exact ones."""
+    if form.startswith(","):
+        return "format(datum.value, '~s')"
+    if form.endswith("%"):
+        return "format(datum.value, '.0%')"
+    return f"datum.value ? format(datum.value, '~{'e' if form.endswith('e') else 'r'}') : '0'"

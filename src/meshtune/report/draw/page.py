@@ -1,0 +1,192 @@
+"""The page that runs and plans are shown on: one HTML file that opens from a disk, without a network.
+
+The JavaScript of Vega is inside it, once, however many charts there are. All text from data, settings or a
+model's answers is escaped by `text` or `script_json`. Light or dark follows the reader's system. The page's
+content security policy forbids it to load anything.
+"""
+
+import html
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from meshtune.report.draw import vega
+from meshtune.report.draw.kinds import Lines, Panel
+from meshtune.report.draw.theme import DARK, LIGHT, config
+from meshtune.report.draw.thin import MOST_ROWS, THINNED
+
+
+def page(
+    *, name: str, kind: str, subtitle: str, panels: Sequence[Panel], before: str, after: str, footer: str
+) -> str:
+    """A page as HTML text. Raises NotDrawn where there are panels and Altair is missing.
+
+    name, kind: parts of the page's title, such as "my-run" and "" or "plan". subtitle, before, after, footer:
+    HTML; `before` and `after` stand around the charts. Charts of lines stand two a row below the first one,
+    all others take the whole width.
+    """
+    return PAGE.format(
+        title=" · ".join(text(part) for part in (name, kind, "meshtune") if part),
+        style=STYLE,
+        heading=text(name),
+        subtitle=subtitle,
+        before=before,
+        charts=_figures(panels),
+        after=after,
+        footer=footer,
+        scripts=_scripts(panels) if panels else "",
+    )
+
+
+def text(value: Any) -> str:
+    """Anything as text of a page: markup in it is shown, not obeyed."""
+    return html.escape(str(value))
+
+
+def script_json(value: Any) -> str:
+    """JSON for a script element. Without `<` nothing in it can end the element."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _figures(panels: Sequence[Panel]) -> str:
+    """The places that the charts are drawn into."""
+    if not panels:
+        return ""
+    cells = "".join(
+        f"<figure><figcaption>{text(panel.title)} <small>{text(panel.unit)}</small></figcaption>"
+        f"<div class='chart' id='chart-{panel.key}'></div></figure>"
+        for panel in panels
+    )
+    in_pairs = all(isinstance(panel, Lines) for panel in panels)
+    long = [
+        one for panel in panels if isinstance(panel, Lines) for one in panel.series if len(one.x) > MOST_ROWS
+    ]
+    note = f"<p class='note'>{THINNED}</p>" if long else ""
+    return f"<section class='plots{'' if in_pairs else ' wide-only'}'>{cells}</section>{note}"
+
+
+def _scripts(panels: Sequence[Panel]) -> str:
+    vega.require()
+    from meshtune.report.draw.charts import specification
+
+    charts = {panel.key: specification(panel, width="container") for panel in panels}
+    themes = {
+        name: config(colours, background="transparent")
+        for name, colours in (("light", LIGHT), ("dark", DARK))
+    }
+    constants = f"const CHARTS = {script_json(charts)};\nconst THEMES = {script_json(themes)};"
+    return (
+        f"<script type='module'>{vega.scripts()}</script>\n"
+        f"<script type='module'>\n{constants}\n{DRAW}</script>"
+    )
+
+
+PAGE = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline';
+ script-src 'unsafe-inline' 'unsafe-eval'">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<main>
+<header><h1>{heading}</h1><p>{subtitle}</p></header>
+{before}
+{charts}
+{after}
+<footer>{footer}</footer>
+</main>
+{scripts}
+</body>
+</html>
+"""
+
+STYLE = """
+:root {
+  --ink: #1c1f23; --soft: #666d76; --line: #e4e6ea; --paper: #ffffff; --card: #f6f7f8; --right: #00795b;
+  --sans: system-ui, -apple-system, "Segoe UI", "Helvetica Neue", "Liberation Sans", sans-serif;
+  --mono: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --ink: #e3e6ea; --soft: #98a0aa; --line: #2c3138; --paper: #15181c; --card: #1d2126; --right: #4fc4a0;
+  }
+}
+* { box-sizing: border-box; }
+body {
+  margin: 0; background: var(--paper); color: var(--ink);
+  font: 15px/1.55 var(--sans); font-variant-numeric: tabular-nums;
+}
+main { max-width: 1080px; margin: 0 auto; padding: 48px 24px 32px; }
+h1 { font-size: 30px; line-height: 1.2; letter-spacing: -0.015em; margin: 0 0 6px; overflow-wrap: anywhere; }
+header p { margin: 0; color: var(--soft); }
+h2 { font-size: 17px; letter-spacing: -0.005em; margin: 44px 0 12px; }
+small { color: var(--soft); font-size: 13px; font-weight: 400; }
+code, pre, .samples td { font-family: var(--mono); font-size: 13px; }
+
+.tiles {
+  display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: 12px; margin: 32px 0 8px;
+}
+.tile { background: var(--card); border-radius: 8px; padding: 14px 16px 12px; }
+.tile dt { color: var(--soft); font-size: 13px; }
+.tile dd { margin: 2px 0 0; font-size: 25px; line-height: 1.25; font-weight: 600; letter-spacing: -0.02em; }
+
+.plots {
+  display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 28px 36px; margin-top: 36px;
+}
+.plots.wide-only { grid-template-columns: minmax(0, 1fr); }
+.plots figure { margin: 0; min-width: 0; overflow-x: auto; }
+.plots figure:first-child { grid-column: 1 / -1; }
+.plots .chart { width: 100%; }
+figcaption { font-weight: 600; margin-bottom: 6px; }
+figcaption small { margin-left: 6px; }
+
+.note { color: var(--soft); font-size: 13px; margin: 20px 0 0; }
+
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; }
+th { text-align: left; font-weight: 500; color: var(--soft); font-size: 13px; }
+.samples { width: 100%; }
+.samples th { padding: 4px 20px 6px 0; border-bottom: 1px solid var(--line); }
+.samples td {
+  padding: 7px 20px 7px 0; border-bottom: 1px solid var(--line); vertical-align: top;
+  white-space: pre-wrap; overflow-wrap: anywhere; min-width: 90px;
+}
+.samples .right { color: var(--right); }
+.samples .right::after { content: " ✓"; }
+.samples .wrong { color: var(--soft); }
+.facts { font-size: 14px; }
+.facts th { width: 150px; }
+.facts th, .facts td { padding: 4px 28px 4px 0; vertical-align: top; overflow-wrap: anywhere; }
+.facts th { white-space: nowrap; }
+.facts.left-out th, .facts.left-out td { width: auto; }
+.facts.left-out td:first-child { text-align: right; white-space: nowrap; }
+pre { background: var(--card); border-radius: 8px; padding: 14px 16px; overflow-x: auto; line-height: 1.5; }
+code { background: var(--card); border-radius: 4px; padding: 2px 6px; overflow-wrap: anywhere; }
+summary { cursor: pointer; color: var(--soft); }
+.empty, footer { color: var(--soft); }
+footer { margin-top: 56px; padding-top: 14px; border-top: 1px solid var(--line); font-size: 13px; }
+@media (max-width: 720px) { .plots { grid-template-columns: minmax(0, 1fr); } main { padding-top: 28px; } }
+@media print { .plots figure { break-inside: avoid; } }
+"""
+
+DRAW = """
+const dark = matchMedia("(prefers-color-scheme: dark)");
+let drawn = [];
+
+async function draw() {
+  const theme = dark.matches ? "dark" : "light";
+  const options = {actions: false, renderer: "canvas", mode: "vega-lite", tooltip: {theme}};
+  for (const chart of drawn) chart.finalize();
+  drawn = await Promise.all(Object.entries(CHARTS).map(([key, chart]) =>
+    vegaEmbed("#chart-" + key, {...chart, config: THEMES[theme]}, options)));
+}
+
+draw();
+dark.addEventListener("change", draw);
+"""

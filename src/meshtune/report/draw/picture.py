@@ -1,0 +1,121 @@
+"""Panels as one .png or .svg picture, in rows, drawn without a browser."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from meshtune.errors import UserError
+from meshtune.report.draw import vega
+from meshtune.report.draw.kinds import HeatMap, Lines, Panel, Scatter, Stacks, Timeline
+from meshtune.report.draw.theme import DARK, LIGHT, config
+from meshtune.rundir import write_text_atomically
+
+SUFFIXES = (".png", ".svg")
+WIDTH, GAP = 1200, 44  # px of a picture, and between charts side by side
+NUMBERS, UNNAMED = 52, 8  # px left of a chart for the labels of a number axis, or for none
+CHARACTER = 6.7  # px of a name's monospaced characters
+TITLE, LEGEND = 12, 19  # px between title and chart, and of a legend in one line
+INDEPENDENT = {"scale": {"color": "independent", "opacity": "independent"}}
+
+
+def known_suffix(file: Path, known: Sequence[str] = SUFFIXES) -> str:
+    """The file's suffix in lower case. Raises UserError where it is not among `known`."""
+    suffix = file.suffix.lower()
+    if suffix not in known:
+        raise UserError(
+            f"'{file}' ends in {repr(suffix) if suffix else 'nothing'}; pictures are written as "
+            f"{', '.join(known)}, such as {file.with_suffix(known[0])}."
+        )
+    return suffix
+
+
+def write(
+    file: Path,
+    rows: Sequence[Sequence[Panel]],
+    *,
+    title: str,
+    dark: bool = False,
+    width: int = WIDTH,
+) -> Path:
+    """Write rows of panels as a picture of about `width` px, by the file's suffix.
+
+    Stacks of one row share the names at the left. Raises UserError for an unknown suffix, and without Altair.
+    """
+    known_suffix(file)
+    save(specification(rows, title=title, width=width), file, dark=dark)
+    return file
+
+
+def specification(rows: Sequence[Sequence[Panel]], *, title: str, width: int = WIDTH) -> dict[str, Any]:
+    """Rows of panels under one title as a Vega-Lite specification without a theme. width: px, about."""
+    vega.require()
+    from meshtune.report.draw import charts
+
+    whole: dict[str, Any] = {
+        "title": {"text": title, "fontSize": 16, "offset": 24},
+        "padding": 24,
+        "spacing": GAP,
+        "align": "none",
+        "resolve": INDEPENDENT,
+        "params": [],
+        "vconcat": [],
+    }
+    left = max(_labels_width(row[0]) for row in rows)  # the charts of all rows begin in line
+    for row in rows:
+        named = [place == 0 or not isinstance(panel, Stacks) for place, panel in enumerate(row)]
+        labels = left + sum(map(_labels_width, row[1:], named[1:]))
+        plot_width = round((width - GAP * (len(row) - 1) - labels) / len(row))
+        legends = any(map(has_legend, row))
+        specs = [
+            charts.specification(
+                panel,
+                width=plot_width,
+                title_offset=TITLE if has_legend(panel) or not legends else TITLE + LEGEND,
+                named=with_names,
+            )
+            for panel, with_names in zip(row, named, strict=True)
+        ]
+        for spec in specs:  # selections belong to the outermost specification
+            whole["$schema"] = spec.pop("$schema")
+            whole["params"] += spec.pop("params", [])
+        whole["vconcat"].append({"hconcat": specs, "spacing": GAP, "align": "none", "resolve": INDEPENDENT})
+    return whole
+
+
+def has_legend(panel: Panel) -> bool:
+    """True if names stand between the chart and its title."""
+    match panel:
+        case Lines():
+            return len(panel.series) > 1
+        case Scatter():
+            return len(panel.groups) > 1
+        case _:
+            return isinstance(panel, Stacks | Timeline)
+
+
+def _labels_width(panel: Panel, named: bool = True) -> float:
+    """Px left of a chart that its axis labels take."""
+    match panel:
+        case Stacks():
+            return CHARACTER * max(map(len, panel.names)) + 10 if named else UNNAMED
+        case HeatMap():
+            return CHARACTER * max(map(len, panel.rows)) + 10
+        case _:
+            return NUMBERS
+
+
+def save(spec: dict[str, Any], file: Path, *, dark: bool = False) -> None:
+    """Write a specification as .png or .svg, whole or not at all; the same chart gives the same file."""
+    suffix, colours = known_suffix(file), DARK if dark else LIGHT
+    themed = {**spec, "config": config(colours, background=colours["paper"])}
+    if suffix == ".svg":
+        write_text_atomically(file, vega.svg(themed))
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        aside.write_bytes(vega.png(themed))
+        os.replace(aside, file)
+    finally:
+        aside.unlink(missing_ok=True)

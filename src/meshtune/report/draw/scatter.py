@@ -1,0 +1,127 @@
+"""Groups of points over two number axes, joined or not, with guide lines and labels."""
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import altair as alt
+
+from meshtune.report.draw.encode import LABELS, LEGEND_COLUMNS, NUMBER, layered, plain, table, tooltip
+from meshtune.report.draw.kinds import Axis, Group, Guide, Label, Scatter
+from meshtune.report.draw.theme import OTHERS
+
+
+def scatter(panel: Scatter) -> alt.LayerChart:
+    """Groups of points over guide lines, with labels."""
+    named = [group.name for group in panel.groups if group.name]
+    spare = iter(OTHERS * (1 + len(panel.groups) // len(OTHERS)))
+    colours = [alt.ExprRef(_role(group)) if group.role else next(spare) for group in panel.groups]
+    colour = alt.Color(
+        "group:N",
+        scale=alt.Scale(domain=[group.name for group in panel.groups], range=colours),
+        legend=alt.Legend(columns=LEGEND_COLUMNS, symbolType="circle", symbolOpacity=1)
+        if len(named) > 1
+        else None,
+    )
+    across = alt.X("x:Q", **_axis(panel.x))
+    up = alt.Y("y:Q", **_axis(panel.y, least=LABELS))
+    layers: list[alt.Chart | alt.LayerChart] = [
+        layer for guide in panel.guides for layer in _guide(guide, across, up)
+    ]
+    for group in panel.groups:
+        layers.append(_group(panel, group, across, up, colour))
+    for align in ("left", "center", "right"):
+        for above in (True, False):
+            some = [label for label in panel.labels if (label.align, label.above) == (align, above)]
+            layers += [_labels(some, across, up)] if some else []
+    return layered(layers).properties(height=panel.height)
+
+
+def _role(group: Group) -> str:
+    return "other" if group.role == "other" else "main"
+
+
+def _axis(axis: Axis, *, least: int = 0) -> dict[str, Any]:
+    """Scale and axis of one direction. least: px for its labels."""
+    ticks = list(axis.ticks) or (round_values(axis.ends) if axis.log else [])
+    given: dict[str, Any] = {"values": ticks} if ticks else {"tickCount": 6}
+    return {
+        "scale": alt.Scale(type="log" if axis.log else "linear", domain=list(axis.ends), nice=False),
+        "axis": alt.Axis(
+            labelExpr=f"{NUMBER} + {json.dumps(axis.suffix)}",
+            labelOverlap=True,
+            minExtent=least,
+            title=plain(axis.title) if axis.show_title else None,
+            **given,
+        ),
+    }
+
+
+def round_values(ends: tuple[float, float]) -> list[float]:
+    """A handful of round values between the ends of a logarithmic axis."""
+    low, high = map(math.log10, ends)
+    digits = (1, 2, 3, 5, 7) if high - low < 1 else (1, 2, 5) if high - low < 3 else (1,)
+    powers = range(math.floor(low), math.ceil(high))
+    values = [digit * 10.0**power for power in powers for digit in digits]
+    return [value for value in values if ends[0] <= value <= ends[1]]
+
+
+def _group(
+    panel: Scatter, group: Group, across: alt.X, up: alt.Y, colour: alt.Color
+) -> alt.Chart | alt.LayerChart:
+    """Dots of a group and, where they are joined, the line through them."""
+    columns = {
+        "x": [float(point.x) for point in group.points],
+        "y": [float(point.y) for point in group.points],
+        "text": [point.text for point in group.points],
+    }
+    base = alt.Chart(table(columns)).transform_calculate(group=json.dumps(group.name))
+    dots = base.mark_circle(size=group.size, opacity=group.opacity).encode(
+        x=across,
+        y=up,
+        color=colour,
+        tooltip=[
+            tooltip("text:N", panel.item),
+            tooltip("x:Q", panel.x.title, format=panel.x.form),
+            tooltip("y:Q", panel.y.title, format=panel.y.form),
+        ],
+    )
+    if group.joined == "no":
+        return dots
+    interpolate = "step-after" if group.joined == "steps" else "linear"
+    line = base.mark_line(interpolate=interpolate, strokeWidth=2).encode(x=across, y=up, color=colour)
+    return layered([line, dots])
+
+
+def _guide(guide: Guide, across: alt.X, up: alt.Y) -> list[alt.Chart]:
+    base = alt.Chart(table({"x": list(map(float, guide.x)), "y": list(map(float, guide.y))})).encode(
+        x=across, y=up
+    )
+    dash = [1, 0] if guide.solid else [5, 3]
+    line = base.mark_line(clip=True, color=alt.ExprRef("ink"), strokeWidth=1.3, strokeDash=dash)
+    if not guide.text:
+        return [line]
+    last = alt.Chart(table({"x": [float(guide.x[-1])], "y": [float(guide.y[-1])], "text": [guide.text]}))
+    text = last.mark_text(align="right", baseline="bottom", dy=-4).encode(x=across, y=up, text="text:N")
+    return [line, text]
+
+
+def _labels(labels: Sequence[Label], across: alt.X, up: alt.Y) -> alt.Chart:
+    """Texts beside points, all on the same side of them."""
+    columns = {
+        "x": [float(label.point.x) for label in labels],
+        "y": [float(label.point.y) for label in labels],
+        "text": [label.point.text for label in labels],
+    }
+    align, above = labels[0].align, labels[0].above
+    lines = 1 + max(label.point.text.count("\n") for label in labels)
+    mark = alt.Chart(table(columns)).mark_text(
+        align=align,
+        baseline="bottom" if above else "top",
+        lineBreak="\n",
+        lineHeight=14,
+        dx={"left": 5, "center": 0, "right": -5}[align],
+        dy=-7 - 14 * (lines - 1) if above else 7,
+    )
+    return mark.encode(x=across, y=up, text="text:N")

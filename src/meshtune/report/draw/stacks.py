@@ -1,0 +1,74 @@
+"""Horizontal bars cut into parts, with texts behind them and a dashed mark across."""
+
+import altair as alt
+
+from meshtune.report.draw.encode import LEGEND_COLUMNS, NUMBER, layered, table, tooltip
+from meshtune.report.draw.kinds import Mark, Stacks
+from meshtune.report.draw.theme import MONO, colours_of
+
+BAR = 28  # px of height for each bar
+MARK_TEXT = 22  # px between legend and bars, for the text of a mark
+
+
+def stacks(panel: Stacks, *, named: bool = True) -> alt.LayerChart:
+    """Horizontal bars with a legend of their parts, texts behind them and a dashed mark across."""
+    parts = list(panel.parts)
+    cells = [
+        (name, part, start, start + sizes[row], sizes[row])
+        for row, name in enumerate(panel.names)
+        for (part, sizes), start in zip(panel.parts.items(), _starts(panel, row), strict=True)
+    ]
+    data = table(dict(zip(("name", "part", "start", "end", "size"), zip(*cells, strict=True), strict=True)))
+    mark = panel.mark.value if panel.mark else 0.0
+    ends = [max(end for name, _, _, end, _ in cells if name == bar) for bar in panel.names]
+    room = (1.08 if panel.mark else 1.3) if panel.ends else 1.03  # for the texts behind the bars
+    across = alt.Scale(domain=[0, max(*ends, mark) * room], nice=False)
+    y = alt.Y(
+        "name:N",
+        sort=None,
+        scale=alt.Scale(domain=list(panel.names), paddingInner=0.3, paddingOuter=0.15),
+        axis=alt.Axis(labels=named, labelFont=MONO, labelFontSize=11, labelLimit=0),
+    )
+    bars = alt.Chart(data).mark_bar(stroke=alt.ExprRef("paper"), strokeWidth=0.5)
+    bars = bars.encode(
+        y=y,
+        x=alt.X("start:Q", scale=across, axis=alt.Axis(labelExpr=NUMBER, tickCount=8)),
+        x2="end:Q",
+        color=alt.Color(
+            "part:N",
+            scale=alt.Scale(domain=parts, range=colours_of(parts)),
+            legend=alt.Legend(columns=LEGEND_COLUMNS, symbolType="square", offset=MARK_TEXT),
+        ),
+        tooltip=[
+            tooltip("name:N", panel.item),
+            tooltip("part:N", "part"),
+            tooltip("size:Q", panel.unit, format=",.4~g"),
+        ],
+    )
+    if not panel.stacked:
+        bars = bars.encode(yOffset=alt.YOffset("part:N", sort=None, scale=alt.Scale(domain=parts)))
+    x = alt.X("at:Q", scale=across)
+    layers = [bars]
+    if panel.ends:
+        at = [max(end, mark) for end in ends]
+        texts = alt.Chart(table({"name": panel.names, "at": at, "text": panel.ends}))
+        layers.append(texts.mark_text(align="left", dx=6).encode(y=y, x=x, text="text:N"))
+    if panel.mark:
+        layers += _mark(panel.mark, x)
+    return layered(layers).properties(height=alt.Step(BAR if panel.stacked else BAR / 2))
+
+
+def _mark(mark: Mark, x: alt.X) -> list[alt.Chart]:
+    """A dashed vertical line with its text above it."""
+    base = alt.Chart(table({"at": [float(mark.value)], "text": [mark.text]})).encode(x=x)
+    text = base.mark_text(align="right", baseline="bottom", dx=2, dy=-5)
+    return [base.mark_rule(strokeDash=[5, 3], strokeWidth=1.3), text.encode(y=alt.value(0), text="text:N")]
+
+
+def _starts(panel: Stacks, row: int) -> list[float]:
+    """Where each part of a bar begins."""
+    starts, end = [], 0.0
+    for sizes in panel.parts.values():
+        starts.append(end)
+        end += sizes[row] if panel.stacked else 0.0
+    return starts

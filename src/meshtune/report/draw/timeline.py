@@ -1,0 +1,40 @@
+"""Intervals of time in lanes, coloured by name."""
+
+import altair as alt
+
+from meshtune.report.draw.encode import LEGEND_COLUMNS, NUMBER, layered, table, tooltip
+from meshtune.report.draw.kinds import Timeline
+from meshtune.report.draw.theme import colours_of
+
+LANE = 28  # px of height for each lane
+
+
+def timeline(panel: Timeline) -> alt.LayerChart:
+    """Intervals in lanes, coloured by name."""
+    names = list(dict.fromkeys(interval.name for interval in panel.intervals))
+    columns = {
+        "lane": [interval.lane for interval in panel.intervals],
+        "start": [float(interval.start) for interval in panel.intervals],
+        "end": [float(interval.end) for interval in panel.intervals],
+        "name": [interval.name for interval in panel.intervals],
+        "detail": [interval.detail for interval in panel.intervals],
+    }
+    bars = alt.Chart(table(columns)).transform_calculate(length="datum.end - datum.start")
+    bars = bars.mark_bar(stroke=alt.ExprRef("paper"), strokeWidth=0.5).encode(
+        y=alt.Y("lane:N", sort=None, scale=alt.Scale(domain=list(panel.lanes), paddingInner=0.2)),
+        x=alt.X("start:Q", scale=alt.Scale(nice=False), axis=alt.Axis(labelExpr=NUMBER, tickCount=8)),
+        x2="end:Q",
+        color=alt.Color(
+            "name:N",
+            scale=alt.Scale(domain=names, range=colours_of(names)),
+            legend=alt.Legend(columns=LEGEND_COLUMNS, symbolType="square"),
+        ),
+        tooltip=[
+            tooltip("lane:N", "lane"),
+            tooltip("name:N", "interval"),
+            tooltip("start:Q", f"start, {panel.unit}", format=",.4~g"),
+            tooltip("length:Q", f"length, {panel.unit}", format=",.4~g"),
+            tooltip("detail:N", "detail"),
+        ],
+    )
+    return layered([bars]).properties(height=alt.Step(LANE))

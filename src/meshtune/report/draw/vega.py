@@ -1,0 +1,80 @@
+"""What is needed from outside to draw: Altair writes specifications, vl-convert turns them into pictures and
+brings the JavaScript for pages. Neither needs a browser or a network.
+
+Both are imported only when something is drawn. Without them `NotDrawn` says how to install them.
+"""
+
+import re
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from meshtune.errors import UserError
+from meshtune.rundir import write_text_atomically
+
+SCRIPTS = Path("~/.cache/meshtune")  # making the page's JavaScript takes some seconds, so it is kept here
+SNIPPET = "window.vegaEmbed = vegaEmbed;"
+PNG_SCALE = 2.0  # pixels of a .png for each of the chart's
+
+
+class NotDrawn(UserError):
+    """Altair or vl-convert can't be imported; the text says which and how to install it."""
+
+
+def require() -> None:
+    """Import Altair and vl-convert, or raise NotDrawn."""
+    try:
+        import altair  # noqa: F401
+        import vl_convert  # noqa: F401
+    except ImportError as error:
+        missing = error.name or str(error)
+        raise NotDrawn(
+            f"Charts are drawn by altair and vl-convert-python, and '{missing}' can't be imported; install "
+            "them with: pip install altair vl-convert-python"
+        ) from error
+
+
+@cache
+def vega_lite_version() -> str:
+    """Version of Vega-Lite that Altair writes, as vl-convert names it, such as "6.4"."""
+    require()
+    import altair
+
+    return ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
+
+
+@cache
+def scripts() -> str:
+    """JavaScript of Vega, Vega-Lite and vega-embed in one piece, which sets `window.vegaEmbed`."""
+    require()
+    import vl_convert
+
+    name = f"vega-{version('vl-convert-python')}-{vega_lite_version()}.js"
+    file = (SCRIPTS / name).expanduser()
+    with suppress(OSError, ValueError):  # not there yet, or damaged
+        text = file.read_text(encoding="utf-8")
+        if "window.vegaEmbed=" in text:
+            return text
+    text = vl_convert.javascript_bundle(SNIPPET, vl_version=vega_lite_version())
+    text = re.sub(r"</(?=script)", r"<\\/", text, flags=re.IGNORECASE)  # can't end the element it stands in
+    with suppress(OSError):  # where it can't be kept it is made again next time
+        write_text_atomically(file, text)
+    return text
+
+
+def svg(spec: dict[str, Any]) -> str:
+    """A specification as an SVG picture."""
+    import vl_convert
+
+    return vl_convert.vegalite_to_svg(spec, vl_version=vega_lite_version(), allowed_base_urls=[])
+
+
+def png(spec: dict[str, Any]) -> bytes:
+    """A specification as a PNG picture."""
+    import vl_convert
+
+    return vl_convert.vegalite_to_png(
+        spec, vl_version=vega_lite_version(), scale=PNG_SCALE, allowed_base_urls=[]
+    )

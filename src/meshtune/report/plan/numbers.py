@@ -1,0 +1,42 @@
+"""Numbers of one predicted layout by part, and as text, for terminal tables and charts alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from meshtune.plan.memory.timeline import CATEGORIES
+from meshtune.plan.seconds.step import PARTS
+
+if TYPE_CHECKING:
+    from meshtune.plan.search import Choice
+
+
+def memory_parts(choice: Choice) -> dict[str, float]:
+    """Bytes of each category at the peak."""
+    return {name: float(getattr(choice.memory, name)) for name in CATEGORIES}
+
+
+def time_parts(choice: Choice) -> dict[str, float]:
+    """Seconds of each part of a step."""
+    return {name: float(getattr(choice.seconds, name)) for name in PARTS}
+
+
+def nonzero(names: Sequence[str], parts: Iterable[Mapping[str, float]]) -> list[str]:
+    """The names whose value is above zero in any of `parts`."""
+    positive = {name for values in parts for name, value in values.items() if value > 0}
+    return [name for name in names if name in positive]
+
+
+def number(value: float) -> str:
+    """Three digits, or all digits before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def seconds(value: float) -> str:
+    """Three or four digits: `seconds(0.0123) == "12.3 ms"`."""
+    if value == 0:
+        return "0 s"
+    if value < 1:
+        return f"{value * 1000:.3g} ms"
+    return f"{value:.2f} s" if value < 100 else f"{value:,.0f} s"

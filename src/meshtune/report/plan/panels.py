@@ -1,0 +1,217 @@
+"""A plan as panels: what fills memory and a step's time, time against memory, cluster sizes, global batches.
+
+Everything shown was predicted for a layout that the search listed; what was not searched has no panel.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from meshtune.layout import RECOMPUTE, SCHEDULES, Layout
+from meshtune.placement.columns import layout_at
+from meshtune.plan.memory.timeline import CATEGORIES
+from meshtune.plan.search import Choice, Plan
+from meshtune.plan.seconds.step import PARTS
+from meshtune.report.draw.kinds import (
+    Axis,
+    Cell,
+    Group,
+    Guide,
+    HeatMap,
+    Label,
+    Mark,
+    Panel,
+    Point,
+    Scatter,
+    Stacks,
+)
+from meshtune.report.plan.numbers import memory_parts, nonzero, number, seconds, time_parts
+from meshtune.units import GIB
+
+MOST_LAYOUTS = 8  # as stacks
+MOST_LABELS = 7  # along the front
+MOST_DOTS = 2000  # of time against memory, so that a page stays small
+CELLS = (300, 200)  # of that plane, across and up: dots in the same cell are drawn once
+NO_LAYOUT = "no layout"
+
+SizeAndGpus = tuple[int, int]  # (global batch size, GPUs)
+
+
+def panels(
+    plan: Plan,
+    sizes: Mapping[int, Plan] | None = None,
+    batches: Mapping[SizeAndGpus, Choice | None] | None = None,
+) -> list[Panel]:
+    """Every panel that there are numbers for; where nothing fits, the layouts that need least memory.
+
+    sizes: plans by number of GPUs. batches: the best layout, or None where nothing fits.
+    """
+    shown = plan.best(MOST_LAYOUTS) or plan.nearest(MOST_LAYOUTS)
+    panels: list[Panel] = [memory_stacks(shown, fit=len(plan) > 0), time_stacks(shown)] if shown else []
+    if len(plan):
+        panels.append(time_against_memory(plan))
+    if best := {gpus: of_size.best(1)[0] for gpus, of_size in sorted((sizes or {}).items()) if len(of_size)}:
+        panels.append(scaling(best))
+    if batches and any(batches.values()):
+        panels.append(batch_map(batches))
+    return panels
+
+
+def memory_stacks(choices: Sequence[Choice], *, fit: bool) -> Stacks:
+    """Peak memory of each layout by category. fit: False if none of them fits."""
+    capacity = choices[0].cluster.memory / GIB
+    names = nonzero(CATEGORIES, map(memory_parts, choices))
+    return Stacks(
+        "memory",
+        "Peak memory of a GPU" if fit else "Nothing fits; the layouts that need least memory",
+        "GiB",
+        tuple(str(choice.layout) for choice in choices),
+        {name: tuple(memory_parts(choice)[name] / GIB for choice in choices) for name in names},
+        tuple(f"{choice.memory.peak / GIB:.1f}" for choice in choices),
+        Mark(capacity, f"capacity {capacity:.1f}"),
+    )
+
+
+def time_stacks(choices: Sequence[Choice]) -> Stacks:
+    """Step time of each layout by part."""
+    names = nonzero(PARTS, map(time_parts, choices))
+    return Stacks(
+        "time",
+        "Time of a step",
+        "seconds",
+        tuple(str(choice.layout) for choice in choices),
+        {name: tuple(time_parts(choice)[name] for choice in choices) for name in names},
+        tuple(f"{seconds(choice.seconds.total)} · MFU {choice.mfu:.0%}" for choice in choices),
+    )
+
+
+def time_against_memory(plan: Plan) -> Scatter:
+    """Seconds per step and peak GiB of all layouts that fit, and the front: those that none beats in both."""
+    time, memory = np.asarray(plan.seconds.total), np.asarray(plan.memory.peak) / GIB
+    capacity = plan.cluster.memory / GIB
+
+    def points(places: Sequence[int], name: Callable[[Layout], str] = str) -> tuple[Point, ...]:
+        return tuple(
+            Point(float(time[n]), float(memory[n]), name(layout_at(plan.columns, n))) for n in places
+        )
+
+    front = plan.pareto()
+    dots = distinct(time, memory)
+    named = spread([float(memory[n]) for n in front], front, capacity / 16)
+    low, high = float(time.min()), max(float(time.max()), 1.5 * float(time.min()))
+    ends = (low * (low / high) ** 0.5, high * (high / low) ** 0.03)  # with room for the labels on the left
+    drawn = f", {len(dots):,} of them drawn" if len(dots) < len(plan) else ""
+    return Scatter(
+        "front",
+        "Speed against memory",
+        f"time of a step in seconds, peak memory in GiB · {len(plan):,} layouts{drawn}",
+        (
+            Group("layouts that fit", points(dots), "main", opacity=0.3),
+            Group("none is faster with less memory", points(front), "other", joined="steps", size=44),
+        ),
+        Axis("seconds a step", ends, log=True, suffix=" s"),
+        Axis("peak GiB", (0, capacity * 1.07), suffix=" GiB", form=".1f"),
+        tuple(
+            Label(point, "right", above=point.y < capacity / 16)
+            for point in points(named, lambda layout: " ".join(short(layout)))
+        ),
+        (Guide(ends, (capacity, capacity), f"capacity {capacity:.1f} GiB"),),
+    )
+
+
+def distinct(time: np.ndarray, memory: np.ndarray, *, most: int = MOST_DOTS) -> list[int]:
+    """Indices of one layout for each cell of the drawn plane that has any; coarser cells where more than
+    `most` would be drawn.
+    """
+    cells = CELLS
+    while True:
+        columns, rows = (
+            np.floor((values - values.min()) / max(np.ptp(values), 1e-9) * count)
+            for values, count in zip((np.log(np.maximum(time, 1e-9)), memory), cells, strict=True)
+        )
+        first = np.unique(columns * (cells[1] + 1) + rows, return_index=True)[1]
+        if len(first) <= most:
+            return sorted(int(index) for index in first)
+        cells = (cells[0] * 4 // 5, cells[1] * 4 // 5)
+
+
+def spread(heights: Sequence[float], places: Sequence[int], apart: float) -> list[int]:
+    """Those of `places` whose labels don't touch: their heights, which fall, are at least `apart`. The first
+    and the last are always among them.
+    """
+    chosen = [0] if places else []
+    for n in range(1, len(places)):
+        if heights[chosen[-1]] - heights[n] >= apart:
+            chosen.append(n)
+    last = len(places) - 1
+    if places and chosen[-1] != last:
+        chosen = [n for n in chosen if heights[n] - heights[last] >= apart or n == 0] + [last]
+    if len(chosen) > MOST_LABELS:
+        chosen = [*chosen[: MOST_LABELS - 1], last]
+    return [places[n] for n in chosen]
+
+
+def scaling(best: Mapping[int, Choice]) -> Scatter:
+    """tokens/s/GPU of the best layout for each number of GPUs."""
+    sizes = [float(gpus) for gpus in best]
+    speeds = [choice.tokens_per_second_per_gpu for choice in best.values()]
+    names = [" ".join(short(choice.layout)) for choice in best.values()]
+    points = tuple(map(Point, sizes, speeds, names))
+    labels = []
+    for place, (point, speed) in enumerate(zip(points, speeds, strict=True)):
+        last = place == len(points) - 1
+        neighbour = speeds[place - 1 if last else place + 1] if len(points) > 1 else 0.0
+        text = Point(point.x, point.y, f"{number(speed)}\n{point.text}")
+        labels.append(Label(text, "right" if last else "left", above=speed >= neighbour))  # beside the line
+    reach = (sizes[-1] / sizes[0]) ** 0.04 if len(sizes) > 1 else 2
+    return Scatter(
+        "scaling",
+        "The best layout of each cluster size",
+        "tokens/s/GPU",
+        (Group("", points, "main", joined="line", size=70),),
+        Axis(
+            "GPUs",
+            (sizes[0] / reach, sizes[-1] * reach),
+            log=True,
+            ticks=tuple(sizes),
+            suffix=" GPUs",
+            form=",",
+        ),
+        Axis("tokens/s/GPU", (0, max(speeds) * 1.25), form=",.0f"),
+        tuple(labels),
+    )
+
+
+def batch_map(batches: Mapping[SizeAndGpus, Choice | None]) -> HeatMap:
+    """The best layout of each global batch and number of GPUs; sizes that were not searched have no cell."""
+    sizes, gpus = (sorted({key[n] for key in batches}) for n in (0, 1))
+    return HeatMap(
+        "batches",
+        "The best layout of each global batch and number of GPUs",
+        "tokens/s/GPU",
+        tuple(f"{count:,} GPUs" for count in gpus),
+        tuple(f"GBS {size:,}" for size in reversed(sizes)),
+        tuple(
+            tuple(cell_of(batches[size, count]) if (size, count) in batches else None for count in gpus)
+            for size in reversed(sizes)
+        ),
+    )
+
+
+def cell_of(choice: Choice | None) -> Cell:
+    if choice is None:
+        return Cell(None, (NO_LAYOUT,))
+    speed = choice.tokens_per_second_per_gpu
+    return Cell(speed, (number(speed), *short(choice.layout)), str(choice.layout))
+
+
+def short(layout: Layout) -> tuple[str, ...]:
+    """(its axes, its micro-batch and recomputation): `short(…) == ("zero3x4 tp2 pp2", "mb2 full")`."""
+    words = str(layout).split("-")
+    inner = [word for word in words if re.fullmatch(r"mb\d+", word) or word in RECOMPUTE]
+    left_out = [word for word in words if re.fullmatch(r"sp|v\d+|ga\d+", word) or word in SCHEDULES]
+    axes = [word for word in words if word not in (*inner, *left_out)]
+    return (*([" ".join(axes)] if axes else []), " ".join(inner))

@@ -1,0 +1,217 @@
+"""Layouts in the terminal: how fast each is, and what fills a GPU's memory and a step's time.
+
+1  zero2x8-mb1-ga8         8,668  3.78 s  42.3%  WWWWGGGGOOAAAAA···  65.1 / 79.1 GiB  CCCCCCCCCD
+2  zero2x4-tp2-sp-mb2-ga8  8,483  3.86 s  41.4%  WWWWGGGGOOAAA·····  56.3 / 79.1 GiB  CCCCCCCCCTD
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from meshtune.plan.memory import CATEGORIES, EVENTS, RANKS
+from meshtune.plan.seconds.step import PARTS
+from meshtune.report.plan.bars import Column, Fitted, Legend, Name
+from meshtune.report.plan.numbers import memory_parts, nonzero, number, seconds, time_parts
+from meshtune.units import GIB, human
+
+if TYPE_CHECKING:
+    from meshtune.plan.search import Choice
+
+MEMORY_MEANING = {  # parts of a rank's memory
+    "weights": "parameters, in the precision they are stored and computed in",
+    "gradients": "with their sum over micro-batches and ranks",
+    "optimizer": "AdamW moments, and master weights where the weights are not fp32",
+    "activations": "saved for the backward, and in use in one block",
+    "logits": "of the tokens that the loss computes at once",
+    "communication": "gathered parameters and buffers of collectives",
+    "overhead": "CUDA context, communicators, gaps of the allocator",
+}
+TIME_MEANING = {  # parts of a step
+    "compute": "matmuls, attention and elementwise operations",
+    "tensor": "tensor-parallel collectives that computing does not hide",
+    "context": "context-parallel collectives",
+    "pipeline": "sending hidden states to the next stage",
+    "data": "collectives of weights and gradients that computing does not hide",
+    "optimizer": "the update",
+    "bubble": "waiting for other pipeline stages",
+    "host": "waiting for kernel launches",
+}
+
+
+def layouts_table(choices: Sequence[Choice]) -> RenderableType:
+    """Layouts in the order given, with speed, memory and time; in red what does not fit."""
+    room = max((max(c.cluster.memory, c.memory.peak) for c in choices), default=1)
+    longest = max((c.seconds.total for c in choices), default=1)
+    columns = {
+        "rank": Column("", [f"{place}" for place in range(1, len(choices) + 1)], style="dim"),
+        "layout": Column(
+            "layout",
+            [Text(str(c.layout), style="" if place else "bold") for place, c in enumerate(choices)],
+            justify="left",
+        ),
+        "speed": Column("tokens/s\n/GPU", [number(c.tokens_per_second_per_gpu) for c in choices]),
+        "step": Column("step", [seconds(c.seconds.total) for c in choices]),
+        "mfu": Column("MFU", [f"{c.mfu:.1%}" for c in choices]),
+        "bar": Column(
+            "memory",
+            bars=[(memory_parts(c), room, c.cluster.memory) for c in choices],
+            justify="left",
+        ),
+        "memory": Column("", [of_capacity(c) for c in choices]),
+        "peak": Column("GiB", [in_red(c, f"{c.memory.peak / GIB:.1f}") for c in choices]),
+        "time": Column("time", bars=[(time_parts(c), longest, 0) for c in choices], justify="left"),
+    }
+
+    def legends(names: Sequence[str]) -> Iterator[RenderableType]:
+        yield Text()
+        if "bar" in names:
+            yield Legend("memory", nonzero(CATEGORIES, map(memory_parts, choices)), dots="free")
+        if "time" in names:
+            yield Legend("time", nonzero(PARTS, map(time_parts, choices)))
+
+    start = ("rank", "layout", "speed", "step")
+    return Fitted(
+        columns,
+        (
+            (*start, "mfu", "bar", "memory", "time"),
+            (*start, "mfu", "bar", "memory"),
+            (*start, "mfu", "bar", "peak"),
+            (*start, "bar", "peak"),
+            ("rank", "layout", "speed", "bar", "peak"),  # the step's time follows from its tokens/s
+            (*start, "peak"),
+            ("layout", "speed", "peak"),
+            ("layout", "speed" if all(c.fits for c in choices) else "peak"),
+        ),
+        legends,
+    )
+
+
+def explanation(choice: Choice) -> RenderableType:
+    """One layout's memory by category and time by part, and the event and rank of its memory peak."""
+    memory, total = choice.memory, choice.seconds.total
+    rank = f"{RANKS[int(memory.rank)]} pipeline rank" if choice.layout.pp > 1 else ""
+    where = f", on the {rank.replace('middle', 'fullest middle')}" if rank else ", on every rank"
+    event = EVENTS[int(memory.event)]
+    gpus = f"{choice.layout.world} × {choice.cluster.gpu.name}"
+    speed = number(choice.tokens_per_second_per_gpu)
+    return Group(
+        Text.assemble((str(choice.layout), "bold"), (f"  on {gpus}", "dim")),
+        Text(f"{speed} tokens/s/GPU · {seconds(total)} a step · MFU {choice.mfu:.1%}"),
+        Text(),
+        Text.assemble(("Memory  ", "bold"), of_capacity(choice), f" at the peak: {event}{where}"),
+        *too_full(choice),
+        shares(memory_parts(choice), MEMORY_MEANING, human, "peak"),
+        Text(),
+        Text.assemble(("Time  ", "bold"), f"{seconds(total)} a step, by what a rank waits for"),
+        shares(time_parts(choice), TIME_MEANING, seconds, "step"),
+    )
+
+
+def shares(
+    parts: Mapping[str, float], meanings: Mapping[str, str], form: Callable[[float], str], total_name: str
+) -> Fitted:
+    """Parts below each other, each bar beginning where the last one ended, and their sum.
+
+    meanings: a phrase for each part. form: a size as text. total_name: name of the sum.
+    """
+    total = sum(parts.values())
+    starts = [0.0, *accumulate(parts.values())]
+    bars = [
+        ({"": start, name: size}, total, 0.0)
+        for start, (name, size) in zip(starts, parts.items(), strict=False)
+    ]
+    whole = [Text(text, style="bold") for text in (total_name, f"{form(total):>10}", f"{1:.1%}")]
+    dim = ["" if size else "dim" for size in parts.values()]
+    columns = {
+        "name": Column("", [*map(Name, parts), whole[0]], justify="left"),
+        "size": Column("", [*map(Text, map(form, parts.values()), dim), whole[1]]),
+        "share": Column("", [*map(Text, (f"{size / total:.1%}" for size in parts.values()), dim), whole[2]]),
+        "bar": Column("", bars=[*bars, (parts, total, 0.0)], justify="left"),
+        "meaning": Column("", [*(meanings[name] for name in parts), ""], justify="left", style="dim"),
+    }
+    return Fitted(
+        columns,
+        (
+            ("name", "size", "share", "bar", "meaning"),
+            ("name", "size", "share", "bar"),
+            ("name", "size", "share"),
+        ),
+    )
+
+
+def sizes_table(best: Mapping[int, Choice | None], *, steps: int | None = None) -> RenderableType:
+    """The best layout of each number of GPUs, compared with the smallest number that has one.
+
+    best: None where nothing fits. steps: optimizer steps of the run, if known; then GPU-hours are shown.
+    """
+    sizes = sorted(best)
+    first = next(((gpus, c) for gpus in sizes if (c := best[gpus])), None)
+
+    def texts(form: Callable[[int, Choice], str]) -> list[str]:
+        """A text for each size that has a layout."""
+        return [form(gpus, c) if (c := best[gpus]) else "" for gpus in sizes]
+
+    def gain(gpus: int, choice: Choice) -> float:
+        """Throughput of the whole cluster over that of the first size."""
+        assert first is not None
+        per_gpu = choice.tokens_per_second_per_gpu / first[1].tokens_per_second_per_gpu
+        return per_gpu * gpus / first[0]
+
+    columns = {
+        "gpus": Column("GPUs", [f"{gpus:,}" for gpus in sizes]),
+        "layout": Column(
+            "best layout",
+            [
+                Text(str(c.layout)) if (c := best[gpus]) else Text("nothing fits", style="dim")
+                for gpus in sizes
+            ],
+            justify="left",
+        ),
+        "speed": Column("tokens/s\n/GPU", texts(lambda _, c: number(c.tokens_per_second_per_gpu))),
+        "step": Column("step", texts(lambda _, c: seconds(c.seconds.total))),
+        "hours": Column(
+            "GPU-hours",
+            texts(lambda gpus, c: number((steps or 0) * c.seconds.total * gpus / 3600)),
+        ),
+        "gain": Column("speed-up", texts(lambda gpus, c: f"{gain(gpus, c):.2f} ×")),
+        "efficiency": Column(
+            "efficiency",
+            texts(lambda gpus, c: f"{gain(gpus, c) * first[0] / gpus:.1%}" if first else ""),
+        ),
+    }
+    hours = ("hours",) if steps else ()
+    start = ("gpus", "layout", "speed")
+    return Fitted(
+        columns,
+        (
+            (*start, "step", *hours, "gain", "efficiency"),
+            (*start, "step", *hours, "efficiency"),
+            (*start, *hours, "efficiency"),
+            (*start, "efficiency"),
+            start,
+        ),
+    )
+
+
+def of_capacity(choice: Choice) -> Text:
+    """Peak over capacity in GiB."""
+    return in_red(choice, f"{choice.memory.peak / GIB:.1f} / {choice.cluster.memory / GIB:.1f} GiB")
+
+
+def in_red(choice: Choice, text: str) -> Text:
+    """The text, in red if the layout does not fit."""
+    return Text(text, style="" if choice.fits else "red")
+
+
+def too_full(choice: Choice) -> Iterator[Text]:
+    """A sentence if the layout does not fit."""
+    over = choice.memory.peak - choice.cluster.memory
+    if over > 0:
+        yield Text(f"does not fit: {human(over)} more than a GPU has", style="red")
+    elif not choice.fits:
+        yield Text(f"does not fit: {human(-over)} to spare is too little to count on", style="red")

@@ -1,0 +1,94 @@
+"""The answer to `meshtune plan` in the terminal: the workload, the steps, the best layouts, the reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from meshtune.plan.answer import Answer
+from meshtune.plan.search import Choice
+from meshtune.report.plan.tables import explanation, layouts_table, sizes_table
+from meshtune.units import human
+
+MOST_REASONS = 6  # groups of layouts left out that are listed
+
+
+def answer(result: Answer, most: int) -> RenderableType:
+    """The whole answer, with at most `most` layouts."""
+    plan = result.plan
+    cluster = plan.cluster
+    head = Text.assemble(
+        (result.workload.model, "bold"),
+        f" on {cluster.gpus} x {cluster.gpu.name} ({human(cluster.memory)} each, {cluster.nodes} "
+        f"machine{'s' * (cluster.nodes > 1)}), in {result.workload.precision}",
+    )
+    parts: list[RenderableType] = [head, section("How it was reached", result.reasoning, numbered=True)]
+    if len(result.plans) > 1:
+        best = {gpus: one.choice(0) if len(one) else None for gpus, one in result.plans.items()}
+        parts += [title("How many GPUs"), sizes_table(best)]
+    parts += [Text(f"  {sentence}") for sentence in result.left_out]
+    parts += [
+        title(f"{len(plan):,} of {plan.considered:,} layouts fit; the best"),
+        layouts_table(result.best(most)),
+        Text(
+            "Of layouts within half a per cent of the shortest step, the one with most free memory is first.",
+            style="dim",
+        ),
+        section(
+            "Why the usual ones are not first",
+            (f"{one.name} {one.sentence}" for one in result.alternatives),
+        ),
+        section("What to change first", result.changes),
+        section("The global batch", result.batch_advice),
+    ]
+    if plan.rejected:
+        rejected = sorted(plan.rejected, key=lambda group: -group.count)
+        lines = [
+            f"{group.count:,}: {group.reason.rstrip('.')} (such as {group.example})"
+            for group in rejected[:MOST_REASONS]
+        ]
+        parts.append(section("Left out", lines))
+    if result.run is not None:
+        parts.append(section("The run", [result.run.sentence()]))
+    if note := unmeasured(result.choice):
+        parts.append(Text(note, style="dim"))
+    parts.append(Text(f"meshtune train … layout={result.choice.layout}", style="bold"))
+    return Group(*parts)
+
+
+def explained(choice: Choice, against: Iterable[str]) -> RenderableType:
+    """One layout part by part, and the sentences against it."""
+    lines = list(against)
+    parts: list[RenderableType] = [explanation(choice)]
+    if lines:
+        parts.append(section("Against it", lines))
+    return Group(*parts)
+
+
+def largest(what: str, value: Any, choice: Choice) -> RenderableType:
+    """The largest model, sequence length or batch that fits, and its layout. what: `--max`'s word."""
+    names = {"seq_len": "sequence, in tokens", "batch": "batch at once, in sequences", "model": "model"}
+    shown = f"{value:,}" if isinstance(value, int) else value
+    return Group(Text.assemble(f"The largest {names[what]}: ", (shown, "bold")), layouts_table([choice]))
+
+
+def unmeasured(choice: Choice) -> str:
+    """A sentence if the prediction uses efficiencies measured on another kind of GPU, else ""."""
+    gpu = choice.cluster.gpu
+    if gpu.as_of and gpu.as_of != gpu.name:
+        return f"No measured efficiencies for {gpu.name}; using those of {gpu.as_of}."
+    return ""
+
+
+def title(text: str) -> Text:
+    return Text(f"\n{text}", style="bold")
+
+
+def section(name: str, lines: Iterable[str], *, numbered: bool = False) -> RenderableType:
+    """A heading and its sentences, or an empty line without sentences."""
+    texts = [Text(f"{number}. {line}" if numbered else line) for number, line in enumerate(lines, 1)]
+    return Group(title(name), *(Padding(text, (0, 0, 0, 2)) for text in texts)) if texts else Text("")

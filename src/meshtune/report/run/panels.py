@@ -1,0 +1,83 @@
+"""A run's rows as panels of curves over steps. A new chart of the report is one entry in `panels`."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from meshtune.report.draw.kinds import Lines, Role, Series
+from meshtune.report.run.summary import of_kind, speed_unit
+from meshtune.rundir import Row
+from meshtune.units import GIB
+
+SMOOTHED_PART = 25  # a mean is taken over one 25th of the run
+
+
+def panels(rows: Sequence[Row]) -> list[Lines]:
+    """Every panel that the rows can fill, the most important first."""
+    train, evals = of_kind(rows, "train"), of_kind(rows, "eval")
+    warm = train[1:] if len(train) > 10 else train  # compiling in the first step would flatten all the others
+    of_warm = "" if warm is train else ", without the first step"
+
+    def held_out(column: str) -> Series:
+        return series("held out", "other", evals, column)
+
+    def beside(name: str, column: str) -> Series:
+        """A second quantity, smoothed like the first."""
+        return replace(smoothed(name, warm, column)[-1], name=name, role="other")
+
+    losses = (*smoothed("train", train, "loss"), held_out("loss"))
+    exact = (held_out("exact_match"),)
+    speeds = smoothed("speed", warm, "tokens_per_second_per_gpu")
+    mfu = (*smoothed("MFU", warm, "mfu"), beside("6N + 12·L·h·s", "mfu_6n"))
+    norms = smoothed("norm", train, "grad_norm")
+    rates = (series("learning rate", "main", train, "learning_rate"),)
+    times = (*smoothed("step", warm, "step_seconds"), beside("waiting for data", "data_seconds"))
+    memory = (series("peak memory", "main", train, "peak_memory_bytes", unit=GIB),)
+    candidates = [
+        Lines("loss", "Loss", "per label token", losses, ".4f", height=280),
+        Lines("exact_match", "Exact match", "of held-out prompts", exact, ".1%", from_zero=True),
+        Lines("speed", "Speed", speed_unit(rows) + of_warm, speeds, ",.0f", from_zero=True),
+        Lines("mfu", "Model FLOPs utilisation", "of the device's peak" + of_warm, mfu, ".1%", from_zero=True),
+        Lines("grad_norm", "Gradient norm", "before clipping", norms, ".3f", from_zero=True),
+        Lines("learning_rate", "Learning rate", "", rates, ".2e", from_zero=True),
+        Lines("time", "Step time", "seconds" + of_warm, times, ".3f", from_zero=True),
+        Lines("memory", "Peak memory", "GiB", memory, ".2f", from_zero=True),
+    ]
+    last = max((row["step"] for row in (*train, *evals) if row.get("step")), default=1)
+    filled = (
+        replace(panel, series=tuple(one for one in panel.series if one.x), x_end=last) for panel in candidates
+    )
+    return [panel for panel in filled if panel.series]
+
+
+def series(name: str, role: Role, rows: Sequence[Row], column: str, *, unit: float = 1) -> Series:
+    """One column over steps, without nulls, in multiples of `unit`."""
+    points = [(row["step"], row[column] / unit) for row in rows if row.get(column) is not None]
+    return Series(name, role, tuple(step for step, _ in points), tuple(value for _, value in points))
+
+
+def smoothed(name: str, rows: Sequence[Row], column: str) -> tuple[Series, ...]:
+    """A column alone where it is short; else faint, and its running mean in front of it."""
+    raw = series(name, "main", rows, column)
+    window = len(raw.y) // SMOOTHED_PART | 1  # odd, so that the mean has a middle
+    if window < 3:
+        return (raw,)
+    mean = Series(f"{name}, mean of {window}", "main", raw.x, running_mean(raw.y, window))
+    return replace(raw, role="raw"), mean
+
+
+def running_mean(values: Sequence[float], window: int) -> tuple[float, ...]:
+    """Centred mean over `window` (odd) values.
+
+    Near the ends it narrows, to an eighth on each side: that neither bends a slope, as a one-sided mean does,
+    nor shows the last values' noise as the trend.
+    """
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    means = []
+    for middle in range(len(values)):
+        to_end = min(middle, len(values) - 1 - middle)
+        reach = min(window // 2, max(window // 8, to_end))
+        start, end = max(0, middle - reach), min(len(values), middle + reach + 1)
+        means.append((sums[end] - sums[start]) / (end - start))
+    return tuple(means)

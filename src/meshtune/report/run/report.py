@@ -1,0 +1,197 @@
+"""A run's report.html, made from the files of the run folder and nothing else.
+
+Around the curves over steps stand the headline numbers, samples before and after, and the settings. What a
+run has not written yet is left out.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from meshtune.report.draw.page import page, text
+from meshtune.report.draw.picture import write
+from meshtune.report.draw.vega import NotDrawn
+from meshtune.report.run.panels import panels
+from meshtune.report.run.summary import Sample, Summary, facts_of, samples_of, summarise
+from meshtune.rundir import Row, RunDir, write_text_atomically
+from meshtune.units import count, duration, human
+
+LABELS = {  # facts of the "run" row about what was run; the others are its environment
+    "model": "Model",
+    "method": "Method",
+    "parameters": "Parameters",
+    "trainable_parameters": "Trainable",
+    "data": "Data",
+    "layout": "Layout",
+    "world": "Devices",
+    "global_batch_size": "Global batch",
+    "seq_len": "Sequence length",
+    "total_steps": "Steps",
+    "precision": "Precision",
+}
+SAMPLE_CHARACTERS = 60_000  # of prompts and answers on a page, so that it stays small
+
+
+def write_report(run: RunDir) -> Path:
+    """Write the run folder's report.html, again if it exists, and return its path.
+
+    Raises NotDrawn without Altair, and OSError where the file can't be written.
+    """
+    write_text_atomically(run.report_file, report_page(run))
+    return run.report_file
+
+
+def try_report(run: RunDir) -> str:
+    """Write the report; "" or, where it could not be written, a sentence with the reason and the remedy.
+
+    A finished training must not end in an error because its report could not be drawn.
+    """
+    try:
+        write_report(run)
+    except NotDrawn as error:
+        return f"The report was not drawn. {error}; then: meshtune report {run.path}"
+    except OSError as error:
+        return f"{run.report_file} could not be written: {error}. Later: meshtune report {run.path}"
+    return ""
+
+
+def write_picture(run: RunDir, file: Path, *, dark: bool = False) -> Path:
+    """Write the report's charts as .png or .svg, two a row below the first; the run must have rows."""
+    first, *others = panels(run.rows())
+    rows = [[first], *(others[place : place + 2] for place in range(0, len(others), 2))]
+    return write(file, rows, title=run.path.resolve().name, dark=dark)
+
+
+def report_page(run: RunDir) -> str:
+    """The report as HTML text."""
+    summary, facts = summarise(run), facts_of(run)
+    shown = [(label, _fact(facts[key])) for key, label in LABELS.items() if facts.get(key) is not None]
+    environment = _leaves({key: value for key, value in facts.items() if key not in LABELS})
+    after = [_samples(run), _facts("What was run", shown), _settings(run), _facts("Environment", environment)]
+    return page(
+        name=summary.name,
+        kind="",
+        subtitle=_subtitle(summary, facts),
+        panels=panels(run.rows()),
+        before=_headline(summary),
+        after="\n".join(section for section in after if section),
+        footer="Made by meshtune from the files of this run's folder.",
+    )
+
+
+def _subtitle(summary: Summary, facts: Row) -> str:
+    """One line: model, method, steps, tokens, time, and how the run ended."""
+    parts = [f"{summary.steps:,} steps"]
+    if facts.get("model"):
+        parts.insert(0, f"{text(facts['model'])}, {text(facts.get('method', 'full'))} fine-tuning")
+    if summary.tokens:
+        parts.append(f"{count(summary.tokens)} tokens")
+    if summary.seconds:
+        parts.append(duration(summary.seconds))
+    if summary.skipped:
+        parts.append(f"{summary.skipped:,} of the steps not applied (not finite)")
+    return " · ".join([*parts, text(summary.status)])
+
+
+def _headline(summary: Summary) -> str:
+    """The headline numbers as tiles."""
+    tiles: list[tuple[str, str, str]] = []  # (label, value, small text beside it)
+    if summary.last_exact_match is not None:
+        before = "" if summary.first_exact_match is None else f"from {summary.first_exact_match:.1%}"
+        tiles.append(("Exact match", f"{summary.last_exact_match:.1%}", before))
+    if summary.last_eval_loss is not None:
+        changed = summary.first_eval_loss is not None and summary.first_eval_loss != summary.last_eval_loss
+        tiles.append(
+            (
+                "Held-out loss",
+                f"{summary.last_eval_loss:.4f}",
+                f"from {summary.first_eval_loss:.4f}" if changed else "",
+            )
+        )
+    if summary.last_loss is not None:
+        tiles.append(("Training loss", f"{summary.last_loss:.4f}", f"from {summary.first_loss:.4f}"))
+    if summary.tokens_per_second_per_gpu is not None:
+        mfu = "median" if summary.mfu is None else f"MFU {summary.mfu:.1%}"
+        tiles.append(
+            (summary.speed_unit.replace("t", "T", 1), f"{summary.tokens_per_second_per_gpu:,.0f}", mfu)
+        )
+    if summary.peak_memory_bytes is not None:
+        tiles.append(("Peak memory", human(summary.peak_memory_bytes), ""))
+    if not tiles:
+        return "<p class='empty'>Nothing has been measured yet.</p>"
+    cells = (
+        f"<div class='tile'><dt>{label}</dt><dd>{value}</dd><small>{beside}</small></div>"
+        for label, value, beside in tiles
+    )
+    return f"<dl class='tiles'>{''.join(cells)}</dl>"
+
+
+def _samples(run: RunDir) -> str:
+    """Held-out prompts with the expected answer and the model's, before and after."""
+    samples = samples_of(run)
+    if not samples:
+        return ""
+    twice = any(sample.before is not None for sample in samples)
+    head = ("Prompt", "Expected", "Before", "After") if twice else ("Prompt", "Expected", "Answer")
+    shown = _within_budget(samples)
+    rows = "".join(_sample_row(sample, twice=twice) for sample in shown)
+    titles = "".join(f"<th>{title}</th>" for title in head)
+    table = f"<table class='samples'><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table>"
+    rest = len(samples) - len(shown)
+    note = f"<p class='note'>{rest:,} more are in {text(run.samples_file.name)}.</p>" if rest else ""
+    return f"<section><h2>Samples</h2><div class='wide'>{table}</div>{note}</section>"
+
+
+def _within_budget(samples: list[Sample]) -> list[Sample]:
+    """The first samples, and as many of the others as SAMPLE_CHARACTERS allow; at least one."""
+    characters = 0
+    for place, one in enumerate(samples):
+        characters += sum(len(part or "") for part in (one.prompt, one.expected, one.before, one.after))
+        if characters > SAMPLE_CHARACTERS and place:
+            return samples[:place]
+    return samples
+
+
+def _sample_row(sample: Sample, *, twice: bool) -> str:
+    answers = (sample.before or "", sample.after) if twice else (sample.after,)
+    cells = [f"<td>{text(sample.prompt)}</td><td>{text(sample.expected or '')}</td>"]
+    for answer in answers:
+        right = sample.expected is not None and answer.strip() == sample.expected.strip()
+        cells.append(f"<td class='{'right' if right else 'wrong'}'>{text(answer)}</td>")
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def _facts(title: str, facts: Iterable[tuple[str, str]]) -> str:
+    """A small table of names and values."""
+    rows = [f"<tr><th>{text(name)}</th><td>{text(value)}</td></tr>" for name, value in facts]
+    return f"<section><h2>{title}</h2><table class='facts'>{''.join(rows)}</table></section>" if rows else ""
+
+
+def _settings(run: RunDir) -> str:
+    """The resolved config and the command that runs it again."""
+    if not run.config_file.exists():
+        return ""
+    again = f"meshtune train {run.config_file}"
+    settings = run.config_file.read_text(encoding="utf-8", errors="replace")
+    return (
+        f"<section><h2>Settings</h2><p>Run it again with <code>{text(again)}</code></p>"
+        f"<details><summary>config.yaml</summary><pre>{text(settings)}</pre></details></section>"
+    )
+
+
+def _leaves(facts: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    """Nested facts as pairs of a dotted name and a text."""
+    for key, value in facts.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        elif value is not None:
+            yield f"{prefix}{key}", _fact(value)
+
+
+def _fact(value: Any) -> str:
+    """A fact as text; large counts get a short form beside the exact one."""
+    if isinstance(value, list):
+        return ", ".join(map(_fact, value))
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 10**6:
+        return f"{value:,} ({count(value)})"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -1,0 +1,140 @@
+"""A run's headline numbers as one value, computed from the rows of its folder alone.
+
+The terminal's summary, the page and `--json` all show this value, so they can't disagree.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from meshtune.rundir import Row, RunDir
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Headline numbers; None where the rows have none (a run just begun, no evaluation, MFU on a CPU)."""
+
+    name: str
+    status: str  # running | finished | what the last "end" row says
+    steps: int  # optimizer steps done
+    skipped: int  # of these, not applied because loss or gradients were not finite
+    speed_unit: str  # tokens/s, or tokens/s/GPU
+    first_loss: float | None
+    last_loss: float | None
+    first_eval_loss: float | None
+    last_eval_loss: float | None
+    best_eval_loss: float | None
+    best_eval_step: int | None
+    first_exact_match: float | None  # share of the prompts, 0 to 1
+    last_exact_match: float | None
+    prompts: int | None  # number of prompts that exact match was measured on
+    tokens_per_second_per_gpu: float | None  # median
+    mfu: float | None  # median, 0 to 1
+    tokens: int | None
+    seconds: float | None  # of training steps
+    peak_memory_bytes: int | None
+    model_folder: str | None  # None until it exists
+    report: str | None  # None until it exists
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as plain values, for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One held-out prompt with the model's first and last answer."""
+
+    prompt: str
+    expected: str | None
+    before: str | None  # None where the prompt was answered only once
+    after: str
+
+
+def summarise(run: RunDir) -> Summary:
+    """Headline numbers of a run, which may still be running or have no rows yet."""
+    rows = run.rows()
+    train, evals = of_kind(rows, "train"), of_kind(rows, "eval")
+    last_row = ([row for row in rows if row.get("kind") in ("run", "end")] or [{}])[-1]
+    end: Row = last_row if last_row.get("kind") == "end" else {}  # a "run" row after it: the run was resumed
+    losses = values(train, "loss")
+    eval_losses = [row for row in evals if row.get("loss") is not None]
+    best: Row = min(eval_losses, key=lambda row: row["loss"], default={})
+    exact = values(evals, "exact_match")
+    steps = train[-1]["step"] if train else 0
+    every_step = len(train) == steps  # with log.every > 1 sums over the rows would be too small
+    warm = train[1:] or train  # the first step compiles, allocates and fills caches
+    return Summary(
+        name=run.path.resolve().name,
+        status=end.get("status", "finished" if end else "running"),
+        steps=steps,
+        skipped=sum(bool(row.get("skipped")) for row in train),
+        speed_unit=speed_unit(rows),
+        first_loss=first(losses),
+        last_loss=last(losses),
+        first_eval_loss=first(values(evals, "loss")),
+        last_eval_loss=last(values(evals, "loss")),
+        best_eval_loss=best.get("loss"),
+        best_eval_step=best.get("step"),
+        first_exact_match=first(exact) if len(exact) > 1 else None,
+        last_exact_match=last(exact),
+        prompts=last(values(evals, "prompts")),
+        tokens_per_second_per_gpu=median_of(values(warm, "tokens_per_second_per_gpu")),
+        mfu=median_of(values(warm, "mfu")),
+        tokens=sum(values(train, "tokens")) if every_step and train else end.get("tokens"),
+        seconds=sum(values(train, "step_seconds")) if every_step and train else end.get("seconds"),
+        peak_memory_bytes=max(values(train, "peak_memory_bytes"), default=None),
+        model_folder=str(run.model) if run.model.exists() else None,
+        report=str(run.report_file) if run.report_file.exists() else None,
+    )
+
+
+def samples_of(run: RunDir) -> list[Sample]:
+    """Each sampled prompt once, in the order of first answers, with its first and its last answer."""
+    rows_of_prompt: dict[str, list[Row]] = {}
+    for row in run.samples():
+        rows_of_prompt.setdefault(row["prompt"], []).append(row)
+    return [
+        Sample(
+            prompt=prompt,
+            expected=rows[-1].get("expected"),
+            before=rows[0]["answer"] if len(rows) > 1 else None,
+            after=rows[-1]["answer"],
+        )
+        for prompt, rows in rows_of_prompt.items()
+    ]
+
+
+def facts_of(run: RunDir) -> Row:
+    """The last "run" row, written when training started: model, method, layout, device, versions; or {}."""
+    return {key: value for key, value in (run.rows("run") or [{}])[-1].items() if key not in ("kind", "step")}
+
+
+def speed_unit(rows: Sequence[Row]) -> str:
+    """Unit of `tokens_per_second_per_gpu` in words: per GPU only where there are several."""
+    world = max((row.get("world", 1) for row in of_kind(rows, "run")), default=1)
+    return "tokens/s" if world == 1 else "tokens/s/GPU"
+
+
+def of_kind(rows: Sequence[Row], kind: str) -> list[Row]:
+    """The rows of one kind: "run", "train", "eval" or "end"."""
+    return [row for row in rows if row.get("kind") == kind]
+
+
+def values(rows: Sequence[Row], name: str) -> list[Any]:
+    """One column, without nulls."""
+    return [row[name] for row in rows if row.get(name) is not None]
+
+
+def first(column: Sequence[Any]) -> Any:
+    return column[0] if column else None
+
+
+def last(column: Sequence[Any]) -> Any:
+    return column[-1] if column else None
+
+
+def median_of(column: Sequence[float]) -> float | None:
+    """The median, or None of an empty column."""
+    return median(column) if column else None

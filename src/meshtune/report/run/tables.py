@@ -1,0 +1,90 @@
+"""A run in the terminal: its loss curve, headline numbers and samples, at any width."""
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from meshtune.report.run.curve import curve
+from meshtune.report.run.summary import Summary, samples_of, summarise, values
+from meshtune.rundir import RunDir
+from meshtune.units import count, duration, human
+
+
+def run_summary(run: RunDir, *, curve_width: int = 60) -> RenderableType:
+    """A run's loss curve, its headline numbers, and the paths of its model and report.
+
+    curve_width: columns of the terminal.
+    """
+    summary, train = summarise(run), run.rows("train")
+    parts: list[RenderableType] = []
+    if losses := values(train, "loss"):
+        steps = (train[0]["step"], train[-1]["step"])
+        parts += [Text("loss", style="bold"), curve(losses, steps=steps, width=curve_width), Text()]
+    grid = Table.grid(padding=(0, 3))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, value in headline(summary):
+        grid.add_row(label, Text(value, style="bold" if label == "exact match" else ""))
+    for label, place in (("model", summary.model_folder), ("report", summary.report)):
+        if place is not None:
+            grid.add_row(label, Text(place, style="blue"))
+    return Padding(Group(*parts, grid), (1, 2))
+
+
+def headline(summary: Summary) -> list[tuple[str, str]]:
+    """The known headline numbers as pairs of label and text, the most important first."""
+    lines: list[tuple[str, str]] = []
+    if summary.last_exact_match is not None:
+        of = f" of {summary.prompts:,} held-out prompts" if summary.prompts else " of held-out prompts"
+        lines.append(("exact match", change(summary.first_exact_match, summary.last_exact_match, ".1%") + of))
+    if summary.last_loss is not None:
+        lines.append(
+            ("loss", f"{change(summary.first_loss, summary.last_loss, '.4f')} in {summary.steps:,} steps")
+        )
+    if summary.last_eval_loss is not None:
+        first, best = summary.first_eval_loss, ""
+        if first == summary.last_eval_loss:
+            first = None
+        if first is not None:
+            best = f" (best {summary.best_eval_loss:.4f} at step {summary.best_eval_step:,})"
+        lines.append(("held-out loss", change(first, summary.last_eval_loss, ".4f") + best))
+    if summary.tokens_per_second_per_gpu is not None:
+        mfu = f" · MFU {summary.mfu:.1%}" if summary.mfu is not None else ""
+        lines.append(
+            ("speed", f"{summary.tokens_per_second_per_gpu:,.0f} {summary.speed_unit} (median){mfu}")
+        )
+    if summary.seconds is not None:
+        tokens = f" · {count(summary.tokens)} tokens" if summary.tokens else ""
+        lines.append(("time", duration(summary.seconds) + tokens))
+    if summary.peak_memory_bytes is not None:
+        lines.append(("peak memory", human(summary.peak_memory_bytes)))
+    if summary.skipped:
+        lines.append(("not applied", f"{summary.skipped:,} steps, whose loss or gradients were not finite"))
+    if summary.status != "finished":
+        lines.append(("status", summary.status))
+    return lines
+
+
+def change(first: float | None, last: float, form: str) -> str:
+    """`first → last`, or `last` alone; `form` is Python's format of both."""
+    return f"{last:{form}}" if first is None else f"{first:{form}} → {last:{form}}"
+
+
+def samples_table(run: RunDir, *, limit: int = 5) -> RenderableType:
+    """Held-out prompts with the expected answer and the model's, before and after; green where right."""
+    samples = samples_of(run)[:limit]
+    if not samples:
+        return Text("No samples were taken; set eval.samples to a number of prompts.", style="dim")
+    table = Table(box=None, padding=(0, 2), header_style="dim", show_edge=False)
+    twice = any(sample.before is not None for sample in samples)
+    for name in ("prompt", "expected", "before", "after") if twice else ("prompt", "expected", "answer"):
+        table.add_column(name, overflow="fold", ratio=1 if name != "prompt" else 2)
+    for sample in samples:
+        answers = (sample.before or "", sample.after) if twice else (sample.after,)
+        marked = (
+            Text(answer, style="green" if answer.strip() == (sample.expected or "").strip() else "yellow")
+            for answer in answers
+        )
+        table.add_row(Text(sample.prompt), Text(sample.expected or ""), *marked)
+    return Padding(table, (0, 0, 1, 0))

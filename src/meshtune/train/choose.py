@@ -1,0 +1,142 @@
+"""The device, the layout and the attention of a run: chosen once, before anything is loaded.
+
+    config ─> device ─> layout (what it leaves open: the planner) ─> attention ─> refused, or Choice
+
+Ranks that start together agree on the first one's choice.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from meshtune.config import Config
+from meshtune.errors import UserError
+from meshtune.layout import Layout
+from meshtune.model.anatomy import auto_attention, traits
+from meshtune.model.census_cache import numbers_of
+from meshtune.model.load import load_config
+from meshtune.placement.rules import refusals
+from meshtune.placement.share import stage_count
+from meshtune.plan import fits
+from meshtune.plan.fits import Refused
+from meshtune.plan.search import search
+from meshtune.plan.workload import Uncounted, lighter_workloads, workload_of
+from meshtune.train.predict import cluster_here
+
+
+class Choice(NamedTuple):
+    """How a run runs."""
+
+    layout: Layout
+    attention: str  # the name of the attention function that the model is built with
+
+
+def choose(config: Config, ranks: int) -> Choice:
+    """Choose for `ranks` ranks of the devices here; nothing is loaded.
+
+    Raises UserError, with every reason, where the model can't be trained so; NothingFits where no layout
+    fits in memory.
+    """
+    layout = layout_of(config, ranks)
+    return Choice(layout, attention_of(config, layout, ranks))
+
+
+def choose_together(config: Config) -> Choice:
+    """Choose on the first of the ranks that run, for all of them; every rank calls it. Raises as `choose`."""
+    if not dist.is_initialized():
+        return choose(config, 1)
+    result: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            result = [choose(config, dist.get_world_size())]
+        except UserError as error:
+            result = [error]
+    dist.broadcast_object_list(result)
+    if isinstance(result[0], UserError):
+        raise result[0]
+    return result[0]
+
+
+def layout_of(config: Config, ranks: int) -> Layout:
+    """The whole layout of `ranks` ranks. The planner chooses what the config leaves open; a model that it
+    can't count gets data parallelism there, and one that can't run at all is refused with the reasons.
+    """
+    if config.partial_layout.whole:
+        return _completed(config, ranks)
+    try:
+        workload = workload_of(config, numbers_of(config))
+        cluster = cluster_here(config, ranks, gpus_of(device_of(config.train.device)))
+        plan = search(workload, cluster, fixed=config.partial_layout.given)
+    except (Uncounted, Refused):
+        return _completed(config, ranks)
+    if not len(plan):
+        raise fits.empty_plan_error(plan, partial(lighter_workloads, config, numbers_of))
+    return plan.choice(0).layout
+
+
+def _completed(config: Config, ranks: int) -> Layout:
+    """The layout with data parallelism in what is open. Raises UserError with whatever else speaks against
+    the fixed part.
+    """
+    fields = config.partial_layout
+    try:
+        return fields.complete(devices=ranks, global_batch_size=config.global_batch_size)
+    except UserError as error:
+        known = fields.known
+        if "gradient_accumulation_steps" not in fields.fixed:  # as many as any schedule takes
+            known = replace(known, gradient_accumulation_steps=2 * stage_count(known))
+        _, others = attention_and_refusals(config, known, None)
+        raise UserError([*error.problems, *others]) from None
+
+
+def attention_of(config: Config, layout: Layout, ranks: int) -> str:
+    """The attention that the model is built with. Raises UserError, with every reason, where the model can't
+    be trained by `ranks` ranks under the layout with these settings.
+    """
+    attention, problems = attention_and_refusals(config, layout, ranks)
+    if problems:
+        raise UserError(problems)
+    return attention
+
+
+def attention_and_refusals(config: Config, layout: Layout, ranks: int | None) -> tuple[str, list[str]]:
+    """(The attention that the model is built with, every reason why it can't be trained under the layout).
+
+    ranks: how many are started; None: as many as the layout has. The model is built on meta for it.
+    """
+    settings, trust = config.model, config.model.trust_remote_code
+    family = load_config(settings.name, trust_remote_code=trust, revision=settings.revision)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(family, trust_remote_code=trust)
+    attention = auto_attention(model) if settings.attention == "auto" else settings.attention
+    return attention, refusals(
+        traits(model),
+        layout,
+        attention=attention,
+        packing=config.data.packing,
+        compile=config.train.compile,
+        ranks=ranks,
+    )
+
+
+def device_of(name: str) -> torch.device:
+    """The device of `train.device`: auto, cuda or cpu. Raises UserError when CUDA is asked for and absent."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "train.device = cuda, but torch sees no CUDA device; use train.device=cpu, or install torch for "
+            "CUDA."
+        )
+    cuda = name == "cuda" or (name == "auto" and torch.cuda.is_available())
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+def gpus_of(device: torch.device) -> list[tuple[str, float]]:
+    """(name, bytes) of each GPU of this machine; none where the run is on the processor."""
+    if device.type != "cuda":
+        return []
+    properties = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
+    return [(gpu.name, float(gpu.total_memory)) for gpu in properties]

@@ -1,0 +1,108 @@
+"""From settings to what a model reads: tokenizer, encoder, prepared data, loader."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from meshtune.config import Config, DataConfig, ModelConfig, SourceConfig
+from meshtune.data.example import Source
+from meshtune.data.loader import Loader
+from meshtune.data.pack import Dataset
+from meshtune.data.prepare import Prepared, prepare, sentences
+from meshtune.data.stream import Stream
+from meshtune.data.template import Encoder
+from meshtune.errors import UserError
+from meshtune.model.load import load_tokenizer
+from meshtune.parallel.apply import width_multiple
+from meshtune.parallel.mesh import World
+
+
+def tokenizer_of(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model to train."""
+    tokenizer = load_tokenizer(model.name, trust_remote_code=model.trust_remote_code, revision=model.revision)
+    if data.chat_template == "none":  # who loads the result shall prompt it as it was trained
+        tokenizer.chat_template = None
+    return tokenizer
+
+
+def encoder_of(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Encoder:
+    """Rows to labelled tokens. It adds to the tokenizer what the chat template needs."""
+    return Encoder(
+        tokenizer,
+        train_on=data.train_on,
+        chat_template=data.chat_template,
+        separator=data.separator,
+        on_bad_row=data.on_bad_row,
+    )
+
+
+def data_of(data: DataConfig, encoder: Encoder, *, seed: int) -> Prepared:
+    """Training and held-out data, from the cache where it is there. Raises UserError where none is named."""
+    if not data.train:
+        raise UserError(
+            "No data is named; add data: {train: rows.jsonl} to the config, or data.train=… to the command."
+        )
+    return prepare(
+        [source_of(source, data, "train") for source in data.train],
+        encoder,
+        seq_len=data.seq_len,
+        packing=data.packing,
+        overlong=data.overlong,
+        seed=seed,
+        eval_split=data.eval_split,
+        eval_sources=[source_of(source, data, "test") for source in data.eval],
+        on_bad_row=data.on_bad_row,
+        cache_dir=Path(data.cache).expanduser(),
+        streaming=data.streaming,
+    )
+
+
+def source_of(source: SourceConfig, data: DataConfig, split: str) -> Source:
+    """A source, with the data section's settings where it has none of its own. split: its default."""
+    columns = data.columns if source.columns is None else source.columns
+    return Source(
+        path=str(Path(source.path).expanduser()) if source.path.startswith("~") else source.path,
+        weight=source.weight,
+        split=source.split or split,
+        format=source.format or data.format,
+        columns=tuple(columns.items()),
+    )
+
+
+def steps_of(config: Config, train: Dataset | Stream) -> int:
+    """Updates in the whole run: max_steps, or so many that every epoch's sequences are seen (default: one
+    epoch).
+    """
+    if config.train.max_steps:
+        return config.train.max_steps
+    if isinstance(train, Stream):
+        raise UserError("data.streaming = true: nobody knows how long an epoch is; set train.max_steps.")
+    return math.ceil((config.train.num_epochs or 1) * len(train) / config.global_batch_size)
+
+
+def loader_of(
+    config: Config, train: Dataset | Stream, world: World, state: dict[str, Any] | None = None
+) -> Loader:
+    """This rank's batches, from `state` (a checkpoint's) on."""
+    return Loader(
+        train,
+        global_batch_size=config.global_batch_size,
+        micro_batch_size=world.layout.micro_batch_size,
+        seed=config.train.seed,
+        data_rank=world.data_rank,
+        data_ranks=world.data_ranks,
+        state=state,
+        multiple=width_multiple(world.layout),
+        uniform=world.pp.size > 1,
+    )
+
+
+def stream_sentences(prepared: Prepared) -> list[str]:
+    """Sentences about the rows that were cut, dropped or skipped of a stream so far; none for data on the
+    disk, which were reported at the start.
+    """
+    if not isinstance(prepared.train, Stream):
+        return []
+    return sentences(prepared.stats | prepared.train.tally.values())

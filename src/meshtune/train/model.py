@@ -1,0 +1,245 @@
+"""From plain values to this rank's parallel model, optimizer and passes: one path for any number of ranks.
+
+    ModelSpec ─> skeleton (parameters on meta) ─> apply: this rank's stages, split and sharded, with memory
+                 mapped files, drawn adapters  ─> fill: this rank's slices of each parameter
+                 OptimizerSpec                 ─> Optimizer over them ─> Passes
+
+Nothing here knows settings, tokenizers, run folders or trackers: whoever has these values gets a model that
+trains.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from meshtune.attention.register import register
+from meshtune.errors import UserError
+from meshtune.layout import Layout
+from meshtune.model.anatomy import hidden_pattern
+from meshtune.model.load import mapped, skeleton
+from meshtune.model.lora import add_lora, drawn
+from meshtune.model.pieces import Piece, Weights, fill, materialise, whole_pieces
+from meshtune.model.trace import census_of
+from meshtune.model.trainable import freeze, grow_embeddings, tables
+from meshtune.parallel.apply import Finish, Parallel, apply
+from meshtune.parallel.mesh import World
+from meshtune.placement.census import Census
+from meshtune.placement.rules import ZERO_BUBBLE
+from meshtune.placement.share import census_stages, stage_of_rank
+from meshtune.precision import PRECISIONS
+from meshtune.train.loss import head_loss
+from meshtune.train.optim import Optimizer, key_of, parts_of
+from meshtune.train.step import Passes
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSpec:
+    """Low-rank adapters (Hu et al. 2021); the other parameters are frozen."""
+
+    r: int = 16  # rank
+    alpha: float = 32.0  # an adapter's output is scaled by alpha / r
+    dropout: float = 0.0
+    target_modules: str | tuple[str, ...] = "all-linear"  # endings of the names of linear layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSpec:
+    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019)."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """The model to train, as plain values."""
+
+    source: str | PretrainedConfig  # a hub id, a folder, or (with init="random") a configuration
+    init: Literal["pretrained", "random"] = "pretrained"
+    revision: str | None = None
+    trust_remote_code: bool = False
+    attention: str = "meshtune"  # the name of a registered attention function
+    precision: str = "bf16"  # a row of precision.PRECISIONS
+    reduce_dtype: str = "fp32"  # gradients of several micro-batches or ranks are summed in it
+    lora: LoraSpec | None = None  # None: all parameters are trained
+    freeze: tuple[str, ...] = ()  # globs of parameter names
+    embeddings: int = 0  # rows that the embedding must have at least: the tokenizer's tokens
+    compile: bool = False  # block by block
+    seed: int = 0  # of random weights
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return getattr(torch, PRECISIONS[self.precision].compute)
+
+    @property
+    def trained_dtype(self) -> torch.dtype:
+        return getattr(torch, PRECISIONS[self.precision].trained)
+
+    @property
+    def loading_dtype(self) -> torch.dtype:
+        """The dtype that weights are read as: a frozen base's is that of the passes."""
+        return self.compute_dtype if self.lora else self.trained_dtype
+
+    @property
+    def sum_dtype(self) -> torch.dtype | None:
+        """The dtype in which gradients are summed over ranks; None: their own, where that is wider."""
+        if self.precision == "fp64":
+            return None
+        return torch.bfloat16 if self.reduce_dtype == "bf16" else torch.float32
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """One rank's part of a model, ready to train."""
+
+    spec: ModelSpec
+    whole: PreTrainedModel  # the unsharded model, its parameters on meta: names, shapes, configuration
+    census: Census  # of the whole model
+    parallel: Parallel
+    optimizer: Optimizer
+    passes: Passes
+    added_embeddings: int  # rows that the embedding gained
+
+    def pieces(self, state: dict[str, Tensor]) -> dict[str, Tensor | Piece]:
+        """Optimizer.state's tensors as pieces of the whole model's, under the names they have there."""
+        parameters, pieces = dict(self.parallel.named_parameters()), {}
+        for key, tensor in state.items():
+            kind, name, moment = parts_of(key)
+            whole_key = key_of(kind, self.parallel.tied.get(name, name), moment)
+            if whole_key not in pieces:  # a tied copy on the same rank (V schedules) is the same tensor
+                scalar = tensor.ndim == 0
+                pieces[whole_key] = tensor if scalar else self.parallel.piece(name, parameters[name], tensor)
+        return pieces
+
+
+def rank_model(
+    spec: ModelSpec, world: World, *, optimizer: OptimizerSpec, tokens_per_sequence: int = 2048
+) -> RankModel:
+    """Build this rank's part of the model on `world.device` under `world.layout`; every rank calls it.
+
+    tokens_per_sequence: sequence length by which blocks are shared out to pipeline stages. The whole model
+    never exists on any rank of several. Adapters are drawn from torch's global generator. Raises UserError
+    for whatever is wrong with the model's files, and for a family whose attention pattern can't be kept.
+    """
+    layout = world.layout
+    whole, added = trainable_skeleton(spec)
+    census = census_of(whole)
+    if spec.attention == "meshtune":
+        check_pattern(whole, census)
+    stage_blocks = census_stages(census, layout, tokens_per_sequence)
+    stages = stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, world.pp.index)
+    parallel = apply(
+        lambda: trainable_skeleton(spec)[0],
+        world,
+        {stage: stage_blocks[stage] for stage in stages},
+        finish=loss_of(layout),
+        compute_dtype=spec.compute_dtype,
+        reduce_dtype=spec.sum_dtype,
+        compile=spec.compile,
+    )
+    weights = Weights(stored_values(spec) | drawn(whole))
+    fill(parallel.named_pieces(), weights, free=True)
+    for model in (whole, *(stage.model for stage in parallel.stages)):
+        weights.copy_buffers(model)
+    trained = optimizer_of(spec, optimizer, parallel)
+    return RankModel(spec, whole, census, parallel, trained, Passes(parallel, trained), added)
+
+
+def single_model(spec: ModelSpec, device: torch.device) -> PreTrainedModel:
+    """The whole model on one device, with adapters and frozen parameters, in training mode and without an
+    optimizer: for commands that generate, evaluate or export.
+    """
+    model, _ = trainable_skeleton(spec)
+    weights = Weights(stored_values(spec) | drawn(model))
+    materialise(model, device)
+    fill(whole_pieces(model), weights, free=True)
+    weights.copy_buffers(model)
+    return model
+
+
+def trainable_skeleton(spec: ModelSpec) -> tuple[PreTrainedModel, int]:
+    """(The whole model in training mode, its parameters on meta, with adapters and frozen parameters; rows
+    that its embedding gained).
+    """
+    register()
+    model = skeleton(
+        spec.source,
+        init=spec.init,
+        dtype=spec.loading_dtype,
+        attention=spec.attention,
+        trust_remote_code=spec.trust_remote_code,
+        revision=spec.revision,
+    )
+    added = grow_embeddings(model, spec.embeddings)
+    if spec.lora:
+        targets = spec.lora.target_modules
+        add_lora(
+            model,
+            lora_rank=spec.lora.r,
+            alpha=spec.lora.alpha,
+            dropout=spec.lora.dropout,
+            target_modules="all-linear" if targets == "all-linear" else list(targets),
+            dtype=spec.trained_dtype,
+        )
+        if added:  # all new rows are the same mean: untrained, the model could not tell the new tokens apart
+            for table in tables(model):
+                table.weight.requires_grad_(True)
+    if spec.freeze:
+        freeze(model, spec.freeze)
+    for parameter in model.parameters():
+        dtype = spec.trained_dtype if parameter.requires_grad else spec.compute_dtype
+        parameter.data = parameter.data.to(dtype)
+    return model, added
+
+
+def stored_values(spec: ModelSpec) -> dict[str, Tensor]:
+    """The parameters and buffers that the model's files hold, or that are drawn, by name."""
+    return mapped(
+        spec.source,
+        init=spec.init,
+        dtype=spec.loading_dtype,
+        trust_remote_code=spec.trust_remote_code,
+        revision=spec.revision,
+        seed=spec.seed,
+    )
+
+
+def loss_of(layout: Layout) -> Finish:
+    """The summed loss of a micro-batch from its last hidden states. Zero-bubble schedules run its backward
+    twice.
+    """
+    return partial(head_loss, once=layout.schedule not in ZERO_BUBBLE)
+
+
+def optimizer_of(spec: ModelSpec, values: OptimizerSpec, parallel: Parallel) -> Optimizer:
+    """AdamW over this rank's trainable parameters. Where ZeRO shards them, FSDP2 casts them for the passes
+    and sums their gradients.
+    """
+    world = parallel.world
+    compute = spec.trained_dtype if world.layout.zero else spec.compute_dtype
+    several = world.parameter_ranks > 1 or world.layout.gradient_accumulation_steps > 1
+    sums = torch.float32 if spec.reduce_dtype == "fp32" and several else None
+    return Optimizer(
+        parallel.named_parameters(),
+        betas=values.betas,
+        eps=values.eps,
+        weight_decay=values.weight_decay,
+        compute_dtype=compute if compute != spec.trained_dtype else None,
+        sum_dtype=sums if compute == torch.bfloat16 else None,
+        copies=parallel.copies(),
+    )
+
+
+def check_pattern(model: PreTrainedModel, census: Census) -> None:
+    """Raise UserError for a family that keeps part of its attention pattern from its attention function."""
+    windows = [attention.window for block in census.blocks for attention in block.attention]
+    if hidden := hidden_pattern(model.config, windows):
+        raise UserError(
+            f"{type(model).__name__} has {hidden}, which it does not pass to its attention function, so "
+            "packed documents can't be kept apart. Set model.attention=eager and data.packing=false."
+        )

@@ -1,0 +1,415 @@
+"""The rows of a run and the trackers that take them.
+
+    numbers of a step ──> train_row / eval_row ──> Metrics ──┬─> metrics.jsonl of the run folder
+                          (meter/rows.py)                    ├─> the terminal: a bar, or plain lines
+                                                             └─> TensorBoard, W&B, MLflow
+
+A tracker is anything with `log(row)` and `close()`. Only rank 0 writes: on the other ranks a `Metrics` has no
+trackers and every call returns at once. Nothing here needs torch but TensorBoard's writer, and each tracker's
+library is imported only when `log.to` names it.
+"""
+
+import importlib.util
+import math
+import os
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.text import Text
+
+from meshtune.errors import UserError
+from meshtune.meter.rows import eval_row, train_row
+from meshtune.rundir import Row, RunDir, write_text_atomically
+from meshtune.units import count, duration, human
+
+TRACKERS = {  # name in `log.to` -> (module it needs, how to get it)
+    "console": ("rich", "pip install rich"),
+    "jsonl": ("json", ""),
+    "tensorboard": ("tensorboard", "pip install tensorboard"),
+    "wandb": ("wandb", "pip install wandb"),
+    "mlflow": ("mlflow", "pip install mlflow"),
+}
+
+
+class Tracker(Protocol):
+    """Anything that takes rows."""
+
+    def log(self, row: Row) -> None:
+        """Take one row of any kind; kinds that the tracker does not show are ignored."""
+        ...
+
+    def close(self, *, failed: bool = False) -> None:
+        """Flush and release files and connections; called once, also when the run failed."""
+        ...
+
+
+class Metrics:
+    """Makes the rows of one run and hands them to its trackers.
+
+    with Metrics.open(run, ["console", "jsonl"], rank=rank, total_steps=500, world=world) as metrics:
+        metrics.start(model="…", method="full", …)
+        metrics.train(step=1, loss=2.5, …)         # train_row's numbers, less world and peak
+        metrics.evaluate(step=1, loss=2.4, …)      # eval_row's numbers
+        metrics.say("Saved a checkpoint.")         # a line that does not break the progress bar
+
+    every: steps between two train rows; peak_flops_per_second: of one device; console: None prints nothing.
+    """
+
+    def __init__(
+        self,
+        trackers: Sequence[Tracker],
+        *,
+        every: int = 1,
+        total_steps: int | None = None,
+        world: int = 1,
+        peak_flops_per_second: float | None = None,
+        console: Console | None = None,
+    ) -> None:
+        self.trackers: tuple[Tracker, ...] = tuple(trackers)
+        self.every = every
+        self.total_steps = total_steps
+        self.world = world
+        self.peak_flops_per_second = peak_flops_per_second
+        self.console = console
+        self._warned = False
+
+    @classmethod
+    def open(
+        cls,
+        run: RunDir,
+        to: Iterable[str],
+        *,
+        rank: int = 0,
+        every: int = 1,
+        total_steps: int,
+        start_step: int = 0,
+        world: int = 1,
+        peak_flops_per_second: float | None = None,
+        settings: Mapping[str, Any] | None = None,
+        console: Console | None = None,
+    ) -> "Metrics":
+        """Start the trackers that `log.to` names, on rank 0; on other ranks none.
+
+        `start_step` is the step resumed from, `settings` the resolved config as plain values, which some
+        trackers show. Raises UserError when a tracker is unknown or its library is missing.
+        """
+        if rank != 0:
+            return cls((), every=every, total_steps=total_steps, world=world)
+        names = list(dict.fromkeys(to))
+        if problems := tracker_problems(names):
+            raise UserError(problems)
+        console = console or Console(stderr=True)
+        start = {
+            "console": lambda: ConsoleTracker(
+                console, total_steps=total_steps, start_step=start_step, world=world
+            ),
+            "jsonl": lambda: JsonlTracker(run),
+            "tensorboard": lambda: TensorBoardTracker(run.logs / "tensorboard", start_step=start_step),
+            "wandb": lambda: WandbTracker(run, settings or {}),
+            "mlflow": lambda: MlflowTracker(run, settings or {}),
+        }
+        metrics = cls(
+            (),
+            every=every,
+            total_steps=total_steps,
+            world=world,
+            peak_flops_per_second=peak_flops_per_second,
+            console=console,
+        )
+        for name in names:
+            try:
+                metrics.trackers += (start[name](),)
+            except Exception as error:  # no network, no login, a full disk
+                metrics.close(failed=True)
+                raise UserError(
+                    f"log.to: {name} could not start ({error}); leave it out to go on."
+                ) from error
+        return metrics
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self.close(failed=kind is not None)
+
+    def due(self, step: int) -> bool:
+        """Whether this step has a row: every `every` steps, the first and the last."""
+        return step % self.every == 0 or step == 1 or step == self.total_steps
+
+    def start(self, **facts: Any) -> None:
+        """Log a row of kind "run" before the first step: model, method, layout, device, versions …"""
+        self._log({"kind": "run", **facts})
+
+    def train(self, **numbers: Any) -> None:
+        """Log one update's row, if due or skipped; `numbers` are train_row's, less `world` and the peak."""
+        if self.trackers and (numbers.get("skipped") or self.due(numbers["step"])):
+            row = train_row(**numbers, world=self.world, peak_flops_per_second=self.peak_flops_per_second)
+            self._warn_of_impossible(row)
+            self._log(row)
+
+    def evaluate(self, **numbers: Any) -> None:
+        """Log one evaluation's row; `numbers` are eval_row's."""
+        self._log(eval_row(**numbers))
+
+    def end(self, **facts: Any) -> None:
+        """Log a row of kind "end": the step, and whether the run finished or what stopped it."""
+        self._log({"kind": "end", **facts})
+
+    def say(self, text: str) -> None:
+        """Print a line on the terminal, above the progress bar; nothing on ranks other than 0."""
+        if self.console is not None:
+            self.console.print(escape(text), soft_wrap=True, highlight=False)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Close every tracker, and print which can't be closed; safe to call twice."""
+        trackers, self.trackers = self.trackers, ()
+        for tracker in trackers:
+            try:
+                tracker.close(failed=failed)
+            except Exception as error:  # the others must still flush
+                self.say(f"{type(tracker).__name__} could not be closed: {error}")
+
+    def _log(self, row: Row) -> None:
+        for tracker in self.trackers:
+            try:
+                tracker.log(row)
+            except Exception as error:
+                if isinstance(
+                    tracker, JsonlTracker
+                ):  # without its rows a run is lost; without a dashboard it is not
+                    raise
+                self.trackers = tuple(other for other in self.trackers if other is not tracker)
+                self.say(f"{type(tracker).__name__} failed and gets no more rows: {error}")
+
+    def _warn_of_impossible(self, row: Row) -> None:
+        """Print once that an MFU above 1 was not written, with the numbers that made it."""
+        reached, peak = row["tflops_per_second"], self.peak_flops_per_second
+        if row["mfu"] is None and reached is not None and peak is not None and not self._warned:
+            self._warned = True
+            self.say(
+                f"Step {row['step']} seems to reach {reached:.1f} of the device's {peak / 1e12:.1f} TFLOP/s, "
+                f"which can't be: mfu is null wherever that is so. Is the peak right for this precision?"
+            )
+
+
+def tracker_problems(names: Iterable[str]) -> list[str]:
+    """One sentence, with the remedy, for each named tracker that can't run; imports no tracker."""
+    problems = []
+    for name in names:
+        if name not in TRACKERS:
+            problems.append(f"log.to: there is no tracker {name!r}; there are {', '.join(TRACKERS)}.")
+        elif not installed(TRACKERS[name][0]):
+            problems.append(f"log.to: {name} is not installed; {TRACKERS[name][1]}, or leave it out.")
+    return problems
+
+
+def installed(module: str) -> bool:
+    """Whether a top-level module can be imported; does not import it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ValueError:  # already imported, and without a spec
+        return True
+
+
+class JsonlTracker:
+    """Appends every row to the run folder's metrics.jsonl."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+
+    def log(self, row: Row) -> None:
+        self.run.append(row)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Nothing to do: each row is in the file when `log` returns."""
+
+
+class ConsoleTracker:
+    """Shows a progress bar on a terminal, else plain lines; an evaluation always gets a line.
+
+    Plain lines (a log file, a pipe) come at most once a second; as the run goes on, once per 1 % of the
+    elapsed time, at least once a minute. The first and the last step always have one.
+
+    start_step: the step resumed from; world: of several ranks, speed is shown per GPU.
+    """
+
+    def __init__(self, console: Console, *, total_steps: int, start_step: int = 0, world: int = 1) -> None:
+        self.console = console
+        self.total_steps = total_steps
+        self.start_step = start_step
+        self.speed_unit = "tokens/s" if world == 1 else "tokens/s/GPU"
+        # Bar and clock start with the first row: earlier lines print without a bar, and compilation in the
+        # first step does not count in the time left.
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._began: float | None = None
+        self._first_step = start_step
+        self._last_line = -math.inf
+
+    def log(self, row: Row) -> None:
+        match row["kind"]:
+            case "train":
+                self._train(row)
+            case "eval":
+                self._line(eval_line(row))
+
+    def close(self, *, failed: bool = False) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _train(self, row: Row) -> None:
+        now, step = time.monotonic(), row["step"]
+        if self._began is None:
+            self._began, self._first_step = now, step
+        pace = (now - self._began) / max(1, step - self._first_step)
+        left = pace * (self.total_steps - step) if step > self._first_step else None
+        pause = min(60.0, max(1.0, 0.01 * (now - self._began)))
+        if self.console.is_interactive:
+            self._progress = self._progress or self._bar()
+            self._progress.update(self._task, completed=step, numbers=train_line(row, left, self.speed_unit))
+        elif now - self._last_line >= pause or step == self.total_steps:
+            self._last_line = now
+            self._line(f"step {step}/{self.total_steps}  {train_line(row, left, self.speed_unit)}")
+
+    def _bar(self) -> Progress:
+        columns = (
+            TextColumn("[bold]train"),
+            BarColumn(bar_width=24, complete_style="blue", finished_style="blue"),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+        )
+        progress = Progress(*columns, console=self.console, transient=True, refresh_per_second=5)
+        self._task = progress.add_task("train", total=self.total_steps, completed=self.start_step, numbers="")
+        progress.start()
+        return progress
+
+    def _line(self, text: str) -> None:
+        self.console.print(Text(text), soft_wrap=True)
+
+
+def train_line(row: Row, seconds_left: float | None, speed_unit: str = "tokens/s") -> str:
+    """A train row as text: loss, speed, and MFU, memory and time left where known."""
+    parts = [f"loss {row['loss']:.4f}", f"{count(row['tokens_per_second_per_gpu'])} {speed_unit}"]
+    if row["mfu"] is not None:
+        parts.append(f"MFU {row['mfu']:.1%}")
+    if row["peak_memory_bytes"] is not None:
+        parts.append(human(row["peak_memory_bytes"]))
+    if seconds_left is not None:
+        parts.append(f"{duration(seconds_left)} left")
+    return " · ".join(parts)
+
+
+def eval_line(row: Row) -> str:
+    """An eval row as text: loss, perplexity, and exact match where measured."""
+    parts = [f"eval at step {row['step']}: loss {row['loss']:.4f}", f"perplexity {row['perplexity']:.4g}"]
+    if "exact_match" in row:
+        parts.append(f"exact match {row['exact_match']:.1%}")
+    return " · ".join(parts)
+
+
+class TensorBoardTracker:
+    """Writes scalars train/loss, eval/loss … to event files.
+
+    start_step: the step resumed from; TensorBoard then hides what was written for later steps.
+    """
+
+    def __init__(self, folder: Path, *, start_step: int = 0) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None)
+
+    def log(self, row: Row) -> None:
+        for name, value in scalars(row).items():
+            self.writer.add_scalar(name, value, row["step"])
+
+    def close(self, *, failed: bool = False) -> None:
+        self.writer.close()
+
+
+class WandbTracker:
+    """Logs to Weights & Biases; a resumed run folder continues its W&B run. WANDB_PROJECT names the project.
+
+    settings: the resolved config.
+    """
+
+    def __init__(self, run: RunDir, settings: Mapping[str, Any]) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        id_file = run.logs / "wandb.id"
+        if not id_file.exists():
+            write_text_atomically(id_file, uuid.uuid4().hex)
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "meshtune"),
+            name=run.path.name,
+            dir=str(run.logs),
+            config=dict(settings),
+            id=id_file.read_text(),
+            resume="allow",
+        )
+        # Resuming repeats the steps since the checkpoint; W&B's own step counter would refuse them.
+        self.run.define_metric("*", step_metric="step")
+
+    def log(self, row: Row) -> None:
+        if values := scalars(row):
+            self.run.log({"step": row["step"], **values})
+
+    def close(self, *, failed: bool = False) -> None:
+        self.run.finish(exit_code=int(failed))
+
+
+class MlflowTracker:
+    """Logs to MLflow, at MLFLOW_TRACKING_URI; a resumed run folder continues its MLflow run.
+
+    settings: the resolved config, logged as parameters.
+    """
+
+    def __init__(self, run: RunDir, settings: Mapping[str, Any]) -> None:
+        import mlflow  # pyright: ignore[reportMissingImports]
+
+        self.mlflow = mlflow
+        id_file = run.logs / "mlflow.id"
+        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "meshtune"))
+        if id_file.exists():  # its parameters are logged already, and MLflow refuses to change one
+            mlflow.start_run(run_id=id_file.read_text())
+            return
+        started = mlflow.start_run(run_name=run.path.name)
+        write_text_atomically(id_file, started.info.run_id)
+        params = sorted(flat(settings).items())
+        for start in range(0, len(params), 100):  # the REST interface takes 100 at a time
+            mlflow.log_params(dict(params[start : start + 100]))
+
+    def log(self, row: Row) -> None:
+        if values := scalars(row):
+            self.mlflow.log_metrics(values, step=row["step"])
+
+    def close(self, *, failed: bool = False) -> None:
+        self.mlflow.end_run("FAILED" if failed else "FINISHED")
+
+
+def scalars(row: Row) -> dict[str, float]:
+    """The finite numbers of a train or eval row by tag: {"train/loss": …}; empty for other kinds."""
+    if row["kind"] not in ("train", "eval"):
+        return {}
+    return {
+        f"{row['kind']}/{name}": value
+        for name, value in row.items()
+        if isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and name != "step"
+        and math.isfinite(value)
+    }
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings with dotted names: {"train.seed": 42, …}; lists stay as they are."""
+    leaves: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        leaves |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return leaves

@@ -1,0 +1,258 @@
+import io
+import json
+import math
+import subprocess
+import sys
+import types
+
+import pytest
+from rich.console import Console
+
+from meshtune.errors import UserError
+from meshtune.meter.rows import train_row
+from meshtune.rundir import RunDir
+from meshtune.train.trackers import ConsoleTracker, Metrics
+
+NUMBERS = {
+    "loss": 2.5,
+    "grad_norm": 1.25,
+    "learning_rate": 1e-4,
+    "tokens": 1000,
+    "label_tokens": 400,
+    "step_seconds": 0.5,
+    "data_seconds": 0.01,
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDir(tmp_path / "run").create()
+
+
+def console(*, terminal: bool = False) -> Console:
+    return Console(
+        file=io.StringIO(), width=110, force_terminal=terminal, force_interactive=terminal, color_system=None
+    )
+
+
+def text(of: Console) -> str:
+    assert isinstance(of.file, io.StringIO)
+    return of.file.getvalue()
+
+
+class Recorder:
+    """Stands for wandb, mlflow and what they return: it records each call and answers any other with
+    itself.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple, dict]] = []
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        started = types.SimpleNamespace(info=types.SimpleNamespace(run_id="abc"))
+
+        def call(*args, **kwargs):
+            self.calls.append((name, args, kwargs))
+            return started if name == "start_run" else self
+
+        return call
+
+    def named(self, name: str) -> list[tuple[tuple, dict]]:
+        return [(args, kwargs) for called, args, kwargs in self.calls if called == name]
+
+
+def test_an_impossible_mfu_is_said_once_with_its_numbers():
+    out = console()
+    metrics = Metrics([kept := Kept()], console=out, peak_flops_per_second=10e12)
+    for step in (1, 2):
+        metrics.train(step=step, **NUMBERS, flops=6e12)
+    assert [row["mfu"] for row in kept.rows] == [None, None]
+    assert text(out).count("can't be") == 1
+    assert "12.0 of the device's 10.0 TFLOP/s" in text(out)
+
+
+# Where rows go #
+
+
+class Kept:
+    """A tracker that keeps its rows."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict] = []
+        self.closed: list[bool] = []
+
+    def log(self, row):
+        self.rows.append(row)
+
+    def close(self, *, failed=False):
+        self.closed.append(failed)
+
+
+class Broken(Kept):
+    def log(self, row):
+        raise ConnectionError("server is away")
+
+
+def test_rows_are_in_the_file_as_soon_as_logged(run):
+    with Metrics.open(run, ["jsonl"], total_steps=2, console=console()) as metrics:
+        metrics.start(model="m", method="full")
+        metrics.train(step=1, **NUMBERS)
+        assert [row["kind"] for row in run.rows()] == ["run", "train"]
+
+
+def test_ranks_other_than_0_write_nothing(run, capsys):
+    with Metrics.open(run, ["console", "jsonl", "tensorboard"], rank=1, total_steps=1) as metrics:
+        metrics.start(model="m")
+        metrics.train(step=1, **NUMBERS)
+        metrics.say("hello")
+    assert list(run.path.iterdir()) == []
+    assert capsys.readouterr() == ("", "")
+
+
+def test_every_3_keeps_the_first_the_last_each_third_and_skipped_steps():
+    kept = Kept()
+    metrics = Metrics([kept], every=3, total_steps=10)
+    for step in range(1, 11):
+        metrics.train(step=step, **NUMBERS, skipped=step == 5)
+    assert [row["step"] for row in kept.rows] == [1, 3, 5, 6, 9, 10]
+    assert [row["step"] for row in kept.rows if row.get("skipped")] == [5]
+
+
+def test_a_tracker_that_fails_is_dropped_and_the_run_goes_on():
+    kept, out = Kept(), console()
+    metrics = Metrics([Broken(), kept], console=out)
+    for step in (1, 2):
+        metrics.train(step=step, **NUMBERS)
+    assert [row["step"] for row in kept.rows] == [1, 2]
+    assert text(out).count("server is away") == 1
+
+
+def test_trackers_learn_that_a_run_failed():
+    kept = Kept()
+    with pytest.raises(KeyError), Metrics([kept]):
+        raise KeyError
+    assert kept.closed == [True]
+
+
+def test_every_unknown_or_missing_tracker_is_named_at_once_with_the_remedy(run, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # nothing is installed
+    with pytest.raises(UserError) as raised:
+        Metrics.open(run, ["wandb", "comet", "mlflow"], total_steps=1)
+    assert len(raised.value.problems) == 3
+    assert "pip install wandb" in str(raised.value)
+    assert "no tracker 'comet'" in str(raised.value)
+    assert "pip install mlflow" in str(raised.value)
+
+
+def test_a_tracker_that_cannot_start_is_a_user_error_and_closes_the_others(run, monkeypatch):
+    wandb = Recorder()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "mlflow", types.ModuleType("mlflow"))  # has no set_experiment
+    with pytest.raises(UserError, match="mlflow could not start"):
+        Metrics.open(run, ["wandb", "mlflow"], total_steps=1, console=console())
+    assert wandb.named("finish") == [((), {"exit_code": 1})]
+
+
+def test_tensorboard_gets_the_scalars_of_rows(run):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with Metrics.open(run, ["tensorboard"], total_steps=2, console=console()) as metrics:
+        metrics.start(model="m")
+        metrics.train(step=1, **NUMBERS)
+        metrics.evaluate(step=1, loss=2.0, label_tokens=10)
+        metrics.train(step=2, **NUMBERS | {"loss": math.nan})
+    events = accumulator.EventAccumulator(str(run.logs / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 2.5)]
+    assert [event.step for event in events.Scalars("train/tokens_per_second_per_gpu")] == [1, 2]
+    assert "eval/perplexity" in events.Tags()["scalars"]
+
+
+def test_wandb_gets_settings_and_rows_and_a_resumed_run_goes_on(run, monkeypatch):
+    wandb = Recorder()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for start in (0, 1):
+        settings = {"train": {"seed": 1}}
+        with Metrics.open(run, ["wandb"], total_steps=2, start_step=start, settings=settings) as metrics:
+            metrics.start(model="m")
+            metrics.train(step=start + 1, **NUMBERS)
+    first, second = (kwargs for _, kwargs in wandb.named("init"))
+    assert first["config"] == {"train": {"seed": 1}}
+    assert first["id"] == second["id"]
+    assert [args[0]["step"] for args, _ in wandb.named("log")] == [1, 2]
+    assert wandb.named("log")[0][0][0]["train/loss"] == 2.5
+
+
+def test_mlflow_gets_settings_and_rows_and_a_resumed_run_goes_on(run, monkeypatch):
+    mlflow = Recorder()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    settings = {"train": {"seed": 1, "adam_betas": [0.9, 0.999]}} | {f"k{i}": i for i in range(120)}
+    for start in (0, 1):
+        with Metrics.open(run, ["mlflow"], total_steps=2, start_step=start, settings=settings) as metrics:
+            metrics.train(step=start + 1, **NUMBERS)
+    params = [args[0] for args, _ in mlflow.named("log_params")]
+    assert [len(part) for part in params] == [100, 22]  # at most 100 a request, and once only
+    assert {name: value for part in params for name, value in part.items()}["train.seed"] == 1
+    assert mlflow.named("start_run") == [((), {"run_name": "run"}), ((), {"run_id": "abc"})]
+    assert [kwargs["step"] for _, kwargs in mlflow.named("log_metrics")] == [1, 2]
+
+
+# The terminal #
+
+
+def test_plain_lines_come_at_most_one_a_second_with_the_first_and_the_last():
+    out = console()
+    tracker = ConsoleTracker(out, total_steps=500)
+    for step in range(1, 501):  # takes some milliseconds
+        tracker.log(train_row(step=step, **NUMBERS))
+    lines = text(out).splitlines()
+    assert len(lines) <= 3
+    assert lines[0].startswith("step 1/500  loss 2.5000 · 2,000 tokens/s")
+    assert lines[-1].startswith("step 500/500")
+
+
+def test_plain_lines_hold_no_control_characters_and_stay_on_one_line():
+    out = console()
+    out.width = 30
+    ConsoleTracker(out, total_steps=1).log(train_row(step=1, **NUMBERS, peak_memory_bytes=2**30))
+    assert text(out).count("\n") == 1
+    assert text(out).strip().isprintable()
+
+
+def test_a_terminal_gets_a_bar_with_loss_speed_and_time_left_and_lines_above_it(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    out = console(terminal=True)
+    with Metrics([ConsoleTracker(out, total_steps=4)], console=out) as metrics:
+        for step in (1, 2):
+            metrics.train(step=step, **NUMBERS)
+        metrics.say("Saved [checkpoints] step-2.")
+        metrics.evaluate(step=2, loss=2.0, label_tokens=10, exact_match=0.25)
+    shown = text(out)
+    assert "2/4" in shown
+    assert "loss 2.5000 · 2,000 tokens/s" in shown
+    assert "left" in shown
+    assert "Saved [checkpoints] step-2.\n" in shown
+    assert "eval at step 2: loss 2.0000 · perplexity 7.389 · exact match 25.0%\n" in shown
+
+
+def test_speed_is_per_gpu_once_there_are_several():
+    out = console()
+    ConsoleTracker(out, total_steps=1, world=8).log(train_row(step=1, **NUMBERS, world=8))
+    assert "250 tokens/s/GPU" in text(out)
+
+
+def test_time_left_does_not_count_the_steps_before_a_resume(monkeypatch):
+    clock = iter([100.0, 102.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    out = console()
+    tracker = ConsoleTracker(out, total_steps=112, start_step=100)
+    tracker.log(train_row(step=101, **NUMBERS))
+    tracker.log(train_row(step=102, **NUMBERS))
+    assert text(out).splitlines()[-1].endswith("20 s left")  # ten steps of 2 s
+
+
+def test_metrics_import_neither_torch_nor_any_tracker(tmp_path):
+    code = "import sys, json, meshtune.train.trackers; print(json.dumps(list(sys.modules)))"
+    loaded = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+    assert not {"torch", "tensorboard", "wandb", "mlflow"} & set(loaded)
