@@ -19,10 +19,7 @@ from meshtune.placement.columns import Number
 
 
 def attended(document_tokens: Number, window: Number) -> Number:
-    """Keys that a query attends to on average under a causal mask.
-
-    (n + 1) / 2 in a document of n tokens, fewer if the sliding window is shorter.
-    """
+    """Keys that a query sees on average: (n + 1) / 2 in a document of n tokens, fewer with a window."""
     return document_pairs(document_tokens, window) / document_tokens
 
 
