@@ -38,6 +38,7 @@ CHOICES = {
 }  # field -> its values
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # sizes, outer to inner: tp ranks are neighbours
 DATA_AXES = ("dp_replicate", "dp_shard")  # whose ranks read different sequences
+PARAMETER_AXES = (*DATA_AXES, "cp")  # whose ranks work on other tokens with the same parameters
 MODEL_AXES = tuple(axis for axis in reversed(AXES) if axis not in DATA_AXES)  # whose ranks share sequences
 
 
@@ -73,6 +74,16 @@ class Layout:
     @property
     def world(self) -> int:
         return math.prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def parameter_ranks(self) -> int:
+        """Ranks that work on other tokens with the same parameters."""
+        return math.prod(getattr(self, axis) for axis in PARAMETER_AXES)
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks that ZeRO shards over: of `parameter_ranks` those of one replica."""
+        return self.parameter_ranks // self.dp_replicate
 
     @property
     def stages_per_rank(self) -> int:
@@ -282,7 +293,7 @@ class PartialLayout:
         """
         layout = self.known
         if self.open & {"dp_replicate", "dp_shard"}:
-            data = max(1, devices // (layout.cp * layout.tp * layout.pp * layout.dp_shard))
+            data = max(1, devices // (layout.world // layout.dp_replicate))
             zero = self.fixed.get("zero", 0) if "dp_shard" in self.open else 0
             copies = self.fixed.get("dp_replicate", 1 if zero else data)
             shards = data // copies if zero else 1

@@ -21,7 +21,7 @@ from meshtune.plan.search import explained
 from meshtune.plan.workload import Workload
 from meshtune.precision import DTYPE_BYTES, PRECISIONS, REDUCE_DTYPES
 from meshtune.recomputation import RECOMPUTATIONS
-from meshtune.train.build import PRECISIONS as TORCH_PRECISIONS
+from meshtune.train.model import ModelSpec
 
 TABLES: list[Table] = [PRECISIONS, REDUCE_DTYPES, OPTIMIZERS]  # settings of train
 
@@ -33,7 +33,8 @@ def test_dtypes_are_torchs(dtype: str) -> None:
 
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_the_engine_and_the_planner_take_a_precisions_dtypes_from_the_table(name: str) -> None:
-    compute, trained = TORCH_PRECISIONS[name]
+    spec = ModelSpec(source="", precision=name)
+    compute, trained = spec.compute_dtype, spec.trained_dtype
     copies = copies_of(name, "fp32", "adamw")
     assert copies.weight == compute.itemsize and copies.trained == trained.itemsize
 

@@ -72,7 +72,7 @@ class World:
     @property
     def parameter_ranks(self) -> int:
         """Number of ranks that share the same parameters and see other tokens: data and context ranks."""
-        return self.data_ranks * self.layout.cp
+        return self.layout.parameter_ranks
 
     def sum_over_ranks(self, *numbers: float | torch.Tensor) -> list[float]:
         """Sum of each number over all ranks, in fp64, on every rank; one all-reduce for all numbers."""

@@ -35,7 +35,7 @@ def parameter_mesh(world: World) -> DeviceMesh | None:
     if world.parameter_ranks == 1:
         return None
     layout = world.layout
-    replicas, shards = layout.dp_replicate, layout.dp_shard * layout.cp
+    replicas, shards = layout.dp_replicate, layout.shard_ranks
     if layout.zero == 0:  # context ranks hold copies, as data ranks do
         replicas, shards = replicas * shards, 1
     names = ("pp", "dp_replicate", "dp_shard_cp", "tp")

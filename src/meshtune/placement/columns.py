@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from meshtune.layout import AXES, CHOICES, CP_METHODS, DATA_AXES, RECOMPUTE, SCHEDULES, V_SCHEDULES, Layout
+from meshtune.layout import (
+    AXES,
+    CHOICES,
+    CP_METHODS,
+    DATA_AXES,
+    PARAMETER_AXES,
+    RECOMPUTE,
+    SCHEDULES,
+    V_SCHEDULES,
+    Layout,
+)
 from meshtune.recomputation import RECOMPUTATIONS
 
 Number = Any  # float | np.ndarray, in any mixture that numpy broadcasts
@@ -73,6 +83,14 @@ class Columns:
     @property
     def world(self) -> Number:
         return math.prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def parameter_ranks(self) -> Number:
+        return math.prod(getattr(self, axis) for axis in PARAMETER_AXES)
+
+    @property
+    def shard_ranks(self) -> Number:
+        return self.parameter_ranks / self.dp_replicate
 
     @property
     def global_batch_size(self) -> Number:

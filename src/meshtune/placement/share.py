@@ -317,7 +317,7 @@ def _repeated(parameter: Parameter, tp: int) -> bool:
 
 def _elements(units: Iterable[Unit], layout: Layout, place: Mapping[str, int]) -> Elements:
     """Elements of parameters of one rank, and in its ZeRO shard."""
-    shards = layout.dp_shard * layout.cp if layout.zero else 1
+    shards = layout.shard_ranks if layout.zero else 1
     index = place["dp_shard"] * layout.cp + place["cp"] if layout.zero else 0
     whole, shard = Counter[bool](), Counter[bool]()  # by whether it is trained
     for unit in units:
@@ -336,8 +336,8 @@ def _states(copies: Copies, elements: Elements, layout: Layout) -> States:
 def _data_messages(copies: Copies, layout: Layout, units: Sequence[Unit]) -> Iterator[Message]:
     """Of parameters and gradients, one flat buffer for each unit; the table of parallel/zero.py."""
     zero, steps = layout.zero, layout.gradient_accumulation_steps
-    shards = layout.dp_shard * layout.cp if zero else 1
-    replicas = layout.dp_replicate * (1 if zero else layout.cp)
+    shards = layout.shard_ranks if zero else 1
+    replicas = layout.parameter_ranks // shards
 
     def flat(shape: Shape) -> int:
         """Elements that a parameter takes in a flat buffer: all shards are as long as the longest."""

@@ -76,7 +76,7 @@ def held_states(
     """
     zero = layouts.zero
     sharded, accumulates = zero > 0, layouts.gradient_accumulation_steps > 1
-    replicas = np.where(sharded, layouts.dp_replicate, layouts.data_ranks * layouts.cp)
+    replicas = np.where(sharded, layouts.dp_replicate, layouts.parameter_ranks)
     is_sum = accumulates | (replicas > 1) | (copies.beside > 0)
     gradient = np.where(is_sum, copies.accumulated, copies.gradient)
     gradient = gradient + copies.beside * copies.gradient

@@ -108,7 +108,7 @@ class Accounting:
 
     def gradient_replicas(self, layouts: Columns) -> Number:
         """Ranks that all-reduce each block's gradients; 1 where FSDP reduces them."""
-        return np.where(self.gathers_shards(layouts), 1.0, layouts.data_ranks * layouts.cp)
+        return np.where(self.gathers_shards(layouts), 1.0, layouts.parameter_ranks)
 
 
 def engine_accounting(

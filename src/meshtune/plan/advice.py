@@ -6,6 +6,7 @@ cause only if the parts of both predictions show it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshtune.errors import UserError
-from meshtune.layout import Layout
+from meshtune.layout import MODEL_AXES, Layout
 from meshtune.placement.columns import Columns, Number
 from meshtune.plan.machine import machine_of
 from meshtune.plan.phrases import device, longer, memory_limit, memory_need
@@ -128,7 +129,7 @@ def _sharding(layout: Layout) -> str:
     if layout.zero == 0:
         return "plain data parallelism" if layout.data_ranks > 1 else "no data parallelism"
     replicas = f"{layout.dp_replicate} replicas of " * (layout.dp_replicate > 1)
-    return f"{replicas}{layout.dp_shard * layout.cp} ZeRO-{layout.zero} shards"
+    return f"{replicas}{layout.shard_ranks} ZeRO-{layout.zero} shards"
 
 
 # why others lost #
@@ -159,7 +160,7 @@ def alternatives(plan: Plan, best: Choice | None = None) -> list[Alternative]:
     gpus, node = plan.cluster.gpus, plan.cluster.node
     if not len(plan) or gpus == 1:
         return []
-    alone = {"tp": 1, "cp": 1, "pp": 1}
+    alone = dict.fromkeys(MODEL_AXES, 1)
     kinds = (
         Kind("plain data parallel", alone | {"dp_shard": 1}, lambda layouts: layouts.zero == 0),
         *(Kind(f"ZeRO-{zero} alone", alone | {"zero": zero, "dp_replicate": 1}) for zero in (1, 2, 3)),
@@ -168,7 +169,7 @@ def alternatives(plan: Plan, best: Choice | None = None) -> list[Alternative]:
             alone | {"zero": 3},
             lambda layouts: (layouts.dp_replicate > 1) & (layouts.dp_shard <= node),
         ),
-        Kind("tensor parallel inside the node", {"tp": min(node, gpus), "cp": 1, "pp": 1}),
+        Kind("tensor parallel inside the node", alone | {"tp": min(node, gpus)}),
         Kind("pipeline parallel", {"cp": 1}, lambda layouts: layouts.pp > 1),
         Kind("context parallel", {"pp": 1, "tp": 1}, lambda layouts: layouts.cp > 1),
     )
@@ -188,7 +189,7 @@ def _alternative(plan: Plan, best: Choice, kind: Kind) -> Alternative:
     try:
         others = search(plan.workload, plan.cluster, fixed=kind.fixed, where=kind.where)
     except UserError as error:
-        model_ranks = kind.fixed.get("tp", 1) * kind.fixed.get("cp", 1) * kind.fixed.get("pp", 1)
+        model_ranks = math.prod(kind.fixed.get(axis, 1) for axis in MODEL_AXES)
         data_ranks, batch = plan.cluster.gpus // model_ranks, plan.workload.global_batch_size
         reason = error.problems[0]
         if batch % data_ranks:

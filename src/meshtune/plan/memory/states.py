@@ -43,7 +43,7 @@ def weight_elements(weights: Sequence[Weight], layouts: Columns) -> Elements:
     That is the first tensor-parallel slice of each matrix, and of it the first shard, cut along the rows
     (the rule of share.piece).
     """
-    shards = np.where(layouts.zero > 0, layouts.dp_shard * layouts.cp, 1.0)
+    shards = np.where(layouts.zero > 0, layouts.shard_ranks, 1.0)
     sizes = []
     for weight in weights:
         slices = np.where((weight.heads > 0) & (weight.heads < layouts.tp), 1.0, layouts.tp)

@@ -259,7 +259,7 @@ def peak(
     """
     stages = stages or Stages.cut(work, layouts, accounting.stage_cut)
     timeline = step_timeline(work, layouts, accounting, seq_len, stages, first_step=first_step)
-    axes = (layouts.data_ranks * layouts.cp, layouts.cp, layouts.tp, layouts.pp)
+    axes = (layouts.parameter_ranks, layouts.cp, layouts.tp, layouts.pp)
     groups = sum((ranks > 1) * 1.0 for ranks in axes)
     groups = groups + (groups > 1)
     shape = np.shape(timeline["loss"]["activations"])

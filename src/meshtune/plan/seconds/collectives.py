@@ -56,11 +56,6 @@ def tree_all_reduce(machine: Machine, size: Number, ranks: Number, in_node: Numb
     return 2 * ring_traffic(machine, size, ranks, in_node) + latency
 
 
-def zero_shards(layouts: Columns) -> Number:
-    """Ranks that ZeRO shards its state over."""
-    return layouts.dp_shard * layouts.cp
-
-
 def ranks_in_node(ranks: Number, neighbours: Number, machine: Machine) -> Number:
     """Ranks of a group that are in one node, where `neighbours` consecutive GPUs lie between two of them."""
     return np.minimum(ranks, np.maximum(1.0, machine.node / neighbours))
@@ -116,7 +111,7 @@ def shard_collectives(
 
     forward, backward: seconds of the passes beside which they run.
     """
-    shards = zero_shards(layouts)
+    shards = layouts.shard_ranks
     in_node = ranks_in_node(shards, layouts.tp, machine)
     weights = work.block_parameters / layouts.tp / machine.shard_share
     gather = ring_collectives(machine, machine.weight_bytes * weights, shards, in_node)
@@ -151,11 +146,11 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block_b
     block_backward: seconds of one block's backward.
     """
     zero, blocks = layouts.zero, work.blocks / layouts.pp
-    shards, outside = zero_shards(layouts), outside_blocks(work, layouts)
+    shards, outside = layouts.shard_ranks, outside_blocks(work, layouts)
     shards_in_node = ranks_in_node(shards, layouts.tp, machine)
     whole = (work.blocks * work.block_parameters / layouts.pp + outside) / layouts.tp
     trained = trained_on_rank(work, layouts)
-    replicas = np.where(zero > 0, layouts.dp_replicate, layouts.data_ranks * layouts.cp)
+    replicas = np.where(zero > 0, layouts.dp_replicate, layouts.parameter_ranks)
     neighbours = layouts.tp * np.where(zero > 0, shards, 1.0)
     replicas_in_node = ranks_in_node(replicas, neighbours, machine)
     reduced = np.where(zero > 0, trained / shards, trained)
@@ -182,5 +177,5 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block_b
 def optimizer_update(work: Work, layouts: Columns, machine: Machine) -> Number:
     """Seconds to update a rank's trained parameters, or its ZeRO shard of them: memory traffic."""
     trained = trained_on_rank(work, layouts)
-    updated = np.where(layouts.zero > 0, trained / zero_shards(layouts), trained)
+    updated = np.where(layouts.zero > 0, trained / layouts.shard_ranks, trained)
     return updated * machine.optimizer_bytes / (machine.bandwidth * machine.memory)

@@ -36,7 +36,7 @@ def pipeline_seconds(
     slowest_blocks = _slowest_stage(work.blocks, layouts.pp, head / block.total, machine.balanced)
     hidden_bytes = machine.element * layouts.rank_tokens(seq_len) * work.hidden
     parts = np.where((layouts.sp > 0) | (machine.send_split > 0), layouts.tp, 1.0)
-    send = _send(hidden_bytes / parts, layouts.tp * layouts.cp * layouts.data_ranks, machine)
+    send = _send(hidden_bytes / parts, layouts.world / layouts.pp, machine)
     gather = ring_collectives(machine, hidden_bytes, parts, ranks_in_node(parts, 1.0, machine))
     send = send + np.where(layouts.sp > 0, 0.0, gather)
     sends = 2 * send * layouts.virtual_stages * (layouts.pp > 1)
