@@ -8,6 +8,7 @@ from meshtune import config
 from meshtune.config import ClusterConfig
 from meshtune.errors import Table, UserError
 from meshtune.layout import Layout
+from meshtune.optim.optimizer import Optimizer
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.parallel.recompute import recompute_blocks
 from meshtune.placement.states import copies_of
@@ -21,7 +22,6 @@ from meshtune.plan.workload import Workload
 from meshtune.precision import DTYPE_BYTES, PRECISIONS, REDUCE_DTYPES
 from meshtune.recomputation import RECOMPUTATIONS
 from meshtune.train.build import PRECISIONS as TORCH_PRECISIONS
-from meshtune.train.optim import Optimizer
 
 TABLES: list[Table] = [PRECISIONS, REDUCE_DTYPES, OPTIMIZERS]  # settings of train
 
