@@ -16,10 +16,10 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.pipelining.stage import PipelineStage
 from transformers import LlamaConfig
 
-from meshtune.layout import SCHEDULES, VIRTUAL_SCHEDULES, Layout
+from meshtune.layout import SCHEDULES, VIRTUAL_SCHEDULES, Layout, stage_count
 from meshtune.model.trace import census
 from meshtune.placement.census import Census
-from meshtune.placement.share import Message, Share, piece, share, stage_count
+from meshtune.placement.share import Message, Share, piece, share
 from meshtune.rundir import write_text_atomically
 
 PICTURES = {  # name: (layout, title)

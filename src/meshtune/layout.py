@@ -162,6 +162,11 @@ def parse_fields(text: str) -> dict[str, Any]:
     return found
 
 
+def stage_count(layout: Layout) -> int:
+    """Stages of the whole pipeline; several a rank under virtual stages and the V schedules."""
+    return layout.pp * layout.stages_per_rank
+
+
 def contradictions(layout: Layout) -> Iterator[str]:
     """Sentences, with the remedy, on what is wrong with a layout for any model and machine."""
     numbers = {f.name: getattr(layout, f.name) for f in fields(layout) if f.type in (int, "int")}

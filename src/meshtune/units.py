@@ -1,5 +1,8 @@
 """Binary units, and numbers formatted for people."""
 
+from typing import Any
+
+Number = Any  # float | np.ndarray, in any mixture that numpy broadcasts
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 TERA = 10**12
 

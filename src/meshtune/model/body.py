@@ -6,13 +6,17 @@ other attention Hugging Face itself keeps documents apart, by the positions that
 cache and a mask).
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from meshtune.data.loader import MicroBatch
-from meshtune.model.anatomy import Anatomy
+if TYPE_CHECKING:
+    from meshtune.data.loader import MicroBatch
+    from meshtune.model.anatomy import Anatomy
+
 
 # Names of meshtune's attention in a model's config: as it is, and recomputed in the backward.
 ATTENTION_NAMES = ("meshtune", "meshtune_recompute")

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from meshtune.data.loader import MicroBatch
-from meshtune.layout import Layout
+from meshtune.layout import Layout, stage_count
 from meshtune.model.anatomy import Anatomy, anatomy
 from meshtune.model.pieces import Piece, materialise
 from meshtune.parallel import context, tensor, zero
@@ -33,7 +33,7 @@ from meshtune.parallel.pipeline import Finish, Pipeline, Stage
 from meshtune.parallel.recompute import recompute_blocks
 from meshtune.parallel.replicas import Replicas
 from meshtune.parallel.zero import local
-from meshtune.placement.share import Split, piece, stage_count
+from meshtune.placement.share import Split, piece
 
 
 @dataclass

@@ -17,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from meshtune.placement.columns import Number
+from meshtune.units import Number
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from meshtune.layout import (
     Layout,
 )
 from meshtune.recomputation import RECOMPUTATIONS
+from meshtune.units import Number
 
-Number = Any  # float | np.ndarray, in any mixture that numpy broadcasts
 Table = TypeVar("Table")  # any class whose attributes are columns of one length
 
 

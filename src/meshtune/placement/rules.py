@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtune.layout import MODEL_AXES, Layout
+from meshtune.layout import MODEL_AXES, Layout, stage_count
 from meshtune.placement.columns import Columns, Number
-from meshtune.placement.share import stage_count
 
 ZERO_BUBBLE = ("zb", "zbv", "dualpipev")  # the backward of weights runs later than that of activations
 ROUNDS = ("interleaved1f1b", "zb")  # micro-batches go round in equal groups

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtune.layout import AXES, V_SCHEDULES, Layout
+from meshtune.layout import AXES, V_SCHEDULES, Layout, stage_count
 from meshtune.placement.census import Census, Parameter, attended_pairs
 from meshtune.placement.columns import Columns
 from meshtune.placement.states import Copies, Elements, States, copies_of, held_states
@@ -70,11 +70,6 @@ def group(layout: Layout, rank: int, *axes: str) -> tuple[int, ...]:
 
 
 # stages #
-
-
-def stage_count(layout: Layout) -> int:
-    """Stages of the whole pipeline; several a rank under virtual stages and the V schedules."""
-    return layout.pp * layout.stages_per_rank
 
 
 def stage_of_rank(schedule: str, pp: int, virtual_stages: int, pp_rank: int) -> tuple[int, ...]:

@@ -7,13 +7,15 @@ One formula for a single rank and for tens of thousands of layouts: elements and
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from meshtune.optimizers import OPTIMIZERS
-from meshtune.placement.columns import Columns, Number
 from meshtune.precision import DTYPE_BYTES, PRECISIONS
+
+if TYPE_CHECKING:
+    from meshtune.placement.columns import Columns, Number
 
 
 class Copies(NamedTuple):

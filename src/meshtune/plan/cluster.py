@@ -11,7 +11,7 @@ import difflib
 import os
 import subprocess
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from meshtune.config import ClusterConfig
+from meshtune.config import ClusterConfig, Config
 from meshtune.errors import UserError
 from meshtune.plan.hardware import GIGA, Gpu, catalogue, gpu_of, named
 from meshtune.units import GIB
@@ -172,3 +172,12 @@ def _kinds_of_file(settings: ClusterConfig) -> dict[str, Gpu]:
     if problems:
         raise UserError(problems)
     return kinds
+
+
+def cluster_here(config: Config, ranks: int, gpus: Sequence[tuple[str, float]]) -> Cluster:
+    """The devices of `ranks` ranks; the settings say what can't be seen, such as the network.
+
+    gpus: (name, bytes) of each GPU of this machine; none: the ranks are on the processor.
+    """
+    settings = config.cluster_config if gpus else ClusterConfig()
+    return cluster_of(settings.model_copy(update={"gpus": ranks}), seen=lambda: list(gpus))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from meshtune.plan.search import Choice
 from meshtune.units import duration
+
+if TYPE_CHECKING:
+    from meshtune.plan.search import Choice
 
 
 @dataclass(frozen=True)

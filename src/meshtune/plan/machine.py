@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from meshtune.placement.columns import Number
 from meshtune.placement.states import copies_of
 from meshtune.plan.hardware import Gpu, stacks
 from meshtune.precision import PRECISIONS
+from meshtune.units import Number
 
 if TYPE_CHECKING:
     from meshtune.plan.cluster import Cluster

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshtune.placement.census import Census, Parameter, document_pairs
-from meshtune.placement.columns import Number
+from meshtune.units import Number
 
 
 def attended(document_tokens: Number, window: Number) -> Number:

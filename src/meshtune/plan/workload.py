@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.layout import Layout
-from meshtune.placement.numbers import ModelNumbers
 from meshtune.placement.rules import Traits, refusals
 from meshtune.plan.memory.activations import compiled
 from meshtune.plan.work import Work, attended
+
+if TYPE_CHECKING:
+    from meshtune.placement.numbers import ModelNumbers
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,16 @@ from transformers import AutoModelForCausalLM
 
 from meshtune.config import Config
 from meshtune.errors import UserError
-from meshtune.layout import Layout
+from meshtune.layout import Layout, stage_count
 from meshtune.model.anatomy import auto_attention, traits
 from meshtune.model.census_cache import numbers_of
 from meshtune.model.load import load_config
 from meshtune.placement.rules import refusals
-from meshtune.placement.share import stage_count
 from meshtune.plan import fits
+from meshtune.plan.cluster import cluster_here
 from meshtune.plan.fits import Refused
 from meshtune.plan.search import search
 from meshtune.plan.workload import Uncounted, lighter_workloads, workload_of
-from meshtune.train.predict import cluster_here
 
 
 class Choice(NamedTuple):

@@ -1,19 +1,24 @@
 """Evaluation on held-out data: the loss per label token, and greedy answers beside the expected ones."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from meshtune.data.loader import evaluation_batches
 from meshtune.data.pack import LABELLED, Dataset
-from meshtune.parallel.apply import Parallel
 from meshtune.rundir import RunDir
 from meshtune.train.generate import answers, evaluating
 from meshtune.train.loss import head_loss
-from meshtune.train.trackers import Metrics
+
+if TYPE_CHECKING:
+    from meshtune.parallel.apply import Parallel
+    from meshtune.train.trackers import Metrics
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,13 @@ forward pass of training once for each new token, without a cache: slower, and m
 evaluation.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,12 +21,15 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from meshtune.data.loader import MicroBatch, micro_batch
-from meshtune.model.anatomy import Anatomy
 from meshtune.parallel import context
-from meshtune.parallel.apply import Parallel
-from meshtune.parallel.mesh import World
 from meshtune.parallel.tensor import vocabulary_of
 from meshtune.train.loss import headed
+
+if TYPE_CHECKING:
+    from meshtune.model.anatomy import Anatomy
+    from meshtune.parallel.apply import Parallel
+    from meshtune.parallel.mesh import World
+
 
 PROMPTS_AT_ONCE = 64
 

@@ -1,11 +1,13 @@
 """The training loop, in the order things happen."""
 
+from __future__ import annotations
+
 import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -13,18 +15,20 @@ from torch import Tensor
 
 from meshtune.data.loader import Batch, Loader
 from meshtune.errors import Interrupted, NonFinite, UserError
-from meshtune.meter.phases import PhaseMemory
-from meshtune.model.pieces import Piece
-from meshtune.optim.optimizer import Optimizer
 from meshtune.parallel.mesh import World
 from meshtune.rundir import RunDir, disk_is_full
-from meshtune.train.checkpoint import Checkpoints
-from meshtune.train.evaluate import Evaluation
-from meshtune.train.export import Exporter
 from meshtune.train.heap import releasing
-from meshtune.train.signals import StopRequest
-from meshtune.train.step import Passes
-from meshtune.train.trackers import Metrics
+
+if TYPE_CHECKING:
+    from meshtune.meter.phases import PhaseMemory
+    from meshtune.model.pieces import Piece
+    from meshtune.optim.optimizer import Optimizer
+    from meshtune.train.checkpoint import Checkpoints
+    from meshtune.train.evaluate import Evaluation
+    from meshtune.train.export import Exporter
+    from meshtune.train.signals import StopRequest
+    from meshtune.train.step import Passes
+    from meshtune.train.trackers import Metrics
 
 
 @dataclass

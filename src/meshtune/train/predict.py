@@ -5,13 +5,13 @@ from functools import partial
 
 import yaml
 
-from meshtune.config import ClusterConfig, Config
+from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.layout import Layout, as_mapping
 from meshtune.model.census_cache import numbers_of
 from meshtune.plan import fits
 from meshtune.plan.answer import plan_yaml
-from meshtune.plan.cluster import Cluster, cluster_of
+from meshtune.plan.cluster import cluster_here
 from meshtune.plan.search import explained
 from meshtune.plan.workload import lighter_workloads, workload_of
 
@@ -42,12 +42,3 @@ def out_of_memory(config: Config, layout: Layout, gpus: Sequence[tuple[str, floa
         ]
     choice = explained(workload, cluster, layout)
     return fits.out_of_memory(choice, workload, partial(lighter_workloads, config, numbers_of))
-
-
-def cluster_here(config: Config, ranks: int, gpus: Sequence[tuple[str, float]]) -> Cluster:
-    """The devices of `ranks` ranks; the settings say what can't be seen, such as the network.
-
-    gpus: (name, bytes) of each GPU of this machine; none: the ranks are on the processor.
-    """
-    settings = config.cluster_config if gpus else ClusterConfig()
-    return cluster_of(settings.model_copy(update={"gpus": ranks}), seen=lambda: list(gpus))

@@ -4,16 +4,22 @@ The loss of a step is the sum of the token losses over the global batch divided 
 micro-batch adds its share of that one quotient, so neither loss nor gradients depend on how the batch is cut.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from meshtune.data.loader import Batch
 from meshtune.optim.optimizer import Optimizer, key_of, parts_of
-from meshtune.parallel.apply import Parallel
+
+if TYPE_CHECKING:
+    from meshtune.data.loader import Batch
+    from meshtune.parallel.apply import Parallel
+
 
 Phase = Callable[[str], AbstractContextManager[object]]
 

@@ -8,9 +8,8 @@ import pytest
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import PipelineStage
 
-from meshtune.layout import SCHEDULES, VIRTUAL_SCHEDULES, Layout
+from meshtune.layout import SCHEDULES, VIRTUAL_SCHEDULES, Layout, stage_count
 from meshtune.placement.rules import Traits, refusals
-from meshtune.placement.share import stage_count
 
 LLAMA = Traits(
     "LlamaForCausalLM", blocks=6, heads=12, kv_heads=4, vocabulary=256, cuts=((768, "rows of mlp.gate_proj"),)

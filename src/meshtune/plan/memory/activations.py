@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from meshtune.placement.columns import Columns, Number
-from meshtune.plan.accounting import Accounting
-from meshtune.plan.work import Kept, Work
 from meshtune.recomputation import RECOMPUTATIONS
+
+if TYPE_CHECKING:
+    from meshtune.plan.work import Kept, Work
+
+
+if TYPE_CHECKING:
+    from meshtune.plan.accounting import Accounting
 
 
 def saved_by_block(

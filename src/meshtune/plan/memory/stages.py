@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshtune.placement.columns import Columns, Number
-from meshtune.plan.work import Work
+from meshtune.units import Number
+
+if TYPE_CHECKING:
+    from meshtune.placement.columns import Columns
+    from meshtune.plan.work import Work
+
 
 RANKS = ("first", "middle", "last")  # pipeline ranks that a peak can be on
 

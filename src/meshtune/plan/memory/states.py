@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from meshtune.placement.columns import Columns, Number
 from meshtune.placement.states import Copies, Elements, States
-from meshtune.plan.memory.stages import Stages
-from meshtune.plan.work import Weight, Work
+from meshtune.units import Number
+
+if TYPE_CHECKING:
+    from meshtune.placement.columns import Columns
+    from meshtune.plan.memory.stages import Stages
+    from meshtune.plan.work import Weight, Work
 
 
 def states(copies: Copies, parameters: Number, zero: Number = 0, shards: Number = 1) -> States:

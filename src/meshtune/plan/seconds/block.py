@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshtune.placement.columns import Columns, Number
 from meshtune.plan.seconds.collectives import context_collectives, shard_collectives, tensor_collectives
 from meshtune.plan.seconds.gpu import BlockCompute, block_compute, launched
-from meshtune.plan.work import Work
+from meshtune.units import Number
+
+if TYPE_CHECKING:
+    from meshtune.placement.columns import Columns
+    from meshtune.plan.work import Work
+
 
 if TYPE_CHECKING:
     from meshtune.plan.machine import Machine

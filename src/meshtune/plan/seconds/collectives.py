@@ -10,8 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshtune.placement.columns import Columns, Number
-from meshtune.plan.work import Work
+from meshtune.units import Number
+
+if TYPE_CHECKING:
+    from meshtune.placement.columns import Columns
+    from meshtune.plan.work import Work
+
 
 if TYPE_CHECKING:
     from meshtune.plan.machine import Machine

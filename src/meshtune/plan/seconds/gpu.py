@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshtune.placement.columns import Columns, Number
 from meshtune.plan.work import Core, Gemm, Work, attended
+from meshtune.units import Number
 
 if TYPE_CHECKING:
+    from meshtune.placement.columns import Columns
     from meshtune.plan.machine import Machine
 
 TILE = 128 * 128  # output elements of a matmul that one multiprocessor works on at a time

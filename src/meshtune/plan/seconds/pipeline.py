@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshtune.placement.columns import Columns, Number
 from meshtune.plan.seconds.collectives import ranks_in_node, ring_collectives
-from meshtune.plan.work import Work
+from meshtune.units import Number
+
+if TYPE_CHECKING:
+    from meshtune.placement.columns import Columns
+    from meshtune.plan.work import Work
+
 
 if TYPE_CHECKING:
     from meshtune.plan.machine import Machine

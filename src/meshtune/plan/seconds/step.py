@@ -21,7 +21,10 @@ from meshtune.plan.seconds.block import block_seconds
 from meshtune.plan.seconds.collectives import gradient_collectives, optimizer_update
 from meshtune.plan.seconds.gpu import block_compute, head_and_loss
 from meshtune.plan.seconds.pipeline import pipeline_seconds
-from meshtune.plan.work import Work
+
+if TYPE_CHECKING:
+    from meshtune.plan.work import Work
+
 
 if TYPE_CHECKING:
     from meshtune.plan.machine import Machine
