@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from meshtune.layout import Layout
 from meshtune.model.trace import census
+from meshtune.optim.optimizer import Optimizer, local
 from meshtune.parallel import zero
 from meshtune.parallel.mesh import join
 from meshtune.parallel.replicas import Replicas
@@ -30,7 +31,6 @@ from meshtune.placement.share import share
 from meshtune.placement.states import States
 from meshtune.precision import PRECISIONS
 from meshtune.rundir import write_text_atomically
-from meshtune.train.optim import Optimizer, local
 
 RANKS = 4
 KINDS = ("weights", "gathered", "gradients", "optimizer")

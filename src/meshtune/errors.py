@@ -28,7 +28,7 @@ class UserError(ValueError):
 
 
 class Table(dict[str, Row]):
-    """What a setting's values mean, by name. Raises UserError for a name that it does not have."""
+    """Rows by the value of a setting. Raises UserError, with the nearest value, for one without a row."""
 
     def __init__(self, setting: str, rows: Mapping[str, Row]) -> None:
         super().__init__(rows)

@@ -44,8 +44,8 @@ MODEL_AXES = tuple(axis for axis in reversed(AXES) if axis not in DATA_AXES)  # 
 
 @dataclass(frozen=True)
 class Layout:
-    """Who holds what and in which order things run; raises UserError when the fields contradict each
-    other.
+    """A parallel layout: sizes of the axes, and the settings that belong to them. Raises UserError when the
+    fields contradict each other.
     """
 
     dp_replicate: int = 1
@@ -163,7 +163,7 @@ def parse_fields(text: str) -> dict[str, Any]:
 
 
 def contradictions(layout: Layout) -> Iterator[str]:
-    """What is wrong with a layout whatever the model and the machine, as sentences with the remedy."""
+    """Sentences, with the remedy, on what is wrong with a layout for any model and machine."""
     numbers = {f.name: getattr(layout, f.name) for f in fields(layout) if f.type in (int, "int")}
     if wrong := {name: value for name, value in numbers.items() if type(value) is not int}:
         yield from (f"{name} is {value!r}; it must be a whole number." for name, value in wrong.items())
@@ -203,14 +203,14 @@ BELONGS = {  # axis -> what only has a meaning with it
 }
 
 
-def _waits(name: str, chosen: Collection[str]) -> bool:
+def _undetermined(name: str, chosen: Collection[str]) -> bool:
     """Whether a field can only be judged when an axis among `chosen` has its size."""
     return any(axis in chosen and name in (axis, *own) for axis, own in BELONGS.items())
 
 
 def _known(fixed: Mapping[str, Any], chosen: Collection[str]) -> Layout:
-    """What is fixed and does not wait, as a layout. Raises UserError for contradictions."""
-    judged = {name: each for name, each in fixed.items() if not _waits(name, chosen)}
+    """The fixed fields that can be judged already, as a layout. Raises UserError for contradictions."""
+    judged = {name: each for name, each in fixed.items() if not _undetermined(name, chosen)}
     if "zero" in chosen and judged.get("dp_shard", 1) != 1:
         judged["zero"] = 1
     if "schedule" in chosen and judged.get("virtual_stages", 1) != 1:
@@ -260,7 +260,7 @@ class PartialLayout:
 
     @property
     def known(self) -> Layout:
-        """What is fixed, where it can be judged by itself."""
+        """The layout of the fixed fields, those left out that an open axis decides."""
         return _known(self.fixed, self.open)
 
     @property

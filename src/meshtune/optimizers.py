@@ -1,7 +1,6 @@
-"""What `train.optimizer` means for memory and checkpoints: the state that each optimizer keeps.
+"""Optimizers by the name in `train.optimizer`: the state that each keeps, for memory and checkpoints.
 
-The update itself is in train/optim.py. This table is what the planner counts and what checkpoints name; it
-needs no torch.
+The planner counts these states, checkpoints name them; the updates are in optim/. Torch-free.
 """
 
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ class State:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What an optimizer keeps between steps, and needs during one."""
+    """State of an optimizer between steps, and its working memory during one."""
 
     states: tuple[State, ...]
     bucket_elements: int  # whose gradients are turned into the dtype of the trained weights at a time

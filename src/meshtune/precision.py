@@ -1,4 +1,4 @@
-"""What `train.precision` means: which dtype holds what, and how fast a GPU multiplies in it.
+"""Precisions by the name in `train.precision`: the dtype of each tensor, and the peak rate of matmuls.
 
     precision   compute    trained    gradients, and their sum
     fp32, fp64  float32…   float32…   as they are

@@ -1,4 +1,4 @@
-"""What `Layout.recompute` means for a block: what its forward saves, and what its backward runs again.
+"""Recomputation modes by the name in `Layout.recompute`: what a block saves, what its backward runs again.
 
     mode        saves                                   runs again
     none        everything                              -

@@ -14,11 +14,11 @@ from families import FAMILIES
 from layouts import Trained, differences, make_folder, trained
 from transformers import AutoModelForCausalLM
 
+from meshtune.optim.optimizer import Optimizer
 from meshtune.parallel import apply, context, exchange, mesh, tensor, zero
 from meshtune.parallel.pipeline import Pipeline
 from meshtune.parallel.replicas import InFlight, Replicas
 from meshtune.train import loss
-from meshtune.train.optim import Optimizer
 
 pytestmark = pytest.mark.slow
 

@@ -8,6 +8,7 @@ from meshtune import config
 from meshtune.config import ClusterConfig
 from meshtune.errors import Table, UserError
 from meshtune.layout import Layout
+from meshtune.optim.optimizer import Optimizer
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.parallel.recompute import recompute_blocks
 from meshtune.placement.states import copies_of
@@ -21,7 +22,6 @@ from meshtune.plan.workload import Workload
 from meshtune.precision import DTYPE_BYTES, PRECISIONS, REDUCE_DTYPES
 from meshtune.recomputation import RECOMPUTATIONS
 from meshtune.train.model import ModelSpec
-from meshtune.train.optim import Optimizer
 
 TABLES: list[Table] = [PRECISIONS, REDUCE_DTYPES, OPTIMIZERS]  # settings of train
 
@@ -42,7 +42,7 @@ def test_the_engine_and_the_planner_take_a_precisions_dtypes_from_the_table(name
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_states_of_an_optimizer_are_those_that_it_keeps(name: str) -> None:
     layer = nn.Linear(3, 5)
-    optimizer = Optimizer(layer.named_parameters(), betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
+    optimizer = Optimizer(layer.named_parameters(), name=name, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
     layer(torch.ones(2, 3)).sum().backward()
     optimizer.step(1e-3)
     states = {

@@ -50,7 +50,10 @@ class Target:
 
 
 def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = None) -> Target:
-    """What a target's name stands for. Raises UserError where nothing usable is there."""
+    """Find what `name` names, with settings changed by `overrides`. Raises UserError where it holds no model.
+
+    step: of the checkpoint to use instead of model/.
+    """
     path = Path(name).expanduser() if name else None
     if path and path.name == "model" and (path.parent / "config.yaml").exists():
         path = path.parent  # a run's model is prompted and evaluated as its run was

@@ -243,7 +243,7 @@ def share(
     optimizer: str = "adamw",
     seq_len: int = 2048,
 ) -> Share:
-    """What `rank` holds of a model under a layout, as our engine holds it (parallel/zero.py, train/optim.py).
+    """What `rank` holds of a model under a layout, as our engine holds it (parallel/zero.py, optim/).
 
     precision, reduce_dtype, optimizer and seq_len are the settings of the same name.
     """

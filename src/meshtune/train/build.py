@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import meshtune
 from meshtune.config import Config
-from meshtune.data.prepare import Prepared, sentences
+from meshtune.data.prepare import sentences
 from meshtune.data.template import Encoder
 from meshtune.errors import UserError
 from meshtune.meter.mfu import flops_of, peak_flops
@@ -22,6 +22,8 @@ from meshtune.meter.phases import PhaseMemory
 from meshtune.model.load import quiet
 from meshtune.model.pieces import Piece
 from meshtune.model.trainable import embeddings_needed
+from meshtune.optim.schedule import learning_rate, warmup
+from meshtune.parallel.apply import Parallel
 from meshtune.parallel.mesh import World, join
 from meshtune.plan.hardware import datasheet_flops
 from meshtune.rundir import RunDir
@@ -30,11 +32,10 @@ from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.choose import Choice, choose_together, device_of, gpus_of
 from meshtune.train.evaluate import Evaluation
 from meshtune.train.export import Exporter, recipe
-from meshtune.train.inputs import data_of, encoder_of, loader_of, steps_of, stream_sentences, tokenizer_of
+from meshtune.train.inputs import Inputs, inputs_of, loader_of, steps_of, stream_sentences
 from meshtune.train.loop import Run, restore, seed_dropout
 from meshtune.train.model import LoraSpec, ModelSpec, OptimizerSpec, RankModel, rank_model
 from meshtune.train.predict import out_of_memory, prediction
-from meshtune.train.schedule import learning_rate, warmup
 from meshtune.train.signals import StopRequest
 from meshtune.train.trackers import Metrics, tracker_problems
 
@@ -52,29 +53,21 @@ def build(config: Config, choice: Choice | None = None) -> Run:
     world = join(choice.layout, device)
     torch.manual_seed(config.train.seed)
     quiet()
-    tokenizer = tokenizer_of(config.model, config.data)
-    encoder = encoder_of(tokenizer, config.data)
-    prepared = data_of(config.data, encoder, seed=config.train.seed)
+    inputs = inputs_of(config)
     model = rank_model(
-        model_spec(config, choice.attention, embeddings=embeddings_needed(tokenizer)),
+        model_spec(config, choice.attention, embeddings=embeddings_needed(inputs.tokenizer)),
         world,
         optimizer=optimizer_spec(config),
         tokens_per_sequence=config.data.seq_len,
     )
     seed_dropout(world, config.train.seed)
-    return assembled(config, world, model, tokenizer, encoder, prepared)
+    return assembled(config, world, model, inputs)
 
 
-def assembled(
-    config: Config,
-    world: World,
-    model: RankModel,
-    tokenizer: PreTrainedTokenizerBase,
-    encoder: Encoder,
-    prepared: Prepared,
-) -> Run:
+def assembled(config: Config, world: World, model: RankModel, inputs: Inputs) -> Run:
     """Claim the run folder, put the parts together, and restore the newest good checkpoint."""
-    steps, damaged = steps_of(config, prepared.train), []
+    prepared, damaged = inputs.prepared, []
+    steps = steps_of(config, prepared.train)
     run_folder, resumed, lock = claimed(config, world, steps, damaged.append)
     metrics = Metrics.open(
         run_folder,
@@ -99,7 +92,7 @@ def assembled(
         learning_rate=schedule_of(config, steps),
         max_grad_norm=config.train.max_grad_norm,
         max_nonfinite_steps=config.train.max_nonfinite_steps,
-        evaluation=evaluation_of(config, model, tokenizer, encoder, prepared, run_folder),
+        evaluation=evaluation_of(config, model.parallel, inputs, run_folder),
         evaluate_every=config.eval.every,
         keep_best=config.eval.keep_best,
         early_stopping=config.eval.early_stopping,
@@ -122,8 +115,8 @@ def assembled(
         exporter=exporter_of(
             config,
             model.whole,
-            tokenizer,
-            encoder,
+            inputs.tokenizer,
+            inputs.encoder,
             pieces=model.parallel.own_pieces,
             world=world,
             dtype=model.spec.compute_dtype,
@@ -221,27 +214,22 @@ def model_spec(config: Config, attention: str, *, embeddings: int = 0) -> ModelS
 
 def optimizer_spec(config: Config) -> OptimizerSpec:
     train = config.train
-    return OptimizerSpec(betas=train.adam_betas, eps=train.adam_eps, weight_decay=train.weight_decay)
+    return OptimizerSpec(
+        name=train.optimizer, betas=train.adam_betas, eps=train.adam_eps, weight_decay=train.weight_decay
+    )
 
 
-def evaluation_of(
-    config: Config,
-    model: RankModel,
-    tokenizer: PreTrainedTokenizerBase,
-    encoder: Encoder,
-    prepared: Prepared,
-    run_folder: RunDir,
-) -> Evaluation:
+def evaluation_of(config: Config, parallel: Parallel, inputs: Inputs, run_folder: RunDir) -> Evaluation:
     return Evaluation(
-        parallel=model.parallel,
-        tokenizer=tokenizer,
-        dataset=prepared.eval,
-        micro_batch_size=model.parallel.world.layout.micro_batch_size,
+        parallel=parallel,
+        tokenizer=inputs.tokenizer,
+        dataset=inputs.prepared.eval,
+        micro_batch_size=parallel.world.layout.micro_batch_size,
         max_new_tokens=config.eval.max_new_tokens,
         at_start=config.eval.at_start,
         samples=config.eval.samples,
         exact_match=config.eval.exact_match,
-        stop_ids=encoder.stop_ids,
+        stop_ids=inputs.encoder.stop_ids,
         folder=run_folder,
     )
 

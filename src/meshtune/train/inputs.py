@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,6 +17,21 @@ from meshtune.errors import UserError
 from meshtune.model.load import load_tokenizer
 from meshtune.parallel.apply import width_multiple
 from meshtune.parallel.mesh import World
+
+
+class Inputs(NamedTuple):
+    """The text side of a run."""
+
+    tokenizer: PreTrainedTokenizerBase
+    encoder: Encoder
+    prepared: Prepared
+
+
+def inputs_of(config: Config) -> Inputs:
+    """Tokenizer, encoder and prepared data of a config."""
+    tokenizer = tokenizer_of(config.model, config.data)
+    encoder = encoder_of(tokenizer, config.data)
+    return Inputs(tokenizer, encoder, data_of(config.data, encoder, seed=config.train.seed))
 
 
 def tokenizer_of(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerBase:

@@ -15,13 +15,13 @@ from meshtune.data.loader import Batch, Loader
 from meshtune.errors import Interrupted, NonFinite, UserError
 from meshtune.meter.phases import PhaseMemory
 from meshtune.model.pieces import Piece
+from meshtune.optim.optimizer import Optimizer
 from meshtune.parallel.mesh import World
 from meshtune.rundir import RunDir, disk_is_full
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.evaluate import Evaluation
 from meshtune.train.export import Exporter
 from meshtune.train.heap import releasing
-from meshtune.train.optim import Optimizer
 from meshtune.train.signals import StopRequest
 from meshtune.train.step import Passes
 from meshtune.train.trackers import Metrics
@@ -29,7 +29,7 @@ from meshtune.train.trackers import Metrics
 
 @dataclass
 class Progress:
-    """What must survive a restart, beside tensors: it is saved with every checkpoint and read back."""
+    """State beside tensors that is saved with every checkpoint and read back."""
 
     step: int = 0  # updates done
     data: dict[str, Any] | None = None  # the loader's state
@@ -203,7 +203,7 @@ def restore(run: Run, step: int) -> None:
 
 
 def tensors_of(run: Run, *, materialise: bool = False) -> dict[str, Tensor | Piece]:
-    """What a checkpoint holds."""
+    """The tensors of a checkpoint, by name."""
     return run.whole(run.optimizer.state(materialise=materialise)) | random_state(run.world)
 
 
@@ -264,7 +264,7 @@ def restore_best(run: Run) -> int:
 
 
 def interrupted(run: Run) -> Interrupted:
-    """What a signal ends with, once the checkpoint is on the disk."""
+    """The error that ends a run after a signal, once the checkpoint is on the disk."""
     run.checkpoints.wait()
     step, signal = run.progress.step, run.stop.requested or "a signal to another rank"
     saved = (

@@ -181,7 +181,7 @@ def _zero(hidden: Tensor) -> Tensor:
 
 
 def _head_parameters(model: nn.Module, anatomy: Anatomy) -> list[Tensor]:
-    """What is trained outside the body; tied weights are both: named by the head too, so they are here."""
+    """Trained parameters outside the body. Tied weights are among them: the head names them too."""
     inside = f"{anatomy.body}."
     named = model.named_parameters(remove_duplicate=False)
     return list({p: None for name, p in named if p.requires_grad and not name.startswith(inside)})

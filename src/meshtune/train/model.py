@@ -25,6 +25,7 @@ from meshtune.model.lora import add_lora, drawn
 from meshtune.model.pieces import Piece, Weights, fill, materialise, whole_pieces
 from meshtune.model.trace import census_of
 from meshtune.model.trainable import freeze, grow_embeddings, tables
+from meshtune.optim.optimizer import Optimizer, key_of, parts_of
 from meshtune.parallel.apply import Finish, Parallel, apply
 from meshtune.parallel.mesh import World
 from meshtune.placement.census import Census
@@ -32,7 +33,6 @@ from meshtune.placement.rules import ZERO_BUBBLE
 from meshtune.placement.share import census_stages, stage_of_rank
 from meshtune.precision import PRECISIONS
 from meshtune.train.loss import head_loss
-from meshtune.train.optim import Optimizer, key_of, parts_of
 from meshtune.train.step import Passes
 
 
@@ -48,8 +48,9 @@ class LoraSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
-    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019)."""
+    """The optimizer and its constants."""
 
+    name: str = "adamw"  # a row of optimizers.OPTIMIZERS
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -217,8 +218,8 @@ def loss_of(layout: Layout) -> Finish:
 
 
 def optimizer_of(spec: ModelSpec, values: OptimizerSpec, parallel: Parallel) -> Optimizer:
-    """AdamW over this rank's trainable parameters. Where ZeRO shards them, FSDP2 casts them for the passes
-    and sums their gradients.
+    """The optimizer of this rank's trainable parameters. Where ZeRO shards them, FSDP2 casts them for the
+    passes and sums their gradients.
     """
     world = parallel.world
     compute = spec.trained_dtype if world.layout.zero else spec.compute_dtype
@@ -229,6 +230,7 @@ def optimizer_of(spec: ModelSpec, values: OptimizerSpec, parallel: Parallel) -> 
         betas=values.betas,
         eps=values.eps,
         weight_decay=values.weight_decay,
+        name=values.name,
         compute_dtype=compute if compute != spec.trained_dtype else None,
         sum_dtype=sums if compute == torch.bfloat16 else None,
         copies=parallel.copies(),

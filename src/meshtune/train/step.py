@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from meshtune.data.loader import Batch
+from meshtune.optim.optimizer import Optimizer, key_of, parts_of
 from meshtune.parallel.apply import Parallel
-from meshtune.train.optim import Optimizer, key_of, parts_of
 
 Phase = Callable[[str], AbstractContextManager[object]]
 

@@ -11,10 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from meshtune.layout import Layout
 from meshtune.meter.phases import Peak, PhaseMemory, peak_resident_bytes, summary_line
 from meshtune.model.anatomy import anatomy
+from meshtune.optim.optimizer import Optimizer
 from meshtune.parallel import zero
 from meshtune.parallel.mesh import join
 from meshtune.train.loss import summed_loss
-from meshtune.train.optim import Optimizer
 from meshtune.units import MIB
 
 CPU = torch.device("cpu")

@@ -10,11 +10,11 @@ from ranks import run_ranks
 from test_zero import GROUPS, MICRO_BATCHES, REDUCE, Collectives, Whole, micro_batches, one_rank
 
 from meshtune.layout import Layout
+from meshtune.optim.optimizer import Optimizer
 from meshtune.parallel import zero
 from meshtune.parallel.apply import groups_of
 from meshtune.parallel.mesh import join
 from meshtune.parallel.replicas import Replicas
-from meshtune.train.optim import Optimizer
 
 BLOCKS = "model.model.layers"
 

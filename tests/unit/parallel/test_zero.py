@@ -16,9 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from meshtune.attention.register import register
 from meshtune.layout import Layout
 from meshtune.model.anatomy import anatomy
+from meshtune.optim.optimizer import Optimizer
 from meshtune.parallel import zero
 from meshtune.parallel.mesh import join
-from meshtune.train.optim import Optimizer
 
 register()
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from meshtune.meter.phases import PhaseMemory
+from meshtune.optim.optimizer import Optimizer
 from meshtune.train import heap
 from meshtune.train.heap import release_free_heap, releasing
-from meshtune.train.optim import Optimizer
 from meshtune.units import MIB
 
 

@@ -109,7 +109,7 @@ def gradients_before_backward(
 def converted_gradients(layouts: Columns, accounting: Accounting, elements: RankElements) -> Number:
     """Bytes of gradients that the update converts to the masters' width, one bucket at a time.
 
-    None where gradients were summed over micro-batches or ranks: sums have that width (train/optim.py).
+    None where gradients were summed over micro-batches or ranks: sums have that width (optim/optimizer.py).
     """
     precision = accounting.precision
     missing = np.maximum(precision.trained - precision.gradient, 0.0)

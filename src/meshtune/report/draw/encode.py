@@ -1,4 +1,4 @@
-"""What all kinds of charts share: data, layers, tooltips, and the rule that keeps text harmless.
+"""Parts that all kinds of charts share: data, layers, tooltips, and the rule that keeps text harmless.
 
 Text from data or settings is only ever a value of the data (quoted CSV), of a scale's domain or of a JSON
 string, never a field's name. Names go to domains and not to `sort`, of which Vega-Lite makes an expression.

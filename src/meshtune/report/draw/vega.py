@@ -1,5 +1,5 @@
-"""What is needed from outside to draw: Altair writes specifications, vl-convert turns them into pictures and
-brings the JavaScript for pages. Neither needs a browser or a network.
+"""Altair and vl-convert: one writes specifications, the other turns them into pictures and brings the
+JavaScript for pages. Neither needs a browser or a network.
 
 Both are imported only when something is drawn. Without them `NotDrawn` says how to install them.
 """

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from meshtune.train.schedule import learning_rate, warmup
+from meshtune.optim.schedule import learning_rate, warmup
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])

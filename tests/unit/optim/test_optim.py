@@ -1,13 +1,14 @@
 """The optimizer against torch.optim.AdamW on the same gradients."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from meshtune.train import optim
-from meshtune.train.optim import Optimizer
+from meshtune.optim import optimizer as optim
+from meshtune.optim.optimizer import Optimizer
 
 SETTINGS = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -55,7 +56,8 @@ def test_fp32_steps_equal_torch_with_decay_on_matrices_only() -> None:
 def test_masters_follow_an_fp32_adamw_on_the_bf16_gradients(
     bucket: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(optim, "BUCKET_ELEMENTS", bucket)
+    row = replace(optim.OPTIMIZERS["adamw"], bucket_elements=bucket)
+    monkeypatch.setitem(optim.OPTIMIZERS, "adamw", row)
     model, shadow = small(), small()
     mine, torchs = (
         Optimizer(model.named_parameters(), compute_dtype=torch.bfloat16, **SETTINGS),

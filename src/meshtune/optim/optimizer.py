@@ -1,4 +1,4 @@
-"""AdamW over parameters that may compute in a lower precision than they are trained in.
+"""The optimizer of a run: parameters may compute in a lower precision than they are trained in.
 
     precision   parameters  masters  gradients                           exp_avg, exp_avg_sq
     fp32, fp64  fp32, fp64  -        as the parameters                   as the parameters
@@ -11,18 +11,26 @@ time and frees them as it goes; the bf16 parameters are rounded from the masters
 forward pass.
 
 Parameters that ZeRO shards (zero.py) hold fp32 shards, from which FSDP2 gathers them in bf16: the shards are
-the masters, so that this is the case of the first line. AdamW acts on each element by itself,
-so here everything is this rank's own piece, a plain tensor.
+the masters, so that this is the case of the first line. An update acts on each element by itself, so that
+everything here is this rank's own shard, a plain tensor.
+
+An optimizer of another kind is a row of optimizers.OPTIMIZERS (its states and their bytes), a file here and a
+line of UPDATES.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshtune.optimizers import BUCKET_ELEMENTS
+from meshtune.optim.adamw import adamw
+from meshtune.optimizers import OPTIMIZERS
 from meshtune.parallel.zero import local
+
+UPDATES: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw}  # by the name in OPTIMIZERS
 
 
 def decays(name: str, parameter: Tensor) -> bool:
@@ -37,12 +45,13 @@ class Bucket:
     names: list[str]
     parameters: list[nn.Parameter]
     trained: list[Tensor]
-    adamw: torch.optim.AdamW
+    update: torch.optim.Optimizer
 
 
 class Optimizer:
-    """AdamW with decoupled weight decay on the trainable ones of `named_parameters`.
+    """Masters, gradient sums and updates of the trainable ones of `named_parameters`.
 
+    name: a row of OPTIMIZERS. weight_decay: decoupled, on matrices alone.
     compute_dtype: dtype that the parameters get for forward and backward passes, while what they hold now
     becomes the master weights; None trains the parameters as they are.
     sum_dtype: dtype in which the gradients of several micro-batches add up; None leaves that to autograd,
@@ -58,15 +67,19 @@ class Optimizer:
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
+        name: str = "adamw",
         compute_dtype: torch.dtype | None = None,
         sum_dtype: torch.dtype | None = None,
         copies: Mapping[str, float] | None = None,
     ) -> None:
         self.copies = copies or {}
+        self.states = OPTIMIZERS[name].states
+        update = partial(UPDATES[name], betas=betas, eps=eps)
+        bucket_elements = OPTIMIZERS[name].bucket_elements if compute_dtype else None
         trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
         self.buckets = [
-            self._bucket(names_and_parameters, betas, eps, weight_decay, compute_dtype)
-            for names_and_parameters in buckets(trainable, BUCKET_ELEMENTS if compute_dtype else None)
+            self._bucket(names_and_parameters, update, weight_decay, compute_dtype)
+            for names_and_parameters in buckets(trainable, bucket_elements)
         ]
         self.sums: dict[nn.Parameter, Tensor] = {}
         self.sum_dtype = sum_dtype
@@ -78,8 +91,7 @@ class Optimizer:
     @staticmethod
     def _bucket(
         named: list[tuple[str, nn.Parameter]],
-        betas: tuple[float, float],
-        eps: float,
+        update: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         weight_decay: float,
         compute_dtype: torch.dtype | None,
     ) -> Bucket:
@@ -96,9 +108,7 @@ class Optimizer:
             for decay in (True, False)
         ]
         groups = [group for group in groups if group["params"]]
-        return Bucket(
-            names, parameters, trained, torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
-        )
+        return Bucket(names, parameters, trained, update(groups))
 
     def _add(self, parameter: Tensor) -> None:
         """After a micro-batch's backward: add its gradient to the sum, and free it."""
@@ -117,7 +127,7 @@ class Optimizer:
                 self._add(parameter)
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """What the step's passes have left of it so far, in the dtype it adds up in."""
+        """The step's gradient so far, in the dtype in which it is summed; None where there is none."""
         return self.sums.get(parameter, parameter.grad)
 
     def replace_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -161,14 +171,14 @@ class Optimizer:
     def step(self, learning_rate: float) -> None:
         """One update; the gradients are used up."""
         for bucket in self.buckets:
-            for group in bucket.adamw.param_groups:
+            for group in bucket.update.param_groups:
                 group["lr"] = learning_rate
             for parameter, trained in zip(bucket.parameters, bucket.trained, strict=True):
                 gradient = self.sums.pop(parameter, parameter.grad)
                 parameter.grad = None
                 trained.grad = None if gradient is None else local(gradient).to(trained.dtype)
                 gradient = None  # it may be the last to hold it
-            bucket.adamw.step()
+            bucket.update.step()
             for trained in bucket.trained:
                 trained.grad = None
         self.publish()
@@ -192,29 +202,34 @@ class Optimizer:
                 parameter.grad = None
 
     def state(self, *, materialise: bool = False) -> dict[str, Tensor]:
-        """What is trained and AdamW's state, by name: `model.<parameter>`, `optimizer.<parameter>.exp_avg` …;
-        live tensors.
+        """The trained tensors and the optimizer's state, live, by name: `model.<parameter>`,
+        `optimizer.<parameter>.exp_avg` …
 
         With masters, `model.<parameter>` is the master: `publish` makes the parameters from it.
 
-        Before the first step there is no AdamW state; `materialise` makes it (zeros), as loading a checkpoint
-        needs.
+        Before the first step there is no state; `materialise` makes zeros, as loading a checkpoint needs.
         """
         found: dict[str, Tensor] = {}
         for bucket in self.buckets:
             for name, trained in zip(bucket.names, bucket.trained, strict=True):
                 found[f"model.{name}"] = trained
-                state = bucket.adamw.state[trained] if trained in bucket.adamw.state or materialise else {}
+                every = bucket.update.state
+                state = every[trained] if trained in every or materialise else {}
                 if materialise and not state:
-                    state["step"] = torch.zeros((), dtype=torch.float32, device=trained.device)
-                    for moment in ("exp_avg", "exp_avg_sq"):
-                        state[moment] = torch.zeros_like(trained, memory_format=torch.preserve_format)
+                    for row in self.states:
+                        dtype = getattr(torch, row.dtype) if row.dtype else trained.dtype
+                        zeros = (
+                            torch.zeros((), dtype=dtype, device=trained.device)
+                            if row.scalar
+                            else torch.zeros_like(trained, dtype=dtype, memory_format=torch.preserve_format)
+                        )
+                        state[row.name] = zeros
                 found |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
         return found
 
 
 def parts_of(key: str) -> tuple[str, str, str]:
-    """Of a key of `Optimizer.state`: "model" or "optimizer", the parameter's name, the moment or ""."""
+    """("model" or "optimizer", parameter name, state name or "") of a key of `Optimizer.state`."""
     kind, _, name = key.partition(".")
     name, _, moment = (name, "", "") if kind == "model" else name.rpartition(".")
     return kind, name, moment

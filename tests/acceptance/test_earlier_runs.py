@@ -1,0 +1,52 @@
+"""Run folders written at commit 359a444 (tests/data/make_runs.py) still go on, load and report."""
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+from command import Command
+
+from meshtune.rundir import RunDir
+
+ARCHIVE = Path(__file__).parents[1] / "data" / "runs-359a444.tar.xz"
+RUNS = ("one-rank", "zero3x2", "lora")
+
+
+@pytest.fixture
+def earlier(tmp_path: Path) -> Path:
+    """The folders, with their paths made this machine's."""
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    for file in tmp_path.rglob("*"):
+        if file.suffix in (".yaml", ".json", ".jsonl", ".md"):
+            file.write_text(file.read_text().replace("{{ROOT}}", str(tmp_path)))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_of_an_earlier_version_goes_on_with_its_losses(
+    name: str, earlier: Path, process: Command
+) -> None:
+    expected = json.loads((earlier / "expected.json").read_text())[name]
+    ended = process("train", earlier / name / "config.yaml", "train.max_steps=6")
+    assert ended.code == 0, ended.err
+    assert "Going on from the checkpoint of step 3" in ended.err
+    rows = RunDir(earlier / name).rows("train")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    for row in rows:
+        assert row["loss"] == pytest.approx(expected[str(row["step"])], rel=2e-6)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_of_an_earlier_version_loads_and_reports(name: str, earlier: Path, meshtune: Command) -> None:
+    run = earlier / name
+    held_out = RunDir(run).rows("eval")[-1]["loss"]
+    ended = meshtune("eval", run, "--json")
+    assert ended.code == 0, ended.err
+    assert ended.json["loss"] == pytest.approx(held_out, rel=1e-6)
+    assert meshtune("generate", run, "--prompt", "Say red 7", "--max-new-tokens", "4").code == 0
+    assert meshtune("export", run, earlier / "exported", "--step", "3").code == 0
+    assert (earlier / "exported").is_dir()
+    assert meshtune("report", run).code == 0
+    assert (run / "report.html").stat().st_size > 100_000
