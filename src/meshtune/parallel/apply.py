@@ -33,7 +33,7 @@ from meshtune.parallel.pipeline import Finish, Pipeline, Stage
 from meshtune.parallel.recompute import recompute_blocks
 from meshtune.parallel.replicas import Replicas
 from meshtune.parallel.zero import local
-from meshtune.placement.share import Split, piece, stage_count
+from meshtune.placement.share import Split, piece
 
 
 @dataclass
@@ -187,7 +187,7 @@ def apply(
         splits = tensor.split_model(model, parts, world.tp, sequence=layout.sp)
         if world.cp.size > 1:
             context.attach(model, parts, world.cp, layout.cp_method)
-        stage = Stage(model, parts, own, index=index, of=stage_count(layout), finish=finish)
+        stage = Stage(model, parts, own, index=index, of=layout.stages, finish=finish)
         recompute_blocks(model, parts, layout.recompute)
         inside = [model.get_submodule(f"{parts.blocks}.{number}") for number in own]
         if compile:

@@ -14,10 +14,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshtune.placement.columns import Number
+if TYPE_CHECKING:
+    from meshtune.placement.columns import Number
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from meshtune.model.anatomy import auto_attention, traits
 from meshtune.model.census_cache import numbers_of
 from meshtune.model.load import load_config
 from meshtune.placement.rules import refusals
-from meshtune.placement.share import stage_count
 from meshtune.plan import fits
 from meshtune.plan.fits import Refused
 from meshtune.plan.search import search
@@ -88,7 +87,7 @@ def _completed(config: Config, ranks: int) -> Layout:
     except UserError as error:
         known = fields.known
         if "gradient_accumulation_steps" not in fields.fixed:  # as many as any schedule takes
-            known = replace(known, gradient_accumulation_steps=2 * stage_count(known))
+            known = replace(known, gradient_accumulation_steps=2 * known.stages)
         _, others = attention_and_refusals(config, known, None)
         raise UserError([*error.problems, *others]) from None
 
