@@ -100,8 +100,9 @@ def train(settings: Callable[..., list[str]]) -> Callable[..., Any]:
     def run(*overrides: str) -> Any:
         from meshtune import config
         from meshtune.train import build, loop
+        from meshtune.train import model as train_model
 
-        with patch.object(build, "census_of", census_once):
+        with patch.object(train_model, "census_of", census_once):
             made = build.build(config.load(None, settings(*overrides)))
         loop.train(made)
         return made

@@ -79,11 +79,9 @@ def run_ranks(
 
 def _results(team: list[Rank], seconds: float) -> list[Any]:
     results: dict[int, Any] = {}
+    failures: list[str] = []  # the first to fail, and those that lost it: which is heard first is chance
     waiting = {rank.pipe: number for number, rank in enumerate(team)}
-    while waiting:
-        ready = wait(list(waiting), timeout=seconds)
-        assert ready, f"{len(waiting)} of {len(team)} ranks did not end within {seconds} s"
-        failures = []  # of all that are there: the first to fail is among them, not only those that lost it
+    while waiting and (ready := wait(list(waiting), timeout=0.3 if failures else seconds)):
         for pipe in ready:
             number = waiting.pop(pipe)  # type: ignore[arg-type]
             try:
@@ -93,7 +91,8 @@ def _results(team: list[Rank], seconds: float) -> list[Any]:
                 failure = f"it ended with {team[number].process.exitcode}"
             if failure is not None:
                 failures.append(f"rank {number} of {len(team)} failed\n{failure}")
-        assert not failures, "\n".join(failures)
+    assert not failures, "\n".join(failures)
+    assert not waiting, f"{len(waiting)} of {len(team)} ranks did not end within {seconds} s"
     return [results[number] for number in range(len(team))]
 
 

@@ -246,7 +246,7 @@ def auto_attention(model: PreTrainedModel) -> str:
     return "meshtune" if uses_attention_interface(model) else str(model.config._attn_implementation)
 
 
-def hidden_pattern(config: PretrainedConfig, windows: Sequence[int | None]) -> str | None:
+def mask_only_pattern(config: PretrainedConfig, windows: Sequence[int | None]) -> str | None:
     """Return the attention pattern that a model applies only through its mask; None if there is none.
 
     windows: the attention function's sliding_window argument in each layer; a pattern in the configuration
@@ -366,7 +366,7 @@ def attention_heads(model: PreTrainedModel) -> tuple[int, int]:
     return heads, getattr(config, "num_key_value_heads", None) or heads
 
 
-def draws(modules: Iterable[nn.Module]) -> bool:
+def draws_random_numbers(modules: Iterable[nn.Module]) -> bool:
     """True if one of `modules` draws random numbers in training, by a positive dropout probability.
 
     Dropout is a module or a function call, whose probability families keep in an attribute with "drop" in its

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from meshtune.config import Config
 from meshtune.errors import UserError
-from meshtune.model.hub import asking, local
+from meshtune.model.hub import hub_errors, local_path
 from meshtune.placement.census import Census
 from meshtune.placement.numbers import ModelNumbers
 from meshtune.placement.rules import Traits
@@ -76,7 +76,7 @@ def model_numbers(
     if key and (numbers := _read(cached)):
         return numbers
     log(f"Building {name} without weights to count it; its numbers are kept for the next time.")
-    if trust_remote_code and not local(name):
+    if trust_remote_code and not local_path(name):
         file = _config_with_code(name, revision)
     numbers = _build_and_count(name, file, trust_remote_code=trust_remote_code, freeze=freeze, lora=lora)
     if key:
@@ -87,11 +87,11 @@ def model_numbers(
 
 def _config_file(name: str, revision: str | None) -> Path:
     """Return the model's configuration file; downloaded if the hub's cache lacks it."""
-    if path := local(name):
+    if path := local_path(name):
         return path / "config.json" if path.is_dir() else path
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-    with asking(name, revision):
+    with hub_errors(name, revision):
         stored = try_to_load_from_cache(name, "config.json", revision=revision)
         return Path(
             stored if isinstance(stored, str) else hf_hub_download(name, "config.json", revision=revision)

@@ -16,7 +16,7 @@ from huggingface_hub import HfApi, snapshot_download
 from transformers import PretrainedConfig
 
 from meshtune.errors import UserError
-from meshtune.model.hub import asking, local
+from meshtune.model.hub import hub_errors, local_path
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -31,12 +31,12 @@ def resolve(
 
     Raises UserError when there is neither.
     """
-    if folder := local(name):
+    if folder := local_path(name):
         if folder.is_dir():
             return folder
         raise UserError(f"{name} is a file; name the folder that holds config.json.")
     wanted = [*SMALL, *(["*.safetensors"] if weights else []), *(["*.py"] if trust_remote_code else [])]
-    with asking(name, revision):
+    with hub_errors(name, revision):
         # Sub-folders and "consolidated" files hold the same weights again in other formats.
         ignored = ["*/*", "consolidated*"]
         folder = Path(

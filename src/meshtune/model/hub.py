@@ -7,7 +7,7 @@ from pathlib import Path
 from meshtune.errors import UserError
 
 
-def local(name: str) -> Path | None:
+def local_path(name: str) -> Path | None:
     """Return the local path `name` if it exists; None if it may be an id of the hub.
 
     Raises UserError for a name that can be neither.
@@ -21,7 +21,7 @@ def local(name: str) -> Path | None:
 
 
 @contextmanager
-def asking(name: str, revision: str | None = None) -> Iterator[None]:
+def hub_errors(name: str, revision: str | None = None) -> Iterator[None]:
     """Turn the hub's errors about the model `name` into UserErrors that name the remedy."""
     from huggingface_hub.errors import (
         GatedRepoError,

@@ -41,7 +41,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from meshtune.errors import UserError
 from meshtune.model.files import checked_weight_files, read_json, resolve
-from meshtune.model.pieces import Weights, fill, materialise, whole_pieces
+from meshtune.model.pieces import StoredTensors, fill, materialise, whole_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ def load(
     Raises UserError for whatever is wrong with the folder, and for weights missing or of a wrong shape.
     """
     source: dict[str, Any] = {"init": init, "dtype": dtype, "trust_remote_code": trust_remote_code}
-    weights = Weights(mapped(name, revision=revision, seed=seed, **source))
+    weights = StoredTensors(mapped(name, revision=revision, seed=seed, **source))
     model = skeleton(name, revision=revision, attention=attention, **source)
     materialise(model, torch.device(device))
     fill(whole_pieces(model), weights, free=True)

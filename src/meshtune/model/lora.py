@@ -119,7 +119,7 @@ def adapt(
     module.__class__ = ADAPTED[type(module)]
 
 
-def drawn(model: nn.Module) -> dict[str, Tensor]:
+def initial_adapters(model: nn.Module) -> dict[str, Tensor]:
     """Return initial values by name for adapters on meta: lora_A random, lora_B zero; whole, on CPU.
 
     They are those of `add_lora` on a real device: the same numbers in the same order, from torch's global

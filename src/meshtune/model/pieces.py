@@ -1,6 +1,6 @@
 """Piece: one rank's part of a tensor that is sharded over ranks, and how it is filled from a model's files.
 
-    mapped(folder) ─> Weights ─> fill: this rank's slices of each parameter, read and cast in place
+    mapped(folder) ─> StoredTensors ─> fill: this rank's slices of each parameter, read and cast in place
 
 The files are memory-mapped: only the pages of a rank's own slices are read, into the page cache instead of
 the process's own memory. Adapters are passed in as tensors; rows of added tokens are computed.
@@ -31,7 +31,7 @@ class Piece:
         return whole
 
 
-class Weights:
+class StoredTensors:
     """Stored tensors of a model, whole, by name; pieces are copied from them.
 
     A stored tensor with fewer rows than its parameter is an embedding (or head) that got rows for new tokens
@@ -94,7 +94,7 @@ def whole_pieces(model: nn.Module) -> Iterator[tuple[str, Piece]]:
         yield name, Piece(tuple(parameter.shape), (0,) * parameter.ndim, parameter.detach())
 
 
-def fill(pieces: Iterable[tuple[str, Piece]], weights: Weights, *, free: bool = False) -> None:
+def fill(pieces: Iterable[tuple[str, Piece]], weights: StoredTensors, *, free: bool = False) -> None:
     """Fill each (name of a parameter, this rank's piece of it) from the stored tensors, cast to its dtype.
 
     free: let go of a stored tensor once it is copied, so that tensors which are no mapping of a file (drawn,

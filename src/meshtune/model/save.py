@@ -141,7 +141,7 @@ def save_pieces(
     _on_all_ranks(gather, complete.close)  # renames the folder; no rank goes on before
 
 
-def renames(model: PreTrainedModel) -> bool:
+def stored_differently(model: PreTrainedModel) -> bool:
     """True if transformers stores a family's tensors under other names or shapes than its modules have.
 
     So it does for fused experts.

@@ -1,6 +1,6 @@
 """Activation bytes that each block saves for its backward: one forward on meta under autograd's pack hook.
 
-    pack hook of autograd ──> storage, once each ──> (running block, running part of it) ──> Kept
+    pack hook of autograd ──> storage, once each ──> (running block, running part of it) ──> SavedBytes
 
 Bytes are those of whole storages, as the allocator counts them: values that are a view of a fused projection
 keep all of it in memory.
@@ -21,7 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from meshtune.model.anatomy import Anatomy, anatomy
 from meshtune.model.lora import adapt
-from meshtune.placement.census import Kept
+from meshtune.placement.census import SavedBytes
 
 STAND_IN = "meshtune_census"  # name of the attention function that a traced model is built with
 TOKENS = 251  # of the forward; a prime that divides no size of a model: copies of weights are recognised
@@ -34,7 +34,7 @@ def saved_by_block(
     frozen: Collection[str],
     adapters: Mapping[str, int],
     inputs: Mapping[str, Tensor],
-) -> dict[str, tuple[tuple[int, Kept], ...]]:
+) -> dict[str, tuple[tuple[int, SavedBytes], ...]]:
     """Return, by the block's path, a (element size, bytes saved per token) for each element size.
 
     The model is on meta, built with the attention STAND_IN, and is changed: it gets `adapters` (LoRA rank by
@@ -46,7 +46,7 @@ def saved_by_block(
         adapt(model.get_submodule(module), rank, alpha=rank)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
-    sizes_by_block: dict[str, list[tuple[int, Kept]]] = {}
+    sizes_by_block: dict[str, list[tuple[int, SavedBytes]]] = {}
     for size, dtype in DTYPES.items():
         model.to(dtype)  # pyright: ignore[reportArgumentType]
         try:
@@ -55,7 +55,7 @@ def saved_by_block(
             continue
         for block, _ in model.get_submodule(parts.blocks).named_children():
             path = f"{parts.blocks}.{block}"
-            per_token = Kept(**{part: saved[path, part] / TOKENS for part in PARTS})
+            per_token = SavedBytes(**{part: saved[path, part] / TOKENS for part in PARTS})
             sizes_by_block.setdefault(path, []).append((size, per_token))
     return {path: tuple(sizes) for path, sizes in sizes_by_block.items()}
 

@@ -34,7 +34,7 @@ from meshtune.model.anatomy import (
 from meshtune.model.matmuls import TOKENS, BareMatmul, DispatchedMatmuls, ParameterMatmuls
 from meshtune.model.saved_tensors import STAND_IN, saved_by_block
 from meshtune.model.saved_tensors import TOKENS as SAVED_TOKENS
-from meshtune.placement.census import Attention, Block, Census, Kept, Matrix, Parameter
+from meshtune.placement.census import Attention, Block, Census, Matrix, Parameter, SavedBytes
 
 ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(\..+)?")  # the names of LoRA's parameters
 IN_BLOCK = re.compile(r"(?P<blocks>.+?)\.(?P<index>\d+)\.(?P<name>.+)")
@@ -58,7 +58,7 @@ class Traced:
     unsupported: str | None = None  # why its FLOPs can't be trusted; None if they can
     matrices: Sequence[Matrix] = ()  # in the order of the forward
     cores: Sequence[AttentionCore] = ()
-    saved: Mapping[str, tuple[tuple[int, Kept], ...]] = field(default_factory=dict)  # by block path
+    saved: Mapping[str, tuple[tuple[int, SavedBytes], ...]] = field(default_factory=dict)  # by block path
 
 
 def census(
@@ -258,7 +258,7 @@ def _census(traced: Traced) -> Census:
             matrices=tuple(matrices.get(path, ())),
             attention=tuple(cores.get(path, ())),
             parameters=tuple(parameters.get(path, ())),
-            kept=traced.saved.get(path, ()),
+            saved=traced.saved.get(path, ()),
         )
         for path in sorted(paths, key=_path_and_index)
     ]

@@ -39,7 +39,7 @@ from meshtune.model.anatomy import (
     TensorStyle,
     attention_heads,
     cuts_heads,
-    draws,
+    draws_random_numbers,
     repeated_heads,
     tensor_plan,
     traits,
@@ -324,7 +324,7 @@ def _cut_vocabulary(model: PreTrainedModel, anatomy: Anatomy, state: _TensorStat
         embed.padding_idx = padding - part.start if part.start <= padding < part.stop else None
     trunk = model.get_submodule(anatomy.blocks.rpartition(".")[0])
     blocks = model.get_submodule(anatomy.blocks)
-    draws_after = draws([trunk, *(child for child in trunk.children() if child is not blocks)])
+    draws_after = draws_random_numbers([trunk, *(child for child in trunk.children() if child is not blocks)])
     embed.forward = partial(_lookup, state, part, draws_after, embed)
     first, *_, last = [*blocks.children()] * 2
     first.register_forward_pre_hook(partial(_common_again, state))
@@ -353,7 +353,7 @@ def _cut_block(
         part.register_forward_pre_hook(partial(_enter_part, state), with_kwargs=True)
     if cuts_heads(plan, anatomy) and "num_key_value_groups" in vars(attention):
         attention.num_key_value_groups = query_heads // state.tp.size // max(1, kv_heads // state.tp.size)
-    if draws(block.modules()):
+    if draws_random_numbers(block.modules()):
         block.forward = partial(_seeded, state, block)
 
 

@@ -108,7 +108,7 @@ class Parameters:
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedBytes:
     """Bytes per token that a block's forward keeps for its backward: eager, a flash kernel as attention core,
     nothing recomputed, one rank.
 
@@ -128,12 +128,12 @@ class Kept:
 
 @dataclass(frozen=True)
 class Block:
-    """kept: (bytes of an element of activations, what is kept) for 2 and 4; empty where it is not known."""
+    """saved: (bytes of an element of activations, what is saved) for 2 and 4; empty where it is not known."""
 
     matrices: tuple[Matrix, ...]
     attention: tuple[Attention, ...]
     parameters: tuple[Parameter, ...]
-    kept: tuple[tuple[int, Kept], ...] = ()
+    saved: tuple[tuple[int, SavedBytes], ...] = ()
 
 
 @dataclass(frozen=True)

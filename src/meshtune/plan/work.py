@@ -250,7 +250,7 @@ def _kept(census: Census) -> dict[int, Kept]:
     statistics = sum(4 * core.query_heads * count for core, count in cores)
     keys = sum(core.key_heads * (core.qk_dim + core.v_dim) * count for core, count in cores)
     for element in (2, 4):
-        each = [dict(block.kept).get(element) for block in census.blocks]
+        each = [dict(block.saved).get(element) for block in census.blocks]
         known = [kept for kept in each if kept is not None]
         if len(known) < n:
             return {}

@@ -67,11 +67,16 @@ def layout_of(config: Config, ranks: int) -> Layout:
     if config.partial_layout.whole:
         return _completed(config, ranks)
     try:
-        workload = workload_of(config, numbers_of(config))
-        cluster = cluster_here(config, ranks, gpus_of(device_of(config.train.device)))
-        plan = search(workload, cluster, fixed=config.partial_layout.given)
+        return planned_layout(config, ranks)
     except (Uncounted, Refused):
         return _completed(config, ranks)
+
+
+def planned_layout(config: Config, ranks: int) -> Layout:
+    """The planner's choice; what the config fixes of it is kept. Raises NothingFits, Refused or Uncounted."""
+    workload = workload_of(config, numbers_of(config))
+    cluster = cluster_here(config, ranks, gpus_of(device_of(config.train.device)))
+    plan = search(workload, cluster, fixed=config.partial_layout.given)
     if not len(plan):
         raise fits.empty_plan_error(plan, partial(lighter_workloads, config, numbers_of))
     return plan.choice(0).layout

@@ -14,7 +14,7 @@ from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.model.adapter import save_adapter
 from meshtune.model.pieces import Piece
-from meshtune.model.save import renames, save_model, save_pieces
+from meshtune.model.save import save_model, save_pieces, stored_differently
 from meshtune.parallel.mesh import World
 
 
@@ -45,7 +45,7 @@ class Exporter:
         steps: how many updates the weights are from.
         """
         card, world = self.card(steps), self.world
-        if self.adapter is None and not renames(self.model):
+        if self.adapter is None and not stored_differently(self.model):
             save_pieces(
                 folder, self.model, self.pieces(), self.tokenizer, dtype=self.dtype,
                 gather=world.all_gather_object, main=world.main, card=card, stop_ids=self.stop_ids,

@@ -19,10 +19,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from meshtune.attention.register import register
 from meshtune.errors import UserError
 from meshtune.layout import Layout
-from meshtune.model.anatomy import hidden_pattern
+from meshtune.model.anatomy import mask_only_pattern
 from meshtune.model.load import mapped, skeleton
-from meshtune.model.lora import add_lora, drawn
-from meshtune.model.pieces import Piece, Weights, fill, materialise, whole_pieces
+from meshtune.model.lora import add_lora, initial_adapters
+from meshtune.model.pieces import Piece, StoredTensors, fill, materialise, whole_pieces
 from meshtune.model.trace import census_of
 from meshtune.model.trainable import freeze, grow_embeddings, tables
 from meshtune.optim.optimizer import Optimizer, key_of, parts_of
@@ -143,7 +143,7 @@ def rank_model(
         reduce_dtype=spec.sum_dtype,
         compile=spec.compile,
     )
-    weights = Weights(stored_values(spec) | drawn(whole))
+    weights = StoredTensors(stored_values(spec) | initial_adapters(whole))
     fill(parallel.named_pieces(), weights, free=True)
     for model in (whole, *(stage.model for stage in parallel.stages)):
         weights.copy_buffers(model)
@@ -156,7 +156,7 @@ def single_model(spec: ModelSpec, device: torch.device) -> PreTrainedModel:
     optimizer: for commands that generate, evaluate or export.
     """
     model, _ = trainable_skeleton(spec)
-    weights = Weights(stored_values(spec) | drawn(model))
+    weights = StoredTensors(stored_values(spec) | initial_adapters(model))
     materialise(model, device)
     fill(whole_pieces(model), weights, free=True)
     weights.copy_buffers(model)
@@ -240,7 +240,7 @@ def optimizer_of(spec: ModelSpec, values: OptimizerSpec, parallel: Parallel) -> 
 def check_pattern(model: PreTrainedModel, census: Census) -> None:
     """Raise UserError for a family that keeps part of its attention pattern from its attention function."""
     windows = [attention.window for block in census.blocks for attention in block.attention]
-    if hidden := hidden_pattern(model.config, windows):
+    if hidden := mask_only_pattern(model.config, windows):
         raise UserError(
             f"{type(model).__name__} has {hidden}, which it does not pass to its attention function, so "
             "packed documents can't be kept apart. Set model.attention=eager and data.packing=false."

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from forward import summed_loss
 from ranks import run_ranks
 from tiny import documents
 from torch import nn
@@ -14,7 +15,6 @@ from meshtune.model.anatomy import anatomy
 from meshtune.optim.optimizer import Optimizer
 from meshtune.parallel import zero
 from meshtune.parallel.mesh import join
-from meshtune.train.loss import summed_loss
 from meshtune.units import MIB
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from meshtune.errors import UserError
 from meshtune.model.anatomy import (
     anatomy,
     capabilities,
-    hidden_pattern,
+    mask_only_pattern,
     tensor_plan,
     traits,
     uses_attention_interface,
@@ -160,7 +160,7 @@ def test_families_that_compute_attention_themselves_are_not_promised_packing(mod
 def test_a_pattern_that_only_the_configuration_knows_is_found(kinds, window, windows, hidden) -> None:
     config = PretrainedConfig()
     config.layer_types, config.sliding_window = kinds, window
-    found = hidden_pattern(config, windows)
+    found = mask_only_pattern(config, windows)
     assert found is None if hidden is None else hidden in str(found)
 
 

@@ -23,7 +23,7 @@ from meshtune.model.anatomy import anatomy
 from meshtune.model.lora import add_lora
 from meshtune.model.trace import census, census_of
 from meshtune.model.trainable import freeze
-from meshtune.placement.census import Kept
+from meshtune.placement.census import SavedBytes
 
 TOKENS = 29  # a prime that divides no size of these models
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -97,7 +97,7 @@ def real(config, dtype: torch.dtype, prepare=lambda model: None) -> list[float]:
 @pytest.mark.parametrize("family", cases(DENSE, default=UNLIKE))
 def test_every_block_keeps_what_autograd_saves(family, size):
     config = DENSE[family]()
-    traced = [dict(block.kept)[size].total for block in census(config).blocks]
+    traced = [dict(block.saved)[size].total for block in census(config).blocks]
     assert traced == real(config, DTYPES[size])
 
 
@@ -120,7 +120,7 @@ def test_with_lora_frozen_weights_keep_no_input_and_adapters_theirs(family, targ
         models.append(model)
 
     saved = real(config, DTYPES[size], prepare)
-    traced = [dict(block.kept)[size].total for block in census_of(models[0]).blocks]
+    traced = [dict(block.saved)[size].total for block in census_of(models[0]).blocks]
     assert traced == saved
 
 
@@ -134,7 +134,7 @@ def test_frozen_adapters_keep_nothing_before_the_first_that_is_trained():
 
     saved = real(FAMILIES["llama"](), torch.bfloat16, prepare)
     assert saved[0] == 0
-    assert [dict(block.kept)[2].total for block in census_of(models[0]).blocks] == saved
+    assert [dict(block.saved)[2].total for block in census_of(models[0]).blocks] == saved
 
 
 @pytest.mark.parametrize("pattern", ["embed_tokens", ".mlp.", "layernorm", "layers.0."])
@@ -146,7 +146,7 @@ def test_frozen_parameters_keep_what_their_gradient_would_need_no_more(pattern):
 
     models = []
     saved = real(FAMILIES["llama"](), torch.bfloat16, prepare)
-    assert [dict(block.kept)[2].total for block in census_of(models[0]).blocks] == saved
+    assert [dict(block.saved)[2].total for block in census_of(models[0]).blocks] == saved
 
 
 @pytest.mark.parametrize(
@@ -158,30 +158,30 @@ def test_a_llama_block_keeps_as_much_as_was_measured(h, heads, kv_heads, f):
         num_hidden_layers=2, vocab_size=128,
     )  # fmt: skip
     h_kv = h // heads * kv_heads
-    wanted = Kept(outside=12 * h + 8, entering=4 * h, inside=8 * f, core=4 * h + 4 * h_kv + 4 * heads)
+    wanted = SavedBytes(outside=12 * h + 8, entering=4 * h, inside=8 * f, core=4 * h + 4 * h_kv + 4 * heads)
     blocks = census(config).blocks
-    assert [dict(block.kept)[2] for block in blocks] == [wanted, wanted]
+    assert [dict(block.saved)[2] for block in blocks] == [wanted, wanted]
     assert wanted.total == 20 * h + 4 * h_kv + 8 * f + 4 * heads + 8
 
 
 def test_parallel_attention_and_mlp_enter_with_one_tensor():
     """Cohere has one norm for both; OLMo 2 has none before them, and their input is the residual stream."""
     for family, width in (("cohere", 2 * 64), ("olmo2", 2 * 2 * 64)):
-        assert {dict(block.kept)[2].entering for block in census(FAMILIES[family]()).blocks} == {width}
+        assert {dict(block.saved)[2].entering for block in census(FAMILIES[family]()).blocks} == {width}
 
 
 def test_values_that_are_a_view_keep_the_whole_projection():
-    (kept, _) = (dict(block.kept)[2] for block in census(FAMILIES["gpt2"]()).blocks)
+    (kept, _) = (dict(block.saved)[2] for block in census(FAMILIES["gpt2"]()).blocks)
     assert kept.core == 2 * (3 * 64 + 64) + 4 * 4
 
 
 def test_dropout_keeps_a_byte_an_element():
-    plain, dropped = (dict(census(FAMILIES["gpt2"](resid_pdrop=p)).blocks[0].kept)[2] for p in (0.0, 0.1))
+    plain, dropped = (dict(census(FAMILIES["gpt2"](resid_pdrop=p)).blocks[0].saved)[2] for p in (0.0, 0.1))
     assert dropped.inside - plain.inside == 2 * 64
 
 
 def test_a_block_without_mlp_counts_its_matrices_outside():
-    kept = dict(census(MORE["opt"]()).blocks[0].kept)[2]
+    kept = dict(census(MORE["opt"]()).blocks[0].saved)[2]
     assert kept.outside >= 2 * 2 * 96
     assert kept.entering == 2 * 64
 
@@ -191,12 +191,12 @@ def test_experts_keep_what_is_routed_to_them():
         **SMALL, num_key_value_heads=2, head_dim=16, moe_intermediate_size=32, num_experts=4,
         num_experts_per_tok=2,
     )  # fmt: skip
-    assert [dict(block.kept)[2].total for block in census(config).blocks] == real(config, torch.bfloat16)
+    assert [dict(block.saved)[2].total for block in census(config).blocks] == real(config, torch.bfloat16)
 
 
 def test_a_family_without_the_attention_interface_keeps_nobody_knows_what():
     blocks = census(BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=256)).blocks
-    assert [block.kept for block in blocks] == [(), ()]
+    assert [block.saved for block in blocks] == [(), ()]
 
 
 def test_tracing_draws_no_random_numbers():

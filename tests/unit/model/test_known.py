@@ -18,7 +18,7 @@ from meshtune import config
 from meshtune.errors import UserError
 from meshtune.model.anatomy import traits
 from meshtune.model.census_cache import LoraShape, ModelNumbers, from_json, model_numbers, numbers_of
-from meshtune.model.hub import asking
+from meshtune.model.hub import hub_errors
 from meshtune.model.lora import add_lora
 from meshtune.model.trace import census, census_of
 from meshtune.model.trainable import freeze
@@ -167,7 +167,7 @@ def test_other_versions_derive_anew(folder, cache, monkeypatch):
 ASK = """
 import sys
 from pathlib import Path
-from meshtune.model.hub import asking
+from meshtune.model.hub import hub_errors
 from meshtune.model.census_cache import LoraShape, model_numbers
 found = model_numbers(sys.argv[1], lora=LoraShape(r=2), cache_dir=Path(sys.argv[2]))
 assert found.census.blocks and found.traits.heads == 4
@@ -252,7 +252,10 @@ def test_names_of_nothing_and_files_of_something_else_are_explained(tmp_path, ca
 
 
 def test_a_repository_without_a_configuration_is_explained():
-    with pytest.raises(UserError, match=r"hub's someone/notes has no config.json"), asking("someone/notes"):
+    with (
+        pytest.raises(UserError, match=r"hub's someone/notes has no config.json"),
+        hub_errors("someone/notes"),
+    ):
         raise RemoteEntryNotFoundError.__new__(RemoteEntryNotFoundError)
 
 

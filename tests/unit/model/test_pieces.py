@@ -17,8 +17,8 @@ import meshtune.model.pieces as module
 from meshtune.errors import UserError
 from meshtune.model.files import INDEX
 from meshtune.model.load import load, mapped, skeleton
-from meshtune.model.lora import add_lora, drawn
-from meshtune.model.pieces import Piece, Weights, fill
+from meshtune.model.lora import add_lora, initial_adapters
+from meshtune.model.pieces import Piece, StoredTensors, fill
 from meshtune.model.save import save_model, save_pieces
 from meshtune.model.trainable import resize_embeddings
 from meshtune.placement.share import piece
@@ -47,7 +47,9 @@ def cut(whole: Tensor, grid: dict[int, tuple[int, int]]) -> Piece:
     return Piece(tuple(whole.shape), tuple(offsets), torch.full(sizes, torch.nan, dtype=whole.dtype))
 
 
-def filled(model: PreTrainedModel, weights: Weights, grid: dict[int, tuple[int, int]]) -> dict[str, Piece]:
+def filled(
+    model: PreTrainedModel, weights: StoredTensors, grid: dict[int, tuple[int, int]]
+) -> dict[str, Piece]:
     """A part of every parameter of a skeleton, with its values."""
     pieces = {name: cut(parameter, grid) for name, parameter in model.named_parameters()}
     fill(pieces.items(), weights)
@@ -100,7 +102,7 @@ def test_modules_made_after_a_skeleton_have_their_values(save):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_filled_with_what_loading_gives(family, save):
     folder = save(family, torch.bfloat16)
-    weights = Weights(mapped(str(folder), dtype=FP32))
+    weights = StoredTensors(mapped(str(folder), dtype=FP32))
     assert differing(filled(on_meta(folder), weights, {}), one_device(folder)) == []
 
 
@@ -108,7 +110,7 @@ def test_every_family_is_filled_with_what_loading_gives(family, save):
 @pytest.mark.parametrize("wanted", [torch.float64, FP32, torch.bfloat16])
 def test_files_of_one_type_fill_parameters_of_another(stored, wanted, save):
     folder = save("llama", stored)
-    weights = Weights(mapped(str(folder), dtype=wanted))
+    weights = StoredTensors(mapped(str(folder), dtype=wanted))
     assert differing(filled(on_meta(folder, wanted), weights, {}), one_device(folder, wanted)) == []
 
 
@@ -118,7 +120,7 @@ def test_files_that_mix_types_lose_nothing(save):
     some = {name: t.bfloat16() if "mlp" in name else t.half() if "norm" in name else t
             for name, t in tensors.items()}  # fmt: skip
     save_file(some, folder / "model.safetensors", metadata={"format": "pt"})
-    weights = Weights(mapped(str(folder), dtype=FP32))
+    weights = StoredTensors(mapped(str(folder), dtype=FP32))
     assert differing(filled(on_meta(folder), weights, {}), one_device(folder)) == []
 
 
@@ -128,7 +130,7 @@ def test_fp16_and_bf16_together_are_read_as_what_holds_both(save):
     some = {name: t.half() if "norm" in name else t for name, t in tensors.items()}
     some["lm_head.weight"] = torch.full_like(tensors["lm_head.weight"], 1e30)  # fp16 ends at 65504
     save_file(some, folder / "model.safetensors", metadata={"format": "pt"})
-    pieces = filled(on_meta(folder), Weights(mapped(str(folder), dtype=FP32)), {})
+    pieces = filled(on_meta(folder), StoredTensors(mapped(str(folder), dtype=FP32)), {})
     assert differing(pieces, one_device(folder)) == []
     assert pieces["lm_head.weight"].tensor.isfinite().all()
 
@@ -144,7 +146,7 @@ GRIDS = {
 @pytest.mark.parametrize("grid", GRIDS)
 def test_a_piece_is_that_part_of_what_loading_gives(grid, save):
     folder = save("qwen2", torch.bfloat16)  # tied, with biases
-    one, model, weights = one_device(folder), on_meta(folder), Weights(mapped(str(folder), dtype=FP32))
+    one, model, weights = one_device(folder), on_meta(folder), StoredTensors(mapped(str(folder), dtype=FP32))
     for parts in GRIDS[grid]:
         assert differing(filled(model, weights, parts), one) == [], parts
 
@@ -159,7 +161,7 @@ def test_rows_of_added_tokens_are_the_mean_of_the_old_ones_in_every_piece(
     one, model = one_device(folder), on_meta(folder)
     assert resize_embeddings(one, tokenizer) == resize_embeddings(model, tokenizer) == 2
     assert model.config.vocab_size == one.config.vocab_size == 258
-    weights = Weights(mapped(str(folder), dtype=FP32))
+    weights = StoredTensors(mapped(str(folder), dtype=FP32))
     for parts in GRIDS[grid] if grid else [{}, {0: (129, 128)}, {0: (258, 257)}]:  # new rows alone, too
         assert differing(filled(model, weights, parts), one) == [], parts
 
@@ -183,7 +185,7 @@ def test_buffers_that_files_hold_are_filled_too():
             self.register_buffer("made", torch.ones(2), persistent=False)
 
     model = Counted()
-    Weights({"seen": torch.tensor([1.0, 2.0, 3.0])}).copy_buffers(model)
+    StoredTensors({"seen": torch.tensor([1.0, 2.0, 3.0])}).copy_buffers(model)
     assert model.seen.tolist() == [1, 2, 3]
     assert model.made.tolist() == [1, 1]
 
@@ -199,7 +201,7 @@ def test_random_pieces_are_those_of_one_device(family, dtype, save):
     one = load(str(folder), init="random", dtype=dtype, attention="eager", seed=3)
     model = on_meta(folder, dtype)
     before = torch.get_rng_state()
-    weights = Weights(mapped(str(folder), init="random", dtype=dtype, seed=3))
+    weights = StoredTensors(mapped(str(folder), init="random", dtype=dtype, seed=3))
     assert torch.equal(torch.get_rng_state(), before)
     for parts in ({}, {0: (3, 1)}, {1: (2, 1)}):
         assert differing(filled(model, weights, parts), one) == []
@@ -218,7 +220,7 @@ def test_adapters_are_those_of_one_device(family, added, save, tokenizer):
         return model
 
     one, model = adapted(one_device(folder)), adapted(on_meta(folder))
-    weights = Weights(mapped(str(folder), dtype=FP32) | drawn(model))
+    weights = StoredTensors(mapped(str(folder), dtype=FP32) | initial_adapters(model))
     after = torch.get_rng_state()
     torch.manual_seed(5)
     add_lora(one_device(folder), lora_rank=4, alpha=8)
@@ -242,7 +244,7 @@ def write(folder: Path, out: Path, how: str, dtype: torch.dtype, tokenizer: Any,
     grid = {"rows": {0: (ranks, rank)}, "columns": {1: (ranks, rank)}, "alone": {}}[how]
     model = on_meta(folder)
     resize_embeddings(model, tokenizer)
-    pieces = filled(model, Weights(mapped(str(folder), dtype=FP32)), grid)
+    pieces = filled(model, StoredTensors(mapped(str(folder), dtype=FP32)), grid)
     if how == "alone":  # every rank has some whole ones
         pieces = {name: pieces[name] for name in list(pieces)[rank::ranks]}
     elif how == "columns":  # nobody cuts what has no columns: the first writes it
@@ -340,7 +342,7 @@ def try_to_write(folder: Path, out: Path, limited: int | None, broken: str | Non
     """(type of the error, its sentence, seconds that it took) on this rank."""
     rank, limits = dist.get_rank(), resource.getrlimit(resource.RLIMIT_FSIZE)
     model = on_meta(folder)
-    pieces = filled(model, Weights(mapped(str(folder), dtype=FP32)), {0: (dist.get_world_size(), rank)})
+    pieces = filled(model, StoredTensors(mapped(str(folder), dtype=FP32)), {0: (dist.get_world_size(), rank)})
     if broken and rank == 0:
         setattr(model.config, broken, None)  # what the main rank writes last can't be written
     dist.barrier()
