@@ -16,10 +16,11 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.pipelining.stage import PipelineStage
 from transformers import LlamaConfig
 
-from meshtune.layout import SCHEDULES, VIRTUAL_SCHEDULES, Layout, stage_count
+from meshtune.layout import SCHEDULES, VIRTUAL_SCHEDULES, Layout
 from meshtune.model.trace import census
 from meshtune.placement.census import Census
-from meshtune.placement.share import Message, Share, piece, share
+from meshtune.placement.collectives import Collective
+from meshtune.placement.share import Share, piece, share
 from meshtune.rundir import write_text_atomically
 
 PICTURES = {  # name: (layout, title)
@@ -67,7 +68,7 @@ PARTS = ("embedding", *(f"block {n}" for n in range(BLOCKS)), "head")
 def holdings(model: Census, layout: Layout, title: str) -> str:
     """All ranks of a layout side by side, and their collectives in a step."""
     shares = [share(model, layout, rank, seq_len=256) for rank in range(layout.world)]
-    lines = [f"{m.count} × {m.op} ({m.axis}) of {m.what}: {when(layout, m)}" for m in shares[0].messages]
+    lines = [f"{m.count} × {m.op} ({m.axis}) of {m.what}: {when(layout, m)}" for m in shares[0].collectives]
     columns = min(A_ROW, len(shares))
     height = 44 + len(PARTS) * (ROW + 2) + 14 + layout.data_ranks * 8
     rows = -(-len(shares) // columns)
@@ -84,7 +85,7 @@ def holdings(model: Census, layout: Layout, title: str) -> str:
     return picture(width, bottom + FOOT * (len(lines) + 1), f"{title} ({layout})", drawn)
 
 
-def when(layout: Layout, message: Message) -> str:
+def when(layout: Layout, message: Collective) -> str:
     """When in a step collectives of this kind run, as documented in parallel/."""
     match message.what:
         case "parameters" if layout.zero == 3:
@@ -199,7 +200,7 @@ def timeline(layout: Layout) -> list[list[Slot]]:
 
     Sending takes no time, and every stage takes equally long.
     """
-    last, orders = stage_count(layout) - 1, actions(layout)
+    last, orders = layout.stages - 1, actions(layout)
     ends: dict[tuple[str, int, int], float] = {}
     slots: list[list[Slot]] = [[] for _ in orders]
     while any(orders):
@@ -242,7 +243,7 @@ def actions(layout: Layout) -> list[list[tuple[str, int, int]]]:
             one_stage(rank, steps if layout.schedule == "gpipe" else pp - rank, steps) for rank in range(pp)
         ]
     stage = mock.create_autospec(PipelineStage, instance=True)
-    stage.group_rank, stage.group_size, stage.submod, stage.num_stages = 0, pp, None, stage_count(layout)
+    stage.group_rank, stage.group_size, stage.submod, stage.num_stages = 0, pp, None, layout.stages
     schedule_class: Any = get_schedule_class(TORCH_NAMES[layout.schedule])
     schedule = schedule_class([stage] * (stage.num_stages // pp), steps)
     orders = []
@@ -275,7 +276,7 @@ def timelines(pp: int, micro_batches: int) -> str:
             pp=pp, schedule=schedule, virtual_stages=virtual, gradient_accumulation_steps=micro_batches
         )
         ranks = timeline(layout)
-        share_of = stage_count(layout) // pp  # stages a rank: each is so much smaller
+        share_of = layout.stages // pp  # stages a rank: each is so much smaller
         end = max(slot.stop for rank in ranks for slot in rank) / share_of
         busy = sum(slot.stop - slot.start for rank in ranks for slot in rank) / share_of
         title = f"{schedule}{f', v{virtual}' if virtual > 1 else ''}: {1 - busy / end / pp:.0%} bubble"

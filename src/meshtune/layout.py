@@ -91,6 +91,11 @@ class Layout:
         return 2 if self.schedule in V_SCHEDULES else self.virtual_stages
 
     @property
+    def stages(self) -> int:
+        """Stages of the whole pipeline."""
+        return self.pp * self.stages_per_rank
+
+    @property
     def global_batch_size(self) -> int:
         """Sequences in one optimizer step."""
         return self.micro_batch_size * self.gradient_accumulation_steps * self.data_ranks
@@ -160,11 +165,6 @@ def parse_fields(text: str) -> dict[str, Any]:
     if problems:
         raise UserError(problems)
     return found
-
-
-def stage_count(layout: Layout) -> int:
-    """Stages of the whole pipeline; several a rank under virtual stages and the V schedules."""
-    return layout.pp * layout.stages_per_rank
 
 
 def contradictions(layout: Layout) -> Iterator[str]:
@@ -315,9 +315,8 @@ class PartialLayout:
         micro, accumulation = (self.fixed.get(n) for n in ("micro_batch_size", "gradient_accumulation_steps"))
         if micro is None:
             # A pipeline wants at least as many micro-batches as it has stages.
-            stages = layout.pp * layout.stages_per_rank
             fitting = [n for n in range(1, 5) if each_rank % n == 0]
-            filling = [n for n in fitting if each_rank // n >= stages]
+            filling = [n for n in fitting if each_rank // n >= layout.stages]
             micro = each_rank // accumulation if accumulation else max(filling or fitting[:1])
         if accumulation is None:
             accumulation = each_rank // micro

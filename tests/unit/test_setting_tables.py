@@ -42,7 +42,7 @@ def test_the_engine_and_the_planner_take_a_precisions_dtypes_from_the_table(name
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_states_of_an_optimizer_are_those_that_it_keeps(name: str) -> None:
     layer = nn.Linear(3, 5)
-    optimizer = Optimizer(layer.named_parameters(), betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
+    optimizer = Optimizer(layer.named_parameters(), name=name, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
     layer(torch.ones(2, 3)).sum().backward()
     optimizer.step(1e-3)
     states = {

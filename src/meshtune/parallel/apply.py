@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from meshtune.data.loader import MicroBatch
-from meshtune.layout import Layout, stage_count
+from meshtune.layout import Layout
 from meshtune.model.anatomy import Anatomy, anatomy
 from meshtune.model.pieces import Piece, materialise
 from meshtune.parallel import context, tensor, zero
@@ -187,7 +187,7 @@ def apply(
         splits = tensor.split_model(model, parts, world.tp, sequence=layout.sp)
         if world.cp.size > 1:
             context.attach(model, parts, world.cp, layout.cp_method)
-        stage = Stage(model, parts, own, index=index, of=stage_count(layout), finish=finish)
+        stage = Stage(model, parts, own, index=index, of=layout.stages, finish=finish)
         recompute_blocks(model, parts, layout.recompute)
         inside = [model.get_submodule(f"{parts.blocks}.{number}") for number in own]
         if compile:

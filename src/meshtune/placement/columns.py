@@ -118,9 +118,9 @@ class Columns:
         return (self.pp > 1) & np.isin(self.schedule, [SCHEDULES.index(name) for name in schedules])
 
 
-def layout_at(c: Columns, place: int) -> Layout:
+def layout_at(layouts: Columns, place: int) -> Layout:
     """One layout of the columns."""
-    values = {name: encoding.value(getattr(c, name)[place]) for name, encoding in ENCODINGS.items()}
+    values = {name: encoding.value(getattr(layouts, name)[place]) for name, encoding in ENCODINGS.items()}
     if values["schedule"] in V_SCHEDULES:
         values["virtual_stages"] = Layout.virtual_stages  # implied, and so never given
     return Layout(**values)

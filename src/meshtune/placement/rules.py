@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtune.layout import MODEL_AXES, Layout, stage_count
+from meshtune.layout import MODEL_AXES, Layout
 from meshtune.placement.columns import Columns, Number
 
 ZERO_BUBBLE = ("zb", "zbv", "dualpipev")  # the backward of weights runs later than that of activations
@@ -22,7 +22,7 @@ ROUNDS = ("interleaved1f1b", "zb")  # micro-batches go round in equal groups
 
 @dataclass(frozen=True)
 class Traits:
-    """What of a model decides which layouts it can take."""
+    """The facts of a model that decide which layouts it can take."""
 
     name: str  # LlamaForCausalLM
     blocks: int
@@ -60,7 +60,7 @@ def rules(
     if ranks is not None:
         yield Rule(
             "another number of ranks",
-            lambda c: c.world != ranks,
+            lambda layouts: layouts.world != ranks,
             lambda layout: (
                 f"Layout {layout} is for {layout.world} ranks, but {ranks} were started; start "
                 f"{layout.world} (--nproc {layout.world}), or change the layout."
@@ -111,10 +111,10 @@ def _nearest(every: Sequence[Rule], layout: Layout, field: str, values: Iterable
 
 
 def _attention(traits: Traits, attention: str, packing: bool) -> Iterator[Rule]:
-    """What needs our attention function, where the model has another."""
+    """Layouts that need our attention function, where the model has another."""
 
-    def everywhere(c: Columns) -> Number:
-        return c.world > 0
+    def everywhere(layouts: Columns) -> Number:
+        return layouts.world > 0
 
     if attention == "meshtune":
         if not traits.attention:
@@ -140,14 +140,14 @@ def _attention(traits: Traits, attention: str, packing: bool) -> Iterator[Rule]:
         )
     yield Rule(
         f"{other} can't be recomputed by itself",
-        lambda c: c.recomputation("attention_alone"),
+        lambda layouts: layouts.recomputation("attention_alone"),
         lambda layout: (
             f"recompute = {layout.recompute}: {other} can't be recomputed by itself; use selective or full."
         ),
     )
     yield Rule(
         f"{other} sees the tokens of its own rank only, so no cp",
-        lambda c: c.cp > 1,
+        lambda layouts: layouts.cp > 1,
         lambda layout: (
             f"cp={layout.cp}: {other} sees the tokens of its own rank only; "
             f"{auto or 'leave cp out: dp, zero and pp work for it'}."
@@ -156,16 +156,16 @@ def _attention(traits: Traits, attention: str, packing: bool) -> Iterator[Rule]:
     if auto:
         yield Rule(
             f"{other} takes all heads and tokens to be here, so no tp",
-            lambda c: c.tp > 1,
+            lambda layouts: layouts.tp > 1,
             lambda layout: f"tp={layout.tp}: {other} takes all heads and tokens to be here; {auto}.",
         )
 
 
 def _tensor(traits: Traits) -> list[Rule]:
-    """What tp ranks can't share."""
+    """Sizes of tp that the model's matrices and heads can't be cut into."""
     if traits.tensor:
         why = traits.tensor
-        return [Rule(why, lambda c: c.tp > 1, lambda _: why)]
+        return [Rule(why, lambda layouts: layouts.tp > 1, lambda _: why)]
     every: list[Rule] = []
 
     def add(what: str, misfits: Callable[[Number], Number], why: str | None = None) -> None:
@@ -176,7 +176,7 @@ def _tensor(traits: Traits) -> list[Rule]:
             remedy = f"try tp={near}" if near else "leave tp out"
             return f"tp={layout.tp} {why or what}; {remedy}."
 
-        every.append(Rule(f"tp {what}", lambda c: (c.tp > 1) & misfits(c.tp), sentence))
+        every.append(Rule(f"tp {what}", lambda layouts: (layouts.tp > 1) & misfits(layouts.tp), sentence))
 
     heads, kv_heads, vocabulary = traits.heads, traits.kv_heads, traits.vocabulary
     if traits.heads_cut:
@@ -202,9 +202,9 @@ def _tensor(traits: Traits) -> list[Rule]:
 def _ulysses(traits: Traits) -> Rule:
     """Ulysses gives each rank some of the heads; all-gather takes any number."""
 
-    def refuses(c: Columns) -> Number:
-        heads = np.floor(traits.heads / c.tp) if traits.heads_cut else traits.heads
-        return (c.cp > 1) & c.ulysses & (heads % c.cp != 0)
+    def refuses(layouts: Columns) -> Number:
+        heads = np.floor(traits.heads / layouts.tp) if traits.heads_cut else traits.heads
+        return (layouts.cp > 1) & layouts.ulysses & (heads % layouts.cp != 0)
 
     def sentence(layout: Layout) -> str:
         near = _nearest([rule], layout, "cp", range(2, layout.cp))
@@ -223,11 +223,11 @@ def _ulysses(traits: Traits) -> Rule:
 def _pipeline(traits: Traits) -> Iterator[Rule]:
     if traits.pipeline:
         why = traits.pipeline
-        yield Rule(why, lambda c: c.pp > 1, lambda _: why)
+        yield Rule(why, lambda layouts: layouts.pp > 1, lambda _: why)
         return
 
     def stages(layout: Layout) -> str:
-        count = stage_count(layout)
+        count = layout.stages
         near = traits.blocks * layout.pp // count
         plain = count > layout.pp <= traits.blocks  # one stage a rank would do
         remedy = f"try pp={near}" if near > 1 else "try 1f1b" if plain else "leave pp out"
@@ -238,13 +238,13 @@ def _pipeline(traits: Traits) -> Iterator[Rule]:
 
     yield Rule(
         f"more stages than the {traits.blocks} blocks",
-        lambda c: (c.pp > 1) & (c.pp * c.virtual_stages > traits.blocks),
+        lambda layouts: (layouts.pp > 1) & (layouts.pp * layouts.virtual_stages > traits.blocks),
         stages,
     )
     yield from _MICRO_BATCHES
     yield Rule(
         "zero-bubble schedules with ZeRO-2 or -3",
-        lambda c: c.runs(*ZERO_BUBBLE) & (c.zero >= 2),
+        lambda layouts: layouts.runs(*ZERO_BUBBLE) & (layouts.zero >= 2),
         lambda layout: (
             f"The schedule {layout.schedule} with ZeRO-{layout.zero}: it computes the gradients of weights "
             "later, when they may have been let go, and they would be wrong; use zero1 with it, or 1f1b."
@@ -252,7 +252,7 @@ def _pipeline(traits: Traits) -> Iterator[Rule]:
     )
     yield Rule(
         "zero-bubble schedules with selective recomputation",
-        lambda c: c.runs(*ZERO_BUBBLE) & c.recomputation("by_operation"),
+        lambda layouts: layouts.runs(*ZERO_BUBBLE) & layouts.recomputation("by_operation"),
         lambda layout: (
             f"The schedule {layout.schedule} with recompute {layout.recompute}: it goes through the backward "
             "twice, and torch's selective recomputation allows that once; use full or attention, or 1f1b."
@@ -263,20 +263,20 @@ def _pipeline(traits: Traits) -> Iterator[Rule]:
 # What the schedules of torch.distributed.pipelining take.
 
 
-def _too_few(c: Columns) -> Number:
-    micro_batches = c.gradient_accumulation_steps
-    few = c.runs("1f1b") & (micro_batches < c.pp)
-    return few | (c.runs("dualpipev") & (micro_batches < c.pp * c.virtual_stages))
+def _too_few(layouts: Columns) -> Number:
+    micro_batches = layouts.gradient_accumulation_steps
+    few = layouts.runs("1f1b") & (micro_batches < layouts.pp)
+    return few | (layouts.runs("dualpipev") & (micro_batches < layouts.pp * layouts.virtual_stages))
 
 
-def _uneven_rounds(c: Columns) -> Number:
-    micro_batches = c.gradient_accumulation_steps
-    return c.runs(*ROUNDS) & (micro_batches % np.maximum(1, np.floor(micro_batches / c.pp)) != 0)
+def _uneven_rounds(layouts: Columns) -> Number:
+    micro_batches = layouts.gradient_accumulation_steps
+    return layouts.runs(*ROUNDS) & (micro_batches % np.maximum(1, np.floor(micro_batches / layouts.pp)) != 0)
 
 
 def _micro_batches(layout: Layout) -> str:
     steps = layout.gradient_accumulation_steps
-    most = 2 * (steps + stage_count(layout))
+    most = 2 * (steps + layout.stages)
     near = _nearest(_MICRO_BATCHES, layout, "gradient_accumulation_steps", range(1, most))
     return (
         f"The schedule {layout.schedule} with pp={layout.pp} can't run {steps} micro-batches a step; "
@@ -300,6 +300,6 @@ def _compiled(layout: Layout) -> str:
 
 _COMPILED = Rule(
     "compiled blocks run alone or data-parallel only",
-    lambda c: c.world > c.data_ranks,
+    lambda layouts: layouts.world > layouts.data_ranks,
     _compiled,
 )

@@ -1,9 +1,8 @@
-"""Who holds what under a layout: arithmetic on a Census, without torch.
+"""The share of a model that each rank holds under a layout: arithmetic on a Census, without torch.
 
     stages of blocks (pp)  ->  pieces of each matrix (tp)  ->  shards of what is left (dp_shard · cp)
 
-The engine applies it, the planner counts it, the pictures draw it; nobody works it out again. `share` puts it
-together for one rank.
+The engine applies it, the planner counts it, the pictures draw it. `share` puts it together for one rank.
 """
 
 import math
@@ -11,35 +10,39 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import numpy as np
 
-from meshtune.layout import AXES, V_SCHEDULES, Layout, stage_count
+from meshtune.layout import AXES, V_SCHEDULES, Layout
 from meshtune.placement.census import Census, Parameter, attended_pairs
+from meshtune.placement.collectives import (
+    Collective,
+    Shape,
+    Unit,
+    context_collectives,
+    data_collectives,
+    pipeline_collectives,
+    tensor_collectives,
+)
 from meshtune.placement.columns import Columns
 from meshtune.placement.states import Copies, Elements, States, copies_of, held_states
-from meshtune.recomputation import RECOMPUTATIONS
 
 
 @dataclass(frozen=True)
 class Split:
-    """How tensor parallelism cuts one parameter.
+    """How tensor parallelism cuts one parameter."""
 
-    dim: the tensor dimension that is cut; None: every rank holds all of it. partial: each rank's gradient is
-    a part of the sum over the tp ranks.
-    """
-
-    dim: int | None = None
-    partial: bool = False
+    dim: int | None = None  # the tensor dimension that is cut; None: every rank holds all of it
+    partial: bool = False  # each rank's gradient is a part of the sum over the tp ranks
 
 
 def piece(size: int, parts: int, index: int) -> tuple[int, int]:
-    """(start, stop) of piece `index` of `parts`, by torch.chunk's rule: pieces of ceil(size / parts), the
-    last ones shorter or empty.
+    """Return (start, stop) of piece `index` of `parts`, by torch.chunk's rule.
+
+    All pieces have ceil(size / parts) elements, the last ones fewer or none.
     """
-    each = -(-size // parts)
-    return min(index * each, size), min((index + 1) * each, size)
+    longest = -(-size // parts)
+    return min(index * longest, size), min((index + 1) * longest, size)
 
 
 # ranks #
@@ -47,10 +50,10 @@ def piece(size: int, parts: int, index: int) -> tuple[int, int]:
 
 def coordinates(layout: Layout, rank: int) -> dict[str, int]:
     """The index of `rank` on each of AXES."""
-    found: dict[str, int] = {}
+    place: dict[str, int] = {}
     for axis in reversed(AXES):
-        rank, found[axis] = divmod(rank, getattr(layout, axis))
-    return {axis: found[axis] for axis in AXES}
+        rank, place[axis] = divmod(rank, getattr(layout, axis))
+    return {axis: place[axis] for axis in AXES}
 
 
 def rank_at(layout: Layout, place: Mapping[str, int]) -> int:
@@ -178,7 +181,7 @@ def census_stages(census: Census, layout: Layout, seq_len: int) -> tuple[range, 
     head = census.vocabulary * census.hidden
     if census.unsupported or census.head is None:
         costs: list[float] = [sum(p.count for p in block.parameters) for block in census.blocks]
-        return stage_blocks(costs, stage_count(layout), last=head)
+        return stage_blocks(costs, layout.stages, last=head)
     costs = []
     for block in census.blocks:
         cores = (
@@ -188,44 +191,26 @@ def census_stages(census: Census, layout: Layout, seq_len: int) -> tuple[range, 
         )
         costs.append(seq_len * sum(m.forward + m.backward for m in block.matrices) + sum(cores))
     head = seq_len * (census.head.forward + census.head.backward)
-    return stage_blocks(costs, stage_count(layout), last=head)
+    return stage_blocks(costs, layout.stages, last=head)
 
 
-# what one rank holds and says #
-
-
-class Message(NamedTuple):
-    """All messages of one kind that a rank takes part in during an optimizer step.
-
-    axis: one of AXES, or two together as in dp_shard_cp. bytes: of all `count` together, of the tensor as it
-    is whole: what a gather ends with, a reduction starts from, a send sends.
-    """
-
-    axis: str
-    op: str  # all_gather | reduce_scatter | all_reduce | send
-    what: str  # parameters | gradients | hidden states
-    count: int
-    bytes: int
+# one rank #
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank holds under a layout.
-
-    blocks: of each of its stages. parameters: elements by kind after pp and tp, before any shard. groups: by
-    axis, the ranks that it talks to there, itself among them; axes of one rank are left out.
-    """
+    """One rank's part of a model and of a step's communication."""
 
     rank: int
     place: Mapping[str, int]  # its coordinates
     stages: tuple[int, ...]
-    blocks: tuple[range, ...]
-    embedding: bool
-    head: bool
-    parameters: Mapping[str, int]
+    blocks: tuple[range, ...]  # of each of its stages
+    embedding: bool  # it has the embedding
+    head: bool  # it has the head
+    parameters: Mapping[str, int]  # elements by kind, after pp and tp, before ZeRO
     bytes: States
-    groups: Mapping[str, tuple[int, ...]]
-    messages: tuple[Message, ...]
+    groups: Mapping[str, tuple[int, ...]]  # by axis or axes: its process group; those of one rank left out
+    collectives: tuple[Collective, ...]  # of an optimizer step
 
 
 def share(
@@ -238,18 +223,18 @@ def share(
     optimizer: str = "adamw",
     seq_len: int = 2048,
 ) -> Share:
-    """What `rank` holds of a model under a layout, as our engine holds it (parallel/zero.py, optim/).
+    """The share of `rank`, as this engine holds it (parallel/zero.py, optim/).
 
     precision, reduce_dtype, optimizer and seq_len are the settings of the same name.
     """
     place = coordinates(layout, rank)
-    every = census_stages(census, layout, seq_len)
+    stage_ranges = census_stages(census, layout, seq_len)
     stages = stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, place["pp"])
-    blocks = tuple(every[stage] for stage in stages)
+    blocks = tuple(stage_ranges[stage] for stage in stages)
     units = [
         [(_local_shape(p, layout.tp, place["tp"]), p) for p in unit]
         for stage in stages
-        for unit in _units(census, every[stage], first=stage == 0, last=stage == len(every) - 1)
+        for unit in _units(census, stage_ranges[stage], first=stage == 0, last=stage == len(stage_ranges) - 1)
     ]
     parameters: Counter[str] = Counter()
     for unit in units:
@@ -267,21 +252,17 @@ def share(
         stages=stages,
         blocks=blocks,
         embedding=0 in stages,
-        head=len(every) - 1 in stages,
+        head=len(stage_ranges) - 1 in stages,
         parameters=dict(parameters),
         bytes=_states(copies, _elements(units, layout, place), layout),
-        groups={"_".join(each): group(layout, rank, *each) for each in axes},
-        messages=(
-            *_data_messages(copies, layout, units),
-            *_pipeline_messages(layout, stages, token_bytes * census.hidden),
-            *_context_messages(census, layout, blocks, token_bytes),
-            *_tensor_messages(census, layout, stages, sum(map(len, blocks)), units, token_bytes),
+        groups={"_".join(names): group(layout, rank, *names) for names in axes},
+        collectives=(
+            *data_collectives(copies, layout, units),
+            *pipeline_collectives(layout, stages, hidden_bytes=token_bytes * census.hidden),
+            *context_collectives(census, layout, blocks, token_bytes=token_bytes),
+            *tensor_collectives(census, layout, stages, blocks, units=units, token_bytes=token_bytes),
         ),
     )
-
-
-Shape = tuple[int, ...]
-Unit = list[tuple[Shape, Parameter]]  # parameters that travel together, as tp leaves them
 
 
 def _units(census: Census, blocks: range, *, first: bool, last: bool) -> Iterator[tuple[Parameter, ...]]:
@@ -306,7 +287,7 @@ def _local_shape(parameter: Parameter, tp: int, index: int) -> Shape:
 
 
 def _repeated(parameter: Parameter, tp: int) -> bool:
-    """Whether ranks outnumber its key-value heads, so that each holds all of it."""
+    """True if ranks outnumber its key-value heads, so that each holds all of it."""
     return 0 < parameter.heads < tp
 
 
@@ -326,112 +307,3 @@ def _elements(units: Iterable[Unit], layout: Layout, place: Mapping[str, int]) -
 def _states(copies: Copies, elements: Elements, layout: Layout) -> States:
     states = held_states(copies, elements, Columns.of([layout]))
     return States(*(int(np.sum(column)) for column in states))
-
-
-def _data_messages(copies: Copies, layout: Layout, units: Sequence[Unit]) -> Iterator[Message]:
-    """Of parameters and gradients, one flat buffer for each unit; the table of parallel/zero.py."""
-    zero, steps = layout.zero, layout.gradient_accumulation_steps
-    shards = layout.shard_ranks if zero else 1
-    replicas = layout.parameter_ranks // shards
-
-    def flat(shape: Shape) -> int:
-        """Elements that a parameter takes in a flat buffer: all shards are as long as the longest."""
-        return math.prod((-(-shape[0] // shards) * shards, *shape[1:]))
-
-    trained = [unit for unit in units if any(p.trainable for _, p in unit)]
-    weights = sum(flat(shape) for unit in units for shape, _ in unit) * int(copies.weight)
-    gradients = sum(flat(shape) for unit in units for shape, p in unit if p.trainable)
-    gradients *= int(copies.accumulated)
-    context = "_cp" if layout.cp > 1 else ""
-    if shards > 1:
-        axis = f"dp_shard{context}"
-        gathers, sums = 2 * steps if zero == 3 else 1, steps if zero > 1 else 1
-        yield Message(axis, "all_gather", "parameters", gathers * len(units), gathers * weights)
-        yield Message(axis, "reduce_scatter", "gradients", sums * len(trained), sums * gradients)
-    if replicas > 1:
-        axis = "dp_replicate" if zero else f"dp_replicate{context}"
-        yield Message(axis, "all_reduce", "gradients", len(trained), gradients // shards)
-
-
-def _pipeline_messages(layout: Layout, stages: Sequence[int], hidden_bytes: int) -> Iterator[Message]:
-    """Hidden states to the next stage and their gradients to the one before, unless this rank has it too."""
-    if layout.pp == 1:
-        return
-    away = [
-        other
-        for stage in stages
-        for other in (stage - 1, stage + 1)
-        if 0 <= other < stage_count(layout) and other not in stages
-    ]
-    sends = layout.gradient_accumulation_steps * len(away)
-    yield Message(
-        "pp", "send", "hidden states", sends, sends * hidden_bytes // (layout.tp if layout.sp else 1)
-    )
-
-
-def _context_messages(
-    census: Census, layout: Layout, blocks: Iterable[range], token_bytes: int
-) -> Iterator[Message]:
-    """What context ranks say to each other around each attention (parallel/context.py)."""
-    if layout.cp == 1:
-        return
-    steps, mode = layout.gradient_accumulation_steps, RECOMPUTATIONS[layout.recompute]
-    cores = [a for own in blocks for block in own for a in census.blocks[block].attention]
-    if layout.cp_method == "ulysses":  # queries, keys, values, and what comes out; back again in the backward
-        times = 8 + (4 if mode.block else 3 if mode.attention else 0)
-        # keys and values are repeated until each rank gets as many of their heads
-        features = sum(
-            (a.query_heads // layout.tp + math.lcm(max(a.key_heads // layout.tp, 1), layout.cp))
-            * (a.qk_dim + a.v_dim)
-            for a in cores
-        )
-        count = steps * times * len(cores)
-        yield Message(
-            "cp", "all_to_all", "heads", count, steps * times * features * token_bytes // 4 // layout.tp
-        )
-        return
-    again = mode.block or mode.attention
-    features = sum(max(a.key_heads // layout.tp, 1) * (a.qk_dim + a.v_dim) for a in cores)
-    whole = features * token_bytes * layout.cp
-    for op, times in (("all_gather", 1 + again), ("reduce_scatter", 1)):
-        yield Message("cp", op, "keys and values", steps * times * len(cores), steps * times * whole)
-
-
-def _tensor_messages(
-    census: Census,
-    layout: Layout,
-    stages: Sequence[int],
-    blocks: int,
-    units: Sequence[Unit],
-    token_bytes: int,
-) -> Iterator[Message]:
-    """What tensor-parallel ranks say to each other (parallel/tensor.py), as in full fine-tuning: below the
-    lowest trainable parameter there is no backward. Not counted: a few numbers per token for the loss, and
-    once a step the gradients of what every rank holds whole.
-
-    token_bytes: of one feature of all of a micro-batch's tokens.
-    """
-    if layout.tp == 1:
-        return
-    steps = layout.gradient_accumulation_steps
-    hidden = token_bytes * census.hidden
-    ends = (0 in stages) + (stage_count(layout) - 1 in stages)  # after the lookup, before the head
-    # Attention and mlp are entered and left, forward and backward. What runs again ends with the last matrix:
-    # the sum of its outputs is not needed (but by families that normalise it, such as Olmo2 and Gemma2).
-    again = RECOMPUTATIONS[layout.recompute].block
-    if layout.sp:
-        for op, each in (("all_gather", 4 + 2 * again), ("reduce_scatter", 4 + again)):
-            count = steps * (blocks * each + ends)
-            yield Message("tp", op, "hidden states", count, count * hidden)
-    else:
-        count = steps * (blocks * (4 + again) + ends)
-        yield Message("tp", "all_reduce", "hidden states", count, count * hidden)
-    widths = [
-        p.shape[cut]
-        for unit in units
-        for _, p in unit
-        if p.whole and (cut := p.cut) is not None
-        for _ in range(2 if again and cut == 0 else 1)
-    ]
-    if widths:
-        yield Message("tp", "all_gather", "features", steps * len(widths), steps * sum(widths) * token_bytes)

@@ -23,7 +23,7 @@ from meshtune.plan.seconds.step import PARTS, compute_parts
 from meshtune.plan.workload import Workload
 from meshtune.units import count, duration, human
 
-ALIKE = 0.005  # relative difference of two step times up to which they are called equal
+TIE = 0.005  # relative difference of two step times up to which they are called equal
 NOTABLE = 0.1  # share of a difference in compute from which a kind of work is named as its cause
 
 # each part of Seconds but `data`, as what a step's time goes to
@@ -115,7 +115,7 @@ def _larger_micro_batch(plan: Plan, choice: Choice) -> str:
     if not other.fits:
         return f". {2 * micro_batch} would need {human(other.memory.peak)}; {memory_limit(plan.cluster)}."
     slower = other.seconds.total / choice.seconds.total - 1
-    if abs(slower) < ALIKE:
+    if abs(slower) < TIE:
         return f". {2 * micro_batch} would fit and be as fast."
     return f". {2 * micro_batch} would fit and be {abs(slower):.1%} {'slower' if slower > 0 else 'faster'}."
 
@@ -221,10 +221,10 @@ def comparison(workload: Workload, other: Choice, best: Choice) -> str:
     """
     more = other.seconds.total / best.seconds.total - 1
     needs = f"{human(other.memory.peak)} instead of {human(best.memory.peak)}"
-    if more < -ALIKE:
+    if more < -TIE:
         joined = "but" if other.memory.peak > best.memory.peak else "and"
         return f"takes {-more:.0%} less time than the chosen layout, {joined} needs {needs}."
-    if more < ALIKE:
+    if more < TIE:
         return f"is as fast as the chosen layout, and needs {needs}."
     extra = {part: getattr(other.seconds, part) - getattr(best.seconds, part) for part in PARTS}
     largest = max(extra, key=lambda part: extra[part])

@@ -63,11 +63,11 @@ def micro_batches(workload: Workload, data_ranks: int, fixed: Given) -> list[Opt
     ]  # fmt: skip
 
 
-def with_micro_batches(c: Columns, options: Mapping[int, Sequence[Option]]) -> Columns:
+def with_micro_batches(layouts: Columns, options: Mapping[int, Sequence[Option]]) -> Columns:
     """Each layout with each of the micro-batches of its number of data ranks; fewer data ranks first."""
-    order = np.argsort(c.data_ranks, kind="stable")
-    columns = {name: column[order] for name, column in vars(c).items()}
-    return Columns(**crossed(columns, c.data_ranks[order], options.__getitem__))
+    order = np.argsort(layouts.data_ranks, kind="stable")
+    columns = {name: column[order] for name, column in vars(layouts).items()}
+    return Columns(**crossed(columns, layouts.data_ranks[order], options.__getitem__))
 
 
 def crossed(
@@ -193,8 +193,8 @@ def _schedules(pp: int, blocks: int, fixed: Given) -> list[Option]:
 
 
 @lru_cache(maxsize=1024)
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+def divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def _no_batch(workload: Workload, cluster: Cluster, fixed: Given) -> str:

@@ -30,16 +30,18 @@ from meshtune.plan.memory.timeline import Memory
 from meshtune.plan.seconds.step import Seconds, step
 from meshtune.plan.workload import Workload
 
-ALIKE = 0.005  # step times as near as that to the shortest are equal to it,
-SPARED = 0.05  # and what leaves so much more of a GPU's memory free is better, then what recomputes less
-CHUNK = 8192  # layouts
+TIE = 0.005  # step times within 0.5 % of the shortest are ties
+TIE_MEMORY_STEP = 0.05  # ties are broken by free memory in steps of 5 % of a GPU, then by less recomputation
+CHUNK = 8192  # layouts that are predicted at a time
 OUTDONE = "another schedule waits as long and keeps less"
 
 
 class Rejected(NamedTuple):
+    """Layouts that one reason rules out."""
+
     reason: str
-    count: int
-    example: str
+    count: int  # of layouts, each under its first reason
+    example: str  # a layout string
 
 
 @dataclass(frozen=True)
@@ -79,19 +81,17 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a search found. columns, seconds, memory: of the layouts that fit, best first. near: those that
-    run but do not fit, the smallest first. fixed: as in `search`.
-    """
+    """The result of a search."""
 
     workload: Workload
     cluster: Cluster
-    considered: int
+    considered: int  # layouts
     rejected: tuple[Rejected, ...]
-    columns: Columns
-    seconds: Seconds
-    memory: Memory
-    near: Columns
-    fixed: Mapping[str, Any]
+    columns: Columns  # layouts that fit, best first
+    seconds: Seconds  # of each of them
+    memory: Memory  # of each of them
+    near: Columns  # layouts that run but do not fit, the smallest first
+    fixed: Mapping[str, Any]  # as in `search`
 
     def __len__(self) -> int:
         return len(self.columns.tp)
@@ -142,43 +142,47 @@ def search(
     # first what no micro-batch changes, counted once for all of them
     examples = outer.replace(**columns_of([inner[n][0] for n in ranks]))
     rejected, allowed = _refused(workload, outer, weights=alternatives, examples=examples, others={})
-    c = with_micro_batches(rows(outer, allowed), inner)
-    others = {} if "schedule" in fixed else {OUTDONE: _outdone(c)}
-    later, allowed = _refused(workload, c, weights=np.ones(len(c.tp)), examples=c, others=others)
-    rejected, c = rejected + later, rows(c, allowed)
-    c = rows(c, np.argsort(c.pp > 1, kind="stable"))
-    held = joined([peak(workload, cluster, each) for each in chunks(c)])
+    layouts = with_micro_batches(rows(outer, allowed), inner)
+    others = {} if "schedule" in fixed else {OUTDONE: _outdone(layouts)}
+    later, allowed = _refused(
+        workload, layouts, weights=np.ones(len(layouts.tp)), examples=layouts, others=others
+    )
+    rejected, layouts = rejected + later, rows(layouts, allowed)
+    layouts = rows(layouts, np.argsort(layouts.pp > 1, kind="stable"))
+    held = joined([peak(workload, cluster, each) for each in chunks(layouts)])
     room = cluster.memory * (1 - margin)
     fits = held.peak <= room
-    rejected += _too_large(workload, cluster, c, held, fits)
+    rejected += _too_large(workload, cluster, layouts, held, fits)
     tight = np.flatnonzero(~fits)
     tight = tight[np.argsort(held.peak[tight], kind="stable")][:8]
-    fitting = rows(c, fits)
+    fitting = rows(layouts, fits)
     seconds = joined([times(workload, cluster, each) for each in chunks(fitting)])
     order = _ranked(seconds.total, held.peak[fits] / cluster.memory, fitting.recompute)
     considered = int(alternatives.sum())
     return Plan(
         workload, cluster, considered, tuple(rejected), rows(fitting, order), rows(seconds, order),
-        rows(rows(held, fits), order), rows(c, tight), fixed,
+        rows(rows(held, fits), order), rows(layouts, tight), fixed,
     )  # fmt: skip
 
 
-def _ranked(seconds: Number, held: Number, recompute: Number) -> Number:
-    """Places by step time, but first the best of those that are as quick as the quickest. held: the peak as a
-    share of a GPU's memory.
+def _ranked(seconds: Number, occupied: Number, recompute: Number) -> Number:
+    """Places by step time, except that the best of all ties with the quickest comes first.
+
+    occupied: peak as a share of a GPU's memory. recompute: index of the mode; ties prefer the lower.
     """
-    order = np.lexsort((held, seconds))
+    order = np.lexsort((occupied, seconds))
     if len(order):
-        alike = order[seconds[order] <= seconds[order[0]] * math.exp(ALIKE)]
-        best = alike[np.lexsort((held[alike], recompute[alike], np.floor(held[alike] / SPARED)))[0]]
+        ties = order[seconds[order] <= seconds[order[0]] * math.exp(TIE)]
+        steps = np.floor(occupied[ties] / TIE_MEMORY_STEP)
+        best = ties[np.lexsort((occupied[ties], recompute[ties], steps))[0]]
         order = np.concatenate([[best], order[order != best]])
     return order
 
 
 def explained(workload: Workload, cluster: Cluster, layout: Layout) -> Choice:
-    """What is predicted for one layout, whether it fits or not."""
-    c = Columns.of([layout])
-    seconds, held = times(workload, cluster, c), peak(workload, cluster, c)
+    """The prediction for one layout, whether it fits or not."""
+    layouts = Columns.of([layout])
+    seconds, held = times(workload, cluster, layouts), peak(workload, cluster, layouts)
     return choice_of(workload, cluster, layout, at(seconds, 0), at(held, 0))
 
 
@@ -188,47 +192,52 @@ def choice_of(workload: Workload, cluster: Cluster, layout: Layout, seconds: Sec
     return Choice(layout, cluster, seconds, held, speed, speed * workload.flops_per_token / rate)
 
 
-def _outdone(c: Columns) -> Number:
-    """GPipe and looped BFS wait as long as 1F1B and interleaved 1F1B and keep more: they are for where those
-    can't run.
+def _outdone(layouts: Columns) -> Number:
+    """True where 1F1B has GPipe's bubble, or interleaved 1F1B looped BFS's, and both save fewer activations.
+
+    GPipe and looped BFS are left to layouts that those can't run.
     """
-    m = c.gradient_accumulation_steps
-    equal_rounds = m % np.maximum(1, np.floor(m / c.pp)) == 0
-    return (c.runs("gpipe") & (m >= c.pp)) | (c.runs("loopedbfs") & equal_rounds)
+    steps = layouts.gradient_accumulation_steps
+    equal_rounds = steps % np.maximum(1, np.floor(steps / layouts.pp)) == 0
+    return (layouts.runs("gpipe") & (steps >= layouts.pp)) | (layouts.runs("loopedbfs") & equal_rounds)
 
 
 # predictions #
 
 
-def times(workload: Workload, cluster: Cluster, c: Columns) -> Seconds:
+def times(workload: Workload, cluster: Cluster, layouts: Columns) -> Seconds:
     machine = machine_of(workload, cluster)
-    found = step(workload.work, c, machine, workload.seq_len, workload.document_tokens)
-    return Seconds(*(np.broadcast_to(getattr(found, f.name), np.shape(c.tp)) for f in fields(found)))
+    found = step(workload.work, layouts, machine, workload.seq_len, workload.document_tokens)
+    return Seconds(*(np.broadcast_to(getattr(found, f.name), np.shape(layouts.tp)) for f in fields(found)))
 
 
-def peak(workload: Workload, cluster: Cluster, c: Columns) -> Memory:
-    stages = stages_of(workload, c)
-    if np.all(c.pp == 1):
+def peak(workload: Workload, cluster: Cluster, layouts: Columns) -> Memory:
+    stages = stages_of(workload, layouts)
+    if np.all(layouts.pp == 1):
         stages = rows(stages, slice(0, 1))  # one rank is like the other
-    return memory.peak(workload.work, c, accounting_of(workload, cluster), workload.seq_len, stages)
+    return memory.peak(workload.work, layouts, accounting_of(workload, cluster), workload.seq_len, stages)
 
 
-def chunks(c: Columns) -> Iterator[Columns]:
-    """These layouts, so many at a time that the formulas' columns stay in the processor's cache."""
-    for start in range(0, max(1, len(c.tp)), CHUNK):
-        yield rows(c, slice(start, start + CHUNK))
+def chunks(layouts: Columns) -> Iterator[Columns]:
+    """The layouts in parts small enough that the formulas' columns stay in the processor's cache."""
+    for start in range(0, max(1, len(layouts.tp)), CHUNK):
+        yield rows(layouts, slice(start, start + CHUNK))
 
 
-def stages_of(workload: Workload, c: Columns) -> Stages:
-    """Who has which blocks, as share.census_stages cuts them where all blocks cost the same, but the
-    first one no gradients of inputs that it does not need.
+def stages_of(workload: Workload, layouts: Columns) -> Stages:
+    """Blocks of the first, the fullest middle and the last pipeline rank of each layout.
+
+    Cut as share.census_stages does where all blocks cost the same, except that the first one lacks gradients
+    of inputs that it does not need.
     """
     w, blocks = workload.work, int(workload.work.blocks)
     lacking = sum(2 * m.rows * m.cols * m.count * (1 - m.input_gradient) for m in w.matrices) * blocks
     block = workload.block_flops() + lacking / blocks
     first, last = -float(lacking / block), float(workload.head_flops / block)
     # as one number, which is quicker to tell apart
-    kinds, which = np.unique((c.pp * 64 + c.virtual_stages) * 2 + c.runs(*V_SCHEDULES), return_inverse=True)
+    kinds, which = np.unique(
+        (layouts.pp * 64 + layouts.virtual_stages) * 2 + layouts.runs(*V_SCHEDULES), return_inverse=True
+    )
     tables = [
         _stages(blocks, first, last, int(kind // 128), bool(kind % 2), int(kind // 2 % 64)) for kind in kinds
     ]
@@ -264,18 +273,20 @@ def _stages(blocks: int, first: float, last: float, pp: int, v_shaped: bool, vir
 
 
 def _refused(
-    workload: Workload, c: Columns, *, weights: Number, examples: Columns, others: Mapping[str, Number]
+    workload: Workload, layouts: Columns, *, weights: Number, examples: Columns, others: Mapping[str, Number]
 ) -> tuple[list[Rejected], Number]:
-    """What each rule refuses, and the mask of the layouts that none refuses.
+    """Return (layouts that each rule refuses, mask of those that none refuses).
 
-    A layout counts for the first rule that refuses it. weights: layouts that each row stands for. examples:
-    for each row one of them. others: masks of what else is left out, by reason.
+    A layout counts for the first rule that refuses it.
+
+    weights: layouts that each row stands for. examples: one of them for each row. others: masks of what else
+    is left out, by reason.
     """
-    allowed, rejected = np.ones(len(c.tp), bool), []
+    allowed, rejected = np.ones(len(layouts.tp), bool), []
     every = rules(
         workload.traits, attention=workload.attention, packing=workload.packing, compile=workload.compile
     )
-    masks = ((rule.reason, rule.refuses(c)) for rule in every)
+    masks = ((rule.reason, rule.refuses(layouts)) for rule in every)
     for reason, mask in (*masks, *others.items()):
         refused = mask & allowed
         if count := int(weights[refused].sum()):
@@ -285,7 +296,7 @@ def _refused(
 
 
 def _too_large(
-    workload: Workload, cluster: Cluster, c: Columns, held: Memory, fits: Number
+    workload: Workload, cluster: Cluster, layouts: Columns, held: Memory, fits: Number
 ) -> Iterator[Rejected]:
     """Layouts that don't fit, by what is largest in them."""
     parts = np.stack([np.broadcast_to(getattr(held, name), fits.shape) for name in memory.CATEGORIES])
@@ -295,4 +306,4 @@ def _too_large(
         if count := int(where.sum()):
             least = np.flatnonzero(where)[held.peak[where].argmin()]
             reason = f"does not fit in {cluster.memory / 2**30:.1f} GiB, most of it {name}"
-            yield Rejected(reason, count, str(layout_at(c, int(least))))
+            yield Rejected(reason, count, str(layout_at(layouts, int(least))))

@@ -196,10 +196,10 @@ class Work:
             tied=tied,
         )
 
-    def adapted(self, r: int) -> Work:
-        """The same frozen, with adapters of rank r beside every matrix of the blocks."""
+    def adapted(self, lora_rank: int) -> Work:
+        """The same frozen, with adapters of this rank beside every matrix of the blocks."""
         frozen = tuple(replace(m, trainable=0.0) for m in self.matrices)
-        adapters = tuple(each for m in self.matrices for each in _adapters(m, r))
+        adapters = tuple(adapter for m in self.matrices for adapter in _adapters(m, lora_rank))
         held = tuple(Weight(each.rows, each.cols, each.count, each.cut) for each in adapters)
         weights = [
             tuple(replace(w, trainable=0.0) for w in own)
@@ -219,7 +219,7 @@ class Work:
 
     @property
     def trained_block_parameters(self) -> Number:
-        """Of these, what is trained."""
+        """Trained elements of an average block."""
         return sum(w.elements * w.trainable for w in self.block_weights)
 
     @property
@@ -237,14 +237,14 @@ class Work:
         return self.blocks * self.block_parameters + self.outside_parameters
 
 
-def _adapters(m: Gemm, r: int) -> tuple[Gemm, Gemm]:
-    """A takes what the matrix takes, B makes what it makes; tp cuts each as the matrix on that side."""
-    a = Gemm(r, m.cols, m.count, "cols" if m.cut == "cols" else "")
-    return a, Gemm(m.rows, r, m.count, "rows" if m.cut == "rows" else "")
+def _adapters(matrix: Gemm, lora_rank: int) -> tuple[Gemm, Gemm]:
+    """LoRA's A, with a matrix's inputs, and B, with its outputs; tp cuts each as that side of the matrix."""
+    a = Gemm(lora_rank, matrix.cols, matrix.count, "cols" if matrix.cut == "cols" else "")
+    return a, Gemm(matrix.rows, lora_rank, matrix.count, "rows" if matrix.cut == "rows" else "")
 
 
 def _kept(census: Census) -> dict[int, Kept]:
-    """What the average block keeps, by bytes of an element; empty where the census does not know."""
+    """Saved bytes of the average block, by bytes of an element; empty where the census does not know."""
     n, found = len(census.blocks), {}
     cores = [(core, layers / n) for core, layers in census.attentions.items()]
     statistics = sum(4 * core.query_heads * count for core, count in cores)

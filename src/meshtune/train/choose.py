@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from meshtune.config import Config
 from meshtune.errors import UserError
-from meshtune.layout import Layout, stage_count
+from meshtune.layout import Layout
 from meshtune.model.anatomy import auto_attention, traits
 from meshtune.model.census_cache import numbers_of
 from meshtune.model.load import load_config
@@ -92,7 +92,7 @@ def _completed(config: Config, ranks: int) -> Layout:
     except UserError as error:
         known = fields.known
         if "gradient_accumulation_steps" not in fields.fixed:  # as many as any schedule takes
-            known = replace(known, gradient_accumulation_steps=2 * stage_count(known))
+            known = replace(known, gradient_accumulation_steps=2 * known.stages)
         _, others = attention_and_refusals(config, known, None)
         raise UserError([*error.problems, *others]) from None
 

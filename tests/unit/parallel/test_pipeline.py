@@ -24,7 +24,7 @@ from meshtune.parallel.apply import apply
 from meshtune.parallel.mesh import join
 from meshtune.parallel.zero import local
 from meshtune.placement.rules import ZERO_BUBBLE
-from meshtune.placement.share import stage_blocks, stage_count, stage_of_rank
+from meshtune.placement.share import stage_blocks, stage_of_rank
 from meshtune.train.loss import head_loss
 
 register()
@@ -101,7 +101,7 @@ class OnParameters:
 
 def build(family: str, layout: Layout) -> Any:
     world = join(layout, torch.device("cpu"))
-    every = stage_blocks([1.0] * BLOCKS, stage_count(layout), last=0.5)
+    every = stage_blocks([1.0] * BLOCKS, layout.stages, last=0.5)
     own = stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, world.pp.index)
     parallel = apply(
         partial(make, family, True), world, {s: every[s] for s in own},

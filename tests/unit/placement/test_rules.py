@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import PipelineStage
 
-from meshtune.layout import SCHEDULES, VIRTUAL_SCHEDULES, Layout, stage_count
+from meshtune.layout import SCHEDULES, VIRTUAL_SCHEDULES, Layout
 from meshtune.placement.rules import Traits, refusals
 
 LLAMA = Traits(
@@ -115,8 +115,8 @@ def torch_takes(layout: Layout) -> bool:
     """Whether torch's schedule can be made; with stand-ins for the stages."""
     stage = stand_in()
     stage.group_rank, stage.group_size, stage.submod = 0, layout.pp, None
-    stage.num_stages = stage_count(layout)
-    several = [stage] * (stage_count(layout) // layout.pp)
+    stage.num_stages = layout.stages
+    several = [stage] * (layout.stages // layout.pp)
     made = TORCH_SCHEDULES[layout.schedule]
     stages = several if issubclass(made, schedules.PipelineScheduleMulti) else stage
     try:

@@ -236,7 +236,7 @@ def test_real_ranks_keep_exactly_the_bytes_of_their_shares(text):
 )
 def test_messages_are_those_that_were_counted(text, expected):
     """Four blocks; the counts of engine runs, whatever the axis."""
-    found = share(census(zero_memory.config()), Layout.parse(text), 0).messages
+    found = share(census(zero_memory.config()), Layout.parse(text), 0).collectives
 
     assert {each.op: each.count for each in found} == expected
 
@@ -272,7 +272,7 @@ def a_pass(family, text):
 def test_tensor_parallel_messages_are_those_of_a_real_pass(family, text):
     counted = run_ranks(2, a_pass, family, text)[0]
     expected = Counter()
-    for message in share(census(FAMILIES[family]()), Layout.parse(text), 0).messages:
+    for message in share(census(FAMILIES[family]()), Layout.parse(text), 0).collectives:
         expected[OPERATIONS[message.op]] += message.count
 
     assert counted == expected
@@ -287,8 +287,8 @@ OPERATIONS = {
 
 def test_message_bytes_are_of_whole_tensors():
     model = census(zero_memory.config())
-    gather, scatter = share(model, Layout.parse("zero3x2-mb2-ga4"), 0).messages
-    (reduce,) = share(model, Layout.parse("tp2-mb2-ga4"), 0, seq_len=32).messages
+    gather, scatter = share(model, Layout.parse("zero3x2-mb2-ga4"), 0).collectives
+    (reduce,) = share(model, Layout.parse("tp2-mb2-ga4"), 0, seq_len=32).collectives
 
     assert gather.bytes == 8 * 2 * model.total  # bf16
     assert scatter.bytes == 4 * 4 * model.total  # summed in fp32
@@ -306,5 +306,5 @@ def test_lora_shards_what_is_frozen_and_sums_only_adapters():
     adapters = 2 * 2 * (64 + 64)
     assert found.bytes.weights == (2 * (adapted.total - adapters) + 4 * adapters) // 2
     assert found.bytes.optimizer == 8 * adapters // 2
-    assert [message.count for message in found.messages] == [2 * 2 * 3, 2 * 2]
-    assert math.isclose(found.messages[1].bytes, 2 * 4 * adapters)
+    assert [message.count for message in found.collectives] == [2 * 2 * 3, 2 * 2]
+    assert math.isclose(found.collectives[1].bytes, 2 * 4 * adapters)

@@ -29,7 +29,7 @@ from meshtune.plan.hardware import catalogue
 from meshtune.plan.machine import machine_of
 from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.models import models
-from meshtune.plan.search import ALIKE, Choice, Plan, explained, search
+from meshtune.plan.search import TIE, Choice, Plan, explained, search
 from meshtune.plan.seconds.step import Seconds, compute_parts
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
@@ -104,11 +104,11 @@ def test_every_layout_fills_the_cluster_makes_the_batch_and_runs_and_fits(plan: 
 def test_the_quickest_come_first_and_of_those_alike_the_smallest(plan: Plan) -> None:
     total, held = plan.seconds.total, plan.memory.peak
     slowest_before = np.maximum.accumulate(total)
-    assert (total >= slowest_before * math.exp(-ALIKE) * (1 - 1e-12)).all()
+    assert (total >= slowest_before * math.exp(-TIE) * (1 - 1e-12)).all()
     for a in range(min(len(plan) - 1, 500)):
         if total[a] > total[a + 1]:
             assert held[a] <= held[a + 1], "slower and before, so smaller"
-    assert plan.choice(0).seconds.total <= total.min() * math.exp(ALIKE)
+    assert plan.choice(0).seconds.total <= total.min() * math.exp(TIE)
 
 
 def test_a_layout_in_a_column_is_predicted_as_it_is_alone(plan: Plan) -> None:
@@ -259,7 +259,7 @@ def test_no_winner_accumulates_where_more_data_ranks_could_do_it_as_quickly(mode
             continue
         for other in spread(best.layout):
             there = explained(w, cluster, other)
-            quicker = there.seconds.total < best.seconds.total * math.exp(-ALIKE)
+            quicker = there.seconds.total < best.seconds.total * math.exp(-TIE)
             assert w.refusals(other) or not there.fits or not quicker, f"{other} instead of {best.layout}"
 
 

@@ -1,0 +1,147 @@
+"""Communication of one rank in an optimizer step, by axis and operation: counts and bytes.
+
+    parameters, gradients (dp, ZeRO)   hidden states (pp, tp)   keys, values, heads (cp)
+
+`share.share` puts them together for a rank; docs/parallelism.md draws them.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from meshtune.layout import Layout
+from meshtune.placement.census import Census, Parameter
+from meshtune.placement.states import Copies
+from meshtune.recomputation import RECOMPUTATIONS
+
+Shape = tuple[int, ...]
+Unit = list[tuple[Shape, Parameter]]  # parameters that are gathered and reduced together, as tp leaves them
+
+
+class Collective(NamedTuple):
+    """All collectives or sends of one kind that a rank takes part in during an optimizer step."""
+
+    axis: str  # one of AXES, or two together as in dp_shard_cp
+    op: str  # all_gather | reduce_scatter | all_reduce | all_to_all | send
+    what: str  # parameters | gradients | hidden states | features | keys and values | heads
+    count: int
+    bytes: int  # of all of them: gathered tensors, inputs of reductions, sent tensors, each whole
+
+
+def data_collectives(copies: Copies, layout: Layout, units: Sequence[Unit]) -> Iterator[Collective]:
+    """Gathered parameters and summed gradients, one flat buffer for each unit, as parallel/zero.py has it."""
+    zero, steps = layout.zero, layout.gradient_accumulation_steps
+    shards = layout.shard_ranks if zero else 1
+    replicas = layout.parameter_ranks // shards
+
+    def flat(shape: Shape) -> int:
+        """Elements that a parameter takes in a flat buffer: all shards are as long as the longest."""
+        return math.prod((-(-shape[0] // shards) * shards, *shape[1:]))
+
+    trained = [unit for unit in units if any(p.trainable for _, p in unit)]
+    weights = sum(flat(shape) for unit in units for shape, _ in unit) * int(copies.weight)
+    gradients = sum(flat(shape) for unit in units for shape, p in unit if p.trainable)
+    gradients *= int(copies.accumulated)
+    context = "_cp" if layout.cp > 1 else ""
+    if shards > 1:
+        axis = f"dp_shard{context}"
+        gathers, sums = 2 * steps if zero == 3 else 1, steps if zero > 1 else 1
+        yield Collective(axis, "all_gather", "parameters", gathers * len(units), gathers * weights)
+        yield Collective(axis, "reduce_scatter", "gradients", sums * len(trained), sums * gradients)
+    if replicas > 1:
+        axis = "dp_replicate" if zero else f"dp_replicate{context}"
+        yield Collective(axis, "all_reduce", "gradients", len(trained), gradients // shards)
+
+
+def pipeline_collectives(layout: Layout, stages: Sequence[int], *, hidden_bytes: int) -> Iterator[Collective]:
+    """Hidden states to the next stage and their gradients to the one before, unless this rank has it too.
+
+    hidden_bytes: of a micro-batch's hidden states.
+    """
+    if layout.pp == 1:
+        return
+    away = [
+        other
+        for stage in stages
+        for other in (stage - 1, stage + 1)
+        if 0 <= other < layout.stages and other not in stages
+    ]
+    sends = layout.gradient_accumulation_steps * len(away)
+    yield Collective(
+        "pp", "send", "hidden states", sends, sends * hidden_bytes // (layout.tp if layout.sp else 1)
+    )
+
+
+def context_collectives(
+    census: Census, layout: Layout, blocks: Iterable[range], *, token_bytes: int
+) -> Iterator[Collective]:
+    """Keys and values, or heads, exchanged by context ranks around each attention (parallel/context.py).
+
+    token_bytes: of one feature of all of a micro-batch's tokens.
+    """
+    if layout.cp == 1:
+        return
+    steps, mode = layout.gradient_accumulation_steps, RECOMPUTATIONS[layout.recompute]
+    cores = [a for stage in blocks for block in stage for a in census.blocks[block].attention]
+    if layout.cp_method == "ulysses":  # queries, keys, values, and what comes out; back again in the backward
+        times = 8 + (4 if mode.block else 3 if mode.attention else 0)
+        # keys and values are repeated until each rank gets as many of their heads
+        features = sum(
+            (a.query_heads // layout.tp + math.lcm(max(a.key_heads // layout.tp, 1), layout.cp))
+            * (a.qk_dim + a.v_dim)
+            for a in cores
+        )
+        count = steps * times * len(cores)
+        yield Collective(
+            "cp", "all_to_all", "heads", count, steps * times * features * token_bytes // 4 // layout.tp
+        )
+        return
+    again = mode.block or mode.attention
+    features = sum(max(a.key_heads // layout.tp, 1) * (a.qk_dim + a.v_dim) for a in cores)
+    whole = features * token_bytes * layout.cp
+    for op, times in (("all_gather", 1 + again), ("reduce_scatter", 1)):
+        yield Collective("cp", op, "keys and values", steps * times * len(cores), steps * times * whole)
+
+
+def tensor_collectives(
+    census: Census,
+    layout: Layout,
+    stages: Sequence[int],
+    blocks: Iterable[range],
+    *,
+    units: Sequence[Unit],
+    token_bytes: int,
+) -> Iterator[Collective]:
+    """Hidden states summed or gathered over tensor-parallel ranks (parallel/tensor.py), in full fine-tuning.
+
+    Below the lowest trainable parameter there is no backward. Not counted: a few numbers per token for the
+    loss, and once a step the gradients of what every rank holds whole.
+
+    token_bytes: of one feature of all of a micro-batch's tokens.
+    """
+    if layout.tp == 1:
+        return
+    steps, count_of_blocks = layout.gradient_accumulation_steps, sum(map(len, blocks))
+    hidden = token_bytes * census.hidden
+    ends = (0 in stages) + (layout.stages - 1 in stages)  # after the lookup, before the head
+    # Attention and mlp are entered and left, forward and backward. What runs again ends with the last matrix:
+    # the sum of its outputs is not needed (but by families that normalise it, such as Olmo2 and Gemma2).
+    again = RECOMPUTATIONS[layout.recompute].block
+    if layout.sp:
+        for op, times in (("all_gather", 4 + 2 * again), ("reduce_scatter", 4 + again)):
+            count = steps * (count_of_blocks * times + ends)
+            yield Collective("tp", op, "hidden states", count, count * hidden)
+    else:
+        count = steps * (count_of_blocks * (4 + again) + ends)
+        yield Collective("tp", "all_reduce", "hidden states", count, count * hidden)
+    widths = [
+        p.shape[cut]
+        for unit in units
+        for _, p in unit
+        if p.whole and (cut := p.cut) is not None
+        for _ in range(2 if again and cut == 0 else 1)
+    ]
+    if widths:
+        yield Collective(
+            "tp", "all_gather", "features", steps * len(widths), steps * sum(widths) * token_bytes
+        )
