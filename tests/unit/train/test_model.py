@@ -1,0 +1,48 @@
+"""A model on each rank from plain values: no settings, tokenizer or run folder."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import documents
+from transformers import AutoConfig, LlamaConfig
+
+from meshtune.data.loader import Batch
+from meshtune.layout import Layout
+from meshtune.parallel.mesh import join
+from meshtune.train.model import ModelSpec, OptimizerSpec, rank_model
+
+SHAPE = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def step(folder: str, layout: str) -> tuple[float, float, int]:
+    """(loss, gradient norm, parameters on this rank) of a step from a config.json alone."""
+    source = AutoConfig.from_pretrained(folder)
+    spec = ModelSpec(source=source, init="random", precision="fp64", seed=3)
+    world = join(Layout.parse(layout), torch.device("cpu"))
+    model = rank_model(spec, world, optimizer=OptimizerSpec())
+    micro_batches = [documents(seed=seed, vocabulary=96) for seed in range(4)]
+    mine = micro_batches[world.data_rank :: world.data_ranks]
+    label_tokens = sum(micro_batch.label_tokens for micro_batch in micro_batches)
+    tokens = sum(len(row) for micro_batch in micro_batches for row in micro_batch.documents)
+    batch = Batch(tuple(mine), label_tokens=label_tokens, tokens=tokens, origin="")
+    share = model.passes.forward_backward(batch, lambda _: nullcontext())
+    loss, squares = world.sum_over_ranks(share, model.optimizer.squared_norm())
+    model.optimizer.step(1e-3)
+    return loss, squares**0.5, sum(p.numel() for _, p in model.parallel.named_parameters())
+
+
+@pytest.mark.parametrize("layout", ["dp2-mb2-ga2", "tp2-sp-mb2-ga4"])
+def test_two_ranks_make_a_model_and_step_from_a_config_alone(layout: str, tmp_path: Path) -> None:
+    LlamaConfig(**SHAPE).save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    one = step(str(tmp_path), "mb2-ga4")
+    for loss, norm, parameters in run_ranks(2, step, str(tmp_path), layout):
+        assert loss == pytest.approx(one[0], rel=1e-10)
+        assert norm == pytest.approx(one[1], rel=1e-8)
+        assert parameters == one[2] if "dp2" in layout else parameters < one[2]
