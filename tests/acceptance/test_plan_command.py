@@ -388,9 +388,10 @@ def test_devices_that_nobody_knows_train_under_a_named_layout(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meshtune: Command
 ) -> None:
     """A prediction is missing, no more."""
-    from meshtune.train import build
+    from meshtune.train import build, choose
 
-    monkeypatch.setattr(build, "gpus_of", lambda device: [("GT 710", 2.0**31)])
+    for module in (build, choose):
+        monkeypatch.setattr(module, "gpus_of", lambda device: [("GT 710", 2.0**31)])
     ended = meshtune("train", *settings("layout=auto", "train.max_steps=1"))
     assert ended.code == 2 and "The GPU 'GT 710' is not in the catalogue" in ended.err
     ended = meshtune("train", *settings("layout=mb2-ga2", "train.max_steps=1"))
