@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class Gradients(Protocol):
-    """Where the gradients of a step are accumulated."""
+    """Accumulated gradients of a step, by parameter."""
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None: ...
 

@@ -31,7 +31,7 @@ def on_meta(folder: Path, dtype: torch.dtype = FP32) -> PreTrainedModel:
 
 
 def one_device(folder: Path, dtype: torch.dtype = FP32) -> PreTrainedModel:
-    """What transformers loads by itself, cast by it, in training mode."""
+    """The model as transformers itself loads and casts it, in training mode."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     model.config.name_or_path = str(folder)
     return model.train()

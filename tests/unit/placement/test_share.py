@@ -79,7 +79,7 @@ def test_no_other_cut_has_a_smaller_largest_stage(costs, data, first, last):
     last=st.one_of(st.integers(0, 8000), st.sampled_from([0, 500, 1000, 1500, 3000])),
 )
 def test_equal_blocks_are_cut_by_the_same_rule(blocks, data, first, last):
-    """Of all cuts the one that `stage_blocks` promises; the first block may cost less than the others."""
+    """Find `stage_blocks`' cut by trying all; the first block may cost less than the others."""
     stages = data.draw(st.integers(1, blocks))
     costs = [1000 + min(first, 0), *[1000] * (blocks - 1)]
     more = max(first, 0)

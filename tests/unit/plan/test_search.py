@@ -567,7 +567,7 @@ def check(each: advice.Alternative, best: Choice, plan: Plan) -> None:
 
 
 def check_cause(said: str, other: Choice, best: Choice, w: Workload) -> None:
-    """What is said to make a layout compute longer is what its work takes longer for."""
+    """Check that the named cause of extra compute is a part whose time is longer."""
     parts = [
         compute_parts(
             w.work, Columns.of([choice.layout]), machine_of(w, choice.cluster), w.seq_len, w.document_tokens

@@ -66,7 +66,7 @@ def _mark(mark: Mark, x: alt.X) -> list[alt.Chart]:
 
 
 def _starts(panel: Stacks, row: int) -> list[float]:
-    """Where each part of a bar begins."""
+    """Start of each part of a bar."""
     starts, end = [], 0.0
     for sizes in panel.parts.values():
         starts.append(end)
