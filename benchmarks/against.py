@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,9 +78,10 @@ def paired(
 
     other: a checkout's root. threads: of each rank. say: called with each pair's outcome.
     """
+    roots = (Path(__file__).resolve().parents[1], other.resolve())
+    first_peak, second_peak = (peak_bytes(root, words, ranks, threads) for root in roots)
     ours, theirs = (
-        Gated(root, [*words, f"train.max_steps={WARM_UP + pairs + 1}"], ranks, threads)
-        for root in (Path(__file__).resolve().parents[1], other.resolve())
+        Gated(root, [*words, f"train.max_steps={WARM_UP + pairs + 1}"], ranks, threads) for root in roots
     )
     seconds: list[tuple[float, float]] = []
     try:
@@ -92,7 +93,7 @@ def paired(
             if number >= WARM_UP:
                 seconds.append((first, second))
                 say(f"pair {len(seconds)}: {first:.3f} s and {second:.3f} s, ratio {second / first:.3f}")
-        (first_losses, first_peak), (second_losses, second_peak) = ours.end(), theirs.end()
+        (first_losses, _), (second_losses, _) = ours.end(), theirs.end()
     finally:
         for process in (ours, theirs):
             process.stop()
@@ -100,10 +101,25 @@ def paired(
     return Paired(seconds, losses, (first_peak, second_peak))
 
 
+def peak_bytes(root: Path, words: Sequence[str], ranks: int, threads: int) -> int:
+    """Train `WARM_UP` steps with a checkout, every tensor mapped by itself; the peak resident bytes."""
+    run = Gated(
+        root, [*words, f"train.max_steps={WARM_UP}"], ranks, threads, {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    )
+    try:
+        for _ in range(WARM_UP - 1):
+            run.step()
+        return run.end()[1]
+    finally:
+        run.stop()
+
+
 class Gated:
     """A training process of a checkout that waits at its loader before each step."""
 
-    def __init__(self, root: Path, words: Sequence[str], ranks: int, threads: int) -> None:
+    def __init__(
+        self, root: Path, words: Sequence[str], ranks: int, threads: int, variables: Mapping[str, str] = {}
+    ) -> None:
         self.folder = tempfile.TemporaryDirectory()
         self.run = Path(self.folder.name, "run")
         to_worker, self.go = os.pipe()
@@ -111,7 +127,7 @@ class Gated:
         command = [sys.executable, __file__, str(ranks), str(to_worker), str(from_worker)]
         environment = os.environ | {
             "PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1",
-            "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false",
+            "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", **variables,
         }  # fmt: skip
         self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
         self.process = subprocess.Popen(

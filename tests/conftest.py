@@ -7,11 +7,10 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from hypothesis import settings
-from tiny import census_once, make_rows, make_tokenizer, write_rows
+from tiny import make_rows, make_tokenizer, write_rows
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -100,10 +99,8 @@ def train(settings: Callable[..., list[str]]) -> Callable[..., Any]:
     def run(*overrides: str) -> Any:
         from meshtune import config
         from meshtune.train import build, loop
-        from meshtune.train import model as train_model
 
-        with patch.object(train_model, "census_of", census_once):
-            made = build.build(config.load(None, settings(*overrides)))
+        made = build.build(config.load(None, settings(*overrides)))
         loop.train(made)
         return made
 

@@ -43,20 +43,6 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
     return file
 
 
-censuses: dict[Any, Any] = {}
-
-
-def census_once(model: Any) -> Any:
-    """In the place of `census_of`, a third of a tiny run's time: once a process for models that are alike."""
-    from meshtune.model.trace import census_of
-
-    parameters = [(name, p.shape, p.requires_grad) for name, p in model.named_parameters()]
-    key = (type(model), model.config.to_json_string(), tuple(parameters))
-    if key not in censuses:
-        censuses[key] = census_of(model)
-    return censuses[key]
-
-
 def documents(*, seed: int, vocabulary: int, rows: int = 2, width: int = 32) -> Any:
     """A packed micro-batch of random tokens with very unequal labels."""
     import numpy as np

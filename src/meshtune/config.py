@@ -144,6 +144,12 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _one_of(self) -> "TrainConfig":
         problems = []
+        summed = PRECISIONS[self.precision].summed(self.reduce_dtype)
+        if self.reduce_dtype == "bf16" and summed != REDUCE_DTYPES["bf16"]:
+            problems.append(
+                f"train.reduce_dtype=bf16 would round the {summed} gradients of train.precision="
+                f"{self.precision}; leave train.reduce_dtype out, or set train.precision=bf16."
+            )
         if self.global_batch_size and self.global_batch_tokens:
             problems.append(
                 "train.global_batch_size and train.global_batch_tokens both set the batch; keep one."

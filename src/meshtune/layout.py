@@ -147,15 +147,15 @@ def parse_fields(text: str) -> dict[str, Any]:
     """The fields that a layout string names. Raises UserError for unknown and repeated tokens, all at
     once.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     problems = []
     for word in text.strip().split("-"):
         for token in TOKENS:
             if match := re.fullmatch(token.pattern, word):
                 named = token.read(*match.groups())
-                if repeated := found.keys() & named.keys():
+                if repeated := values.keys() & named.keys():
                     problems.append(f"Layout '{text}' sets {', '.join(sorted(repeated))} twice.")
-                found |= named
+                values |= named
                 break
         else:
             examples = [token.example for token in TOKENS]
@@ -164,7 +164,7 @@ def parse_fields(text: str) -> dict[str, Any]:
             problems.append(f"Layout '{text}': '{word}' is no token; {hint}")
     if problems:
         raise UserError(problems)
-    return found
+    return values
 
 
 def contradictions(layout: Layout) -> Iterator[str]:
@@ -209,18 +209,18 @@ BELONGS = {  # axis -> what only has a meaning with it
 
 
 def _undetermined(name: str, chosen: Collection[str]) -> bool:
-    """Whether a field can only be judged when an axis among `chosen` has its size."""
-    return any(axis in chosen and name in (axis, *own) for axis, own in BELONGS.items())
+    """True if a field can't be validated before an axis among `chosen` has its size."""
+    return any(axis in chosen and name in (axis, *dependent) for axis, dependent in BELONGS.items())
 
 
 def _known(fixed: Mapping[str, Any], chosen: Collection[str]) -> Layout:
-    """The fixed fields that can be judged already, as a layout. Raises UserError for contradictions."""
-    judged = {name: each for name, each in fixed.items() if not _undetermined(name, chosen)}
-    if "zero" in chosen and judged.get("dp_shard", 1) != 1:
-        judged["zero"] = 1
-    if "schedule" in chosen and judged.get("virtual_stages", 1) != 1:
-        judged["schedule"] = VIRTUAL_SCHEDULES[0]
-    return Layout(**judged)
+    """The fixed fields that can be validated already, as a layout. Raises UserError for contradictions."""
+    valid = {name: value for name, value in fixed.items() if not _undetermined(name, chosen)}
+    if "zero" in chosen and valid.get("dp_shard", 1) != 1:
+        valid["zero"] = 1
+    if "schedule" in chosen and valid.get("virtual_stages", 1) != 1:
+        valid["schedule"] = VIRTUAL_SCHEDULES[0]
+    return Layout(**valid)
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class PartialLayout:
 
     @classmethod
     def parse(cls, value: "str | Mapping[str, Any]") -> "PartialLayout":
-        every = frozenset(each.name for each in fields(Layout))
+        every = frozenset(row.name for row in fields(Layout))
         if value == AUTO:
             return cls(open=every)
         if isinstance(value, str):
@@ -255,8 +255,8 @@ class PartialLayout:
                     )
                     for name in unknown
                 )
-            fixed = {name: each for name, each in value.items() if each != AUTO}
-            chosen = {name for name, each in value.items() if each == AUTO}
+            fixed = {name: entry for name, entry in value.items() if entry != AUTO}
+            chosen = {name for name, entry in value.items() if entry == AUTO}
             chosen |= {name for axis in chosen for name in BELONGS.get(axis, ()) if name not in value}
             _known(fixed, chosen)
             return cls(fixed, frozenset(chosen))
@@ -273,9 +273,9 @@ class PartialLayout:
         """Every field that is not to choose, with its value."""
         chosen = self.open | ({"micro_batch_size", "gradient_accumulation_steps"} - self.fixed.keys())
         return {
-            each.name: self.fixed.get(each.name, each.default)
-            for each in fields(Layout)
-            if each.name in self.fixed or each.name not in chosen
+            row.name: self.fixed.get(row.name, row.default)
+            for row in fields(Layout)
+            if row.name in self.fixed or row.name not in chosen
         }
 
     @property

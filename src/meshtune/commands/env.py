@@ -46,15 +46,15 @@ def environment(model: str | None) -> dict[str, Any]:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         devices[f"cuda:{index}"] = f"{properties.name}, {human(properties.total_memory)}"
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "versions": versions() | {"executable": sys.executable},
         "devices": devices,
     }
     if model:
         config = load_config(model)
-        found["type"] = config.model_type
-        found["features"] = [
+        report["type"] = config.model_type
+        report["features"] = [
             {"feature": feature, "supported": supported, "why": why}
             for feature, supported, why in capabilities(config)
         ]
-    return found
+    return report

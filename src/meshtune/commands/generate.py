@@ -49,7 +49,7 @@ def generated(
     if not encoder.templated and encoder.train_on == "all":  # trained to go on with a text, not to answer
         encoder.separator = ""
     origin = Origin("prompt", 1)
-    asked = [
+    examples = [
         Example(
             origin,
             messages=({"role": "user", "content": prompt},),
@@ -65,7 +65,7 @@ def generated(
     return answers(
         opened.parallel,
         opened.tokenizer,
-        [encoder.prompt_ids(example) for example in asked],
+        [encoder.prompt_ids(example) for example in examples],
         max_new_tokens=max_new_tokens,
         stop_ids=encoder.stop_ids,
         temperature=temperature,

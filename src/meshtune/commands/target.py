@@ -64,11 +64,11 @@ def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = 
         config = settings.load(run.config_file, overrides)
         if step is None and run.model.exists():
             return Target(config, run.model, run)
-        found: list[str] = []
-        step = Checkpoints(run.checkpoints, report=found.append).newest_good() if step is None else step
+        damaged: list[str] = []
+        step = Checkpoints(run.checkpoints, report=damaged.append).newest_good() if step is None else step
         if step is None:
-            raise UserError([f"{path} holds neither model/ nor a whole checkpoint; train first.", *found])
-        for sentence in found:  # an older checkpoint stands in for a damaged one: never without a word
+            raise UserError([f"{path} holds neither model/ nor a whole checkpoint; train first.", *damaged])
+        for sentence in damaged:  # an older checkpoint stands in for a damaged one: never without a word
             print(sentence, file=sys.stderr)
         return Target(config, None, run, step)
     if step is not None:

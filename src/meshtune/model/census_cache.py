@@ -27,12 +27,12 @@ from meshtune.rundir import write_text_atomically
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoraShape:
     """The settings of LoRA that decide the names and shapes of its parameters."""
 
-    r: int = 16
-    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    r: int = 16  # rank
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"  # or endings of layers' names
 
 
 def numbers_of(config: Config, *, log: Callable[[str], None] = lambda _: None) -> ModelNumbers:
@@ -40,13 +40,14 @@ def numbers_of(config: Config, *, log: Callable[[str], None] = lambda _: None) -
 
     The data set and the model's weights need not exist. log, errors: see `model_numbers`.
     """
-    model = config.model
+    model, lora = config.model, config.lora
+    shape = LoraShape(r=lora.r, target_modules=lora.target_modules)
     return model_numbers(
         model.name,
         revision=model.revision,
         trust_remote_code=model.trust_remote_code,
         freeze=model.freeze,
-        lora=LoraShape(config.lora.r, config.lora.target_modules) if config.method == "lora" else None,
+        lora=shape if config.method == "lora" else None,
         cache_dir=Path(config.data.cache).expanduser(),
         log=log,
     )

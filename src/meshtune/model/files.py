@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import HfApi, snapshot_download
 from transformers import PretrainedConfig
 
@@ -19,6 +20,11 @@ from meshtune.errors import UserError
 from meshtune.model.hub import hub_errors, local_path
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+SAFETENSORS_DTYPES = {  # the word of a safetensors header for each dtype
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL",
+}  # fmt: skip
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Configuration and tokenizer files of a hub repository.
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")

@@ -40,17 +40,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from meshtune.errors import UserError
-from meshtune.model.files import checked_weight_files, read_json, resolve
+from meshtune.model.files import SAFETENSORS_DTYPES, checked_weight_files, read_json, resolve
 from meshtune.model.pieces import StoredTensors, fill, materialise, whole_pieces
 
 logger = logging.getLogger(__name__)
-
-SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-}
 
 
 def quiet() -> None:
@@ -287,11 +280,11 @@ def _read(folder: Path, config: PretrainedConfig, trust_remote_code: bool) -> Pr
     files = checked_weight_files(folder, config)
     try:
         words = _stored_dtypes(files)
-        stored = [dtype for dtype, word in SAFETENSORS_DTYPES.items() if word in words] or [torch.float32]
+        stored = [key for key, word in SAFETENSORS_DTYPES.items() if word in words and key.is_floating_point]
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
-            dtype=reduce(torch.promote_types, stored),
+            dtype=reduce(torch.promote_types, stored or [torch.float32]),
             attn_implementation="eager",
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
@@ -306,9 +299,9 @@ def _read(folder: Path, config: PretrainedConfig, trust_remote_code: bool) -> Pr
         problems.append(
             f"{folder} lacks {len(missing)} tensors of a {config.model_type} model: {_few(missing)}."
         )
-    for key, found, expected in sorted(report["mismatched_keys"])[:10]:
+    for key, shape, expected in sorted(report["mismatched_keys"])[:10]:
         problems.append(
-            f"{folder}: {key} has shape {tuple(found)}, but config.json makes it {tuple(expected)}."
+            f"{folder}: {key} has shape {tuple(shape)}, but config.json makes it {tuple(expected)}."
         )
     if problems:
         raise UserError(problems)

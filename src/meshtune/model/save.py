@@ -26,17 +26,12 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from meshtune.errors import UserError
-from meshtune.model.files import INDEX, WEIGHTS
+from meshtune.model.files import INDEX, SAFETENSORS_DTYPES, WEIGHTS
 from meshtune.model.lora import lora_layers
 from meshtune.model.pieces import Piece
 from meshtune.rundir import flush
 
 ADAPTER_CONFIG = "adapter_config.json"
-SAFETENSORS_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-    torch.bool: "BOOL",
-}  # fmt: skip
 
 
 @contextmanager

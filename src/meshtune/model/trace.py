@@ -10,9 +10,10 @@ not counted); anything else is reported as unsupported, so that no family is cou
 """
 
 import copy
+import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,6 +38,8 @@ from meshtune.model.saved_tensors import TOKENS as SAVED_TOKENS
 from meshtune.placement.census import Attention, Block, Census, Matrix, Parameter, SavedBytes
 
 ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(\..+)?")  # the names of LoRA's parameters
+TRACED_MODELS = 16
+traced_models: dict[Hashable, Census] = {}  # the last of this process, by all that a census depends on
 IN_BLOCK = re.compile(r"(?P<blocks>.+?)\.(?P<index>\d+)\.(?P<name>.+)")
 
 
@@ -77,10 +80,21 @@ def census(
 
 
 def census_of(model: PreTrainedModel) -> Census:
-    """Count an existing model with its frozen parameters and LoRA adapters.
+    """Count an existing model with its frozen parameters and LoRA adapters; equal models are traced once.
 
     Call it before the model is wrapped or sharded.
     """
+    settings = model.config.to_dict() | {"dtype": None}  # traced in a dtype of its own
+    shapes = tuple((name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters())
+    key = (type(model), json.dumps(settings, default=str, sort_keys=True), shapes)
+    if key not in traced_models:
+        while len(traced_models) >= TRACED_MODELS:
+            traced_models.pop(next(iter(traced_models)))
+        traced_models[key] = _traced_census(model)
+    return traced_models[key]
+
+
+def _traced_census(model: PreTrainedModel) -> Census:
     adapters: dict[str, int] = {}
     frozen: set[str] = set()
     shapes: dict[str, tuple[int, ...]] = {}

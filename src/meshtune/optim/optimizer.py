@@ -137,13 +137,13 @@ class Optimizer:
     def named_gradients(self, among: Collection[str] | None = None) -> dict[str, Tensor]:
         """This rank's gradients of the step, by name, in the dtype they add up in; all, or those `among`."""
         self.add_up()
-        found = (
+        gradients = (
             (name, self.gradient(parameter))
             for bucket in self.buckets
             for name, parameter in zip(bucket.names, bucket.parameters, strict=True)
             if among is None or name in among
         )
-        return {name: local(gradient) for name, gradient in found if gradient is not None}
+        return {name: local(gradient) for name, gradient in gradients if gradient is not None}
 
     def gradients(self) -> list[Tensor]:
         return list(self.named_gradients().values())
@@ -209,10 +209,10 @@ class Optimizer:
 
         Before the first step there is no state; `materialise` makes zeros, as loading a checkpoint needs.
         """
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for bucket in self.buckets:
             for name, trained in zip(bucket.names, bucket.trained, strict=True):
-                found[f"model.{name}"] = trained
+                tensors[f"model.{name}"] = trained
                 every = bucket.update.state
                 state = every[trained] if trained in every or materialise else {}
                 if materialise and not state:
@@ -224,8 +224,8 @@ class Optimizer:
                             else torch.zeros_like(trained, dtype=dtype, memory_format=torch.preserve_format)
                         )
                         state[row.name] = zeros
-                found |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
-        return found
+                tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
+        return tensors
 
 
 def parts_of(key: str) -> tuple[str, str, str]:

@@ -180,16 +180,16 @@ def apply(
     """
     layout, mesh = world.layout, zero.parameter_mesh(world)
     stages, groups = [], []
-    for index, own in blocks.items():
+    for index, numbers in blocks.items():
         model = make()
         parts = anatomy(model)
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         splits = tensor.split_model(model, parts, world.tp, sequence=layout.sp)
         if world.cp.size > 1:
             context.attach(model, parts, world.cp, layout.cp_method)
-        stage = Stage(model, parts, own, index=index, of=layout.stages, finish=finish)
+        stage = Stage(model, parts, numbers, index=index, of=layout.stages, finish=finish)
         recompute_blocks(model, parts, layout.recompute)
-        inside = [model.get_submodule(f"{parts.blocks}.{number}") for number in own]
+        inside = [model.get_submodule(f"{parts.blocks}.{number}") for number in numbers]
         if compile:
             for block in inside:
                 block.compile()

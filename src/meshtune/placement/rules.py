@@ -106,8 +106,8 @@ def _nearest(every: Sequence[Rule], layout: Layout, field: str, values: Iterable
     tried = np.array([*values], dtype=float)
     columns = Columns.of([layout]).replace(**{field: tried})
     refused = np.any([np.broadcast_to(rule.refuses(columns), tried.shape) for rule in every], axis=0)
-    own = getattr(layout, field)
-    return min((int(value) for value in tried[~refused]), key=lambda value: abs(value - own), default=None)
+    wanted = getattr(layout, field)
+    return min((int(value) for value in tried[~refused]), key=lambda value: abs(value - wanted), default=None)
 
 
 def _attention(traits: Traits, attention: str, packing: bool) -> Iterator[Rule]:

@@ -27,6 +27,8 @@ from meshtune.placement.collectives import (
 from meshtune.placement.columns import Columns
 from meshtune.placement.states import Copies, Elements, States, copies_of, held_states
 
+LOSS_CHUNK_TOKENS = 1024  # whose logits exist at a time on a rank
+
 
 @dataclass(frozen=True)
 class Split:
@@ -66,10 +68,10 @@ def rank_at(layout: Layout, place: Mapping[str, int]) -> int:
 
 def group(layout: Layout, rank: int, *axes: str) -> tuple[int, ...]:
     """The ranks, this one among them, that differ from `rank` on these axes alone, in their order."""
-    own = coordinates(layout, rank)
+    here = coordinates(layout, rank)
     fixed = [axis for axis in AXES if axis not in axes]
     others = ((other, coordinates(layout, other)) for other in range(layout.world))
-    return tuple(other for other, place in others if all(place[axis] == own[axis] for axis in fixed))
+    return tuple(other for other, place in others if all(place[axis] == here[axis] for axis in fixed))
 
 
 # stages #
@@ -142,8 +144,8 @@ def _cheapest_cuts(costs: Sequence[float], stages: int, first: float, last: floa
     largest, _ = _best_cuts(len(costs), stages, lambda value, *cut: max(value, cost(*cut)))
 
     def squares(value: float, start: int, stop: int) -> float:
-        own = cost(start, stop)
-        return value + own * own if own <= largest else math.inf
+        stage_cost = cost(start, stop)
+        return value + stage_cost * stage_cost if stage_cost <= largest else math.inf
 
     _, cuts = _best_cuts(len(costs), stages, squares)
     return cuts
@@ -160,12 +162,12 @@ def _best_cuts(
     values: dict[int, float] = {0: 0}  # of the best stages so far, by the block after them
     starts: list[dict[int, int]] = []  # of the last of them
     for stage in range(1, stages + 1):
-        found = {
+        best = {
             stop: min((joined(value, start, stop), start) for start, value in values.items() if start < stop)
             for stop in range(stage, blocks - (stages - stage) + 1)
         }
-        values = {stop: value for stop, (value, _) in found.items()}
-        starts.append({stop: start for stop, (_, start) in found.items()})
+        values = {stop: value for stop, (value, _) in best.items()}
+        starts.append({stop: start for stop, (_, start) in best.items()})
     cuts = [blocks]
     for stage in reversed(starts):
         cuts.append(stage[cuts[-1]])

@@ -15,6 +15,7 @@ import numpy as np
 
 from meshtune.optimizers import BUCKET_ELEMENTS, OPTIMIZERS
 from meshtune.placement.columns import Columns, Number
+from meshtune.placement.share import LOSS_CHUNK_TOKENS
 from meshtune.placement.states import Copies, copies_of
 from meshtune.plan.hardware import memory_of
 from meshtune.plan.work import Kept, Work
@@ -85,7 +86,8 @@ class Accounting:
     selected: Saved | None = None  # by a block under selective recomputation; None: all matmul outputs
 
     # The loss. Bytes per logit, of the logits of `loss_chunk` tokens.
-    loss_chunk: float = 1024  # tokens whose logits exist at a time; inf: all, and no hidden states are copied
+    # Tokens whose logits exist at a time; inf: all, and no hidden states are copied.
+    loss_chunk: float = LOSS_CHUNK_TOKENS
     logit: float = 8  # in the loss
     logit_split: float = 0.0  # more of it where tp splits the vocabulary
     logit_head_backward: float = 0.0  # that is not freed yet while the head's gradients are made
@@ -130,8 +132,8 @@ def stack_accounting(
 
     8-bit matmuls are counted as bf16. Fields that its tables leave out are as in `engine_accounting`.
     """
-    kept = "bf16" if precision in ("fp8", "mxfp8") else precision
-    return _stack_accounting(stack, kept, reduce_dtype, optimizer)
+    counted = "bf16" if precision in ("fp8", "mxfp8") else precision
+    return _stack_accounting(stack, counted, reduce_dtype, optimizer)
 
 
 @cache

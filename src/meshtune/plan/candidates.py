@@ -201,10 +201,10 @@ def _no_batch(workload: Workload, cluster: Cluster, fixed: Given) -> str:
     """Why there is no candidate, and the nearest global batch that has one."""
     size, gpus = workload.global_batch_size, cluster.gpus
     usual = {field.name: field.default for field in fields(Layout)}
-    given = ", ".join(f"{name} {value}" for name, value in fixed.items() if value != usual[name])
-    layouts = f"No layout of {gpus} GPU{'s' * (gpus > 1)}" + f" with {given}" * bool(given)
+    settings = ", ".join(f"{name} {value}" for name, value in fixed.items() if value != usual[name])
+    layouts = f"No layout of {gpus} GPU{'s' * (gpus > 1)}" + f" with {settings}" * bool(settings)
     fixed_sizes = [fixed.get(name) for name in ("micro_batch_size", "gradient_accumulation_steps")]
-    unit = math.prod(each or 1 for each in fixed_sizes)
+    unit = math.prod(fixed_size or 1 for fixed_size in fixed_sizes)
     grains = [ranks * unit for ranks in divisors(gpus)]
     near = {grain * (1 if all(fixed_sizes) else max(1, round(size / grain))) for grain in grains} - {size}
     for other in sorted(near, key=lambda n: (abs(n - size), n)):

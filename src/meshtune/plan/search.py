@@ -24,7 +24,7 @@ from meshtune.plan.accounting import accounting_of
 from meshtune.plan.candidates import candidates, columns_of, micro_batches, with_micro_batches
 from meshtune.plan.cluster import MARGIN, Cluster
 from meshtune.plan.machine import machine_of, rates
-from meshtune.plan.memory import timeline as memory
+from meshtune.plan.memory import timeline
 from meshtune.plan.memory.stages import RANKS, Stages
 from meshtune.plan.memory.timeline import Memory
 from meshtune.plan.seconds.step import Seconds, step
@@ -69,10 +69,10 @@ class Choice:
             "step_seconds": self.seconds.total,
             "mfu": self.mfu,
             "memory": {
-                **{name: getattr(m, name) for name in memory.CATEGORIES},
+                **{name: getattr(m, name) for name in timeline.CATEGORIES},
                 "peak": m.peak,
                 "capacity": self.cluster.memory,
-                "moment": memory.EVENTS[int(m.event)],
+                "moment": timeline.EVENTS[int(m.event)],
             },
             "time": {part.name: getattr(self.seconds, part.name) for part in fields(Seconds)}
             | {"total": self.seconds.total},
@@ -114,9 +114,9 @@ class Plan:
     def pareto(self) -> list[int]:
         """Places of the layouts that no other beats in both speed and memory, fastest first."""
         order = np.argsort(self.seconds.total, kind="stable")
-        held = self.memory.peak[order]
-        before = np.minimum.accumulate(np.concatenate([[np.inf], held]))[:-1]
-        return [int(place) for place in order[held < before]]
+        peaks = self.memory.peak[order]
+        before = np.minimum.accumulate(np.concatenate([[np.inf], peaks]))[:-1]
+        return [int(place) for place in order[peaks < before]]
 
 
 def search(
@@ -149,19 +149,19 @@ def search(
     )
     rejected, layouts = rejected + later, rows(layouts, allowed)
     layouts = rows(layouts, np.argsort(layouts.pp > 1, kind="stable"))
-    held = joined([peak(workload, cluster, each) for each in chunks(layouts)])
+    memory = joined([peak(workload, cluster, chunk) for chunk in chunks(layouts)])
     room = cluster.memory * (1 - margin)
-    fits = held.peak <= room
-    rejected += _too_large(workload, cluster, layouts, held, fits)
+    fits = memory.peak <= room
+    rejected += _too_large(workload, cluster, layouts, memory, fits)
     tight = np.flatnonzero(~fits)
-    tight = tight[np.argsort(held.peak[tight], kind="stable")][:8]
+    tight = tight[np.argsort(memory.peak[tight], kind="stable")][:8]
     fitting = rows(layouts, fits)
-    seconds = joined([times(workload, cluster, each) for each in chunks(fitting)])
-    order = _ranked(seconds.total, held.peak[fits] / cluster.memory, fitting.recompute)
+    seconds = joined([times(workload, cluster, chunk) for chunk in chunks(fitting)])
+    order = _ranked(seconds.total, memory.peak[fits] / cluster.memory, fitting.recompute)
     considered = int(alternatives.sum())
     return Plan(
         workload, cluster, considered, tuple(rejected), rows(fitting, order), rows(seconds, order),
-        rows(rows(held, fits), order), rows(layouts, tight), fixed,
+        rows(rows(memory, fits), order), rows(layouts, tight), fixed,
     )  # fmt: skip
 
 
@@ -182,14 +182,16 @@ def _ranked(seconds: Number, occupied: Number, recompute: Number) -> Number:
 def explained(workload: Workload, cluster: Cluster, layout: Layout) -> Choice:
     """The prediction for one layout, whether it fits or not."""
     layouts = Columns.of([layout])
-    seconds, held = times(workload, cluster, layouts), peak(workload, cluster, layouts)
-    return choice_of(workload, cluster, layout, at(seconds, 0), at(held, 0))
+    seconds, memory = times(workload, cluster, layouts), peak(workload, cluster, layouts)
+    return choice_of(workload, cluster, layout, at(seconds, 0), at(memory, 0))
 
 
-def choice_of(workload: Workload, cluster: Cluster, layout: Layout, seconds: Seconds, held: Memory) -> Choice:
+def choice_of(
+    workload: Workload, cluster: Cluster, layout: Layout, seconds: Seconds, memory: Memory
+) -> Choice:
     speed = workload.tokens / seconds.total / layout.world
     rate = rates(cluster, workload.precision)["flops"]
-    return Choice(layout, cluster, seconds, held, speed, speed * workload.flops_per_token / rate)
+    return Choice(layout, cluster, seconds, memory, speed, speed * workload.flops_per_token / rate)
 
 
 def _outdone(layouts: Columns) -> Number:
@@ -215,7 +217,7 @@ def peak(workload: Workload, cluster: Cluster, layouts: Columns) -> Memory:
     stages = stages_of(workload, layouts)
     if np.all(layouts.pp == 1):
         stages = rows(stages, slice(0, 1))  # one rank is like the other
-    return memory.peak(workload.work, layouts, accounting_of(workload, cluster), workload.seq_len, stages)
+    return timeline.peak(workload.work, layouts, accounting_of(workload, cluster), workload.seq_len, stages)
 
 
 def chunks(layouts: Columns) -> Iterator[Columns]:
@@ -257,14 +259,14 @@ def _stages(blocks: int, first: float, last: float, pp: int, v_shaped: bool, vir
         return Stages(blocks=(1, 1, 1), has_embedding=(1, 0, 0), has_head=(0, 0, 1), rank=(0, 0, 0))
     sizes = [len(stage) for stage in stage_blocks([1.0] * blocks, count, first=first, last=last)]
     schedule = V_SCHEDULES[0] if v_shaped else SCHEDULES[0]
-    own = [stage_of_rank(schedule, pp, virtual, rank) for rank in range(pp)]
-    held = [sum(sizes[stage] for stage in stages) for stages in own]
-    middle = max(range(1, pp - 1), key=lambda rank: (held[rank], -rank), default=0)
+    stages_of_rank = [stage_of_rank(schedule, pp, virtual, rank) for rank in range(pp)]
+    blocks_of_rank = [sum(sizes[stage] for stage in stages) for stages in stages_of_rank]
+    middle = max(range(1, pp - 1), key=lambda rank: (blocks_of_rank[rank], -rank), default=0)
     ranks = (0, middle, pp - 1)
     return Stages(
-        blocks=tuple(held[rank] for rank in ranks),
-        has_embedding=tuple(0 in own[rank] for rank in ranks),
-        has_head=tuple(count - 1 in own[rank] for rank in ranks),
+        blocks=tuple(blocks_of_rank[rank] for rank in ranks),
+        has_embedding=tuple(0 in stages_of_rank[rank] for rank in ranks),
+        has_head=tuple(count - 1 in stages_of_rank[rank] for rank in ranks),
         rank=ranks,
     )
 
@@ -296,14 +298,14 @@ def _refused(
 
 
 def _too_large(
-    workload: Workload, cluster: Cluster, layouts: Columns, held: Memory, fits: Number
+    workload: Workload, cluster: Cluster, layouts: Columns, memory: Memory, fits: Number
 ) -> Iterator[Rejected]:
     """Layouts that don't fit, by what is largest in them."""
-    parts = np.stack([np.broadcast_to(getattr(held, name), fits.shape) for name in memory.CATEGORIES])
+    parts = np.stack([np.broadcast_to(getattr(memory, name), fits.shape) for name in timeline.CATEGORIES])
     largest = parts.argmax(0) if parts.size else np.zeros(0)
-    for index, name in enumerate(memory.CATEGORIES):
+    for index, name in enumerate(timeline.CATEGORIES):
         where = ~fits & (largest == index)
         if count := int(where.sum()):
-            least = np.flatnonzero(where)[held.peak[where].argmin()]
+            least = np.flatnonzero(where)[memory.peak[where].argmin()]
             reason = f"does not fit in {cluster.memory / 2**30:.1f} GiB, most of it {name}"
             yield Rejected(reason, count, str(layout_at(layouts, int(least))))

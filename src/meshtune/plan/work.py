@@ -200,15 +200,15 @@ class Work:
         """The same frozen, with adapters of this rank beside every matrix of the blocks."""
         frozen = tuple(replace(m, trainable=0.0) for m in self.matrices)
         adapters = tuple(adapter for m in self.matrices for adapter in _adapters(m, lora_rank))
-        held = tuple(Weight(each.rows, each.cols, each.count, each.cut) for each in adapters)
-        weights = [
-            tuple(replace(w, trainable=0.0) for w in own)
-            for own in (self.block_weights, self.first_weights, self.last_weights)
-        ]
-        trained = self.blocks * sum(w.elements for w in held)
+        added = tuple(Weight(a.rows, a.cols, a.count, a.cut) for a in adapters)
+        in_blocks, first, last = (
+            tuple(replace(w, trainable=0.0) for w in weights)
+            for weights in (self.block_weights, self.first_weights, self.last_weights)
+        )
+        trained = self.blocks * sum(w.elements for w in added)
         return replace(
-            self, matrices=(*frozen, *adapters), block_weights=(*weights[0], *held), first_weights=weights[1],
-            last_weights=weights[2], trainable=trained / (self.parameters + trained), head_trainable=0.0,
+            self, matrices=(*frozen, *adapters), block_weights=(*in_blocks, *added), first_weights=first,
+            last_weights=last, trainable=trained / (self.parameters + trained), head_trainable=0.0,
             kept={},
         )  # fmt: skip
 
@@ -245,21 +245,20 @@ def _adapters(matrix: Gemm, lora_rank: int) -> tuple[Gemm, Gemm]:
 
 def _kept(census: Census) -> dict[int, Kept]:
     """Saved bytes of the average block, by bytes of an element; empty where the census does not know."""
-    n, found = len(census.blocks), {}
+    n, saved = len(census.blocks), {}
     cores = [(core, layers / n) for core, layers in census.attentions.items()]
     statistics = sum(4 * core.query_heads * count for core, count in cores)
     keys = sum(core.key_heads * (core.qk_dim + core.v_dim) * count for core, count in cores)
     for element in (2, 4):
-        each = [dict(block.saved).get(element) for block in census.blocks]
-        known = [kept for kept in each if kept is not None]
+        known = [entry for block in census.blocks if (entry := dict(block.saved).get(element)) is not None]
         if len(known) < n:
             return {}
         outside, entering, inside, core = (
-            sum(getattr(kept, name) for kept in known) / n
+            sum(getattr(entry, name) for entry in known) / n
             for name in ("outside", "entering", "inside", "core")
         )
-        found[element] = Kept(outside, entering, inside, core - statistics, element * keys, statistics)
-    return found | {8: Kept(*(2 * each for each in found[4]))}
+        saved[element] = Kept(outside, entering, inside, core - statistics, element * keys, statistics)
+    return saved | {8: Kept(*(2 * size for size in saved[4]))}
 
 
 def _weights(parameters: Iterable[Parameter], blocks: int = 1) -> tuple[Weight, ...]:

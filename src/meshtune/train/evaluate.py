@@ -58,13 +58,13 @@ class Evaluation:
         loss, label_tokens = self.held_out_loss()
         extra: dict[str, float | int] = {}
         if wanted := max(self.samples, self.exact_match):
-            asked = questions(self.dataset, self.tokenizer, self.stop_ids, wanted)
-            given = answers(
-                self.parallel, self.tokenizer, [q.ids for q in asked], max_new_tokens=self.max_new_tokens,
+            prompts = questions(self.dataset, self.tokenizer, self.stop_ids, wanted)
+            completions = answers(
+                self.parallel, self.tokenizer, [q.ids for q in prompts], max_new_tokens=self.max_new_tokens,
                 stop_ids=self.stop_ids,
             )  # fmt: skip
             if self.folder and self.parallel.world.main:
-                for question, answer in list(zip(asked, given, strict=True))[: self.samples]:
+                for question, answer in list(zip(prompts, completions, strict=True))[: self.samples]:
                     row = {
                         "step": step,
                         "prompt": question.prompt,
@@ -73,7 +73,7 @@ class Evaluation:
                     }
                     self.folder.append_sample(row)
             if self.exact_match:
-                pairs = list(zip(asked, given, strict=True))[: self.exact_match]
+                pairs = list(zip(prompts, completions, strict=True))[: self.exact_match]
                 extra = {
                     "exact_match": exact_match([(q.expected, a) for q, a in pairs]),
                     "prompts": len(pairs),
@@ -113,9 +113,9 @@ def questions(
 
     A document labelled throughout (plain text) is asked to go on after its first quarter.
     """
-    found: list[Question] = []
+    asking: list[Question] = []
     for document in np.unique(dataset.members).tolist():  # its own documents, in the order they were read
-        if len(found) == number:
+        if len(asking) == number:
             break
         stored = np.asarray(dataset.tokens[dataset.offsets[document] : dataset.offsets[document + 1]])
         ids, labelled = (stored & ~LABELLED).tolist(), (stored & LABELLED) != 0
@@ -127,14 +127,14 @@ def questions(
         if start <= 1:
             start = max(1, end // 4)
         answer = [token for token in ids[start:end] if token not in stop_ids]
-        found.append(
+        asking.append(
             Question(
                 ids=tuple(ids[:start]),
                 prompt=str(tokenizer.decode(ids[:start], skip_special_tokens=False)),
                 expected=str(tokenizer.decode(answer, skip_special_tokens=True)),
             )
         )
-    return found
+    return asking
 
 
 def exact_match(pairs: Sequence[tuple[str, str]]) -> float:

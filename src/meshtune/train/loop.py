@@ -214,10 +214,10 @@ def tensors_of(run: Run, *, materialise: bool = False) -> dict[str, Tensor | Pie
 def random_state(world: World) -> dict[str, Tensor]:
     """The states of this rank's random number generators that draw dropout."""
     rank = f".{world.rank}" if world.size > 1 else ""
-    found = {f"random.cpu{rank}": torch.get_rng_state()}
+    states = {f"random.cpu{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():
-        found[f"random.cuda{rank}"] = torch.cuda.get_rng_state()
-    return found
+        states[f"random.cuda{rank}"] = torch.cuda.get_rng_state()
+    return states
 
 
 def axis_sizes(world: World) -> list[int]:
@@ -291,8 +291,8 @@ def stopped_nonfinite(run: Run, steps: int, batch: Batch) -> str:
 
 
 def last_checkpoint(run: Run) -> str:
-    kept = run.checkpoints.steps()
-    return f"The last good checkpoint is step {kept[-1]}." if kept else "No checkpoint was saved yet."
+    steps = run.checkpoints.steps()
+    return f"The last good checkpoint is step {steps[-1]}." if steps else "No checkpoint was saved yet."
 
 
 @contextmanager

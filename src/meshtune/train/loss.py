@@ -30,6 +30,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from meshtune.data.loader import IGNORE, MicroBatch
 from meshtune.model.anatomy import Anatomy
 from meshtune.parallel.tensor import Vocabulary, vocabulary_of
+from meshtune.placement.share import LOSS_CHUNK_TOKENS
 
 
 def head_loss(
@@ -38,7 +39,7 @@ def head_loss(
     hidden: Tensor,
     micro_batch: MicroBatch,
     *,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int = LOSS_CHUNK_TOKENS,
     once: bool = True,
 ) -> Tensor:
     """Sum of the token losses of a micro-batch from its last hidden states [batch, seq, hidden]: a scalar in

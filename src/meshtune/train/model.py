@@ -20,6 +20,7 @@ from meshtune.attention.register import register
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.model.anatomy import mask_only_pattern
+from meshtune.model.census_cache import LoraShape
 from meshtune.model.load import mapped, skeleton
 from meshtune.model.lora import add_lora, initial_adapters
 from meshtune.model.pieces import Piece, StoredTensors, fill, materialise, whole_pieces
@@ -37,13 +38,11 @@ from meshtune.train.step import Passes
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraSpec:
+class LoraSpec(LoraShape):
     """Low-rank adapters (Hu et al. 2021); the other parameters are frozen."""
 
-    r: int = 16  # rank
     alpha: float = 32.0  # an adapter's output is scaled by alpha / r
     dropout: float = 0.0
-    target_modules: str | tuple[str, ...] = "all-linear"  # endings of the names of linear layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +86,9 @@ class ModelSpec:
         return self.compute_dtype if self.lora else self.trained_dtype
 
     @property
-    def sum_dtype(self) -> torch.dtype | None:
-        """The dtype in which gradients are summed over ranks; None: their own, where that is wider."""
-        if self.precision == "fp64":
-            return None
-        return torch.bfloat16 if self.reduce_dtype == "bf16" else torch.float32
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype in which gradients of micro-batches and ranks add up."""
+        return getattr(torch, PRECISIONS[self.precision].summed(self.reduce_dtype))
 
 
 @dataclass(frozen=True)
@@ -224,7 +221,6 @@ def optimizer_of(spec: ModelSpec, values: OptimizerSpec, parallel: Parallel) -> 
     world = parallel.world
     compute = spec.trained_dtype if world.layout.zero else spec.compute_dtype
     several = world.parameter_ranks > 1 or world.layout.gradient_accumulation_steps > 1
-    sums = torch.float32 if spec.reduce_dtype == "fp32" and several else None
     return Optimizer(
         parallel.named_parameters(),
         betas=values.betas,
@@ -232,7 +228,7 @@ def optimizer_of(spec: ModelSpec, values: OptimizerSpec, parallel: Parallel) -> 
         weight_decay=values.weight_decay,
         name=values.name,
         compute_dtype=compute if compute != spec.trained_dtype else None,
-        sum_dtype=sums if compute == torch.bfloat16 else None,
+        sum_dtype=spec.sum_dtype if several else None,
         copies=parallel.copies(),
     )
 

@@ -6,8 +6,6 @@ micro-batch adds its share of that one quotient, so neither loss nor gradients d
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,10 +16,8 @@ from meshtune.optim.optimizer import Optimizer, key_of, parts_of
 
 if TYPE_CHECKING:
     from meshtune.data.loader import Batch
+    from meshtune.meter.phases import Phase
     from meshtune.parallel.apply import Parallel
-
-
-Phase = Callable[[str], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
