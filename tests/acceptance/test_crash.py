@@ -143,24 +143,26 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
 
 @pytest.mark.parametrize(
-    ("room", "code"),
+    ("room", "code", "layout"),
     [
-        pytest.param(2.6, 0, id="for-two-checkpoints-and-the-model"),
-        pytest.param(2.2, 2, id="for-two-checkpoints"),
+        pytest.param(2.6, 0, "auto", id="for-two-checkpoints-and-the-model"),
+        pytest.param(2.2, 2, "auto", id="for-two-checkpoints"),
+        pytest.param(2.2, 2, "zero3x2-mb1-ga2", id="of-two-ranks", marks=pytest.mark.slow),
     ],
 )
 def test_a_full_disk_is_said_and_earlier_checkpoints_stay_whole(
     room: float,
     code: int,
+    layout: str,
     meshtune: Command,
     settings: Settings,
     small_disk: Callable[[int], Path],
     tmp_path: Path,
 ) -> None:
-    assert meshtune("train", *settings("train.max_steps=2", *LASTING)).code == 0
+    assert meshtune("train", *settings("train.max_steps=2", f"layout={layout}", *LASTING)).code == 0
     size = sum(file.stat().st_size for file in (tmp_path / "run" / "checkpoints" / "step-2").iterdir())
     run = small_disk(int(size * room) // 1024) / "run"
-    words = settings("train.max_steps=8", f"output={run}", *LASTING)
+    words = settings("train.max_steps=8", f"layout={layout}", f"output={run}", *LASTING)
 
     ended = meshtune("train", *words)
     assert ended.code == code, ended.err

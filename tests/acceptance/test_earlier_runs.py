@@ -3,9 +3,10 @@
 import json
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
-from command import Command
+from command import Command, end
 
 from meshtune.rundir import RunDir
 
@@ -26,10 +27,11 @@ def earlier(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_of_an_earlier_version_goes_on_with_its_losses(
-    name: str, earlier: Path, process: Command
+    name: str, earlier: Path, begin: Any, begin_fork: Any
 ) -> None:
+    start = begin if name == "zero3x2" else begin_fork  # ranks are forked from a process without threads
     expected = json.loads((earlier / "expected.json").read_text())[name]
-    ended = process("train", earlier / name / "config.yaml", "train.max_steps=6")
+    ended = end(start("train", earlier / name / "config.yaml", "train.max_steps=6"))
     assert ended.code == 0, ended.err
     assert "Going on from the checkpoint of step 3" in ended.err
     rows = RunDir(earlier / name).rows("train")

@@ -83,6 +83,13 @@ def test_two_names_for_one_thing_are_refused() -> None:
     assert "keep one" in problems("train.global_batch_size=1", "train.global_batch_tokens=1")
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_gradients_are_never_summed_in_a_narrower_dtype(precision: str) -> None:
+    said = problems(f"train.precision={precision}", "train.reduce_dtype=bf16")
+    assert f"train.precision={precision}; leave train.reduce_dtype out" in said
+    config.load(None, ["model.name=x", f"train.precision={precision}", "train.reduce_dtype=fp32"])
+
+
 def test_a_batch_in_tokens_must_be_whole_sequences() -> None:
     read = config.load(None, ["model.name=x", "data.seq_len=128", "train.global_batch_tokens=1024"])
     assert read.global_batch_size == 8

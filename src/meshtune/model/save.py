@@ -207,8 +207,8 @@ def _weight_file(name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -
 def _on_all_ranks(gather: Callable[[Any], list[Any]], work: Callable[[], Any]) -> list[Any]:
     """Call `work` and return the ranks' results, in rank order; if it fails on one rank, all raise its error.
 
-    A rank that raised alone would leave the others waiting in their next collective. An OSError becomes
-    a UserError, but for a single rank, whose caller adds what the run has saved.
+    A rank that raised alone would leave the others waiting in their next collective. An OSError becomes the
+    cause of a UserError.
     """
     try:
         outcome = (work(), None)
@@ -216,9 +216,9 @@ def _on_all_ranks(gather: Callable[[Any], list[Any]], work: Callable[[], Any]) -
         outcome = (None, _picklable(error))
     outcomes = gather(outcome)
     for _, error in outcomes:
-        if isinstance(error, OSError) and len(outcomes) > 1:
+        if isinstance(error, OSError):
             remedy = "Make room, and export it from the run's checkpoint."
-            raise UserError(f"The model could not be written: {error}. {remedy}")
+            raise UserError(f"The model could not be written: {error}. {remedy}") from error
         if error is not None:
             raise error
     return [result for result, _ in outcomes]

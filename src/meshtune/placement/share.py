@@ -27,8 +27,6 @@ from meshtune.placement.collectives import (
 from meshtune.placement.columns import Columns
 from meshtune.placement.states import Copies, Elements, States, copies_of, held_states
 
-LOSS_CHUNK_TOKENS = 1024  # whose logits exist at a time on a rank
-
 
 @dataclass(frozen=True)
 class Split:

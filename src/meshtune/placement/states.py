@@ -17,6 +17,8 @@ from meshtune.precision import DTYPE_BYTES, PRECISIONS
 if TYPE_CHECKING:
     from meshtune.placement.columns import Columns, Number
 
+LOSS_CHUNK_TOKENS = 1024  # whose logits exist at a time on a rank: the one large tensor beside the states
+
 
 class Copies(NamedTuple):
     """Bytes per parameter of each copy that training holds of it."""

@@ -15,8 +15,7 @@ import numpy as np
 
 from meshtune.optimizers import BUCKET_ELEMENTS, OPTIMIZERS
 from meshtune.placement.columns import Columns, Number
-from meshtune.placement.share import LOSS_CHUNK_TOKENS
-from meshtune.placement.states import Copies, copies_of
+from meshtune.placement.states import LOSS_CHUNK_TOKENS, Copies, copies_of
 from meshtune.plan.hardware import memory_of
 from meshtune.plan.work import Kept, Work
 

@@ -302,12 +302,13 @@ def full_disk_explained(run: Run) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        if not disk_is_full(error):
+    except (OSError, SafetensorError, UserError) as error:
+        reason = error.__cause__ if isinstance(error, UserError) else error
+        if reason is None or not disk_is_full(reason):
             raise
         run.checkpoints.wait()
         raise UserError(
-            f"After step {run.progress.step} of {run.steps}: {error}. {last_checkpoint(run)} Make room for "
+            f"After step {run.progress.step} of {run.steps}: {reason}. {last_checkpoint(run)} Make room for "
             f"{run.folder.path} "
             "(checkpoint.keep=1 needs less); the same command then goes on."
         ) from error

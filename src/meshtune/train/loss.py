@@ -30,7 +30,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from meshtune.data.loader import IGNORE, MicroBatch
 from meshtune.model.anatomy import Anatomy
 from meshtune.parallel.tensor import Vocabulary, vocabulary_of
-from meshtune.placement.share import LOSS_CHUNK_TOKENS
+from meshtune.placement.states import LOSS_CHUNK_TOKENS
 
 
 def head_loss(
