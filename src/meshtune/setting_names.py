@@ -66,7 +66,10 @@ def unknown_setting(path: Sequence[str], settings: Sequence[str], sections: Sequ
     section = ".".join(path[:-1])
     siblings = [setting for setting in settings if section and setting.rsplit(".", 1)[0] == section]
     near = difflib.get_close_matches(key, siblings or settings, n=1, cutoff=0.5)
-    near = near or difflib.get_close_matches(key, settings, n=1)
+    near = near or difflib.get_close_matches(key, [s for s in settings if not key.startswith(f"{s}.")], n=1)
     if near:
         return f"{key} is no setting; did you mean {near[0]}?"
+    if siblings:
+        names = ", ".join(setting.rsplit(".", 1)[1] for setting in siblings)
+        return f"{key} is no setting; {section} has: {names}."
     return f"{key} is no setting; sections: {', '.join(sections)}."

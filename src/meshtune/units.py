@@ -27,6 +27,8 @@ def duration(seconds: float) -> str:
     """Format seconds: `duration(192) == "3 min 12 s"`."""
     if seconds < 0.1:
         return f"{1000 * seconds:.1f} ms"
+    if seconds < 1:
+        return f"{seconds:.2f} s"
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)

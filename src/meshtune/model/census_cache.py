@@ -76,7 +76,7 @@ def model_numbers(
     cached = cache_dir / f"census-{key}.json"
     if key and (numbers := _read(cached)):
         return numbers
-    log(f"Building {name} without weights to count it; its numbers are kept for the next time.")
+    log(f"Building {name} without weights to count its parameters and FLOPs; the counts are cached.")
     if trust_remote_code and not local_path(name):
         file = _config_with_code(name, revision)
     numbers = _build_and_count(name, file, trust_remote_code=trust_remote_code, freeze=freeze, lora=lora)

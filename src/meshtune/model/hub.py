@@ -57,5 +57,5 @@ def hub_errors(name: str, revision: str | None = None) -> Iterator[None]:
         raise UserError(
             f"There is no folder {name} here, {at} is not in the local cache, and the Hugging Face hub can't "
             f"be reached (no network, or HF_HUB_OFFLINE is set). Download it where there is a network "
-            f"(`hf download {name}`) and name the folder."
+            f"(`hf download {name}`; a plan needs its config.json alone) and set model.name to that folder."
         ) from error

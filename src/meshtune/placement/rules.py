@@ -193,7 +193,7 @@ def _tensor(traits: Traits) -> list[Rule]:
     for size, name in traits.cuts:
         add(f"does not divide the {size} {name}", lambda tp, size=size: size % tp != 0)
     add(
-        f"leaves a rank without any of {vocabulary} words",
+        f"leaves a rank without any of the {vocabulary} vocabulary entries",
         lambda tp: np.ceil(vocabulary / tp) * (tp - 1) >= vocabulary,
     )
     return every

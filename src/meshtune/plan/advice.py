@@ -113,7 +113,8 @@ def _larger_micro_batch(plan: Plan, choice: Choice) -> str:
     doubled = replace(layout, micro_batch_size=2 * micro_batch, gradient_accumulation_steps=steps // 2)
     other = explained(workload, plan.cluster, doubled)
     if not other.fits:
-        return f". {2 * micro_batch} would need {human(other.memory.peak)}; {memory_limit(plan.cluster)}."
+        need, limit = human(other.memory.peak), memory_limit(plan.cluster)
+        return f". {2 * micro_batch} in the same layout, with its recomputation, would need {need}; {limit}."
     slower = other.seconds.total / choice.seconds.total - 1
     if abs(slower) < TIE:
         return f". {2 * micro_batch} would fit and be as fast."
@@ -165,11 +166,11 @@ def alternatives(plan: Plan, best: Choice | None = None) -> list[Alternative]:
         Kind("plain data parallel", alone | {"dp_shard": 1}, lambda layouts: layouts.zero == 0),
         *(Kind(f"ZeRO-{zero} alone", alone | {"zero": zero, "dp_replicate": 1}) for zero in (1, 2, 3)),
         Kind(
-            "ZeRO-3 inside the node, replicas across",
+            "replicas of ZeRO-3, each inside a node",
             alone | {"zero": 3},
             lambda layouts: (layouts.dp_replicate > 1) & (layouts.dp_shard <= node),
         ),
-        Kind("tensor parallel inside the node", alone | {"tp": min(node, gpus)}),
+        Kind("tensor parallel over the whole node", alone | {"tp": min(node, gpus)}),
         Kind("pipeline parallel", {"cp": 1}, lambda layouts: layouts.pp > 1),
         Kind("context parallel", {"pp": 1, "tp": 1}, lambda layouts: layouts.cp > 1),
     )
@@ -231,7 +232,13 @@ def comparison(workload: Workload, other: Choice, best: Choice) -> str:
     what = f"for {spent(largest, other.layout)}"
     if largest == "compute":
         what = f"compute{compute_cause(workload, other, best)}"
-    return f"takes {more:.0%} longer than the chosen layout: {duration(extra[largest])} a step more {what}."
+    total = sum(extra.values())
+    rest = total - extra[largest]
+    else_ = f"; all else takes {duration(abs(rest))} {'more' if rest > 0 else 'less'}"
+    return (
+        f"takes {more:.{int(more < 0.02)}%} ({duration(total)} a step) longer than the chosen layout: "
+        f"{duration(extra[largest])} more {what}{else_ * (abs(rest) >= NOTABLE * total)}."
+    )
 
 
 def compute_cause(workload: Workload, other: Choice, best: Choice) -> str:

@@ -211,7 +211,9 @@ def _explained(workload: Workload, cluster: Cluster, layout: Layout) -> tuple[Ch
         workload = workload.of_batch(batch)
     choice = explained(workload, cluster, layout)
     if not choice.fits:
-        against.append(f"It needs {human(choice.memory.peak)}; {memory_limit(cluster)}.")
+        peak = choice.memory.peak
+        too_much = human(peak - cluster.usable_memory)
+        against.append(f"It needs {human(peak)}, {too_much} too much: {memory_limit(cluster)}.")
     return choice, against
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from meshtune.errors import NothingFits, UserError
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.hardware import catalogue
-from meshtune.plan.memory.timeline import CATEGORIES, EVENTS
+from meshtune.plan.memory.timeline import CATEGORIES, CATEGORY_NAMES, EVENTS
 from meshtune.plan.models import models
-from meshtune.plan.phrases import CATEGORY_NAMES, memory_limit, memory_need
+from meshtune.plan.phrases import memory_limit, memory_need
 from meshtune.plan.search import Choice, Plan, search
 from meshtune.plan.workload import Workload
 from meshtune.units import human

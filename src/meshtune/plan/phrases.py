@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from meshtune.plan.cluster import Cluster
-from meshtune.plan.memory.timeline import CATEGORIES, Memory
+from meshtune.plan.memory.timeline import CATEGORIES, CATEGORY_NAMES, Memory
 from meshtune.units import human
-
-CATEGORY_NAMES = dict(zip(CATEGORIES, CATEGORIES, strict=True)) | {
-    "optimizer": "optimizer state",
-    "communication": "communication buffers",
-}
 
 
 def largest_category(memory: Memory) -> str:

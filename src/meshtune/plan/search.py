@@ -29,11 +29,12 @@ from meshtune.plan.memory.stages import RANKS, Stages
 from meshtune.plan.memory.timeline import Memory
 from meshtune.plan.seconds.step import Seconds, step
 from meshtune.plan.workload import Workload
+from meshtune.units import human
 
 TIE = 0.005  # step times within 0.5 % of the shortest are ties
 TIE_MEMORY_STEP = 0.05  # ties are broken by free memory in steps of 5 % of a GPU, then by less recomputation
 CHUNK = 8192  # layouts that are predicted at a time
-OUTDONE = "another schedule waits as long and keeps less"
+OUTDONE = "1F1B, plain or interleaved, has the same bubble and saves fewer activations"
 
 
 class Rejected(NamedTuple):
@@ -152,7 +153,7 @@ def search(
     memory = joined([peak(workload, cluster, chunk) for chunk in chunks(layouts)])
     room = cluster.memory * (1 - margin)
     fits = memory.peak <= room
-    rejected += _too_large(workload, cluster, layouts, memory, fits)
+    rejected += _too_large(room, layouts, memory, fits)
     tight = np.flatnonzero(~fits)
     tight = tight[np.argsort(memory.peak[tight], kind="stable")][:8]
     fitting = rows(layouts, fits)
@@ -297,15 +298,16 @@ def _refused(
     return rejected, allowed
 
 
-def _too_large(
-    workload: Workload, cluster: Cluster, layouts: Columns, memory: Memory, fits: Number
-) -> Iterator[Rejected]:
-    """Layouts that don't fit, by what is largest in them."""
+def _too_large(room: float, layouts: Columns, memory: Memory, fits: Number) -> Iterator[Rejected]:
+    """Layouts that don't fit in `room` bytes, grouped by the largest category of their memory.
+
+    fits: mask over `layouts`, False for those.
+    """
     parts = np.stack([np.broadcast_to(getattr(memory, name), fits.shape) for name in timeline.CATEGORIES])
     largest = parts.argmax(0) if parts.size else np.zeros(0)
     for index, name in enumerate(timeline.CATEGORIES):
         where = ~fits & (largest == index)
         if count := int(where.sum()):
             least = np.flatnonzero(where)[memory.peak[where].argmin()]
-            reason = f"does not fit in {cluster.memory / 2**30:.1f} GiB, most of it {name}"
+            reason = f"needs more than {human(room)}, its largest part {timeline.CATEGORY_NAMES[name]}"
             yield Rejected(reason, count, str(layout_at(layouts, int(least))))

@@ -151,7 +151,7 @@ def test_the_numbers_of_a_config_are_those_of_its_settings(folder, cache, tmp_pa
     logged: list[str] = []
     plain = numbers_of(config.load(None, words), log=logged.append)
     assert plain == model_numbers(str(folder), freeze=("*norm*",), cache_dir=cache)
-    assert len(logged) == 1 and "to count it" in logged[0]
+    assert len(logged) == 1 and "to count its parameters" in logged[0]
     lora = numbers_of(config.load(None, [*words, "method=lora", "lora.r=3", "lora.target_modules=[q_proj]"]))
     shape = LoraShape(r=3, target_modules=("q_proj",))
     assert lora == model_numbers(str(folder), freeze=("*norm*",), lora=shape, cache_dir=cache)

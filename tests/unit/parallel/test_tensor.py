@@ -340,7 +340,7 @@ def on_one_of(tp, config):
             "6 key-value heads",
         ),
         ("llama", 4, {"intermediate_size": 98}, "98 rows of mlp.gate_proj; try tp=2"),
-        ("llama", 4, {"vocab_size": 6}, "without any of 6 words"),
+        ("llama", 4, {"vocab_size": 6}, "without any of the 6 vocabulary entries"),
         ("cohere", 2, {"use_qk_norm": True}, "leaves out self_attn.q_norm. What works for it: data parallel"),
         ("gpt2", 2, {}, "no plan for this family"),
     ],

@@ -27,6 +27,10 @@ from meshtune.plan.work import Work
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "overhead")
 EVENTS = ("loss", "backward of the head", "backward of a block", "end of backward", "update")
+CATEGORY_NAMES = dict(zip(CATEGORIES, CATEGORIES, strict=True)) | {
+    "optimizer": "optimizer state",
+    "communication": "communication buffers",
+}
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from meshtune.plan.search import Choice
 
 MEMORY_MEANING = {  # parts of a rank's memory
-    "weights": "parameters, in the precision they are stored and computed in",
+    "weights": "parameters; under ZeRO the shard of their masters, and weights gathered for a whole step",
     "gradients": "with their sum over micro-batches and ranks",
-    "optimizer": "AdamW moments, and master weights where the weights are not fp32",
+    "optimizer": "AdamW moments; without ZeRO also master weights, where weights are not fp32",
     "activations": "saved for the backward, and in use in one block",
     "logits": "of the tokens that the loss computes at once",
     "communication": "gathered parameters and buffers of collectives",
@@ -214,4 +214,5 @@ def too_full(choice: Choice) -> Iterator[Text]:
     if over > 0:
         yield Text(f"does not fit: {human(over)} more than a GPU has", style="red")
     elif not choice.fits:
-        yield Text(f"does not fit: {human(-over)} to spare is too little to count on", style="red")
+        too_much = human(choice.memory.peak - choice.cluster.usable_memory)
+        yield Text(f"does not fit: {too_much} more than the planner fills", style="red")

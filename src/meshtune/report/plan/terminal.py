@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from meshtune.plan.answer import Answer
-from meshtune.plan.search import Choice
+from meshtune.plan.search import TIE, TIE_MEMORY_STEP, Choice
 from meshtune.report.plan.tables import explanation, layouts_table, sizes_table
 from meshtune.units import human
 
@@ -35,7 +35,8 @@ def answer(result: Answer, most: int) -> RenderableType:
         title(f"{len(plan):,} of {plan.considered:,} layouts fit; the best"),
         layouts_table(result.best(most)),
         Text(
-            "Of layouts within half a per cent of the shortest step, the one with most free memory is first.",
+            f"Of layouts within {TIE:.1%} of the shortest step, the first is the one with most free memory "
+            f"(in steps of {TIE_MEMORY_STEP:.0%} of a GPU), then with least recomputation.",
             style="dim",
         ),
         section(
@@ -51,6 +52,9 @@ def answer(result: Answer, most: int) -> RenderableType:
             f"{group.count:,}: {group.reason.rstrip('.')} (such as {group.example})"
             for group in rejected[:MOST_REASONS]
         ]
+        if others := rejected[MOST_REASONS:]:
+            more = sum(group.count for group in others)
+            lines.append(f"{more:,}: {len(others)} other reasons, which --json lists")
         parts.append(section("Left out", lines))
     if result.run is not None:
         parts.append(section("The run", [result.run.sentence()]))
