@@ -98,7 +98,7 @@ class Optimizer:
         weight_decay: float,
         compute_dtype: torch.dtype | None,
     ) -> Bucket:
-        """Make a bucket of (name, parameter) pairs; casts the parameters to compute_dtype, if given, in place.
+        """Make a bucket of (name, parameter) pairs, cast to compute_dtype in place if it is given.
 
         update: makes the torch optimizer from torch.optim's parameter groups.
         """
@@ -138,7 +138,7 @@ class Optimizer:
         return self.sums.get(parameter, parameter.grad)
 
     def replace_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Put `gradient`, of any dtype, in the place of what `gradient(parameter)` gives; .grad is then None."""
+        """Make `gradient`, of any dtype, what `gradient(parameter)` gives; .grad becomes None."""
         self.sums[parameter], parameter.grad = gradient, None
 
     def named_gradients(self, among: Collection[str] | None = None) -> dict[str, Tensor]:
