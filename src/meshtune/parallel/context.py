@@ -164,8 +164,8 @@ class Ulysses:
         return _AllToAll.apply(out, self.axis, SEQ, HEADS)  # type: ignore[return-value]
 
     def _repeats(self, heads: int, kv_heads: int) -> int:
-        """Fewest copies of each key-value head with which these divide over the cp ranks, each with the
-        key-value heads of its query heads. heads, kv_heads: of q and of k, before the all-to-all.
+        """Fewest copies of each key-value head with which the cp ranks get equally many heads, every rank
+        those that its query heads use. heads, kv_heads: of q and of k, before the all-to-all.
         """
         fits = (n for n in range(1, heads // kv_heads + 1) if not (kv_heads * n) % self.axis.size)
         return next(n for n in fits if not (heads // kv_heads) % n)
