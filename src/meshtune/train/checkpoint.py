@@ -114,7 +114,8 @@ class Checkpoints:
         tuples become lists); `step` is added.
 
         A save waits for the one before it. Returns, and reports, a sentence for each failure since the last
-        `save` or `wait`: with `asynchronous`, those of the save before this one. A failed save removes nothing.
+        `save` or `wait`: with `asynchronous`, those of the save before this one. If writing fails,
+        no checkpoint is removed.
         """
         text = json.dumps({"step": step, **values})
         problems = self.wait()
