@@ -34,7 +34,7 @@ UPDATES: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw}  # b
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """True if weight decay acts: the parameter has 2 or more dimensions and no name that ends with "bias".
+    """True if weight decay acts: on 2 or more dimensions, unless the name ends with "bias".
 
     So norms and biases do not decay, as with transformers.Trainer.
     """
@@ -144,8 +144,8 @@ class Optimizer:
     def named_gradients(self, among: Collection[str] | None = None) -> dict[str, Tensor]:
         """This rank's shards of the step's gradients so far, by name, in the dtype in which they add up.
 
-        Plain tensors that share the gradients' memory. among: names of parameters, None for all; a parameter
-        without a gradient is left out.
+        Plain tensors that share the gradients' memory. among: names of parameters; None: all. Parameters that
+        are frozen or have no gradient yet are left out.
         """
         self.add_up()
         gradients = (

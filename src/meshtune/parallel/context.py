@@ -123,7 +123,8 @@ def _runs_of_rank(documents: Lengths, width: int, ranks: int, rank: int, window:
     """A rank's queries of each document, with the keys that they see.
 
     Queries are counted among the rank's own columns, keys among those of the whole row. documents: lengths in
-    whole rows. width: columns of one rank. ranks, rank: size and index of cp. window: as in QueryRun.
+    whole rows. width: columns of one rank. ranks, rank: size and index of cp. window: keys that a query sees
+    at most; None: all earlier ones of its document.
     """
     runs = []
     begin = 0  # of a span, among this rank's columns

@@ -164,7 +164,7 @@ class Pipeline:
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], scale: float, add_up: Callable[[], None]
     ) -> Tensor:
-        """Leave the gradients of (sum of the losses) · scale on the parameters, not yet summed over replicas.
+        """Leave the gradients of (sum of the losses) · scale on the parameters.
 
         Returns that number, a scalar: 0 on ranks without the last stage. micro_batches: this rank's columns
         (cp), as many on every pp rank. add_up: called after each backward of weights alone, which runs no

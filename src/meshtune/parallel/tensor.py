@@ -382,7 +382,8 @@ def _cut_block(
 
 
 def _cut_parameters(model: nn.Module, splits: Mapping[str, Split], tp: Axis) -> None:
-    """Replace each parameter by a copy of this rank's shard, in place; tied parameters stay one.
+    """Replace each parameter whose split has a dim by a copy of this rank's shard, in place; tied ones stay
+    one.
 
     splits: of every parameter, by name (a tied one by each of its names).
     """

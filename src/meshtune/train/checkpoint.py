@@ -106,8 +106,8 @@ class Checkpoints:
         *,
         protect: Collection[int] = (),
     ) -> list[str]:
-        """Write the checkpoint of `step`, then remove all of later steps, which another run has left, and old
-        ones beyond `keep`, but none in `protect`. One of the same step is replaced.
+        """Write the checkpoint of `step`, then remove all of later steps (of a run that was not resumed) and
+        old ones beyond `keep`, but none in `protect`. One of the same step is replaced.
 
         tensors: by name; whole ones as they are; of a tensor that is sharded over ranks, every rank passes
         its Piece. Tensors with the same memory are written once. values: must survive JSON (keys are text,

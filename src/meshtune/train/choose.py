@@ -62,10 +62,10 @@ def choose_together(config: Config) -> Choice:
 
 def layout_of(config: Config, ranks: int) -> Layout:
     """The complete layout of `ranks` ranks. The planner chooses what the config leaves open; a model that it
-    can't count gets data parallelism there, and one that can't run at all is refused with the reasons.
+    can't count, or that no layout can train, gets data parallelism there.
 
-    Raises UserError then, and if the sizes don't divide; NothingFits if no layout fits in memory. A layout
-    that the config fixes may need another number of ranks: `attention_of` refuses it.
+    Raises UserError if the sizes don't divide; NothingFits if no layout fits in memory. The result may still
+    be refused, by `attention_of` with the reasons: it may also need another number of ranks.
     """
     if config.partial_layout.whole:
         return _completed(config, ranks)

@@ -219,7 +219,7 @@ def optimizer_of(spec: ModelSpec, values: OptimizerSpec, parallel: Parallel) -> 
 
     Without ZeRO it makes masters, and casts the parameters in place, if the trained and the compute dtype
     differ; with ZeRO FSDP2 casts them for the passes and sums their gradients. values: its constants.
-    Gradients are summed in spec.sum_dtype if a step has several micro-batches or several data ranks.
+    Gradients are summed in spec.sum_dtype if a step has several micro-batches, data or context ranks.
     """
     world = parallel.world
     compute = spec.trained_dtype if world.layout.zero else spec.compute_dtype
