@@ -6,7 +6,7 @@ import torch
 
 
 def adamw(groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
-    """torch's fused AdamW; `Optimizer.step` sets the learning rate of each update.
+    """Make torch's fused AdamW, with learning rate 0: `Optimizer.step` sets it before each update.
 
     groups: torch.optim's parameter groups, each with its weight_decay.
     """

@@ -34,30 +34,33 @@ UPDATES: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw}  # b
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay acts: on matrices only, not on norms and biases (as transformers.Trainer)."""
+    """True if weight decay acts: on 2 or more dimensions, unless the name ends with "bias".
+
+    So norms and biases do not decay, as with transformers.Trainer.
+    """
     return parameter.ndim >= 2 and not name.endswith("bias")
 
 
 @dataclass
 class Bucket:
-    """Parameters that are stepped together; `trained` are the masters, or the parameters themselves."""
+    """Parameters that are stepped together; the three lists are parallel."""
 
     names: list[str]
     parameters: list[nn.Parameter]
-    trained: list[Tensor]
-    update: torch.optim.Optimizer
+    trained: list[Tensor]  # the masters; without masters the parameters, or this rank's shards of DTensors
+    update: torch.optim.Optimizer  # over `trained`
 
 
 class Optimizer:
-    """Masters, gradient sums and updates of the trainable ones of `named_parameters`.
+    """Masters, gradient sums and updates of those of `named_parameters` that require gradients.
 
-    name: a row of OPTIMIZERS. weight_decay: decoupled, on matrices alone.
-    compute_dtype: dtype that the parameters get for forward and backward passes, while what they hold now
-    becomes the master weights; None trains the parameters as they are.
-    sum_dtype: dtype in which the gradients of several micro-batches add up; None leaves that to autograd,
-    which adds in the parameters' own dtype.
-    copies: on how many ranks each parameter's gradient lies, by name, so that the norm counts it once; those
-    left out are on one. A copy that shall not count at all has infinitely many.
+    name: a row of OPTIMIZERS. weight_decay: decoupled, on the parameters for which `decays` is true.
+    compute_dtype: the parameters are cast to it at once, in place, and their old storage becomes the master
+    weights; None: no masters, the parameters are trained as they are.
+    sum_dtype: dtype in which the gradients of several micro-batches add up. Where a parameter has another, a
+    hook moves each new .grad into a sum and leaves .grad None. None: autograd adds, in the parameters' dtype.
+    copies: parameter name -> number of ranks that hold the same gradient, so that `squared_norm`, summed over
+    all ranks, counts it once; 1 for a name left out, infinite for a gradient that is not to be counted.
     """
 
     def __init__(
@@ -95,6 +98,10 @@ class Optimizer:
         weight_decay: float,
         compute_dtype: torch.dtype | None,
     ) -> Bucket:
+        """Make a bucket of (name, parameter) pairs, cast to compute_dtype in place if it is given.
+
+        update: makes the torch optimizer from torch.optim's parameter groups.
+        """
         names, parameters = [name for name, _ in named], [p for _, p in named]
         trained: list[Tensor] = [p.data if compute_dtype else local(p) for p in parameters]
         if compute_dtype:
@@ -111,7 +118,7 @@ class Optimizer:
         return Bucket(names, parameters, trained, update(groups))
 
     def _add(self, parameter: Tensor) -> None:
-        """After a micro-batch's backward: add its gradient to the sum, and free it."""
+        """Hook after a micro-batch's backward: add .grad to the parameter's sum, and set it to None."""
         assert isinstance(parameter, nn.Parameter)
         assert parameter.grad is not None
         if parameter in self.sums:
@@ -121,7 +128,7 @@ class Optimizer:
         parameter.grad = None
 
     def add_up(self) -> None:
-        """After a backward that runs no hooks, as the halves of zero-bubble schedules: `_add` for all."""
+        """Run `_add` for all, after a backward that runs no hooks (the halves of zero-bubble schedules)."""
         for parameter in self.summed:
             if parameter.grad is not None:
                 self._add(parameter)
@@ -131,11 +138,15 @@ class Optimizer:
         return self.sums.get(parameter, parameter.grad)
 
     def replace_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Put `gradient`, of any dtype, in the place of what `gradient(parameter)` gives."""
+        """Make `gradient`, of any dtype, what `gradient(parameter)` gives; .grad becomes None."""
         self.sums[parameter], parameter.grad = gradient, None
 
     def named_gradients(self, among: Collection[str] | None = None) -> dict[str, Tensor]:
-        """This rank's gradients of the step, by name, in the dtype they add up in; all, or those `among`."""
+        """This rank's shards of the step's gradients so far, by name, in the dtype in which they add up.
+
+        Plain tensors that share the gradients' memory. among: names of parameters; None: all. Parameters that
+        are frozen or have no gradient yet are left out.
+        """
         self.add_up()
         gradients = (
             (name, self.gradient(parameter))
@@ -159,9 +170,10 @@ class Optimizer:
         return (norms.square() / norms.new_tensor(copies)).sum()
 
     def clip(self, norm: float, max_norm: float) -> None:
-        """Scale the gradients so that their norm is at most `max_norm`; 0: leave them.
+        """Scale this rank's gradients, in place, by max_norm / (norm + 1e-6) if that is below 1.
 
-        The formula is torch.nn.utils.clip_grad_norm_'s.
+        norm: the L2 norm of all ranks' gradients. max_norm: 0 leaves the gradients as they are. The formula
+        is torch.nn.utils.clip_grad_norm_'s.
         """
         gradients = self.gradients()  # none on a stage whose parameters are all frozen
         if gradients and max_norm and (scale := max_norm / (norm + 1e-6)) < 1:
@@ -169,7 +181,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """One update; the gradients are used up."""
+        """Make one update, free all gradients, and round the masters into the parameters."""
         for bucket in self.buckets:
             for group in bucket.update.param_groups:
                 group["lr"] = learning_rate
@@ -207,7 +219,8 @@ class Optimizer:
 
         With masters, `model.<parameter>` is the master: `publish` makes the parameters from it.
 
-        Before the first step there is no state; `materialise` makes zeros, as loading a checkpoint needs.
+        Before its first step a parameter has no state; `materialise` adds zeros for it, to the optimizer too,
+        as loading a checkpoint needs.
         """
         tensors: dict[str, Tensor] = {}
         for bucket in self.buckets:
@@ -236,13 +249,17 @@ def parts_of(key: str) -> tuple[str, str, str]:
 
 
 def key_of(kind: str, name: str, moment: str) -> str:
+    """Key of `Optimizer.state`, the inverse of `parts_of`; an empty `moment` is left out."""
     return ".".join(part for part in (kind, name, moment) if part)
 
 
 def buckets(
     named: list[tuple[str, nn.Parameter]], elements: int | None
 ) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Split parameters into runs of about `elements` elements (None: a single run)."""
+    """Yield runs of neighbouring (name, parameter) pairs of at most `elements` elements together.
+
+    A larger parameter is a run by itself. None: all parameters in one run. No parameters: no run.
+    """
     run: list[tuple[str, nn.Parameter]] = []
     size = 0
     for name, parameter in named:

@@ -6,8 +6,9 @@ import math
 def learning_rate(step: int, *, peak: float, kind: str, warmup_steps: int, total_steps: int) -> float:
     """The learning rate of update `step` (1-based) out of `total_steps`.
 
-    As in `transformers.get_scheduler`: from 0 at the first of `warmup_steps` it rises linearly to `peak`;
-    then `kind` "cosine" falls along half a cosine to 0, "linear" along a line to 0, and "constant" stays.
+    As in `transformers.get_scheduler`: it rises linearly from 0 at update 1 to `peak` at update
+    `warmup_steps` + 1; then `kind` "cosine" falls along half a cosine, "linear" along a line, so that update
+    `total_steps` + 1 would have 0, and "constant" stays at `peak`.
     """
     updates_before = step - 1
     if updates_before < warmup_steps:
@@ -20,5 +21,7 @@ def learning_rate(step: int, *, peak: float, kind: str, warmup_steps: int, total
 
 
 def warmup(total_steps: int, *, ratio: float, steps: int | None) -> int:
-    """Number of warm-up steps: `steps` if given, else `ratio` of the run, rounded up as in transformers."""
+    """Number of warm-up steps: `steps` unless it is None, else total_steps · ratio, rounded up as in
+    transformers.
+    """
     return steps if steps is not None else math.ceil(total_steps * ratio)

@@ -73,9 +73,10 @@ class Parallel:
         return dict(stage.tied for stage in self.stages if stage.tied)
 
     def piece(self, name: str, parameter: nn.Parameter, values: Tensor) -> Piece:
-        """`values`, shaped as this rank's shard of `parameter`, with its position in the whole parameter.
+        """Wrap `values` in a Piece with its position in the whole parameter, without a copy.
 
-        name: of the parameter on this rank.
+        name: of the parameter on this rank. parameter: that one; its DTensor placements are read. values: of
+        the shape of this rank's shard of it, such as the shard, its gradient or its optimizer state.
         """
         whole = self.tied.get(name, name)
         shape, split = self.shapes[whole], self.splits.get(whole, Split())
@@ -132,13 +133,19 @@ class Parallel:
             self.replicas.begin(passes)
 
     def before_backward(self, *, last: bool) -> None:
-        """Prepare a micro-batch's passes; last: of the step. Not with a pipeline, which does it itself."""
+        """Prepare a micro-batch's passes. last: True for the step's last micro-batch.
+
+        Do not call it with a pipeline, whose stages do it themselves.
+        """
         zero.before_backward(self.stages[0], self.world.layout.zero, last=last)
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch], finish: Finish) -> list[Tensor]:
-        """`finish` of the last hidden states of each of this data rank's micro-batches, without gradients; on
-        the ranks of the last stage, and an empty list on others.
+        """Return `finish` of each micro-batch's last hidden states, without gradients, on the ranks of the
+        last stage; an empty list on other ranks.
+
+        micro_batches: of this data rank, not yet split by cp. Every rank calls it with as many of them.
+        Parameters that ZeRO gathered for it are freed.
         """
         local_batches = [self.localise(micro_batch) for micro_batch in micro_batches]
         if self.pipeline is not None:
@@ -152,7 +159,7 @@ class Parallel:
     def finish_gradients(self, gradients: Callable[[frozenset[str] | None], Mapping[str, Tensor]]) -> None:
         """Sum gradients over replicas, tp and the copies of a tied embedding, after the last micro-batch.
 
-        gradients: names (None: all) -> this rank's shards of their gradients.
+        gradients: names (None: all) -> this rank's shards of their gradients by name, changed in place.
         """
         if self.replicas is not None:
             self.replicas.finish()
@@ -174,9 +181,12 @@ def apply(
 ) -> Parallel:
     """Build the parts of `make()` that this rank of `world` runs, with memory but without values.
 
-    make: a fresh whole model with its parameters on meta. blocks: stage -> its blocks, for this rank's
-    stages. finish: last hidden states -> summed loss. The dtypes are those of zero.shard. compile: each block
-    by itself.
+    A collective call. make: returns a fresh whole model with its parameters on meta; called once for each of
+    this rank's stages. blocks: index of a stage -> numbers of its blocks, for this rank's stages in their
+    order. finish: computes the summed loss from the last hidden states. compute_dtype: of the passes, set
+    here only under ZeRO, and of hidden states sent between stages. reduce_dtype: in which gradients are
+    summed over data ranks; None: their own. compile: True to torch.compile each block by itself. Raises
+    UserError if tp can't split the model.
     """
     layout, mesh = world.layout, zero.parameter_mesh(world)
     stages, groups = [], []
@@ -214,7 +224,9 @@ def width_multiple(layout: Layout) -> int:
 
 
 def groups_of(stage: Stage, inside: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
-    """A stage's parameters, by block (`inside`) and those outside, in the order of a forward pass."""
+    """Lists of a stage's parameters in the order of a forward pass: one for each block of `inside`, and one
+    of all others, which comes first on the first stage and last on other stages.
+    """
     grouped: set[nn.Parameter] = set()
     blocks = []
     for block in inside:  # a parameter that two blocks share is in the group of the first one

@@ -35,9 +35,9 @@ SEQ, HEADS = 2, 1  # dimensions of queries, keys and values [batch, heads, seq, 
 
 
 def spans(seq: int, cp: Axis, method: str) -> tuple[range, ...]:
-    """Columns of a row of `seq` that this rank has, in its order. method: allgather or ulysses.
+    """Columns, in a row of `seq`, of this rank, in the rank's order: ranges of equal length.
 
-    Raises ValueError when the row can't be cut evenly.
+    method: "allgather" (two ranges) or "ulysses" (one). Raises ValueError if the row can't be cut evenly.
     """
     parts = cp.size if method == "ulysses" else 2 * cp.size
     if seq % parts:
@@ -50,14 +50,18 @@ def spans(seq: int, cp: Axis, method: str) -> tuple[range, ...]:
 
 
 def columns(seq: int, cp: Axis, method: str) -> Tensor:
-    """Index in the whole row of each of this rank's columns [seq / cp], for rows of `seq` columns."""
+    """Index in the whole row of each of this rank's columns, int64 [seq / cp], for rows of `seq` columns.
+
+    method: as in `spans`, also for the error.
+    """
     return torch.cat([torch.arange(span.start, span.stop) for span in spans(seq, cp, method)])
 
 
 def split(micro_batch: MicroBatch, cp: Axis, method: str) -> MicroBatch:
     """This rank's columns of a micro-batch; `documents` stay the lengths of whole rows.
 
-    method: allgather or ulysses.
+    tokens and label_tokens are those of these columns. method: as in `spans`, also for the error. With one
+    rank the micro-batch is returned as it is.
     """
     if cp.size == 1:
         return micro_batch
@@ -75,9 +79,9 @@ def split(micro_batch: MicroBatch, cp: Axis, method: str) -> MicroBatch:
 
 
 def attach(model: nn.Module, anatomy: Anatomy, cp: Axis, method: str) -> None:
-    """Make every block's attention, which must be meshtune's, see the other ranks' columns too. In place.
+    """Make every block's attention see the other ranks' columns too, by setting its `context`, in place.
 
-    method: allgather or ulysses.
+    Only meshtune's attention reads `context`. method: "allgather" or "ulysses". Nothing for one rank.
     """
     if cp.size == 1:
         return
@@ -96,16 +100,17 @@ class AllGather:
         self, q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, dropout: float,
         softcap: float | None, window: int | None,
     ) -> Tensor:  # fmt: skip
-        """q, k and v of this rank's columns [batch, heads, seq / cp, head_dim] -> the same.
+        """Attention of this rank's queries: [batch, heads, seq / cp, head_dim], as q.
 
-        The other arguments are those of attention.core.attend_documents; documents: of whole rows.
+        q, k, v: of this rank's columns; k and v may have fewer heads. documents: lengths in whole rows. The
+        other arguments are those of attention.core.attend_documents (None: no softcap, no window).
         """
         k, v = self._whole(torch.cat((k, v), -1)).split((k.shape[-1], v.shape[-1]), -1)
         runs = _runs_of_rank(documents, q.shape[SEQ], self.axis.size, self.axis.index, window)
         return attend_runs(q, k, v, runs, scale, dropout, softcap)
 
     def _whole(self, x: Tensor) -> Tensor:
-        """All ranks' columns, in the order of the whole row."""
+        """All-gather the ranks' columns, into the order of the whole row; gradients are reduce-scattered."""
         ranks = exchange(x, self.axis, SEQ, all_gather, reduce_scatter).unflatten(
             SEQ, (self.axis.size, 2, -1)
         )
@@ -115,7 +120,12 @@ class AllGather:
 
 @lru_cache(maxsize=64)
 def _runs_of_rank(documents: Lengths, width: int, ranks: int, rank: int, window: int | None) -> QueryRuns:
-    """A rank's queries of each document, with all keys that they see. width: columns of the rank."""
+    """A rank's queries of each document, with the keys that they see.
+
+    Queries are counted among the rank's own columns, keys among those of the whole row. documents: lengths in
+    whole rows. width: columns of one rank. ranks, rank: size and index of cp. window: keys that a query sees
+    at most; None: all earlier ones of its document.
+    """
     runs = []
     begin = 0  # of a span, among this rank's columns
     for span in spans(width * ranks, Axis("cp", ranks, rank), "allgather"):
@@ -134,7 +144,7 @@ def _runs_of_rank(documents: Lengths, width: int, ranks: int, rank: int, window:
 
 @dataclass(frozen=True)
 class Ulysses:
-    """Attention of some heads over the whole sequence, instead of all heads over some columns."""
+    """Attention of 1 / cp of the heads over whole rows, instead of all heads over this rank's columns."""
 
     axis: Axis
 
@@ -142,9 +152,10 @@ class Ulysses:
         self, q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, dropout: float,
         softcap: float | None, window: int | None,
     ) -> Tensor:  # fmt: skip
-        """q, k and v of this rank's columns [batch, heads, seq / cp, head_dim] -> the same.
+        """Attention of this rank's queries: [batch, heads, seq / cp, head_dim], as q.
 
-        The other arguments are those of attention.core.attend_documents; documents: of whole rows.
+        q, k, v: of this rank's columns; k and v may have fewer heads. documents: lengths in whole rows. The
+        other arguments are those of attention.core.attend_documents (None: no softcap, no window).
         """
         times = self._repeats(q.shape[HEADS], k.shape[HEADS])
         if times > 1:
@@ -154,13 +165,17 @@ class Ulysses:
         return _AllToAll.apply(out, self.axis, SEQ, HEADS)  # type: ignore[return-value]
 
     def _repeats(self, heads: int, kv_heads: int) -> int:
-        """Copies of each key-value head that are needed to give each rank those of its query heads."""
+        """Fewest copies of each key-value head with which the cp ranks get equally many heads, every rank
+        those that its query heads use. heads, kv_heads: of q and of k, before the all-to-all.
+        """
         fits = (n for n in range(1, heads // kv_heads + 1) if not (kv_heads * n) % self.axis.size)
         return next(n for n in fits if not (heads // kv_heads) % n)
 
 
 class _AllToAll(torch.autograd.Function):
-    """Split the dimension `cut` over the ranks and join the ranks' parts along `join`."""
+    """Split dimension `cut` of x into equal parts, one for each rank, and join the parts received from the
+    ranks along dimension `join`, in their order. The gradient does the reverse.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, cut: int, join: int):  # type: ignore[override]
@@ -174,6 +189,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _all_to_all(x: Tensor, axis: Axis, cut: int, join: int) -> Tensor:
+    """Compute the forward of `_AllToAll`, without a gradient."""
     sent = x.unflatten(cut, (axis.size, -1)).movedim(cut, 0).contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=axis.group)

@@ -29,26 +29,26 @@ Collective = Callable[
 
 
 def identity(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """A view of x; nothing is communicated."""
+    """A view of x; nothing is communicated, `axis` and `dim` are not used."""
     return x.view_as(x)
 
 
 def all_reduce(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """The sum over the ranks; `dim` is not used."""
+    """The sum of the ranks' x, a new tensor in x's dtype; `dim` is not used."""
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=axis.group)
     return out
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """The ranks' shards, one after the other along `dim`."""
+    """The ranks' x, joined along `dim` in the order of the ranks; a new tensor."""
     shards = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
     all_gather_single(shards, x.contiguous(), axis.group)
     return shards.unflatten(0, (axis.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's shard along `dim` of the sum over the ranks."""
+    """This rank's shard of the sum of the ranks' x; `dim`, cut into equal shards, must divide evenly."""
     shards = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
     out = torch.empty_like(shards[0])
     reduce_scatter_single(out, shards.flatten(0, 1), axis.group)
@@ -56,12 +56,12 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def take_shard(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's shard along `dim`; nothing is communicated."""
+    """This rank's shard of x, `dim` cut into equal ones; contiguous, nothing is communicated."""
     return x.chunk(axis.size, dim)[axis.index].contiguous()
 
 
 def exchange(x: Tensor, axis: Axis, dim: int, forward: Collective, backward: Collective) -> Tensor:
-    """`forward` of x; its gradient is `backward` of the incoming one."""
+    """Return forward(x, axis, dim), whose gradient is backward(incoming gradient, axis, dim)."""
     return _Exchange.apply(x, axis, dim, forward, backward)  # type: ignore[return-value]
 
 

@@ -75,7 +75,9 @@ class World:
         return self.layout.parameter_ranks
 
     def sum_over_ranks(self, *numbers: float | torch.Tensor) -> list[float]:
-        """Sum of each number over all ranks, in fp64, on every rank; one all-reduce for all numbers."""
+        """Sum of each number (or scalar tensor) over all ranks, in fp64, on every rank, in the order of the
+        arguments; one all-reduce for all of them.
+        """
         wide = [torch.as_tensor(number, dtype=torch.float64, device=self.device) for number in numbers]
         values = torch.stack(wide)
         if self.mesh is not None:
@@ -83,7 +85,9 @@ class World:
         return values.tolist()
 
     def max_over_ranks(self, *numbers: float) -> list[float]:
-        """Maximum of each number over all ranks, on every rank; one all-reduce for all numbers."""
+        """Maximum of each number over all ranks, on every rank, in the order of the arguments; one all-reduce
+        for all of them.
+        """
         if self.mesh is None:
             return list(numbers)
         values = torch.tensor(numbers, dtype=torch.float64, device=self.device)
@@ -124,7 +128,8 @@ def join(layout: Layout, device: torch.device) -> World:
     """Make the world of `layout`, a collective call: every rank makes it, after torch.distributed's default
     process group is initialised (not needed for one rank).
 
-    Raises UserError when the number of ranks is not the layout's.
+    device: of this rank. The groups `host` and `storage` are made with gloo. Raises UserError when the number
+    of ranks is not the layout's.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks != layout.world:

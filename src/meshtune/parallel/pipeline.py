@@ -42,8 +42,10 @@ class Stage(nn.Module):
     """The part of `model` that one rank runs: `blocks`, on the first stage the embedding too, on the last one
     norm, head and `finish`.
 
-    Changes `model` in place; it is whole, its parameters may be cut by tp already. index: of the stage; of:
-    the number of stages.
+    model: the whole one, perhaps split by tp already; with several stages its other modules are replaced in
+    place by stand-ins. blocks: numbers of the stage's blocks in the whole model. index: of the stage, from 0;
+    of: the number of stages. finish: computes the last stage's output (the summed loss) from the last hidden
+    states.
     """
 
     def __init__(
@@ -86,9 +88,10 @@ class Stage(nn.Module):
             model.set_submodule(path, StandIn())
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch, finish: Finish | None = None) -> Tensor:
-        """Hidden states for the next stage; on the last one the output of `finish` (None: the loss).
+        """Hidden states for the next stage; on the last one the output of `finish`.
 
-        hidden [batch, seq, hidden]: output of the stage before; ignored by the first one.
+        hidden [batch, seq, hidden]: output of the stage before, of this rank's columns (cp, sp); the first
+        stage ignores it. micro_batch: this rank's columns (cp). finish: None for the stage's own, the loss.
         """
         out = body_forward(self.model, self.anatomy, micro_batch, None if self.first else hidden)
         if not self.last:
@@ -97,8 +100,10 @@ class Stage(nn.Module):
 
 
 class _ZeroStage(PipelineStage):
-    """torch's stage, made to work with ZeRO-2 and -3: by itself it keeps whole parameters and gradients for
-    the step, which is ZeRO-1.
+    """torch's stage, for every ZeRO stage: by itself it keeps parameters gathered and gradients unsharded
+    until the step ends, which is ZeRO-1.
+
+    zero: ZeRO stage; the other arguments are PipelineStage's.
     """
 
     def __init__(self, zero: int, *args: Any, **options: Any) -> None:
@@ -114,6 +119,9 @@ class _ZeroStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict, last_backward: bool = False
     ) -> Any:
+        """Run one micro-batch's backward. Under ZeRO-2 and -3 each reduce-scatters its gradients, and the
+        step's last one (`last_backward`) all-reduces the shards over replicas; below, as torch does.
+        """
         root = self.submod
         if self.zero < 2 or not isinstance(root, FSDPModule):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
@@ -133,9 +141,9 @@ class _ZeroStage(PipelineStage):
 
 
 class Pipeline:
-    """The stages of this rank, run by a schedule.
+    """The stages of this rank, run by the schedule of `world.layout`.
 
-    dtype: of the hidden states that are sent between stages.
+    stages: of this rank, by ascending index. dtype: of the hidden states that are sent between stages.
     """
 
     def __init__(self, stages: Sequence[Stage], world: World, dtype: torch.dtype) -> None:
@@ -158,8 +166,9 @@ class Pipeline:
     ) -> Tensor:
         """Leave the gradients of (sum of the losses) · scale on the parameters.
 
-        Returns that number, a scalar: 0 on ranks without the last stage. add_up: called after each backward
-        of weights alone, which runs no hooks of their gradients.
+        Returns that number, a scalar: 0 on ranks without the last stage. micro_batches: this rank's columns
+        (cp), as many on every pp rank. add_up: called after each backward of weights alone, which runs no
+        hooks of their gradients. Raises ValueError if the micro-batches have several shapes.
         """
         shapes = {tuple(micro_batch.input_ids.shape) for micro_batch in micro_batches}
         if len(shapes) > 1:
@@ -187,7 +196,10 @@ class Pipeline:
         return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
 
     def _schedule(self, number: int, rows: int, width: int) -> Any:
-        """torch's schedule for `number` micro-batches of `rows` rows of `width` columns."""
+        """torch's schedule for `number` micro-batches of `rows` rows of `width` columns (after cp).
+
+        Kept until another number or shape is asked for.
+        """
         key = number, rows, width
         if key not in self._schedules:
             self._schedules.clear()  # each has receive buffers of one shape
@@ -228,6 +240,7 @@ class Pipeline:
     def forward_only(self, micro_batches: Sequence[MicroBatch], finish: Finish) -> list[Tensor] | None:
         """Output of `finish` for each micro-batch on the rank of the last stage; None on the others.
 
+        micro_batches: this rank's columns (cp), as many on every pp rank; their shapes may differ.
         Every rank runs its stages in ascending order, micro-batch by micro-batch. A stage only waits for an
         earlier stage or an earlier micro-batch, so ranks can't wait for each other in a circle.
         """
@@ -255,7 +268,8 @@ class Pipeline:
     def reduce_tied(self, gradients: Callable[[frozenset[str] | None], Mapping[str, Tensor]]) -> None:
         """Give both copies of a tied embedding, on the first and the last stage, the sum of their gradients.
 
-        gradients: names -> this rank's shards of their gradients.
+        gradients: names -> this rank's shards of their gradients by name, changed in place. Nothing if no
+        embedding is tied, or if it is frozen.
         """
         last = self.stages[-1]
         if last.tied is not None:

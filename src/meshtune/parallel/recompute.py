@@ -40,6 +40,7 @@ SAVED_OPERATORS = {
 def recompute_blocks(model: PreTrainedModel, anatomy: Anatomy, mode: str) -> None:
     """Make every block of `model` recompute activations in its backward by `mode`. In place; call it once.
 
+    mode: none, attention, selective or full, as above.
     Call it before blocks are sharded, so that the hooks of sharding are outside the recomputed part.
     Raises ValueError for an unknown mode, or for `attention` with a model that does not run meshtune's
     attention.
@@ -71,6 +72,10 @@ def _recompute_attention(model: PreTrainedModel) -> None:
 
 
 def _recompute_each_block(model: nn.Module, anatomy: Anatomy, contexts: Callable[[], Any] | None) -> None:
+    """Make each block's forward run under torch's checkpoint, in place.
+
+    contexts: its context_fn, which says what is kept; None: the block's inputs alone.
+    """
     options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
     for block in model.get_submodule(anatomy.blocks).children():
         # A partial of the bound method, and no closure: a deep copy of the model then runs its own blocks.
@@ -78,6 +83,7 @@ def _recompute_each_block(model: nn.Module, anatomy: Anatomy, contexts: Callable
 
 
 def _checkpointed(forward: Callable[..., Any], options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `forward` under torch's checkpoint with its `options`; without gradients, call it plainly."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **options, **kwargs)

@@ -35,9 +35,10 @@ class InFlight(NamedTuple):
 
 
 class Replicas:
-    """This rank's copy of parameters that other ranks have copies of, over the 1-D `mesh`.
+    """All-reduces of the gradients of parameters that all ranks of the 1-D `mesh` hold copies of.
 
-    groups: parameters that are reduced together, in the order in which a backward pass ends with them. Every
+    `watch` once; then for each step `begin`, the backward passes, `finish`. groups: parameters that are
+    reduced together, in the order in which a backward pass ends with them; frozen ones are left out. Every
     rank starts its all-reduces in that order, or different groups would be added up. dtype: that gradients
     are summed in; None: their own.
     """
@@ -52,7 +53,10 @@ class Replicas:
         self.in_flight: list[InFlight] = []  # all-reduces of the first groups
 
     def watch(self, gradients: Gradients) -> None:
-        """All-reduce gradients as they are computed from now on; call it after `gradients` set its hooks."""
+        """Add hooks that all-reduce a group once all of its gradients of a step are computed.
+
+        Call it once, after `gradients` has added its hooks, which must run first.
+        """
         self.gradients = gradients
         for index, group in enumerate(self.groups):
             for parameter in group:
@@ -78,7 +82,9 @@ class Replicas:
         self.in_flight = []
 
     def _computed(self, index: int, _: Tensor) -> None:
-        """Hook after a gradient of group `index`: start the all-reduces that are ready, in order."""
+        """Hook after a pass has added one gradient of group `index`: start the all-reduces that are ready, in
+        the order of the groups.
+        """
         self.missing[index] -= 1
         while len(self.in_flight) < len(self.groups) and self.missing[len(self.in_flight)] == 0:
             self._all_reduce()

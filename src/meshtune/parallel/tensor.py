@@ -2,7 +2,7 @@
 parallelism (sp): the activations between them are cut along the sequence.
 
             ╭───────────── attention ─────────────╮      ╭───────── mlp ─────────╮
-    lookup ⊕ norm ⊢ q k v │ own heads │ o ⊕ + residual  norm ⊢ gate up │ down ⊕ +  …  norm ⊢ head │ own words
+    lookup ⊕ norm ⊢ q k v │ own heads │ o ⊕ + residual  norm ⊢ gate up │ down ⊕ +  …  norm ⊢ head │ logits
 
     ⊢  enter   sp: all-gather along the sequence        else identity       backward: ⊕
     ⊕  leave   sp: reduce-scatter along the sequence    else all-reduce     backward: ⊢
@@ -86,7 +86,7 @@ class _TensorState:
     tp: Axis
     sequence: bool  # sequence parallelism
     seed: int | None = None  # of the running block, where it draws; equal on all tp ranks
-    switches: int = 0  # between the random numbers of all ranks and the rank's own, in that block
+    switches: int = 0  # calls of `reseed` in that block so far
     blocks_done: bool = False  # the last block has run: the next output of the final norm leaves the body
     saved_states: list[Tensor] | None = None  # the generators', before the embedding seeded them per rank
 
@@ -111,19 +111,25 @@ class _TensorState:
 def _enter_part(
     state: _TensorState, part: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict]:
-    """Hook before attention and mlp, which take hidden states as first argument or by name."""
+    """Hook before attention and mlp: their arguments, with `enter` of the hidden states, which are the first
+    argument or have the name hidden_states.
+    """
     if args:
         return (state.enter(args[0]), *args[1:]), kwargs
     return args, kwargs | {"hidden_states": state.enter(kwargs["hidden_states"])}
 
 
 def _after_blocks(state: _TensorState, block: nn.Module, args: tuple, out: Any) -> None:
-    """Hook after the last block: some families use their final norm before the first one, too."""
+    """Hook after the last block, for `_leave_body`: some families use their final norm before the first one,
+    too.
+    """
     state.blocks_done = True
 
 
 def _leave_body(state: _TensorState, norm: nn.Module, args: tuple, hidden: Tensor) -> Tensor:
-    """Hook after the final norm: the head takes all tokens, and gives a partial gradient of each."""
+    """Hook after the final norm: its output through `enter`, as the head takes all tokens and gives a partial
+    gradient of each; unchanged where the blocks have not run yet.
+    """
     if not state.blocks_done:
         return hidden
     state.blocks_done = False
@@ -131,9 +137,10 @@ def _leave_body(state: _TensorState, norm: nn.Module, args: tuple, hidden: Tenso
 
 
 def _rows(state: _TensorState, style: TensorStyle, module: nn.Module, x: Tensor) -> Tensor:
-    """Forward of a linear layer of which this rank has some rows: some output features of every token.
+    """Forward of a linear layer of which this rank has some rows: their output features [batch, seq, …].
 
-    `style.whole`: all-gather the output features.
+    x: hidden states of all tokens. `style.whole`: all-gather the output features. Reseeds dropout for what
+    follows.
     """
     state.reseed(per_rank=False)
     out = type(module).forward(module, x)
@@ -144,7 +151,8 @@ def _rows(state: _TensorState, style: TensorStyle, module: nn.Module, x: Tensor)
 
 
 def _repeated(state: _TensorState, kv_heads: int, module: nn.Module, x: Tensor) -> Tensor:
-    """Forward of a key or value projection that is whole on every rank: the head of the rank's query heads.
+    """Forward of a key or value projection that is whole on every rank: only the one key-value head that the
+    rank's query heads use, [batch, seq, head_dim].
 
     kv_heads: of the whole model, fewer than tp ranks.
     """
@@ -155,9 +163,10 @@ def _repeated(state: _TensorState, kv_heads: int, module: nn.Module, x: Tensor) 
 
 
 def _columns(state: _TensorState, style: TensorStyle, module: Any, x: Tensor) -> Tensor:
-    """Forward of a linear layer of which this rank has some columns: an addend of all output features.
+    """Forward of a linear layer of which this rank has some columns: all output features, summed over the
+    ranks (`leave`), so with sp those of this rank's tokens alone. The bias is added after the sum.
 
-    `style.whole`: x has all input features, of which this rank uses its shard.
+    x: the input features of the rank's columns; with `style.whole` all of them, of which it takes its shard.
     """
     if style.whole:
         x = exchange(x, state.tp, FEATURES, take_shard, all_gather)
@@ -175,9 +184,12 @@ def _columns(state: _TensorState, style: TensorStyle, module: Any, x: Tensor) ->
 def _lookup(
     state: _TensorState, vocabulary: Vocabulary, draws_after: bool, module: nn.Module, ids: Tensor
 ) -> Tensor:
-    """Forward of an embedding of which this rank has some rows.
+    """Forward of an embedding of which this rank has the rows of `vocabulary`: [batch, seq, hidden], summed
+    over the ranks (`leave`), so with sp this rank's tokens alone.
 
-    draws_after: dropout follows before the first block. Under sp it must mask each rank's tokens differently.
+    ids: of all tokens. draws_after: dropout follows before the first block. Under sp it must mask each rank's
+    tokens differently: the generators are seeded per rank until `_common_again`. Raises ValueError if sp
+    can't divide the columns.
     """
     if state.sequence and ids.shape[1] % state.tp.size:
         raise ValueError(
@@ -203,7 +215,9 @@ def _common_again(state: _TensorState, block: nn.Module, args: tuple) -> None:
 
 
 def _seeded(state: _TensorState, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Forward of a block that draws random numbers (see the module's docstring)."""
+    """Forward of a block that draws random numbers, in training from one number of the CPU generator (see the
+    module's docstring); the generators go on afterwards as if the block had drawn only that.
+    """
     if not block.training:
         return type(block).forward(block, *args, **kwargs)
     seed = _drawn()
@@ -249,7 +263,7 @@ def split_model(model: PreTrainedModel, anatomy: Anatomy, tp: Axis, *, sequence:
     while those between blocks are this rank's own tokens if `sequence`; position_ids and documents are always
     those of the whole row, and the head gives the logits of the rank's part of the vocabulary
     (`vocabulary_of`). Call it after adapters are added and before the model is cut into stages, recomputed or
-    sharded.
+    sharded. With one tp rank nothing is changed.
 
     Raises UserError where the family has no plan, or `tp` does not divide it.
     """
@@ -279,7 +293,7 @@ def split_model(model: PreTrainedModel, anatomy: Anatomy, tp: Axis, *, sequence:
 def _linear_splits(style: TensorStyle, sequence: bool) -> dict[str, Split]:
     """Splits of a linear layer's parameters by name, adapters (B · A beside the weight) included.
 
-    sequence: with sequence parallelism.
+    style: one whose dim is 0 or 1. sequence: with sequence parallelism.
     """
     if style.dim == 0:
         return {"weight": Split(0), "bias": Split(0), "lora_A": Split(partial=True), "lora_B": Split(0)}
@@ -288,6 +302,7 @@ def _linear_splits(style: TensorStyle, sequence: bool) -> dict[str, Split]:
 
 
 def _named(path: str, module: nn.Module, splits: Mapping[str, Split]) -> dict[str, Split]:
+    """Splits of the module's direct parameters by `path.name`. splits: by name inside the module."""
     return {f"{path}.{name}": splits[name] for name, _ in module.named_parameters(recurse=False)}
 
 
@@ -296,8 +311,8 @@ def _block_splits(
 ) -> dict[str, Split]:
     """Splits of the parameters of a block's attention and mlp, by name inside the block.
 
-    plan: module -> word of transformers' tensor-parallel plan; repeated: modules that stay whole because tp
-    is larger than the number of key-value heads.
+    plan: path of a module -> word of transformers' tensor-parallel plan; repeated: paths of modules that stay
+    whole because tp is larger than the number of key-value heads; sequence: with sequence parallelism.
     """
     parts = (f"{anatomy.attention}.", f"{anatomy.mlp}.")
     # Modules that the plan does not name run where all ranks have the same whole activations.
@@ -313,6 +328,10 @@ def _block_splits(
 
 
 def _cut_vocabulary(model: PreTrainedModel, anatomy: Anatomy, state: _TensorState) -> None:
+    """Make the embedding and the head work with this rank's rows alone, in place, by hooks and attributes.
+
+    Their parameters are cut later, by `_cut_parameters`.
+    """
     embed: Any = model.get_submodule(anatomy.embed)
     head: Any = model.get_submodule(anatomy.head)
     for module in (embed, head):
@@ -340,6 +359,11 @@ def _cut_block(
     state: _TensorState,
     heads: tuple[int, int],
 ) -> None:
+    """Make a block's modules work with this rank's shards, in place, by new forwards and hooks.
+
+    plan, repeated: as in `_block_splits`. heads: (query heads, key-value heads) of the whole model. The
+    parameters are cut later, by `_cut_parameters`.
+    """
     query_heads, kv_heads = heads
     for path, module in block.named_modules():
         if path in repeated:
@@ -358,7 +382,11 @@ def _cut_block(
 
 
 def _cut_parameters(model: nn.Module, splits: Mapping[str, Split], tp: Axis) -> None:
-    """Replace each parameter by this rank's shard as `splits` says, by name; tied parameters stay one."""
+    """Replace each parameter whose split has a dim by a copy of this rank's shard, in place; tied ones stay
+    one.
+
+    splits: of every parameter, by name (a tied one by each of its names).
+    """
     shards: dict[nn.Parameter, nn.Parameter] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(prefix=path, recurse=False, remove_duplicate=False):
@@ -381,7 +409,7 @@ def reduce_partial(gradients: Sequence[Tensor], tp: Axis) -> None:
     """Sum gradients of `Split.partial` parameters over the ranks, in place: one all-reduce for each dtype,
     bf16 in fp32.
 
-    gradients: plain tensors, in the same order on every rank. Once an optimizer step.
+    gradients: plain tensors, in the same order on every rank. Call it once an optimizer step.
     """
     if tp.size == 1:
         return

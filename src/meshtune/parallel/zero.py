@@ -54,8 +54,8 @@ def shard(
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> None:
-    """Shard the parameters of `root` over `mesh` by ZeRO stage `zero`; each of `blocks`, and the rest, is a
-    group.
+    """Shard the parameters of `root` over `mesh` by ZeRO stage `zero` (1 to 3); each of `blocks`, and the
+    rest, is a group.
 
     In place, parameters on meta or real; they become DTensors over `mesh`. Forward and backward passes
     compute in `compute_dtype` (None: in the parameters' own), gradients are summed in `reduce_dtype` (None:
@@ -83,8 +83,10 @@ def groups(root: nn.Module) -> list[FSDPModule]:
 
 
 def before_backward(root: nn.Module, zero: int, *, last: bool) -> None:
-    """Prepare a micro-batch's backward. last: of the step, which reduces gradients that are whole during the
-    step, and frees parameters that are.
+    """Prepare a micro-batch's backward under ZeRO stage `zero`; nothing for a `root` that is not sharded.
+
+    last: True for the step's last micro-batch. Only then are gradients reduce-scattered under ZeRO-1,
+    parameters freed under ZeRO-1 and -2, and gradient shards all-reduced over replicas.
     """
     if isinstance(root, FSDPModule):
         root.set_reshard_after_backward(zero == 3 or last)

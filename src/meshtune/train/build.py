@@ -43,8 +43,9 @@ from meshtune.train.trackers import Metrics, tracker_problems
 def build(config: Config, choice: Choice | None = None) -> Run:
     """Everything that `loop.train` needs on this rank, put where its newest good checkpoint left it.
 
-    choice: what `choose` gave, where the caller has asked already. Raises UserError for settings, data,
-    models and layouts that can't work, before the run folder is touched.
+    Every rank calls it; it seeds torch's generators. choice: of `choose`, the same on all ranks; None: chosen
+    here, by rank 0. Raises UserError for settings, data, models and layouts that can't work, before the run
+    folder is touched.
     """
     if problems := tracker_problems(config.log.to):
         raise UserError(problems)
@@ -65,7 +66,11 @@ def build(config: Config, choice: Choice | None = None) -> Run:
 
 
 def assembled(config: Config, world: World, model: RankModel, inputs: Inputs) -> Run:
-    """Claim the run folder, put the parts together, and restore the newest good checkpoint."""
+    """Claim the run folder, put the parts together, and restore the newest good checkpoint, if there is one.
+
+    Every rank calls it. world, model, inputs: made from the same config; the model on this rank. Raises
+    UserError as `claimed`, and for trackers that can't start.
+    """
     prepared, damaged = inputs.prepared, []
     steps = steps_of(config, prepared.train)
     run_folder, resumed, lock = claimed(config, world, steps, damaged.append)
@@ -133,7 +138,11 @@ def assembled(config: Config, world: World, model: RankModel, inputs: Inputs) ->
 
 
 def announce(config: Config, run: Run, model: RankModel, resumed: int | None, notices: list[str]) -> None:
-    """Write the start row, and print what a user must know before the first step."""
+    """Write the start row, and print what a user must know before the first step; rank 0 alone does both.
+
+    resumed: step of the checkpoint that the run goes on from, None for a new run. notices: sentences to
+    print.
+    """
     metrics, world = run.metrics, run.world
     metrics.start(
         model=config.model.name,
@@ -165,10 +174,11 @@ def announce(config: Config, run: Run, model: RankModel, resumed: int | None, no
 def claimed(
     config: Config, world: World, steps: int, report: Callable[[str], None]
 ) -> tuple[RunDir, int | None, IO[str] | None]:
-    """(The run folder, the step to go on from, the lock): the main rank takes the folder and broadcasts it.
+    """(The run folder; the step to go on from, None without a checkpoint; the lock, None on other ranks).
 
-    report: called with a sentence for each damaged checkpoint. Raises UserError where a rank does not see
-    the folder.
+    Every rank calls it; the main rank claims the folder, writes config.yaml and plan.yaml, and broadcasts it.
+    steps: updates of the whole run. report: called, on the main rank, with a sentence for each damaged
+    checkpoint. Raises UserError as folder.claim and folder.begin, and if a rank does not see the folder.
     """
     lock, place = None, None
     if world.main:
@@ -191,7 +201,10 @@ def claimed(
 
 
 def model_spec(config: Config, attention: str, *, embeddings: int = 0) -> ModelSpec:
-    """The model of a config as plain values. embeddings: rows that the tokenizer needs."""
+    """The model of a config as plain values.
+
+    attention: of Choice, never "auto". embeddings: rows that the tokenizer needs; 0: as many as there are.
+    """
     lora, train = config.lora, config.train
     targets = lora.target_modules
     return ModelSpec(
@@ -220,6 +233,7 @@ def optimizer_spec(config: Config) -> OptimizerSpec:
 
 
 def evaluation_of(config: Config, parallel: Parallel, inputs: Inputs, run_folder: RunDir) -> Evaluation:
+    """Evaluation by the `eval` settings; without held-out data it does nothing. Samples go to run_folder."""
     return Evaluation(
         parallel=parallel,
         tokenizer=inputs.tokenizer,
@@ -235,7 +249,7 @@ def evaluation_of(config: Config, parallel: Parallel, inputs: Inputs, run_folder
 
 
 def schedule_of(config: Config, steps: int) -> Callable[[int], float]:
-    """Step -> learning rate."""
+    """Function: number of an update, from 1 -> its learning rate. steps: updates of the whole run."""
     train = config.train
     return partial(
         learning_rate,
@@ -256,7 +270,11 @@ def exporter_of(
     world: World,
     dtype: torch.dtype,
 ) -> Exporter:
-    """The exporter of a run, or of a whole model. pieces, world, dtype: as Exporter has them."""
+    """The exporter of a run, or of one whole model; of an adapter if config.method is lora.
+
+    model: the whole one, its parameters may be on meta. encoder: has the stop tokens. pieces, world, dtype:
+    as Exporter has them.
+    """
     embeddings = model.get_input_embeddings().weight.requires_grad
     adapter = {
         "lora_rank": config.lora.r,

@@ -66,12 +66,13 @@ class _NotSaved(Exception):
 
 
 class Checkpoints:
-    """Saves and loads the checkpoints of one run.
+    """Saves and loads the checkpoints of one run, the folders step-<N> in `folder`.
 
-    keep: how many of the newest are not removed. asynchronous: `save` returns after copying the tensors.
-    process_group: the ranks whose tensors make one checkpoint (a CPU backend such as gloo, with no other
-    user); None: this process has all of them. report: gets one sentence for each failure that does not end
-    the run, always in the caller's thread.
+    keep: how many of the newest are not removed, at least 1. asynchronous: `save` returns after copying the
+    tensors into host memory; switched off for good where there is no memory for the copies. process_group:
+    the ranks whose tensors make one checkpoint (a CPU backend such as gloo, with no other user), which all
+    have to call save, reserve, newest_good, problems, values and load; None: this process has all tensors.
+    report: gets one sentence for each failure that does not end the run, always in the caller's thread.
     """
 
     def __init__(
@@ -105,13 +106,16 @@ class Checkpoints:
         *,
         protect: Collection[int] = (),
     ) -> list[str]:
-        """Write the checkpoint of `step`, then remove old ones beyond `keep`, but no step in `protect`.
+        """Write the checkpoint of `step`, then remove all of later steps (of a run that was not resumed) and
+        old ones beyond `keep`, but none in `protect`. One of the same step is replaced.
 
-        tensors: whole ones as they are; of a tensor that several ranks share, each passes its Piece. Tensors
-        with the same memory are written once. values: must survive JSON (keys are text, tuples become lists).
+        tensors: by name; whole ones as they are; of a tensor that is sharded over ranks, every rank passes
+        its Piece. Tensors with the same memory are written once. values: must survive JSON (keys are text,
+        tuples become lists); `step` is added.
 
-        A save waits for the one before it. Returns, and reports, the failures since the last `save` or
-        `wait`: with `asynchronous`, those of the save before this one.
+        A save waits for the one before it. Returns, and reports, a sentence for each failure since the last
+        `save` or `wait`: with `asynchronous`, those of the save before this one. If writing fails,
+        no checkpoint is removed.
         """
         text = json.dumps({"step": step, **values})
         problems = self.wait()
@@ -148,7 +152,8 @@ class Checkpoints:
                 self._reserving = self._thread.submit(self._allocate, pieces, touch=True)
 
     def _assigned(self, tensors: Mapping[str, Tensor | Piece]) -> tuple[dict[str, Piece], dict[str, str]]:
-        """(pieces that this rank copies and writes, tied names of `_untied`). A collective of the group.
+        """(pieces that this rank copies and writes, tied names of `_untied`), by name. A collective of the
+        group.
 
         A piece that several ranks have is assigned to the rank with the fewest bytes so far, largest first.
         """
@@ -202,9 +207,10 @@ class Checkpoints:
         )
 
     def _allocate(self, pieces: Mapping[str, Piece], *, touch: bool = False) -> str | None:
-        """Make `_buffers` have host memory for each of these tensors, and for no others.
+        """Make `_buffers` have host memory for each piece, by its name, and for no others.
 
-        touch: write to it too. Returns the reason if the memory can't be allocated.
+        touch: write to it too, so that the system provides it now. Returns the reason if the memory can't be
+        allocated, else None.
         """
         for name in self._buffers.keys() - pieces.keys():
             del self._buffers[name]
@@ -236,10 +242,12 @@ class Checkpoints:
         values: str,
         protect: Collection[int],
     ) -> str | None:
-        """Write one checkpoint under a temporary name and rename it. A collective of the group.
+        """Write one checkpoint under a temporary name, rename it, then delete others. A collective of the
+        group.
 
-        tied: name -> name of the piece with the same memory. values: text of values.json. Returns a sentence
-        with the reason if it was not saved.
+        Deletes all later steps and those beyond the newest `keep`, but none in `protect`. pieces: those that
+        this rank writes. tied: name -> name of the piece with the same memory. values: text of values.json.
+        Returns why the checkpoint was not saved, with the remedy; None if it was.
         """
         temporary = self.folder / f".tmp-step-{step}"
         header = 2048  # bytes that torch writes beside each tensor, at most
@@ -267,8 +275,9 @@ class Checkpoints:
         return None
 
     def _make_folder(self, temporary: Path, size_bytes: int) -> None:
-        """Make an empty folder, or raise OSError if the disk lacks `size_bytes`; no old checkpoint is removed
-        for it.
+        """Make an empty folder, by rank 0; on each rank raise OSError if the disk lacks `size_bytes`.
+
+        size_bytes: of all ranks together. Leftovers of killed runs are removed, but no whole checkpoint is.
         """
         if self._rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -280,7 +289,10 @@ class Checkpoints:
     def _write_files(
         self, temporary: Path, pieces: dict[str, Piece], values: str
     ) -> dict[str, dict[str, Any]]:
-        """Write this rank's files; returns their sizes and hashes by name."""
+        """Write this rank's pieces into `temporary`, and on rank 0 .metadata and values.json (text `values`).
+
+        A collective of the group. Returns {"size", "hash"} of each file that this rank wrote, by name.
+        """
         dcp_save(
             {name: piece.tensor for name, piece in pieces.items()},
             storage_writer=FileSystemWriter(temporary),
@@ -295,7 +307,10 @@ class Checkpoints:
         return {name: _size_and_hash(temporary / name) for name in sorted(names)}
 
     def _finish(self, step: int, temporary: Path, manifest: str, protect: Collection[int]) -> None:
-        """Rename the whole checkpoint to its final name, and only then remove those that it replaces."""
+        """Rename the whole checkpoint to its final name, and only then delete others, as `_write` says.
+
+        Only rank 0 does so, after writing `manifest`, the text of manifest.json.
+        """
         if self._rank != 0:
             return
         write_text_atomically(temporary / "manifest.json", manifest)
@@ -386,7 +401,8 @@ class Checkpoints:
 
         The tensors may be on any device, be cut into other pieces than when saved, and have another
         floating-point dtype; the checkpoint may have more tensors. Raises UserError, before any tensor is
-        changed, if a file is damaged, or naming every tensor that is missing or has another shape or kind.
+        changed, if a file is damaged, or naming every tensor that is missing or has another shape or kind;
+        and, when some may be changed, if the disk fails while they are read.
         """
         values = self.values(step)
         manifest = self._manifest(step)
@@ -525,7 +541,10 @@ def _untied(tensors: Mapping[str, Tensor | Piece]) -> tuple[dict[str, Piece], di
 
 
 def _mismatch(name: str, piece: Piece, stored: Any) -> str | None:
-    """Reason why `piece` can't be read from the `stored` metadata of its tensor; None if it can."""
+    """Reason why `piece` of the tensor `name` can't be read; None if it can.
+
+    stored: the checkpoint's metadata of that tensor, None if it has no such tensor.
+    """
     if not isinstance(stored, TensorStorageMetadata):
         return f"it has no tensor {name!r}."
     if tuple(stored.size) != tuple(piece.shape):
@@ -539,7 +558,7 @@ def _mismatch(name: str, piece: Piece, stored: Any) -> str | None:
 
 
 def _damage(path: Path, facts: dict[str, Any]) -> str | None:
-    """Sentence on the damage of one file, whose size and hash should be `facts`; None if it is whole."""
+    """Sentence on the damage of one file; None if it is whole. facts: its `_size_and_hash` when written."""
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):

@@ -31,11 +31,11 @@ class Choice(NamedTuple):
     """How a run runs."""
 
     layout: Layout
-    attention: str  # the name of the attention function that the model is built with
+    attention: str  # the name of the attention function that the model is built with, never "auto"
 
 
 def choose(config: Config, ranks: int) -> Choice:
-    """Choose for `ranks` ranks of the devices here; nothing is loaded.
+    """Choose layout and attention for `ranks` ranks of the devices here; no weights are loaded.
 
     Raises UserError, with every reason, where the model can't be trained so; NothingFits where no layout
     fits in memory.
@@ -61,8 +61,11 @@ def choose_together(config: Config) -> Choice:
 
 
 def layout_of(config: Config, ranks: int) -> Layout:
-    """The whole layout of `ranks` ranks. The planner chooses what the config leaves open; a model that it
-    can't count gets data parallelism there, and one that can't run at all is refused with the reasons.
+    """The complete layout of `ranks` ranks. The planner chooses what the config leaves open; a model that it
+    can't count, or that no layout can train, gets data parallelism there.
+
+    Raises UserError if the sizes don't divide; NothingFits if no layout fits in memory. The result may still
+    be refused, by `attention_of` with the reasons: it may also need another number of ranks.
     """
     if config.partial_layout.whole:
         return _completed(config, ranks)
@@ -83,8 +86,9 @@ def planned_layout(config: Config, ranks: int) -> Layout:
 
 
 def _completed(config: Config, ranks: int) -> Layout:
-    """The layout with data parallelism in what is open. Raises UserError with whatever else speaks against
-    the fixed part.
+    """The layout of `ranks` ranks with data parallelism in what is open.
+
+    Raises UserError if the sizes don't divide, with every other reason to refuse the fixed part.
     """
     fields = config.partial_layout
     try:
@@ -110,7 +114,8 @@ def attention_of(config: Config, layout: Layout, ranks: int) -> str:
 def attention_and_refusals(config: Config, layout: Layout, ranks: int | None) -> tuple[str, list[str]]:
     """(The attention that the model is built with, every reason why it can't be trained under the layout).
 
-    ranks: how many are started; None: as many as the layout has. The model is built on meta for it.
+    No reasons: an empty list. ranks: how many are started; None: as many as the layout has. The model is
+    built on meta for it. Raises UserError if the model's configuration can't be read.
     """
     settings, trust = config.model, config.model.trust_remote_code
     family = load_config(settings.name, trust_remote_code=trust, revision=settings.revision)

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class Question:
     """A held-out prompt as token ids, and as text with the answer its data set gives."""
 
-    ids: tuple[int, ...]
-    prompt: str
-    expected: str
+    ids: tuple[int, ...]  # of the prompt
+    prompt: str  # with special tokens
+    expected: str  # without special tokens
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,17 @@ class Evaluation:
     dataset: Dataset | None  # held-out sequences
     micro_batch_size: int  # sequences of one forward pass on each data rank
     max_new_tokens: int = 64  # of an answer
-    at_start: bool = False
-    samples: int = 0  # answers written to the run folder
-    exact_match: int = 0  # answers compared
-    stop_ids: tuple[int, ...] = ()
-    folder: RunDir | None = None
+    at_start: bool = False  # True: the training loop evaluates before the first step, too
+    samples: int = 0  # answers written to the run folder, at each evaluation
+    exact_match: int = 0  # answers compared, at each evaluation
+    stop_ids: tuple[int, ...] = ()  # tokens that end an answer
+    folder: RunDir | None = None  # for samples; None: they are not written
 
     def run(self, step: int, metrics: Metrics) -> float | None:
-        """Log the evaluation after `step` updates; returns its loss, or None when there is nothing to
-        evaluate on.
+        """Log the evaluation after `step` updates; returns its mean loss per label token, or None, without a
+        row, when there is nothing to evaluate on.
+
+        Every rank calls it; the main rank appends the samples to samples.jsonl.
         """
         if self.dataset is None or not len(self.dataset):
             return None
@@ -108,10 +110,10 @@ class Evaluation:
 def questions(
     dataset: Dataset, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], number: int
 ) -> list[Question]:
-    """The first `number` documents that ask something: their last labelled stretch is the answer, what
-    precedes it the prompt.
+    """Questions from the first `number` documents with a label, fewer if there are not as many: the last run
+    of labelled tokens is the answer, without stop_ids, and all before it the prompt.
 
-    A document labelled throughout (plain text) is asked to go on after its first quarter.
+    Where every token but the first is labelled (plain text), the prompt is the first quarter.
     """
     asking: list[Question] = []
     for document in np.unique(dataset.members).tolist():  # its own documents, in the order they were read
@@ -138,5 +140,7 @@ def questions(
 
 
 def exact_match(pairs: Sequence[tuple[str, str]]) -> float:
-    """The share of (expected, answer) pairs that agree word for word, surrounding white space aside."""
+    """The share (0 to 1) of (expected, answer) pairs of equal text, white space at the ends aside; 0 for no
+    pair.
+    """
     return sum(expected.strip() == answer.strip() for expected, answer in pairs) / max(1, len(pairs))

@@ -32,17 +32,18 @@ class Exporter:
     world: World
     dtype: torch.dtype  # of the weights in the files
     tokenizer: PreTrainedTokenizerBase
-    base_name: str
+    base_name: str  # of the model before training: a hub id, or a local path
     adapter: dict[str, Any] | None  # LoRA's r, alpha, dropout, embeddings; None: a whole model
     recipe: dict[str, str]  # for the card
     stop_ids: tuple[int, ...] = ()  # tokens that end an answer: generation_config.json names them
-    push_to: str | None = None  # hub id
-    private: bool = True
+    push_to: str | None = None  # hub id; None: nothing is uploaded
+    private: bool = True  # the repository, if `push` creates it
 
     def write(self, folder: Path, *, steps: int) -> Path:
-        """Write a folder that is whole or absent, by all ranks; one that is there already is replaced.
+        """Write a folder that is whole or absent, and return it; every rank calls it.
 
-        steps: how many updates the weights are from.
+        A model or adapter that is there already is replaced; UserError for a folder of anything else. steps:
+        how many updates the weights are from, for the card.
         """
         card, world = self.card(steps), self.world
         if self.adapter is None and not stored_differently(self.model):
@@ -120,7 +121,7 @@ def joined(parts: Sequence[Piece]) -> Tensor:
 
 
 def put(model: nn.Module, new: nn.Parameter, *, instead_of: nn.Parameter) -> None:
-    """Replace a parameter wherever it is registered: under each of its names, where it is tied."""
+    """Replace the parameter `instead_of` by `new` in place, under all of its names if it is tied."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is instead_of:
@@ -152,7 +153,10 @@ def shown(name: str) -> str:
 
 
 def push(folder: Path, repository: str, *, private: bool) -> str:
-    """Upload a folder to the hub; returns its address. Raises UserError when the hub refuses."""
+    """Upload a folder to the hub; returns its address. Raises UserError when the hub refuses.
+
+    private: of the repository if it is created here; one that is there stays as it is.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 

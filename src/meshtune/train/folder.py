@@ -3,7 +3,7 @@
 the folder has                      then
 nothing                             it is taken
 an unfinished run, same settings    it is resumed from the newest whole checkpoint, in any layout
-an unfinished run, other settings   refused, naming the settings that differ
+an unfinished run, other settings   refused, naming the settings that differ (settings in FREE may)
 a finished run                      the next free name (runs/x-2): no trained model is overwritten
 """
 
@@ -25,10 +25,12 @@ FREE = ("train.max_steps", "train.num_epochs", "train.device", "eval", "checkpoi
 
 
 def claim(config: Config, steps: int, report: Callable[[str], None]) -> tuple[RunDir, int | None]:
-    """Choose (the run folder, the step to resume from or None) as in the table above; writes nothing.
+    """Choose (the run folder, the step to resume from) as in the table above; writes nothing.
 
-    steps: updates of the whole run. report: gets a sentence for each damaged checkpoint that is skipped.
-    Raises UserError for a folder that has something else, or an unfinished run with other settings.
+    The step is None for a new run, and for an unfinished one without a whole checkpoint. With
+    checkpoint.resume=never every folder with a run is passed over. steps: updates of the whole run. report:
+    gets a sentence for each damaged checkpoint that is skipped. Raises UserError if `output` is a file, holds
+    something else, or an unfinished run with other settings.
     """
     named = RunDir(Path(config.output).expanduser().absolute())
     if named.path.exists() and not named.path.is_dir():
@@ -72,7 +74,8 @@ def candidates(run: RunDir) -> Iterator[RunDir]:
 def begin(run: RunDir, config: Config, plan: str, resumed: int | None) -> IO[str]:
     """Lock the folder, write config.yaml and plan.yaml, and drop the rows of steps that are run again.
 
-    plan: text of plan.yaml; resumed: step of the checkpoint that the run starts from, None for a new run.
+    plan: text of plan.yaml; resumed: step of the checkpoint that the run starts from. None: from the
+    beginning; an old metrics.jsonl and samples.jsonl are deleted.
 
     Returns the lock: closing it, or the end of the process, releases it. Raises UserError if another process
     has it.
@@ -97,7 +100,7 @@ def begin(run: RunDir, config: Config, plan: str, resumed: int | None) -> IO[str
 
 
 def resolved(config: Config, run: RunDir) -> Config:
-    """The settings with absolute paths, so that the file works from any folder."""
+    """The settings with absolute paths, so that the file works from any folder; output is `run`'s path."""
 
     def absolute_sources(sources: Iterable[SourceConfig]) -> tuple[SourceConfig, ...]:
         return tuple(source.model_copy(update={"path": absolute(source.path)}) for source in sources)
@@ -132,7 +135,8 @@ def settings_of(run: RunDir) -> dict[str, Any]:
 def differences(now: Any, before: Any, key: str = "") -> Iterator[str]:
     """Yield a sentence for each setting that differs and is not FREE.
 
-    now, before: settings of this run and of the folder's, as plain values; key: their dotted name.
+    now, before: settings of this run and of the folder's, as plain values; key: their dotted name, "" for all
+    settings. A setting that one of them lacks counts as None.
     """
     if key in FREE:
         return

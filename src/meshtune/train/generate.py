@@ -69,10 +69,10 @@ def answers(
     stop_ids: Sequence[int],
     temperature: float = 0.0,
 ) -> list[str]:
-    """The text that follows each prompt (token ids), up to a stop token or `max_new_tokens`; all ranks call
-    it, and each gets all answers.
+    """The text that follows each prompt (token ids), in their order, up to a stop token or `max_new_tokens`
+    tokens, without special tokens. All ranks call it with the same prompts, and each gets all answers.
 
-    temperature 0 is greedy; others are for one rank only.
+    temperature: 0 is greedy; above, tokens are sampled from the whole distribution, with one rank only.
     """
     if parallel.world.size == 1:
         new_ids = cached_answers(
@@ -95,9 +95,11 @@ def cached_answers(
     stop_ids: Sequence[int],
     temperature: float,
 ) -> list[list[int]]:
-    """The new tokens after each prompt, stop tokens left out, by a whole model with a KV cache.
+    """The new tokens after each prompt up to its first stop token, which is left out, by a whole model with a
+    KV cache; at most `max_new_tokens`.
 
-    Prompts of similar length share a batch; the order of the answers is the prompts'.
+    Prompts of similar length share a batch, of at most PROMPTS_AT_ONCE; the order of the answers is the
+    prompts'. temperature: 0 is greedy. The tokenizer only gives the padding token.
     """
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stop_ids[0] if stop_ids else 0)
     sampling: dict[str, Any] = {"do_sample": False}
@@ -131,7 +133,8 @@ def cached_answers(
 def forward_answers(
     parallel: Parallel, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stop_ids: Sequence[int]
 ) -> list[list[int]]:
-    """The new tokens after each prompt, stop tokens left out, greedily by all ranks of any layout together.
+    """The new tokens after each prompt up to its first stop token, which is left out, greedily by all ranks
+    of any layout together; every rank passes all prompts and gets all answers, in their order.
 
     Data ranks take turns of as many prompts as a micro-batch has rows. All ranks run the same number of
     forward passes, since those that share parameters gather them together: a rank without a prompt left runs
@@ -160,7 +163,10 @@ def forward_answers(
 
 
 def _next_tokens(parallel: Parallel, rows: list[list[int]]) -> list[int]:
-    """The likeliest next token of each row, on every rank of this data rank."""
+    """The likeliest next token of each row, on every rank of this data rank.
+
+    rows: token ids so far, of any lengths. A collective of all ranks that share parameters.
+    """
     world = parallel.world
     batch = micro_batch([[np.array(row, np.uint32)] for row in rows], multiple=parallel.width_multiple)
     lasts = torch.tensor([len(row) - 1 for row in rows], device=world.device)
@@ -182,9 +188,10 @@ def likeliest(
     lasts: Tensor,
     width: int,
 ) -> Tensor:
-    """[rows]: the likeliest token after column lasts[row] of `width`, on every tp and cp rank.
+    """The likeliest token after column lasts[row] of each row, int64 [rows], on every tp and cp rank.
 
-    hidden [rows, columns of this rank, hidden]: a micro-batch's last hidden states.
+    A Finish once its keyword arguments are bound. hidden [rows, columns of this rank, hidden]: a
+    micro-batch's last hidden states. lasts [rows]: columns counted in whole rows, which are `width` wide.
     """
     del micro_batch  # a Finish has it; the prompts' ends are in `lasts`
     here, rows = lasts, torch.arange(len(lasts), device=hidden.device)

@@ -22,7 +22,8 @@ RELEASED_BYTES, RELEASED_EVERY = 256 * MIB, 16  # free bytes at least; backward 
 
 
 def releasing(phase: Phase, device: torch.device) -> Phase:
-    """`phase`, after whose every 16th backward pass, when activations are freed, the heap is released.
+    """Wrap `phase` so that the heap's free memory is released after every 16th phase whose name ends with
+    "backward", when activations are freed.
 
     On CUDA, whose tensors are not on the heap, `phase` itself.
     """
@@ -41,7 +42,10 @@ def releasing(phase: Phase, device: torch.device) -> Phase:
 
 
 def release_free_heap(at_least: int = RELEASED_BYTES) -> None:
-    """Give the heap's free pages back to the operating system, if they have `at_least` so many bytes."""
+    """Give the heap's free pages back to the operating system, if `at_least` so many bytes are free.
+
+    Nothing where the C library is no glibc of 2.33 or newer.
+    """
     library = _glibc()
     if library is not None and library.mallinfo2().fordblks >= at_least:
         library.malloc_trim(0)

@@ -35,7 +35,10 @@ def inputs_of(config: Config) -> Inputs:
 
 
 def tokenizer_of(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model to train."""
+    """The tokenizer of the model to train; with data.chat_template = "none" its chat template is removed.
+
+    Raises UserError if it can't be loaded.
+    """
     tokenizer = load_tokenizer(model.name, trust_remote_code=model.trust_remote_code, revision=model.revision)
     if data.chat_template == "none":  # who loads the result shall prompt it as it was trained
         tokenizer.chat_template = None
@@ -43,7 +46,11 @@ def tokenizer_of(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerBas
 
 
 def encoder_of(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Encoder:
-    """Rows to labelled tokens. It adds to the tokenizer what the chat template needs."""
+    """Encoder of rows to labelled tokens, by the settings of `data`.
+
+    Sets the tokenizer's chat template and adds the tokens that the template needs, in place. Raises UserError
+    for an unknown template, or an eos token that is needed and missing.
+    """
     return Encoder(
         tokenizer,
         train_on=data.train_on,
@@ -54,7 +61,11 @@ def encoder_of(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Encoder:
 
 
 def data_of(data: DataConfig, encoder: Encoder, *, seed: int) -> Prepared:
-    """Training and held-out data, from the cache where it is there. Raises UserError where none is named."""
+    """Training and held-out data, from the cache, which is written first where it is missing.
+
+    seed: of the held-out split, the packing and fractions of sources. Raises UserError where no training data
+    are named, and as `prepare`.
+    """
     if not data.train:
         raise UserError(
             "No data is named; add data: {train: rows.jsonl} to the config, or data.train=… to the command."
@@ -75,7 +86,7 @@ def data_of(data: DataConfig, encoder: Encoder, *, seed: int) -> Prepared:
 
 
 def source_of(source: SourceConfig, data: DataConfig, split: str) -> Source:
-    """A source, with the data section's settings where it has none of its own. split: its default."""
+    """Settings of a source, with data.format and data.columns where it has none. split: where it has none."""
     columns = data.columns if source.columns is None else source.columns
     return Source(
         path=str(Path(source.path).expanduser()) if source.path.startswith("~") else source.path,
@@ -87,8 +98,8 @@ def source_of(source: SourceConfig, data: DataConfig, split: str) -> Source:
 
 
 def steps_of(config: Config, train: Dataset | Stream) -> int:
-    """Updates in the whole run: max_steps, or so many that every epoch's sequences are seen (default: one
-    epoch).
+    """Updates in the whole run: max_steps, else so many that every epoch's sequences are seen (default: one
+    epoch), rounded up. Raises UserError for a stream without max_steps.
     """
     if config.train.max_steps:
         return config.train.max_steps
@@ -100,7 +111,10 @@ def steps_of(config: Config, train: Dataset | Stream) -> int:
 def loader_of(
     config: Config, train: Dataset | Stream, world: World, state: dict[str, Any] | None = None
 ) -> Loader:
-    """This rank's batches, from `state` (a checkpoint's) on."""
+    """Loader of this rank's batches. state: a checkpoint's, to go on after it; None: from the beginning.
+
+    Raises UserError if the state belongs to other data or another seed.
+    """
     return Loader(
         train,
         global_batch_size=config.global_batch_size,

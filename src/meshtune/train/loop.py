@@ -49,24 +49,24 @@ class Run:
 
     folder: RunDir
     world: World
-    steps: int
+    steps: int  # updates of the whole run
     loader: Loader
     passes: Passes
     optimizer: Optimizer
     whole: Callable[[dict[str, Tensor]], dict[str, Tensor | Piece]]  # state by name -> as pieces of the whole
-    seed: int
-    learning_rate: Callable[[int], float]
-    max_grad_norm: float
-    max_nonfinite_steps: int
+    seed: int  # of dropout, when a checkpoint is resumed in another layout
+    learning_rate: Callable[[int], float]  # number of an update, from 1 -> its rate
+    max_grad_norm: float  # 0: gradients are not clipped
+    max_nonfinite_steps: int  # in a row, after which the run ends
     evaluation: Evaluation
-    evaluate_every: int
-    keep_best: bool
-    early_stopping: int
+    evaluate_every: int  # in steps; 0: at the end only
+    keep_best: bool  # the exported model is that of the lowest evaluation loss
+    early_stopping: int  # evaluations without a lower loss, after which the run finishes; 0: never
     checkpoints: Checkpoints
-    checkpoint_every: int
+    checkpoint_every: int  # in steps; 0: at the end only
     metrics: Metrics
     memory: PhaseMemory
-    flops: Callable[[Batch], tuple[float, float]]
+    flops: Callable[[Batch], tuple[float, float]]  # of mfu.flops_of: (needed, by the 6N formula), this rank's
     data_sentences: Callable[[], list[str]]  # what was cut, dropped or skipped while streaming
     exporter: Exporter
     stop: StopRequest
@@ -93,7 +93,7 @@ def train(run: Run) -> None:
             now.step += 1
             with run.memory.watching(now.step):
                 share = run.passes.forward_backward(batch, phase)
-                # One message for all that the ranks must agree on before the update.
+                # One all_reduce for all that the ranks must agree on before the update.
                 loss, squares, flops, flops_6n = run.world.sum_over_ranks(
                     share, run.optimizer.squared_norm(), *run.flops(batch)
                 )
@@ -147,7 +147,7 @@ def known(count: float) -> float | None:
 
 
 def due(step: int, every: int, last: int) -> bool:
-    """Whether something happens after this step: every `every` steps (0: never), and at the last one."""
+    """True if something happens after `step`: every `every` steps (0: never), and at step `last`."""
     return step == last or (bool(every) and step % every == 0)
 
 
@@ -189,7 +189,11 @@ def save(run: Run) -> None:
 
 
 def restore(run: Run, step: int) -> None:
-    """Put the run where the checkpoint of `step` left it."""
+    """Put weights, optimizer state and progress where the checkpoint of `step` left them; not the loader.
+
+    Dropout's generators too, if the layout is the same; else they are seeded for `step`. Every rank calls it.
+    Raises UserError if the checkpoint is damaged or does not fit.
+    """
     values = run.checkpoints.values(step)
     run.progress = Progress(**{key: values[key] for key in vars(run.progress)})
     generators = random_state(run.world)
@@ -207,7 +211,10 @@ def restore(run: Run, step: int) -> None:
 
 
 def tensors_of(run: Run, *, materialise: bool = False) -> dict[str, Tensor | Piece]:
-    """The tensors of a checkpoint, by name."""
+    """The tensors of a checkpoint, live, by name: this rank's pieces, and its generators' states.
+
+    materialise: make zeros for optimizer state that no step has made yet.
+    """
     return run.whole(run.optimizer.state(materialise=materialise)) | random_state(run.world)
 
 
@@ -225,8 +232,11 @@ def axis_sizes(world: World) -> list[int]:
 
 
 def seed_dropout(world: World, seed: int, step: int = 0) -> None:
-    """Let ranks that see other tokens, or other blocks, draw differently, and tensor ranks alike (their
-    replicated activations must stay equal; tensor.py sets apart what they don't share).
+    """Seed torch's generators for dropout: differently on ranks that see other tokens or other blocks,
+    equally on tp ranks (their replicated activations must stay equal; tensor.py sets apart what they don't
+    share).
+
+    step: of the checkpoint that is resumed; 0: a new run.
     """
     place = world.rank // world.tp.size
     torch.manual_seed(hash((seed, place, step)) if place or step else seed)
@@ -281,6 +291,7 @@ def interrupted(run: Run) -> Interrupted:
 
 
 def stopped_nonfinite(run: Run, steps: int, batch: Batch) -> str:
+    """Text of the NonFinite error. steps: how many in a row were not applied; batch: that of the last one."""
     return (
         f"Loss or gradients were not finite for {steps} steps in a row, up to step {run.progress.step} "
         f"({batch.origin}). "

@@ -2,9 +2,9 @@
 
     body (all tokens) -> hidden -> labelled rows -> chunks -> the model's own head -> cross entropy -> sum
 
-Logits are by far the largest tensor of a step (128 k words × 4 bytes × 3 copies a token), so they never exist
-as a whole. Each chunk's loss AND its gradients are computed in the forward, while its logits are there; the
-backward only multiplies by the incoming gradient. Nothing is recomputed and no logits are kept.
+Logits are by far the largest tensor of a step (128 k entries × 4 bytes × 3 copies a token), so they never
+exist as a whole. Each chunk's loss AND its gradients are computed in the forward, while its logits are there;
+the backward only multiplies by the incoming gradient. Nothing is recomputed and no logits are kept.
 
 The head is the model's own `forward`, its body replaced for the call by a stub that returns the chunk: bias,
 logit scale (Cohere, Granite), soft-capping (Gemma 2) and adapters on the head are right for every family,
@@ -13,8 +13,8 @@ without a table.
 Gradients of 16-bit weights are summed over the chunks in fp32 and cast once: a sum of many small terms in
 bf16 would lose those below 1/256 of it. One chunk needs no such buffer.
 
-Under tensor parallelism a rank's head gives the logits of its own words alone. Ranks then exchange three
-numbers a token, never logits (`_shared_cross_entropy`), and each has the whole loss.
+Under tensor parallelism a rank's head gives the logits of its part of the vocabulary. Ranks then exchange
+three numbers a token, never logits (`_shared_cross_entropy`), and each has the whole loss.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,10 +45,11 @@ def head_loss(
     """Sum of the token losses of a micro-batch from its last hidden states [batch, seq, hidden]: a scalar in
     fp32 (fp64 for an fp64 model).
 
-    At most `chunk_tokens` rows of logits exist at a time. Its backward can run once; with once=False again,
-    as zero-bubble schedules want (first for the hidden states' gradient, then for the head's), at the price
-    of a second copy of the head's gradient. Without any label the loss is 0 and the gradients are zeros, so
-    that ranks that share parameters still agree on which of them have one.
+    hidden, micro_batch: of this rank's columns (cp); all tp ranks pass the same and get the same loss. At
+    most `chunk_tokens` rows of logits exist at a time. Its backward can run once, a second one raises
+    RuntimeError; with once=False again, as zero-bubble schedules want (first for the hidden states' gradient,
+    then for the head's), at the price of a second copy of the head's gradient. Without any label the loss is
+    0 and the gradients are zeros, so that ranks that share parameters still agree on which of them have one.
     """
     label_tokens = micro_batch.label_tokens  # given with the batch, so that a GPU need not be waited for
     flat = micro_batch.labels.flatten()
@@ -74,7 +75,11 @@ def head_loss(
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Loss and, already in the forward, the gradients of the hidden states and of the head's parameters."""
+    """Loss and, already in the forward, the gradients of the hidden states and of the head's parameters.
+
+    rows: indices of labelled tokens in hidden.flatten(0, 1); targets: their token ids, parallel; size: rows
+    of a chunk; parameters: the trained ones that logits_of uses. The others are those of `head_loss`.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -137,7 +142,12 @@ class _ChunkedLoss(torch.autograd.Function):
 def _cross_entropy(
     logits: Tensor, targets: Tensor, vocabulary: Vocabulary | None, *, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Summed cross entropy of [tokens, vocabulary] in fp32 or better, and softmax − onehot in their dtype."""
+    """(cross entropy summed over the tokens, a scalar in fp32 or fp64; its gradient, softmax − onehot, shaped
+    as the logits and in their dtype, or None unless `gradient`).
+
+    logits [tokens, vocabulary entries of this rank]; targets [tokens]: token ids. vocabulary: the part of the
+    vocabulary that this tp rank has; None: all of it.
+    """
     if vocabulary is not None:
         return _shared_cross_entropy(logits, targets, vocabulary, gradient=gradient)
     log_probabilities = torch.log_softmax(
@@ -154,10 +164,11 @@ def _cross_entropy(
 def _shared_cross_entropy(
     logits: Tensor, targets: Tensor, vocabulary: Vocabulary, *, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """`_cross_entropy` where each tp rank has the logits [tokens, own words] of its own words.
+    """Return `_cross_entropy` where logits are [tokens, vocabulary entries of this tp rank].
 
-    The loss is the whole one, equal on all ranks; the slope is that of the own words. Two messages: each
-    token's largest logit; then the sum of its exponentials and its target's logit, which one rank has.
+    The loss is that of the whole vocabulary, summed over the tokens and equal on all tp ranks; the gradient
+    is that of this rank's logits. Two all-reduces: the MAX of [tokens], each token's largest logit; the SUM
+    of [2, tokens], the sum of its exponentials and its target's logit, which is 0 on all ranks but one.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     largest = wide.amax(1)
@@ -182,7 +193,9 @@ def _zero(hidden: Tensor) -> Tensor:
 
 
 def _head_parameters(model: nn.Module, anatomy: Anatomy) -> list[Tensor]:
-    """Trained parameters outside the body. Tied weights are among them: the head names them too."""
+    """Trained parameters outside the body, each once. Tied weights are among them: they have the head's name
+    too.
+    """
     inside = f"{anatomy.body}."
     named = model.named_parameters(remove_duplicate=False)
     return list({p: None for name, p in named if p.requires_grad and not name.startswith(inside)})
@@ -215,7 +228,10 @@ class _Stub(nn.Module):
 
 @contextmanager
 def headed(model: nn.Module, anatomy: Anatomy) -> Iterator[Callable[[Tensor], Tensor]]:
-    """While open, gives hidden [tokens, hidden] -> logits [tokens, vocabulary], by the model's own forward.
+    """Yield a function: hidden [tokens, hidden] -> logits [tokens, vocabulary], by the model's own forward.
+
+    A head split by tp gives the logits of its vocabulary entries alone. While the context is open, the body
+    of `model` is replaced by a stub.
 
     `forward` and not a call: hooks on the model, such as those of a sharded root, have run or will run around
     all of this.

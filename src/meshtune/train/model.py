@@ -120,7 +120,7 @@ def rank_model(
 ) -> RankModel:
     """Build this rank's part of the model on `world.device` under `world.layout`; every rank calls it.
 
-    tokens_per_sequence: sequence length by which blocks are shared out to pipeline stages. The whole model
+    tokens_per_sequence: sequence length by whose FLOPs blocks are given to pipeline stages. The whole model
     never exists on any rank of several. Adapters are drawn from torch's global generator. Raises UserError
     for whatever is wrong with the model's files, and for a family whose attention pattern can't be kept.
     """
@@ -149,8 +149,8 @@ def rank_model(
 
 
 def single_model(spec: ModelSpec, device: torch.device) -> PreTrainedModel:
-    """The whole model on one device, with adapters and frozen parameters, in training mode and without an
-    optimizer: for commands that generate, evaluate or export.
+    """The whole model with its weights on one device, with adapters and frozen parameters, in training mode
+    and without an optimizer: for commands that generate, evaluate or export. Adapters are drawn anew.
     """
     model, _ = trainable_skeleton(spec)
     weights = StoredTensors(stored_values(spec) | initial_adapters(model))
@@ -215,8 +215,11 @@ def loss_of(layout: Layout) -> Finish:
 
 
 def optimizer_of(spec: ModelSpec, values: OptimizerSpec, parallel: Parallel) -> Optimizer:
-    """The optimizer of this rank's trainable parameters. Where ZeRO shards them, FSDP2 casts them for the
-    passes and sums their gradients.
+    """The optimizer of this rank's trainable parameters.
+
+    Without ZeRO it makes masters, and casts the parameters in place, if the trained and the compute dtype
+    differ; with ZeRO FSDP2 casts them for the passes and sums their gradients. values: its constants.
+    Gradients are summed in spec.sum_dtype if a step has several micro-batches, data or context ranks.
     """
     world = parallel.world
     compute = spec.trained_dtype if world.layout.zero else spec.compute_dtype
@@ -234,7 +237,9 @@ def optimizer_of(spec: ModelSpec, values: OptimizerSpec, parallel: Parallel) -> 
 
 
 def check_pattern(model: PreTrainedModel, census: Census) -> None:
-    """Raise UserError for a family that keeps part of its attention pattern from its attention function."""
+    """Raise UserError for a family that applies part of its attention pattern by its mask alone, which
+    meshtune's attention does not get. census: of this model.
+    """
     windows = [attention.window for block in census.blocks for attention in block.attention]
     if hidden := mask_only_pattern(model.config, windows):
         raise UserError(

@@ -20,7 +20,7 @@ def prediction(config: Config, layout: Layout, gpus: Sequence[tuple[str, float]]
     """A run's plan.yaml: its layout, and memory and time that are predicted for it; the layout alone for a
     model or devices that the planner can't predict.
 
-    gpus: as in `cluster_here`.
+    gpus: (name, bytes) of each GPU of this machine; none: the run is on the processor.
     """
     try:
         workload = workload_of(config, numbers_of(config))
@@ -31,7 +31,11 @@ def prediction(config: Config, layout: Layout, gpus: Sequence[tuple[str, float]]
 
 
 def out_of_memory(config: Config, layout: Layout, gpus: Sequence[tuple[str, float]]) -> list[str]:
-    """Sentences with remedies for a run that ran out of memory. gpus: as in `cluster_here`."""
+    """Sentences with remedies for a run that ran out of memory under `layout`; general ones for a model or
+    devices that the planner can't predict.
+
+    gpus: as in `prediction`.
+    """
     try:
         workload = workload_of(config, numbers_of(config))
         cluster = cluster_here(config, layout.world, gpus)

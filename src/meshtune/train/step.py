@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Passes:
-    """This rank's part of the model on its part of the batch; collectives with other ranks run inside."""
+    """This rank's part of the model on its part of the batch; collectives with other ranks run inside.
+
+    Making one adds the hooks that all-reduce the optimizer's gradients over replicas, if there are any.
+    """
 
     parallel: Parallel
     optimizer: Optimizer
@@ -32,9 +35,11 @@ class Passes:
             self.parallel.replicas.watch(self.optimizer)
 
     def forward_backward(self, batch: Batch, phase: Phase) -> Tensor:
-        """Leave the batch's gradients on the parameters; returns this rank's share of its loss, a scalar.
+        """Leave the batch's gradients in `optimizer`, summed over ranks; returns this rank's share of the
+        batch's loss, a scalar.
 
-        The shares of all ranks add up to the loss. `phase(name)` is a context around each part, for meters.
+        The shares of all ranks add up to the loss. `phase(name)` is a context around each "forward" and each
+        "backward", with a pipeline around all of them ("forward and backward"), for meters.
         """
         parallel, scale = self.parallel, 1 / max(1, batch.label_tokens)
         micro_batches = [parallel.localise(micro_batch) for micro_batch in batch.micro_batches]

@@ -45,7 +45,7 @@ class Tracker(Protocol):
         ...
 
     def close(self, *, failed: bool = False) -> None:
-        """Flush and release files and connections; called once, also when the run failed."""
+        """Flush and release files and connections; called once. failed: True if an error ended the run."""
         ...
 
 
@@ -58,7 +58,9 @@ class Metrics:
         metrics.evaluate(step=1, loss=2.4, …)      # eval_row's numbers
         metrics.say("Saved a checkpoint.")         # a line that does not break the progress bar
 
-    every: steps between two train rows; peak_flops_per_second: of one device; console: None prints nothing.
+    every: steps between two train rows; total_steps: the last of them always has a row, None: unknown; world:
+    number of ranks; peak_flops_per_second: of one device in the run's precision, None: unknown; console: None
+    prints nothing. A tracker that raises is dropped with a message; only JsonlTracker's error is passed on.
     """
 
     def __init__(
@@ -94,10 +96,11 @@ class Metrics:
         settings: Mapping[str, Any] | None = None,
         console: Console | None = None,
     ) -> "Metrics":
-        """Start the trackers that `log.to` names, on rank 0; on other ranks none.
+        """Start the trackers named in `to` (names of TRACKERS, each once), on rank 0; on other ranks none.
 
-        `start_step` is the step resumed from, `settings` the resolved config as plain values, which some
-        trackers show. Raises UserError when a tracker is unknown or its library is missing.
+        `start_step` is the step resumed from, 0 for a new run; `settings` the resolved config as plain
+        values, which some trackers show; `console` is None for stderr. The rest is as in the class. Raises
+        UserError when a tracker is unknown, its library is missing, or it can't start.
         """
         if rank != 0:
             return cls((), every=every, total_steps=total_steps, world=world)
@@ -236,7 +239,7 @@ class ConsoleTracker:
     Plain lines (a log file, a pipe) come at most once a second; as the run goes on, once per 1 % of the
     elapsed time, at least once a minute. The first and the last step always have one.
 
-    start_step: the step resumed from; world: of several ranks, speed is shown per GPU.
+    start_step: the step resumed from, 0 for a new run; world: number of ranks, speed is per GPU if several.
     """
 
     def __init__(self, console: Console, *, total_steps: int, start_step: int = 0, world: int = 1) -> None:
@@ -294,7 +297,10 @@ class ConsoleTracker:
 
 
 def train_line(row: Row, seconds_left: float | None, speed_unit: str = "tokens/s") -> str:
-    """A train row as text: loss, speed, and MFU, memory and time left where known."""
+    """A train row as text: loss, speed, and MFU, memory and time left where known (not None).
+
+    speed_unit: printed after the row's tokens per second and GPU.
+    """
     parts = [f"loss {row['loss']:.4f}", f"{count(row['tokens_per_second_per_gpu'])} {speed_unit}"]
     if row["mfu"] is not None:
         parts.append(f"MFU {row['mfu']:.1%}")
@@ -316,7 +322,8 @@ def eval_line(row: Row) -> str:
 class TensorBoardTracker:
     """Writes scalars train/loss, eval/loss … to event files.
 
-    start_step: the step resumed from; TensorBoard then hides what was written for later steps.
+    start_step: the step resumed from, 0 for a new run; TensorBoard then hides what was written for later
+    steps.
     """
 
     def __init__(self, folder: Path, *, start_step: int = 0) -> None:
@@ -335,7 +342,7 @@ class TensorBoardTracker:
 class WandbTracker:
     """Logs to Weights & Biases; a resumed run folder continues its W&B run. WANDB_PROJECT names the project.
 
-    settings: the resolved config.
+    The W&B run's id is kept in logs/wandb.id. settings: the resolved config as plain values.
     """
 
     def __init__(self, run: RunDir, settings: Mapping[str, Any]) -> None:
@@ -366,7 +373,8 @@ class WandbTracker:
 class MlflowTracker:
     """Logs to MLflow, at MLFLOW_TRACKING_URI; a resumed run folder continues its MLflow run.
 
-    settings: the resolved config, logged as parameters.
+    The MLflow run's id is kept in logs/mlflow.id; MLFLOW_EXPERIMENT_NAME names the experiment. settings: the
+    resolved config as plain values, logged as parameters of a new run.
     """
 
     def __init__(self, run: RunDir, settings: Mapping[str, Any]) -> None:
@@ -407,7 +415,10 @@ def scalars(row: Row) -> dict[str, float]:
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings with dotted names: {"train.seed": 42, …}; lists stay as they are."""
+    """Settings with dotted names: {"train.seed": 42, …}; lists stay as they are.
+
+    prefix: put before every name, with its dot.
+    """
     leaves: dict[str, Any] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"

@@ -33,7 +33,10 @@ _PATHS = {("pathlib", "PosixPath"), ("pathlib", "WindowsPath"), ("pathlib._local
 
 
 class _Unpickler(pickle.Unpickler):
-    """Resolves the admitted names and no others, so no dotted ones (`Size.__init__`)."""
+    """Resolves the admitted names and no others, so no dotted ones (`Size.__init__`).
+
+    Paths become text. Any other name raises UnpicklingError.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ADMITTED:
@@ -62,7 +65,10 @@ def read_metadata(data: bytes, files: Collection[str], where: str) -> Metadata:
 
 
 def _problems(metadata: Any, files: Collection[str]) -> Iterator[str]:
-    """Reasons why unpickled metadata can't be used; none if it can."""
+    """Yield reasons why unpickled metadata can't be used; none if it can.
+
+    files: names of the files that data may be in.
+    """
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         yield "it holds no checkpoint metadata"
         return
@@ -81,7 +87,8 @@ def _problems(metadata: Any, files: Collection[str]) -> Iterator[str]:
 class SafeReader(FileSystemReader):
     """torch's reader of checkpoint folders, with the metadata read by `read_metadata` above.
 
-    files: names in the folder that data may be read from: plain names of regular files.
+    files: names in the folder that data may be read from: plain names of regular files. read_metadata raises
+    UserError if the metadata is damaged or names another file.
     """
 
     def __init__(self, folder: Path, files: Collection[str]) -> None:
