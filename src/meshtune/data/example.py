@@ -77,7 +77,10 @@ class Dropped:
 
 
 def bad_rows_error(problems: list[str], total: int, rows: int) -> UserError:
-    """Error that lists the first `SHOWN` problems; `total` of the `rows` rows read so far are bad."""
+    """Return the error that lists the first SHOWN of `problems`, a sentence each.
+
+    total: bad rows so far, listed or not. rows: rows read so far, good or bad.
+    """
     count = f"{total:,} bad row{'s' * (total != 1)} in the {rows:,} rows read so far"
     shown = f" (the first {SHOWN} are named above)" if total > SHOWN else ""
     return UserError(
