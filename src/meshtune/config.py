@@ -404,7 +404,7 @@ def merge(base: Any, change: Any) -> Any:
 
 
 def sentences(error: ValidationError, section: str = "") -> Iterator[str]:
-    """Yield pydantic's problems as sentences with a remedy; a UserError of a validator keeps its own.
+    """Yield pydantic's problems as sentences with a remedy; a UserError of a validator yields its own.
 
     section: dotted path of the section that was validated; "" for the whole tree.
     """

@@ -17,7 +17,7 @@ Row = TypeVar("Row")
 
 
 class UserError(ValueError):
-    """A mistake in config, data or usage."""
+    """A mistake in config, data or usage; `problems` has one sentence for each that was found."""
 
     exit_code = 2
 

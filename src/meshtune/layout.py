@@ -299,9 +299,9 @@ class PartialLayout:
 
         Where a data axis is open, the data ranks are `devices` over the other axes, rounded down: as dp_shard
         if that is open and zero is fixed above 0, else as dp_replicate. Other open fields get their defaults.
-        If both are open, micro-batch is the largest of 1 to 4 that divides the sequences of a data rank and
-        leaves at least as many micro-batches as pipeline stages, else 1; accumulation is the rest. If one is
-        fixed, the other is the rest.
+        If micro-batch and accumulation are open, micro-batch is the largest of 1 to 4 that divides a data
+        rank's sequences and leaves at least as many micro-batches as pipeline stages, else 1. Accumulation is
+        the rest; if only one of the two is open, it is the rest.
 
         devices: not compared with the size of a layout whose axes are all fixed. global_batch_size: sequences
         per optimizer step. Raises UserError if micro-batch, accumulation and data ranks can't make it.

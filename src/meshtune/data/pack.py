@@ -135,7 +135,7 @@ def pack(lengths: np.ndarray, seq_len: int, seed: int, *key: int) -> tuple[np.nd
 
 
 def singles(documents: int) -> tuple[np.ndarray, np.ndarray]:
-    """(members, starts) without packing: one document a sequence."""
+    """(members, starts) as in `Dataset` without packing: one document a sequence."""
     return np.arange(documents), np.arange(documents + 1)
 
 
@@ -199,5 +199,5 @@ def in_memory(
 
 
 def _sums(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Sum of values[starts[i] : starts[i + 1]] for every i."""
+    """Sum of values[starts[i] : starts[i + 1]] for every i, [len(starts) - 1]."""
     return np.diff(np.concatenate([[0], np.cumsum(values)])[starts])

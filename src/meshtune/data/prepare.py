@@ -47,7 +47,7 @@ class Prepared:
     """Training data, held-out data and their figures."""
 
     train: Dataset | Stream
-    eval: Dataset | None
+    eval: Dataset | None  # None: nothing is held out
     stats: dict[str, Any]  # JSON-able; `sentences` writes it as text
 
 
@@ -172,7 +172,7 @@ def sentences(stats: dict[str, Any]) -> list[str]:
 
 
 def _make(folder: Path, build: _Build, sources: Sequence[Source], eval_sources: Sequence[Source]) -> None:
-    """Write the cache `folder` beside it and rename; delete unfinished ones older than STALE_SECONDS."""
+    """Write the cache aside and rename it to `folder`; delete unfinished ones older than STALE_SECONDS."""
     for unfinished in folder.parent.glob(f".{folder.name}.*"):
         if unfinished.is_dir() and time.time() - unfinished.stat().st_mtime > STALE_SECONDS:
             shutil.rmtree(unfinished, ignore_errors=True)

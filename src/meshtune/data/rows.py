@@ -331,7 +331,7 @@ def detect(source: Source, columns: list[str]) -> str:
     """Name of the format of rows with these `columns`, after `source.columns` has renamed them.
 
     An explicit `source.format` wins. Raises UserError if none or several formats fit, with the columns seen
-    and the columns that each format needs.
+    and the columns that each format needs, and if `source.columns` names unknown or missing columns.
     """
     names = dict(source.columns)
     seen = f"{source.path} has the columns {', '.join(columns) or '(none)'}"

@@ -135,7 +135,9 @@ def _is_embedding_norm(name: str) -> bool:
 
 
 def _one_child(block: nn.Module, condition: Callable[[str, nn.Module], bool]) -> str | None:
-    """Return the name of the only child that meets the condition; None if there are none or several."""
+    """Return the name of the only direct child of `block` that meets condition(name, child); None if none or
+    several do.
+    """
     names = [name for name, child in block.named_children() if condition(name, child)]
     return names[0] if len(names) == 1 else None
 

@@ -23,7 +23,7 @@ ATTENTION_NAMES = ("meshtune", "meshtune_recompute")
 
 
 class Documents:
-    """Document lengths as one opaque value.
+    """Document lengths of a micro-batch, a list for each row (`MicroBatch.documents`), as one opaque value.
 
     A compiled block hands it on without looking inside; it would be compiled anew for every new tuple of
     numbers.

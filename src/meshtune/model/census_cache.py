@@ -38,7 +38,8 @@ class LoraShape:
 def numbers_of(config: Config, *, log: Callable[[str], None] = lambda _: None) -> ModelNumbers:
     """Return the numbers of the model that `config` trains, its adapters and frozen parameters included.
 
-    The data set and the model's weights need not exist. log, errors: see `model_numbers`.
+    The data set and the weights need not exist. The numbers are cached in the folder `data.cache`. log,
+    errors: see `model_numbers`.
     """
     model, lora = config.model, config.lora
     shape = LoraShape(r=lora.r, target_modules=lora.target_modules)
@@ -104,7 +105,7 @@ def _config_file(name: str, revision: str | None) -> Path:
 
 
 def _config_with_code(name: str, revision: str | None) -> Path:
-    """Return the configuration file of a hub model in a folder that also has the model's code."""
+    """Download a hub model's small files and code; return its config.json, which lies beside the code."""
     from meshtune.model.files import resolve
 
     return resolve(name, revision=revision, weights=False, trust_remote_code=True) / "config.json"
@@ -181,7 +182,8 @@ def _read(file: Path) -> ModelNumbers | None:
 def from_json(kind: type[T], value: Any) -> T:
     """Convert parsed JSON to the dataclass `kind`, nested ones and tuples included.
 
-    Raises TypeError if a key is missing or unknown, or a value has another type.
+    Raises TypeError if a key is missing or unknown, or a value has another type; ValueError if a tuple has
+    another length.
     """
     return _from_json(kind, value)
 

@@ -58,7 +58,8 @@ def add_lora(
     names ("q_proj", "self_attn.o_proj"), or "all-linear": every linear layer but the output head. dtype: of
     the adapters; None: the weight's, but at least fp32. A is drawn from torch's global generator.
 
-    Raises UserError for a rank below 1, a dropout outside [0, 1), or targets that name no linear layer.
+    Raises UserError for a rank below 1, a dropout outside [0, 1), targets that name no linear layer, or an
+    output head that is tied to the embedding.
     """
     problems = []
     if lora_rank < 1:

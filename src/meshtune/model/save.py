@@ -210,7 +210,7 @@ def _on_all_ranks(gather: Callable[[Any], list[Any]], work: Callable[[], Any]) -
     """Call `work` and return the ranks' results, in rank order; if it fails on one rank, all raise its error.
 
     A rank that raised alone would leave the others waiting in their next collective. An OSError becomes the
-    cause of a UserError.
+    cause of a UserError. gather: see `save_pieces`; results are pickled.
     """
     try:
         outcome = (work(), None)
@@ -299,7 +299,11 @@ def _write_configs(
     dtype: torch.dtype,
     stop_ids: Sequence[int],
 ) -> None:
-    """Write config.json, generation_config.json and the index of several files, as `save_pretrained` does."""
+    """Write config.json, generation_config.json and, if there are several files, their index to `aside`.
+
+    They are those of transformers' `save_pretrained`. dtype: recorded as the model's. stop_ids: see
+    `save_model`.
+    """
     config = copy.deepcopy(model.config)
     config.dtype, config.architectures = str(dtype).removeprefix("torch."), [type(model).__name__]
     if stop_ids:

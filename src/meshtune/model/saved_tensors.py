@@ -115,9 +115,10 @@ class SavedTensors:
         attention_mask: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Record what a flash kernel would save; an attention function of transformers, without a result.
+        """Record what a flash kernel would save; a stand-in for an attention function of transformers.
 
-        query, key, value: [batch, heads, tokens, size]. Returns uninitialised [batch, tokens, heads, size].
+        query, key, value: [batch, heads, tokens, size]. Returns (uninitialised [batch, tokens, heads, size],
+        None: no attention weights).
         """
         batch, heads, tokens, _ = query.shape
         # Kernels write in the memory order of the queries; with heads before tokens, o_proj takes a copy.
