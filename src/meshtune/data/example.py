@@ -54,7 +54,9 @@ class BadRow(Exception):
     """One row that can't be used; str() says what is wrong with it."""
 
     def __init__(self, reason: str, detail: str | None = None) -> None:
-        """`reason` is shared by all rows with this fault, for counting; `detail` (None: the reason) has this row's values."""
+        """reason: shared by all rows with this fault, for counting. detail: the text with this row's values;
+        None: the reason.
+        """
         self.reason = reason
         super().__init__(detail or reason)
 
