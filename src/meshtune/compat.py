@@ -19,12 +19,13 @@ def varlen_attention(
     scale: float,
     window_size: tuple[int, int],
 ) -> Tensor:
-    """Call `torch.nn.attention.varlen.varlen_attn`: attention in each of several packed runs.
+    """Call `torch.nn.attention.varlen.varlen_attn`: attention inside each of several packed runs of tokens.
 
-    q [queries, heads, head_dim], k and v [keys, key-value heads, head_dim] -> as q. query_boundaries,
-    key_boundaries: [runs + 1] int32, where each run begins and ends; longest_query, longest_key: of one run.
+    q [queries, heads, head_dim], k and v [keys, key-value heads, head_dim] -> as q. query_boundaries: int32
+    [runs + 1], on the device; run i has the queries from boundary i up to, but without, boundary i + 1.
+    key_boundaries: the same for keys. longest_query, longest_key: most queries and most keys of one run.
     If a run has more keys than queries, its last query stands at its last key (flash-attention since 2.1).
-    window_size: (tokens before, tokens after) that a query sees; -1: all.
+    scale: factor of the scores. window_size: (tokens before, tokens after) that a query sees; -1: all.
 
     Grouped key-value heads need torch 2.12; before, keys and values are expanded.
     """
@@ -52,17 +53,17 @@ def fsdp_parameters(module: Any) -> list[Any]:
 
 
 def all_gather_single(output: Tensor, piece: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Concatenate the ranks' `piece`s along dimension 0 into `output`.
+    """Concatenate the ranks' `piece`s [n, …], in rank order, into `output` [ranks · n, …].
 
-    Until torch 2.13 it was called all_gather_into_tensor.
+    group: None for all ranks. Until torch 2.13 it was called all_gather_into_tensor.
     """
     _first_of("all_gather_single", "all_gather_into_tensor")(output, piece, group=group)
 
 
 def reduce_scatter_single(output: Tensor, pieces: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Write this rank's part along dimension 0 of the ranks' summed `pieces` to `output`.
+    """Sum the ranks' `pieces` [ranks · n, …] and write this rank's n rows of the sum to `output` [n, …].
 
-    Until torch 2.13 it was called reduce_scatter_tensor.
+    group: None for all ranks. Until torch 2.13 it was called reduce_scatter_tensor.
     """
     _first_of("reduce_scatter_single", "reduce_scatter_tensor")(output, pieces, group=group)
 

@@ -2,9 +2,9 @@
 
     config = load("run.yaml", ["train.max_steps=100"])
 
-Defaults < file < command line. All problems are reported at once; an unknown key with the nearest setting, or
-with our name of what another trainer calls so (setting_names.py). The tree stops at train/build.py: below it
-functions take the values they use.
+Defaults < file < command line. All unknown keys and wrong values are reported at once, an unknown key with
+the nearest setting, or with our name of what another trainer calls so (setting_names.py). The tree stops at
+train/build.py: below it functions take the values they use.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,7 +64,10 @@ class LoraConfig(Section):
 
 
 class SourceConfig(Section):
-    """One source of rows; split, format and columns default to those of the data section."""
+    """One source of rows.
+
+    None: format and columns are those of the data section; split is train in data.train, test in data.eval.
+    """
 
     path: str = Field(min_length=1)
     weight: float = Field(default=1.0, gt=0, description="passes through this source per epoch")
@@ -137,7 +140,7 @@ class TrainConfig(Section):
     @field_validator("precision", "reduce_dtype", "optimizer")
     @classmethod
     def _in_its_table(cls, value: str, info: ValidationInfo) -> str:
-        """Raises UserError, with the nearest name, for one that the table of the setting does not have."""
+        """Return `value`. Raises UserError, with the nearest name, if the setting's table lacks it."""
         TABLES[str(info.field_name)][value]
         return value
 
@@ -223,8 +226,8 @@ class Config(Section):
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
-    layout: Any = "auto"
-    cluster: ClusterConfig | str = "auto"
+    layout: Any = "auto"  # auto, a layout string, or a mapping of layout.Layout's fields
+    cluster: ClusterConfig | str = "auto"  # auto, a YAML file that has the section, or the section
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     hub: HubConfig = HubConfig()
@@ -295,10 +298,12 @@ def _cluster_config(tree: Mapping[str, Any]) -> ClusterConfig:
 def load(
     file: str | Path | None = None, overrides: Sequence[str] = (), defaults: Mapping[str, Any] | None = None
 ) -> Config:
-    """Read the settings in `file` (YAML) and lay `overrides` (section.key=value) over them.
+    """Read the settings in `file` (YAML), laid over `defaults`; lay `overrides` over both, in their order.
 
-    defaults: a tree that the file is laid over. Raises UserError with every problem at once: unreadable file,
-    unknown keys, wrong types and values.
+    file: None for none. overrides: section.key=value each. defaults: a tree of sections.
+
+    Raises UserError for the first of: unreadable file, malformed override, no model; else for all unknown
+    keys and wrong values at once (values of one section that contradict each other: once each is valid).
     """
     tree = merge(dict(defaults or {}), read_yaml(Path(file)) if file else {})
     for override in overrides:
@@ -318,7 +323,12 @@ def load(
 
 
 def overridden(tree: dict[str, Any], override: str) -> dict[str, Any]:
-    """Return `tree` with one section.key=value laid over it. Raises UserError for text of another form."""
+    """Return `tree` with one section.key=value laid over it; `tree` is not altered.
+
+    The value is parsed as YAML; nothing after = is null. Where the override sets a key of a cluster that a
+    file describes, that file is read into the tree. Raises UserError for text of another form, a value that
+    is not YAML, and as `read_yaml`.
+    """
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise UserError(f"'{override}' is no setting; write section.key=value, such as train.max_steps=100.")
@@ -333,7 +343,10 @@ def overridden(tree: dict[str, Any], override: str) -> dict[str, Any]:
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
-    """Read the mapping in a YAML file, {} if it is empty. Raises UserError if it is missing or holds none."""
+    """Read the mapping in a YAML file, {} if it is empty.
+
+    Raises UserError if it can't be read, is not YAML, writes a key twice or holds no mapping.
+    """
     try:
         tree = yaml.load(file.read_text(encoding="utf-8"), Loader=UniqueKeys)
     except OSError as error:
@@ -377,7 +390,11 @@ def nested(path: Sequence[str], value: Any) -> dict[str, Any]:
 
 
 def merge(base: Any, change: Any) -> Any:
-    """Lay `change` over `base`, mapping by mapping; neither is altered."""
+    """Return `base` with `change` laid over it; neither is altered.
+
+    Where both have a mapping, it is merged key by key; any other value of `change`, lists too, replaces that
+    of `base`.
+    """
     if not (isinstance(base, Mapping) and isinstance(change, Mapping)):
         return change
     return {
@@ -387,7 +404,7 @@ def merge(base: Any, change: Any) -> Any:
 
 
 def sentences(error: ValidationError, section: str = "") -> Iterator[str]:
-    """Yield pydantic's problems as sentences with a remedy.
+    """Yield pydantic's problems as sentences with a remedy; a UserError of a validator yields its own.
 
     section: dotted path of the section that was validated; "" for the whole tree.
     """
@@ -417,7 +434,10 @@ def unknown_key(path: Sequence[str]) -> str:
 
 
 def keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield every key of the tree, dotted, sections included. prefix: of the section, "train."."""
+    """Yield the dotted key of every field of `section` and, recursively, of the sections in it.
+
+    prefix: begins every key; the section's own path with a dot at the end, "train.".
+    """
     for name, info in section.model_fields.items():
         yield prefix + name
         for kind in (info.annotation, *get_args(info.annotation)):

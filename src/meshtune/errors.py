@@ -17,7 +17,7 @@ Row = TypeVar("Row")
 
 
 class UserError(ValueError):
-    """A mistake in config, data or usage."""
+    """A mistake in config, data or usage; `problems` has one sentence for each that was found."""
 
     exit_code = 2
 
@@ -28,7 +28,10 @@ class UserError(ValueError):
 
 
 class Table(dict[str, Row]):
-    """Rows by the value of a setting. Raises UserError, with the nearest value, for one without a row."""
+    """Rows by the value of a setting; `table[value]` raises UserError, with the nearest, if it has no row.
+
+    `get` and `in` do not raise. setting: its dotted name, for the error.
+    """
 
     def __init__(self, setting: str, rows: Mapping[str, Row]) -> None:
         super().__init__(rows)

@@ -110,14 +110,12 @@ class Layout:
 
 
 class Token(NamedTuple):
-    """One kind of token: `read` turns the regular expression's groups into fields, `write` gives the token or
-    ''.
-    """
+    """One kind of token in a layout string."""
 
-    example: str
-    pattern: str
-    read: Callable[..., dict[str, Any]]
-    write: Callable[[Layout], str]
+    example: str  # for errors
+    pattern: str  # regular expression that matches the whole token
+    read: Callable[..., dict[str, Any]]  # the pattern's groups -> fields of Layout
+    write: Callable[[Layout], str]  # the token; "" where the layout does not need it
 
 
 TOKENS = (
@@ -209,12 +207,19 @@ BELONGS = {  # axis -> what only has a meaning with it
 
 
 def _undetermined(name: str, chosen: Collection[str]) -> bool:
-    """True if a field can't be validated before an axis among `chosen` has its size."""
+    """True if the field `name` can't be validated before an axis has its size: itself, or the one that it
+    belongs to (BELONGS). chosen: names of the fields that are still to choose.
+    """
     return any(axis in chosen and name in (axis, *dependent) for axis, dependent in BELONGS.items())
 
 
 def _known(fixed: Mapping[str, Any], chosen: Collection[str]) -> Layout:
-    """The fixed fields that can be validated already, as a layout. Raises UserError for contradictions."""
+    """The fixed fields that can be validated already, as a layout; all others have their defaults.
+
+    chosen: names of the fields that are still to choose. Where zero or schedule is one of them, but the
+    fixed dp_shard or virtual_stages needs it, the first value that is valid with that is filled in. Raises
+    UserError for contradictions.
+    """
     valid = {name: value for name, value in fixed.items() if not _undetermined(name, chosen)}
     if "zero" in chosen and valid.get("dp_shard", 1) != 1:
         valid["zero"] = 1
@@ -225,15 +230,15 @@ def _known(fixed: Mapping[str, Any], chosen: Collection[str]) -> Layout:
 
 @dataclass(frozen=True)
 class PartialLayout:
-    """A layout of which only some fields are fixed: `fixed` maps field names to values; `auto` names the open
-    ones.
+    """A layout of which only some fields are fixed.
 
-    A string fixes the sizes of all axes (what it leaves out is 1) and leaves micro-batch and accumulation
-    open; `auto` fixes nothing; a mapping fixes what it names, and a field it leaves out is as in a string. An
-    axis that is `auto` opens what belongs to it, such as sp to tp.
+    A string fixes all fields (those it leaves out have their defaults: sizes of 1) but micro-batch and
+    accumulation, which are open unless it names them; `auto` fixes nothing; a mapping fixes what it names,
+    and a field it leaves out is as in a string. In a mapping, an axis that is `auto` opens what belongs to
+    it (BELONGS) and is not named, such as sp to tp.
     """
 
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # field -> value, where one was named
     open: frozenset[str] = frozenset()  # fields to choose, beside micro-batch and accumulation
 
     @classmethod
@@ -290,11 +295,16 @@ class PartialLayout:
         return not self.open and bool(sized)
 
     def complete(self, *, devices: int, global_batch_size: int) -> Layout:
-        """The whole layout: data parallel over all devices where open, mb the largest <= 4 that divides and
-        leaves a pipeline enough micro-batches, ga the rest.
+        """Fill in the open fields by rule, without a search; the fixed ones stay.
 
-        Raises UserError when micro-batch, accumulation and data ranks cannot make `global_batch_size`
-        sequences.
+        Where a data axis is open, the data ranks are `devices` over the other axes, rounded down: as dp_shard
+        if that is open and zero is fixed above 0, else as dp_replicate. Other open fields get their defaults.
+        If micro-batch and accumulation are open, micro-batch is the largest of 1 to 4 that divides a data
+        rank's sequences and leaves at least as many micro-batches as pipeline stages, else 1. Accumulation is
+        the rest; if only one of the two is open, it is the rest.
+
+        devices: not compared with the size of a layout whose axes are all fixed. global_batch_size: sequences
+        per optimizer step. Raises UserError if micro-batch, accumulation and data ranks can't make it.
         """
         layout = self.known
         if self.open & {"dp_replicate", "dp_shard"}:

@@ -23,7 +23,7 @@ class Optimizer:
     """State of an optimizer between steps, and its working memory during one."""
 
     states: tuple[State, ...]
-    bucket_elements: int  # whose gradients are turned into the dtype of the trained weights at a time
+    bucket_elements: int  # elements of gradients cast to the dtype of the trained weights at a time
 
     def bytes_per_parameter(self, trained: str) -> int:
         """Bytes of state per trained parameter, scalars aside. trained: dtype of the trained weights."""

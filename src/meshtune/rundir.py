@@ -115,7 +115,8 @@ def json_line(row: Mapping[str, Any]) -> str:
 def append_line(file: Path, row: Mapping[str, Any]) -> None:
     """Append a row to a jsonl file in one write, after cutting off an incomplete last line.
 
-    Raises OSError (ENOSPC) if the disk takes only a part of the line.
+    Creates the file and its folder if missing; does not sync. Raises OSError (ENOSPC) if the disk takes only
+    a part of the line.
     """
     line = json_line(row).encode("utf-8", "backslashreplace")  # a lone surrogate becomes its JSON escape
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -166,7 +167,9 @@ def flush(path: Path) -> None:
 
 
 def write_text_atomically(file: Path, text: str) -> None:
-    """Write beside `file`, sync to the disk, rename: it holds the old text or the new, never a part."""
+    """Write `text` (UTF-8) beside `file`, sync it, rename it: `file` holds the old text or the new, never a
+    part. Creates the folder if missing; the rename itself is not synced (see `flush`).
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     aside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:

@@ -56,7 +56,8 @@ SETTING_OF = {name: ours for ours, names in OTHER_NAMES.items() for name in name
 def unknown_setting(path: Sequence[str], settings: Sequence[str], sections: Sequence[str]) -> str:
     """Return a sentence that names the setting which the unknown key at `path` probably means.
 
-    path: ["train", "lr"]. settings: every key of the tree, dotted. sections: its top level.
+    path: ["train", "lr"]. settings: every key of the tree, dotted. sections: the keys of its top level, which
+    the sentence lists if no setting is near.
     """
     name, key = path[-1], ".".join(path)
     if name in SETTING_OF:

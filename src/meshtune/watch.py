@@ -73,13 +73,19 @@ class Heartbeat:
 
 
 class Watch:
-    """The watching thread of one rank; use as a context manager around what the rank runs."""
+    """The watching thread of one rank; use as a context manager around what the rank runs.
+
+    Each tick it writes this rank's heartbeat and checks the previous rank's; on rank 0 it also checks that
+    some rank makes progress. Once any rank has claimed a failure (FAILED), it ends this process with exit
+    code 1 after `limits.grace` seconds.
+    """
 
     def __init__(
         self, rank: int, world: int, store: Any, *, limits: Limits, end: Callable[[str], None]
     ) -> None:
-        """store: a connection for this thread alone to the store of all ranks (a shared one is locked while
-        the main thread waits in it). end: called with the report of a hang; it must not return.
+        """rank: this rank. world: number of ranks. store: a connection for this thread alone to the store of
+        all ranks (a shared one is locked while the main thread waits in it). end: called with the report of a
+        hang, from this thread; it must not return.
         """
         self.rank, self.world, self.store, self.limits, self.end = rank, world, store, limits, end
         self.progress: Callable[[], str] = str  # "step 12", for reports
@@ -238,7 +244,11 @@ def position_and_wait(thread: threading.Thread, axes: Mapping[str, str]) -> tupl
 
 
 def waiting_in(frame: FrameType, axes: Mapping[str, str]) -> str | None:
-    """Return `all_reduce over dp_shard` if this frame, a thread's innermost, communicates; else None."""
+    """Return `all_reduce over dp_shard` if this frame, a thread's innermost, communicates; else None.
+
+    It communicates if it is in one of WAITING_MODULES; one that COLLECTIVES lacks goes by its own name.
+    axes: see `Watch.axes`.
+    """
     inner: FrameType | None = frame
     if module_of(inner) == "torch._ops":
         inner = inner.f_back
@@ -262,7 +272,9 @@ def module_of(frame: FrameType) -> str:
 def axis_of(frame: FrameType, axes: Mapping[str, str]) -> str:
     """Return the mesh axis of the process group that a communicating function was given.
 
-    Its name is that of `axes`, else that of torch's device mesh; "all ranks" for the default group.
+    The group is looked up in the local variables of `frame` and its three callers. The name is that of
+    `axes` (see `Watch.axes`), else that of torch's device mesh; "all ranks" for the default group or where
+    none is found; "pp" in PIPELINE_MODULES.
     """
     from torch.distributed import ProcessGroup
 
@@ -290,7 +302,10 @@ class ProcessStatus:
 
 
 def process_status(pid: int | str) -> ProcessStatus | None:
-    """Read the status of a process of this machine; None if it can't be read. pid: or a path below /proc."""
+    """Read the status of a process of this machine; None if it can't be read.
+
+    pid: a process id, or a path below /proc such as self or self/task/7.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

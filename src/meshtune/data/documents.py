@@ -56,7 +56,11 @@ class Tally:
 def usable(
     examples: Sequence[Example], encoder: "Encoder", *, seq_len: int, overlong: Overlong, tally: Tally
 ) -> list[Usable]:
-    """Encode the examples; cut, drop or report documents longer than `seq_len`; count them in `tally`.
+    """Encode the examples; cut or leave out documents longer than `seq_len` tokens; count them in `tally`.
+
+    Returns the documents that are left, in order. overlong="error" leaves them out too, and adds the first
+    SHOWN problems to `tally.overlong`, for the caller to raise. Raises UserError for rows that can't be
+    labelled if `encoder.on_bad_row` is "error"; under "skip" they are left out and counted.
 
     A document without a labelled token (before or after the cut) costs a forward pass and has no loss, so it
     is dropped: every sequence of the data set then has a label.
@@ -89,7 +93,11 @@ def usable(
 def _encoded(
     examples: Sequence[Example], encoder: "Encoder", tally: Tally
 ) -> Iterator[tuple[Example, "Document"]]:
-    """Yield each example with its document; count those that can't be labelled under on_bad_row="skip"."""
+    """Yield each example with its document.
+
+    Those that can't be labelled raise UserError under the encoder's on_bad_row="error", before anything is
+    yielded; under "skip" they are left out and counted in `tally`.
+    """
     if encoder.on_bad_row == "error":
         yield from zip(examples, encoder.encode(examples), strict=True)
         return

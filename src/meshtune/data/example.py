@@ -54,7 +54,9 @@ class BadRow(Exception):
     """One row that can't be used; str() says what is wrong with it."""
 
     def __init__(self, reason: str, detail: str | None = None) -> None:
-        """`reason` is shared by all rows with this fault, for counting; `detail` has this row's values."""
+        """reason: shared by all rows with this fault, for counting. detail: the text with this row's values;
+        None: the reason.
+        """
         self.reason = reason
         super().__init__(detail or reason)
 
@@ -77,7 +79,10 @@ class Dropped:
 
 
 def bad_rows_error(problems: list[str], total: int, rows: int) -> UserError:
-    """Error that lists the first `SHOWN` problems; `total` of the `rows` rows read so far are bad."""
+    """Return the error that lists the first SHOWN of `problems`, a sentence each.
+
+    total: bad rows so far, listed or not. rows: rows read so far, good or bad.
+    """
     count = f"{total:,} bad row{'s' * (total != 1)} in the {rows:,} rows read so far"
     shown = f" (the first {SHOWN} are named above)" if total > SHOWN else ""
     return UserError(

@@ -27,9 +27,11 @@ def describe(
     """Figures and samples of prepared data, JSON-able.
 
     rows, bad_rows, cut, dropped, seq_len, train, eval, seconds, cache are those of `Prepared.stats`; `train`
-    and `eval` gain label_share, mean_length, mean_document_tokens, longest and histogram (lengths in tokens).
-    `samples` documents are chosen by the seed, each with its place and its `runs`: [text, labelled] pairs
-    whose texts join to the whole. A stream has no length: its figures are those of the first window. `of`
+    and `eval` gain label_share (0 to 1), mean_length, mean_document_tokens, longest and histogram, lengths in
+    tokens. The key `samples` has `samples` training documents (or all, if fewer), chosen by the seed: each
+    with place, tokens, label_tokens and `runs`: [text, labelled] pairs whose texts join to the whole.
+
+    A stream has no length: its first window is read and counted, without seconds and cache. The key `of`
     names the rows that were counted.
     """
     if isinstance(prepared.train, Stream):
@@ -54,7 +56,7 @@ def describe(
 
 
 def show(description: dict[str, Any], console: Console) -> None:
-    """Print a description: the figures, a histogram of document lengths, and the samples."""
+    """Print what `describe` returned: figures, a histogram of training document lengths, and the samples."""
     console.print(_figures(description))
     for line in sentences(description | {"train": None, "eval": None}):
         console.print(f"[yellow]{line}[/]", highlight=False)
@@ -69,7 +71,11 @@ def show(description: dict[str, Any], console: Console) -> None:
 
 
 def padding_share(dataset: Dataset, *, global_batch_size: int, micro_batch_size: int, seed: int) -> float:
-    """Share of the columns of all micro-batches that are padding, in one epoch on one data rank."""
+    """Share (0 to 1) of the columns of all micro-batches that are padding, in one epoch.
+
+    It is counted by going through the epoch as the only data rank, which reads all tokens. Raises UserError
+    if `micro_batch_size` does not divide `global_batch_size`; both in sequences.
+    """
     loader = Loader(
         dataset, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, seed=seed, epochs=1
     )
@@ -81,9 +87,9 @@ def padding_share(dataset: Dataset, *, global_batch_size: int, micro_batch_size:
 def runs(stored: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
     """(text, labelled) of each run of equally labelled tokens; the texts join to the text of the whole.
 
-    `stored` are tokens as in pack.py. The whole is decoded, then cut where the text of the tokens before the
-    cut ends: a run decoded alone would lose the space before its first word under some tokenizers, or half of
-    a character that two tokens share.
+    stored: uint32 [tokens], as in `Dataset.tokens`; at least one. The whole is decoded, then cut where the
+    text of the tokens before the cut ends: a run decoded alone would lose the space before its first word
+    under some tokenizers, or half of a character that two tokens share.
     """
     ids, labelled = (stored & ~LABELLED).astype(np.int64).tolist(), stored >= LABELLED
     ends = [*(np.flatnonzero(np.diff(labelled)) + 1).tolist(), len(ids)]
@@ -96,7 +102,7 @@ def runs(stored: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> list[tuple[s
 
 
 def _common_prefix(one: str, other: str) -> int:
-    """Length of the longest common prefix."""
+    """Length of the longest common prefix, in characters."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -133,7 +139,7 @@ def _edges(longest: int) -> np.ndarray:
 
 
 def _sample(dataset: Dataset, document: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Origin, size and text of one document, by its index in `dataset.offsets`."""
+    """Origin, size and text of one document, as in `describe`. document: its index in `dataset.offsets`."""
     tokens = dataset.tokens[dataset.offsets[document] : dataset.offsets[document + 1]]
     file, line = dataset.origins[document].tolist()
     return {

@@ -69,10 +69,15 @@ class Batch:
 class Loader:
     """Yields (Batch, state) of `dataset` for data rank `data_rank` of `data_ranks`.
 
-    `state` is a JSON-able dict; a loader that gets it goes on exactly after its batch. `epochs=None` never
-    ends. `multiple` pads every width to a multiple of it (sequence and context parallelism cut the sequence);
-    `uniform` makes the micro-batches of a step equally wide (pipelines need it). Raises UserError when the
-    sizes do not divide, or when the state belongs to other data or another seed.
+    A yielded state is a JSON-able dict; a loader that gets it goes on exactly after its batch. state: None
+    for the beginning; each `iter()` starts from it again. global_batch_size: sequences of a step on all data
+    ranks together. micro_batch_size: sequences of one micro-batch on one rank. epochs: of the whole training,
+    those before `state` included; None never ends. multiple: every width is padded to a multiple of it
+    (sequence and context parallelism cut the sequence). uniform: True to make the micro-batches of a step
+    equally wide without packing (pipelines need it); packed ones always are.
+
+    Raises UserError if global_batch_size is no multiple of micro_batch_size · data_ranks, or if the state
+    belongs to other data or another seed.
     """
 
     def __init__(
@@ -135,9 +140,10 @@ Pick = tuple[Dataset, int, State]  # a sequence by its number, and the state to 
 
 
 def shuffled(dataset: Dataset, seed: int, state: State, *, group: int | None) -> Generator[Pick, None, None]:
-    """Yield the sequences of epoch after epoch without end, from `state` on.
+    """Yield the sequences of epoch after epoch without end, each epoch shuffled, from `state` on.
 
-    `group` is the global batch size within which lengths are made alike (see `grouped`), None with packing.
+    The states that are yielded have epoch and position alone; Loader adds seed and data. group: the global
+    batch size within which lengths are made alike (see `grouped`); None, as with packing, leaves the order.
     """
     epoch, position = state["epoch"], state["position"]
     while True:
@@ -151,7 +157,10 @@ def shuffled(dataset: Dataset, seed: int, state: State, *, group: int | None) ->
 
 
 def streamed(stream: Stream, seed: int, state: State, *, group: int | None) -> Generator[Pick, None, None]:
-    """Yield the sequences of window after window, shuffled inside each, without end (`group`: as above)."""
+    """Yield the sequences of window after window, shuffled inside each, without end, from `state` on.
+
+    The states that are yielded lack seed and data; Loader adds them. group: see `shuffled`.
+    """
     position, drawn = state["position"], state["drawn"]  # in this window; sequences before this window
     with closing(stream.windows(state["window"])) as windows:
         for dataset, place, after in windows:
@@ -167,11 +176,14 @@ def streamed(stream: Stream, seed: int, state: State, *, group: int | None) -> G
 
 
 def grouped(order: np.ndarray, sequence_tokens: np.ndarray, batch: int, drawn: int, seed: int) -> np.ndarray:
-    """Reorder sequences so that those of one global batch (`batch` sequences) have about the same length.
+    """Return `order` rearranged so that the sequences of one global batch have about the same length.
 
-    GROUPED batches at a time are sorted by length and cut into batches, then all batches are shuffled.
-    `drawn` is the number of sequences before `order`: its first ones may complete a batch that they began.
-    Those, and the last ones, which fill no batch, keep their places.
+    GROUPED batches at a time are sorted by length and cut into batches, then all batches are shuffled by the
+    seed. Sequences that complete a batch begun before `order`, and the last ones, which fill no batch, keep
+    their places. batch of 1: `order` itself.
+
+    order: sequence numbers. sequence_tokens: length of each sequence, by its number. batch: sequences of a
+    global batch. drawn: sequences drawn before `order`.
     """
     if batch == 1:
         return order
@@ -188,7 +200,8 @@ def grouped(order: np.ndarray, sequence_tokens: np.ndarray, batch: int, drawn: i
 def deal(tokens: np.ndarray, micro_batch_size: int, data_ranks: int) -> list[list[np.ndarray]]:
     """Deal a global batch to the data ranks: result[rank][j] are the sequences of its micro-batch j.
 
-    `tokens` are the lengths of the sequences, which are named by their index in it. Sort by length, longest
+    tokens: length of each sequence of the batch; their number is a multiple of micro_batch_size · data_ranks.
+    In the result sequences are indices into `tokens`, int [micro_batch_size]. Sort by length, longest
     first (so that the micro-batch with the most memory comes first; equal ones stay in order), cut into
     micro-batches, and deal these round the ranks, forth and back (0 1 2, 2 1 0, ...). The micro-batches that
     all ranks process at the same time are then about equally long, and so are the ranks' sums.
@@ -202,9 +215,9 @@ def deal(tokens: np.ndarray, micro_batch_size: int, data_ranks: int) -> list[lis
 
 
 def micro_batch(rows: Sequence[Sequence[np.ndarray]], width: int = 0, multiple: int = 1) -> MicroBatch:
-    """Make tensors of rows of documents (stored tokens, see pack.py).
+    """Make tensors of rows, each a list of documents in stored tokens (uint32, see pack.py).
 
-    They are as wide as the longest row, at least `width`, and padded to a multiple of `multiple`.
+    They are as wide as the longest row, at least `width` columns, and padded to a multiple of `multiple`.
     """
     lengths = tuple(tuple(len(document) for document in row) for row in rows)
     width = max(width, *(sum(row) for row in lengths))
@@ -236,9 +249,9 @@ def evaluation_batches(
 ) -> Iterator[MicroBatch]:
     """Yield micro-batches of every sequence once, longest first; the last micro-batch may be smaller.
 
-    Micro-batch m goes to rank m % data_ranks. All ranks get the same number of micro-batches, because the
-    ranks of a sharded model all-gather their weights together: a rank that has none left gets the last one
-    again, with no label and counts of 0.
+    Micro-batch m goes to rank m % data_ranks; this is rank `data_rank`. multiple: see `Loader`. All ranks get
+    the same number of micro-batches, because the ranks of a sharded model all-gather their weights together:
+    a rank that has none left gets the last one again, with no label and counts of 0.
     """
     order = np.argsort(-dataset.sequence_tokens, kind="stable")
     cuts = [order[i : i + micro_batch_size] for i in range(0, len(order), micro_batch_size)]
@@ -256,7 +269,7 @@ def _unlabelled(micro: MicroBatch) -> MicroBatch:
 
 
 def _check_sizes(global_batch_size: int, micro_batch_size: int, data_ranks: int) -> None:
-    """Raise UserError, with sizes that work, if the micro-batches of all data ranks can't make up a batch."""
+    """Raise UserError, with sizes that work, unless micro-batch · data ranks divides the global batch."""
     unit = micro_batch_size * data_ranks  # sequences of one micro-batch on every data rank
     if global_batch_size % unit or global_batch_size < 1:
         below, above = global_batch_size // unit * unit, -(-global_batch_size // unit) * unit
@@ -285,6 +298,6 @@ def _check_state(state: dict[str, Any], identity: dict[str, Any]) -> None:
 
 
 def _places(picked: Sequence[Pick], most: int = 8) -> str:
-    """The origins of the first `most` sequences, and the number of the others."""
+    """Text: file:line of the first document of each of the first `most` sequences, and how many follow."""
     more = f" and {len(picked) - most} more" if len(picked) > most else ""
     return ", ".join(data.places(number)[0] for data, number, _ in picked[:most]) + more

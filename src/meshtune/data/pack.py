@@ -83,8 +83,8 @@ def pack(lengths: np.ndarray, seq_len: int, seed: int, *key: int) -> tuple[np.nd
     """Pack documents into sequences by best-fit decreasing; return (members, starts) as in `Dataset`.
 
     The longest document goes first, each into the fullest sequence that still has room for it. `lengths`:
-    int [documents], tokens, each from 1 to `seq_len`; `members` are indices into it. `seed` and `key` decide
-    which of two equally long documents goes first.
+    int [documents], tokens, each from 1 to `seq_len`; `members` are indices into it. `seed` and `key`, more
+    numbers like it, decide which of two equally long documents goes first.
 
     Documents of the same length are placed together: best fit puts them into the sequence with the least room
     r >= length until r // length of them are in, which leaves the least room again. So a whole group of
@@ -135,13 +135,14 @@ def pack(lengths: np.ndarray, seq_len: int, seed: int, *key: int) -> tuple[np.nd
 
 
 def singles(documents: int) -> tuple[np.ndarray, np.ndarray]:
-    """(members, starts) without packing: one document a sequence."""
+    """(members, starts) as in `Dataset` without packing: one document a sequence."""
     return np.arange(documents), np.arange(documents + 1)
 
 
 def permutation(size: int, purpose: str, *key: int) -> np.ndarray:
     """A random order of range(size), the same for a purpose and key on every machine and numpy version.
 
+    purpose: any word; two words give independent orders for the same key. key: the seed and other numbers.
     numpy guarantees the bits of Philox but not the result of `Generator.permutation`, so the order is that of
     sorted random bits.
     """
@@ -156,7 +157,7 @@ def random_bits(size: int, purpose: str, *key: int) -> np.ndarray:
 
 
 def stored(ids: np.ndarray, labelled: np.ndarray) -> np.ndarray:
-    """Tokens as in `Dataset.tokens`; `ids` and `labelled` have the same shape."""
+    """Tokens as in `Dataset.tokens`, uint32; `ids` and `labelled` (bool) have the same shape."""
     return ids.astype(np.uint32) | np.where(labelled, LABELLED, np.uint32(0))
 
 
@@ -170,7 +171,11 @@ def in_memory(
     origins: np.ndarray | None = None,
     files: tuple[str, ...] = ("memory",),
 ) -> Dataset:
-    """A Dataset of (ids, labelled) pairs, such as a stream's window; `members` and `starts` as in `pack`."""
+    """A Dataset of (ids, labelled) pairs, such as a stream's window, with all tokens copied into memory.
+
+    documents: ids and bool labels of each, [tokens]. members, starts: as returned by `pack` or `singles`.
+    origins, files: as in `Dataset`; origins None: lines 1, 2, … of the first file.
+    """
     lengths = np.array([len(ids) for ids, _ in documents], dtype=np.int64)
     if origins is None:
         origins = np.stack([np.zeros_like(lengths), np.arange(1, len(lengths) + 1)], axis=1)
@@ -194,5 +199,5 @@ def in_memory(
 
 
 def _sums(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Sum of values[starts[i] : starts[i + 1]] for every i."""
+    """Sum of values[starts[i] : starts[i + 1]] for every i, [len(starts) - 1]."""
     return np.diff(np.concatenate([[0], np.cumsum(values)])[starts])

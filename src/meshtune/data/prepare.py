@@ -47,7 +47,7 @@ class Prepared:
     """Training data, held-out data and their figures."""
 
     train: Dataset | Stream
-    eval: Dataset | None
+    eval: Dataset | None  # None: nothing is held out
     stats: dict[str, Any]  # JSON-able; `sentences` writes it as text
 
 
@@ -68,11 +68,12 @@ def prepare(
     """Training and held-out data from the cache, which is written first where it is missing.
 
     `eval_split` is the fraction of the training documents that is held out if below 1, else their number; the
-    seed chooses them. `eval_sources` are held-out data of their own. A source of weight w is passed through w
-    times per epoch (a fraction of a pass reads a part fixed by the seed). `overlong` is what happens to
-    documents longer than `seq_len` tokens. With `streaming` the training data is a Stream, and only
-    `eval_sources` go to disk. Raises UserError for bad rows and settings, overlong documents under
-    overlong="error", a cache folder that can't be written, and if no document is left.
+    seed chooses them. `eval_sources`, instead of it, are held-out data of their own. A source of weight w is
+    passed through w times per epoch (a fraction of a pass reads a part fixed by the seed). `on_bad_row` is
+    for rows that can't be read; the encoder has its own for labels that can't be exact. With `streaming` the
+    training data is a Stream, weights are shares of its rows, and only `eval_sources` go to disk. Raises
+    UserError for bad rows and settings, documents longer than `seq_len` tokens under overlong="error", a
+    cache folder that can't be written, and if no document is left.
     """
     _check_settings(sources, eval_split, eval_sources, seq_len, streaming)
     build = _Build(encoder, seq_len, packing, overlong, seed, eval_split, on_bad_row)
@@ -106,7 +107,7 @@ class _Build:
 def _cached(
     build: _Build, sources: Sequence[Source], eval_sources: Sequence[Source], cache_dir: Path
 ) -> Prepared:
-    """Open the cache of these sources, after writing it where it is missing or damaged."""
+    """Open the cache of these sources, written first if missing or damaged; add cache, seconds to stats."""
     settings = [build.seq_len, build.packing, build.overlong, build.seed, build.eval_split, build.on_bad_row]
     recipe = {
         "version": CACHE_VERSION,
@@ -171,7 +172,7 @@ def sentences(stats: dict[str, Any]) -> list[str]:
 
 
 def _make(folder: Path, build: _Build, sources: Sequence[Source], eval_sources: Sequence[Source]) -> None:
-    """Write the folder under another name, flush it and rename it; another process may finish first."""
+    """Write the cache aside and rename it to `folder`; delete unfinished ones older than STALE_SECONDS."""
     for unfinished in folder.parent.glob(f".{folder.name}.*"):
         if unfinished.is_dir() and time.time() - unfinished.stat().st_mtime > STALE_SECONDS:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -192,7 +193,7 @@ def _make(folder: Path, build: _Build, sources: Sequence[Source], eval_sources: 
 
 
 def _write(aside: Path, build: _Build, sources: Sequence[Source], eval_sources: Sequence[Source]) -> None:
-    """Encode, split and pack the sources into the arrays and the manifest of the folder `aside`."""
+    """Write arrays and manifest of the encoded, split, packed sources to `aside`. Raises as `prepare`."""
     tally = Tally()
     files: dict[str, int] = {}  # file -> its index in Dataset.files
     lengths, labels, origins, source_of = [], [], [], []  # per document, a batch of documents at a time
@@ -260,7 +261,8 @@ def _documents(source: Source, build: _Build, tally: Tally) -> Iterator[list[Usa
 def _split(source_number: np.ndarray, sources: int, build: _Build) -> tuple[np.ndarray, np.ndarray]:
     """Indices of the documents to train on and of those held out, each in the order they were read.
 
-    `source_number` int [documents]; the first `sources` of them are training sources.
+    `source_number` int [documents]: source of each; numbers below `sources` are training sources. Raises
+    UserError if no document is left to train on.
     """
     candidates = np.flatnonzero(source_number < sources)
     held_out = np.flatnonzero(source_number >= sources)
@@ -306,7 +308,8 @@ def _sequences(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Pack each pass in `rounds` by itself, so that a document and its copy never share a sequence.
 
-    Returns (members, starts) of all passes; `lengths` in tokens, of all documents.
+    rounds: document indices of each pass. lengths: tokens of every document, by its index. Returns (members,
+    starts) of all passes, as in `Dataset`.
     """
     members, starts = [], [np.zeros(1, dtype=np.int64)]
     for turn, documents in enumerate(rounds):
@@ -374,7 +377,7 @@ def _discard(folder: Path) -> None:
 
 
 class _Array:
-    """A one-dimensional .npy file that grows: numpy pads the header, so the final size fits into it later."""
+    """1-d .npy file that grows; leaving the context writes its final size into the header (numpy pads it)."""
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
         self._file = path.open("wb")

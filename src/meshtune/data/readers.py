@@ -42,8 +42,9 @@ def read(
 ) -> Iterator[Example]:
     """Yield the examples of a source, in order.
 
-    `start` is the index of the first row wanted (`Origin.row`). Parquet, json and map-style hub data sets
-    seek there; lines before it are read but not parsed. The other arguments are those of `rows.examples`.
+    start: index of the first row wanted (`Origin.row`). Parquet, json and map-style hub data sets seek there;
+    in jsonl and csv files the rows before it are read but not checked. streaming: see `raw_rows`. The other
+    arguments are those of `rows.examples`, which also says what is raised.
     """
     return examples(
         raw_rows(source, streaming, start),
@@ -55,7 +56,11 @@ def read(
 
 
 def raw_rows(source: Source, streaming: bool, start: int) -> Iterator[RawRow]:
-    """Yield the raw rows of a source from row `start` on; `streaming` reads the hub without storing it."""
+    """Yield the raw rows of a source from row `start` (from 0) on; the value of a broken row is a BadRow.
+
+    streaming: True to read a hub data set without storing it on disk; without effect on local files. Raises
+    UserError if the source is missing or can't be read.
+    """
     if is_hub(source.path):
         yield from _hub(source, streaming, start)
         return
@@ -72,7 +77,9 @@ def raw_rows(source: Source, streaming: bool, start: int) -> Iterator[RawRow]:
 
 
 def columns_of(source: Source, streaming: bool = False) -> list[str]:
-    """The columns of the first row that has any; empty if none of the first FIRST_ROWS rows has."""
+    """Column names, as the source has them, of the first row that is an object; [] if none of the first
+    FIRST_ROWS rows is. streaming: see `raw_rows`.
+    """
     for _, row in islice(raw_rows(source, streaming, 0), FIRST_ROWS):
         if isinstance(row, dict):
             return list(row)
@@ -143,7 +150,7 @@ def _split_of(file: Path) -> str | None:
 
 # --- files --------------------------------------------------------------------------------------------------
 # A reader takes (file, first, start): `first` is the index, in the whole source, of the file's first row. It
-# yields the rows from index `start` on and returns how many rows the file has.
+# yields the rows from index `start`, also in the whole source, on and returns how many rows the file has.
 
 Reader = Callable[[Path, int, int], Generator[RawRow, None, int]]
 
@@ -158,7 +165,10 @@ def _open(file: Path):
 
 
 def _json_lines(file: Path, first: int, start: int) -> Generator[RawRow, None, int]:
-    """One JSON object a line. Empty lines are skipped but counted: lines before `start` stay unparsed."""
+    """Read one JSON value a line. first, start, result: see `Reader`.
+
+    Empty lines are skipped but counted as rows: lines before `start` stay unparsed.
+    """
     number = -1
     with _open(file) as lines:
         for number, line in enumerate(lines):
@@ -202,7 +212,10 @@ def _unpaired(value: Any) -> bool:
 
 
 def _json_list(file: Path, first: int, start: int) -> Generator[RawRow, None, int]:
-    """A list of objects, or an object with one list. JSON lines in a file named .json are read as lines."""
+    """Read a list of objects, or an object with one list; JSON lines in a file named .json as lines.
+
+    first, start, result: see `Reader`. Raises UserError if the file is not UTF-8, no JSON or lacks the list.
+    """
     with _open(file) as stream:
         content = stream.read()
     try:
@@ -239,7 +252,10 @@ def _json_list(file: Path, first: int, start: int) -> Generator[RawRow, None, in
 
 
 def _parquet(file: Path, first: int, start: int) -> Generator[RawRow, None, int]:
-    """Read the row groups that reach beyond `start`; the others are not read."""
+    """Read the row groups that reach beyond `start`, without null values; the others are not read.
+
+    first, start, result: see `Reader`. Raises UserError if the file is no parquet.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -271,7 +287,10 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _csv(file: Path, first: int, start: int) -> Generator[RawRow, None, int]:
-    """The first line names the columns."""
+    """Read a file whose first line names the columns; empty lines are not counted as rows.
+
+    first, start, result: see `Reader`. Raises UserError if the file is empty.
+    """
     csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is shorter than some documents
     with io.TextIOWrapper(_open(file), encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         reader = csv.reader(stream)
@@ -315,7 +334,10 @@ READERS: dict[str, Reader] = {
 
 
 def _hub(source: Source, streaming: bool, start: int) -> Iterator[RawRow]:
-    """Read a data set of the hub; no code from it is run (`datasets` reads data files only)."""
+    """Read a data set of the hub from row `start` on; no code from it is run (`datasets` reads data files).
+
+    streaming: see `raw_rows`. Raises UserError if it, or `source.split`, can't be read.
+    """
     dataset = _load_hub(source, streaming)
     if streaming:
         rows = dataset.skip(start) if start else dataset
@@ -339,7 +361,9 @@ def _load_hub(source: Source, streaming: bool) -> Any:
 
 
 def _saved(folder: Path, source: Source, start: int) -> Iterator[RawRow]:
-    """Read a folder written by `Dataset.save_to_disk`."""
+    """Read a folder written by `Dataset.save_to_disk`, or the split `source.split` of one written by
+    `DatasetDict.save_to_disk`, from row `start` on. Raises UserError if that split is missing.
+    """
     import datasets
 
     saved = datasets.load_from_disk(str(folder))

@@ -47,6 +47,7 @@ def examples(
 ) -> Iterator[Example]:
     """Yield the example of each raw row of `source`, in order.
 
+    The format is that of `detect`, by the first row that is an object; raises UserError as that does.
     `needs_answer` makes a conversation without an assistant turn a bad row (false for train_on=all).
     `dropped` counts the rows that `on_bad_row="skip"` leaves out. With `on_bad_row="error"` nothing more is
     yielded after the first bad row: up to LOOK_AHEAD more rows are checked, and one UserError describes the
@@ -86,7 +87,10 @@ def examples(
 def _example(
     origin: Origin, row: Any, format_name: str, names: Mapping[str, str], needs_answer: bool
 ) -> Example:
-    """Convert one raw row; `names` maps our column names to theirs. Raises BadRow."""
+    """Convert the value of one raw row. Raises BadRow, or `row` itself if it is one.
+
+    format_name: key of FORMATS. names: our column names -> theirs. needs_answer: see `examples`.
+    """
     if isinstance(row, BadRow):
         raise row
     if not isinstance(row, dict):
@@ -122,7 +126,10 @@ class Columns:
         return self.row.get(self.names.get(name, name))
 
     def text(self, name: str, *, empty: str | None = None) -> str:
-        """The text of a column; with `empty`, blank text is a bad row for that reason."""
+        """The text of a column. Raises BadRow if it is missing, null or no text.
+
+        empty: the reason with which blank text is refused; None allows it.
+        """
         value, theirs = self.get(name), self.names.get(name, name)
         if value is None:
             if theirs in self.row:
@@ -165,7 +172,11 @@ def _type(value: Any) -> str:
 
 
 def _message(value: Any, number: int) -> dict:
-    """Validate message `number` (from 1) and return it with `role` and `content`; its other keys stay."""
+    """Return a message as a dict with `role` and the other keys of `value` that are not null.
+
+    ShareGPT's keys are renamed. Beside tool calls `content` may be missing. Raises BadRow for wrong types,
+    unknown roles and an empty answer. number: its place in the conversation, from 1, for errors.
+    """
     if not isinstance(value, dict):
         raise BadRow("wrong type", f"message {number} is {_type(value)}, expected an object")
     if "from" in value and "role" not in value:
@@ -179,7 +190,10 @@ def _message(value: Any, number: int) -> dict:
 
 
 def _from_sharegpt(value: dict, number: int) -> dict:
-    """Rename ShareGPT's from and value to role and content; a function_call's value becomes tool_calls."""
+    """Rename ShareGPT's from and value to role and content; a function_call's value becomes tool_calls.
+
+    Raises BadRow for an unknown sender or call. number: see `_message`.
+    """
     sender = value["from"]
     if not isinstance(sender, str) or sender not in SHAREGPT_ROLES:
         known = ", ".join(SHAREGPT_ROLES)
@@ -192,7 +206,10 @@ def _from_sharegpt(value: dict, number: int) -> dict:
 
 
 def _function_calls(value: Any, number: int) -> list[dict]:
-    """Parse the JSON of one call {name, arguments}, or of a list of them."""
+    """Return tool_calls from the JSON of one call {name, arguments}, or of a list of them.
+
+    Raises BadRow for anything else. number: see `_message`.
+    """
     try:
         calls = json.loads(value)
     except (TypeError, json.JSONDecodeError):
@@ -220,7 +237,10 @@ def _check_tool_calls(message: dict, number: int) -> None:
 
 
 def _check_content(message: dict, number: int) -> None:
-    """Content is text, a list of parts, or nothing beside an assistant's tool calls."""
+    """Raise BadRow unless content is text, a list of objects, or nothing beside an assistant's tool calls.
+
+    Without tool calls an assistant's must not be empty. number: see `_message`.
+    """
     content, calls = message.get("content"), message.get("tool_calls")
     assistant = message["role"] == "assistant"
     if content is None:
@@ -274,7 +294,11 @@ def _sharegpt(origin: Origin, columns: Columns) -> Example:
 
 
 def _conversation(origin: Origin, columns: Columns, turns: list) -> Example:
-    """Example of a list of messages; the column `system` becomes the first one where no other is there."""
+    """Example of a list of messages, with the tools of the column `tools`. Raises BadRow as `_message`.
+
+    The column `system` becomes the first message, unless that is a system message already. turns: the
+    messages as they were read.
+    """
     messages = [_message(value, number) for number, value in enumerate(turns, 1)]
     system = columns.get("system")
     if isinstance(system, str) and system.strip() and (not messages or messages[0]["role"] != "system"):
@@ -286,7 +310,7 @@ def _conversation(origin: Origin, columns: Columns, turns: list) -> Example:
 
 
 class Format(NamedTuple):
-    """How the rows of one format are read."""
+    """One format of rows: its columns, and the function that makes a row an Example."""
 
     needs: tuple[str, ...]  # columns that every row has; they tell the formats apart
     reads: tuple[str, ...]  # columns that are read where they exist
@@ -307,7 +331,7 @@ def detect(source: Source, columns: list[str]) -> str:
     """Name of the format of rows with these `columns`, after `source.columns` has renamed them.
 
     An explicit `source.format` wins. Raises UserError if none or several formats fit, with the columns seen
-    and the columns that each format needs.
+    and the columns that each format needs, and if `source.columns` names unknown or missing columns.
     """
     names = dict(source.columns)
     seen = f"{source.path} has the columns {', '.join(columns) or '(none)'}"
@@ -331,7 +355,11 @@ def detect(source: Source, columns: list[str]) -> str:
 
 
 def _check_names(names: Mapping[str, str], columns: list[str], seen: str) -> None:
-    """Raise UserError for entries of data.columns whose name (ours) is unknown or whose column is missing."""
+    """Raise UserError for entries of data.columns whose name (ours) is unknown or whose column is missing.
+
+    A column that formats read only where it exists may be missing. names: ours -> theirs. columns: theirs.
+    seen: clause for the error that lists these.
+    """
     known = OPTIONAL.union(*(form.needs for form in FORMATS.values()))
     problems = []
     for ours, theirs in names.items():
@@ -344,7 +372,10 @@ def _check_names(names: Mapping[str, str], columns: list[str], seen: str) -> Non
 
 
 def _chosen(source: Source, present: set[str], seen: str) -> str:
-    """Name of the format that `source.format` chooses; `present` are the columns there, by our names."""
+    """Name of the format that `source.format` chooses. Raises UserError if it is unknown or lacks columns.
+
+    present: the columns that rows have, by our names. seen: clause for the error that lists theirs.
+    """
     name = re.sub(r"[_/ ]", "-", source.format.lower())
     if name not in FORMATS:
         raise UserError(f"data.format={source.format} is unknown; it is auto or one of {', '.join(FORMATS)}.")

@@ -38,7 +38,10 @@ Readers = dict[int, Iterator[tuple[Example, bool]]]  # open sources: (example, i
 
 @dataclass(frozen=True)
 class Stream:
-    """Sources and the settings with which `prepare` would make documents of them."""
+    """Training data that is tokenised and packed while it is read, in windows (see `windows`).
+
+    The settings are those of `prepare`; weights of sources are shares of the rows.
+    """
 
     sources: tuple[Source, ...]
     encoder: "Encoder"
@@ -79,8 +82,8 @@ class Stream:
     def windows(self, place: Place) -> Generator[tuple[Dataset, Place, Place], None, None]:
         """Yield windows without end from `place` on: (sequences, the window's place, the place after it).
 
-        Raises UserError for bad rows and overlong documents where they are errors, and if a whole pass gives
-        no document.
+        A thread prepares the next window meanwhile; close the generator to end it. Raises UserError for bad
+        rows and overlong documents where they are errors, and if a whole pass gives no document.
         """
         readers: Readers = {}
         with ThreadPoolExecutor(max_workers=1) as thread:
@@ -92,7 +95,10 @@ class Stream:
                 place = after
 
     def _window(self, place: Place, readers: Readers) -> tuple[Dataset, Place]:
-        """The window at `place` and the place after it; rows without a usable document are passed over."""
+        """The window at `place` and the place after it; rows without a usable document are passed over.
+
+        readers: the open sources, which go on from where they are; updated. Raises UserError as `windows`.
+        """
         documents: list[Usable] = []
         after = place
         while not documents:
@@ -104,7 +110,11 @@ class Stream:
         return self._pack(documents, place), after
 
     def _documents(self, place: Place, readers: Readers) -> tuple[list[Usable], Place]:
-        """A window's usable documents and the place after it; a source that ended starts again next."""
+        """A window's usable documents and the place after it.
+
+        A source that ends gives this window fewer rows, and starts again in the next. readers: see `_window`.
+        Raises UserError for overlong documents under overlong="error".
+        """
         rows, passes, taken = (list(place[name]) for name in ("rows", "passes", "taken"))
         total, weight = sum(taken) + self.window, sum(source.weight for source in self.sources)
         documents: list[Usable] = []

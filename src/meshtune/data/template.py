@@ -188,13 +188,14 @@ class Encoder:
     train_on: `assistant` labels every assistant turn with its end marker, `completion` the last one only (or
     the completion), `all` everything but the first token. Rows of plain text have no parts: all but their
     first token is labelled. Conversations end with their last assistant turn, unless everything is labelled.
+    chat_template: see `apply_template`.
 
     Under a template, prompt and completion become a user and an assistant message. Without one, the ids are
     bos (where the tokenizer adds one) + prompt and separator + completion + eos, tokenised apart, so that the
     boundary is exact. Text is bos + text + eos.
 
-    `apply_template` is called on the tokenizer; `added` lists the tokens that it added. With
-    `on_bad_row="skip"`, rows whose labels can't be exact are left out and counted in `dropped`.
+    `apply_template` changes the tokenizer; `added` lists the tokens that it added. Rows whose labels can't be
+    exact raise in `encode`; with `on_bad_row="skip"` they are left out and counted in `dropped`.
 
     Raises UserError if the tokenizer has no eos token where one is needed, or if there is no such template.
     """
@@ -424,7 +425,7 @@ class Encoder:
         ]
 
     def _render(self, messages: list[dict], generation: bool, tools: list | None) -> str | BadRow:
-        """Text of a conversation, with the generation prompt if `generation`; BadRow if that fails."""
+        """Text of a conversation, with the generation prompt if `generation`; a BadRow if that fails."""
         try:
             return self.tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]
                 messages, tools=tools, tokenize=False, add_generation_prompt=generation
@@ -436,7 +437,10 @@ class Encoder:
             )
 
     def _rendered(self, chat: _Chat, texts: list[str | BadRow]) -> _Rendered:
-        """Check that each head and upto is a prefix of the whole; `texts` are those of `chat.requests()`."""
+        """Check that each head and upto is a prefix of the whole; raise BadRow if one is not.
+
+        texts: the renderings of `chat.requests()`, in order; a BadRow among them is raised.
+        """
         rendered = map(_raise_bad, texts)
         whole = next(rendered)
         turns = []
@@ -453,7 +457,10 @@ class Encoder:
         return _Rendered(whole, turns)
 
     def _upto(self, number: int, upto: str, whole: str) -> str:
-        """The part of `upto` that ends with the end marker, which must be a prefix of `whole`."""
+        """The part of `upto` that ends with the end marker. Raises BadRow if that is no prefix of `whole`.
+
+        number: index of the turn, for the error. upto: the conversation rendered up to this turn's answer.
+        """
         eos = str(self.tokenizer.eos_token or "")
         marked = self._up_to_marker(upto)
         if not whole.startswith(marked) and eos and upto.endswith(eos):
@@ -491,7 +498,7 @@ class Encoder:
     def _label(self, rendered: _Rendered, ids: dict[str, list[int]]) -> Document:
         """Label the answers of a conversation; `ids` has the tokens of each of its texts.
 
-        Raises BadRow if the tokens of a prefix are no prefix of the whole's tokens.
+        Raises BadRow if the tokens of a prefix are no prefix of the whole's tokens, or an answer is blank.
         """
         full = ids[rendered.full]
         labelled = np.full(len(full), self.train_on == "all")
@@ -557,7 +564,10 @@ def _not_written(turn: int) -> BadRow:
 
 
 def _differ(case: str, turn: int, prefix: str, full: str) -> str:
-    """Quote the first place where the template writes `turn` otherwise in `case` than in `full`."""
+    """Clause that quotes the first place where `prefix`, a rendering up to a turn, is no prefix of `full`.
+
+    case: what follows the turn in `prefix`. turn: its index, from 0.
+    """
     pairs = enumerate(zip(prefix, full, strict=False))
     at = next((i for i, (one, other) in pairs if one != other), min(len(prefix), len(full)))
     start = max(0, at - 20)
@@ -569,7 +579,10 @@ def _differ(case: str, turn: int, prefix: str, full: str) -> str:
 
 
 def _merged(verb: str, turn: int, prefix: str, full: str) -> BadRow:
-    """Refuse a turn that `verb` ("begins" or "ends") at the end of `prefix`, inside a token of `full`."""
+    """Return the reason to refuse a turn whose answer `verb` ("begins", "ends") inside a token of `full`.
+
+    turn: its index, from 0. prefix: the text of `full` before that place.
+    """
     at = len(prefix)
     return BadRow(
         "tokens merge across the boundary",

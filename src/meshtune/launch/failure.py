@@ -52,8 +52,12 @@ class Failure:
 def claims_failure(place: Place, error: BaseException, patience: float) -> bool:
     """Claim, in the store, to be the rank whose error is shown; True if no other rank claimed it before.
 
-    Waits `patience` seconds before it claims an error that looks like a consequence of another rank's end.
-    For errors that all ranks raise together it is the main rank, without asking the store.
+    The claim also tells every rank's Watch that one has failed: those still running end after `Limits.grace`.
+    For NonFinite and Interrupted, which all ranks raise together, nothing is claimed: True on the main rank.
+    If the store can't be reached: True unless the error looks like a consequence of another rank's end.
+
+    place: of this rank. patience: seconds to wait before claiming an error that looks like a consequence, and
+    to wait for the store.
     """
     if isinstance(error, NonFinite | Interrupted):
         return place.rank == 0
@@ -75,7 +79,11 @@ def exit_code(error: BaseException) -> int:
 
 
 def record_failure(folder: Path, place: Place, error: BaseException) -> None:
-    """Write this rank's Failure to `folder` for the parent, by a rename, and print it to the rank's log."""
+    """Write this rank's Failure to `folder`/failed-<rank> for the parent, by a rename.
+
+    Expected errors and OSError are in it as they are, any other only as text with its traceback. A rank that
+    has a log also prints the message to stderr.
+    """
     expected = isinstance(error, UserError | NonFinite | Interrupted | RankFailed | KeyboardInterrupt)
     message = str(error) if expected else "".join(traceback.format_exception(error))
     text = f"rank {place.rank} of {place.world} failed:\n{message}{end_of_log(folder, place.rank)}"
@@ -89,7 +97,7 @@ def record_failure(folder: Path, place: Place, error: BaseException) -> None:
 
 
 def end_of_log(folder: Path, rank: int, lines: int = 20) -> str:
-    """Return the last lines of a rank's log under a heading; "" if the log is empty or missing."""
+    """Return the last `lines` lines of `folder`/rank-<rank>.log under a heading; "" if empty or missing."""
     file = folder / f"rank-{rank}.log"
     text = file.read_text(errors="replace").strip() if file.exists() else ""
     where = f" ({file.resolve()})" if file.is_symlink() else ""
@@ -99,7 +107,8 @@ def end_of_log(folder: Path, rank: int, lines: int = 20) -> str:
 def failures_of(processes: list[BaseProcess], ended: Mapping[int, float], folder: Path) -> Iterator[Failure]:
     """Yield the failures of the ranks that ended by themselves: recorded in `folder`, else by exit code.
 
-    ended: rank -> when its process ended, in seconds since the epoch.
+    A rank with exit code 0 and no record yields none. processes: of all ranks, in rank order. ended: rank ->
+    when its process ended, in seconds since the epoch; ranks that are not in it are passed over.
     """
     for rank, seconds in ended.items():
         file, code = folder / f"failed-{rank}", processes[rank].exitcode
@@ -120,10 +129,11 @@ def how_it_ended(code: int) -> str:
 
 
 def raise_first(failures: list[Failure], received: list[signal.Signals]) -> None:
-    """Raise the failure that caused the others, with its own type.
+    """Raise the failure that comes first by `Failure.order`: its error, or RankFailed where it has none.
 
-    received: the signals that this process got. If one of them killed the rank, this process ends by the same
-    signal.
+    failures: at least one. received: the signals that this process got, in order. Where the failure has no
+    error, two SIGINT raise KeyboardInterrupt instead, and if a received signal killed the rank, this process
+    ends by the same signal.
     """
     first = min(failures, key=Failure.order)
     if isinstance(first.error, OSError):

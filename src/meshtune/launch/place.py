@@ -90,7 +90,7 @@ def first_host(nodes: str) -> str:
 
 
 def tasks_on(tasks: str, node: int) -> int:
-    """Count the tasks of node number `node`.
+    """Count the tasks of node number `node`, from 0; of the last node if there are fewer.
 
     tasks: as Slurm writes them, 4(x2),3 for two nodes of four tasks and a third of three.
     """

@@ -37,7 +37,7 @@ class Rank:
             self._log.move(folder / f"rank-{self.number}.log")
 
     def explain(self, progress: Callable[[], str], axes: Mapping[str, str], *, spins: bool = False) -> None:
-        """Give the watch what its report of a hang needs.
+        """Give the watch what its report of a hang needs; without effect in a world of one.
 
         progress: returns how far this rank is, "step 12". axes: name of a process group (group_name) -> mesh
         axis, "dp_shard". spins: True if a thread that waits for a device keeps its core busy (CUDA).
@@ -47,7 +47,10 @@ class Rank:
 
 
 class RankLog:
-    """The file that takes this process's stdout and stderr, native code's included, from the terminal."""
+    """The file that gets this process's stdout and stderr instead of the terminal, native code's included.
+
+    Creating it redirects file descriptors 1 and 2 and replaces sys.stdout and sys.stderr.
+    """
 
     def __init__(self, file: Path | None = None) -> None:
         """file: None for an unnamed temporary file, until `move`."""
@@ -92,11 +95,14 @@ def flush_output() -> None:
 def process_group(
     place: Place, device: str, *, log: RankLog | None, limits: Limits, end: Callable[[str], None]
 ) -> Iterator[Rank]:
-    """Open torch's default process group and the watch over it; yields the Rank.
+    """Open torch's default process group and the watch over it, once all ranks have come; yields the Rank.
 
-    Sets torchrun's environment variables and the number of CPU threads. device: cpu (gloo) or cuda (NCCL
-    for what is on the GPU, gloo for the rest). end: called with the report of a hang, from another thread; it
-    must not return.
+    Sets torchrun's environment variables and the number of CPU threads; under cuda also the current GPU, by
+    the local rank. The group is closed at the end of the block, but not if the block raises.
+
+    place: of this rank. device: cpu (gloo) or cuda (NCCL for what is on the GPU, gloo for the rest). log:
+    None if this rank writes to the terminal. end: called with the report of a hang, from another thread; it
+    must not return. Raises UserError if ranks don't come in time or there are fewer GPUs than ranks.
     """
     os.environ.update(place.environment())
     threads = int(os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // place.local_world))))
@@ -119,7 +125,9 @@ def process_group(
 
 
 def gpus_for(ranks: int) -> int:
-    """Count the GPUs that this process sees. Raises UserError if `ranks` ranks can't have one each."""
+    """Count the GPUs that this process sees. Raises UserError if they are fewer than `ranks`, the ranks of
+    this machine; but a single GPU is taken to be this rank's own, as srun can show it.
+    """
     import torch
 
     gpus = torch.cuda.device_count()
@@ -144,9 +152,9 @@ def meet(place: Place) -> Any:
 
 
 def connect(place: Place, *, is_master: bool = False, **options: Any) -> Any:
-    """Open one more connection to the store (torch.distributed.TCPStore, which takes the options).
+    """Open one more connection to the store at `place` (torch.distributed.TCPStore, which takes the options).
 
-    is_master: True to hold the store in this process.
+    Does not wait for other ranks. is_master: True to hold the store in this process.
     """
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented there
 

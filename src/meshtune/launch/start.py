@@ -34,11 +34,15 @@ def run(
     device: str = "cpu",
     limits: Limits = Limits(),  # noqa: B008 - a frozen value
 ) -> None:
-    """Run `function(rank, *args)` on each of `ranks` ranks; with device cuda each has a GPU of its own.
+    """Run `function(rank, *args)`, its first argument a Rank, on each of `ranks` ranks.
+
+    ranks: 1 runs the function in this process, without a process group. Not used on a rank that torchrun or
+    srun started: there the function runs here, once. device: cpu, or cuda with a GPU for each rank; there the
+    function and `args` must be picklable.
 
     Raises what the first rank to fail raised: UserError, NonFinite, Interrupted and OSError as they are,
-    anything else, and hangs, as RankFailed with the rank's traceback. On a rank that torchrun or srun started
-    SystemExit is raised when another rank failed first.
+    anything else, and hangs, as RankFailed with the rank's traceback. Where the function runs in this
+    process, all its errors are raised as they are; if another rank failed first, SystemExit is raised.
     """
     if place := place_of(os.environ):
         run_joined(place, function, args, device, limits)
@@ -54,7 +58,11 @@ def run(
 def run_joined(
     place: Place, function: Callable[..., object], args: tuple[Any, ...], device: str, limits: Limits
 ) -> None:
-    """Run the function in this process as the rank `place`; only the first rank to fail prints its error."""
+    """Run the function in this process as the rank `place`, started by torchrun or srun; see `run`.
+
+    The first rank to fail raises its error. The others write theirs to their logs and raise SystemExit; a
+    hang ends the process by os._exit.
+    """
     log = RankLog() if place.rank else None
 
     def end(report: str) -> None:
@@ -82,7 +90,10 @@ def run_joined(
 def run_here(
     ranks: int, function: Callable[..., object], args: tuple[Any, ...], device: str, limits: Limits
 ) -> None:
-    """Start the ranks, wait for them, and raise what the first to fail raised."""
+    """Start the ranks on this machine, wait for them, and raise what the first to fail raised; see `run`.
+
+    Ranks still alive when this function is left are killed.
+    """
     context: Any = get_context("spawn" if device == "cuda" else "fork")
     with (
         tempfile.TemporaryDirectory(prefix="meshtune-") as name,
@@ -123,9 +134,10 @@ def rank_process(
     folder: Path,
     parent: int,
 ) -> None:
-    """Run one rank; the target of its process, which exits here.
+    """Run one rank; the target of its process, which exits here: it never returns.
 
-    folder: where the parent reads the rank's failure and log. parent: its process id.
+    folder: where the parent reads the rank's failure and log. parent: the parent's process id, with which
+    this process ends (`end_with`).
     """
     end_with(parent)
     os.setpgid(0, 0)  # a terminal's Ctrl-C reaches it through the parent, once
@@ -183,10 +195,11 @@ def forwarded_signals(processes: list[BaseProcess]) -> Iterator[list[signal.Sign
 
 
 def wait_for(processes: list[BaseProcess], grace: float) -> dict[int, float]:
-    """Return rank -> when it ended by itself, in seconds since the epoch.
+    """Wait for all ranks; return rank -> when it ended by itself, in seconds since the epoch.
 
-    Ranks that still run `grace` seconds after a failure are killed. An interruption and non-finite numbers
-    reach all ranks together, so these leave the others their time.
+    processes: in rank order. Ranks that still run `grace` seconds after the first failure are killed, and are
+    not in the result. The exit codes of Interrupted and NonFinite do not count as a failure here: those reach
+    all ranks together, and the others get the time that they need.
     """
     no_failure = (0, NonFinite.exit_code, Interrupted.exit_code)
     ended: dict[int, float] = {}

@@ -59,8 +59,8 @@ def save_adapter(
     lora_rank, alpha, dropout: of `add_lora`. embeddings: True to write the embedding and the head with it,
     whole, under the names that peft gives them (tokens were added, or they are trained); peft then demands
     that the base is resized before it loads the adapter, `base.resize_token_embeddings(len(tokenizer))`,
-    which `load_adapter` does by itself. card, stop_ids: as of `save_model`; stop_ids go into a
-    generation_config.json (`GenerationConfig.from_pretrained`).
+    which `load_adapter` does by itself. tokenizer, card, stop_ids: see `save_model`; stop_ids go into a
+    generation_config.json (`GenerationConfig.from_pretrained`). folder: see `complete_folder`.
     """
     layers = lora_layers(model)
     tensors: dict[str, Tensor] = {}
@@ -102,11 +102,11 @@ def embedding_and_head(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def load_adapter(model: PreTrainedModel, folder: str | Path) -> dict[str, Any]:
-    """Add the peft LoRA adapter in `folder` to the plain model `model`, in place.
+    """Add the peft LoRA adapter in `folder` to the plain model `model`, in place, and freeze all else.
 
-    Returns adapter_config.json. If embeddings were saved with it, the model's are resized and overwritten.
-    Raises UserError for a folder that is not a LoRA adapter, holds a pickle, uses more of peft than plain
-    LoRA, or does not fit the model.
+    Returns the settings in adapter_config.json. If embeddings were saved with it, the model's are resized and
+    overwritten. Raises UserError for a folder that is not a LoRA adapter, holds a pickle, uses more of peft
+    than plain LoRA, or does not fit the model (which is left with adapters then).
     """
     folder = Path(folder)
     settings, tensors = read_adapter(folder)

@@ -135,7 +135,9 @@ def _is_embedding_norm(name: str) -> bool:
 
 
 def _one_child(block: nn.Module, condition: Callable[[str, nn.Module], bool]) -> str | None:
-    """Return the name of the only child that meets the condition; None if there are none or several."""
+    """Return the name of the only direct child of `block` that meets condition(name, child); None if none or
+    several do.
+    """
     names = [name for name, child in block.named_children() if condition(name, child)]
     return names[0] if len(names) == 1 else None
 
@@ -149,7 +151,10 @@ class Capability(NamedTuple):
 
 
 def capabilities(config: PretrainedConfig, *, trust_remote_code: bool = False) -> list[Capability]:
-    """List what meshtune can do with a model of this configuration, from a build on meta (no weights)."""
+    """List what meshtune can do with a model of this configuration, from a build on meta (no weights).
+
+    A model that can't be trained has one entry, with the reason.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     try:
@@ -249,8 +254,9 @@ def auto_attention(model: PreTrainedModel) -> str:
 def mask_only_pattern(config: PretrainedConfig, windows: Sequence[int | None]) -> str | None:
     """Return the attention pattern that a model applies only through its mask; None if there is none.
 
-    windows: the attention function's sliding_window argument in each layer; a pattern in the configuration
-    that they don't show is meant. With an attention that builds no mask the model would be silently wrong.
+    Such a pattern is named in the configuration but does not show in `windows`, the sliding_window argument
+    (tokens, or None) that the attention function gets in each layer. An attention implementation that builds
+    no mask would ignore it, and the model would be silently wrong.
     """
     text = config.get_text_config(decoder=True)
     kinds = text.layer_types if hasattr(text, "layer_types") else None
@@ -333,7 +339,7 @@ def tensor_plan(model: PreTrainedModel) -> dict[str, str] | str:
 
 
 def cuts_heads(plan: Mapping[str, str], parts: Anatomy) -> bool:
-    """True if `plan` shards the attention heads over the ranks; else every rank computes all of them."""
+    """True if `plan` (of `tensor_plan`) shards the attention heads over the ranks; else each has them all."""
     words = [word for path, word in plan.items() if path.startswith(f"{parts.attention}.")]
     return any(TENSOR_STYLES[word] == TensorStyle(0) for word in words)
 
@@ -341,7 +347,8 @@ def cuts_heads(plan: Mapping[str, str], parts: Anatomy) -> bool:
 def repeated_heads(model: PreTrainedModel, plan: Mapping[str, str], tp: int) -> frozenset[str]:
     """Return the paths, inside a block, of the key and value projections that every rank has whole.
 
-    None unless there are fewer key-value heads than `tp` ranks: then several ranks need the same head.
+    Empty unless there are fewer key-value heads than `tp` ranks: then several ranks need the same head. plan:
+    of `tensor_plan`.
     """
     heads, kv_heads = attention_heads(model)
     if kv_heads >= tp:
@@ -382,7 +389,10 @@ def draws_random_numbers(modules: Iterable[nn.Module]) -> bool:
 
 
 def _family_problem(model: PreTrainedModel, parts: Anatomy, words: Mapping[str, str]) -> str | None:
-    """Return why no block of the family can be sharded; None if it may be. words: of the plan, by path."""
+    """Return why no block of the family can be sharded; None if `_block_problem` is to decide.
+
+    words: the plan's words of TENSOR_STYLES, by path inside a block; empty if transformers has no plan.
+    """
     if not words:
         return "transformers has no plan for this family"
     if unknown := sorted(set(words.values()) - set(TENSOR_STYLES)):
@@ -397,10 +407,11 @@ def _family_problem(model: PreTrainedModel, parts: Anatomy, words: Mapping[str, 
 
 
 def _block_problem(block: nn.Module, parts: Anatomy, words: Mapping[str, str]) -> str | None:
-    """Name the first module of `block` whose gradients would be undefined; None if there is none.
+    """Return why the plan can't shard `block`: a module's gradients would be undefined; None if it can.
 
     Outside attention and mlp every rank has whole hidden states of its tokens: any parameter is fine there.
-    Inside, each must be in the plan; a norm's need not be if the plan all-gathers its activations.
+    Inside, each must be in the plan; a norm's need not be if the plan all-gathers its activations. words: see
+    `_family_problem`.
     """
     modules = dict(block.named_modules())
     owners = [path for path, module in modules.items() if any(True for _ in module.parameters(recurse=False))]

@@ -23,7 +23,7 @@ ATTENTION_NAMES = ("meshtune", "meshtune_recompute")
 
 
 class Documents:
-    """Document lengths as one opaque value.
+    """Document lengths of a micro-batch, a list for each row (`MicroBatch.documents`), as one opaque value.
 
     A compiled block hands it on without looking inside; it would be compiled anew for every new tuple of
     numbers.
@@ -38,7 +38,8 @@ def body_forward(
 ) -> Tensor:
     """Hidden states [batch, seq, hidden] after the last norm.
 
-    hidden: the first block's input, instead of the embeddings of the micro-batch's ids.
+    hidden: input [batch, seq, hidden] of the body's first block; None: the embeddings of the micro-batch's
+    ids. Documents are kept apart: by `documents`, their lengths, or with other attention by their positions.
     """
     body: Any = model.get_submodule(anatomy.body)
     ours = body.config._attn_implementation in ATTENTION_NAMES

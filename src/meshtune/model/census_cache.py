@@ -38,7 +38,8 @@ class LoraShape:
 def numbers_of(config: Config, *, log: Callable[[str], None] = lambda _: None) -> ModelNumbers:
     """Return the numbers of the model that `config` trains, its adapters and frozen parameters included.
 
-    The data set and the model's weights need not exist. log, errors: see `model_numbers`.
+    The data set and the weights need not exist. The numbers are cached in the folder `data.cache`. log,
+    errors: see `model_numbers`.
     """
     model, lora = config.model, config.lora
     shape = LoraShape(r=lora.r, target_modules=lora.target_modules)
@@ -65,9 +66,10 @@ def model_numbers(
 ) -> ModelNumbers:
     """Return the numbers of a causal language model, from `cache_dir` or by building it on meta.
 
-    name: a hub id, a folder, or a configuration file. freeze: globs of parameter names. log: called with a
-    line before work that takes seconds. The file in `cache_dir` is named by a hash of all that the numbers
-    depend on; one that can't be read is replaced. A model with remote code is not cached.
+    name: a hub id, a folder, or a configuration file. freeze: globs of parameter names. lora: None for no
+    adapters. log: called with a line before work that takes seconds. The file in `cache_dir` is named by a
+    hash of all that the numbers depend on; one that can't be read is replaced, and a failure to write it is
+    ignored. A model with remote code is not cached. A hub model's config.json is downloaded if it is missing.
 
     Raises UserError for what is no model, or none that meshtune trains, and as `add_lora` and `freeze`.
     """
@@ -87,7 +89,10 @@ def model_numbers(
 
 
 def _config_file(name: str, revision: str | None) -> Path:
-    """Return the model's configuration file; downloaded if the hub's cache lacks it."""
+    """Return the model's configuration file, downloaded if the hub's cache lacks it.
+
+    That of a local folder may be missing. Raises UserError as `local_path` and `hub_errors`.
+    """
     if path := local_path(name):
         return path / "config.json" if path.is_dir() else path
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
@@ -100,7 +105,7 @@ def _config_file(name: str, revision: str | None) -> Path:
 
 
 def _config_with_code(name: str, revision: str | None) -> Path:
-    """Return the configuration file of a hub model in a folder that also has the model's code."""
+    """Download a hub model's small files and code; return its config.json, which lies beside the code."""
     from meshtune.model.files import resolve
 
     return resolve(name, revision=revision, weights=False, trust_remote_code=True) / "config.json"
@@ -111,7 +116,10 @@ def _has_remote_code(file: Path) -> bool:
 
 
 def _key(file: Path, freeze: tuple[str, ...], lora: LoraShape | None) -> str | None:
-    """Hash all that decides the numbers; None for an unreadable file, which `_build_and_count` explains."""
+    """Hash all that decides the numbers: configuration, versions, the code of model/, freeze and lora.
+
+    None if `file`, the configuration, can't be read as JSON; `_build_and_count` then raises the error.
+    """
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError):
@@ -130,7 +138,11 @@ def _key(file: Path, freeze: tuple[str, ...], lora: LoraShape | None) -> str | N
 def _build_and_count(
     name: str, file: Path, *, trust_remote_code: bool, freeze: tuple[str, ...], lora: LoraShape | None
 ) -> ModelNumbers:
-    """Build the model on meta from its configuration, with adapters and frozen parameters, and count it."""
+    """Build the model on meta from its configuration, with adapters and frozen parameters, and count it.
+
+    file: its configuration, config.json. name: as the user wrote it, for errors. Writes nothing. Raises
+    UserError as `model_numbers`.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -170,7 +182,8 @@ def _read(file: Path) -> ModelNumbers | None:
 def from_json(kind: type[T], value: Any) -> T:
     """Convert parsed JSON to the dataclass `kind`, nested ones and tuples included.
 
-    Raises TypeError if a key is missing or unknown, or a value has another type.
+    Raises TypeError if a key is missing or unknown, or a value has another type; ValueError if a tuple has
+    another length.
     """
     return _from_json(kind, value)
 

@@ -33,9 +33,10 @@ SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 def resolve(
     name: str, *, revision: str | None = None, weights: bool, trust_remote_code: bool = False
 ) -> Path:
-    """The local folder of `name`: itself, or the hub's snapshot of it, downloaded if need be.
+    """The local folder of `name`: itself, unchecked, or the hub's snapshot of it, downloaded if need be.
 
-    Raises UserError when there is neither.
+    weights: True to download its safetensors too. trust_remote_code: True to download its Python files too.
+    Raises UserError if `name` is neither, or a file, or if the hub has its weights in other formats only.
     """
     if folder := local_path(name):
         if folder.is_dir():
@@ -54,8 +55,10 @@ def resolve(
 
 
 def _refuse_other_formats(name: str, revision: str | None) -> None:
-    """Raise UserError when a hub repository holds weights in formats that are not read. Does nothing where
-    its list of files can't be had: reading the folder then reports that there are no weights.
+    """Raise UserError if a hub repository holds weights in formats that are not read (pickles, GGUF).
+
+    Call it only where no safetensors were found, which it does not check. Does nothing if the repository's
+    list of files can't be had: reading the folder then reports that there are no weights.
     """
     try:
         files = HfApi().list_repo_files(name, revision=revision)
@@ -121,8 +124,8 @@ def weight_files(folder: Path) -> list[Path]:
 def _unread(holder: str, files: Iterable[str], source: str, converted: str) -> str | None:
     """A sentence about the weights among `files` that are not read; None when there are none.
 
-    holder: what the sentence is about. source: the folder or hub id to convert. converted: the folder to
-    write.
+    holder: the subject of the sentence. source: the folder or hub id to convert. converted: the folder to
+    write; both stand in the command that the sentence gives as the remedy.
     """
     files = sorted(files)
     pickles = [file for file in files if any(fnmatch.fnmatch(file, pattern) for pattern in PICKLES)]

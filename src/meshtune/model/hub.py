@@ -22,7 +22,10 @@ def local_path(name: str) -> Path | None:
 
 @contextmanager
 def hub_errors(name: str, revision: str | None = None) -> Iterator[None]:
-    """Turn the hub's errors about the model `name` into UserErrors that name the remedy."""
+    """Turn the hub's errors in the block, about the model `name`, into UserErrors that name the remedy.
+
+    Any other OSError is taken for an unreachable hub.
+    """
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,

@@ -55,16 +55,20 @@ def quiet() -> None:
 def load_config(
     name: str, *, trust_remote_code: bool = False, revision: str | None = None
 ) -> PretrainedConfig:
-    """The configuration of a causal language model.
+    """The configuration of a causal language model; `name`: a hub id or a folder.
 
-    Raises UserError when it is missing, of an unknown type, or needs code that is not trusted.
+    Raises UserError if it is missing, damaged, of an unknown type, of no causal language model, or needs code
+    that is not trusted.
     """
     folder = resolve(name, revision=revision, weights=False, trust_remote_code=trust_remote_code)
     return read_config(folder / "config.json", name, trust_remote_code)
 
 
 def read_config(file: Path, name: str, trust_remote_code: bool) -> PretrainedConfig:
-    """The configuration in `file`, of the model `name`. Raises as `load_config`."""
+    """The configuration in `file`, which need not be called config.json. Raises as `load_config`.
+
+    name: of the model as the user wrote it, for errors.
+    """
     folder = file.parent
     if not file.is_file():
         if (folder / "adapter_config.json").is_file():
@@ -119,7 +123,7 @@ def _first_line(error: BaseException) -> str:
 def load_tokenizer(
     name: str, *, trust_remote_code: bool = False, revision: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model (or of an adapter's folder). Raises UserError when there is none."""
+    """The tokenizer of a model (or of an adapter's folder). Raises UserError if it can't be read."""
     folder = resolve(name, revision=revision, weights=False, trust_remote_code=trust_remote_code)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -148,9 +152,10 @@ def load(
 ) -> PreTrainedModel:
     """The causal language model `name` (a hub id or a folder), in training mode, every parameter in `dtype`.
 
-    `init="random"` needs only config.json and draws the family's own initialisation, the same for one `seed`.
-    `attention` is a name that transformers knows or that was registered with its AttentionInterface.
-    Non-persistent buffers keep the family's own dtype (rotary frequencies stay fp32 under bf16).
+    `init="random"` needs only config.json and draws the family's own initialisation, the same for one `seed`
+    (without effect otherwise). `attention` is a name that transformers knows or that was registered with its
+    AttentionInterface. Non-persistent buffers keep the family's own dtype (rotary frequencies stay fp32 under
+    bf16).
 
     Raises UserError for whatever is wrong with the folder, and for weights missing or of a wrong shape.
     """
@@ -176,7 +181,8 @@ def skeleton(
     bytes, no values, nothing drawn.
 
     Its buffers are real and right, those too that no file holds (rotary frequencies, Gemma's scale of the
-    embeddings), so that nothing has to be restored once the parameters get memory. Raises as `load`.
+    embeddings), so that nothing has to be restored once the parameters get memory. init: with "random" the
+    folder's generation_config.json is not read. Raises UserError as `load`, but reads no weights.
     """
     folder, config = _folder_and_config(source, trust_remote_code, revision)
     with no_init_weights(), _parameters_on_meta():
@@ -190,7 +196,10 @@ def skeleton(
 def _folder_and_config(
     source: str | PretrainedConfig, trust_remote_code: bool, revision: str | None
 ) -> tuple[Path | None, PretrainedConfig]:
-    """(The folder of a named model, a configuration that the caller may change)."""
+    """Return (folder of a named model, its configuration), or (None, a copy of the configuration `source`).
+
+    The caller may change the configuration.
+    """
     if isinstance(source, PretrainedConfig):
         return None, copy.deepcopy(source)
     folder = resolve(source, revision=revision, weights=False, trust_remote_code=trust_remote_code)
@@ -204,6 +213,10 @@ def _from_config(
     attention: str,
     trust_remote_code: bool,
 ) -> PreTrainedModel:
+    """Build the model of `config`, which is changed: it gets dtype and attention. Raises UserError.
+
+    source: the model's name, which the model's config records, or the caller's own configuration.
+    """
     try:
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
@@ -246,11 +259,12 @@ def mapped(
     revision: str | None = None,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """The tensors of a model, whole, by name, as a mapping of its files: tied ones under all names.
+    """The tensors of a model, whole, by name, memory-mapped from its files: tied ones under all names.
 
-    They have the type that they are stored in, so that reading a slice touches nothing else (the widest type,
-    as memory, where a model's files mix several). With init="random" they are drawn in `dtype`, by one seed
-    always the same, and are memory too. Raises UserError as `load`, and for a configuration without files.
+    They have the type that they are stored in, so that reading a slice touches nothing else (the type that
+    they promote to, copied into memory, where a model's files mix several). With init="random" they are drawn
+    in `dtype`, always the same for one `seed`, and are in memory too; else dtype and seed have no effect.
+    Raises UserError as `load`, and for a `source` that is a configuration unless init="random".
     """
     if init == "random":
         folder, config = _folder_and_config(source, trust_remote_code, revision)
@@ -276,7 +290,12 @@ def mapped(
 
 
 def _read(folder: Path, config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
-    """The model in `folder`, its weights a mapping of the files where these have one dtype."""
+    """Load the model in `folder` on the CPU, its weights mapped from the files if all have one dtype,
+    otherwise in the dtype that those stored promote to.
+
+    Raises UserError for damaged files, missing tensors and wrong shapes, and as `checked_weight_files`; warns
+    of tensors that the model does not use.
+    """
     files = checked_weight_files(folder, config)
     try:
         words = _stored_dtypes(files)

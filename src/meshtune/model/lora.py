@@ -58,7 +58,8 @@ def add_lora(
     names ("q_proj", "self_attn.o_proj"), or "all-linear": every linear layer but the output head. dtype: of
     the adapters; None: the weight's, but at least fp32. A is drawn from torch's global generator.
 
-    Raises UserError for a rank below 1, a dropout outside [0, 1), or targets that name no linear layer.
+    Raises UserError for a rank below 1, a dropout outside [0, 1), targets that name no linear layer, or an
+    output head that is tied to the embedding.
     """
     problems = []
     if lora_rank < 1:
@@ -75,7 +76,10 @@ def add_lora(
 
 
 def _targets(model: PreTrainedModel, target_modules: str | list[str]) -> tuple[list[str], list[str]]:
-    """Return (names of the linear layers that the targets mean, in the model's order; problems)."""
+    """Return (names of the linear layers that the targets mean, in the model's order; problems).
+
+    A problem is a sentence, for a target that names no linear layer, or an output head that is tied.
+    """
     head = model.get_output_embeddings()
     linears = {name: module for name, module in model.named_modules() if type(module) in ADAPTED}
     if target_modules == "all-linear" or target_modules == ["all-linear"]:
@@ -104,7 +108,10 @@ def _targets(model: PreTrainedModel, target_modules: str | list[str]) -> tuple[l
 def adapt(
     module: Any, lora_rank: int, alpha: float, dropout: float = 0.0, dtype: torch.dtype | None = None
 ) -> None:
-    """Add an adapter to one linear layer, in place; the arguments are those of `add_lora`."""
+    """Add an adapter to one linear layer (nn.Linear or Conv1D), in place; its own weight is not frozen.
+
+    The arguments are those of `add_lora`.
+    """
     weight = module.weight
     rows, columns = weight.shape  # [out, in] of a Linear
     if ADAPTED[type(module)] is LoraConv1D:

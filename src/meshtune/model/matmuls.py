@@ -47,11 +47,14 @@ class BareMatmul:
 
 
 class ParameterMatmuls(TorchFunctionMode):
-    """Record each matmul with a parameter as a Matrix."""
+    """Record each matmul with a parameter as a Matrix, in `matrices`.
+
+    Use as a context manager around one forward of TOKENS tokens.
+    """
 
     def __init__(self, model: nn.Module, frozen: Collection[str], adapters: Mapping[str, int]) -> None:
-        """frozen: adapters without gradient, <module>.lora_A or .lora_B. adapters: LoRA rank by module; their
-        matmuls are recorded as if the module had them.
+        """model: without adapters. frozen: adapters without gradient, <module>.lora_A or .lora_B. adapters:
+        LoRA rank by module; their matmuls are recorded as if the module had them.
         """
         super().__init__()
         self.frozen = frozen
@@ -107,7 +110,7 @@ class ParameterMatmuls(TorchFunctionMode):
         return out
 
     def _adapter(self, matrix: Matrix, rank: int) -> tuple[Matrix, Matrix]:
-        """Return the two matrices of the LoRA pair beside `matrix`."""
+        """Return (lora_A, lora_B), the matrices of the LoRA pair of this rank beside `matrix`."""
         names = [f"{matrix.name.rpartition('.')[0]}.lora_{which}" for which in "AB"]
         lora_a, lora_b = (
             replace(matrix, name=name, kind="adapter", trainable=name not in self.frozen) for name in names
@@ -117,7 +120,10 @@ class ParameterMatmuls(TorchFunctionMode):
 
 
 class DispatchedMatmuls(TorchDispatchMode):
-    """Count every matmul below autograd; list those that ParameterMatmuls did not record."""
+    """Count every matmul below autograd; list those that ParameterMatmuls did not record, in `bare`.
+
+    recorded: the mode that watches the same forward.
+    """
 
     def __init__(self, recorded: ParameterMatmuls) -> None:
         super().__init__()

@@ -53,7 +53,10 @@ class StoredTensors:
 
     @torch.no_grad()
     def copy_into(self, piece: Piece, name: str) -> None:
-        """Fill `piece`, a part of the parameter `name`, cast to its dtype."""
+        """Overwrite `piece.tensor`, a part of the parameter `name`, with the stored values in its own dtype.
+
+        Rows that are not stored get the mean of those stored.
+        """
         stored = self._tensors[name]
         if tuple(stored.shape) == piece.shape:
             piece.tensor.copy_(piece.of(stored))
@@ -95,10 +98,10 @@ def whole_pieces(model: nn.Module) -> Iterator[tuple[str, Piece]]:
 
 
 def fill(pieces: Iterable[tuple[str, Piece]], weights: StoredTensors, *, free: bool = False) -> None:
-    """Fill each (name of a parameter, this rank's piece of it) from the stored tensors, cast to its dtype.
+    """Overwrite each (name of a parameter, this rank's piece of it) with stored values in the piece's dtype.
 
-    free: let go of a stored tensor once it is copied, so that tensors which are no mapping of a file (drawn,
-    or cast) never double a rank's memory.
+    free: True to remove a tensor from `weights`, under all its names, after its last piece, so that tensors
+    which are no mapping of a file (drawn, or cast) never double a rank's memory.
     """
     named = list(pieces)
     last = {name: number for number, (name, _) in enumerate(named)}
@@ -109,7 +112,10 @@ def fill(pieces: Iterable[tuple[str, Piece]], weights: StoredTensors, *, free: b
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
-    """Allocate memory on `device` for tensors on meta; move the others (buffers) there."""
+    """Allocate uninitialised memory on `device` for tensors on meta; move the others (buffers) there.
+
+    In place; tied parameters stay tied.
+    """
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for child in module.modules():
         for name, parameter in child._parameters.items():

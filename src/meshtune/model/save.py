@@ -80,9 +80,10 @@ def save_model(
 ) -> None:
     """Write the folder that `AutoModelForCausalLM.from_pretrained` loads.
 
-    Weights keep their dtype, which config.json names. card: text of README.md. stop_ids: the tokens that the
-    model was trained to end an answer with; transformers' `generate` stops at them. Merge adapters first
-    (`merge_lora`) or use `save_adapter`.
+    Weights keep their dtype, which config.json names. tokenizer: None for no tokenizer files. card: text of
+    README.md; None for no file. stop_ids: the tokens that the model was trained to end an answer with;
+    transformers' `generate` stops at them. folder: see `complete_folder`. Merge adapters first (`merge_lora`)
+    or use `save_adapter`.
     """
     assert not lora_layers(model), "merge_lora or save_adapter first: a plain model has no place for adapters"
     config, generation = model.config, model.generation_config
@@ -113,9 +114,10 @@ def save_pieces(
     """Write the folder of `save_model` by several ranks, each of which writes its pieces of the files.
 
     All ranks call it, on one file system. model: the whole one, its parameters on meta. pieces: this rank's
-    part of each parameter; together the ranks' pieces cover each parameter once. dtype: of the parameters in
-    the files. gather: all_gather_object, returns the ranks' values in rank order. main: True on the rank that
-    writes everything but parameters. Raises on all ranks if one can't write.
+    part of each parameter, by name; together the ranks' pieces cover each parameter once. dtype: of the
+    parameters in the files. gather: all_gather_object, returns the ranks' values in rank order. main: True on
+    the rank that writes everything but parameters. max_shard_bytes: of a file, unless one tensor is larger.
+    Others: see `save_model`. Raises on all ranks if one can't write.
     """
     files = _weight_files(model, dtype, max_shard_bytes)
     with ExitStack() as stack:
@@ -187,7 +189,7 @@ def _stored_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def _weight_file(name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> _WeightFile:
-    """Lay out one file, its tensors in the order given."""
+    """Lay out one file, its tensors in the order given. dtype: see `_weight_files`."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begins, begin = {}, 0  # in bytes after the header
     for key, tensor in tensors.items():
@@ -208,7 +210,7 @@ def _on_all_ranks(gather: Callable[[Any], list[Any]], work: Callable[[], Any]) -
     """Call `work` and return the ranks' results, in rank order; if it fails on one rank, all raise its error.
 
     A rank that raised alone would leave the others waiting in their next collective. An OSError becomes the
-    cause of a UserError.
+    cause of a UserError. gather: see `save_pieces`; results are pickled.
     """
     try:
         outcome = (work(), None)
@@ -233,7 +235,10 @@ def _picklable(error: Exception) -> Exception:
 
 
 def _create_files(aside: Path, files: Sequence[_WeightFile], model: PreTrainedModel) -> None:
-    """Create the files at their full size, with headers and buffers; parameters are left as zeros."""
+    """Create the files in `aside` at their full size, with headers and the values of the model's buffers.
+
+    Parameters are left as zeros.
+    """
     parameters = dict(model.named_parameters())
     for file in files:
         with open(aside / file.name, "wb") as stream:
@@ -248,7 +253,10 @@ def _create_files(aside: Path, files: Sequence[_WeightFile], model: PreTrainedMo
 def _write_pieces(
     aside: Path, files: Sequence[_WeightFile], pieces: Mapping[str, Piece], dtype: torch.dtype | None
 ) -> None:
-    """Write this rank's pieces at their places in the files, cast to `dtype` (None: as they are)."""
+    """Write this rank's pieces at their places in the files, cast to `dtype` (None: as they are), and sync.
+
+    The files exist in `aside`. pieces: by the tensor's name.
+    """
     for file in files:
         names = [name for name in file.offsets if name in pieces]
         if not names:
@@ -265,7 +273,8 @@ def _write_pieces(
 def _write_piece(descriptor: int, offset: int, piece: Piece, dtype: torch.dtype | None) -> None:
     """Write a piece of the tensor that begins at byte `offset` of an open file.
 
-    Whole rows are contiguous in the file and written at once, parts of rows one by one.
+    Whole rows are contiguous in the file and written at once, parts of rows one by one. Only the first two
+    dimensions may be sharded. dtype: to cast to; None leaves it as it is.
     """
     tensor = piece.tensor.detach().to("cpu", dtype).contiguous()
     if not tensor.numel():
@@ -290,7 +299,11 @@ def _write_configs(
     dtype: torch.dtype,
     stop_ids: Sequence[int],
 ) -> None:
-    """Write config.json, generation_config.json and the index of several files, as `save_pretrained` does."""
+    """Write config.json, generation_config.json and, if there are several files, their index to `aside`.
+
+    They are those of transformers' `save_pretrained`. dtype: recorded as the model's. stop_ids: see
+    `save_model`.
+    """
     config = copy.deepcopy(model.config)
     config.dtype, config.architectures = str(dtype).removeprefix("torch."), [type(model).__name__]
     if stop_ids:
@@ -308,7 +321,10 @@ def _write_configs(
 
 
 def generation_config(model: PreTrainedModel, stop_ids: Sequence[int]) -> GenerationConfig:
-    """Return a copy of the model's generation settings whose end tokens begin with `stop_ids`."""
+    """Return a copy of the model's generation settings whose end tokens are `stop_ids`, then the old ones.
+
+    do_sample becomes True where settings of sampling differ from transformers' defaults.
+    """
     generation = copy.deepcopy(model.generation_config or GenerationConfig())
     if generation.do_sample is not True and _uses_sampling(generation):
         # As the base model's author meant it; without it transformers refuses to save.

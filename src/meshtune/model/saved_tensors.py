@@ -37,9 +37,10 @@ def saved_by_block(
 ) -> dict[str, tuple[tuple[int, SavedBytes], ...]]:
     """Return, by the block's path, a (element size, bytes saved per token) for each element size.
 
-    The model is on meta, built with the attention STAND_IN, and is changed: it gets `adapters` (LoRA rank by
-    module), and parameters named in `frozen` lose their gradient. inputs: of its forward, TOKENS long. An
-    element size that the forward refuses is left out. Raises as `anatomy`.
+    The element size is that of the compute dtype, from DTYPES; one that the forward refuses is left out. The
+    model is on meta, built with the attention STAND_IN, and is changed: it gets `adapters` (LoRA rank by
+    module), only parameters named in `frozen` lose their gradient, and it stays in the last dtype. inputs: of
+    its forward, TOKENS long. Raises as `anatomy`.
     """
     parts = anatomy(model)
     for module, rank in adapters.items():
@@ -63,7 +64,10 @@ def saved_by_block(
 def _saved_bytes(
     model: PreTrainedModel, parts: Anatomy, inputs: Mapping[str, Tensor]
 ) -> Counter[tuple[str, str]]:
-    """Run one forward; return the bytes that it saves, by (path of block, part)."""
+    """Run one forward of TOKENS tokens; return the bytes that it saves, by (path of block, part of PARTS).
+
+    Registers the attention function STAND_IN anew.
+    """
     recorder = SavedTensors(model)
     AttentionInterface.register(STAND_IN, recorder.attention)
     with (
@@ -111,7 +115,11 @@ class SavedTensors:
         attention_mask: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Save what flash kernels save; [batch, heads, tokens, size] in, [batch, tokens, heads, size] out."""
+        """Record what a flash kernel would save; a stand-in for an attention function of transformers.
+
+        query, key, value: [batch, heads, tokens, size]. Returns (uninitialised [batch, tokens, heads, size],
+        None: no attention weights).
+        """
         batch, heads, tokens, _ = query.shape
         # Kernels write in the memory order of the queries; with heads before tokens, o_proj takes a copy.
         first, second = (1, 2) if query.stride(1) > query.stride(2) else (2, 1)
@@ -165,7 +173,10 @@ class SavedTensors:
         return storage._cdata
 
     def _record(self, tensor: Tensor, part: str) -> None:
-        """Record a saved storage; one that several parts save counts in the last of PARTS."""
+        """Record a saved storage; one that several parts save counts in the last of PARTS.
+
+        Parameters, buffers and what all blocks share are not recorded.
+        """
         key = self._key(tensor)
         block, old, size = self.saved.get(key, (self.block, part, self.alive[key].nbytes()))
         if key not in self.shared or key in self.saved:

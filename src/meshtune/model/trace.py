@@ -67,7 +67,7 @@ class Traced:
 def census(
     config: PretrainedConfig, *, frozen: Collection[str] = (), adapters: Mapping[str, int] | None = None
 ) -> Census:
-    """Count the causal LM that transformers builds from `config`.
+    """Count the causal LM that transformers builds from `config`; see `trace`.
 
     frozen: names of parameters without gradient, those of adapters being <module>.lora_A and <module>.lora_B.
     adapters: rank of the LoRA pair of each adapted module, by the module's name.
@@ -121,7 +121,9 @@ def trace(
 ) -> Census:
     """Count the model that `build(attention)` makes, with the attention implementation of that name.
 
-    frozen: names of parameters and adapters without gradient. adapters: LoRA rank by module.
+    Several implementations are tried, with and without a mask; if none can be counted, `unsupported` of the
+    result says why. frozen: names of parameters and adapters without gradient. adapters: LoRA rank by module;
+    the model is built without them.
     """
     reasons = []
     for attention, with_mask in ((STAND_IN, False), (STAND_IN, True), ("eager", True), ("eager", False)):
@@ -139,7 +141,7 @@ def trace(
 def _on_meta(
     build: Callable[[str], PreTrainedModel], attention: str, frozen: frozenset[str]
 ) -> PreTrainedModel:
-    """Build the model on meta, in bf16 and training mode, parameters named in `frozen` without gradient."""
+    """Build the model on meta, in bf16 and training mode; only parameters in `frozen` have no gradient."""
     with torch.device("meta"):
         model = build(attention)
     for name, parameter in model.named_parameters():
@@ -155,7 +157,11 @@ def _forward(
     frozen: frozenset[str],
     adapters: Mapping[str, int],
 ) -> Traced:
-    """Run one forward with an attention implementation and record it. with_mask: True to pass a 4-d mask."""
+    """Run one forward with an attention implementation and record it.
+
+    with_mask: True to pass a 4-d mask. build, frozen, adapters: see `trace`. Registers STAND_IN anew.
+    Activations are recorded under STAND_IN only. Raises as the model's forward.
+    """
     cores: list[AttentionCore] = []
     paths: dict[nn.Module, str] = {}
 
@@ -228,7 +234,8 @@ def _distrust(
 ) -> str | None:
     """Return why the FLOPs of a traced forward can't be trusted; None if they can.
 
-    written_out: the family computes attention itself, so that no window was recorded.
+    unexplained: matmuls that belong to no parameter and no core. written_out: True if the family computes
+    attention itself, so that no window was recorded.
     """
     if dispatched.unknown:
         return f"it uses operations that the census cannot count: {', '.join(sorted(dispatched.unknown))}"
@@ -299,7 +306,10 @@ def _in_block(name: str) -> tuple[str, str]:
 def _matrices_by_block(
     traced: Traced, head_name: str | None
 ) -> tuple[dict[str, list[Matrix]], dict[str, str]]:
-    """Return (matrices by the block's path, "head" or "" for outside; kind of parameter by module path)."""
+    """Return (matrices by the block's path, "head" or "" for outside; kind of parameter by module path).
+
+    head_name: name of the head's weight; None if there is no head.
+    """
     in_attention = tuple({core.path + "." for core in traced.cores})
     matrices: dict[str, list[Matrix]] = {}
     kinds: dict[str, str] = {}
@@ -325,12 +335,13 @@ def _matrices_by_block(
 def _parameters_by_block(traced: Traced, kinds: Mapping[str, str]) -> dict[str, list[Parameter]]:
     """Return the parameters, adapters included, by the path of their block; "" for outside.
 
-    kinds: of parameters, by module path.
+    kinds: of parameters, by module path; in other modules vectors are norms, the rest "other".
     """
     styles, after_blocks = _tensor_styles(traced.model)
     parameters: dict[str, list[Parameter]] = {}
 
     def add(module: str, leaf: str, kind: str, shape: Sequence[int], trainable: bool) -> None:
+        """Append the parameter `leaf` (weight, bias, lora_A …) of a module; shape: whole."""
         block, inside = _in_block(f"{module}.{leaf}")
         name = inside or f"{module}.{leaf}"
         style, heads = styles.get(name.rpartition(".")[0], (TensorStyle(None), 0))

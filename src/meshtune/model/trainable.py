@@ -25,10 +25,10 @@ def embeddings_needed(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def grow_embeddings(model: PreTrainedModel, needed: int) -> int:
-    """Make embedding and head `needed` rows long; new rows are the mean of the old ones. Returns how
-    many.
+    """Make embedding and head (with its bias) at least `needed` rows long; return how many were added.
 
-    Never shrinks (many families round their rows up). `config.vocab_size` follows.
+    New rows are the mean of the old ones. Never shrinks (many families round their rows up).
+    `config.vocab_size` follows.
     """
     rows = tables(model)[0].num_embeddings
     added = needed - rows
@@ -48,7 +48,10 @@ def grow_embeddings(model: PreTrainedModel, needed: int) -> int:
 
 
 def resize_to(model: PreTrainedModel, rows: int) -> None:
-    """Make the embeddings `rows` long, keeping what they hold, who is trainable, and who is tied to whom."""
+    """Make embedding and head `rows` long; their values, requires_grad and tying stay.
+
+    New rows have arbitrary values. Torch's random state is left as it was.
+    """
     trainable = [table.weight.requires_grad for table in tables(model)]
     devices = [table.weight.device for table in tables(model) if table.weight.is_cuda]
     with torch.random.fork_rng(devices):  # what it draws is overwritten; adapters drawn later must not differ
@@ -66,10 +69,10 @@ def tables(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
-    """Freeze the parameters whose names match a glob (`model.layers.0.*`, `*norm*`); returns their names.
+    """Freeze the parameters whose names match a glob (`model.layers.0.*`, `*norm*`); return their names.
 
-    Raises UserError for every pattern that matches nothing, naming near ones, and if nothing is left to
-    train.
+    `*` matches dots too; tied parameters match under all their names. Raises UserError for every pattern that
+    matches nothing, naming near ones, before any is frozen, and afterwards if nothing is left to train.
     """
     names = dict(model.named_parameters(remove_duplicate=False))  # a tied head is found under both its names
     frozen: set[str] = set()
