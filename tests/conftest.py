@@ -94,7 +94,7 @@ def settings(tiny: Path, tmp_path: Path) -> Callable[..., list[str]]:
 
 @pytest.fixture
 def train(settings: Callable[..., list[str]]) -> Callable[..., Any]:
-    """Train the tiny model in this process; returns the run that was trained."""
+    """Function(*overrides) that trains the tiny model in this process and returns its `loop.Run`."""
 
     def run(*overrides: str) -> Any:
         from meshtune import config

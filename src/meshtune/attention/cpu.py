@@ -47,7 +47,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, 
 
 
 def _kernel_backward(grad, q, k, v, out, lse, mask: Tensor | None, scale: float, softcap: float | None):
-    """Gradients of q, k and v, shaped as these. grad: of `out`; the others as `_kernel` took and gave them."""
+    """Gradients of q, k and v. grad: of `out`; the others: what `_kernel` was called with and returned."""
     if softcap is not None:
         return torch.ops.meshtune.capped_attention_backward(grad, q, k, v, out, lse, mask, scale, softcap)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -139,7 +139,7 @@ def _capped_blocks(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, soft
     queries, keys: slices of the columns in the block and of those it sees. q: [batch, kv_heads, group ·
     queries, head_dim]: the query heads of one key-value head (its group) are laid behind one another, so that
     grouped-query attention is a plain batched matmul and nothing is expanded. scores: [batch, kv_heads,
-    group, queries, keys]. Both are fp32 (fp64 for fp64); the scores may be overwritten. mask: as in `_kernel`.
+    group, queries, keys]. Both are at least fp32; the scores may be overwritten. mask: as in `_kernel`.
     """
     batch, heads, length, head_dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]

@@ -45,8 +45,8 @@ def _document_ids(documents: Lengths, seq: int, device: torch.device) -> Tensor:
 def varlen(q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, window: int | None) -> Tensor:
     """Causal attention by one variable-length flash call: q [batch, heads, seq, head_dim] -> the same.
 
-    bf16 or fp16; k and v may have fewer heads. Padding gets zeros. window: keys that a query sees at most, its
-    own included; None: all earlier ones of its document.
+    bf16 or fp16; k and v may have fewer heads. Padding gets zeros. window: keys that a query sees at most,
+    its own included; None: all earlier ones of its document.
     """
     batch, heads, seq, head_dim = q.shape
     boundaries, longest = _boundaries(documents, seq, q.device)

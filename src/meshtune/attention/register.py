@@ -74,11 +74,11 @@ def document_attention(
 ) -> tuple[Tensor, None]:
     """Attention inside each document, as Hugging Face's modules call it.
 
-    query [batch, heads, seq, head_dim], key and value [batch, kv_heads, seq, head_dim] -> ([batch, seq, heads,
-    head_dim], None for the weights). documents: each row's document lengths; under context parallelism those
-    of whole rows, while seq is this rank's columns. scaling: None for 1/sqrt(head_dim). dropout: probability.
-    sliding_window: keys that a query sees at most, its own included; None: all earlier ones. softcap: of the
-    scaled scores. recompute: save only query, key and value for the backward.
+    query [batch, heads, seq, head_dim], key and value [batch, kv_heads, seq, head_dim] -> ([batch, seq,
+    heads, head_dim], None for the weights). documents: each row's document lengths; under context parallelism
+    those of whole rows, while seq is this rank's columns. scaling: None for 1/sqrt(head_dim). dropout:
+    probability. sliding_window: keys that a query sees at most, its own included; None: all earlier ones.
+    softcap: of the scaled scores; None: none. recompute: save only query, key and value for the backward.
 
     Raises ValueError without `documents`, or if they do not fit; NotImplementedError for an attention_mask
     and for arguments that would change the result and are not known here.
