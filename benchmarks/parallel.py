@@ -312,6 +312,7 @@ def check(model: str, found: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def speed(result: dict[str, Any], model: str, name: str) -> float:
+    """Median tokens/s of a contender's runs. model, name: keys of MODELS and CONTENDERS."""
     return statistics.median(run["tokens_per_second"] for run in result["runs"][model][name])
 
 
@@ -407,7 +408,10 @@ def savings(result: dict[str, Any], model: str) -> list[list[str]]:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Write a picture with bars for each layout: throughput of two ranks over that of one."""
+    """Write a picture with bars for each layout of SCALED: tokens/s of two ranks over that of one.
+
+    file: .svg or .png.
+    """
     from meshtune.report.draw.kinds import Mark, Stacks
     from meshtune.report.draw.picture import write
 

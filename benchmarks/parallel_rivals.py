@@ -39,7 +39,10 @@ Gradients = Callable[[Batch], Tensor]
 
 
 class Whole(nn.Module):
-    """A model and meshtune's loss of a micro-batch in one forward, as DDP and FSDP2 want their root."""
+    """A model and meshtune's loss in one forward, as DDP and FSDP2 want their root.
+
+    Its forward returns the sum of a micro-batch's token losses.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -146,6 +146,7 @@ def follow(trainer: Any) -> dict[str, Any]:
 
 
 def train_trainer(work: Path, steps: int, dtype: str, labelled: str) -> dict[str, Any]:
+    """Run transformers.Trainer on ready batches; arguments and result as those of `train_hand`."""
     import numpy as np
     import torch
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
@@ -203,10 +204,12 @@ def sft_trainer(work: Path, steps: int, dtype: str, packing: str, processes: int
 
 
 def train_trl(work: Path, steps: int, dtype: str, labelled: str) -> dict[str, Any]:
+    """Run SFTTrainer with best-fit packing; as `train_hand`, but `labelled` is ignored."""
     return follow(sft_trainer(work, steps, dtype, "bfd"))
 
 
 def train_trl_wrapped(work: Path, steps: int, dtype: str, labelled: str) -> dict[str, Any]:
+    """Run SFTTrainer with its other packing; as `train_hand`, but `labelled` is ignored."""
     return follow(sft_trainer(work, steps, dtype, "wrapped"))
 
 
@@ -453,10 +456,12 @@ def ratios(result: dict[str, Any]) -> list[tuple[str, float, str]]:
     found = []
 
     def add(what: str, top: float | None, bottom: float | None, target: str) -> None:
+        """Add top / bottom; nothing if one of them is missing."""
         if top and bottom:
             found.append((what, top / bottom, target))
 
     def add_speeds(what: str, ours: list[float] | None, theirs: list[float] | None, target: str) -> None:
+        """Add the median of ours / theirs, round by round; nothing if one of them is missing."""
         if ours and theirs:
             pairs = zip(ours, theirs, strict=True)
             found.append((what, statistics.median(top / bottom for top, bottom in pairs), target))
@@ -590,7 +595,10 @@ def main() -> None:
 
 
 def compare(options: argparse.Namespace, data: Path) -> None:
-    """Print how fast this checkout trains beside another one, for each variant that is asked for."""
+    """Print how fast this checkout trains beside options.against, for each of options.variants.
+
+    data: GSM8K's train.jsonl.
+    """
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         set_up(work, data, needed=0)

@@ -37,7 +37,7 @@ class Rank(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One rank's share of a `run_ranks`."""
+    """Arguments of a `run_ranks` for one of its ranks."""
 
     rank: int
     ranks: int

@@ -248,7 +248,10 @@ class Row(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The model states of one kind of rank; `gathered` only where it stays and was seen."""
+    """Bytes of the model states of one kind of rank, by part.
+
+    "gathered" is among the parts only under ZeRO-1 or -2 with several micro-batches and without a pipeline.
+    """
 
     layout: str
     rank: str

@@ -127,7 +127,10 @@ def _one_by_one(
     q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, dropout: float, softcap: float | None,
     window: int | None,
 ) -> Tensor:  # fmt: skip
-    """`attend_documents` (same arguments) by one `_plain` call per document of rows with equal lengths."""
+    """Same as `attend_documents`, by one `_plain` call per document.
+
+    Neighbouring rows with equal document lengths share their calls.
+    """
     seq, groups = q.shape[2], [(lengths, len(list(alike))) for lengths, alike in groupby(documents)]
     outs = []
     # Split and cat, not slices: the gradient of a split is written once, that of n slices n times.

@@ -61,7 +61,9 @@ def _is_whole(runs: tuple[QueryRun, ...], padded: bool) -> bool:
 
 
 class _PerRun(torch.autograd.Function):
-    """Attention run by run. Saves q, k, v, the output and its log-sum-exp, each once.
+    """Attention run by run, with the arguments of `fused`; the last dimension of q, k and v is contiguous.
+
+    Saves q, k, v, the output and its log-sum-exp, each once.
 
     Autograd over slices would instead save every document's output beside their concatenation and fill a
     gradient of the whole length for every slice.

@@ -50,7 +50,7 @@ class QueryRun(NamedTuple):
 class QueryRuns:
     """Runs on a rank whose queries are other columns than its keys (parallel/context.py).
 
-    Each run is of one document in one row; its keys end at its last query.
+    Each run is of one document in one row; its keys end at its last query. All runs have the same window.
     """
 
     runs: tuple[QueryRun, ...]

@@ -99,7 +99,7 @@ def free(options: ConsoleOptions) -> str:
 
 @dataclass(frozen=True)
 class Legend:
-    """Names with their colours or letters, as many in a line as fit."""
+    """Names of segments (keys of COLOURS) with their colours or letters, as many in a line as fit."""
 
     title: str
     names: Sequence[str]

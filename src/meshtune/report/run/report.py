@@ -84,7 +84,7 @@ def report_page(run: RunDir) -> str:
 
 
 def _subtitle(summary: Summary, facts: Row) -> str:
-    """One line: model, method, steps, tokens, time, and how the run ended."""
+    """HTML of one line: model, method, steps, tokens, time, and how the run ended. facts: of `facts_of`."""
     parts = [f"{summary.steps:,} steps"]
     if facts.get("model"):
         parts.insert(0, f"{text(facts['model'])}, {text(facts.get('method', 'full'))} fine-tuning")

@@ -48,7 +48,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Sample:
-    """One held-out prompt with the model's first and last answer."""
+    """One held-out prompt with the expected answer and the model's first and last one."""
 
     prompt: str
     expected: str | None
