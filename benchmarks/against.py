@@ -29,8 +29,8 @@ class Paired(NamedTuple):
     """Steps of this checkout and of the other one, in the order in which they ran."""
 
     seconds: list[tuple[float, float]]  # (this checkout's, the other's) of each pair
-    losses: list[tuple[float, float]]
-    peak_bytes: tuple[int, int]
+    losses: list[tuple[float, float]]  # likewise, of each step, those before the pairs too
+    peak_bytes: tuple[int, int]  # likewise, of a run of WARM_UP steps
 
     @property
     def speed(self) -> float:
@@ -39,6 +39,7 @@ class Paired(NamedTuple):
 
     @property
     def ratios(self) -> list[float]:
+        """The other's step time over this one's for each pair, ascending."""
         return sorted(theirs / ours for ours, theirs in self.seconds)
 
     @property
@@ -74,9 +75,11 @@ def paired(
     pairs: int = 15,
     say: Callable[[str], None] = lambda _: None,
 ) -> Paired:
-    """Train on `words` (a config file, section.key=value, or both) with both checkouts.
+    """Train with both checkouts on the same settings, step by step in turn, and return what was measured.
 
-    other: a checkout's root. threads: of each rank. say: called with each pair's outcome.
+    words: a config file, section.key=value, or both. other: a checkout's root. threads: of each rank. pairs:
+    steps that count, after WARM_UP others. say: called with a sentence on each pair. Raises SystemExit, with
+    the output, if a training process ends early.
     """
     roots = (Path(__file__).resolve().parents[1], other.resolve())
     first_peak, second_peak = (peak_bytes(root, words, ranks, threads) for root in roots)
@@ -102,7 +105,11 @@ def paired(
 
 
 def peak_bytes(root: Path, words: Sequence[str], ranks: int, threads: int) -> int:
-    """Train `WARM_UP` steps with a checkout, every tensor mapped by itself; the peak resident bytes."""
+    """Peak resident bytes of the main rank in a run of `WARM_UP` steps.
+
+    root: the checkout's. Allocations from 64 KiB on are mapped each by itself, so that freed ones do not
+    count.
+    """
     run = Gated(
         root, [*words, f"train.max_steps={WARM_UP}"], ranks, threads, {"MALLOC_MMAP_THRESHOLD_": "65536"}
     )
@@ -120,6 +127,10 @@ class Gated:
     def __init__(
         self, root: Path, words: Sequence[str], ranks: int, threads: int, variables: Mapping[str, str] = {}
     ) -> None:
+        """Start the process and wait until it is built. variables: added to its environment.
+
+        root: the checkout's. words: settings, as in `paired`. threads: of each rank. `stop` must be called.
+        """
         self.folder = tempfile.TemporaryDirectory()
         self.run = Path(self.folder.name, "run")
         to_worker, self.go = os.pipe()
@@ -148,12 +159,12 @@ class Gated:
         return float(line)
 
     def step(self) -> float:
-        """Let it through one step; its seconds."""
+        """Let the process run one step, wait for its end and return its seconds."""
         os.write(self.go, b"\n")
         return self._answer()
 
     def end(self) -> tuple[list[float], int]:
-        """Let it through a last step; (the losses of the others, its peak resident bytes)."""
+        """Let the process run its last step; (losses of all steps but that, its peak resident bytes)."""
         os.write(self.go, b"\n")
         peak = int(self._answer())
         self.process.wait()
@@ -174,7 +185,10 @@ class Gated:
 
 
 class Gate:
-    """A loader whose batches are handed out one by one, when asked for through a pipe."""
+    """A loader that waits for a byte before each batch, and reports the seconds of the step after it.
+
+    go: file descriptor of the pipe that the bytes come from. done: that of the pipe for the seconds.
+    """
 
     def __init__(self, loader: Any, go: int, done: int) -> None:
         self.loader, self.go, self.done = loader, go, done
@@ -191,7 +205,10 @@ class Gate:
 
 
 def work(rank: Any, words: Sequence[str], go: int, done: int) -> None:
-    """Train on one rank; the main one waits at the gate and reports."""
+    """Train on one rank; the main one waits at a `Gate`, and at the end writes its peak bytes to `done`.
+
+    words: settings, as in `paired`. go, done: file descriptors, as `Gate` takes them.
+    """
     from meshtune import config
     from meshtune.train import build, loop
 

@@ -31,7 +31,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def state(parameters: int, device: str) -> dict[str, Tensor]:
-    """75 tensors, as a model of 8 blocks has, three times (weights and moments), and a step counter."""
+    """75 tensors of `parameters` elements in all, three times (weights and moments), and a step counter."""
     shape = (parameters // (75 * 512), 512)
     kinds = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
     tensors = {f"{kind}.{i}": torch.randn(shape, device=device) for kind in kinds for i in range(75)}
@@ -39,7 +39,10 @@ def state(parameters: int, device: str) -> dict[str, Tensor]:
 
 
 def beside(work: Callable[[], object], run: Callable[[], object], until: Callable[[], bool]) -> float:
-    """Seconds of one `run` while `work`'s background part goes on, until it has ended."""
+    """Median seconds of a `run` beside a background job.
+
+    work: starts the job. until: returns True once the job has ended; `run` is repeated until then.
+    """
     work()
     times = [seconds(run)]
     while not until():
@@ -48,7 +51,10 @@ def beside(work: Callable[[], object], run: Callable[[], object], until: Callabl
 
 
 def measure(tensors: dict[str, Tensor], folder: Path, repeats: int) -> dict[str, float]:
-    """Best times in seconds. Both kinds of save take turns; what runs beside the loop is not timed."""
+    """Best times in seconds by name; *_share and *_slowed_by are ratios.
+
+    Both kinds of save take turns; background writes are not timed. folder: written to, and not emptied.
+    """
     values = {"loader": {"epoch": 1, "index": 12}}
 
     def first(reserve: bool) -> float:

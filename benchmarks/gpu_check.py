@@ -80,7 +80,10 @@ def environment() -> dict[str, Any]:
 
 
 def write_folder(folder: Path, shape: dict[str, Any]) -> Path:
-    """A folder with config.json and a tokenizer of the vocabulary's size; no weights (init: random)."""
+    """Write config.json and a tokenizer of 20,000 words to `folder` and return it; no weights (init: random).
+
+    shape: arguments of LlamaConfig.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 
@@ -95,7 +98,7 @@ def write_folder(folder: Path, shape: dict[str, Any]) -> Path:
 
 
 def write_rows(file: Path, tokens: int) -> Path:
-    """Prompts and completions of unequal lengths (log-normal, median 300 tokens), about `tokens` in all."""
+    """Write prompts and completions of unequal lengths (log-normal), `tokens` in all or a few more."""
     draw, total = random.Random(0), 0
     with file.open("w") as out:
         while total < tokens:
@@ -109,7 +112,11 @@ def write_rows(file: Path, tokens: int) -> Path:
 
 
 def meshtune(work: Path, name: str, *settings: str, seconds: float) -> dict[str, Any]:
-    """One run through the front door; the medians of its rows after the warm-up."""
+    """Run `meshtune train`; medians of its rows after the warm-up, and the planner's prediction.
+
+    work: folder with rows.jsonl. name: of the run's folder, which is deleted afterwards. settings: key=value.
+    Without rows {"error": the end of stderr}. Raises TimeoutExpired after `seconds`.
+    """
     import yaml
 
     output = work / name
@@ -156,8 +163,10 @@ def env() -> dict[str, str]:
 
 
 def peer(name: str, folder: Path) -> dict[str, Any]:
-    """In its own process: a hand-written loop or transformers.Trainer on ready batches, bf16 autocast over
-    fp32 weights.
+    """Train by a hand-written loop or transformers.Trainer on ready batches: bf16 autocast, fp32 weights.
+
+    Runs in a process of its own. name: "hand" or "trainer". folder: of the model. Returns median tokens per
+    second, median seconds of a step and peak bytes.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -205,6 +214,10 @@ def peer(name: str, folder: Path) -> dict[str, Any]:
 
 
 def run_peer(name: str, folder: Path, seconds: float) -> dict[str, Any]:
+    """Return what `peer` measures in a process of its own, or {"error": the end of its stderr}.
+
+    Raises TimeoutExpired after `seconds`.
+    """
     command = [sys.executable, __file__, "--peer", name, "--folder", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env())
     return (
@@ -295,7 +308,7 @@ def main() -> None:
 
 
 def save(result: dict[str, Any]) -> None:
-    """Results so far, in the repository and in $OUT."""
+    """Write the results so far as .json and .md, to benchmarks/results and to $OUT if it is set."""
     places = [ROOT / "benchmarks" / "results"] + ([Path(os.environ["OUT"])] if os.environ.get("OUT") else [])
     for place in places:
         place.mkdir(parents=True, exist_ok=True)

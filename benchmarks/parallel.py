@@ -77,7 +77,7 @@ Step = Callable[[Batch], tuple[float, Any]]
 
 
 def meshtune(settings: Config) -> tuple[Iterator[Any], Step]:
-    """The real thing, as train/loop.py steps it."""
+    """(Global batches, step) of meshtune's own run, as train/loop.py steps it."""
     run = build.build(settings)
     phase = releasing(run.memory.phase, run.world.device)
 
@@ -96,7 +96,11 @@ def meshtune(settings: Config) -> tuple[Iterator[Any], Step]:
 def rival(
     make: Callable[[nn.Module, World], tuple[nn.Module, Gradients]], attention: str, settings: Config
 ) -> tuple[Iterator[Any], Step]:
-    """torch's own optimizer and clipping around what `make` does to the model of each rank."""
+    """(Global batches, step) with torch's own optimizer and clipping.
+
+    make: ddp, fsdp, styles or by_hand, applied to this rank's model. attention: name of the attention
+    function that the model is built with.
+    """
     quiet()
     world = join(choose.choose_together(settings).layout, torch.device("cpu"))
     encoder = inputs.encoder_of(inputs.tokenizer_of(settings.model, settings.data), settings.data)
@@ -117,7 +121,9 @@ def rival(
 
 
 class Contender(NamedTuple):
-    layout: str  # whose micro-batches it gets; its world is how many ranks run
+    """A way to train: on each rank `make` returns (global batches, step)."""
+
+    layout: str  # it gives the micro-batches and the number of ranks
     make: Callable[[Config], tuple[Iterator[Any], Step]] = meshtune
 
 
@@ -159,7 +165,7 @@ TARGETS = (  # ours, theirs, model -> lowest ratio
 
 
 class Messages(TorchDispatchMode):
-    """Counts collectives. DDP's, and those between stages of a pipeline, are made where it does not see."""
+    """Counts collectives inside `with`; not DDP's and those between pipeline stages, which it can't see."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +177,10 @@ class Messages(TorchDispatchMode):
 
 
 def measure(rank: launch.Rank, name: str, words: Sequence[str], steps: int, file: Path) -> None:
-    """One rank of one run; the main one leaves the seconds of each step and what else there is to say."""
+    """Run one rank of one run; the main one writes what it measured to `file` as JSON.
+
+    name: a key of CONTENDERS. words: settings. steps: measured ones, after WARM_UP others.
+    """
     with redirect_stderr(io.StringIO()):  # what a run says of its data
         batches, step = CONTENDERS[name].make(config.load(None, words))
     taken = [batch for batch, _ in itertools.islice(batches, WARM_UP + steps)]
@@ -201,7 +210,10 @@ def started(rank: launch.Rank, folder: Path) -> None:
 
 
 def on_ranks(ranks: int, function: Callable[..., None], *args: Any) -> None:
-    """Forked ranks by the launcher of `meshtune train`, one too, so that this process stays as it is."""
+    """Run `function(rank, *args)` on forked ranks by the launcher of `meshtune train`.
+
+    A single rank is forked too, so that this process stays as it is.
+    """
     launch.run_here(ranks, function, args, "cpu", Limits())
 
 
@@ -213,7 +225,10 @@ def start_seconds() -> float:
 
 
 def set_up(work: Path, sizes: dict[str, Any]) -> int:
-    """A model with random weights, its tokenizer, and rows of random words; returns its parameters."""
+    """Write a model with random weights, its tokenizer and rows of random words; return its parameter count.
+
+    sizes: arguments of LlamaConfig.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -242,6 +257,7 @@ def set_up(work: Path, sizes: dict[str, Any]) -> int:
 
 
 def settings_words(work: Path, layout: Layout) -> list[str]:
+    """section.key=value of a run on what `set_up` wrote to `work`, without steps and output."""
     return [
         f"model.name={work / 'model'}", f"data.train={work / 'train.jsonl'}", f"layout={layout}",
         f"data.cache={work / 'cache'}", f"data.seq_len={SEQ_LEN}", "data.train_on=all",
@@ -252,7 +268,7 @@ def settings_words(work: Path, layout: Layout) -> list[str]:
 
 
 def once(work: Path, name: str, steps: int) -> dict[str, Any]:
-    """One run of one contender, on fresh ranks."""
+    """What one run of a contender measures, on fresh ranks: "seconds" of `steps` steps, "loss" and so on."""
     layout = Layout.parse(CONTENDERS[name].layout)
     with tempfile.TemporaryDirectory(dir=work) as folder:
         words = [*settings_words(work, layout), "train.max_steps=1000", f"output={folder}/run"]
@@ -264,9 +280,10 @@ def once(work: Path, name: str, steps: int) -> dict[str, Any]:
 
 
 def rounds(work: Path, model: str, options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Every contender's runs, interleaved; every other round backwards, so that nobody is always the first.
+    """Contender -> its runs, by round; contenders take turns, in every other round in reverse order.
 
-    The pairs have all rounds, the others, on which no target hangs, at most UNTARGETED_ROUNDS.
+    model: a key of MODELS. PAIRS have all rounds, the others, which have no target, at most
+    UNTARGETED_ROUNDS. Raises SystemExit if the contenders do not agree (`check`).
     """
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
     for number in range(options.rounds):
@@ -280,8 +297,9 @@ def rounds(work: Path, model: str, options: argparse.Namespace) -> dict[str, lis
 
 
 def check(model: str, found: dict[str, list[dict[str, Any]]]) -> None:
-    """Contenders with the same global batches must come to the same loss and gradient norm, or they did not
-    do the same.
+    """Raise SystemExit if a contender's loss or gradient norm differs by more than 0.1 % from one rank's.
+
+    found: contender -> its runs. "1 rank, half the batch" has other global batches and is left out.
     """
     one = found["1 rank"][0]
     for name, key in itertools.product(found.keys() - {"1 rank, half the batch"}, ("loss", "norm")):
@@ -294,11 +312,15 @@ def check(model: str, found: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def speed(result: dict[str, Any], model: str, name: str) -> float:
+    """Median tokens/s of a contender's runs. model, name: keys of MODELS and CONTENDERS."""
     return statistics.median(run["tokens_per_second"] for run in result["runs"][model][name])
 
 
 def against(result: dict[str, Any], model: str, us: str, them: str) -> list[float]:
-    """Ratios within the rounds: a machine whose speed drifts does so for both."""
+    """tokens/s of contender `us` over that of `them`, one ratio per round.
+
+    A machine whose speed drifts changes both sides of a round.
+    """
     runs = result["runs"][model]
     return [
         a["tokens_per_second"] / b["tokens_per_second"] for a, b in zip(runs[us], runs[them], strict=True)
@@ -306,7 +328,10 @@ def against(result: dict[str, Any], model: str, us: str, them: str) -> list[floa
 
 
 def scaling(result: dict[str, Any], model: str, name: str) -> tuple[float, float]:
-    """(strong, weak): tokens/s of two ranks over one's, and of that half of it that each had to do."""
+    """(Strong, weak) scaling of a layout on two ranks, 2 if ideal.
+
+    Its tokens/s over those of one rank with the same global batch, and with half of it.
+    """
     two = speed(result, model, name)
     return two / speed(result, model, "1 rank"), two / speed(result, model, "1 rank, half the batch")
 
@@ -348,7 +373,7 @@ def markdown(result: dict[str, Any], picture: str) -> str:
 
 
 def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A section with a table whose columns, but the first, are numbers."""
+    """Lines of a Markdown section with a table; all columns but the first are right-aligned."""
     lines = [" | ".join(row) for row in (heads, ["---", *["---:"] * (len(heads) - 1)], *rows)]
     return ["", title, "", *(f"| {line} |" for line in lines)]
 
@@ -383,7 +408,10 @@ def savings(result: dict[str, Any], model: str) -> list[list[str]]:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Write a picture with bars for each layout: throughput of two ranks over that of one."""
+    """Write a picture with bars for each layout of SCALED: tokens/s of two ranks over that of one.
+
+    file: .svg or .png.
+    """
     from meshtune.report.draw.kinds import Mark, Stacks
     from meshtune.report.draw.picture import write
 

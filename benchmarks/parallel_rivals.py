@@ -34,12 +34,15 @@ from meshtune.parallel.mesh import World
 from meshtune.parallel.zero import local
 from meshtune.train.loss import head_loss
 
-# A batch -> this rank's share of its loss; the gradients are then on the parameters.
+# A batch -> this rank's share of its loss; the batch's gradients are then in the parameters' .grad.
 Gradients = Callable[[Batch], Tensor]
 
 
 class Whole(nn.Module):
-    """A model and meshtune's loss of a micro-batch in one forward, as DDP and FSDP2 want their root."""
+    """A model and meshtune's loss in one forward, as DDP and FSDP2 want their root.
+
+    Its forward returns the sum of a micro-batch's token losses.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -62,9 +65,10 @@ def accumulated(
     times: float = 1,
     around: Callable[[bool], AbstractContextManager[object]] = lambda last: nullcontext(),
 ) -> Tensor:
-    """Backward of every micro-batch's share of the loss · `times`; returns the sum of the shares.
+    """Run forward and backward of every micro-batch; return this rank's share of the batch's loss.
 
-    around(last): entered for each micro-batch.
+    loss_of: sum of a micro-batch's token losses, which is divided by the batch's label tokens. times: factor
+    of gradients, not of the loss returned. around(last): context of each micro-batch; last: is it the last?
     """
     total = torch.zeros(())
     for number, micro_batch in enumerate(batch.micro_batches, 1):
@@ -93,7 +97,10 @@ def fsdp(model: nn.Module, world: World) -> tuple[nn.Module, Gradients]:
 
 
 def styles(model: nn.Module, world: World) -> tuple[nn.Module, Gradients]:
-    """Tensor and sequence parallel in torch's own words, for a Llama."""
+    """Tensor and sequence parallel by torch's parallelize_module, in place, for a Llama.
+
+    Returns the model and its function from a batch to this rank's share of the loss.
+    """
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # one warning per clipping
     outside = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -140,11 +147,12 @@ def styles(model: nn.Module, world: World) -> tuple[nn.Module, Gradients]:
 def by_hand(
     model: nn.Module, world: World, *, flat: bool = True, overlap: bool = True, once: bool = True
 ) -> tuple[nn.Module, Gradients]:
-    """Data parallel in a few lines, with its three savings.
+    """Data parallel in a few lines, with three savings that can be switched off.
 
-    flat: one message for each block and one for the rest, else one for each parameter. overlap: a message
-    leaves as soon as the last micro-batch's backward pass has its gradients, else after that pass. once: only
-    the last micro-batch's pass sends.
+    flat: True: one all_reduce for each block and one for the rest; False: one for each parameter. overlap:
+    True: an all_reduce starts as soon as the backward pass has its gradients; False: after the pass. once:
+    True: only the last micro-batch's gradients, with the sums of the earlier ones, are reduced; False: those
+    of each micro-batch. Returns the module that holds the parameters, and its `Gradients`.
     """
     whole = Whole(model)
     blocks = [list(block.parameters()) for block in whole.blocks]

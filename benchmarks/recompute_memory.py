@@ -27,7 +27,10 @@ HIDDEN, HEADS, KV_HEADS, FFN = 512, 8, 4, 1408
 
 
 class Live(TorchDispatchMode):
-    """Bytes of the storages that operations made and that still exist, the model's own left out."""
+    """Counts the bytes of storages that operations made inside `with live:` and that still exist.
+
+    Those of the model's parameters and buffers are left out.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -48,6 +51,7 @@ class Live(TorchDispatchMode):
 
 
 def build(mode: str, dropout: float, layers: int) -> PreTrainedModel:
+    """A model in training mode with random weights. mode: of recomputation. dropout: of attention."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=HIDDEN,
@@ -65,7 +69,10 @@ def build(mode: str, dropout: float, layers: int) -> PreTrainedModel:
 
 
 def measure(mode: str, dropout: float, layers: int, seq: int, repeats: int) -> tuple[float, float]:
-    """Bytes kept per token and layer, and the median processor seconds of a forward and backward."""
+    """(Bytes kept per token and layer, median processor seconds of a forward and backward).
+
+    mode: of recomputation. dropout: of attention. seq: tokens of a row. repeats: passes that are timed.
+    """
     model = build(mode, dropout, layers)
     third = seq // 3
     documents = ((third, third, seq - 2 * third), (seq // 2, seq - seq // 2)) * 2

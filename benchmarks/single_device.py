@@ -47,7 +47,10 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def train_hand(work: Path, steps: int, dtype: str, labelled: str) -> dict[str, Any]:
-    """The loop that one would write by hand, on ready batches."""
+    """Run the loop that one would write by hand, on ready batches; seconds and tokens of each step.
+
+    work: folder that `set_up` filled. dtype: "fp32", or "bf16" for autocast. labelled: "all" or "completion".
+    """
     import numpy as np
     import torch
     from transformers import AutoModelForCausalLM
@@ -79,12 +82,15 @@ def train_hand(work: Path, steps: int, dtype: str, labelled: str) -> dict[str, A
 
 
 def timed(ends: list[float], tokens: list[int]) -> dict[str, Any]:
-    """Seconds and real tokens of each step, from the moments at which steps ended."""
+    """{"seconds", "tokens"} of each step.
+
+    ends: times at which the first step began and each step ended. tokens: of each step, without padding.
+    """
     return {"seconds": [b - a for a, b in itertools.pairwise(ends)], "tokens": tokens}
 
 
 def arguments(work: Path, steps: int, dtype: str) -> dict[str, Any]:
-    """What transformers.Trainer and SFTTrainer are told alike."""
+    """Training arguments that transformers.Trainer and SFTTrainer have in common."""
     return {
         "output_dir": str(work / "trainer"),
         "max_steps": steps,
@@ -105,7 +111,7 @@ def arguments(work: Path, steps: int, dtype: str) -> dict[str, Any]:
 
 
 def counting(trainer_class: Any) -> Any:
-    """The trainer, noting when its steps end and how many real tokens each had."""
+    """Subclass of a trainer that adds up the real tokens of its micro-batches in `found`."""
 
     class Counting(trainer_class):
         def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,6 +146,7 @@ def follow(trainer: Any) -> dict[str, Any]:
 
 
 def train_trainer(work: Path, steps: int, dtype: str, labelled: str) -> dict[str, Any]:
+    """Run transformers.Trainer on ready batches; arguments and result as those of `train_hand`."""
     import numpy as np
     import torch
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
@@ -159,6 +166,10 @@ def train_trainer(work: Path, steps: int, dtype: str, labelled: str) -> dict[str
 
 
 def sft_trainer(work: Path, steps: int, dtype: str, packing: str, processes: int | None = None) -> Any:
+    """TRL's SFTTrainer with its data prepared; `prepare_seconds` is the time of reading and packing.
+
+    packing: TRL's packing_strategy. processes: that tokenise; None: this one.
+    """
     import torch
     from datasets import disable_caching, load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -193,22 +204,24 @@ def sft_trainer(work: Path, steps: int, dtype: str, packing: str, processes: int
 
 
 def train_trl(work: Path, steps: int, dtype: str, labelled: str) -> dict[str, Any]:
+    """Run SFTTrainer with best-fit packing; as `train_hand`, but `labelled` is ignored."""
     return follow(sft_trainer(work, steps, dtype, "bfd"))
 
 
 def train_trl_wrapped(work: Path, steps: int, dtype: str, labelled: str) -> dict[str, Any]:
+    """Run SFTTrainer with its other packing; as `train_hand`, but `labelled` is ignored."""
     return follow(sft_trainer(work, steps, dtype, "wrapped"))
 
 
 def prepare_trl(work: Path, processes: int | None) -> dict[str, Any]:
-    """Rows on disk to packed sequences."""
+    """Measure TRL from rows on disk to packed sequences: {"seconds": [s], "tokens": [n]}."""
     trainer = sft_trainer(work, 1, "fp32", "bfd", processes)
     tokens = sum(len(row) for row in trainer.train_dataset["input_ids"])
     return {"seconds": [trainer.prepare_seconds], "tokens": [tokens]}
 
 
 def prepare_meshtune(work: Path) -> dict[str, Any]:
-    """Rows on disk to packed sequences, with nothing cached."""
+    """Measure meshtune from rows on disk to packed sequences, with nothing cached; as `prepare_trl`."""
     from meshtune.data.example import Source
     from meshtune.data.prepare import prepare
     from meshtune.data.template import Encoder
@@ -238,7 +251,10 @@ WORKERS = {
 
 
 def set_up(work: Path, data: Path, needed: int) -> None:
-    """The model folder, the rows for each contender, and `needed` ready rows of SEQ_LEN tokens."""
+    """Write to `work` the model folder, the rows for each contender, and ready rows of SEQ_LEN tokens.
+
+    data: GSM8K's train.jsonl. needed: number of ready rows.
+    """
     import numpy as np
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -286,6 +302,7 @@ def set_up(work: Path, data: Path, needed: int) -> None:
 
 
 def meshtune_config(work: Path, run: Path, steps: int, dtype: str, labelled: str) -> str:
+    """Text of a config file. run: the run folder. dtype: train.precision. labelled: data.train_on."""
     settings = {
         "model": {"name": str(work / "model")},
         "data": {
@@ -308,7 +325,10 @@ def meshtune_config(work: Path, run: Path, steps: int, dtype: str, labelled: str
 
 
 def start(command: list[str], threads: int) -> tuple[float, int]:
-    """Run a process to its end; (wall seconds, its maximum resident size in bytes)."""
+    """Run a process to its end; (wall seconds, its maximum resident size in bytes).
+
+    Raises SystemExit, with the output, if it fails.
+    """
     environment = {
         **os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "true", "CUDA_VISIBLE_DEVICES": "",
@@ -325,7 +345,10 @@ def start(command: list[str], threads: int) -> tuple[float, int]:
 
 
 def worker(name: str, work: Path, threads: int, **settings: Any) -> dict[str, Any]:
-    """A contender's own process, which leaves its figures in a file."""
+    """Run WORKERS[name](work, **settings) in a process of its own.
+
+    Returns its result with "peak_bytes" and "wall_seconds" of the process.
+    """
     result = work / "result.json"
     command = [
         sys.executable,
@@ -342,6 +365,7 @@ def worker(name: str, work: Path, threads: int, **settings: Any) -> dict[str, An
 
 
 def meshtune(work: Path, threads: int, steps: int, dtype: str, labelled: str) -> dict[str, Any]:
+    """Run `meshtune train`; as `worker`, from the rows that it writes."""
     run = Path(tempfile.mkdtemp(dir=work)) / "run"
     config = run.parent / "config.yaml"
     config.write_text(meshtune_config(work, run, steps, dtype, labelled))
@@ -358,11 +382,15 @@ def meshtune(work: Path, threads: int, steps: int, dtype: str, labelled: str) ->
 
 
 def tokens_per_second(found: dict[str, Any], warm_up: int) -> float:
+    """Real tokens per second over all steps but the first `warm_up`."""
     return sum(found["tokens"][warm_up:]) / sum(found["seconds"][warm_up:])
 
 
 def train_rounds(work: Path, options: argparse.Namespace) -> dict[str, dict[str, dict[str, Any]]]:
-    """variant -> contender -> medians and the single runs. Rounds outermost: slow minutes hit everyone."""
+    """Variant -> contender -> medians and the single runs.
+
+    Every round runs all variants and contenders, so that a slow minute of the machine hits all of them.
+    """
     runs: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for turn in range(options.rounds):
         for variant in options.variants:
@@ -390,7 +418,10 @@ def train_rounds(work: Path, options: argparse.Namespace) -> dict[str, dict[str,
 
 
 def preparation(work: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Tokenising and packing the whole file; TRL with one process and with one per thread."""
+    """Contender -> median tokens/s of tokenising and packing the whole file.
+
+    TRL with one process and with one per thread.
+    """
     tried = {
         "meshtune": ("prepare-meshtune", {}),
         "trl": ("prepare-trl", {"processes": None}),
@@ -425,10 +456,12 @@ def ratios(result: dict[str, Any]) -> list[tuple[str, float, str]]:
     found = []
 
     def add(what: str, top: float | None, bottom: float | None, target: str) -> None:
+        """Add top / bottom; nothing if one of them is missing."""
         if top and bottom:
             found.append((what, top / bottom, target))
 
     def add_speeds(what: str, ours: list[float] | None, theirs: list[float] | None, target: str) -> None:
+        """Add the median of ours / theirs, round by round; nothing if one of them is missing."""
         if ours and theirs:
             pairs = zip(ours, theirs, strict=True)
             found.append((what, statistics.median(top / bottom for top, bottom in pairs), target))
@@ -562,7 +595,10 @@ def main() -> None:
 
 
 def compare(options: argparse.Namespace, data: Path) -> None:
-    """Print how fast this checkout trains beside another one, for each variant that is asked for."""
+    """Print how fast this checkout trains beside options.against, for each of options.variants.
+
+    data: GSM8K's train.jsonl.
+    """
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         set_up(work, data, needed=0)

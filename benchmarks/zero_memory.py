@@ -68,7 +68,7 @@ def table() -> str:
 
 
 def on_ranks(text: str) -> States:
-    """What the first of the layout's ranks measures."""
+    """Bytes that rank 0 measures, on RANKS forked ranks. text: the layout, with its accumulation steps."""
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
@@ -83,6 +83,10 @@ def on_ranks(text: str) -> States:
 
 
 def one_rank(rank: int, rendezvous: str, text: str, answers: Any) -> None:
+    """Measure on one rank and end the process; rank 0 puts its result into `answers`.
+
+    rendezvous: init_method of the process group. text: the layout.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS)
     found = measure(text, "bf16")
@@ -93,7 +97,7 @@ def one_rank(rank: int, rendezvous: str, text: str, answers: Any) -> None:
 
 
 def config() -> LlamaConfig:
-    """Every size divides by the ranks, so that no shard is padded."""
+    """A small Llama whose sizes are all multiples of RANKS, so that no shard is padded."""
     return LlamaConfig(
         vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2,
@@ -112,7 +116,7 @@ class Whole(nn.Module):
 
 
 def measure(text: str, precision: str) -> States:
-    """What exists on this rank, in the middle of a layout's second step."""
+    """Bytes of model states that exist on this rank before the last micro-batch of a layout's second step."""
     layout = Layout.parse(text)
     world = join(layout, torch.device("cpu"))
     others = tensors()  # what the process had before; held, so that no address is used again
@@ -152,6 +156,7 @@ def measure(text: str, precision: str) -> States:
 
 
 def micro_batch(root: nn.Module, layout: Layout, *, last: bool) -> None:
+    """Run a forward and backward. last: True for the step's last micro-batch, which syncs gradients."""
     zero.before_backward(root, layout.zero, last=last)
     root(torch.arange(32)[None]).backward()
 
@@ -163,11 +168,12 @@ def by_kind(
     compute: torch.dtype,
     others: Sequence[Tensor],
 ) -> States:
-    """The bytes of all tensors with a fraction that exist beside `others`, each storage once.
+    """Bytes by kind of all floating-point CPU tensors that exist beside `others`, each storage once.
 
-    What nobody names is FSDP2's: gathered parameters in the dtype that computes, and in a bf16 run whole
-    gradients that wait for the step's last micro-batch, in fp32. Where gradients are shards already, what is
-    left in fp32 is the buffer of the last message and not counted.
+    parameters, optimizer: give weights, gradients and optimizer state. Tensors in none of these are FSDP2's:
+    gathered parameters in the compute dtype (`compute`), and in a bf16 run whole gradients that wait for the
+    step's last micro-batch, in fp32. Where gradients are shards already, what is left in fp32 is the buffer
+    of the last collective and not counted.
     """
     weights, gradients = storages(parameters), storages(optimizer.gradients())
     everything = storages(tensors()) | gradients
@@ -182,12 +188,12 @@ def by_kind(
 
 
 def tensors() -> list[Tensor]:
-    """All that exist."""
+    """All tensors of this process that the garbage collector tracks."""
     return [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
 
 
 def storages(of: Sequence[Tensor]) -> dict[int, tuple[int, torch.dtype]]:
-    """Address -> bytes and dtype of the storages of tensors with a fraction."""
+    """Address -> (bytes, dtype) of the storages of floating-point CPU tensors; scalars are left out."""
     found = {}
     for tensor in of:
         each = local(tensor)

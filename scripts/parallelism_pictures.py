@@ -66,7 +66,10 @@ PARTS = ("embedding", *(f"block {n}" for n in range(BLOCKS)), "head")
 
 
 def holdings(model: Census, layout: Layout, title: str) -> str:
-    """All ranks of a layout side by side, and their collectives in a step."""
+    """SVG of all ranks of a layout side by side, and under them rank 0's collectives in a step.
+
+    title: the layout is added to it.
+    """
     shares = [share(model, layout, rank, seq_len=256) for rank in range(layout.world)]
     lines = [f"{m.count} × {m.op} ({m.axis}) of {m.what}: {when(layout, m)}" for m in shares[0].collectives]
     columns = min(A_ROW, len(shares))
@@ -86,7 +89,7 @@ def holdings(model: Census, layout: Layout, title: str) -> str:
 
 
 def when(layout: Layout, message: Collective) -> str:
-    """When in a step collectives of this kind run, as documented in parallel/."""
+    """Phrase for the places in a step where collectives like `message` run, as documented in parallel/."""
     match message.what:
         case "parameters" if layout.zero == 3:
             return "before each block's forward, and again before its backward"
@@ -112,7 +115,7 @@ def labels(layout: Layout) -> str:
 
 
 def panel(layout: Layout, rank: Share) -> str:
-    """One rank: its parameters, gradients and optimizer state part by part, and its tokens."""
+    """SVG of one rank: its parameters, gradients and optimizer state by part of PARTS, and its tokens."""
     here = (rank.embedding, *(any(n in blocks for blocks in rank.blocks) for n in range(BLOCKS)), rank.head)
     place = ", ".join(f"{axis} {index}" for axis, index in rank.place.items() if getattr(layout, axis) > 1)
     drawn = [text(0, 10, f"rank {rank.rank}: {place}", size=10, weight=600)]
@@ -127,13 +130,13 @@ def panel(layout: Layout, rank: Share) -> str:
     return "".join([*drawn, *tokens(layout, rank, 30 + len(PARTS) * (ROW + 2) + 5)])
 
 
-Span = tuple[float, float]
+Span = tuple[float, float]  # start and end, as shares (0 to 1) of a width or height
 
 
 def shard(layout: Layout, rank: Share, kind: str) -> tuple[Span, Span]:
-    """Spans of each part's columns and rows that this rank stores: tp cuts across, ZeRO down.
+    """(Span of the width, span of the height) of a part's cell that this rank stores.
 
-    kind: parameters, gradients or optimizer.
+    Tensor parallelism cuts the width, ZeRO the height. kind: parameters, gradients or optimizer.
     """
     across = fraction(layout.tp, rank.place["tp"])
     sharded = layout.zero >= {"parameters": 3, "gradients": 2, "optimizer": 1}[kind]
@@ -143,7 +146,10 @@ def shard(layout: Layout, rank: Share, kind: str) -> tuple[Span, Span]:
 
 
 def tokens(layout: Layout, rank: Share, y: float) -> Iterator[str]:
-    """The micro-batch's sequences, and in colour the tokens of this rank."""
+    """Boxes of the sequences that all data ranks train on at once, and in colour this rank's tokens.
+
+    y: upper edge of the first one, in px.
+    """
     sequence = rank.place["dp_replicate"] * layout.dp_shard + rank.place["dp_shard"]
     for row in range(layout.data_ranks):
         yield box(0, y + row * 8, WIDE, 6, PALE)
@@ -152,19 +158,23 @@ def tokens(layout: Layout, rank: Share, y: float) -> Iterator[str]:
 
 
 def zigzag(cp: int, index: int) -> list[Span]:
-    """A context rank's tokens: of 2·cp pieces one from the front, and one from the back."""
+    """A context rank's tokens, as spans of the sequence: of 2·cp pieces number `index` from both ends."""
     if cp == 1:
         return [(0.0, 1.0)]
     return [fraction(2 * cp, index), fraction(2 * cp, 2 * cp - 1 - index)]
 
 
 def fraction(parts: int, index: int) -> Span:
+    """Span of part `index` of equal `parts`."""
     start, stop = piece(parts, parts, index)
     return start / parts, stop / parts
 
 
 def inside(x: float, y: float, spans: tuple[Span, Span]) -> tuple[float, float, float, float]:
-    """x, y, width and height of the part of a cell that `spans` (across, down) cover."""
+    """x, y, width and height in px of the part of a cell that `spans` (across, down) cover.
+
+    x, y: upper left corner of the cell.
+    """
     (left, right), (top, bottom) = spans
     return x + left * CELL, y + top * ROW, (right - left) * CELL, (bottom - top) * ROW
 
@@ -186,11 +196,11 @@ UNIT, LANE = 13, 14  # of time, of a rank
 
 
 class Slot(NamedTuple):
-    """One action of a rank: in units of a stage's forward."""
+    """One action of a rank; times in units of a stage's forward."""
 
     start: float
     stop: float
-    kind: str
+    kind: str  # a key of KINDS
     stage: int
     micro_batch: int
 
@@ -221,9 +231,9 @@ def timeline(layout: Layout) -> list[list[Slot]]:
 
 
 def needed(kind: str, stage: int, number: int, last: int) -> list[list[tuple[str, int, int]]]:
-    """Actions that must have ended before this one: of each list one.
+    """(kind, stage, micro-batch) of the actions that must have ended before this one: one of each inner list.
 
-    kind, stage, number: of the action and its micro-batch. last: the last stage.
+    kind, stage, number: this action's, with the number of its micro-batch. last: number of the last stage.
     """
     match kind:
         case "F":
@@ -236,7 +246,7 @@ def needed(kind: str, stage: int, number: int, last: int) -> list[list[tuple[str
 
 
 def actions(layout: Layout) -> list[list[tuple[str, int, int]]]:
-    """(kind, stage, micro-batch) in the order of each rank; torch's for schedules with several stages."""
+    """(kind, stage, micro-batch) of each rank's actions in order; torch's, except for gpipe and 1f1b."""
     pp, steps = layout.pp, layout.gradient_accumulation_steps
     if layout.schedule in ("gpipe", "1f1b"):
         return [
@@ -257,7 +267,10 @@ def actions(layout: Layout) -> list[list[tuple[str, int, int]]]:
 
 
 def one_stage(rank: int, ahead: int, steps: int) -> list[tuple[str, int, int]]:
-    """`ahead` forwards, then a backward and a forward in turn."""
+    """Actions of a rank with one stage: `ahead` forwards, then a backward and a forward in turn.
+
+    steps: micro-batches of a step; at most as many forwards run ahead.
+    """
     order = [("F", rank, number) for number in range(min(ahead, steps))]
     for number in range(steps):
         order.append(("B", rank, number))
@@ -267,7 +280,7 @@ def one_stage(rank: int, ahead: int, steps: int) -> list[tuple[str, int, int]]:
 
 
 def timelines(pp: int, micro_batches: int) -> str:
-    """Actions of each rank over time, under every schedule; grey is a bubble."""
+    """SVG of the actions of `pp` ranks over time, under every schedule; grey is a bubble."""
     drawn, y = [], TOP + 4
     longest = 0.0
     for schedule in SCHEDULES:
@@ -296,9 +309,10 @@ LEGEND = {"F": "forward", "B": "backward", "I": "backward of activations", "W": 
 
 
 def lane(number: int, slots: Sequence[Slot], share_of: int, pp: int) -> Iterator[str]:
-    """One rank's actions, each with its micro-batch; later stages of the rank are paler.
+    """Boxes of one rank's actions, each with its micro-batch; stages after the first `pp` are paler.
 
-    number: the rank. share_of: stages on a rank, each of which is so much smaller.
+    number: the rank. share_of: stages per rank; times are divided by it, because each stage is so much
+    smaller.
     """
     for slot in slots:
         x, wide = slot.start / share_of * UNIT, (slot.stop - slot.start) / share_of * UNIT
@@ -314,7 +328,10 @@ def lane(number: int, slots: Sequence[Slot], share_of: int, pp: int) -> Iterator
 
 
 def picture(width: float, height: float, title: str, drawn: Sequence[str]) -> str:
-    """A whole SVG file with a white background, because pages may be light or dark."""
+    """Text of an SVG file with a white background, because pages may be light or dark.
+
+    width, height: px. drawn: SVG elements, from bottom to top.
+    """
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}"'
     parts = [
         f'{head} role="img" font-family="system-ui, -apple-system, Segoe UI, sans-serif">',
@@ -330,17 +347,20 @@ def picture(width: float, height: float, title: str, drawn: Sequence[str]) -> st
 def box(
     x: float, y: float, width: float, height: float, fill: str, tip: str = "", *, opacity: float = 1
 ) -> str:
+    """SVG rectangle; x, y: upper left corner, in px. tip: text under the pointer; "": none."""
     inner = f"<title>{escape(tip)}</title>" if tip else ""
     style = f'fill="{fill}"' + (f' fill-opacity="{opacity:g}"' if opacity < 1 else "")
     return f'<rect x="{x:.4g}" y="{y:.4g}" width="{width:.4g}" height="{height:.4g}" {style}>{inner}</rect>'
 
 
 def text(x: float, y: float, words: str, *, size: float, weight: int = 400, fill: str = INK) -> str:
+    """SVG text that begins at x, on the baseline y (px); `words` are escaped."""
     style = f'font-size="{size:g}" font-weight="{weight}" fill="{fill}"'
     return f'<text x="{x:g}" y="{y:g}" {style}>{escape(words)}</text>'
 
 
 def shift(x: float, y: float, drawn: str) -> str:
+    """SVG group that moves the elements `drawn` by x and y px."""
     return f'<g transform="translate({x:g} {y:g})">{drawn}</g>'
 
 

@@ -53,7 +53,10 @@ def main(folder: str, command: str = "make quickstart", file: str = "docs/images
 
 
 def terminal_picture(*shown: RenderableType, title: str = "meshtune", width: int = 80) -> str:
-    """Screen of a terminal of `width` columns as one SVG that fetches nothing."""
+    """Screen of a terminal of `width` columns, with `shown` printed on it in order, as SVG text.
+
+    The SVG loads nothing from a network.
+    """
     console = Console(
         record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor"
     )

@@ -64,7 +64,7 @@ def main(file: str = "docs/parallelism.md") -> None:
 
 
 def with_tables(page: str) -> str:
-    """A page with its tables written anew."""
+    """The text of a page with both tables between their markers replaced."""
     for name, text in (("techniques", technique_table()), ("families", family_table())):
         begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
         before, _, rest = page.partition(begin)
@@ -73,10 +73,13 @@ def with_tables(page: str) -> str:
 
 
 class Notes(list[str]):
-    """Reasons under a table, each once."""
+    """Reasons under a table, each once; a reason's number is its place in the list, from 1."""
 
     def mark(self, refusals: Sequence[str]) -> str:
-        """A cell: a tick, or a cross with the numbers of its reasons, without the feature that is refused."""
+        """A cell: a tick without refusals, else a cross with the numbers of their reasons, which are added.
+
+        refusals: "feature: reason"; the feature is left out.
+        """
         reasons = [refusal.partition(": ")[2] or refusal for refusal in refusals]
         self.extend(reason for reason in dict.fromkeys(reasons) if reason not in self)
         numbers = ", ".join(str(self.index(reason) + 1) for reason in reasons)
@@ -87,7 +90,7 @@ class Notes(list[str]):
 
 
 def technique_table() -> str:
-    """Every pair of techniques, for a model that supports each of them."""
+    """Markdown of every pair of techniques, for a model that supports each of them, with notes."""
     notes, rows = Notes(), []
     for number, (name, one) in enumerate(TECHNIQUES.items(), 1):
         others = list(TECHNIQUES.values())[:number]
@@ -99,7 +102,7 @@ def technique_table() -> str:
 
 
 def family_table() -> str:
-    """Layouts that the model families of transformers support."""
+    """Markdown of the layouts that the model families of transformers support, with notes."""
     notes, rows = Notes(), []
     for family in FAMILIES:
         try:
@@ -117,7 +120,10 @@ def family_table() -> str:
 
 
 def refused(model: Traits, settings: Mapping[str, Any]) -> list[str]:
-    """Reasons against the settings, which may be fields of the layout or others."""
+    """Reasons against training a model with these settings; [] if it works.
+
+    settings: fields of Layout, and other arguments of `refusals`, by name.
+    """
     fields = {name: value for name, value in settings.items() if name in LAYOUT}
     others = {name: value for name, value in settings.items() if name not in LAYOUT}
     layout = Layout(**{"gradient_accumulation_steps": 4, **fields})
@@ -126,12 +132,15 @@ def refused(model: Traits, settings: Mapping[str, Any]) -> list[str]:
 
 
 def together(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """True unless two techniques are two values of one setting; sp sets tp to the same value as tp."""
+    """True unless the two set a setting to different values. one, other: values of TECHNIQUES."""
     return all(one[name] == other[name] for name in one.keys() & other.keys())
 
 
 def sizes(settings: Mapping[str, Any]) -> list[dict[str, int]]:
-    """Sizes to try for the axis of a column, because some families have odd numbers of heads."""
+    """Axis sizes to try instead of a column's own, because some families have odd numbers of heads.
+
+    One of them that works is enough.
+    """
     axes = [axis for axis in ("tp", "cp") if axis in settings]
     return [dict.fromkeys(axes, size) for size in (2, 3, 5, 7)]
 
@@ -146,6 +155,7 @@ def on_meta(family: str) -> PreTrainedModel:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown table; every row has as many cells as `head`."""
     lines = [head, ["---", *[":-:"] * (len(head) - 1)], *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

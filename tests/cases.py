@@ -10,7 +10,10 @@ import pytest
 
 
 def cases(every: Iterable[Any], *, default: Iterable[Any]) -> list[Any]:
-    """Return `every` parameter, those not in `default` marked slow; a tuple holds several arguments."""
+    """Return all of `every` for parametrize, those not in `default` marked slow.
+
+    A tuple holds the values of several arguments. default: a subset of `every`.
+    """
     every, default = list(every), list(default)
     assert all(case in every for case in default), "a default case that is none"
     return [case if case in default else _slow(case) for case in every]

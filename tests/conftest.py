@@ -76,8 +76,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def settings(tiny: Path, tmp_path: Path) -> Callable[..., list[str]]:
-    """Settings for a short fp32 run on the tiny model: `settings("train.max_steps=5", …)` as
-    section.key=value.
+    """Function(*overrides) -> section.key=value of a short fp32 run on the tiny model, `overrides` last:
+    `settings("train.max_steps=5", …)`.
     """
 
     def of(*overrides: str) -> list[str]:
@@ -94,7 +94,7 @@ def settings(tiny: Path, tmp_path: Path) -> Callable[..., list[str]]:
 
 @pytest.fixture
 def train(settings: Callable[..., list[str]]) -> Callable[..., Any]:
-    """Train the tiny model in this process; returns the run that was trained."""
+    """Function(*overrides) that trains the tiny model in this process and returns its `loop.Run`."""
 
     def run(*overrides: str) -> Any:
         from meshtune import config

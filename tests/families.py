@@ -67,6 +67,7 @@ GPT2: dict[str, Any] = {
 def _family(
     config_class: type[PretrainedConfig], base: dict[str, Any], **own: Any
 ) -> Callable[..., PretrainedConfig]:
+    """Function(**changes) -> configuration. `changes` override `own`, and `own` overrides `base`."""
     return lambda **changes: config_class(**{**base, **own, **changes})
 
 
@@ -115,7 +116,10 @@ FAMILY_CASES = cases(FAMILIES, default=UNLIKE)
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """Keeps fp64 what Hugging Face's norms would compute in fp32, so that nothing is rounded but at 1e-16."""
+    """Make casts from fp64 to fp32 do nothing inside the context, so that all is rounded at 1e-16.
+
+    Hugging Face's norms would else compute in fp32. It patches Tensor.float and Tensor.to for all code.
+    """
     plain_float, plain_to = torch.Tensor.float, torch.Tensor.to
 
     def to(x, *args, **kwargs):

@@ -10,5 +10,8 @@ from meshtune.train.loss import head_loss
 
 
 def summed_loss(model: nn.Module, anatomy: Any, micro_batch: MicroBatch, **options: Any) -> Tensor:
-    """Sum of the token losses of a micro-batch. options: head_loss's."""
+    """Sum of the token losses of a micro-batch, a scalar.
+
+    anatomy: that of `model`. options: keyword arguments of head_loss.
+    """
     return head_loss(model, anatomy, body_forward(model, anatomy, micro_batch), micro_batch, **options)

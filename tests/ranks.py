@@ -30,17 +30,19 @@ FORK = multiprocessing.get_context("fork")
 
 
 class Rank(NamedTuple):
+    """A rank's process, as the parent has it."""
+
     process: BaseProcess
     pipe: Connection  # our end: a call goes in, (function's result, None) or (None, traceback) comes out
 
 
 class Call(NamedTuple):
-    """One rank's share of a `run_ranks`."""
+    """Arguments of a `run_ranks` for one of its ranks."""
 
     rank: int
     ranks: int
     folder: str  # an empty one, for the rendezvous
-    seconds: float
+    seconds: float  # timeout of the process group
     function: Callable[..., Any]
     args: tuple[Any, ...]
 
@@ -51,9 +53,12 @@ warm: list[Rank] = []  # kept ranks: each waits for its next call
 def run_ranks(
     ranks: int, function: Callable[..., Any], *args: Any, seconds: float = 90, forked: bool = False
 ) -> list[Any]:
-    """Return the results of `function(*args)` by rank. AssertionError has the failing rank's traceback.
+    """Run `function(*args)` on `ranks` ranks of a gloo group and return its results by rank.
 
-    `seconds`: how long to wait for the next rank to end. `forked`: see the module's docstring.
+    Results are pickled; so are function and arguments, unless forked. seconds: timeout of the group, and how
+    long to wait until the next rank has ended. forked: True forks ranks for this call alone; see the module's
+    docstring. Raises AssertionError, with the traceback, if a rank fails or the time is over; the ranks are
+    then killed.
     """
     with tempfile.TemporaryDirectory() as folder:
         calls = [Call(rank, ranks, folder, seconds, function, args) for rank in range(ranks)]
@@ -78,6 +83,7 @@ def run_ranks(
 
 
 def _results(team: list[Rank], seconds: float) -> list[Any]:
+    """Results by rank. Raises AssertionError if a rank fails, or none answers within `seconds`."""
     results: dict[int, Any] = {}
     failures: list[str] = []  # the first to fail, and those that lost it: which is heard first is chance
     waiting = {rank.pipe: number for number, rank in enumerate(team)}
@@ -104,7 +110,7 @@ def _end(team: list[Rank]) -> None:
 
 
 def _fork(call: Call | None) -> Rank:
-    """Start a process for one call, or one that waits for calls."""
+    """Start a process for one call, or with None one that waits for calls in its pipe."""
     ours, theirs = Pipe()
     process = FORK.Process(
         target=_rank, args=(theirs, [ours, *(rank.pipe for rank in warm)], call), daemon=True
@@ -115,7 +121,10 @@ def _fork(call: Call | None) -> Rank:
 
 
 def _rank(pipe: Connection, others: list[Connection], call: Call | None) -> None:
-    """Answer one call, or all that come until the parent has ended."""
+    """Main function of a rank's process: run `call`, or with None all that come until the parent has ended.
+
+    pipe: the rank's end. others: the parent's ends of pipes, which are closed here.
+    """
     try:
         for other in others:
             other.close()  # they are the parent's, whose end a rank sees by its pipe

@@ -7,7 +7,10 @@ from typing import Any
 
 
 def make_tokenizer(texts: list[str], vocabulary: int) -> Any:
-    """A byte-level BPE tokenizer with bos, eos and pad, and no chat template, as base models have."""
+    """A byte-level BPE tokenizer with bos, eos and pad, and no chat template, as base models have.
+
+    texts: it is trained on them. vocabulary: its tokens at most.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -25,7 +28,7 @@ def make_tokenizer(texts: list[str], vocabulary: int) -> Any:
 
 
 def make_rows(number: int, seed: int = 0) -> list[dict[str, str]]:
-    """Questions and answers of very unequal lengths."""
+    """`number` rows {"prompt", "completion"} of very unequal lengths, the same for the same seed."""
     draw = random.Random(seed)
     words = ["red", "green", "blue", "apple", "stone", "river", "seven", "eight", "window", "paper"]
     return [
@@ -44,7 +47,10 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def documents(*, seed: int, vocabulary: int, rows: int = 2, width: int = 32) -> Any:
-    """A packed micro-batch of random tokens with very unequal labels."""
+    """A MicroBatch of random tokens in packed documents, with about 90 % or 5 % of a row labelled, in turn.
+
+    vocabulary: tokens are from 3 to below it. rows, width: shape of the micro-batch; 4 columns are padding.
+    """
     import numpy as np
 
     from meshtune.data.loader import micro_batch

@@ -79,7 +79,11 @@ FREE: dict[str, tuple[float, float, float]] = {
 
 
 def spread(free: Mapping[str, float], start: Mapping[str, float]) -> dict[str, float]:
-    """All constants, from the fitted ones: those of the first in `_bearers` that has one."""
+    """All constants: each key of `start` with the value of its nearest fitted constant, else that of `start`.
+
+    free: fitted constants by their names in FREE, which may stand for several keys (`_bearers`). start: all
+    constants, by key.
+    """
     found = dict(start)
     for key in start:
         if name := next((name for name in _bearers(key) if name in free), None):
@@ -89,11 +93,11 @@ def spread(free: Mapping[str, float], start: Mapping[str, float]) -> dict[str, f
 
 @cache
 def _bearers(key: str) -> list[str]:
-    """Names of fitted constants that may stand for this one, nearest first.
+    """Names of fitted constants whose value this key may take, nearest first.
 
-    Its own. Of a GPU: that of the kind in `as_of`, of its family (the name up to a hyphen). Of a stack: that
-    of variants with its last word, then those of the stacks that it is `like`, up to the one whose table has
-    the key. At last that of all.
+    First its own name. For a GPU: the name of the kind in `as_of`, then of its family (the name up to a
+    hyphen). For a stack: "*-" and its last word, then the same for the stacks that it is `like`, up to the
+    one whose table has the field. At last "*".
     """
     kind, name, field = key.split(".")
     names = [name]
@@ -110,7 +114,10 @@ def _bearers(key: str) -> list[str]:
 
 
 def predictor(rows: Sequence[Row], start: Mapping[str, float]) -> Callable[[Mapping[str, float]], np.ndarray]:
-    """Fitted constants -> tokens per second and GPU of each row."""
+    """Function from fitted constants (as `spread` takes them) to predicted tokens/s/GPU of each row.
+
+    start: all constants, for those that are not fitted.
+    """
     among = origins()
     work, columns = work_of(rows), columns_of(rows, among)
     machines = Machines.of(rows, among, start)
@@ -125,7 +132,10 @@ def predictor(rows: Sequence[Row], start: Mapping[str, float]) -> Callable[[Mapp
 
 
 def fit(rows: Sequence[Row], rounds: int = 40) -> dict[str, float]:
-    """The constants of FREE that fit best, by Levenberg-Marquardt on logits between their bounds."""
+    """Values of the constants of FREE that fit best, by Levenberg-Marquardt on logits between their bounds.
+
+    rounds: iterations at most; it ends before when the cost falls by less than 1e-6 of itself.
+    """
     start = constants_of(origins())
     predict, measured = predictor(rows, start), np.array([throughput(row) for row in rows])
     names = list(FREE)
@@ -165,6 +175,7 @@ def fit(rows: Sequence[Row], rounds: int = 40) -> dict[str, float]:
 
 
 def clusters(rows: Sequence[Row]) -> np.ndarray:
+    """Name of each row's cluster; every row must have an origin."""
     among = origins()
     return np.array([origin.cluster for row in rows if (origin := origin_of(row, among))])
 
@@ -175,7 +186,10 @@ def _weights(rows: Sequence[Row]) -> np.ndarray:
 
 
 def parts(rows: Sequence[Row], count: int) -> np.ndarray:
-    """A part for each row, at random, as many of each cluster in one as in the next."""
+    """Number of a part, below `count`, for each row, at random; each cluster is spread evenly over the parts.
+
+    The seed is fixed: the same rows get the same parts.
+    """
     names, found, draw = clusters(rows), np.zeros(len(rows), dtype=int), np.random.default_rng(0)
     for name in dict.fromkeys(names):
         own = draw.permutation(np.flatnonzero(names == name))
@@ -184,7 +198,10 @@ def parts(rows: Sequence[Row], count: int) -> np.ndarray:
 
 
 def unseen(rows: Sequence[Row], label: np.ndarray) -> np.ndarray:
-    """Each row as predicted from the rows with other labels."""
+    """Predicted tokens/s/GPU of each row, by constants fitted to the rows with other labels.
+
+    label: of each row, such as its part or cluster; one fit for each distinct label.
+    """
     start, found = constants_of(origins()), np.zeros(len(rows))
     for each in dict.fromkeys(label):
         inside = [row for row, own in zip(rows, label, strict=True) if own != each]
@@ -194,7 +211,10 @@ def unseen(rows: Sequence[Row], label: np.ndarray) -> np.ndarray:
 
 
 def apply(constants: Mapping[str, float]) -> None:
-    """Write constants into the lines that have them, of the tables of GPUs, stacks and clusters."""
+    """Write constants into hardware.toml, stacks.toml and clusters.toml, on the lines that have them already.
+
+    Raises ValueError, after writing, if a constant has no line of its own.
+    """
     for kind, file in (
         ("gpu", PLAN / "hardware.toml"), ("stack", PLAN / "stacks.toml"), ("cluster", HERE / "clusters.toml"),
     ):  # fmt: skip
@@ -232,6 +252,7 @@ def fitted_on(files: Sequence[Path]) -> list[Row]:
 
 
 def report(rows: Sequence[Row], predicted: np.ndarray) -> dict[str, tuple[int, float, float]]:
+    """Cluster, or "all" -> (number of rows, mean, median of the absolute errors in percent)."""
     measured = np.array([throughput(row) for row in rows])
     wrong, names = abs(predicted / measured - 1), clusters(rows)
     found = {}

@@ -74,6 +74,7 @@ def origins() -> list[Origin]:
 
 
 def origin_of(row: Row, among: Sequence[Origin]) -> Origin | None:
+    """The first of `among` whose prefix and ZeRO stage are the row's; None if there is none."""
     fitting = (origin for origin in among if row["id"].startswith(origin.prefix))
     return next((origin for origin in fitting if origin.zero in ("", row["zero_stage"])), None)
 
@@ -83,7 +84,7 @@ def gpu_of(row: Row, origin: Origin) -> str:
 
 
 def stack_of(row: Row, origin: Origin) -> str:
-    """The row's stack, with those variants of its notes that stacks.toml has."""
+    """Name of the row's stack: the origin's, with suffixes of compile and notes that stacks.toml has."""
     stack = origin.stack
     compiled = ["-compiled"] if row["compile"] == "1" else []
     noted = [end for end, words in VARIANTS.items() if re.search(words, row["notes"], re.IGNORECASE)]
@@ -93,7 +94,7 @@ def stack_of(row: Row, origin: Origin) -> str:
 
 
 def why_not(row: Row, among: Sequence[Origin]) -> str | None:
-    """The reason for which a row can't be predicted; None: it can."""
+    """The reason why a row can't be predicted; None if it can. among: `origins()`."""
     lacks = [name for name in NEEDED if not row.get(name)]
     if lacks == ["heads"]:  # its time hardly depends on them
         lacks = []
@@ -127,7 +128,7 @@ def flops_per_token(row: Row) -> float:
 
 
 def throughput(row: Row) -> float:
-    """Measured tokens per second and GPU; from the printed MFU or TFLOP/s where the row has only those."""
+    """Measured tokens per second and GPU; from the printed MFU or TFLOP/s if it has only those; else NaN."""
     if row["tokens_per_s_per_gpu"]:
         return float(row["tokens_per_s_per_gpu"])
     peak = getattr(catalogue()[row["gpu"]], RATES.get(row["precision"], "bf16"), None)
@@ -139,6 +140,7 @@ def throughput(row: Row) -> float:
 
 
 def column(rows: Sequence[Row], name: str, default: float = math.nan) -> np.ndarray:
+    """Column `name` as floats, one per row. default: for rows where it is missing or empty."""
     return np.array([float(row[name]) if row.get(name) else default for row in rows])
 
 
@@ -160,13 +162,17 @@ def work_of(rows: Sequence[Row]) -> Work:
 
 
 def recompute_of(row: Row, origin: Origin) -> int:
-    """Index in RECOMPUTE. Megatron's "selective" is the attention core, torchtitan's half of the matmuls."""
+    """Index of the row's mode in RECOMPUTE.
+
+    "selective" means half of the matmuls in torchtitan's rows, the attention core in all others (Megatron's).
+    """
     if row["recompute"] == "selective" and origin.stack != "torchtitan":
         return RECOMPUTE.index("attention")
     return RECOMPUTE.index(row["recompute"])
 
 
 def columns_of(rows: Sequence[Row], among: Sequence[Origin]) -> Columns:
+    """Layout of each row, in their order; every row must be one that `why_not` returns None for."""
     dp, zero = column(rows, "dp"), column(rows, "zero_stage")
     virtual = column(rows, "vpp", 1.0)
     return Columns(
@@ -195,6 +201,10 @@ class Machines:
 
     @classmethod
     def of(cls, rows: Sequence[Row], among: Sequence[Origin], constants: Collection[str]) -> "Machines":
+        """Machines of rows that `why_not` returns None for.
+
+        constants: keys as in `constants_of`; a row takes that of its cluster, else its GPU, else its stack.
+        """
         gpus, facts, places = catalogue(), [], []
         for row in rows:
             origin = origin_of(row, among)
@@ -234,6 +244,7 @@ class Machines:
         return cls({name: np.array([row[name] for row in facts], dtype=float) for name in facts[0]}, keys)
 
     def with_constants(self, constants: Mapping[str, float]) -> Machine:
+        """One Machine whose fields have a value per row. constants: values by the keys given to `of`."""
         values = {
             field: np.array([2.0 if key.endswith(".fp16") else constants[key] for key in distinct])[which]
             for field, (distinct, which) in self.keys.items()

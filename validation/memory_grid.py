@@ -105,9 +105,10 @@ STATES = ("weights", "gradients", "optimizer")
 
 
 class Recorder(PhaseMemory):
-    """Records the peaks of every watched step, and the model states of the last one.
+    """Records the peaks of every watched step in `steps`, and the model states of the last one in `states`.
 
-    buffers: returns the tensors that a pipeline receives in.
+    watched: the run's PhaseMemory, which this one replaces. buffers: returns the tensors that a pipeline
+    receives in.
     """
 
     def __init__(self, watched: PhaseMemory, buffers: Callable[[], list[Tensor]]) -> None:
@@ -155,7 +156,7 @@ def receive_buffers(run: loop.Run) -> list[Tensor]:
 
 
 def make_data(folder: Path) -> None:
-    """The model with a tokenizer of single bytes, and documents that are all longer than a sequence."""
+    """Write model/ with a tokenizer of single bytes, and train.jsonl with documents longer than SEQ_LEN."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     tokens = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
@@ -175,7 +176,10 @@ def make_data(folder: Path) -> None:
 
 
 def settings_of(data: Path, output: Path, layout: Layout, precision: str) -> Config:
-    """Two steps under this layout, with the global batch size that follows from it."""
+    """Config of WATCHED_STEPS steps under this layout, with the global batch size that follows from it.
+
+    data: folder of `make_data`. output: the run folder.
+    """
     overrides = [
         f"model.name={data / 'model'}", f"data.train={data / 'train.jsonl'}", f"data.cache={data / 'cache'}",
         f"data.seq_len={SEQ_LEN}", "data.train_on=all", "data.overlong=cut", "method=full",
@@ -187,7 +191,7 @@ def settings_of(data: Path, output: Path, layout: Layout, precision: str) -> Con
 
 
 def train_rank(rank: Rank, settings: Config, results: Path) -> None:
-    """Train on this rank and leave its peaks in `results`."""
+    """Train on this rank and write its peaks and states to `results`/<rank>.json."""
     run = build.build(settings)
     run.memory = recorder = Recorder(run.memory, lambda: receive_buffers(run))
     loop.train(run)
@@ -196,7 +200,10 @@ def train_rank(rank: Rank, settings: Config, results: Path) -> None:
 
 
 def measure(data: Path, layout: str, precision: str) -> dict[str, Any]:
-    """Train under the layout, and return the peaks and states of each rank."""
+    """Train under the layout on ranks of this machine, and return the peaks and states of each rank.
+
+    data: folder of `make_data`. Returns one value of FILE.json (see above).
+    """
     parsed = Layout.parse(layout)
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder)
@@ -207,7 +214,11 @@ def measure(data: Path, layout: str, precision: str) -> dict[str, Any]:
 
 
 def cases(layouts: str | None, precision: str | None) -> list[tuple[str, str]]:
-    """(layout, precision): those named, in bf16 unless said; else the grid, or its part in `precision`."""
+    """(Layout, precision) of each case to measure.
+
+    layouts: comma-separated, measured in `precision`, None for bf16. None: the cases of GRID in `precision`,
+    or all of them.
+    """
     if layouts:
         return [(layout, precision or "bf16") for layout in layouts.split(",")]
     return [(layout, kind) for kind in GRID if precision in (None, kind) for layout in GRID[kind]]
@@ -217,7 +228,7 @@ def cases(layouts: str | None, precision: str | None) -> list[tuple[str, str]]:
 
 
 class Row(NamedTuple):
-    """One phase of one kind of rank, in bytes; `rest`: what is no model state."""
+    """Peak of one phase of one kind of rank, in bytes; `rest` is the peak without model states."""
 
     layout: str
     rank: str
@@ -237,7 +248,10 @@ class Row(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The model states of one kind of rank; `gathered` only where it stays and was seen."""
+    """Bytes of the model states of one kind of rank, by part.
+
+    "gathered" is among the parts only under ZeRO-1 or -2 with several micro-batches and without a pipeline.
+    """
 
     layout: str
     rank: str
@@ -262,9 +276,10 @@ def workload(precision: str) -> Workload:
 
 
 def compare(name: str, found: Mapping[str, Any], step: int = WATCHED_STEPS) -> tuple[list[Row], list[Held]]:
-    """A layout's measured step, and the states of the last one, beside the planner's.
+    """Peaks of a layout's measured step, and the states of the last one, beside the planner's.
 
-    name: the layout, with its precision if that is not bf16. found: what `measure` returned for it.
+    name: the layout, with its precision if that is not bf16. found: what `measure` returned for it. step:
+    whose peaks; from 1. One Row per kind of rank and phase, one Held per kind of rank.
     """
     layout = Layout.parse(name.split()[0])
     model, layouts = workload(found["precision"]), Columns.of([layout])

@@ -62,9 +62,10 @@ def accounting_of(row: Row) -> Accounting:
 
 
 def peaks(rows: Sequence[Row], *, whole: bool = False) -> np.ndarray:
-    """Predicted peaks in GiB, as each row's figure counts them. For rows that `why_not` returns None for.
+    """Predicted peaks in GiB, one per row; rows must be such that `why_not` returns None for.
 
-    whole: count all that is on the GPU.
+    whole: False: as the row's published figure counts them, which may leave out the allocator's reserve or
+    the CUDA context; True: all that is on the GPU.
     """
     alike: dict[tuple[Accounting, str], list[int]] = defaultdict(list)
     for place, row in enumerate(rows):

@@ -71,7 +71,7 @@ def technique_of(row: Row) -> str:
 
 
 def errors(predicted: np.ndarray, measured: np.ndarray) -> dict[str, Any]:
-    """Relative errors in percent, and the rank correlation."""
+    """Relative errors in percent, and the rank correlation. predicted, measured: parallel, not empty."""
     wrong = 100 * (predicted / measured - 1)
     return {
         "n": len(wrong),
@@ -84,7 +84,10 @@ def errors(predicted: np.ndarray, measured: np.ndarray) -> dict[str, Any]:
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float | None:
-    """Spearman's rank correlation; equal values share their mean rank."""
+    """Spearman's rank correlation of parallel values; equal values share their mean rank.
+
+    None if there are fewer than two values, or if all of one side are equal.
+    """
     if len(a) < 2:
         return None
     first, second = _ranks(a), _ranks(b)
@@ -101,6 +104,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 def by(
     rows: Sequence[Row], key: Callable[[Row], str], predicted: np.ndarray, measured: np.ndarray
 ) -> dict[str, Any]:
+    """Key -> `errors` of the rows that have it. predicted, measured: one value per row."""
     places: dict[str, list[int]] = defaultdict(list)
     for place, row in enumerate(rows):
         places[key(row)].append(place)
@@ -108,10 +112,10 @@ def by(
 
 
 def choices(rows: Sequence[Row], predicted: np.ndarray, measured: np.ndarray) -> dict[str, Any]:
-    """Percent of speed that the planner's choice loses against the best measured layout, by group.
+    """Percent of speed that the planner's choice loses against the best measured layout (regret), by group.
 
-    A group has the same model on the same cluster in several layouts. A layout that was measured more
-    than once counts by its median.
+    predicted, measured: tokens/s/GPU, one value per row. A group has the same model on the same cluster in at
+    least LEAST layouts. A layout that was measured more than once counts by its median.
     """
     groups: dict[tuple, dict[tuple, list[int]]] = defaultdict(lambda: defaultdict(list))
     for place, row in enumerate(rows):
@@ -140,7 +144,10 @@ def choices(rows: Sequence[Row], predicted: np.ndarray, measured: np.ndarray) ->
 
 
 def memory_errors(rows: Sequence[Row], skipped: Sequence[Row], reasons: Sequence[str]) -> dict[str, Any]:
-    """Errors of the predicted peak memory of `rows`, and the reasons of `skipped` rows that have a peak."""
+    """Errors of the predicted peak memory of `rows`, and the reasons of `skipped` rows that have a peak.
+
+    rows: all that can be predicted. reasons: of each of `skipped`, in the same order.
+    """
     ours, theirs = peaks(rows), published(rows)
     apart = np.array([bool(figure_of(row).apart) for row in rows], dtype=bool)
     known = np.isfinite(theirs)
@@ -265,7 +272,10 @@ def section(title: str, rows: Mapping[str, dict[str, Any]]) -> list[str]:
 
 
 def predictions(kept: Sequence[Row], predicted: np.ndarray) -> str:
-    """CSV text of predicted throughput and of peak memory in GiB, as the row's published figure counts it."""
+    """CSV text of predicted tokens/s/GPU and of peak memory in GiB, as each row's published figure counts it.
+
+    predicted: tokens/s/GPU of each of `kept`.
+    """
     out = io.StringIO()
     writer = csv.writer(out)
     writer.writerow(["id", "tokens_per_s_per_gpu", "peak_mem_gib"])
@@ -278,7 +288,11 @@ def predictions(kept: Sequence[Row], predicted: np.ndarray) -> str:
 
 
 def draw(kept: Sequence[Row], predicted: np.ndarray, file: Path) -> None:
-    """Write predicted against measured throughput as a picture, each source in its colour, 10 % dashed."""
+    """Write predicted against measured throughput as a picture, each source in its colour, 10 % dashed.
+
+    predicted: tokens/s/GPU of each of `kept`; rows without a measured throughput are left out. file: .svg or
+    .png.
+    """
     from meshtune.report.draw.kinds import Axis, Group, Guide, Point, Scatter
     from meshtune.report.draw.picture import write
 

@@ -25,9 +25,9 @@ Kernel = Literal["fused", "varlen", "flex", "plain"]
 
 
 def fastest_kernel(q: Tensor, v: Tensor, dropout: float, softcap: float | None) -> Kernel:
-    """Name of the fastest kernel for queries and values [batch, heads, seq, head_dim].
+    """Name of the fastest kernel that can do it, for queries and values [batch, heads, seq, head_dim].
 
-    dropout: probability; softcap: of the scaled scores, or None.
+    dropout: probability, 0 for none. softcap: cap c in c · tanh(score / c) of the scaled scores; None: none.
     """
     if dropout or q.shape[-1] != v.shape[-1]:
         return "plain"
@@ -43,10 +43,13 @@ def attend_documents(
     q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, dropout: float, softcap: float | None,
     window: int | None, kernel: Kernel | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention inside each document: [batch, heads, seq, head_dim] -> the same, zeros for padding.
+    """Causal attention inside each document: q [batch, heads, seq, head_dim] -> the same, zeros for padding.
 
-    k and v may have fewer heads. softcap: of the scaled scores; window: keys that a query sees at most, its
-    own included. kernel: None for the fastest.
+    k, v: [batch, kv_heads, seq, head_dim], where kv_heads divides heads. documents: each row's document
+    lengths from column 0 on; the rest of a row is padding. scale: factor of q · k. dropout, softcap: as in
+    `fastest_kernel`. window: keys that a query sees at most, its own included; None: all earlier ones.
+    kernel: None for the fastest; one that is named ignores what it can't do (only "plain" has dropout,
+    "varlen" no softcap).
     """
     match kernel or fastest_kernel(q, v, dropout, softcap):
         case "fused":
@@ -64,10 +67,11 @@ def attend_runs(
     q: Tensor, k: Tensor, v: Tensor, runs: QueryRuns, scale: float, dropout: float, softcap: float | None,
     kernel: Kernel | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of some columns' queries to other columns' keys; queries in no run get zeros.
+    """Causal attention where a rank's queries are other columns than its keys (context parallelism).
 
-    q [batch, heads, queries, head_dim], k and v [batch, kv_heads, keys, head_dim] -> shaped as q.
-    kernel: None for the fastest.
+    q [batch, heads, queries, head_dim], k and v [batch, kv_heads, keys, head_dim] -> shaped as q. runs: which
+    queries see which keys, with the window; queries in no run get zeros. scale, dropout, softcap, kernel: as
+    in `attend_documents`.
     """
     if not runs.runs:
         # Padding alone. The other ranks gather in their backward, so this one needs a backward too, and
@@ -95,7 +99,11 @@ def attend_runs(
 def _plain(
     q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float, softcap: float | None, run: QueryRun
 ) -> Tensor:
-    """One run, [batch, heads, length, head_dim]; with a softcap its scores are kept for the backward."""
+    """Attention of one run, q [batch, heads, queries, head_dim] -> the same, under plain autograd.
+
+    q, k, v: the columns of this run alone; `run` is only read for its mask. With a softcap the scores
+    [queries, keys] are saved for the backward.
+    """
     mask = additive_mask(run, q.dtype, q.device)
     gqa = q.shape[1] != k.shape[1]
     if gqa and (softcap is not None or q.is_cuda):  # the memory-efficient CUDA kernel knows no grouped heads
@@ -119,7 +127,10 @@ def _one_by_one(
     q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, dropout: float, softcap: float | None,
     window: int | None,
 ) -> Tensor:  # fmt: skip
-    """`attend_documents` (same arguments) by one `_plain` call per document of rows with equal lengths."""
+    """Same as `attend_documents`, by one `_plain` call per document.
+
+    Neighbouring rows with equal document lengths share their calls.
+    """
     seq, groups = q.shape[2], [(lengths, len(list(alike))) for lengths, alike in groupby(documents)]
     outs = []
     # Split and cat, not slices: the gradient of a split is written once, that of n slices n times.

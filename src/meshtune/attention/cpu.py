@@ -22,9 +22,10 @@ def fused(
     q: Tensor, k: Tensor, v: Tensor, runs: tuple[QueryRun, ...], padded: bool, scale: float,
     softcap: float | None,
 ) -> Tensor:  # fmt: skip
-    """Attention run by run: [batch, heads, queries, head_dim] -> the same, with gradients.
+    """Causal attention run by run: q [batch, heads, queries, head_dim] -> the same, with gradients.
 
-    padded: some queries are in no run; they get zeros.
+    k, v: [batch, kv_heads, keys, head_dim]. padded: True if some queries are in no run: they get zeros; with
+    False they would be uninitialised memory. softcap: of the scaled scores; None: none.
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     return _PerRun.apply(q, k, v, runs, padded, scale, softcap)  # type: ignore[return-value]
@@ -34,7 +35,10 @@ def fused(
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None):
-    """Output, shaped as q [batch, heads, queries, head_dim], and log-sum-exp [batch, heads, queries]."""
+    """(Output, shaped as q [batch, heads, queries, head_dim]; log-sum-exp [batch, heads, queries]).
+
+    mask: added to the scores, [queries, keys]; None: causal, with the first query at the first key.
+    """
     if softcap is not None:
         return torch.ops.meshtune.capped_attention(q, k, v, mask, scale, softcap)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -43,6 +47,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, 
 
 
 def _kernel_backward(grad, q, k, v, out, lse, mask: Tensor | None, scale: float, softcap: float | None):
+    """Gradients of q, k and v. grad: of `out`; the others: what `_kernel` was called with and returned."""
     if softcap is not None:
         return torch.ops.meshtune.capped_attention_backward(grad, q, k, v, out, lse, mask, scale, softcap)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -51,12 +56,14 @@ def _kernel_backward(grad, q, k, v, out, lse, mask: Tensor | None, scale: float,
 
 
 def _is_whole(runs: tuple[QueryRun, ...], padded: bool) -> bool:
-    """True if one plain causal call does the whole micro-batch."""
+    """True if one causal call without a mask does the whole micro-batch. padded: as in `fused`."""
     return len(runs) == 1 and not padded and not runs[0].masked
 
 
 class _PerRun(torch.autograd.Function):
-    """Attention run by run. Saves q, k, v, the output and its log-sum-exp, each once.
+    """Attention run by run, with the arguments of `fused`; the last dimension of q, k and v is contiguous.
+
+    Saves q, k, v, the output and its log-sum-exp, each once.
 
     Autograd over slices would instead save every document's output beside their concatenation and fill a
     gradient of the whole length for every slice.
@@ -129,10 +136,12 @@ class _PerRun(torch.autograd.Function):
 
 
 def _capped_blocks(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, softcap: float):
-    """Yield (queries, keys seen, q block, capped scores with -inf where hidden), block of queries by block.
+    """Yield (queries, keys, q of the block, capped scores with -inf where hidden) for blocks of queries.
 
-    Query heads of one key head are laid behind one another, [batch, kv_heads, group · queries, head_dim], so
-    that grouped-query attention is a plain batched matmul and nothing is expanded.
+    queries, keys: slices of the columns in the block and of those it sees. q: [batch, kv_heads, group ·
+    queries, head_dim]: the query heads of one key-value head (its group) are laid behind one another, so that
+    grouped-query attention is a plain batched matmul and nothing is expanded. scores: [batch, kv_heads,
+    group, queries, keys]. Both are at least fp32; the scores may be overwritten. mask: as in `_kernel`.
     """
     batch, heads, length, head_dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
@@ -156,10 +165,10 @@ def _capped_blocks(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, soft
 def capped_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """Soft-capped attention, causal or with an additive mask [queries, keys]; scores of one block at a time.
+    """Soft-capped attention; only the scores of one block of queries exist at a time.
 
-    [batch, heads, queries, head_dim] -> the same, and the log-sum-exp [batch, heads, queries] (Gemma 2,
-    arXiv:2408.00118, section 2).
+    q [batch, heads, queries, head_dim] -> the same, and the log-sum-exp [batch, heads, queries] (Gemma 2,
+    arXiv:2408.00118, section 2). mask: additive [queries, keys]; None: causal, first query at the first key.
     """
     batch, heads, length, _ = q.shape
     out = q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
@@ -185,7 +194,10 @@ def capped_attention_backward(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; scores are computed again, block by block (FlashAttention, algorithm 4)."""
+    """Gradients of q, k and v; scores are computed again, block by block (FlashAttention, algorithm 4).
+
+    grad: of `out`. out, lse: what `capped_attention` returned; the others: what it was called with.
+    """
     batch, heads, _, head_dim = q.shape
     kv_heads, group = k.shape[1], heads // k.shape[1]
     grad_q = torch.empty_like(q)

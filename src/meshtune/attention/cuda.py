@@ -20,8 +20,9 @@ PADDING_LENGTH = 128
 
 @lru_cache(maxsize=8)
 def _boundaries(documents: Lengths, seq: int, device: torch.device) -> tuple[Tensor, int]:
-    """cu_seqlens [documents + 1] of the flattened micro-batch, its padding cut into documents too; the
-    longest document's tokens.
+    """(cu_seqlens int32 [documents + 1] of the flattened micro-batch, tokens of its longest document).
+
+    The padding of each row, of `seq` columns, is cut into documents of PADDING_LENGTH tokens, counted too.
     """
     lengths: list[int] = []
     for row in documents:
@@ -33,7 +34,7 @@ def _boundaries(documents: Lengths, seq: int, device: torch.device) -> tuple[Ten
 
 @lru_cache(maxsize=8)
 def _document_ids(documents: Lengths, seq: int, device: torch.device) -> Tensor:
-    """Number of each token's document in its row [batch, seq]; -1 for padding."""
+    """Index of each token's document in its row, [batch, seq]; -1 for padding."""
     rows = [
         [number for number, length in enumerate(row) for _ in range(length)] + [-1] * (seq - sum(row))
         for row in documents
@@ -42,9 +43,10 @@ def _document_ids(documents: Lengths, seq: int, device: torch.device) -> Tensor:
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, window: int | None) -> Tensor:
-    """One variable-length flash call: [batch, heads, seq, head_dim] -> the same, zeros for padding.
+    """Causal attention by one variable-length flash call: q [batch, heads, seq, head_dim] -> the same.
 
-    window: keys that a query sees at most, its own included; None: all earlier ones of its document.
+    bf16 or fp16; k and v may have fewer heads. Padding gets zeros. window: keys that a query sees at most,
+    its own included; None: all earlier ones of its document.
     """
     batch, heads, seq, head_dim = q.shape
     boundaries, longest = _boundaries(documents, seq, q.device)
@@ -69,7 +71,7 @@ class _Flat(NamedTuple):
 
 @lru_cache(maxsize=8)
 def _flat(runs: QueryRuns, side: Literal["queries", "keys"], columns: int, device: torch.device) -> _Flat:
-    """Flatten one side of the runs; a row has `columns` of that side."""
+    """Flatten one side of the runs, each of which must be in one row. columns: in a row of that side."""
     spans = [(run.rows.start * columns, getattr(run, side)) for run in runs.runs]
     tokens = torch.cat([torch.arange(row + span.start, row + span.stop) for row, span in spans])
     lengths = [span.stop - span.start for _, span in spans]
@@ -78,10 +80,11 @@ def _flat(runs: QueryRuns, side: Literal["queries", "keys"], columns: int, devic
 
 
 def varlen_runs(q: Tensor, k: Tensor, v: Tensor, runs: QueryRuns, scale: float) -> Tensor:
-    """One variable-length flash call over runs: q [batch, heads, queries, head_dim] -> the same.
+    """Causal attention by one variable-length flash call: q [batch, heads, queries, head_dim] -> the same.
 
-    k and v [batch, kv_heads, keys, head_dim]; queries in no run get zeros. Keys that several runs see are
-    copied for each of them: at most twice as many as there are.
+    k and v [batch, kv_heads, keys, head_dim], bf16 or fp16. runs: at least one, all with the same window:
+    that of the first one is used. Queries in no run get zeros. Keys that several runs see are copied for each
+    of them: under context parallelism at most two copies.
     """
     batch, heads, columns, head_dim = q.shape
     queries = _flat(runs, "queries", columns, q.device)
@@ -107,6 +110,7 @@ def _compiled_flex():
 
 @lru_cache(maxsize=8)
 def _block_mask(documents: Lengths, seq: int, window: int | None, device: torch.device):
+    """Block mask of causal attention inside documents, for rows of `seq` columns; padding sees no key."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     ids = _document_ids(documents, seq, device)
@@ -120,7 +124,7 @@ def _block_mask(documents: Lengths, seq: int, window: int | None, device: torch.
 
 @lru_cache(maxsize=8)
 def runs_mask(runs: QueryRuns, batch: int, columns: int, keys: int, device: torch.device):
-    """Block mask of runs: `columns` queries and `keys` keys a row; queries in no run see no key."""
+    """Block mask of runs, for rows of `columns` queries and `keys` keys; queries in no run see no key."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     first, last = torch.zeros(batch, columns, dtype=torch.long), torch.full((batch, columns), -1)
@@ -138,12 +142,18 @@ def runs_mask(runs: QueryRuns, batch: int, columns: int, keys: int, device: torc
 
 
 def flex(q, k, v, documents: Lengths, scale: float, softcap: float | None, window: int | None) -> Tensor:
-    """Flex attention inside documents: [batch, heads, seq, head_dim] -> the same, zeros for padding."""
+    """Causal flex attention inside documents: [batch, heads, seq, head_dim] -> the same, zeros for padding.
+
+    Arguments as those of `core.attend_documents`. Compiled at the first call.
+    """
     return flex_with_mask(q, k, v, _block_mask(documents, q.shape[2], window, q.device), scale, softcap)
 
 
 def flex_with_mask(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, softcap: float | None) -> Tensor:
-    """Flex attention under a block mask: [batch, heads, queries, head_dim] -> the same."""
+    """Flex attention under a block mask: q [batch, heads, queries, head_dim] -> the same.
+
+    k, v: [batch, kv_heads, keys, head_dim]. mask: a BlockMask, such as that of `runs_mask`.
+    """
 
     def capped(score, row, head, query, key):
         return score if softcap is None else softcap * torch.tanh(score / softcap)

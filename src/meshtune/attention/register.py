@@ -74,11 +74,14 @@ def document_attention(
 ) -> tuple[Tensor, None]:
     """Attention inside each document, as Hugging Face's modules call it.
 
-    query [batch, heads, seq, head_dim], key and value [batch, kv_heads, seq, head_dim] -> [batch, seq, heads,
-    head_dim] and no weights. `scaling` defaults to 1/sqrt(head_dim), `dropout` is a probability.
+    query [batch, heads, seq, head_dim], key and value [batch, kv_heads, seq, head_dim] -> ([batch, seq,
+    heads, head_dim], None for the weights). documents: each row's document lengths; under context parallelism
+    those of whole rows, while seq is this rank's columns. scaling: None for 1/sqrt(head_dim). dropout:
+    probability. sliding_window: keys that a query sees at most, its own included; None: all earlier ones.
+    softcap: of the scaled scores; None: none. recompute: save only query, key and value for the backward.
 
-    Raises ValueError without `documents`, or if they do not fit; NotImplementedError for arguments that would
-    change the result and are not known here.
+    Raises ValueError without `documents`, or if they do not fit; NotImplementedError for an attention_mask
+    and for arguments that would change the result and are not known here.
     """
     _refuse_unknown(module, attention_mask, is_causal, others)
     if documents is None:
@@ -103,13 +106,18 @@ def document_attention(
 
 
 def recomputed_document_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """`document_attention` that keeps only query, key and value for the backward."""
+    """Call `document_attention`, saving only query, key and value for the backward, which recomputes it."""
     return document_attention(module, *args, recompute=True, **kwargs)
 
 
 def _refuse_unknown(
     module: nn.Module, attention_mask: Any, is_causal: bool | None, others: dict[str, Any]
 ) -> None:
+    """Raise NotImplementedError, naming all arguments that would change the result and are not supported.
+
+    others: keyword arguments that `document_attention` does not know; None and the HARMLESS ones pass, and
+    those in MUST_BE_OFF if they are False.
+    """
     problems = [
         f"{name}={value!r}" if isinstance(value, bool | int | float | str) else name
         for name, value in others.items()

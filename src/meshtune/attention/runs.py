@@ -24,9 +24,12 @@ WINDOW_BLOCK = 512  # queries of one masked call, at most
 
 
 class QueryRun(NamedTuple):
-    """Neighbouring queries of some rows and the keys that they see: one kernel call. Always causal."""
+    """Neighbouring queries of neighbouring rows and the keys that they see: one kernel call. Always causal.
 
-    rows: slice
+    The last query stands at the last key.
+    """
+
+    rows: slice  # of the micro-batch
     queries: slice  # columns of the queries
     keys: slice  # columns of the keys
     window: int | None  # keys that a query sees at most, its own included; None: all earlier ones
@@ -47,14 +50,17 @@ class QueryRun(NamedTuple):
 class QueryRuns:
     """Runs on a rank whose queries are other columns than its keys (parallel/context.py).
 
-    Each run is of one document in one row; its keys end at its last query.
+    Each run is of one document in one row; its keys end at its last query. All runs have the same window.
     """
 
     runs: tuple[QueryRun, ...]
 
 
 def checked(documents: Documents | Sequence[Sequence[int]], batch: int, seq: int) -> Lengths:
-    """The lengths as tuples. Raises ValueError where they don't fit `batch` rows of `seq` columns."""
+    """Document lengths, row by row, as tuples.
+
+    Raises ValueError if there are not `batch` rows, a length is below 1, or a row is longer than `seq`.
+    """
     rows = documents.lengths if isinstance(documents, Documents) else documents
     lengths = tuple(tuple(row) for row in rows)
     if len(lengths) != batch:
@@ -69,7 +75,10 @@ def checked(documents: Documents | Sequence[Sequence[int]], batch: int, seq: int
 
 @lru_cache(maxsize=32)
 def runs_of(documents: Lengths, window: int | None) -> tuple[QueryRun, ...]:
-    """The kernel calls of a micro-batch; neighbouring rows with equal lengths share theirs."""
+    """The kernel calls of a micro-batch; neighbouring rows with equal lengths share theirs.
+
+    window: keys that a query sees at most, its own included; None: all earlier ones of its document.
+    """
     runs, row = [], 0
     for lengths, alike in groupby(documents):
         rows = slice(row, row + len(list(alike)))
@@ -82,7 +91,7 @@ def runs_of(documents: Lengths, window: int | None) -> tuple[QueryRun, ...]:
 
 
 def _runs_inside(rows: slice, start: int, stop: int, window: int | None) -> list[QueryRun]:
-    """The runs of one document, whose columns are start … stop - 1."""
+    """The runs of one document in columns start … stop - 1: one, or several if it exceeds the window."""
     if window is None or stop - start <= window:
         return [QueryRun(rows, slice(start, stop), slice(start, stop), None)]
     size = min(max(window, 64), WINDOW_BLOCK)
@@ -104,9 +113,9 @@ def blocks_of(runs: QueryRuns) -> Iterator[QueryRun]:
 
 
 def additive_mask(run: QueryRun, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """Additive mask [queries, keys] of a run; None where a plain causal call gives the same.
+    """Additive mask [queries, keys] of a run: 0, or -inf where hidden; None if a causal call does without.
 
-    Hugging Face counts the query itself: a window of w sees keys i - w + 1 ... i.
+    Query i sees keys i - window + 1 … i: as in Hugging Face, a window counts the query itself.
     """
     if not run.masked:
         return None

@@ -31,7 +31,10 @@ def env(
 
 
 def environment(model: str | None) -> dict[str, Any]:
-    """Versions and devices; with a model its type and the features that its family supports."""
+    """The document that `env --json` prints: "versions" and "devices", each name -> text.
+
+    model: a hub id or folder; adds "type" and "features". Reads its configuration, not its weights.
+    """
     import psutil
     import torch
 

@@ -17,7 +17,11 @@ def evaluate(target: TargetWords, as_json: AsJson = False) -> None:
 
 
 def evaluated(name: str | None, overrides: list[str]) -> dict[str, Any]:
-    """Held-out loss and perplexity of a target, and exact match where eval.exact_match asks for it."""
+    """The row of `eval_row`, without kind and step: held-out loss, perplexity and, if asked for, exact match.
+
+    name, overrides: as `target_of` takes them. Held-out data are data.eval, else a part of data.train
+    (data.eval_split). Raises UserError without either, and where `name` holds no model.
+    """
     from meshtune.commands.target import open_model, target_of
     from meshtune.data.pack import Dataset
     from meshtune.model.body import ATTENTION_NAMES
@@ -56,7 +60,7 @@ def evaluated(name: str | None, overrides: list[str]) -> dict[str, Any]:
 
 
 class Rows:
-    """A tracker that keeps the last row."""
+    """A tracker that keeps the last row that was logged, in `last`; {} before any."""
 
     def __init__(self) -> None:
         self.last: dict[str, Any] = {}
@@ -65,4 +69,4 @@ class Rows:
         self.last = row
 
     def close(self, *, failed: bool = False) -> None:
-        """Nothing to let go of."""
+        """Do nothing: there is no file or connection to close."""

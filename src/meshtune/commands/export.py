@@ -27,9 +27,15 @@ def export(
 
 
 def exported(name: Path, to: Path, *, merge: bool, step: int | None, push_to: str | None) -> Path:
-    """Write the folder `to` from a run or an adapter folder; returns it. Raises UserError when `to` is taken.
+    """Write the folder `to` from `name`, a run or an adapter folder, upload it if asked, and return it.
 
-    step: the checkpoint to take instead of model/. push_to: a hub id to upload to.
+    merge: add the LoRA adapter to the base model's weights; else an adapter is written as an adapter. step:
+    the checkpoint to take instead of model/; None: model/, or, if there is none, the newest whole checkpoint.
+    push_to: a hub id; None: no upload. A run's model/ and an adapter folder are copied as they are, anything
+    else is loaded on the CPU.
+
+    Raises UserError if `to` exists and is not an empty folder, if `name` holds no model, if there is nothing
+    to merge, and if the hub refuses (`to` stays).
     """
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"{to} exists and is not empty; name a new folder.")

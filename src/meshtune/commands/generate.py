@@ -37,7 +37,13 @@ def generated(
     max_new_tokens: int,
     temperature: float,
 ) -> list[str]:
-    """One answer per prompt by the target `name`, each prompt wrapped as its run's training prompts were."""
+    """Answers in the order of the prompts, by a target's model, without the prompts and the stop token.
+
+    name: a run, model or adapter folder, a hub id or a config file; None: `overrides` (key=value) alone name
+    the model. Prompts are wrapped as in training: by the chat template, or followed by the separator, which a
+    model that was trained on whole texts does not get. temperature: 0 is greedy. Raises UserError without
+    prompts, and where `name` holds no model.
+    """
     if not prompts:
         raise UserError("No prompt is given; use --prompt, or write prompts to stdin, one a line.")
     from meshtune.commands.target import open_model, target_of

@@ -19,8 +19,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document on
 
 
 def split(settings: list[str] | None) -> tuple[str | None, list[str]]:
-    """(The config file or target, if one is named, the key=value overrides). Raises UserError for a second
-    file.
+    """(The word without "=", a config file or target, or None; the key=value words, in their order).
+
+    Raises UserError for two words without "=".
     """
     words = settings or []
     files = [word for word in words if "=" not in word]
@@ -33,7 +34,7 @@ def split(settings: list[str] | None) -> tuple[str | None, list[str]]:
 
 
 def show(facts: Any, renderable: Any, *, as_json: bool) -> None:
-    """Print one result: `facts` as JSON, or `renderable` (rich's) for people."""
+    """Print one result on stdout: `facts` as JSON if as_json, else rich's `renderable`, the same as text."""
     if as_json:
         show_json(facts)
     else:

@@ -76,7 +76,10 @@ def plan(
 
 
 def check_outputs(plot: Path | None, export: str | None) -> None:
-    """Raise UserError for pictures or exports that can't be written, before anything is predicted."""
+    """Raise UserError for pictures or exports that can't be written, before anything is predicted.
+
+    plot: the picture's file. export: the tool's name. None: not asked for.
+    """
     if plot:
         from meshtune.report.plan.pictures import check
 
@@ -88,7 +91,10 @@ def check_outputs(plot: Path | None, export: str | None) -> None:
 
 
 def explain_layout(config: "Config", workload: "Workload", layout: str, *, as_json: bool) -> None:
-    """Show memory and time of one layout, part by part, beside the best one."""
+    """Print memory and time of one layout, part by part, and the reasons against it.
+
+    layout: as text; what it leaves open, the planner chooses. Raises UserError for a text that is no layout.
+    """
     from meshtune.plan import answer
     from meshtune.report.plan import terminal
 
@@ -98,7 +104,10 @@ def explain_layout(config: "Config", workload: "Workload", layout: str, *, as_js
 
 
 def show_largest(config: "Config", workload: "Workload", quantity: str, *, as_json: bool) -> None:
-    """Show the largest model, seq_len or batch (`quantity`) that fits."""
+    """Print the largest `quantity` (model, seq_len or batch) that fits, with its best layout.
+
+    Raises NothingFits if not even the smallest fits.
+    """
     from meshtune.plan import answer
     from meshtune.report.plan import terminal
 
@@ -108,7 +117,10 @@ def show_largest(config: "Config", workload: "Workload", quantity: str, *, as_js
 
 
 def draw(answer: "Answer", file: Path, *, compare_sizes: bool) -> None:
-    """Draw an answer into `file`; with compare_sizes all the clusters that were asked for."""
+    """Draw an answer into `file` (.html, .png or .svg) and print its name on stderr.
+
+    compare_sizes: draw also the best layout of each number of GPUs that was asked for.
+    """
     from meshtune.report.plan import pictures
 
     pictures.write(file, answer.plan, sizes=answer.plans if compare_sizes else None, batches=answer.batches())
@@ -116,7 +128,10 @@ def draw(answer: "Answer", file: Path, *, compare_sizes: bool) -> None:
 
 
 def write_export(config: "Config", answer: "Answer", tool: str, folder: Path) -> None:
-    """Write the best layout that `tool` can run as its configuration."""
+    """Write the best layout that `tool` can run as its configuration into `folder`; print how to start it.
+
+    Raises UserError, with nothing written, if it can run none of the best 500, or a file exists already.
+    """
     from meshtune.plan.export import write
 
     for sentence in write(tool, config, answer.best(500), folder):
@@ -129,7 +144,10 @@ def notice(text: str) -> None:
 
 
 def numbers(text: str | None, option: str) -> list[int]:
-    """`8,16,32` -> [8, 16, 32]. Raises UserError for what is no number."""
+    """`8,16,32` -> [8, 16, 32], ascending, each once; None or "" -> [].
+
+    option: its name, for the message. Raises UserError for a word that is no number above 0.
+    """
     words = [word.strip() for word in (text or "").split(",") if word.strip()]
     if bad := [word for word in words if not word.isdecimal() or int(word) < 1]:
         raise UserError(f"{option} {text}: '{bad[0]}' is no number of GPUs; write {option} 8,16,32.")

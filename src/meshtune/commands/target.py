@@ -36,11 +36,14 @@ from meshtune.train.model import single_model
 
 @dataclass(frozen=True)
 class Target:
-    """Settings, and where the weights are: a whole model or an adapter's folder, or a checkpoint of a run."""
+    """Settings, and where the weights are: in `folder`, in checkpoint `step` of `run`, or in neither.
+
+    At most one of `folder` and `step` is set; without them config.model.name is taken as it is.
+    """
 
     config: Config
-    folder: Path | None = None  # model or adapter; None: config.model.name as it is
-    run: RunDir | None = None
+    folder: Path | None = None  # of a whole model or an adapter
+    run: RunDir | None = None  # None: the target is no run folder
     step: int | None = None  # of the run's checkpoint to use
 
     @property
@@ -50,9 +53,13 @@ class Target:
 
 
 def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = None) -> Target:
-    """Find what `name` names, with settings changed by `overrides`. Raises UserError where it holds no model.
+    """Find the settings and weights that `name` names; no weights are loaded.
 
-    step: of the checkpoint to use instead of model/.
+    name: a run, model or adapter folder, a config file, a hub id; RUN/model means the run; None: `overrides`
+    alone name the model. overrides: section.key=value, which change the run's or file's settings. step: of
+    the run's checkpoint to use; None: model/, or without it the newest whole checkpoint (damaged ones that
+    are newer are printed on stderr). Raises UserError if a run has neither, or if `step` is given and `name`
+    is a folder or hub id that is no run; a config file ignores `step`.
     """
     path = Path(name).expanduser() if name else None
     if path and path.name == "model" and (path.parent / "config.yaml").exists():
@@ -83,15 +90,15 @@ def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = 
 
 
 class Opened(NamedTuple):
-    """A target's model on one device, in evaluation mode, with what reads and prompts it."""
+    """A target's model on one device, in evaluation mode, with its tokenizer."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    encoder: Encoder
+    encoder: Encoder  # turns prompts into token ids, as in training
 
     @property
     def parallel(self) -> Parallel:
-        """The model as the layout of one rank."""
+        """The model under the layout of one rank; built anew at every access."""
         blocks = range(len(self.model.get_submodule(anatomy(self.model).blocks)))  # type: ignore[arg-type]
         return apply(
             lambda: self.model, join(Layout(), self.model.device), {0: blocks}, finish=head_loss,
@@ -100,9 +107,10 @@ class Opened(NamedTuple):
 
 
 def open_model(target: Target, device: str | None = None) -> Opened:
-    """Load the target's model on one device, however it was trained.
+    """Load the target's model on one device, in the compute dtype, whatever layout it was trained with.
 
-    device: as train.device; None: what the target's config says.
+    A LoRA adapter stays unmerged. device: "auto", "cuda" or "cpu"; None: train.device of the target's config.
+    Raises UserError if the device is missing or the checkpoint is damaged or does not fit the model.
     """
     register()
     quiet()

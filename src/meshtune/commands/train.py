@@ -42,10 +42,12 @@ def train(
 
 
 def ranks_of(config: "Config", nproc: int | None) -> tuple[int, str]:
-    """(how many ranks train, "cpu" or "cuda"): those that were started, or that `nproc`, the layout or the
-    GPUs ask for.
+    """(Number of ranks, "cpu" or "cuda").
 
-    Raises UserError for a number that the layout, or the GPUs, can't have.
+    The number is that of torchrun or srun if one of them started this process, else the layout's; if the
+    layout leaves it open, nproc, else the number of GPUs, else 1. nproc: --nproc; None: not given. Raises
+    UserError if nproc is given under torchrun or srun, or differs from the layout's number, or if the layout
+    needs more GPUs than there are.
     """
     import torch
 
@@ -78,7 +80,10 @@ def ranks_of(config: "Config", nproc: int | None) -> tuple[int, str]:
 
 
 def train_rank(rank: "Rank", config: "Config", choice: "Choice | None", as_json: bool) -> None:
-    """Train on one rank. choice: the layout and attention, where they are chosen already."""
+    """Train on one rank; at the end, also after an error, the main rank prints the run.
+
+    choice: the layout and attention; None: the ranks choose them together. as_json: as `show_run` takes it.
+    """
     from meshtune.train import build, loop
 
     run = build.build(config, choice)
@@ -95,7 +100,10 @@ def train_rank(rank: "Rank", config: "Config", choice: "Choice | None", as_json:
 
 
 def show_run(run: RunDir, *, as_json: bool) -> None:
-    """Write the run's report and print what it came to, also when it was stopped."""
+    """Write the run's report.html and print its headline numbers on stdout, also when it was stopped.
+
+    as_json: print them as one JSON document. A report that can't be written is only a line on stderr.
+    """
     from rich.console import Console
 
     from meshtune.report.run import report, summary, tables

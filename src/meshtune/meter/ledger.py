@@ -46,10 +46,10 @@ UNCLAIMED = (ACTIVATIONS, TEMPORARY)  # what a storage is until something shows 
 
 @dataclass
 class Entry:
-    """A living storage."""
+    """A storage that still exists."""
 
     bytes: int
-    category: str
+    category: str  # one of CATEGORIES
     born: int = 0  # the ledger's clock when it was first seen
     ref: Any = None  # weak reference to the storage; its callback removes the entry
 
@@ -57,10 +57,13 @@ class Entry:
 class Ledger(TorchDispatchMode):
     """Counts the bytes of all living storages by category, and keeps the composition of their peak.
 
+    It counts inside `with ledger:`, where it also replaces UntypedStorage.resize_. `total` and `live` are
+    bytes now, `peak` and `parts` those at the highest total since `restart`.
+
     A tensor often gets its category after it was made (a gradient when it reaches its parameter, optimizer
     state after the step). It then moves in the composition of the peak too, if it was alive at the peak.
 
-    device: storages on others are not counted.
+    device: storages that operations make on another type of device are not counted.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -79,7 +82,7 @@ class Ledger(TorchDispatchMode):
         self.peak, self.parts, self.peak_clock = self.total, Counter(self.live), self.clock
 
     def tag(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Move the storages of these tensors to `category`."""
+        """Move the storages of these tensors to `category`, whatever theirs was; count those not seen yet."""
         for tensor in tensors:
             for storage in storages_of(tensor):
                 entry = self._see(storage, category)
@@ -87,12 +90,15 @@ class Ledger(TorchDispatchMode):
                     self._move(entry, category)
 
     def tag_logits(self, logits: Tensor) -> None:
-        """Move the head's output, [..., vocabulary of this rank], to logits, and later copies of it."""
+        """Move the head's output, [..., vocabulary of this rank], to logits.
+
+        Results of later operations on it that have as many columns become logits too.
+        """
         self.logit_columns = logits.shape[-1]
         self.tag([logits], LOGITS)
 
     def _claim(self, values: Any, category: str) -> None:
-        """Move the tensors in `values`, any nest of them, to `category` unless they have one already.
+        """Move the tensors in `values`, any nest of them, to `category` if theirs is one of UNCLAIMED.
 
         Storages that were made before the ledger was entered get it when they are first seen.
         """
@@ -113,7 +119,10 @@ class Ledger(TorchDispatchMode):
         entry.category = category
 
     def _see(self, storage: torch.UntypedStorage, category: str) -> Entry:
-        """The storage's entry, made or grown as needed; `category` is that of a new one."""
+        """The storage's entry, made if it is new and resized to the storage's bytes.
+
+        category: of a new entry, unless `_claim` gave it one; others keep theirs.
+        """
         entry = self.entries.get(key := storage._cdata)
         if entry is None:
             self.clock += 1
@@ -152,7 +161,7 @@ class Ledger(TorchDispatchMode):
         ]
 
     def _has(self, values: Any, category: str) -> bool:
-        """Whether a tensor in `values` has a storage of this category."""
+        """True if a tensor in `values`, any nest of them, has a storage of this category."""
         if not self.live[category]:
             return False
         storages = chain.from_iterable(storages_of(tensor) for tensor in self._tensors(values))
@@ -160,7 +169,11 @@ class Ledger(TorchDispatchMode):
         return any(entry is not None and entry.category == category for entry in entries)
 
     def _claim_of_collective(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Move what a collective, or FSDP2's operator around one, reads and writes to its category."""
+        """Move what a collective, or FSDP2's operator around one, reads and writes to its category.
+
+        func, args, kwargs, out: the operation that was dispatched, its arguments and its result. Other
+        operations change nothing.
+        """
         match func.namespace, func._opname:
             case "fsdp", "all_gather_copy_in":  # shards in the compute dtype -> flat buffer
                 self._claim([args, out], COMMUNICATION)

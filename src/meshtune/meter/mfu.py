@@ -14,7 +14,8 @@ def peak_flops(
 ) -> float | None:
     """Dense peak FLOP/s of this device in a precision of the config; None when unknown, as for any CPU.
 
-    datasheet: name of a device as its driver has it, precision or "tf32" -> dense peak FLOP/s.
+    precision: train.precision; fp32 means tf32 if torch allows it for matmuls. datasheet: name of a device as
+    its driver has it, precision or "tf32" -> dense peak FLOP/s, None if unknown.
     """
     if device.type != "cuda":
         return None
@@ -24,9 +25,11 @@ def peak_flops(
 
 
 def flops_of(census: Census, seq_len: int, ranks: int = 1) -> Callable[[Batch], tuple[float, float]]:
-    """Batch -> (FLOPs that had to be computed, FLOPs by the common 6N formula), on one rank.
+    """Function from a data rank's Batch to (FLOPs needed, FLOPs by the common 6N formula) of one rank.
 
-    ranks: how many share this data rank's micro-batches. NaN where the count is unknown.
+    seq_len: for the 6N formula; the FLOPs needed follow from document lengths. ranks: number of ranks that
+    share the batch (tp · cp · pp), each counted with an equal part. FLOPs needed are NaN for models whose
+    count is unknown.
     """
 
     def flops(batch: Batch) -> tuple[float, float]:

@@ -45,7 +45,7 @@ Phase = Callable[[str], AbstractContextManager[object]]  # name -> context aroun
 
 
 class States(Protocol):
-    """Model states that an optimizer owns, on this rank."""
+    """Protocol of an optimizer: the model states that it owns on this rank."""
 
     def state(self) -> Mapping[str, Tensor]:
         """Masters, or what is trained in their place, and the optimizer's state, by name."""
@@ -58,9 +58,9 @@ class States(Protocol):
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes that a phase held at once."""
+    """The most bytes that were allocated at once in a phase."""
 
-    phase: str
+    phase: str  # "forward", "backward", "forward and backward" or "optimizer"
     bytes: int
     parts: Mapping[str, int]  # bytes by category
 
@@ -68,11 +68,12 @@ class Peak:
 class PhaseMemory:
     """Measures the first steps of a run: `with memory.watching(step): … with memory.phase("forward"): …`.
 
-    Compiled blocks are not watched on CPU: under a dispatch mode they would run uncompiled, and show another
-    memory.
+    A model with compiled blocks is not watched on CPU: under a dispatch mode it would run uncompiled, and
+    show another memory. On CUDA each watched phase resets the allocator's peak statistics.
 
-    optimizer: whose states are told apart; advice: sentences on what needs less memory; buffers:
-    communication buffers that outlive a step, counted from the beginning of each watched step on.
+    optimizer: its states get categories of their own. advice: returns sentences on what needs less memory,
+    called only by `explain`. buffers: returns communication buffers that outlive a step, counted from the
+    beginning of each watched step on.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class PhaseMemory:
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
-        """Measure one step; after `WATCHED_STEPS` of them, do nothing."""
+        """Measure the step in this context; after `WATCHED_STEPS` of them, do nothing. step: its number."""
         if not self.steps_left:
             self.step = 0
             yield
@@ -160,7 +161,10 @@ class PhaseMemory:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure one part of a step; the same name again (the next micro-batch) keeps the higher peak."""
+        """Measure the part of a watched step in this context; on other steps only note its name.
+
+        The same name again in a step (the next micro-batch) keeps the higher peak.
+        """
         self.current = name
         if self._ledger is not None:
             yield from self._host_phase(name, self._ledger)
@@ -210,13 +214,13 @@ class PhaseMemory:
         return peak_resident_bytes()
 
     def line(self, step: int) -> str | None:
-        """The peaks of a step in one line of text; None if it was not watched."""
+        """The peaks of the last watched step in one line of text; None if `step` is another one."""
         return summary_line(step, self.peaks.values()) if step == self.step and self.peaks else None
 
     def explain(self, message: str) -> NothingFits:
-        """The error to raise when memory ran out: the bytes by category at that time, and what needs less.
+        """The error to raise when memory ran out: phase, bytes by category now, and what needs less memory.
 
-        message: the allocator's.
+        message: the allocator's; only its first line is shown.
         """
         if self.device.type == "cuda":
             capacity = torch.cuda.get_device_properties(self.device).total_memory
@@ -249,7 +253,10 @@ def label(category: str) -> str:
 
 
 def summary_line(step: int, peaks: Iterable[Peak]) -> str:
-    """`step 1 memory: forward 412 MiB (weights 107, activations 305) · backward …`, without empty parts."""
+    """`step 1 memory: forward 412 MiB (weights 107, activations 305) · backward …`, in MiB.
+
+    peaks: at least one. Parts that round to 0 are left out.
+    """
     peaks = list(peaks)
     digits = 0 if max(peak.bytes for peak in peaks) >= 10 * MIB else 2
 

@@ -25,13 +25,14 @@ def train_row(
     peak_memory_bytes: int | None = None,
     skipped: bool = False,
 ) -> Row:
-    """The row of one update of the optimizer.
+    """The row of one update of the optimizer, of kind "train".
 
-    `tokens` (real ones, no padding), `label_tokens`, `flops` and `flops_6n` are of the global batch;
-    `step_seconds` is the wall time of the whole step, the `data_seconds` it waited for data included. Per
-    GPU are `tokens_per_second_per_gpu`, `tflops_per_second`, `mfu` and `peak_flops_per_second` (of one
-    device; None when unknown, as on any CPU; then `mfu` is null). `skipped` marks a step that was not
-    applied because loss or gradients were not finite.
+    `loss` is the mean per label token, `grad_norm` before clipping. `tokens` (real ones, no padding),
+    `label_tokens`, `flops` and `flops_6n` are of the global batch; `step_seconds` is the wall time of the
+    whole step, the `data_seconds` it waited for data included. Per GPU are `tokens_per_second_per_gpu`,
+    `tflops_per_second`, `mfu` and `peak_flops_per_second` (of one device; None when unknown, as on any CPU;
+    then `mfu` and `mfu_6n` are null, as they are without `flops` and `flops_6n`). `skipped` marks a step that
+    was not applied because loss or gradients were not finite.
 
         mfu    = flops    / (step_seconds · world · peak_flops_per_second)
         mfu_6n = flops_6n / (step_seconds · world · peak_flops_per_second)
@@ -91,7 +92,10 @@ def eval_row(
 def share_of_peak(
     flops: float | None, seconds: float, world: int, peak_flops_per_second: float | None
 ) -> float | None:
-    """FLOPs of a step as a share of the peak of `world` devices over its `seconds`; None if unknown."""
+    """FLOPs of a step as a share of the peak of `world` devices over its `seconds`; None if unknown.
+
+    flops: of all devices. peak_flops_per_second: of one.
+    """
     if flops is None or peak_flops_per_second is None:
         return None
     return flops / (seconds * world * peak_flops_per_second)

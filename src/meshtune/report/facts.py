@@ -8,7 +8,7 @@ from rich.text import Text
 
 
 def capability_table(rows: Iterable[tuple[str, bool, str]], *, title: str | None = None) -> Table:
-    """Features of a model family; each row is (feature, supported, reason)."""
+    """Table with a line "feature, yes or no, reason" for each of rows: (feature, supported, reason)."""
     table = Table(
         title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2), show_header=False
     )
@@ -23,7 +23,10 @@ def capability_table(rows: Iterable[tuple[str, bool, str]], *, title: str | None
 
 
 def facts_table(facts: Mapping[str, Any], *, title: str | None = None) -> Table:
-    """Named facts, one a line (versions, devices); a nested mapping's keys are joined by dots."""
+    """Table with a line "name, value" for each fact, values by str().
+
+    A value that is a mapping gives a line "name.key, value" for each of its keys; only one level is opened.
+    """
     table = Table(
         title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2), show_header=False
     )

@@ -27,8 +27,8 @@ def specification(
     """A panel as a Vega-Lite specification without a theme.
 
     width: px of the plot, or "container" for the width of the page's element. title_offset: px between title
-    and chart; None draws no title. named: False leaves out the names of stacks, which the chart to its left
-    shows.
+    and chart; None draws no title. named: False leaves out the names of `Stacks`, which the chart to its left
+    shows; other panels ignore it.
     """
     chart = drawn(panel, named=named).properties(width=width)
     if width == "container":
@@ -40,7 +40,7 @@ def specification(
 
 
 def drawn(panel: Panel, *, named: bool = True) -> alt.LayerChart:
-    """A panel as an Altair chart without width and title."""
+    """A panel as an Altair chart without width and title. named: as in `specification`."""
     match panel:
         case Lines():
             return lines(panel)

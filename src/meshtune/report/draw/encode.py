@@ -18,7 +18,10 @@ NUMBER = "format(datum.value, ',~r')"  # of a tick, such as 0.25 or 12,000
 
 
 def table(columns: Mapping[str, Sequence[Any]]) -> alt.Data:
-    """Columns as data of a chart: CSV, which is half as long as Vega-Lite's JSON rows."""
+    """Columns of equal length as data of a chart: CSV, which is half as long as Vega-Lite's JSON rows.
+
+    A column without any str is read as numbers; None is an empty cell. ValueError for unequal lengths.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
@@ -43,7 +46,7 @@ def layered(charts: Sequence[alt.Chart | alt.LayerChart]) -> alt.LayerChart:
 
 
 def tooltip(field: str, title: str, *, format: str | None = None) -> alt.Tooltip:
-    """A line of a tooltip. format: d3 format of numbers."""
+    """A line of a tooltip. field: with its type, as "x:Q". format: d3 format of a number; None: none."""
     line = alt.Tooltip(field, title=plain(title))
     return line if format is None else line.format(format)
 

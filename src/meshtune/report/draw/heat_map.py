@@ -10,7 +10,7 @@ ROW = 64  # px of height for each row of cells
 
 
 def heat_map(panel: HeatMap) -> alt.LayerChart:
-    """Cells in shades of blue, each with its texts; without a value grey."""
+    """Chart of cells in shades of blue, each with its texts; without a value grey, with the first text."""
     rows = [
         {
             "column": column,

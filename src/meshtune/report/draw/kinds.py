@@ -24,7 +24,7 @@ class Series:
     name: str
     role: Role  # main: full; raw: faint, behind its smoothed version; other: second colour, with dots if few
     x: tuple[float, ...]  # ascending
-    y: tuple[float, ...]
+    y: tuple[float, ...]  # as many as x
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Lines:
 
     key: str
     title: str
-    unit: str
+    unit: str  # of y; shown beside the title
     series: tuple[Series, ...]
     form: str  # d3 format of a value in the tooltip, such as ".4f"
     from_zero: bool = False  # whether the y axis begins at 0
@@ -44,7 +44,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Mark:
-    """A dashed line across a chart, at `value` of its number axis."""
+    """A dashed vertical line across `Stacks`, at `value` of their number axis, with `text` above it."""
 
     value: float
     text: str
@@ -52,14 +52,17 @@ class Mark:
 
 @dataclass(frozen=True)
 class Stacks:
-    """A horizontal bar for each name, cut into parts (or with `stacked=False` the parts below each other)."""
+    """A horizontal bar for each name, its parts end to end.
+
+    With `stacked=False` each part is a bar from 0 instead, the parts of a name below each other.
+    """
 
     key: str
     title: str
-    unit: str
-    names: tuple[str, ...]  # top to bottom
-    parts: Mapping[str, tuple[float, ...]]  # part -> its size for each name
-    ends: tuple[str, ...] = ()  # texts written behind the bars
+    unit: str  # of all sizes; shown beside the title and in tooltips
+    names: tuple[str, ...]  # of the bars, top to bottom
+    parts: Mapping[str, tuple[float, ...]]  # part -> its size in each bar, in the order of `names`
+    ends: tuple[str, ...] = ()  # a text behind each bar, in the order of `names`; (): none
     mark: Mark | None = None
     stacked: bool = True
     item: str = "layout"  # word for a bar, in tooltips
@@ -69,10 +72,10 @@ class Stacks:
 class Axis:
     """A number axis of `Scatter`."""
 
-    title: str  # in tooltips
-    ends: tuple[float, float]
+    title: str  # in tooltips, and beside the axis if `show_title`
+    ends: tuple[float, float]  # lowest and highest value; both above 0 if `log`
     log: bool = False
-    ticks: tuple[float, ...] = ()  # empty: round values
+    ticks: tuple[float, ...] = ()  # values; empty: round values
     suffix: str = ""  # behind each tick's number, such as " GiB"
     form: str = ",.4~g"  # d3 format of a value in the tooltip
     show_title: bool = False
@@ -80,39 +83,41 @@ class Axis:
 
 @dataclass(frozen=True)
 class Point:
+    """A point of `Scatter`."""
+
     x: float
     y: float
-    text: str
+    text: str  # in its tooltip; as the point of a `Label`, the text that is drawn
 
 
 @dataclass(frozen=True)
 class Group:
     """Points of one colour."""
 
-    name: str  # in the legend, where several groups are named; may be ""
+    name: str  # in the legend, which is drawn if at least two groups have a name; may be ""
     points: tuple[Point, ...]
-    role: Role | None = None  # None: the next colour of the palette
-    joined: Literal["no", "line", "steps"] = "no"  # steps: horizontal first
+    role: Role | None = None  # other: second colour; main, raw: first; None: the next one of the palette
+    joined: Literal["no", "line", "steps"] = "no"  # by straight lines or steps; steps: horizontal first
     size: float = 12  # area of a dot, in square px
     opacity: float = 1.0
 
 
 @dataclass(frozen=True)
 class Label:
-    """Text beside a point; `\\n` begins a new line."""
+    """The text of `point`, drawn beside it; `\\n` begins a new line."""
 
     point: Point
-    align: Literal["left", "center", "right"] = "center"
-    above: bool = True
+    align: Literal["left", "center", "right"] = "center"  # left: the text begins at the point
+    above: bool = True  # the point; else below it
 
 
 @dataclass(frozen=True)
 class Guide:
-    """A line through the given points, dashed unless `solid`, with a text at its last point."""
+    """A line through the points (x[i], y[i]), dashed unless `solid`, with a text at its last point."""
 
     x: tuple[float, ...]
-    y: tuple[float, ...]
-    text: str = ""
+    y: tuple[float, ...]  # as many as x
+    text: str = ""  # "": none
     solid: bool = False
 
 
@@ -122,7 +127,7 @@ class Scatter:
 
     key: str
     title: str
-    unit: str
+    unit: str  # shown beside the title
     groups: tuple[Group, ...]
     x: Axis
     y: Axis
@@ -134,20 +139,20 @@ class Scatter:
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a heat map; without a value it is grey."""
+    """One cell of a heat map."""
 
-    value: float | None
+    value: float | None  # gives the colour; None: grey
     texts: tuple[str, ...] = ()  # lines, the first in bold
     detail: str = ""  # in the tooltip
 
 
 @dataclass(frozen=True)
 class HeatMap:
-    """A grid of cells, coloured from the lowest value to the highest."""
+    """A grid of cells, coloured from the lowest value to the highest; at least one cell is not None."""
 
     key: str
     title: str
-    unit: str
+    unit: str  # of the values; shown beside the title and in tooltips
     columns: tuple[str, ...]
     rows: tuple[str, ...]  # top to bottom
     cells: tuple[tuple[Cell | None, ...], ...]  # [row][column]; None: nothing is drawn
@@ -157,10 +162,12 @@ class HeatMap:
 
 @dataclass(frozen=True)
 class Interval:
-    lane: str
+    """A bar in one lane of a `Timeline`, from `start` to `end` in the timeline's unit."""
+
+    lane: str  # one of the timeline's
     start: float
     end: float
-    name: str  # gives the colour
+    name: str  # gives the colour: intervals with the same name share one
     detail: str = ""  # in the tooltip
 
 
@@ -170,7 +177,7 @@ class Timeline:
 
     key: str
     title: str
-    unit: str
+    unit: str  # of start and end; shown beside the title and in tooltips
     lanes: tuple[str, ...]  # top to bottom
     intervals: tuple[Interval, ...]
 

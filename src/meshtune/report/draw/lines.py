@@ -14,7 +14,7 @@ NONE = "–"  # in a tooltip, where a series has no value
 
 
 def lines(panel: Lines) -> alt.LayerChart:
-    """Curves, and under the pointer the values of all of them."""
+    """Chart of a panel's curves, thinned to MOST_ROWS steps, with a tooltip of all curves' values at an x."""
     x, columns = merged(panel.series)
     rows = thinned(columns)
     fields = [f"y{n}" for n in range(len(columns))]
@@ -58,9 +58,10 @@ def lines(panel: Lines) -> alt.LayerChart:
 
 
 def _pointer(base: alt.Chart, panel: Lines, fields: Sequence[str], ends: tuple[float, float]) -> alt.Chart:
-    """Invisible bands around each x, which show the values of every series there when pointed at.
+    """Layer of one band around each x, invisible until pointed at, with the values of every series there.
 
-    ends: of the x axis.
+    base: a chart of the data without encodings; the data has column "x". fields: the data's column of each
+    series' y, in the order of `panel.series`. ends: (lowest, highest) x of the axis.
     """
     under = alt.selection_point(
         name=f"under_pointer_{panel.key}", on="pointerover", clear="pointerout", fields=["x"], empty=False
@@ -90,7 +91,10 @@ def _pointer(base: alt.Chart, panel: Lines, fields: Sequence[str], ends: tuple[f
 
 
 def tick_text(form: str) -> str:
-    """Vega expression of a tick's label. Round values need fewer digits than `form`, that of exact ones."""
+    """Vega expression of a tick's label, with fewer digits than `form`: ticks are round values.
+
+    form: d3 format of exact values, in tooltips.
+    """
     if form.startswith(","):
         return "format(datum.value, '~s')"
     if form.endswith("%"):

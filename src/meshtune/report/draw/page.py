@@ -21,9 +21,10 @@ def page(
 ) -> str:
     """A page as HTML text. Raises NotDrawn where there are panels and Altair is missing.
 
-    name, kind: parts of the page's title, such as "my-run" and "" or "plan". subtitle, before, after, footer:
-    HTML; `before` and `after` stand around the charts. Charts of lines stand two a row below the first one,
-    all others take the whole width.
+    name, kind: plain text of the page's title, such as "my-run" and "" or "plan"; `name` is the heading too.
+    subtitle, before, after, footer: HTML that is inserted as it is, so the caller escapes it; `before` and
+    `after` stand above and below the charts. If all panels are `Lines`, the first one takes the whole width
+    and the others stand two a row; else each panel takes the whole width.
     """
     return PAGE.format(
         title=" · ".join(text(part) for part in (name, kind, "meshtune") if part),
@@ -39,17 +40,17 @@ def page(
 
 
 def text(value: Any) -> str:
-    """Anything as text of a page: markup in it is shown, not obeyed."""
+    """Convert a value to str and escape it for HTML, quotes too."""
     return html.escape(str(value))
 
 
 def script_json(value: Any) -> str:
-    """JSON for a script element. Without `<` nothing in it can end the element."""
+    """JSON for a script element, with `<` escaped so that nothing ends the element. ValueError for NaN."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _figures(panels: Sequence[Panel]) -> str:
-    """The places that the charts are drawn into."""
+    """HTML of an empty element with a caption for each chart, which the page's script fills; "" for none."""
     if not panels:
         return ""
     cells = "".join(

@@ -20,7 +20,7 @@ INDEPENDENT = {"scale": {"color": "independent", "opacity": "independent"}}
 
 
 def known_suffix(file: Path, known: Sequence[str] = SUFFIXES) -> str:
-    """The file's suffix in lower case. Raises UserError where it is not among `known`."""
+    """The file's suffix in lower case, with its dot. Raises UserError where it is not among `known`."""
     suffix = file.suffix.lower()
     if suffix not in known:
         raise UserError(
@@ -38,9 +38,12 @@ def write(
     dark: bool = False,
     width: int = WIDTH,
 ) -> Path:
-    """Write rows of panels as a picture of about `width` px, by the file's suffix.
+    """Write panels as one picture, .png or .svg by the file's suffix, and return `file`.
 
-    Stacks of one row share the names at the left. Raises UserError for an unknown suffix, and without Altair.
+    rows: panels from top to bottom, those of a row side by side; at least one row, and no row empty. In a row
+    only the first panel shows the names of `Stacks`, so all `Stacks` of a row must have the same names.
+    title: above all panels. dark: draw with the dark theme. width: px of the whole picture, about; a .png has
+    PNG_SCALE times as many pixels. Raises UserError for another suffix, and without Altair.
     """
     known_suffix(file)
     save(specification(rows, title=title, width=width), file, dark=dark)
@@ -48,7 +51,10 @@ def write(
 
 
 def specification(rows: Sequence[Sequence[Panel]], *, title: str, width: int = WIDTH) -> dict[str, Any]:
-    """Rows of panels under one title as a Vega-Lite specification without a theme. width: px, about."""
+    """Rows of panels under one title as a Vega-Lite specification without a theme (`config`), for `save`.
+
+    Arguments as those of `write`. Raises NotDrawn without Altair.
+    """
     vega.require()
     from meshtune.report.draw import charts
 
@@ -84,7 +90,7 @@ def specification(rows: Sequence[Sequence[Panel]], *, title: str, width: int = W
 
 
 def has_legend(panel: Panel) -> bool:
-    """True if names stand between the chart and its title."""
+    """True if a chart of this panel has a legend, which stands between the chart and its title."""
     match panel:
         case Lines():
             return len(panel.series) > 1
@@ -95,7 +101,7 @@ def has_legend(panel: Panel) -> bool:
 
 
 def _labels_width(panel: Panel, named: bool = True) -> float:
-    """Px left of a chart that its axis labels take."""
+    """Px left of a chart that its axis labels take. named: False for `Stacks` drawn without their names."""
     match panel:
         case Stacks():
             return CHARACTER * max(map(len, panel.names)) + 10 if named else UNNAMED
@@ -106,7 +112,11 @@ def _labels_width(panel: Panel, named: bool = True) -> float:
 
 
 def save(spec: dict[str, Any], file: Path, *, dark: bool = False) -> None:
-    """Write a specification as .png or .svg, whole or not at all; the same chart gives the same file."""
+    """Write a specification with the light or dark theme as .png or .svg, by the file's suffix.
+
+    spec: without `config`; it is not changed. The file is replaced atomically, and its folder is made. The
+    same specification gives the same bytes. Raises UserError for another suffix.
+    """
     suffix, colours = known_suffix(file), DARK if dark else LIGHT
     themed = {**spec, "config": config(colours, background=colours["paper"])}
     if suffix == ".svg":

@@ -43,7 +43,7 @@ def _role(group: Group) -> str:
 
 
 def _axis(axis: Axis, *, least: int = 0) -> dict[str, Any]:
-    """Scale and axis of one direction. least: px for its labels."""
+    """Arguments `scale` and `axis` of an Altair encoding. least: px that its tick labels take at least."""
     ticks = list(axis.ticks) or (round_values(axis.ends) if axis.log else [])
     given: dict[str, Any] = {"values": ticks} if ticks else {"tickCount": 6}
     return {
@@ -59,7 +59,7 @@ def _axis(axis: Axis, *, least: int = 0) -> dict[str, Any]:
 
 
 def round_values(ends: tuple[float, float]) -> list[float]:
-    """A handful of round values between the ends of a logarithmic axis."""
+    """A handful of round values inside `ends` (lowest, highest; above 0) of a logarithmic axis."""
     low, high = map(math.log10, ends)
     digits = (1, 2, 3, 5, 7) if high - low < 1 else (1, 2, 5) if high - low < 3 else (1,)
     powers = range(math.floor(low), math.ceil(high))
@@ -70,7 +70,10 @@ def round_values(ends: tuple[float, float]) -> list[float]:
 def _group(
     panel: Scatter, group: Group, across: alt.X, up: alt.Y, colour: alt.Color
 ) -> alt.Chart | alt.LayerChart:
-    """Dots of a group and, where they are joined, the line through them."""
+    """Dots of a group and, where they are joined, the line through them in the order of its points.
+
+    across, up: encodings of fields "x" and "y", the same for all layers. colour: that of field "group".
+    """
     columns = {
         "x": [float(point.x) for point in group.points],
         "y": [float(point.y) for point in group.points],
@@ -95,6 +98,7 @@ def _group(
 
 
 def _guide(guide: Guide, across: alt.X, up: alt.Y) -> list[alt.Chart]:
+    """Layers of the line and, if it has one, of its text. across, up: as in `_group`."""
     base = alt.Chart(table({"x": list(map(float, guide.x)), "y": list(map(float, guide.y))})).encode(
         x=across, y=up
     )
@@ -108,7 +112,7 @@ def _guide(guide: Guide, across: alt.X, up: alt.Y) -> list[alt.Chart]:
 
 
 def _labels(labels: Sequence[Label], across: alt.X, up: alt.Y) -> alt.Chart:
-    """Texts beside points, all on the same side of them."""
+    """Texts beside points. labels: not empty, all with equal align and above. across, up: see `_group`."""
     columns = {
         "x": [float(label.point.x) for label in labels],
         "y": [float(label.point.y) for label in labels],

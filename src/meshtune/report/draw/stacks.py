@@ -11,7 +11,10 @@ MARK_TEXT = 22  # px between legend and bars, for the text of a mark
 
 
 def stacks(panel: Stacks, *, named: bool = True) -> alt.LayerChart:
-    """Horizontal bars with a legend of their parts, texts behind them and a dashed mark across."""
+    """Chart of horizontal bars with a legend of their parts; panel.ends and panel.mark as far as given.
+
+    named: False leaves out the names of the bars, for a chart that stands right of one with the same names.
+    """
     parts = list(panel.parts)
     cells = [
         (name, part, start, start + sizes[row], sizes[row])
@@ -59,14 +62,17 @@ def stacks(panel: Stacks, *, named: bool = True) -> alt.LayerChart:
 
 
 def _mark(mark: Mark, x: alt.X) -> list[alt.Chart]:
-    """A dashed vertical line with its text above it."""
+    """A dashed vertical line with its text above it. x: encoding of field "at" on the bars' scale."""
     base = alt.Chart(table({"at": [float(mark.value)], "text": [mark.text]})).encode(x=x)
     text = base.mark_text(align="right", baseline="bottom", dx=2, dy=-5)
     return [base.mark_rule(strokeDash=[5, 3], strokeWidth=1.3), text.encode(y=alt.value(0), text="text:N")]
 
 
 def _starts(panel: Stacks, row: int) -> list[float]:
-    """Start of each part of a bar."""
+    """Where each part of one bar begins, in the order of panel.parts: all at 0 unless panel.stacked.
+
+    row: index of the bar in panel.names.
+    """
     starts, end = [], 0.0
     for sizes in panel.parts.values():
         starts.append(end)

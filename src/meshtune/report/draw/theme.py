@@ -54,13 +54,19 @@ TEXT = 12  # px; titles are 14
 
 
 def colours_of(names: Sequence[str]) -> list[str]:
-    """The fixed colour of each part that has one; the others take theirs from the palette, in order."""
+    """Colours as "#rrggbb", one per name, in the order of `names`.
+
+    Parts of memory and of a step have their fixed colour (COLOURS); other names take the palette's in turn.
+    """
     spare = iter(OTHERS * (1 + len(names) // len(OTHERS)))
     return [COLOURS.get(name) or next(spare) for name in names]
 
 
 def config(colours: Mapping[str, str], *, background: str) -> dict[str, Any]:
-    """The `config` of a Vega-Lite specification. `background`: a colour, or "transparent"."""
+    """The `config` of a Vega-Lite specification.
+
+    colours: LIGHT or DARK, role -> colour. background: a colour, or "transparent".
+    """
     ink = colours["ink"]
     return {
         "params": [{"name": role, "value": colour} for role, colour in colours.items()],

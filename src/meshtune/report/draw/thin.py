@@ -16,7 +16,7 @@ THINNED = (
 
 
 def merged(series: Sequence[Series]) -> tuple[list[float], list[list[float | None]]]:
-    """Every x of any series, ascending, and for each series its y there, or None."""
+    """(Every x of any series, ascending; for each series its y at each of these x, or None without one)."""
     places = {x: place for place, x in enumerate(sorted({x for one in series for x in one.x}))}
     columns: list[list[float | None]] = [[None] * len(places) for _ in series]
     for column, one in zip(columns, series, strict=True):
@@ -26,9 +26,10 @@ def merged(series: Sequence[Series]) -> tuple[list[float], list[list[float | Non
 
 
 def thinned(columns: Sequence[Sequence[float | None]], most: int = MOST_ROWS) -> list[int]:
-    """Indices of the rows to draw, ascending: all of them, or at most `most` with every column's extremes.
+    """Indices of the rows to draw, ascending: all if there are at most `most`, else at most `most`.
 
-    A column with few values keeps all of them and leaves its share of the rows to the others.
+    columns: of equal length; None: no value in this row. Each column gets an equal share of `most`: one with
+    fewer values keeps all of them and leaves the rest to the others, another one keeps `extremes` of them.
     """
     rows = max(map(len, columns), default=0)
     if rows <= most:
@@ -45,9 +46,9 @@ def thinned(columns: Sequence[Sequence[float | None]], most: int = MOST_ROWS) ->
 
 
 def extremes(values: Sequence[tuple[float, int]], most: int) -> set[int]:
-    """Rows of the first and last value, and of the lowest and highest of each stretch; at most `most`.
+    """Rows of the first and last value, and of the lowest and highest of each of most // 2 - 1 stretches.
 
-    values: (value, row), by row.
+    At most `most` rows, or 4 for a smaller `most`. values: (value, row), ascending by row, more than `most`.
     """
     chosen = {values[0][1], values[-1][1]}
     stretches = max(1, most // 2 - 1)

@@ -47,7 +47,10 @@ def vega_lite_version() -> str:
 
 @cache
 def scripts() -> str:
-    """JavaScript of Vega, Vega-Lite and vega-embed in one piece, which sets `window.vegaEmbed`."""
+    """JavaScript of Vega, Vega-Lite and vega-embed in one piece, which sets `window.vegaEmbed`.
+
+    Cached in SCRIPTS. Raises NotDrawn without Altair or vl-convert.
+    """
     require()
     import vl_convert
 
@@ -65,14 +68,14 @@ def scripts() -> str:
 
 
 def svg(spec: dict[str, Any]) -> str:
-    """A specification as an SVG picture."""
+    """A Vega-Lite specification, with its theme (`config`), as the text of an SVG picture."""
     import vl_convert
 
     return vl_convert.vegalite_to_svg(spec, vl_version=vega_lite_version(), allowed_base_urls=[])
 
 
 def png(spec: dict[str, Any]) -> bytes:
-    """A specification as a PNG picture."""
+    """A Vega-Lite specification, with its theme (`config`), as the bytes of a PNG picture."""
     import vl_convert
 
     return vl_convert.vegalite_to_png(

@@ -27,7 +27,7 @@ EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 @dataclass(frozen=True)
 class Bar:
-    """Segments in a row, as blocks of colour or as letters."""
+    """Segments in a row, as blocks of colour or, on a terminal without colours, as letters."""
 
     segments: Mapping[str, float]  # name -> length; the name "" is drawn blank
     scale: float  # length that fills the width
@@ -58,8 +58,9 @@ class Bar:
 
 
 def blocks(cells: Sequence[str]) -> Text:
-    """Eighths of columns as block characters: where two segments meet, one is the character's colour and the
-    other its background.
+    """Draw cells of an eighth of a terminal column each (segment names) as block characters.
+
+    Where two segments meet in a column, one is the character's colour and the other its background.
     """
     text = Text(no_wrap=True)
     for start in range(0, len(cells), 8):
@@ -78,7 +79,7 @@ def blocks(cells: Sequence[str]) -> Text:
 
 
 def letters(cells: Sequence[str]) -> Text:
-    """One letter for each cell of one terminal column."""
+    """Draw cells of one terminal column each (segment names) as one letter per cell."""
     return Text("".join(LETTERS.get(name, " ") for name in cells), no_wrap=True)
 
 
@@ -98,7 +99,7 @@ def free(options: ConsoleOptions) -> str:
 
 @dataclass(frozen=True)
 class Legend:
-    """Names with their colours or letters, as many in a line as fit."""
+    """Names of segments (keys of COLOURS) with their colours or letters, as many in a line as fit."""
 
     title: str
     names: Sequence[str]
@@ -139,7 +140,7 @@ class Name:
 
 @dataclass(frozen=True)
 class Column:
-    """A table's column, of texts or of bars."""
+    """A table's column, of texts or of bars; all columns of a table have the same number of rows."""
 
     title: str
     cells: Sequence[RenderableType] = ()
@@ -165,11 +166,16 @@ def len_of(cell: RenderableType) -> int:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A table with the first choice of columns that fits the terminal."""
+    """A table with the first choice of columns that fits the terminal.
 
-    columns: Mapping[str, Column]
-    choices: Sequence[Sequence[str]]  # names of columns, widest choice first
-    below: Callable[[Sequence[str]], Iterator[RenderableType]] = lambda names: iter(())  # legends, by names
+    If none fits, the last choice is drawn and its texts are wrapped. All bars are equally wide: as wide as
+    fits, from NARROWEST to WIDEST terminal columns.
+    """
+
+    columns: Mapping[str, Column]  # by name
+    choices: Sequence[Sequence[str]]  # names of columns, left to right; widest choice first
+    # names of the columns drawn -> legends, which are drawn below the table
+    below: Callable[[Sequence[str]], Iterator[RenderableType]] = lambda names: iter(())
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         names, bar = self.chosen(options.max_width)
@@ -191,7 +197,7 @@ class Fitted:
         yield from self.below(names)
 
     def chosen(self, width: int) -> tuple[Sequence[str], int]:
-        """Names of the columns that fit in `width` terminal columns, and the width of their bars."""
+        """(Names of the first choice that fits in `width` terminal columns, else the last; a bar's width)."""
         names, bar = self.choices[-1], NARROWEST
         for names in self.choices:
             columns = [self.columns[name] for name in names]

@@ -13,23 +13,23 @@ if TYPE_CHECKING:
 
 
 def memory_parts(choice: Choice) -> dict[str, float]:
-    """Bytes of each category at the peak."""
+    """Category (CATEGORIES) -> its bytes at the peak of the fullest rank."""
     return {name: float(getattr(choice.memory, name)) for name in CATEGORIES}
 
 
 def time_parts(choice: Choice) -> dict[str, float]:
-    """Seconds of each part of a step."""
+    """Part of a step (PARTS) -> its seconds."""
     return {name: float(getattr(choice.seconds, name)) for name in PARTS}
 
 
 def nonzero(names: Sequence[str], parts: Iterable[Mapping[str, float]]) -> list[str]:
-    """The names whose value is above zero in any of `parts`."""
+    """Those of `names`, in their order, whose value is above zero in any of `parts` (name -> value)."""
     positive = {name for values in parts for name, value in values.items() if value > 0}
     return [name for name in names if name in positive]
 
 
 def number(value: float) -> str:
-    """Three digits, or all digits before the point."""
+    """A number with three digits, or from 100 on all digits before the point: "0.123", "12.3", "1,234"."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -45,9 +45,11 @@ def panels(
     sizes: Mapping[int, Plan] | None = None,
     batches: Mapping[SizeAndGpus, Choice | None] | None = None,
 ) -> list[Panel]:
-    """Every panel that there are numbers for; where nothing fits, the layouts that need least memory.
+    """Every panel that there are numbers for; [] if there are none.
 
-    sizes: plans by number of GPUs. batches: the best layout, or None where nothing fits.
+    Memory and time are of the best MOST_LAYOUTS layouts, or, if none fits, of those that need least memory.
+    sizes: number of GPUs -> plan; those where nothing fits are left out. batches: (global batch size, GPUs)
+    -> best layout, or None where nothing fits. Without sizes or batches there is no panel of them.
     """
     shown = plan.best(MOST_LAYOUTS) or plan.nearest(MOST_LAYOUTS)
     panels: list[Panel] = [memory_stacks(shown, fit=len(plan) > 0), time_stacks(shown)] if shown else []
@@ -61,7 +63,10 @@ def panels(
 
 
 def memory_stacks(choices: Sequence[Choice], *, fit: bool) -> Stacks:
-    """Peak memory of each layout by category. fit: False if none of them fits."""
+    """Peak memory in GiB of each layout by category, in the order given.
+
+    choices: at least one, all on the same cluster. fit: False, if none of them fits, changes the title.
+    """
     capacity = choices[0].cluster.memory / GIB
     names = nonzero(CATEGORIES, map(memory_parts, choices))
     return Stacks(
@@ -76,7 +81,7 @@ def memory_stacks(choices: Sequence[Choice], *, fit: bool) -> Stacks:
 
 
 def time_stacks(choices: Sequence[Choice]) -> Stacks:
-    """Step time of each layout by part."""
+    """Step time in seconds of each layout by part, in the order given."""
     names = nonzero(PARTS, map(time_parts, choices))
     return Stacks(
         "time",
@@ -89,7 +94,11 @@ def time_stacks(choices: Sequence[Choice]) -> Stacks:
 
 
 def time_against_memory(plan: Plan) -> Scatter:
-    """Seconds per step and peak GiB of all layouts that fit, and the front: those that none beats in both."""
+    """Seconds per step and peak GiB of the layouts that fit (at most MOST_DOTS are drawn), with the front.
+
+    The front are the layouts that no other one beats in both; at most MOST_LABELS of them are labelled. At
+    least one layout must fit.
+    """
     time, memory = np.asarray(plan.seconds.total), np.asarray(plan.memory.peak) / GIB
     capacity = plan.cluster.memory / GIB
 
@@ -123,8 +132,9 @@ def time_against_memory(plan: Plan) -> Scatter:
 
 
 def distinct(time: np.ndarray, memory: np.ndarray, *, most: int = MOST_DOTS) -> list[int]:
-    """Indices of one layout for each cell of the drawn plane that has any; coarser cells where more than
-    `most` would be drawn.
+    """Indices, ascending, of the first layout in each cell of the plane log(time) × memory that has any.
+
+    time, memory: one value per layout, in any units. most: cells are made larger until no more are left.
     """
     cells = CELLS
     while True:
@@ -139,8 +149,10 @@ def distinct(time: np.ndarray, memory: np.ndarray, *, most: int = MOST_DOTS) -> 
 
 
 def spread(heights: Sequence[float], places: Sequence[int], apart: float) -> list[int]:
-    """Those of `places` whose labels don't touch: their heights, which fall, are at least `apart`. The first
-    and the last are always among them.
+    """The entries of `places` to label so that labels don't overlap: at most MOST_LABELS, in their order.
+
+    heights: of each entry of `places`, in the same order, descending. Neighbours among the labelled differ in
+    height by `apart` or more, except that the first and the last are always kept.
     """
     chosen = [0] if places else []
     for n in range(1, len(places)):
@@ -155,7 +167,7 @@ def spread(heights: Sequence[float], places: Sequence[int], apart: float) -> lis
 
 
 def scaling(best: Mapping[int, Choice]) -> Scatter:
-    """tokens/s/GPU of the best layout for each number of GPUs."""
+    """tokens/s/GPU over the number of GPUs. best: number of GPUs -> best layout, ascending; not empty."""
     sizes = [float(gpus) for gpus in best]
     speeds = [choice.tokens_per_second_per_gpu for choice in best.values()]
     names = [" ".join(short(choice.layout)) for choice in best.values()]
@@ -186,7 +198,10 @@ def scaling(best: Mapping[int, Choice]) -> Scatter:
 
 
 def batch_map(batches: Mapping[SizeAndGpus, Choice | None]) -> HeatMap:
-    """The best layout of each global batch and number of GPUs; sizes that were not searched have no cell."""
+    """tokens/s/GPU of the best layout by global batch and number of GPUs.
+
+    A pair that is None (nothing fits) is a grey cell, one that is missing (not searched) no cell.
+    """
     sizes, gpus = (sorted({key[n] for key in batches}) for n in (0, 1))
     return HeatMap(
         "batches",
@@ -202,6 +217,7 @@ def batch_map(batches: Mapping[SizeAndGpus, Choice | None]) -> HeatMap:
 
 
 def cell_of(choice: Choice | None) -> Cell:
+    """Cell with the layout's speed and short name; a grey one for None."""
     if choice is None:
         return Cell(None, (NO_LAYOUT,))
     speed = choice.tokens_per_second_per_gpu

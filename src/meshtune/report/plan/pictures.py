@@ -23,10 +23,11 @@ def write(
     sizes: Mapping[int, Plan] | None = None,
     batches: Mapping[SizeAndGpus, Choice | None] | None = None,
 ) -> Path:
-    """Write the plan as .html, .png or .svg and return the path. Raises UserError for another suffix, where
-    nothing was found, and without Altair.
+    """Write the plan as .html, .png or .svg and return `file`, which is replaced if it exists.
 
-    sizes: plans for other numbers of GPUs. batches: the best of each (global batch size, GPUs).
+    sizes: number of GPUs -> plan; None: no comparison of sizes. batches: (global batch size, GPUs) -> best
+    layout, or None where nothing fits; None: no map of batches. Raises UserError for another suffix, where no
+    layout was found, and without Altair.
     """
     suffix = check(file)
     drawn = panels(plan, sizes, batches)
@@ -42,7 +43,7 @@ def write(
 
 
 def check(file: Path) -> str:
-    """The suffix of a file that `write` can write. Raises UserError for another suffix, or without Altair."""
+    """Suffix in lower case of a file that `write` can write. UserError for another one, or without Altair."""
     suffix = known_suffix(file, (".html", *SUFFIXES))
     vega.require()
     return suffix
@@ -57,7 +58,7 @@ def rows(drawn: Sequence[Panel]) -> list[list[Panel]]:
 
 
 def plan_page(plan: Plan, drawn: Sequence[Panel]) -> str:
-    """The plan as HTML text."""
+    """The plan as the HTML text of a page. drawn: its panels."""
     return page(
         name=plan.workload.model,
         kind="plan",

@@ -44,7 +44,10 @@ TIME_MEANING = {  # parts of a step
 
 
 def layouts_table(choices: Sequence[Choice]) -> RenderableType:
-    """Layouts in the order given, with speed, memory and time; in red what does not fit."""
+    """Table of layouts in the order given, with speed, memory and time; peaks that do not fit are red.
+
+    A narrow terminal gets fewer columns.
+    """
     room = max((max(c.cluster.memory, c.memory.peak) for c in choices), default=1)
     longest = max((c.seconds.total for c in choices), default=1)
     columns = {
@@ -115,9 +118,10 @@ def explanation(choice: Choice) -> RenderableType:
 def shares(
     parts: Mapping[str, float], meanings: Mapping[str, str], form: Callable[[float], str], total_name: str
 ) -> Fitted:
-    """Parts below each other, each bar beginning where the last one ended, and their sum.
+    """Table of parts with size, share of the sum and a bar, which begins where the one above ended.
 
-    meanings: a phrase for each part. form: a size as text. total_name: name of the sum.
+    parts: name -> size, the sum above 0. meanings: name -> phrase, for each part. form: formats a size.
+    total_name: name of the last row, the sum.
     """
     total = sum(parts.values())
     starts = [0.0, *accumulate(parts.values())]
@@ -145,19 +149,20 @@ def shares(
 
 
 def sizes_table(best: Mapping[int, Choice | None], *, steps: int | None = None) -> RenderableType:
-    """The best layout of each number of GPUs, compared with the smallest number that has one.
+    """Table of the best layout of each number of GPUs, compared with the smallest number that has one.
 
-    best: None where nothing fits. steps: optimizer steps of the run, if known; then GPU-hours are shown.
+    best: number of GPUs -> layout, None where nothing fits. steps: optimizer steps of the run; None: unknown,
+    and no GPU-hours are shown. "speed-up" compares tokens/s of whole clusters, "efficiency" tokens/s/GPU.
     """
     sizes = sorted(best)
     first = next(((gpus, c) for gpus in sizes if (c := best[gpus])), None)
 
     def texts(form: Callable[[int, Choice], str]) -> list[str]:
-        """A text for each size that has a layout."""
+        """form(GPUs, layout) for each size, "" where nothing fits."""
         return [form(gpus, c) if (c := best[gpus]) else "" for gpus in sizes]
 
     def gain(gpus: int, choice: Choice) -> float:
-        """Throughput of the whole cluster over that of the first size."""
+        """tokens/s of the whole cluster over those of the first size that has a layout."""
         assert first is not None
         per_gpu = choice.tokens_per_second_per_gpu / first[1].tokens_per_second_per_gpu
         return per_gpu * gpus / first[0]
@@ -199,7 +204,7 @@ def sizes_table(best: Mapping[int, Choice | None], *, steps: int | None = None) 
 
 
 def of_capacity(choice: Choice) -> Text:
-    """Peak over capacity in GiB."""
+    """Peak and capacity of a GPU in GiB, as "65.1 / 79.1 GiB"; red if the layout does not fit."""
     return in_red(choice, f"{choice.memory.peak / GIB:.1f} / {choice.cluster.memory / GIB:.1f} GiB")
 
 
@@ -209,7 +214,10 @@ def in_red(choice: Choice, text: str) -> Text:
 
 
 def too_full(choice: Choice) -> Iterator[Text]:
-    """A sentence if the layout does not fit."""
+    """Yield a sentence if the layout does not fit, else nothing.
+
+    A layout that leaves less than the planner's margin free does not fit either.
+    """
     over = choice.memory.peak - choice.cluster.memory
     if over > 0:
         yield Text(f"does not fit: {human(over)} more than a GPU has", style="red")

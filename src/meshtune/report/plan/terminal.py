@@ -18,7 +18,7 @@ MOST_REASONS = 6  # groups of layouts left out that are listed
 
 
 def answer(result: Answer, most: int) -> RenderableType:
-    """The whole answer, with at most `most` layouts."""
+    """All sections of the plan's answer; the table of the best layouts has at most `most`."""
     plan = result.plan
     cluster = plan.cluster
     head = Text.assemble(
@@ -65,7 +65,10 @@ def answer(result: Answer, most: int) -> RenderableType:
 
 
 def explained(choice: Choice, against: Iterable[str]) -> RenderableType:
-    """One layout part by part, and the sentences against it."""
+    """Memory and time of one layout, part by part.
+
+    against: reasons why it can't run, does not fit or has another global batch; may be empty.
+    """
     lines = list(against)
     parts: list[RenderableType] = [explanation(choice)]
     if lines:
@@ -74,7 +77,10 @@ def explained(choice: Choice, against: Iterable[str]) -> RenderableType:
 
 
 def largest(what: str, value: Any, choice: Choice) -> RenderableType:
-    """The largest model, sequence length or batch that fits, and its layout. what: `--max`'s word."""
+    """The largest model, sequence length or batch that fits, and its layout.
+
+    what: "model", "seq_len" or "batch". value: the model's name, tokens, or sequences.
+    """
     names = {"seq_len": "sequence, in tokens", "batch": "batch at once, in sequences", "model": "model"}
     shown = f"{value:,}" if isinstance(value, int) else value
     return Group(Text.assemble(f"The largest {names[what]}: ", (shown, "bold")), layouts_table([choice]))
@@ -93,6 +99,6 @@ def title(text: str) -> Text:
 
 
 def section(name: str, lines: Iterable[str], *, numbered: bool = False) -> RenderableType:
-    """A heading and its sentences, or an empty line without sentences."""
+    """A heading and its lines, indented, numbered from 1 if `numbered`; only an empty line without any."""
     texts = [Text(f"{number}. {line}" if numbered else line) for number, line in enumerate(lines, 1)]
     return Group(title(name), *(Padding(text, (0, 0, 0, 2)) for text in texts)) if texts else Text("")

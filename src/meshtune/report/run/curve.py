@@ -15,10 +15,11 @@ from rich.text import Text
 
 
 def curve(values: Sequence[float], *, steps: tuple[int, int], width: int = 64, height: int = 7) -> Text:
-    """A line of box-drawing characters through `values`, with both axes.
+    """A line of box-drawing characters through `values`, with both axes; without values a sentence.
 
-    More values than columns are averaged column by column; fewer are spread out. steps: both ends of the x
-    axis. width, height: columns and rows of the terminal.
+    values: in order, evenly spaced, finite. More values than columns are averaged column by column; fewer are
+    spread out. steps: (first, last) step, written at the ends of the x axis. width, height: terminal columns
+    and rows of the line, without the axes.
     """
     if not values:
         return Text("no values yet", style="dim")
@@ -50,7 +51,7 @@ def curve(values: Sequence[float], *, steps: tuple[int, int], width: int = 64, h
 
 
 def resampled(values: Sequence[float], width: int) -> list[float]:
-    """Means of `width` equal slices; where there are fewer values, each slice is the nearest earlier one."""
+    """`width` numbers: means of equal slices of `values`; with fewer values, values are repeated."""
     edges = [column * len(values) / width for column in range(width + 1)]
     slices = (values[int(start) : max(int(start) + 1, int(end))] for start, end in pairwise(edges))
     return [fmean(part) for part in slices]

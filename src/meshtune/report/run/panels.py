@@ -12,7 +12,10 @@ SMOOTHED_PART = 25  # a mean is taken over one 25th of the run
 
 
 def panels(rows: Sequence[Row]) -> list[Lines]:
-    """Every panel that the rows can fill, the most important first."""
+    """Every panel that the rows have values for, the most important first; [] without any.
+
+    rows: of metrics.jsonl, all kinds.
+    """
     train, evals = of_kind(rows, "train"), of_kind(rows, "eval")
     warm = train[1:] if len(train) > 10 else train  # compiling in the first step would flatten all the others
     of_warm = "" if warm is train else ", without the first step"
@@ -21,7 +24,7 @@ def panels(rows: Sequence[Row]) -> list[Lines]:
         return series("held out", "other", evals, column)
 
     def beside(name: str, column: str) -> Series:
-        """A second quantity, smoothed like the first."""
+        """The running mean alone of a second quantity, in the second colour."""
         return replace(smoothed(name, warm, column)[-1], name=name, role="other")
 
     losses = (*smoothed("train", train, "loss"), held_out("loss"))
@@ -50,13 +53,13 @@ def panels(rows: Sequence[Row]) -> list[Lines]:
 
 
 def series(name: str, role: Role, rows: Sequence[Row], column: str, *, unit: float = 1) -> Series:
-    """One column over steps, without nulls, in multiples of `unit`."""
+    """One column of rows over their steps; rows without a value are left out. unit: divides the values."""
     points = [(row["step"], row[column] / unit) for row in rows if row.get(column) is not None]
     return Series(name, role, tuple(step for step, _ in points), tuple(value for _, value in points))
 
 
 def smoothed(name: str, rows: Sequence[Row], column: str) -> tuple[Series, ...]:
-    """A column alone where it is short; else faint, and its running mean in front of it."""
+    """(The column,) if it has fewer than 2 · SMOOTHED_PART values; else (it in faint, its running mean)."""
     raw = series(name, "main", rows, column)
     window = len(raw.y) // SMOOTHED_PART | 1  # odd, so that the mean has a middle
     if window < 3:
@@ -66,10 +69,11 @@ def smoothed(name: str, rows: Sequence[Row], column: str) -> tuple[Series, ...]:
 
 
 def running_mean(values: Sequence[float], window: int) -> tuple[float, ...]:
-    """Centred mean over `window` (odd) values.
+    """Mean of the `window` (odd) values around each value; as many means as values.
 
-    Near the ends it narrows, to an eighth on each side: that neither bends a slope, as a one-sided mean does,
-    nor shows the last values' noise as the trend.
+    Near an end it takes as many values on each side as there are up to the end, but on the inner side at
+    least window // 8: a one-sided mean of all `window` values would change the trend at the ends, and fewer
+    values would show noise as a trend.
     """
     sums = [0.0]
     for value in values:

@@ -35,7 +35,7 @@ SAMPLE_CHARACTERS = 60_000  # of prompts and answers on a page, so that it stays
 def write_report(run: RunDir) -> Path:
     """Write the run folder's report.html, again if it exists, and return its path.
 
-    Raises NotDrawn without Altair, and OSError where the file can't be written.
+    Raises NotDrawn without Altair if there is anything to draw, and OSError where the file can't be written.
     """
     write_text_atomically(run.report_file, report_page(run))
     return run.report_file
@@ -56,7 +56,11 @@ def try_report(run: RunDir) -> str:
 
 
 def write_picture(run: RunDir, file: Path, *, dark: bool = False) -> Path:
-    """Write the report's charts as .png or .svg, two a row below the first; the run must have rows."""
+    """Write the report's charts as .png or .svg, two a row below the first, and return `file`.
+
+    dark: the dark theme. Raises ValueError if the run has no rows to draw, UserError for another suffix and
+    without Altair.
+    """
     first, *others = panels(run.rows())
     rows = [[first], *(others[place : place + 2] for place in range(0, len(others), 2))]
     return write(file, rows, title=run.path.resolve().name, dark=dark)
@@ -80,7 +84,7 @@ def report_page(run: RunDir) -> str:
 
 
 def _subtitle(summary: Summary, facts: Row) -> str:
-    """One line: model, method, steps, tokens, time, and how the run ended."""
+    """HTML of one line: model, method, steps, tokens, time, and how the run ended. facts: of `facts_of`."""
     parts = [f"{summary.steps:,} steps"]
     if facts.get("model"):
         parts.insert(0, f"{text(facts['model'])}, {text(facts.get('method', 'full'))} fine-tuning")
@@ -127,7 +131,7 @@ def _headline(summary: Summary) -> str:
 
 
 def _samples(run: RunDir) -> str:
-    """Held-out prompts with the expected answer and the model's, before and after."""
+    """HTML of held-out prompts with the expected answer and the model's, before and after; "" without any."""
     samples = samples_of(run)
     if not samples:
         return ""
@@ -143,7 +147,7 @@ def _samples(run: RunDir) -> str:
 
 
 def _within_budget(samples: list[Sample]) -> list[Sample]:
-    """The first samples, and as many of the others as SAMPLE_CHARACTERS allow; at least one."""
+    """As many samples from the first on as have SAMPLE_CHARACTERS characters together, but at least one."""
     characters = 0
     for place, one in enumerate(samples):
         characters += sum(len(part or "") for part in (one.prompt, one.expected, one.before, one.after))
@@ -153,6 +157,7 @@ def _within_budget(samples: list[Sample]) -> list[Sample]:
 
 
 def _sample_row(sample: Sample, *, twice: bool) -> str:
+    """HTML of a table row. twice: True if the table has columns for the answers before and after."""
     answers = (sample.before or "", sample.after) if twice else (sample.after,)
     cells = [f"<td>{text(sample.prompt)}</td><td>{text(sample.expected or '')}</td>"]
     for answer in answers:
@@ -162,7 +167,7 @@ def _sample_row(sample: Sample, *, twice: bool) -> str:
 
 
 def _facts(title: str, facts: Iterable[tuple[str, str]]) -> str:
-    """A small table of names and values."""
+    """HTML of a section with a table of (name, value), which are escaped; "" without facts. title: HTML."""
     rows = [f"<tr><th>{text(name)}</th><td>{text(value)}</td></tr>" for name, value in facts]
     return f"<section><h2>{title}</h2><table class='facts'>{''.join(rows)}</table></section>" if rows else ""
 
@@ -180,7 +185,10 @@ def _settings(run: RunDir) -> str:
 
 
 def _leaves(facts: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
-    """Nested facts as pairs of a dotted name and a text."""
+    """Yield (dotted name, text) of each fact at any depth, those that are None left out.
+
+    prefix: of all names, with its dot at the end.
+    """
     for key, value in facts.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{key}.")

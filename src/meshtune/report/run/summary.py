@@ -13,7 +13,11 @@ from meshtune.rundir import Row, RunDir
 
 @dataclass(frozen=True)
 class Summary:
-    """Headline numbers; None where the rows have none (a run just begun, no evaluation, MFU on a CPU)."""
+    """Headline numbers; None where the rows have none (a run just begun, no evaluation, MFU on a CPU).
+
+    Losses are means per label token. first_eval_*, first_exact_match: of the first evaluation, last_* of the
+    last one; with one exact match only the last is set.
+    """
 
     name: str
     status: str  # running | finished | what the last "end" row says
@@ -29,11 +33,11 @@ class Summary:
     first_exact_match: float | None  # share of the prompts, 0 to 1
     last_exact_match: float | None
     prompts: int | None  # number of prompts that exact match was measured on
-    tokens_per_second_per_gpu: float | None  # median
-    mfu: float | None  # median, 0 to 1
-    tokens: int | None
+    tokens_per_second_per_gpu: float | None  # median over the steps after the first
+    mfu: float | None  # median over the steps after the first, 0 to 1
+    tokens: int | None  # trained on, without padding
     seconds: float | None  # of training steps
-    peak_memory_bytes: int | None
+    peak_memory_bytes: int | None  # highest in any row
     model_folder: str | None  # None until it exists
     report: str | None  # None until it exists
 
@@ -44,7 +48,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Sample:
-    """One held-out prompt with the model's first and last answer."""
+    """One held-out prompt with the expected answer and the model's first and last one."""
 
     prompt: str
     expected: str | None
@@ -118,12 +122,12 @@ def speed_unit(rows: Sequence[Row]) -> str:
 
 
 def of_kind(rows: Sequence[Row], kind: str) -> list[Row]:
-    """The rows of one kind: "run", "train", "eval" or "end"."""
+    """The rows of one kind, in their order. kind: "run", "train", "eval" or "end"."""
     return [row for row in rows if row.get("kind") == kind]
 
 
 def values(rows: Sequence[Row], name: str) -> list[Any]:
-    """One column, without nulls."""
+    """Values of column `name`, in the order of rows; rows where it is missing or None are left out."""
     return [row[name] for row in rows if row.get(name) is not None]
 
 

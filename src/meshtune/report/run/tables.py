@@ -12,9 +12,9 @@ from meshtune.units import count, duration, human
 
 
 def run_summary(run: RunDir, *, curve_width: int = 60) -> RenderableType:
-    """A run's loss curve, its headline numbers, and the paths of its model and report.
+    """A run's loss curve, its headline numbers, and the paths of its model and report, as far as they exist.
 
-    curve_width: columns of the terminal.
+    curve_width: width of the curve in terminal columns, without its axis.
     """
     summary, train = summarise(run), run.rows("train")
     parts: list[RenderableType] = []
@@ -67,12 +67,15 @@ def headline(summary: Summary) -> list[tuple[str, str]]:
 
 
 def change(first: float | None, last: float, form: str) -> str:
-    """`first → last`, or `last` alone; `form` is Python's format of both."""
+    """`first → last`, or `last` alone if `first` is None; `form` is Python's format of both."""
     return f"{last:{form}}" if first is None else f"{first:{form}} → {last:{form}}"
 
 
 def samples_table(run: RunDir, *, limit: int = 5) -> RenderableType:
-    """Held-out prompts with the expected answer and the model's, before and after; green where right."""
+    """Table of the first `limit` held-out prompts with expected answer and the model's, green where right.
+
+    Answers before and after, if any prompt was answered more than once. A sentence if there are no samples.
+    """
     samples = samples_of(run)[:limit]
     if not samples:
         return Text("No samples were taken; set eval.samples to a number of prompts.", style="dim")
