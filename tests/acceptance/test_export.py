@@ -147,6 +147,7 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_written(
         ([finished("full"), taken], "not empty"),
         ([finished("full"), tmp_path / "out", "--merge"], "no LoRA adapter"),
         ([finished("full"), tmp_path / "out", "--step", 3], "3"),
+        ([finished("full") / "config.yaml", tmp_path / "out", "--step", 3], "is no run folder"),
         ([tmp_path / "nowhere", tmp_path / "out"], "nowhere"),
     ):
         ended = meshtune("export", *words)

@@ -59,11 +59,13 @@ def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = 
     alone name the model. overrides: section.key=value, which change the run's or file's settings. step: of
     the run's checkpoint to use; None: model/, or without it the newest whole checkpoint (damaged ones that
     are newer are printed on stderr). Raises UserError if a run has neither, or if `step` is given and `name`
-    is a folder or hub id that is no run; a config file ignores `step`.
+    is no run folder.
     """
     path = Path(name).expanduser() if name else None
     if path and path.name == "model" and (path.parent / "config.yaml").exists():
         path = path.parent  # a run's model is prompted and evaluated as its run was
+    if step is not None and not (path and (path / "config.yaml").exists()):
+        raise UserError(f"--step {step}: {name or 'the model'} is no run folder.")
     if path is None or path.is_file():
         return Target(settings.load(path, overrides))
     if (path / "config.yaml").exists():
@@ -78,8 +80,6 @@ def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = 
         for sentence in damaged:  # an older checkpoint stands in for a damaged one: never without a word
             print(sentence, file=sys.stderr)
         return Target(config, None, run, step)
-    if step is not None:
-        raise UserError(f"--step {step}: {name} is no run folder.")
     folder = path if path.is_dir() else None
     adapter = folder is not None and (folder / "adapter_config.json").exists()
     base = adapter_base(folder) if adapter and folder else str(name)

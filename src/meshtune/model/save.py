@@ -279,6 +279,7 @@ def _write_piece(descriptor: int, offset: int, piece: Piece, dtype: torch.dtype 
     tensor = piece.tensor.detach().to("cpu", dtype).contiguous()
     if not tensor.numel():
         return
+    assert tensor.shape[2:] == piece.shape[2:], "only the first two dimensions can be sharded"
     itemsize, data = tensor.element_size(), tensor.reshape(-1).view(torch.uint8).numpy()
     runs = 1 if tensor.shape[1:] == piece.shape[1:] else tensor.shape[0]
     run_bytes = len(data) // runs

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from meshtune.errors import UserError
 from meshtune.report.draw.page import page, text
 from meshtune.report.draw.picture import write
 from meshtune.report.draw.vega import NotDrawn
@@ -58,10 +59,13 @@ def try_report(run: RunDir) -> str:
 def write_picture(run: RunDir, file: Path, *, dark: bool = False) -> Path:
     """Write the report's charts as .png or .svg, two a row below the first, and return `file`.
 
-    dark: the dark theme. Raises ValueError if the run has no rows to draw, UserError for another suffix and
-    without Altair.
+    dark: the dark theme. Raises UserError if the run has no rows to draw, for another suffix and without
+    Altair.
     """
-    first, *others = panels(run.rows())
+    drawn = panels(run.rows())
+    if not drawn:
+        raise UserError(f"{run.path} has no rows to draw yet.")
+    first, *others = drawn
     rows = [[first], *(others[place : place + 2] for place in range(0, len(others), 2))]
     return write(file, rows, title=run.path.resolve().name, dark=dark)
 
@@ -161,8 +165,7 @@ def _sample_row(sample: Sample, *, twice: bool) -> str:
     answers = (sample.before or "", sample.after) if twice else (sample.after,)
     cells = [f"<td>{text(sample.prompt)}</td><td>{text(sample.expected or '')}</td>"]
     for answer in answers:
-        right = sample.expected is not None and answer.strip() == sample.expected.strip()
-        cells.append(f"<td class='{'right' if right else 'wrong'}'>{text(answer)}</td>")
+        cells.append(f"<td class='{'right' if sample.matches(answer) else 'wrong'}'>{text(answer)}</td>")
     return f"<tr>{''.join(cells)}</tr>"
 
 

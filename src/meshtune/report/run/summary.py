@@ -55,6 +55,10 @@ class Sample:
     before: str | None  # None where the prompt was answered only once
     after: str
 
+    def matches(self, answer: str) -> bool:
+        """True if the answer is the expected one, surrounding white space aside; False if none is expected."""
+        return self.expected is not None and answer.strip() == self.expected.strip()
+
 
 def summarise(run: RunDir) -> Summary:
     """Headline numbers of a run, which may still be running or have no rows yet."""

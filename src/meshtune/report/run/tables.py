@@ -86,8 +86,7 @@ def samples_table(run: RunDir, *, limit: int = 5) -> RenderableType:
     for sample in samples:
         answers = (sample.before or "", sample.after) if twice else (sample.after,)
         marked = (
-            Text(answer, style="green" if answer.strip() == (sample.expected or "").strip() else "yellow")
-            for answer in answers
+            Text(answer, style="green" if sample.matches(answer) else "yellow") for answer in answers
         )
         table.add_row(Text(sample.prompt), Text(sample.expected or ""), *marked)
     return Padding(table, (0, 0, 1, 0))
