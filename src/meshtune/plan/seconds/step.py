@@ -56,7 +56,7 @@ def step(
     """Seconds of one optimizer step.
 
     document_tokens: mean length of the documents that tokens attend in (the sum of their squared lengths over
-    the sum of their lengths); None: whole sequences.
+    the sum of their lengths), counted as at most seq_len; None: whole sequences.
     """
     document_tokens = _within(seq_len, document_tokens)
     block = block_seconds(work, layouts, machine, seq_len, document_tokens)
@@ -96,5 +96,5 @@ def compute_parts(
 
 
 def _within(seq_len: Number, document_tokens: Number | None) -> Number:
-    """Mean document length that fits the sequence."""
+    """Mean document length in tokens, at most `seq_len`; None: `seq_len`."""
     return seq_len if document_tokens is None else np.minimum(document_tokens, seq_len)
