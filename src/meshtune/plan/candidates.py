@@ -32,7 +32,7 @@ Given = Mapping[str, Any]  # the fields of Layout that are fixed, with their val
 
 
 def candidates(workload: Workload, cluster: Cluster, fixed: Given) -> Columns:
-    """All ways to use the cluster's ranks that can make the global batch. Raises UserError where there is none.
+    """All ways to use the cluster's ranks that can make the global batch. Raises UserError if there is none.
 
     Their columns of micro-batch size (1), accumulation (more steps than any schedule asks for) and
     recomputation (none) are placeholders, which `with_micro_batches` replaces.
@@ -158,7 +158,8 @@ def _shardings(
 ) -> list[Option]:
     """Replicas, shards and ZeRO stages of the data ranks that `sizes` leave of the cluster.
 
-    sizes: of MODEL_AXES. data_ranks: numbers of them that make the global batch; empty for any other.
+    sizes: of MODEL_AXES. data_ranks: numbers of data ranks that make the global batch; with another number
+    the result is empty.
     """
     data = cluster.gpus // math.prod(sizes.values())
     if data not in data_ranks:
@@ -191,7 +192,8 @@ def _schedules(pp: int, blocks: int, fixed: Given) -> list[Option]:
     """Schedules with their stages per rank (`virtual_stages`): 2 under V schedules.
 
     VIRTUAL_SCHEDULES take powers of two up to min(MOST_VIRTUAL_STAGES, blocks // pp), interleaved1f1b and
-    loopedbfs from 2 on, even if the blocks are too few; all others 1. Without a pipeline: 1f1b with 1.
+    loopedbfs from 2 on, even if the blocks are too few; all others 1. A fixed virtual_stages replaces these,
+    and leaves out schedules that can't have it. Without a pipeline: 1f1b with 1.
     """
     if pp == 1:
         return [{"schedule": Layout.schedule, "virtual_stages": 1}]
@@ -215,7 +217,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _no_batch(workload: Workload, cluster: Cluster, fixed: Given) -> str:
-    """A sentence on why there is no candidate, with the nearest global batch that has one, if any is found."""
+    """A sentence on why there is no candidate, with the nearest global batch that has one, if any does."""
     size, gpus = workload.global_batch_size, cluster.gpus
     usual = {field.name: field.default for field in fields(Layout)}
     settings = ", ".join(f"{name} {value}" for name, value in fixed.items() if value != usual[name])

@@ -74,10 +74,10 @@ def cluster_of(
 
     Fields that the settings leave out are the GPU kind's usual machine's; without a kind, this machine's.
 
-    gpus: their number, if the settings leave it out; None: those here if no kind is set, else 1. seen: returns
-    (driver's name, bytes) of each GPU here, called only if no kind is set; None: asks the driver. Where it
-    returns none, the cluster is this machine's processor. Raises UserError for an unknown kind or efficiency,
-    a cluster.hardware that can't be read, and GPUs that don't fill whole nodes.
+    gpus: their number, if the settings leave it out; None: those here if no kind is set, else 1. seen:
+    returns (driver's name, bytes) of each GPU here, called only if no kind is set; None: asks the driver.
+    Where it returns none, the cluster is this machine's processor. Raises UserError for an unknown kind or
+    efficiency, a cluster.hardware that can't be read, and GPUs that don't fill whole nodes.
     """
     kinds = catalogue() | _kinds_of_file(settings)
     memory = settings.memory_gib * GIB if settings.memory_gib else None
@@ -128,8 +128,8 @@ def gpus_here() -> list[tuple[str, float]]:
 def _seen_kind(seen: list[tuple[str, float]], kinds: Mapping[str, Gpu], ranks: int) -> tuple[Gpu, int, float]:
     """(kind, number, bytes of each) of the GPUs seen here, by the first one's name; bytes of the smallest.
 
-    seen: (driver's name, bytes) of each. Empty: (cpu, `ranks`, an equal part of this machine's memory). Raises
-    UserError for a GPU that is not in the catalogue.
+    seen: (driver's name, bytes) of each. Empty: (cpu, `ranks`, an equal part of this machine's memory).
+    Raises UserError for a GPU that is not in the catalogue.
     """
     if not seen:
         return kinds["cpu"], ranks, psutil.virtual_memory().total / ranks

@@ -67,9 +67,10 @@ class Stages:
 
 
 def in_flight(layouts: Columns, rank: Number = 0.0) -> Number:
-    """Micro-batches whose activations pipeline rank `rank` (0: the first) holds at most; 1 without a pipeline.
+    """Micro-batches whose activations pipeline rank `rank` (0: the first) holds at most.
 
-    A micro-batch that is in one of a rank's v stages alone counts as 1/v. Never more than a step has.
+    A micro-batch that is in one of a rank's v stages alone counts as 1/v. Never more than a step has; 1
+    without a pipeline.
 
     GPipe, looped BFS: all.
     1F1B: the ranks from this one on (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).

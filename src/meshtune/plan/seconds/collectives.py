@@ -144,8 +144,7 @@ def shard_collectives(
 
 
 def trained_on_rank(work: Work, layouts: Columns) -> Number:
-    """Trained parameters of a rank, after tp and pp, before ZeRO; in a pipeline, of one with embedding or head.
-    """
+    """Trained elements of a rank after tp and pp, before ZeRO; in a pipeline, with embedding or head."""
     blocks = work.blocks / layouts.pp * work.trained_block_parameters
     return (blocks + outside_blocks(work, layouts) * work.trained_outside) / layouts.tp
 
