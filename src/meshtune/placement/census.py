@@ -189,7 +189,7 @@ class Census:
 
 @dataclass(frozen=True)
 class StepFlops:
-    """The FLOPs that one global batch needs, by part."""
+    """The FLOPs of one forward and backward pass without recomputation, by part."""
 
     matmul_forward: float
     matmul_backward: float

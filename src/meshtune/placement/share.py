@@ -37,9 +37,9 @@ class Split:
 
 
 def piece(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Return (start, stop) of piece `index` of `parts`, by torch.chunk's rule.
+    """Return (start, stop) of piece `index` of `parts`, from 0, by torch.chunk's rule.
 
-    All pieces have ceil(size / parts) elements, the last ones fewer or none.
+    All pieces have ceil(size / parts) elements, the last ones fewer or none (start == stop).
     """
     longest = -(-size // parts)
     return min(index * longest, size), min((index + 1) * longest, size)
@@ -49,7 +49,7 @@ def piece(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def coordinates(layout: Layout, rank: int) -> dict[str, int]:
-    """The index of `rank` on each of AXES."""
+    """The index of `rank` on each of AXES, by name; consecutive ranks differ in tp first, in pp last."""
     place: dict[str, int] = {}
     for axis in reversed(AXES):
         rank, place[axis] = divmod(rank, getattr(layout, axis))

@@ -64,10 +64,10 @@ class Elements(NamedTuple):
 class States(NamedTuple):
     """Bytes of model states on a rank."""
 
-    weights: Number  # that stay on the rank: all of them, or its ZeRO shard
+    weights: Number  # that stay on the rank: all of them, or its ZeRO shard, which in FSDP is the masters
     gradients: Number
-    optimizer: Number  # masters beside the weights, and the optimizer's state
-    gathered: Number = 0.0  # whole weights that ZeRO-1 and -2 of FSDP hold beside the shard
+    optimizer: Number  # the optimizer's state, and masters that lie beside the weights
+    gathered: Number = 0.0  # whole compute weights that ZeRO-1 and -2 of FSDP hold beside the shard
 
     @property
     def total(self) -> Number:

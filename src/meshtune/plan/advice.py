@@ -75,7 +75,10 @@ def spent(part: str, layout: Layout) -> str:
 
 
 def reasoning(plan: Plan, choice: Choice) -> list[str]:
-    """Sentences from the global batch to the layout, in the order in which an engineer would think."""
+    """Sentences from the global batch to the layout, in the order in which an engineer would think.
+
+    choice: the chosen layout, one of the plan's.
+    """
     workload, cluster, layout = plan.workload, plan.cluster, choice.layout
     batch, documents = workload.global_batch_size, workload.document_tokens
     parameters = float(workload.work.parameters)

@@ -83,7 +83,7 @@ def remedies(workload: Workload, cluster: Cluster, lighter: Lighter = dict) -> I
 
 
 def _remedies(workload: Workload, cluster: Cluster, lighter: Lighter) -> Iterator[tuple[str, Choice]]:
-    """(setting, best layout under it) for each kind of change that makes something fit."""
+    """(setting, best layout under it) for each kind of change in `remedies` that makes something fit."""
     for factor in MORE_GPUS if cluster.gpu.name != "cpu" else ():  # processors share one memory
         if choice := _best(workload, cluster, cluster.gpus * factor):
             yield f"cluster.gpus={cluster.gpus * factor}", choice
@@ -237,7 +237,10 @@ def _largest_seq_len(workload: Workload, cluster: Cluster) -> tuple[int, Choice]
 
 
 def _bisect(fits: Callable[[int], bool], low: int, high: int, step: int) -> int:
-    """The largest multiple of `step` between low, which fits, and high, which does not; else low."""
+    """The largest multiple of `step` that fits between low, which fits, and high, taken not to; else low.
+
+    Sizes between them are taken to fit up to some size and no further.
+    """
     while high - low > step:
         middle = (low + high) // 2 // step * step
         if middle <= low:

@@ -126,9 +126,10 @@ def machine_of(workload: Workload, cluster: Cluster) -> Machine:
 
 
 def rates(cluster: Cluster, precision: str) -> dict[str, float]:
-    """Peak FLOP/s of matmuls (`flops`) and of attention (`core_flops`) in a precision of the settings.
+    """Peak FLOP/s of matmuls (`flops`) and of attention (`core_flops`), which are equal, by name.
 
-    torch computes fp32 without TF32 unless told otherwise.
+    precision: as in the settings; UserError for another. torch computes fp32 without TF32 unless told
+    otherwise.
     """
     rate = getattr(cluster.gpu, PRECISIONS[precision].rate) * PRECISIONS[precision].rate_share
     return {"flops": rate, "core_flops": rate}

@@ -183,7 +183,7 @@ def _ranked(seconds: Number, occupied: Number, recompute: Number) -> Number:
 
 
 def explained(workload: Workload, cluster: Cluster, layout: Layout) -> Choice:
-    """The prediction for one layout, whether it fits or not."""
+    """The prediction for one layout, whether it fits, and the model can be trained under it, or not."""
     layouts = Columns.of([layout])
     seconds, memory = times(workload, cluster, layouts), peak(workload, cluster, layouts)
     return choice_of(workload, cluster, layout, at(seconds, 0), at(memory, 0))

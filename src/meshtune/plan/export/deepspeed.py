@@ -34,7 +34,7 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
 
 
 def engine(config: Config, layout: Layout) -> dict[str, Any]:
-    """DeepSpeed's JSON without optimizer and schedule, which a Trainer brings along."""
+    """DeepSpeed's JSON, as a mapping, without optimizer and schedule, which a Trainer brings along."""
     train = config.train
     # No train_batch_size: DeepSpeed checks it against the world before it knows of tensor-parallel ranks.
     settings: dict[str, Any] = {

@@ -30,7 +30,7 @@ def refuse(config: Config, layout: Layout, gpus_per_node: int, problems: Iterabl
 
 
 def problems_of_all_tools(config: Config, layout: Layout, gpus_per_node: int) -> Iterator[str]:
-    """Sentences on why no tool can run the layout: precision, nodes that are not full, another batch."""
+    """Sentences on why no tool can run the layout: precision, recomputation, partly filled nodes, batch."""
     if config.train.precision not in EXPORTED_PRECISIONS:
         yield (
             f"train.precision={config.train.precision} runs in meshtune alone, no other tool trains in it; "

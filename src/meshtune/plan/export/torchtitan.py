@@ -176,7 +176,7 @@ def fields(config: Config, layout: Layout, source: SourceConfig) -> dict[str, st
 
 
 class Name(str):
-    """A Python expression, in the place of a value."""
+    """A Python expression, which `call` writes as it is: its repr is its text, without quotes."""
 
     __repr__ = str.__str__
 
@@ -239,7 +239,7 @@ def rows(config: Config, source: SourceConfig) -> str:
 
 
 def problems(config: Config, layout: Layout) -> Iterator[str]:
-    """Sentences on why the tool can\'t run the layout or the workload."""
+    """Sentences on why the tool can\'t run the layout or the workload; empty: it can."""
     if config.method == "lora":
         yield (
             f"{TOOL}'s Transformers backend has no LoRA; for method=lora use --export axolotl or "

@@ -106,8 +106,8 @@ class Sizes(NamedTuple):
 class LossBytes(NamedTuple):
     """Bytes that the rank with the head holds for the last norm, the logits and the loss."""
 
-    at_loss: Number  # while logits exist, at most
-    per_extra_micro_batch: Number  # for each other micro-batch in flight
+    at_loss: Number  # at most, while logits exist: logits, gradients and copies in the loss
+    per_extra_micro_batch: Number  # held for each micro-batch in flight but the one in the loss
     norm_forward: Number  # activations of the last norm, in the loss
     norm_backward: Number  # activations of the last norm, in its backward
     head_backward: Number  # head gradient and loss buffers that are not freed yet, in the head's backward

@@ -46,8 +46,9 @@ class Stages:
     def cut(cls, work: Work, layouts: Columns, by: str) -> Stages:
         """Stages as a stack cuts them (`Accounting.stage_cut`).
 
-        by: "blocks": evenly; "slots": embedding and head take the place of a block each; "matmuls": each rank
-        takes blocks until it has passed its part of all matmul elements, the head's included.
+        by: "blocks": evenly; "slots": embedding and head take the place of a block each; "matmuls", as any
+        other word: each rank takes blocks until it has passed its part of all matmul elements, the head's
+        included. One rank has all blocks.
         """
         even, blocks = cls.even(work.blocks, layouts), work.blocks + 0 * layouts.pp
         if by == "blocks":

@@ -68,7 +68,7 @@ class RankElements(NamedTuple):
 
 
 def rank_elements(work: Work, layouts: Columns, stages: Stages) -> RankElements:
-    """Elements on each of the stages' ranks.
+    """Elements on each of the stages' ranks, after tp and before and after ZeRO.
 
     Where the head is the embedding (tied), the last stage of a pipeline has a copy of its own.
     """

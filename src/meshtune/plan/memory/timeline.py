@@ -192,8 +192,7 @@ def step_timeline(
 ) -> dict[str, dict[str, Number]]:
     """Bytes that each pipeline rank holds at each of EVENTS, by category but overhead: [RANKS, layouts] each.
 
-    first_step: of a run's first step, whose update allocates the optimizer state: before it there are masters
-    alone. False: of any later step.
+    first_step: of a run's first step; before its update, of the optimizer state masters alone are allocated.
     """
     precision, elements = accounting.precision, rank_elements(work, layouts, stages)
     states = held_states(precision, elements.total, layouts, shards_masters=accounting.shards_masters)
@@ -291,5 +290,5 @@ def peak(
 
 
 def _of_rank(values: Number, rank: Number) -> Number:
-    """From [RANKS, layouts], the value of the rank that is named for each layout."""
+    """Values [layouts] from values [RANKS, layouts]. rank: for each layout, the index to take."""
     return np.take_along_axis(values, rank[None], 0)[0]

@@ -150,7 +150,7 @@ def trained_on_rank(work: Work, layouts: Columns) -> Number:
 
 
 def outside_blocks(work: Work, layouts: Columns) -> Number:
-    """Parameters outside the blocks on a pipeline rank that has some, before tp: in a pipeline one matrix."""
+    """Elements outside the blocks on a rank, before tp; in a pipeline, of a rank with embedding or head."""
     return np.where(layouts.pp > 1, work.vocabulary * work.hidden, work.outside_parameters)
 
 
@@ -193,7 +193,7 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block_b
 
 
 def optimizer_update(work: Work, layouts: Columns, machine: Machine) -> Number:
-    """Seconds to update a rank's trained parameters, or its ZeRO shard of them: memory traffic."""
+    """Seconds of a step's update of a rank's trained parameters, or its ZeRO shard of them: memory traffic."""
     trained = trained_on_rank(work, layouts)
     updated = np.where(layouts.zero > 0, trained / layouts.shard_ranks, trained)
     return updated * machine.optimizer_bytes / (machine.bandwidth * machine.memory)

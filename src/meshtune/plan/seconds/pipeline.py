@@ -53,9 +53,9 @@ def pipeline_seconds(
 
 
 def _slowest_stage(blocks: Number, pp: Number, head_blocks: Number, balanced: Number) -> Number:
-    """Cost of the slowest stage in blocks.
+    """Cost of the slowest pipeline rank, in blocks; the head counts only with a pipeline.
 
-    head_blocks: cost of the head in blocks. balanced: as in Machine.
+    head_blocks: cost of the head and loss, in blocks. balanced: as in Machine.
     """
     equal = np.ceil(blocks / pp - 1e-9) + np.where(pp > 1, head_blocks, 0.0)
     on_last = np.maximum(1.0, np.round((blocks + head_blocks) / pp - head_blocks))

@@ -80,7 +80,10 @@ def step(
 def compute_parts(
     work: Work, layouts: Columns, machine: Machine, seq_len: Number, document_tokens: Number | None = None
 ) -> dict[str, Number]:
-    """Seconds of `Seconds.compute` by kind of work; they add up to it. document_tokens: as in `step`."""
+    """Seconds per step of `Seconds.compute`, by kind of work; they add up to it.
+
+    document_tokens: as in `step`. The head's are a pipeline's mean over ranks.
+    """
     block = block_compute(work, layouts, machine, seq_len, _within(seq_len, document_tokens))
     head = head_and_loss(machine, layouts.rank_tokens(seq_len), work, layouts.tp)
     micro_batches = layouts.gradient_accumulation_steps
