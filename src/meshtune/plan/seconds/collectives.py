@@ -193,7 +193,7 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block_b
 
 
 def optimizer_update(work: Work, layouts: Columns, machine: Machine) -> Number:
-    """Seconds of a step's update of a rank's trained parameters, or its ZeRO shard of them: memory traffic."""
+    """Seconds per step to update a rank's trained parameters, or its ZeRO shard of them: memory traffic."""
     trained = trained_on_rank(work, layouts)
     updated = np.where(layouts.zero > 0, trained / layouts.shard_ranks, trained)
     return updated * machine.optimizer_bytes / (machine.bandwidth * machine.memory)
