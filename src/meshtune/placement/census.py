@@ -24,6 +24,8 @@ from meshtune.units import Number
 class Matrix:
     """A parameter that every token is multiplied with, `count` times (of experts: as many as are active).
 
+    Sizes are those of the whole model, before tp.
+
     input_gradient: whether backward needs the gradient of this matrix's input (something before it is
     trainable).
     """
@@ -56,8 +58,8 @@ class Attention:
 
     query_heads: int
     key_heads: int
-    qk_dim: int
-    v_dim: int
+    qk_dim: int  # features of a head of queries or keys
+    v_dim: int  # features of a head of values
     window: int | None = None
     gradients: tuple[bool, bool, bool] = (True, True, True)  # whether queries, keys, values need theirs
 
@@ -76,14 +78,14 @@ class Attention:
 class Parameter:
     """One parameter tensor.
 
-    cut: the dimension that tensor parallelism cuts; None: every rank holds all of it. heads: key-value heads
-    in that dimension; more ranks than those hold all of it too. 0: it has none. whole: what it makes (cut 0)
-    or takes (cut 1) is gathered from the ranks. last: it lies after the blocks.
+    cut: the dimension that tensor parallelism cuts; None: each rank holds the whole tensor. heads: key-value
+    heads along that dimension, 0: none; with tp > heads each rank holds the whole tensor. whole: its output
+    (cut 0) or its input's gradient (cut 1) is all-gathered over the tp ranks. last: it lies after the blocks.
     """
 
     name: str  # inside its block, such as self_attn.q_proj.weight
     kind: str  # embedding | attention | mlp | norm | head | adapter | other
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # before tp
     trainable: bool = True
     cut: int | None = None
     heads: int = 0
@@ -98,10 +100,10 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Parameters:
-    """All of one kind; in elements."""
+    """Elements of all parameters of one kind."""
 
-    kind: str
-    count: int
+    kind: str  # one of those of Parameter
+    count: int  # trainable and frozen
     trainable: int
 
 
@@ -126,7 +128,11 @@ class SavedBytes:
 
 @dataclass(frozen=True)
 class Block:
-    """saved: (bytes of an element of activations, what is saved) for 2 and 4; empty where it is not known."""
+    """One transformer block.
+
+    saved: (bytes of an element of activations, what is saved) for 2 and 4; a size that the model's forward
+    refused is left out, so that it may be empty.
+    """
 
     matrices: tuple[Matrix, ...]
     attention: tuple[Attention, ...]
@@ -136,12 +142,14 @@ class Block:
 
 @dataclass(frozen=True)
 class Census:
+    """The numbers of one model, before any parallelism."""
+
     family: str  # transformers' model_type
-    hidden: int
-    vocabulary: int
+    hidden: int  # features of a hidden state
+    vocabulary: int  # rows of the embedding
     blocks: tuple[Block, ...]
-    outside: tuple[Matrix, ...]  # multiplied with every token, but in no block
-    head: Matrix | None
+    outside: tuple[Matrix, ...]  # multiplied with every token, but in no block; without the head
+    head: Matrix | None  # None: it has none that is known, and `unsupported` says so
     parameters_outside: tuple[Parameter, ...]  # embedding, last norm, a head of its own …
     tied: bool  # head and embedding are one parameter, counted as embedding
     unsupported: str | None = None  # why the FLOPs of this model are unknown
@@ -181,7 +189,7 @@ class Census:
 
 @dataclass(frozen=True)
 class StepFlops:
-    """The FLOPs that one global batch needs, by part."""
+    """The FLOPs of one forward and backward pass without recomputation, by part."""
 
     matmul_forward: float
     matmul_backward: float
@@ -196,22 +204,28 @@ class StepFlops:
 
 
 def document_pairs(tokens: Number, window: Number = np.inf) -> Number:
-    """(query, key) pairs of causal attention in a document: n(n + 1)/2 for n tokens, fewer with a window."""
+    """(query, key) pairs of causal attention in a document: n(n + 1)/2 for n tokens, fewer with a window.
+
+    window: keys that a query sees at most, its own included; np.inf: no window.
+    """
     seen = np.minimum(window, tokens)
     return seen * (seen + 1) / 2 + (tokens - seen) * seen
 
 
 def attended_pairs(lengths: Iterable[int], window: int | None = None) -> int:
-    """(query, key) pairs of causal attention in documents of these lengths, all together."""
+    """(query, key) pairs of causal attention in all these documents together.
+
+    lengths: tokens of each document. window: as in `Attention`; None: no window.
+    """
     seen = np.inf if window is None else window
     return sum(times * int(document_pairs(length, seen)) for length, times in Counter(lengths).items())
 
 
 def step_flops(census: Census, documents: Collection[int], label_tokens: int) -> StepFlops | None:
-    """The FLOPs of one forward and backward pass over documents of these lengths; None where unknown.
+    """The FLOPs of one forward and backward pass over documents; None where `census.unsupported` says why.
 
     The head counts at labelled positions alone, attention once per attended pair, recomputation never
-    (docs/mfu.md).
+    (docs/mfu.md). documents: tokens of each. label_tokens: labelled positions of all documents together.
     """
     if census.unsupported or census.head is None:
         return None
@@ -233,11 +247,12 @@ def step_flops(census: Census, documents: Collection[int], label_tokens: int) ->
 
 
 def palm_flops(census: Census, tokens: int, seq_len: int) -> float:
-    """The common figure, (6N + 12·L·h·s) FLOPs per token (Chowdhery et al. 2022, PaLM, appendix B).
+    """FLOPs of `tokens` tokens by the common formula, 6N + 12·L·h·s each (Chowdhery et al. 2022, PaLM,
+    appendix B).
 
-    N: parameters without the input embedding (a tied head stays); h: query heads × head size, which most
-    models choose equal to the hidden size. Attention counts without causality, every weight as trainable, the
-    head at every position.
+    N: parameters without the input embedding (a tied head stays); L: layers; h: query heads × head size,
+    which most models choose equal to the hidden size; s: `seq_len`. Attention counts without causality, every
+    weight as trainable, the head at every position.
     """
     embedding = census.parameters["embedding"].count if "embedding" in census.parameters else 0
     head = census.vocabulary * census.hidden if census.tied else 0

@@ -21,15 +21,18 @@ Unit = list[tuple[Shape, Parameter]]  # parameters that are gathered and reduced
 class Collective(NamedTuple):
     """All collectives or sends of one kind that a rank takes part in during an optimizer step."""
 
-    axis: str  # one of AXES, or two together as in dp_shard_cp
+    axis: str  # of the group: one of AXES, or two together as in dp_shard_cp
     op: str  # all_gather | reduce_scatter | all_reduce | all_to_all | send
     what: str  # parameters | gradients | hidden states | features | keys and values | heads
     count: int
-    bytes: int  # of all of them: gathered tensors, inputs of reductions, sent tensors, each whole
+    bytes: int  # of all `count` together, each as its gathered tensor, its reduction's input or what it sends
 
 
 def data_collectives(copies: Copies, layout: Layout, units: Sequence[Unit]) -> Iterator[Collective]:
-    """Gathered parameters and summed gradients, one flat buffer for each unit, as parallel/zero.py has it."""
+    """Gathered parameters and summed gradients, one flat buffer for each unit, as parallel/zero.py has it.
+
+    units: of the rank, with shapes after tp. Nothing for a single data and context rank.
+    """
     zero, steps = layout.zero, layout.gradient_accumulation_steps
     shards = layout.shard_ranks if zero else 1
     replicas = layout.parameter_ranks // shards
@@ -56,7 +59,8 @@ def data_collectives(copies: Copies, layout: Layout, units: Sequence[Unit]) -> I
 def pipeline_collectives(layout: Layout, stages: Sequence[int], *, hidden_bytes: int) -> Iterator[Collective]:
     """Hidden states to the next stage and their gradients to the one before, unless this rank has it too.
 
-    hidden_bytes: of a micro-batch's hidden states.
+    stages: of the rank. hidden_bytes: of one micro-batch's hidden states on the rank, before sp splits them.
+    Nothing without a pipeline.
     """
     if layout.pp == 1:
         return
@@ -77,7 +81,8 @@ def context_collectives(
 ) -> Iterator[Collective]:
     """Keys and values, or heads, exchanged by context ranks around each attention (parallel/context.py).
 
-    token_bytes: of one feature of all of a micro-batch's tokens.
+    blocks: of each of the rank's stages. token_bytes: bytes of one feature of all tokens that the rank has of
+    a micro-batch (after cp). Nothing without cp.
     """
     if layout.cp == 1:
         return
@@ -92,9 +97,7 @@ def context_collectives(
             for a in cores
         )
         count = steps * times * len(cores)
-        yield Collective(
-            "cp", "all_to_all", "heads", count, steps * times * features * token_bytes // 4 // layout.tp
-        )
+        yield Collective("cp", "all_to_all", "heads", count, steps * times * features * token_bytes // 4)
         return
     again = mode.block or mode.attention
     features = sum(max(a.key_heads // layout.tp, 1) * (a.qk_dim + a.v_dim) for a in cores)
@@ -114,10 +117,12 @@ def tensor_collectives(
 ) -> Iterator[Collective]:
     """Hidden states summed or gathered over tensor-parallel ranks (parallel/tensor.py), in full fine-tuning.
 
-    Below the lowest trainable parameter there is no backward. Not counted: a few numbers per token for the
-    loss, and once a step the gradients of what every rank holds whole.
+    With frozen weights there are fewer: below the lowest trainable parameter there is no backward. Not
+    counted: a few numbers per token for the loss, and once a step the gradients of what every rank holds
+    whole. Nothing without tp.
 
-    token_bytes: of one feature of all of a micro-batch's tokens.
+    stages, blocks (of each stage), units (shapes after tp): of the rank. token_bytes: bytes of one feature of
+    all tokens that the rank has of a micro-batch (after cp, before sp).
     """
     if layout.tp == 1:
         return

@@ -33,10 +33,10 @@ Table = TypeVar("Table")  # any class whose attributes are columns of one length
 
 
 class Encoding(NamedTuple):
-    """How a field of Layout is written as a number, and read again."""
+    """Conversions of one field of Layout to a number and back."""
 
-    number: Callable[[Any], float]
-    value: Callable[[float], Any]
+    number: Callable[[Any], float]  # of the field's value
+    value: Callable[[float], Any]  # of a number in a column
 
 
 def _encoding(field: Field[Any]) -> Encoding:
@@ -49,9 +49,10 @@ ENCODINGS: Mapping[str, Encoding] = {field.name: _encoding(field) for field in f
 
 
 class Columns:
-    """Layouts, as one column for each field of Layout. Columns are not changed in place.
+    """Layouts, as one column for each field of Layout: an array with one element per layout, or a float.
 
-    `virtual_stages` is `Layout.stages_per_rank`: 2 under the V schedules.
+    Columns are not changed in place. `virtual_stages` is `Layout.stages_per_rank`: 2 under the V schedules.
+    Raises TypeError unless every field of Layout, and nothing else, is given.
     """
 
     def __init__(self, **columns: Number) -> None:
@@ -73,7 +74,7 @@ class Columns:
         return cls(**columns | {"virtual_stages": stages_per_rank})
 
     def replace(self, **columns: Number) -> Columns:
-        """The same layouts with other values in these columns."""
+        """New Columns: the same layouts with other values in these columns."""
         return Columns(**vars(self) | columns)
 
     @property
@@ -109,7 +110,7 @@ class Columns:
         return self.recompute == RECOMPUTE.index(mode)
 
     def recomputation(self, fact: str) -> Number:
-        """This field or property of each layout's mode in `RECOMPUTATIONS`."""
+        """Value of `fact`, a field or property of Recomputation, for each layout's mode."""
         of_modes = np.array([getattr(mode, fact) for mode in RECOMPUTATIONS.values()])
         return of_modes[np.asarray(self.recompute).astype(int)]
 
@@ -119,7 +120,7 @@ class Columns:
 
 
 def layout_at(layouts: Columns, place: int) -> Layout:
-    """One layout of the columns."""
+    """The layout in row `place`; every column must be an array."""
     values = {name: encoding.value(getattr(layouts, name)[place]) for name, encoding in ENCODINGS.items()}
     if values["schedule"] in V_SCHEDULES:
         values["virtual_stages"] = Layout.virtual_stages  # implied, and so never given
@@ -130,16 +131,16 @@ def layout_at(layouts: Columns, place: int) -> Layout:
 
 
 def rows(table: Table, which: Any) -> Table:
-    """These rows: a mask, indices or a slice."""
+    """A table of the rows `which`: a mask, indices or a slice of the first axis of each column."""
     return type(table)(**{name: column[which] for name, column in vars(table).items()})
 
 
 def at(table: Table, place: int) -> Table:
-    """One row, as floats."""
+    """Row `place` of a table, as a table whose columns are floats."""
     return type(table)(**{name: float(column[place]) for name, column in vars(table).items()})
 
 
 def joined(tables: Sequence[Table]) -> Table:
-    """The rows of all, one table after the other."""
+    """One table with the rows of all, one table after the other; at least one."""
     columns = {name: np.concatenate([vars(table)[name] for table in tables]) for name in vars(tables[0])}
     return type(tables[0])(**columns)

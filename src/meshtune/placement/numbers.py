@@ -8,8 +8,8 @@ from meshtune.placement.rules import Traits
 
 @dataclass(frozen=True)
 class ModelNumbers:
-    """A model as planning sees it."""
+    """A model as planning sees it, with LoRA's adapters and frozen weights as the config sets them."""
 
     census: Census
     traits: Traits
-    attention: str  # the implementation that model.attention=auto means for it
+    attention: str  # name of the implementation that model.attention=auto means for it

@@ -29,8 +29,8 @@ class Traits:
     heads: int
     kv_heads: int
     vocabulary: int
-    heads_cut: bool = True  # tp gives each rank its own heads; else every rank computes all of them
-    cuts: tuple[tuple[int, str], ...] = ()  # (size, name) of what tp cuts evenly
+    heads_cut: bool = True  # tp shards the heads; False: every rank computes all of them
+    cuts: tuple[tuple[int, str], ...] = ()  # (size, name) of each dimension that tp must divide
     attention: bool = True  # it calls a registered attention function, so it can have ours
     tensor: str | None = None  # why its matrices can't be cut; None: they can
     pipeline: str | None = None  # why its blocks can't run apart; None: they can
@@ -39,9 +39,9 @@ class Traits:
 class Rule(NamedTuple):
     """One reason why a model can't be trained under some layouts."""
 
-    reason: str  # of all these layouts together
-    refuses: Callable[[Columns], Number]  # True for each of them
-    sentence: Callable[[Layout], str]  # of one of them, with the nearest that works
+    reason: str  # without the numbers of a layout: a search counts layouts by it
+    refuses: Callable[[Columns], Number]  # mask of the layouts that it refuses
+    sentence: Callable[[Layout], str]  # reason and remedy for one layout that it refuses
 
 
 def rules(
@@ -52,10 +52,10 @@ def rules(
     compile: bool = False,
     ranks: int | None = None,
 ) -> Iterator[Rule]:
-    """Every rule that a model and settings make.
+    """Every rule that a model and settings make; `Rule.refuses` tells which layouts it refuses.
 
-    attention: the implementation that the model is built with. packing, compile: the settings of that name.
-    ranks: how many were started; None: as many as the layout wants.
+    attention: the implementation that the model is built with, never "auto". packing, compile: data.packing,
+    train.compile. ranks: how many were started; None: no rule on their number.
     """
     if ranks is not None:
         yield Rule(
@@ -85,24 +85,28 @@ def refusals(
 ) -> list[str]:
     """Every reason why a model can't be trained under a layout, as sentences with what works instead.
 
-    The settings are those of `rules`.
+    Empty: it can be trained. The settings are those of `rules`.
     """
     every = rules(traits, attention=attention, packing=packing, compile=compile, ranks=ranks)
     return _sentences(every, layout)
 
 
 def tensor_problems(traits: Traits, tp: int) -> list[str]:
-    """Why `tp` ranks can't share a model's matrices."""
+    """Sentences on why `tp` ranks can't share a model's matrices and vocabulary; empty: they can."""
     return _sentences(_tensor(traits), Layout(tp=tp))
 
 
 def _sentences(every: Iterable[Rule], layout: Layout) -> list[str]:
+    """Sentences of those rules in `every` that refuse the layout."""
     row = Columns.of([layout])
     return [rule.sentence(layout) for rule in every if np.all(rule.refuses(row))]
 
 
 def _nearest(every: Sequence[Rule], layout: Layout, field: str, values: Iterable[int]) -> int | None:
-    """The nearest of these values of a field, ascending, that no rule refuses; None where all are refused."""
+    """The value of `field`, of `values`, with which no rule in `every` refuses the layout; None: none.
+
+    The other fields stay. It is the one nearest to the layout's own value; of two as near, the first.
+    """
     tried = np.array([*values], dtype=float)
     columns = Columns.of([layout]).replace(**{field: tried})
     refused = np.any([np.broadcast_to(rule.refuses(columns), tried.shape) for rule in every], axis=0)
@@ -111,7 +115,11 @@ def _nearest(every: Sequence[Rule], layout: Layout, field: str, values: Iterable
 
 
 def _attention(traits: Traits, attention: str, packing: bool) -> Iterator[Rule]:
-    """Layouts that need our attention function, where the model has another."""
+    """Rules on the attention implementation, `attention`.
+
+    "meshtune": one rule, against every layout, for a model that computes attention inside itself. Another:
+    rules against packing (every layout), recompute=attention, cp and, where meshtune's would work, tp.
+    """
 
     def everywhere(layouts: Columns) -> Number:
         return layouts.world > 0
@@ -169,7 +177,11 @@ def _tensor(traits: Traits) -> list[Rule]:
     every: list[Rule] = []
 
     def add(what: str, misfits: Callable[[Number], Number], why: str | None = None) -> None:
-        """why: what the sentence says after "tp=2"; None: `what`."""
+        """Append a rule to `every`.
+
+        what: the reason after "tp". misfits: True for a size of tp that the rule refuses; tp 1 never is. why:
+        what the sentence says after "tp=2"; None: `what`.
+        """
 
         def sentence(layout: Layout) -> str:
             near = _nearest(every, layout, "tp", range(2, layout.tp))

@@ -37,9 +37,9 @@ class Split:
 
 
 def piece(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Return (start, stop) of piece `index` of `parts`, by torch.chunk's rule.
+    """Return (start, stop) of piece `index` of `parts`, from 0, by torch.chunk's rule.
 
-    All pieces have ceil(size / parts) elements, the last ones fewer or none.
+    All pieces have ceil(size / parts) elements, the last ones fewer or none (start == stop).
     """
     longest = -(-size // parts)
     return min(index * longest, size), min((index + 1) * longest, size)
@@ -49,7 +49,7 @@ def piece(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def coordinates(layout: Layout, rank: int) -> dict[str, int]:
-    """The index of `rank` on each of AXES."""
+    """The index of `rank` on each of AXES, by name; consecutive ranks differ in tp first, in pp last."""
     place: dict[str, int] = {}
     for axis in reversed(AXES):
         rank, place[axis] = divmod(rank, getattr(layout, axis))
@@ -57,7 +57,7 @@ def coordinates(layout: Layout, rank: int) -> dict[str, int]:
 
 
 def rank_at(layout: Layout, place: Mapping[str, int]) -> int:
-    """The rank with these coordinates."""
+    """The rank with these coordinates: `place` has an index on each of AXES."""
     rank = 0
     for axis in AXES:
         rank = rank * getattr(layout, axis) + place[axis]
@@ -65,7 +65,9 @@ def rank_at(layout: Layout, place: Mapping[str, int]) -> int:
 
 
 def group(layout: Layout, rank: int, *axes: str) -> tuple[int, ...]:
-    """The ranks, this one among them, that differ from `rank` on these axes alone, in their order."""
+    """The process group of `rank` along these axes, ascending: itself, and the ranks that differ from it on
+    no other axis.
+    """
     here = coordinates(layout, rank)
     fixed = [axis for axis in AXES if axis not in axes]
     others = ((other, coordinates(layout, other)) for other in range(layout.world))
@@ -79,7 +81,7 @@ def stage_of_rank(schedule: str, pp: int, virtual_stages: int, pp_rank: int) -> 
     """The stages of one pipeline rank, in the order of the layers.
 
     A V schedule goes down the ranks and up again, so that rank 0 has the first and the last stage; all
-    others go round.
+    others go round. virtual_stages: stages per rank; a V schedule always has 2 and ignores it.
     """
     if schedule in V_SCHEDULES:
         return pp_rank, 2 * pp - 1 - pp_rank
@@ -92,9 +94,9 @@ def stage_blocks(
     """The blocks of each stage: contiguous, at least one each, the largest stage cost as small as can be.
 
     costs: of each block, in any unit; first and last: what the first stage (embedding) and the last one
-    (norm, head, loss) cost beside their blocks. Among the cuts with the same largest cost, that with the
-    smallest sum of squares; among those, that whose later stages have more blocks, exactly so where the costs
-    are integers. Raises ValueError for fewer blocks than stages.
+    (norm, head, loss) cost beside their blocks, possibly below 0. Among the cuts with the same largest cost,
+    that with the smallest sum of squares; among those, that whose later stages have more blocks, exactly so
+    where the costs are integers. Raises ValueError for fewer blocks than stages.
     """
     if not 1 <= stages <= len(costs):
         raise ValueError(f"{len(costs)} blocks do not make {stages} stages of at least one block each.")
@@ -108,9 +110,9 @@ def stage_blocks(
 
 
 def _even_stages(blocks: int, stages: int, cost: float, first: float, last: float) -> list[int]:
-    """Blocks of each of two or more stages where each block costs `cost`, in O(blocks).
+    """Number of blocks of each of two or more stages where each block costs `cost`, in O(blocks).
 
-    first, last: what the ends cost beside that, the first between -cost and 0.
+    first, last: what the first and the last stage cost beside their blocks; -cost <= first <= 0.
     """
     inner = stages - 2
 
@@ -133,7 +135,7 @@ def _even_stages(blocks: int, stages: int, cost: float, first: float, last: floa
 
 
 def _cheapest_cuts(costs: Sequence[float], stages: int, first: float, last: float) -> tuple[int, ...]:
-    """The cuts (0, …, blocks) of `stage_blocks`, for blocks of any costs."""
+    """The cuts (0, …, blocks) of `stage_blocks`, for blocks of any costs; the arguments are as there."""
     before = list(accumulate(costs, initial=0))
 
     def cost(start: int, stop: int) -> float:
@@ -154,8 +156,9 @@ def _best_cuts(
 ) -> tuple[float, tuple[int, ...]]:
     """The smallest value, and the cuts (0, …, blocks) that give it, by dynamic programming.
 
-    joined(value, start, stop): the value of stages with `value` and one more of the blocks start … stop - 1;
-    it must grow with `value`. O(blocks² · stages).
+    joined(value, start, stop): the value of some stages that have `value`, with one more stage behind them of
+    the blocks start … stop - 1; it must not fall where `value` rises. The first stage joins the value 0.
+    O(blocks² · stages).
     """
     values: dict[int, float] = {0: 0}  # of the best stages so far, by the block after them
     starts: list[dict[int, int]] = []  # of the last of them
@@ -176,7 +179,8 @@ def census_stages(census: Census, layout: Layout, seq_len: int) -> tuple[range, 
     """The blocks of every stage of a model, by the FLOPs that each block and the head cost per document.
 
     Embedding and norm have next to none. Every position counts as labelled, each document as `seq_len` long.
-    Where the FLOPs of a model are unknown, elements of its parameters stand for them.
+    Where the FLOPs of a model are unknown, elements of its parameters stand for them. Raises ValueError for
+    fewer blocks than stages.
     """
     head = census.vocabulary * census.hidden
     if census.unsupported or census.head is None:
@@ -202,14 +206,14 @@ class Share:
     """One rank's part of a model and of a step's communication."""
 
     rank: int
-    place: Mapping[str, int]  # its coordinates
+    place: Mapping[str, int]  # its index on each of AXES
     stages: tuple[int, ...]
-    blocks: tuple[range, ...]  # of each of its stages
+    blocks: tuple[range, ...]  # of each of its stages, in the order of `stages`
     embedding: bool  # it has the embedding
     head: bool  # it has the head
     parameters: Mapping[str, int]  # elements by kind, after pp and tp, before ZeRO
-    bytes: States
-    groups: Mapping[str, tuple[int, ...]]  # by axis or axes: its process group; those of one rank left out
+    bytes: States  # at the end of a step's last backward, see held_states
+    groups: Mapping[str, tuple[int, ...]]  # its process groups of two or more, by axis or axes (dp_shard_cp)
     collectives: tuple[Collective, ...]  # of an optimizer step
 
 
@@ -225,7 +229,8 @@ def share(
 ) -> Share:
     """The share of `rank`, as this engine holds it (parallel/zero.py, optim/).
 
-    precision, reduce_dtype, optimizer and seq_len are the settings of the same name.
+    precision, reduce_dtype, optimizer and seq_len (tokens) are the settings of the same name. Raises
+    ValueError for more pipeline stages than blocks.
     """
     place = coordinates(layout, rank)
     stage_ranges = census_stages(census, layout, seq_len)
@@ -266,7 +271,11 @@ def share(
 
 
 def _units(census: Census, blocks: range, *, first: bool, last: bool) -> Iterator[tuple[Parameter, ...]]:
-    """The parameters of one stage: what lies outside the blocks together, then block by block."""
+    """Yield the parameters of one stage: those outside the blocks, if it has any, then those of each block.
+
+    blocks: indices of the stage's blocks. first, last: it is the first, or the last, stage of the model. A
+    last stage that is not the first too has a copy of a tied embedding.
+    """
     outside = [p for p in census.parameters_outside if (last if p.last else first)]
     if last and not first and census.tied:  # the head's own copy of the embedding
         table = (census.vocabulary, census.hidden)
@@ -278,7 +287,7 @@ def _units(census: Census, blocks: range, *, first: bool, last: bool) -> Iterato
 
 
 def _local_shape(parameter: Parameter, tp: int, index: int) -> Shape:
-    """The shape of a tensor-parallel rank's piece."""
+    """The shape of the piece of tensor-parallel rank `index`."""
     cut, shape = parameter.cut, parameter.shape
     if tp == 1 or cut is None or _repeated(parameter, tp):
         return shape
@@ -287,12 +296,15 @@ def _local_shape(parameter: Parameter, tp: int, index: int) -> Shape:
 
 
 def _repeated(parameter: Parameter, tp: int) -> bool:
-    """True if ranks outnumber its key-value heads, so that each holds all of it."""
+    """True if it has key-value heads, but fewer than tp ranks, so that each rank holds all of it."""
     return 0 < parameter.heads < tp
 
 
 def _elements(units: Iterable[Unit], layout: Layout, place: Mapping[str, int]) -> Elements:
-    """Elements of parameters of one rank, and in its ZeRO shard."""
+    """Elements of parameters of one rank, and in its ZeRO shard, which cuts each along its first dimension.
+
+    units: the rank's, with shapes after tp. place: its index on each of AXES.
+    """
     shards = layout.shard_ranks if layout.zero else 1
     index = place["dp_shard"] * layout.cp + place["cp"] if layout.zero else 0
     whole, shard = Counter[bool](), Counter[bool]()  # by whether it is trained
@@ -305,5 +317,6 @@ def _elements(units: Iterable[Unit], layout: Layout, place: Mapping[str, int]) -
 
 
 def _states(copies: Copies, elements: Elements, layout: Layout) -> States:
+    """Bytes of model states under one layout, as whole numbers."""
     states = held_states(copies, elements, Columns.of([layout]))
     return States(*(int(np.sum(column)) for column in states))

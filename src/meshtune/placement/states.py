@@ -37,7 +37,11 @@ class Copies(NamedTuple):
 
 
 def copies_of(precision: str, reduce_dtype: str, optimizer: str) -> Copies:
-    """The copies that this engine holds; the arguments are the settings of these names."""
+    """Bytes of the copies that this engine holds of a trained parameter.
+
+    The arguments are the settings train.precision, train.reduce_dtype and train.optimizer; raises UserError
+    for a value that is unknown.
+    """
     dtypes = PRECISIONS[precision]
     return Copies(
         weight=DTYPE_BYTES[dtypes.compute],
@@ -49,21 +53,21 @@ def copies_of(precision: str, reduce_dtype: str, optimizer: str) -> Copies:
 
 
 class Elements(NamedTuple):
-    """Parameters on a rank after tp and pp, as numbers of elements."""
+    """Numbers of elements of a rank's parameters, after tp and pp."""
 
-    whole: Number  # all of them
-    trained: Number  # those that are trained
-    shard: Number  # in the rank's ZeRO shard
+    whole: Number  # trained and frozen, before ZeRO shards them
+    trained: Number  # trained, before ZeRO shards them
+    shard: Number  # in the rank's ZeRO shard; equal to `whole` without ZeRO
     trained_shard: Number  # in the shard and trained
 
 
 class States(NamedTuple):
     """Bytes of model states on a rank."""
 
-    weights: Number  # that stay on the rank: all of them, or its ZeRO shard
+    weights: Number  # that stay on the rank: all of them, or its ZeRO shard, which in FSDP is the masters
     gradients: Number
-    optimizer: Number  # masters beside the weights, and the optimizer's state
-    gathered: Number = 0.0  # whole weights that ZeRO-1 and -2 of FSDP hold beside the shard
+    optimizer: Number  # the optimizer's state, and masters that lie beside the weights
+    gathered: Number = 0.0  # whole compute weights that ZeRO-1 and -2 of FSDP hold beside the shard
 
     @property
     def total(self) -> Number:
@@ -73,10 +77,11 @@ class States(NamedTuple):
 def held_states(
     copies: Copies, elements: Elements, layouts: Columns, *, shards_masters: bool = True
 ) -> States:
-    """Bytes of model states at the end of a step's last backward.
+    """Bytes of model states on a rank at the end of a step's last backward.
 
-    shards_masters: ZeRO's shards are the masters, from which weights are gathered, as in FSDP and this
-    engine; else weights stay beside sharded masters.
+    elements: of the rank. shards_masters: ZeRO's shards are the masters, from which weights are gathered, as
+    in FSDP and this engine: they count as `weights`, not as `optimizer`. False: weights stay beside sharded
+    masters, which count as `optimizer`. Without ZeRO both are the same.
     """
     zero = layouts.zero
     sharded, accumulates = zero > 0, layouts.gradient_accumulation_steps > 1

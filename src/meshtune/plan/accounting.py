@@ -43,7 +43,10 @@ class Saved(NamedTuple):
     constant: float = 0  # per token
 
     def per_token(self, work: Work, seq_len: Number) -> Kept:
-        """Bytes per token that an average block of a plain decoder saves."""
+        """Bytes per token that an average block of a plain decoder saves.
+
+        seq_len: keys per query where scores are written to memory; of no effect where `scores` is 0.
+        """
         queries = sum(core.count * core.query_heads * core.qk_dim for core in work.cores)
         outputs = sum(core.count * core.query_heads * core.v_dim for core in work.cores)
         keys = sum(core.count * core.key_heads * (core.qk_dim + core.v_dim) for core in work.cores)
@@ -66,7 +69,10 @@ EAGER = Saved(outside=12, entering=4, queries=2, keys=2, heads=4, output=2, wide
 
 @dataclass(frozen=True)
 class Accounting:
-    """Rules by which one stack in one precision uses memory; the keys of a `memory` table in stacks.toml."""
+    """Rules by which one stack in one precision uses memory; the keys of a `memory` table in stacks.toml.
+
+    Defaults are this engine's, without a GPU's overhead.
+    """
 
     precision: Copies
     element: float = 2  # bytes of an element of activations
@@ -117,7 +123,8 @@ def engine_accounting(
 ) -> Accounting:
     """Accounting of this engine (optim/, train/loss.py, parallel/), without a GPU's overhead.
 
-    precision, reduce_dtype, optimizer: as in the settings. others: fields of Accounting.
+    precision, reduce_dtype, optimizer: as in the settings. others: more fields of Accounting, but not
+    `precision`, `element` and `reduce_bytes`, which follow from the settings.
     """
     copies = copies_of(precision, reduce_dtype, optimizer)
     others = {"bucket_elements": OPTIMIZERS[optimizer].bucket_elements, **others}
@@ -129,7 +136,9 @@ def stack_accounting(
 ) -> Accounting:
     """Accounting of a stack of stacks.toml in this precision (fp32, fp16, bf16 …).
 
-    8-bit matmuls are counted as bf16. Fields that its tables leave out are as in `engine_accounting`.
+    8-bit matmuls are counted as bf16. Fields that its tables leave out are as in `engine_accounting`; but if
+    the stack has bytes of its own for the precision (a `precision` key), reduce_dtype and optimizer have no
+    effect, and those fields are Accounting's defaults.
     """
     counted = "bf16" if precision in ("fp8", "mxfp8") else precision
     return _stack_accounting(stack, counted, reduce_dtype, optimizer)

@@ -48,8 +48,8 @@ DATA_COLLECTIVES = {
 class Cause(NamedTuple):
     """A kind of work in `compute_parts`, as a reason for more compute than another layout's."""
 
-    name: str
-    clause: str
+    name: str  # in a list of several with their seconds
+    clause: str  # after "because", where it is the only one
 
 
 CAUSES = {
@@ -63,7 +63,7 @@ CAUSES = {
 
 
 def spent(part: str, layout: Layout) -> str:
-    """Name what a layout's step spends a part of `Seconds` on."""
+    """Name what a layout's step spends a part of `Seconds` on. part: one of PARTS."""
     if part != "data":
         return SPENT[part]
     replicated = layout.zero > 0 and layout.dp_replicate > 1
@@ -75,7 +75,10 @@ def spent(part: str, layout: Layout) -> str:
 
 
 def reasoning(plan: Plan, choice: Choice) -> list[str]:
-    """Sentences from the global batch to the layout, in the order in which an engineer would think."""
+    """Sentences from the global batch to the layout, in the order in which an engineer would think.
+
+    choice: the chosen layout, one of the plan's.
+    """
     workload, cluster, layout = plan.workload, plan.cluster, choice.layout
     batch, documents = workload.global_batch_size, workload.document_tokens
     parameters = float(workload.work.parameters)
@@ -103,7 +106,10 @@ def reasoning(plan: Plan, choice: Choice) -> list[str]:
 
 
 def _larger_micro_batch(plan: Plan, choice: Choice) -> str:
-    """The end of the sentence on the micro-batch: why it is not twice as large in the same layout."""
+    """The end of the sentence on the micro-batch: why it is not twice as large in the same layout.
+
+    "." where the accumulation steps are odd, so that it can't be.
+    """
     layout, workload = choice.layout, plan.workload
     micro_batch, steps = layout.micro_batch_size, layout.gradient_accumulation_steps
     if steps == 1:
@@ -150,7 +156,7 @@ class Kind(NamedTuple):
 
     name: str
     fixed: Mapping[str, Any]  # fields of Layout
-    where: Callable[[Columns], Number] | None = None
+    where: Callable[[Columns], Number] | None = None  # mask of its layouts; None: all with `fixed`
 
 
 def alternatives(plan: Plan, best: Choice | None = None) -> list[Alternative]:
@@ -178,7 +184,10 @@ def alternatives(plan: Plan, best: Choice | None = None) -> list[Alternative]:
 
 
 def _alternative(plan: Plan, best: Choice, kind: Kind) -> Alternative:
-    """The kind's best layout against `best`, or why there is none that fits."""
+    """The kind's best layout against `best`, or why there is none that fits.
+
+    It is the plan's, or if it has none of this kind the best with the plan's fixed fields left open.
+    """
     mask = np.ones(len(plan), bool)
     for field, value in kind.fixed.items():
         mask &= getattr(plan.columns, field) == value
@@ -208,6 +217,7 @@ def _alternative(plan: Plan, best: Choice, kind: Kind) -> Alternative:
 
 
 def _compared(workload: Workload, kind: Kind, choice: Choice, best: Choice) -> Alternative:
+    """`choice`, the kind's best layout, against `best`, the chosen one."""
     if choice.layout == best.layout:
         whole = kind.name.endswith("alone") or kind.name.startswith("plain")
         sentence = f"is {'' if whole else 'part of '}the chosen layout ({best.layout})."
@@ -216,9 +226,9 @@ def _compared(workload: Workload, kind: Kind, choice: Choice, best: Choice) -> A
 
 
 def comparison(workload: Workload, other: Choice, best: Choice) -> str:
-    """Compare step times with the chosen layout, and name the part whose time grows most.
+    """Compare step times with the chosen layout `best`, and name the part whose time grows most.
 
-    Where `other` is no slower: compare memory instead.
+    Where `other` is no slower, within TIE: compare memory instead. The result continues the name of `other`.
     """
     more = other.seconds.total / best.seconds.total - 1
     needs = f"{human(other.memory.peak)} instead of {human(best.memory.peak)}"
@@ -244,7 +254,8 @@ def comparison(workload: Workload, other: Choice, best: Choice) -> str:
 def compute_cause(workload: Workload, other: Choice, best: Choice) -> str:
     """The kinds of work that make `other` compute longer than `best`, as the end of a sentence.
 
-    Compares the `compute_parts` of both. One kind is named as the cause, several with their seconds.
+    Compares the `compute_parts` of both; kinds below NOTABLE of the difference are left out. One kind is
+    named as the cause, several with their seconds, which may be negative.
     """
     parts = [
         compute_parts(
@@ -272,7 +283,8 @@ def _signed(seconds: float) -> str:
 def changes(plan: Plan, best: Choice | None = None) -> list[str]:
     """The largest cost beside compute, then settings that are faster and layouts that need less memory.
 
-    best: the chosen layout, which all are compared with; None: the plan's first. Each was predicted.
+    best: the chosen layout, which all are compared with; None: the plan's first. Each was predicted. Only
+    costs of 1 % of a step, 2 % more speed and 5 % less memory are worth a sentence.
     """
     if not len(plan):
         return []
@@ -323,7 +335,8 @@ def batch_sizes(workload: Workload) -> list[int]:
 def batch_sentences(workload: Workload, choices: Mapping[int, Choice | None]) -> list[str]:
     """Speed, updates per token and memory of each global batch size; one sentence if all are as fast.
 
-    choices: the best layout by size; None: none fits.
+    choices: the best layout by size, in sequences, ascending; None: none fits. As fast: within 2 % of each
+    other, with a layout for every size.
     """
     current = choices.get(workload.global_batch_size)
     speeds = [choice.tokens_per_second_per_gpu for choice in choices.values() if choice]

@@ -125,8 +125,10 @@ def ask(
 ) -> Answer:
     """Plan the workload on the config's cluster, or on clusters of these sizes, and choose by the goal.
 
-    steps: of the whole run; None: train.max_steps. lighter: workloads to offer where nothing fits. Raises
-    UserError for bad settings, NothingFits where no layout of any size fits.
+    sizes: in GPUs; empty: the config's, or for the goals cost and gpus all `cluster_sizes` up to it. Those
+    that are impossible are left out (`Answer.left_out`). goal: as in `by_goal`. steps: of the whole run;
+    None: train.max_steps. lighter: returns workloads to offer where nothing fits. Raises UserError for bad
+    settings and if every size is impossible, NothingFits or Refused as `by_goal`.
     """
     cluster = cluster_for(config)
     if not sizes and goal in ("cost", "gpus"):
@@ -149,7 +151,8 @@ def by_goal(plans: Mapping[int, Plan], goal: str, lighter: Lighter = dict) -> tu
     """(GPUs, best layout) of the cluster size that serves the goal best.
 
     speed: the shortest step; cost: the fewest GPU-seconds per token; gpus: the fewest GPUs; memory: the
-    lowest peak. plans: by number of GPUs. Raises NothingFits where no size has a layout that fits.
+    lowest peak. plans: by number of GPUs; empty ones are passed over. Raises UserError for another goal,
+    NothingFits or Refused (`fits.empty_plan_error`, which uses `lighter`) where all plans are empty.
     """
     if goal not in GOALS:
         raise UserError(f"--goal {goal} is no goal; goals: {', '.join(GOALS)}.")
@@ -178,8 +181,9 @@ def _smallest(plan: Plan) -> Choice:
 def explain(config: Config, workload: Workload, text: str) -> tuple[Choice, list[str]]:
     """Predict one layout; return the prediction and sentences on what speaks against the layout.
 
-    text: a layout. Without micro-batch or accumulation it gets the best ones; with another global batch than
-    the workload's, that is predicted.
+    text: a layout. With neither micro-batch nor accumulation it gets the best ones that fit, else those that
+    need least; with one of them the other follows from the global batch; with both, their global batch is
+    predicted. Raises UserError for a bad layout, Refused if no micro-batch can run.
     """
     partial = PartialLayout.parse(text)
     cluster = cluster_for(config)
@@ -200,7 +204,10 @@ def explain(config: Config, workload: Workload, text: str) -> tuple[Choice, list
 
 
 def _explained(workload: Workload, cluster: Cluster, layout: Layout) -> tuple[Choice, list[str]]:
-    """The prediction for a whole layout, and sentences on what speaks against it."""
+    """The prediction for a whole layout, and sentences on what speaks against it (none: it would run).
+
+    With another global batch than the workload's, the layout's is predicted, and a sentence says so.
+    """
     against = workload.refusals(layout)
     batch = layout.global_batch_size
     if batch != workload.global_batch_size:
@@ -218,7 +225,10 @@ def _explained(workload: Workload, cluster: Cluster, layout: Layout) -> tuple[Ch
 
 
 def largest(config: Config, workload: Workload, what: str) -> tuple[Any, Choice]:
-    """The largest `what` (model, seq_len, batch) that fits the config's cluster, with its best layout."""
+    """(value, best layout) of the largest `what` that fits the config's cluster: see `fits.largest`.
+
+    The config's layout is not regarded.
+    """
     return fits.largest(workload, cluster_for(config), what)
 
 
@@ -247,7 +257,7 @@ def cluster_sizes(cluster: Cluster) -> list[int]:
 def plan_yaml(choice: Choice, workload: Workload) -> str:
     """Text of a run folder's plan.yaml: the layout and its prediction.
 
-    Of a processor, whose speed nobody has measured, only memory is predicted.
+    For a processor, whose speed nobody has measured, the prediction is of memory alone.
     """
     predicted = choice.as_dict()
     if choice.cluster.gpu.name == "cpu":

@@ -27,16 +27,18 @@ if TYPE_CHECKING:
 MOST_VIRTUAL_STAGES = 8
 EVERY_HYBRID = 128  # GPUs, up to which all hybrids of replicas and shards are considered
 
-Option = Mapping[str, Any]  # values for some fields of Layout
-Given = Mapping[str, Any]  # the fields of Layout that are fixed
+Option = Mapping[str, Any]  # values for some fields of Layout, by name
+Given = Mapping[str, Any]  # the fields of Layout that are fixed, with their values
 
 
 def candidates(workload: Workload, cluster: Cluster, fixed: Given) -> Columns:
-    """All ways to use the cluster's ranks that make the global batch, with one sequence in a micro-batch and
-    nothing recomputed: `with_micro_batches` gives them theirs. Raises UserError where there is none.
+    """All ways to use the cluster's ranks that can make the global batch. Raises UserError if there is none.
 
-    Hybrids of replicas and shards: of a larger cluster those with shards over all data ranks, over those
-    inside a node, or, without a pipeline, over doublings of these.
+    Their columns of micro-batch size (1), accumulation (more steps than any schedule asks for) and
+    recomputation (none) are placeholders, which `with_micro_batches` replaces.
+
+    Hybrids of replicas and shards: beyond EVERY_HYBRID GPUs only those with shards over all data ranks, over
+    those inside a node, or, without a pipeline, over doublings of these.
     """
     outer = _outer(workload, cluster, fixed)
     if not outer:
@@ -47,7 +49,11 @@ def candidates(workload: Workload, cluster: Cluster, fixed: Given) -> Columns:
 
 
 def micro_batches(workload: Workload, data_ranks: int, fixed: Given) -> list[Option]:
-    """Micro-batch size, accumulation steps and recomputation that make a data rank's part of the batch."""
+    """Micro-batch size, accumulation steps and recomputation that make a data rank's part of the batch.
+
+    Empty if `data_ranks` does not divide the global batch, or fixed sizes do not make that part. Modes that
+    the search does not offer are there only if fixed.
+    """
     sequences, rest = divmod(workload.global_batch_size, data_ranks)
     if rest:
         return []
@@ -64,7 +70,10 @@ def micro_batches(workload: Workload, data_ranks: int, fixed: Given) -> list[Opt
 
 
 def with_micro_batches(layouts: Columns, options: Mapping[int, Sequence[Option]]) -> Columns:
-    """Each layout with each of the micro-batches of its number of data ranks; fewer data ranks first."""
+    """Each layout with each of the micro-batches of its number of data ranks; fewer data ranks first.
+
+    options: `micro_batches` by number of data ranks.
+    """
     order = np.argsort(layouts.data_ranks, kind="stable")
     columns = {name: column[order] for name, column in vars(layouts).items()}
     return Columns(**crossed(columns, layouts.data_ranks[order], options.__getitem__))
@@ -75,7 +84,8 @@ def crossed(
 ) -> dict[str, Number]:
     """Each row with each of its options, one after the other; an option's fields become columns.
 
-    by: for each row a whole number, whose `options` the row has.
+    They replace columns of the same name. A row without an option is dropped. by: a whole number for each
+    row, for which `options` returns the row's options.
     """
     keys, key_of_row = np.unique(by, return_inverse=True)
     options_of_key = [options(int(key)) for key in keys]
@@ -105,7 +115,7 @@ def columns_of(options: Sequence[Option]) -> dict[str, Number]:
 
 def _outer(workload: Workload, cluster: Cluster, fixed: Given) -> dict[str, Number]:
     """All columns but those of micro-batch, accumulation and recomputation; empty where no layout makes the
-    global batch.
+    global batch with the fields that are fixed.
     """
     blocks = int(workload.work.blocks)
     data_ranks = {
@@ -127,12 +137,12 @@ def _outer(workload: Workload, cluster: Cluster, fixed: Given) -> dict[str, Numb
 
 
 def _allowed(fixed: Given, name: str, values: Sequence[Any]) -> Sequence[Any]:
-    """The value that a field is fixed to, or else these."""
+    """The value that the field `name` is fixed to, as a list, or else `values`."""
     return [fixed[name]] if name in fixed else values
 
 
 def _sizes(axes: Sequence[str], gpus: int, blocks: int, fixed: Given) -> Iterator[dict[str, int]]:
-    """Sizes of these axes whose product divides the GPUs, and at most as many pipeline ranks as blocks."""
+    """Yield sizes of these axes whose product divides the GPUs; pp, unless fixed, is at most `blocks`."""
     if not axes:
         yield {}
         return
@@ -146,7 +156,11 @@ def _sizes(axes: Sequence[str], gpus: int, blocks: int, fixed: Given) -> Iterato
 def _shardings(
     sizes: Mapping[str, int], cluster: Cluster, data_ranks: Collection[int], fixed: Given
 ) -> list[Option]:
-    """Replicas, shards and ZeRO stages of the ranks that `sizes` leave, if they are among `data_ranks`."""
+    """Replicas, shards and ZeRO stages of the data ranks that `sizes` leave of the cluster.
+
+    sizes: of MODEL_AXES. data_ranks: numbers of data ranks that make the global batch; with another number
+    the result is empty.
+    """
     data = cluster.gpus // math.prod(sizes.values())
     if data not in data_ranks:
         return []
@@ -170,12 +184,17 @@ def _methods(cp: int, fixed: Given) -> list[Option]:
 
 
 def _sequence_parallel(tp: int, fixed: Given) -> list[Option]:
-    """Always sp beside tp: without it as much is sent, and more is kept."""
+    """Always sp beside tp, unless fixed: without it as much is sent, and more is saved."""
     return [{"sp": sp} for sp in (_allowed(fixed, "sp", (True,)) if tp > 1 else (False,))]
 
 
 def _schedules(pp: int, blocks: int, fixed: Given) -> list[Option]:
-    """Schedules with their stages a rank: powers of two up to the most that the blocks make."""
+    """Schedules with their stages per rank (`virtual_stages`): 2 under V schedules.
+
+    VIRTUAL_SCHEDULES take powers of two up to min(MOST_VIRTUAL_STAGES, blocks // pp), interleaved1f1b and
+    loopedbfs from 2 on, even if the blocks are too few; all others 1. A fixed virtual_stages replaces these,
+    and leaves out schedules that can't have it. Without a pipeline: 1f1b with 1.
+    """
     if pp == 1:
         return [{"schedule": Layout.schedule, "virtual_stages": 1}]
     options: list[Option] = []
@@ -198,7 +217,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _no_batch(workload: Workload, cluster: Cluster, fixed: Given) -> str:
-    """Why there is no candidate, and the nearest global batch that has one."""
+    """A sentence on why there is no candidate, with the nearest global batch that has one, if any does."""
     size, gpus = workload.global_batch_size, cluster.gpus
     usual = {field.name: field.default for field in fields(Layout)}
     settings = ", ".join(f"{name} {value}" for name, value in fixed.items() if value != usual[name])

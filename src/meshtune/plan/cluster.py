@@ -42,7 +42,10 @@ class Cluster:
     price: float | None = None  # of a GPU-hour, in any currency
 
     def of_size(self, gpus: int) -> Cluster:
-        """The same nodes, more or fewer of them. Raises UserError for GPUs that don't fill whole nodes."""
+        """The same nodes, more or fewer of them: `gpus` in all, which may be a part of one node.
+
+        Raises UserError if they need more than one node and don't fill whole ones.
+        """
         if gpus > self.node and gpus % self.node:
             below = gpus // self.node * self.node
             raise UserError(
@@ -71,8 +74,10 @@ def cluster_of(
 
     Fields that the settings leave out are the GPU kind's usual machine's; without a kind, this machine's.
 
-    gpus: their number, if the settings leave it out. seen: returns (driver's name, bytes) of each GPU here;
-    None: asks the driver. Raises UserError for unknown kinds and impossible numbers, every problem at once.
+    gpus: their number, if the settings leave it out; None: those here if no kind is set, else 1. seen:
+    returns (driver's name, bytes) of each GPU here, called only if no kind is set; None: asks the driver.
+    Where it returns none, the cluster is this machine's processor. Raises UserError for an unknown kind or
+    efficiency, a cluster.hardware that can't be read, and GPUs that don't fill whole nodes.
     """
     kinds = catalogue() | _kinds_of_file(settings)
     memory = settings.memory_gib * GIB if settings.memory_gib else None
@@ -121,9 +126,10 @@ def gpus_here() -> list[tuple[str, float]]:
 
 
 def _seen_kind(seen: list[tuple[str, float]], kinds: Mapping[str, Gpu], ranks: int) -> tuple[Gpu, int, float]:
-    """(kind, number, bytes of each) of the GPUs seen here; of different sizes, the smallest.
+    """(kind, number, bytes of each) of the GPUs seen here, by the first one's name; bytes of the smallest.
 
-    Without a GPU: this processor, whose memory the ranks share.
+    seen: (driver's name, bytes) of each. Empty: (cpu, `ranks`, an equal part of this machine's memory).
+    Raises UserError for a GPU that is not in the catalogue.
     """
     if not seen:
         return kinds["cpu"], ranks, psutil.virtual_memory().total / ranks
@@ -151,7 +157,10 @@ def _kind(name: str, kinds: Mapping[str, Gpu]) -> Gpu:
 
 
 def _kinds_of_file(settings: ClusterConfig) -> dict[str, Gpu]:
-    """GPU kinds of the file named by cluster.hardware, in hardware.toml's form; none without one."""
+    """GPU kinds of the file named by cluster.hardware, in hardware.toml's form; none without one.
+
+    Raises UserError for a file that can't be read, and with every problem of its tables.
+    """
     if settings.hardware is None:
         return {}
     file = Path(settings.hardware).expanduser()
@@ -177,7 +186,8 @@ def _kinds_of_file(settings: ClusterConfig) -> dict[str, Gpu]:
 def cluster_here(config: Config, ranks: int, gpus: Sequence[tuple[str, float]]) -> Cluster:
     """The devices of `ranks` ranks; the settings say what can't be seen, such as the network.
 
-    gpus: (name, bytes) of each GPU of this machine; none: the ranks are on the processor.
+    gpus: (driver's name, bytes) of each GPU of this machine; empty: the ranks are on the processor, and the
+    cluster's settings are ignored. cluster.gpus never counts. Raises as `cluster_of`.
     """
     settings = config.cluster_config if gpus else ClusterConfig()
     return cluster_of(settings.model_copy(update={"gpus": ranks}), seen=lambda: list(gpus))

@@ -16,8 +16,8 @@ class RunCost:
     """Time and cost of a run of `steps` optimizer steps under one layout."""
 
     steps: int
-    seconds: float
-    gpu_hours: float
+    seconds: float  # of the whole run
+    gpu_hours: float  # of all its GPUs
     cost: float | None  # in the currency of cluster.price_per_gpu_hour; None: no price was given
 
     @classmethod

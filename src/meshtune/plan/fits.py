@@ -16,7 +16,7 @@ from meshtune.plan.search import Choice, Plan, search
 from meshtune.plan.workload import Workload
 from meshtune.units import human
 
-Lighter = Callable[[], Mapping[str, Workload]]  # workloads that train less, by the setting that makes them
+Lighter = Callable[[], Mapping[str, Workload]]  # returns workloads that need less, by the setting for them
 NEXT_TRY = 0.85  # of the predicted peak of a run that ran out of memory: the most that another may need
 MORE_GPUS = (2, 3, 4, 6, 8, 12, 16)  # times the cluster's, to try
 SHORTER = (2, 4, 8, 16)  # parts of the sequence length, to try
@@ -30,7 +30,10 @@ class Refused(UserError):
 
 
 def empty_plan_error(plan: Plan, lighter: Lighter = dict) -> UserError:
-    """The error for an empty plan: NothingFits, or Refused with the reasons if no layout can run at all."""
+    """Return the error for an empty plan: NothingFits, or Refused with the reasons if no layout can run.
+
+    lighter: as in `remedies`.
+    """
     if len(plan.near.tp):
         return NothingFits(nothing_fits(plan, lighter))
     where = f"{plan.cluster.gpus} x {plan.cluster.gpu.name}"
@@ -40,7 +43,10 @@ def empty_plan_error(plan: Plan, lighter: Lighter = dict) -> UserError:
 
 
 def nothing_fits(plan: Plan, lighter: Lighter = dict) -> list[str]:
-    """Sentences that say how much the smallest layout needs, and what would fit."""
+    """Sentences that say how much the smallest layout needs, and which `remedies` would fit.
+
+    Where the plan has fixed fields, the best layout without them is one more.
+    """
     workload, cluster = plan.workload, plan.cluster
     sentences = [
         f"No layout of {cluster.gpus} x {cluster.gpu.name} fits {workload.model} at {workload.seq_len} tokens"
@@ -69,14 +75,15 @@ def _reasons(plan: Plan) -> list[str]:
 def remedies(workload: Workload, cluster: Cluster, lighter: Lighter = dict) -> Iterator[str]:
     """Settings that fit, each with its layout and memory: the least change of each kind.
 
-    More GPUs, shorter sequences, lower precision, lighter workloads, larger GPUs.
+    More GPUs, shorter sequences, lower precision, every workload that `lighter` returns, larger GPUs. Each is
+    searched for with no field of the layout fixed.
     """
     for setting, choice in _remedies(workload, cluster, lighter):
         yield f"{setting} layout={choice.layout} ({human(choice.memory.peak)})"
 
 
 def _remedies(workload: Workload, cluster: Cluster, lighter: Lighter) -> Iterator[tuple[str, Choice]]:
-    """(setting, best layout under it) for each kind of change that makes something fit."""
+    """(setting, best layout under it) for each kind of change in `remedies` that makes something fit."""
     for factor in MORE_GPUS if cluster.gpu.name != "cpu" else ():  # processors share one memory
         if choice := _best(workload, cluster, cluster.gpus * factor):
             yield f"cluster.gpus={cluster.gpus * factor}", choice
@@ -110,7 +117,8 @@ def _remedies(workload: Workload, cluster: Cluster, lighter: Lighter) -> Iterato
 def out_of_memory(failed: Choice, workload: Workload, lighter: Lighter = dict) -> list[str]:
     """Sentences for a run that ran out of memory: its predicted peak by category, and what needs less.
 
-    failed: the run's layout and what was predicted for it.
+    That is at most NEXT_TRY of the predicted peak: up to two other layouts or, if there is none, `remedies`.
+    failed: the run's layout and what was predicted for it. lighter: as in `remedies`.
     """
     memory = failed.memory
     bytes_of = {category: getattr(memory, category) for category in CATEGORIES}
@@ -139,9 +147,9 @@ def out_of_memory(failed: Choice, workload: Workload, lighter: Lighter = dict) -
 def _best(
     workload: Workload, cluster: Cluster, gpus: int | None = None, *, fixed: Mapping[str, Any] | None = None
 ) -> Choice | None:
-    """The best layout that fits, if any.
+    """The best layout that fits; None if none does or no layout makes the global batch.
 
-    gpus: another number of GPUs than the cluster's. fixed: fields of Layout that are given.
+    gpus: instead of the cluster's number; None: that. fixed: fields of Layout that are given; None: none.
     """
     try:
         plan = search(workload, cluster.of_size(gpus) if gpus else cluster, fixed=fixed)
@@ -154,15 +162,16 @@ def _best(
 
 
 def batches(workload: Workload, cluster: Cluster, sizes: Sequence[int]) -> dict[int, Choice | None]:
-    """The best layout for each global batch size in `sizes`; None where none fits."""
+    """The best layout, no field fixed, for each global batch size in `sizes`; None where none fits."""
     return {size: _best(workload.of_batch(size), cluster) for size in sizes}
 
 
 def largest(workload: Workload, cluster: Cluster, what: str) -> tuple[Any, Choice]:
-    """The largest `what` that fits, with its best layout.
+    """(value, best layout) of the largest `what` that fits; no field of the layout is fixed.
 
-    what: seq_len, in tokens, from 1024 on in steps of 1024; batch, in sequences that all data ranks take at
-    once; model, by parameters, of models.toml. Raises NothingFits if not even the smallest does.
+    what: "seq_len", in tokens, 256, 512 or a multiple of 1024; "batch", in sequences of a global batch
+    without accumulation; "model", the name in models.toml of the one with most parameters. Raises NothingFits
+    (for "batch" Refused, if no layout can run) if not even the smallest fits, UserError for another `what`.
     """
     if what == "seq_len":
         return _largest_seq_len(workload, cluster)
@@ -182,7 +191,10 @@ def largest(workload: Workload, cluster: Cluster, what: str) -> tuple[Any, Choic
 
 
 def _largest_batch(workload: Workload, cluster: Cluster) -> tuple[int, Choice]:
-    """The most sequences that all data ranks take at once, without accumulation."""
+    """(sequences, layout) of the largest global batch that fits without accumulation.
+
+    It is a power of two, or a multiple of the cluster's GPUs. Raises NothingFits or Refused if none fits.
+    """
     fitting: dict[int, Choice] = {}
 
     def fits(size: int) -> bool:
@@ -202,7 +214,10 @@ def _largest_batch(workload: Workload, cluster: Cluster) -> tuple[int, Choice]:
 
 
 def _largest_seq_len(workload: Workload, cluster: Cluster) -> tuple[int, Choice]:
-    """The longest sequence, in tokens: by doubling from 256, then by bisection in steps of 1024."""
+    """(tokens, layout) of the longest sequence: by doubling from 256, then by bisection in steps of 1024.
+
+    256, 512 or a multiple of 1024, below 2^25. Raises NothingFits if 256 tokens don't fit.
+    """
     shortest, longest, step = 256, 2**24, 1024
     fitting: dict[int, Choice] = {}
 
@@ -222,7 +237,10 @@ def _largest_seq_len(workload: Workload, cluster: Cluster) -> tuple[int, Choice]
 
 
 def _bisect(fits: Callable[[int], bool], low: int, high: int, step: int) -> int:
-    """The largest multiple of `step` between low, which fits, and high, which does not; else low."""
+    """The largest multiple of `step` that fits between low, which fits, and high, taken not to; else low.
+
+    Sizes between them are taken to fit up to some size and no further.
+    """
     while high - low > step:
         middle = (low + high) // 2 // step * step
         if middle <= low:

@@ -31,7 +31,7 @@ class Gpu:
     """One kind of GPU. Rates are dense peaks in FLOP/s, None where the kind has no such units."""
 
     name: str
-    words: tuple[str, ...]  # that the driver's name of it contains
+    words: tuple[str, ...]  # all of them are in the driver's name of it
     bf16: float
     fp8: float | None
     tf32: float | None
@@ -92,7 +92,8 @@ def named(device_name: str) -> Gpu | None:
 def datasheet_flops(device_name: str, precision: str) -> float | None:
     """Dense peak FLOP/s of a device as its driver names it; None when unknown, as for a slice of a GPU.
 
-    precision: fp32, tf32 (fp32 with TensorFloat-32 matmuls allowed), bf16, bf16-pure; others have no figure.
+    precision: fp32, tf32 (fp32 with TensorFloat-32 matmuls allowed), bf16, bf16-pure; fp64: None. Raises
+    UserError for any other.
     """
     gpu, rate = named(device_name), RATES[precision]
     return getattr(gpu, rate) if gpu is not None and rate is not None else None
@@ -103,10 +104,11 @@ def _tables(file: str) -> dict[str, dict[str, Any]]:
 
 
 def gpu_of(name: str, table: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]] | None = None) -> Gpu:
-    """Return a GPU kind from a table in hardware.toml's form.
+    """Return a GPU kind from a table in hardware.toml's form and units.
 
-    tables: tables that its `efficiency_as` may name; None: hardware.toml's. Raises KeyError for a missing
-    field, ValueError for missing efficiencies.
+    Its own efficiencies go before those of the kind that its `efficiency_as` names. tables: those that
+    `efficiency_as` may name; None: hardware.toml's. Raises KeyError for a missing field, ValueError for
+    missing efficiencies, an unknown `efficiency_as`, or something that is no table.
     """
     if not isinstance(table, Mapping):
         raise ValueError(f"{name} is no table of a GPU's facts")

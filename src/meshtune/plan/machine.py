@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Machine:
-    """Constants of a GPU kind, its links and a software stack; the keys of hardware.toml and stacks.toml."""
+    """Constants of a GPU kind, its links and a software stack.
+
+    Efficiencies of the kind and constants of the software are keys of hardware.toml and stacks.toml.
+    """
 
     # the GPU and its cluster
     flops: Number  # dense peak of matmuls with weights, FLOP/s
@@ -74,9 +77,10 @@ class Machine:
     def of(
         cls, gpu: Gpu, stack: Mapping[str, float], *, network_share: float = 0.7, fp8: bool = False
     ) -> Machine:
-        """Return the GPU kind's usual machine with a stack of stacks.toml.
+        """Return the GPU kind's usual machine with a stack of stacks.toml, in 16 bits.
 
-        network_share: of a network that nobody measured. fp8: matmuls and gathered weights in 8 bits.
+        stack: its constants, from `hardware.stacks`. network_share: share of the network's bandwidth that
+        rings reach. fp8: matmuls and gathered weights in 8 bits; a kind without such units has bf16's peak.
         """
         efficiency = dict(gpu.efficiency)
         fp8_matmul = efficiency.pop("matmul_fp8")
@@ -122,9 +126,10 @@ def machine_of(workload: Workload, cluster: Cluster) -> Machine:
 
 
 def rates(cluster: Cluster, precision: str) -> dict[str, float]:
-    """Peak FLOP/s of matmuls (`flops`) and of attention (`core_flops`) in a precision of the settings.
+    """Peak FLOP/s of matmuls (`flops`) and of attention (`core_flops`), which are equal, by name.
 
-    torch computes fp32 without TF32 unless told otherwise.
+    precision: as in the settings; UserError for another. torch computes fp32 without TF32 unless told
+    otherwise.
     """
     rate = getattr(cluster.gpu, PRECISIONS[precision].rate) * PRECISIONS[precision].rate_share
     return {"flops": rate, "core_flops": rate}

@@ -17,7 +17,7 @@ SHAPE = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocabulary")  # number
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model's numbers without its configuration."""
+    """A model's numbers from its row in models.toml, without its configuration; all weights are trained."""
 
     work: Work
     traits: Traits

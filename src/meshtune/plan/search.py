@@ -40,7 +40,7 @@ OUTDONE = "1F1B, plain or interleaved, has the same bubble and saves fewer activ
 class Rejected(NamedTuple):
     """Layouts that one reason rules out."""
 
-    reason: str
+    reason: str  # one clause, a final full stop or none
     count: int  # of layouts, each under its first reason
     example: str  # a layout string
 
@@ -54,7 +54,7 @@ class Choice:
     seconds: Seconds
     memory: Memory
     tokens_per_second_per_gpu: float
-    mfu: float
+    mfu: float  # model FLOPs, without recomputation, as a share of the precision's dense peak
 
     @property
     def fits(self) -> bool:
@@ -82,16 +82,16 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of a search."""
+    """The result of a search; its length is the number of layouts that fit, possibly 0."""
 
     workload: Workload
     cluster: Cluster
-    considered: int  # layouts
+    considered: int  # number of layouts, with those rejected
     rejected: tuple[Rejected, ...]
     columns: Columns  # layouts that fit, best first
-    seconds: Seconds  # of each of them
-    memory: Memory  # of each of them
-    near: Columns  # layouts that run but do not fit, the smallest first
+    seconds: Seconds  # columns, one row for each row of `columns`
+    memory: Memory  # columns, one row for each row of `columns`
+    near: Columns  # up to 8 layouts that run but do not fit, the smallest first
     fixed: Mapping[str, Any]  # as in `search`
 
     def __len__(self) -> int:
@@ -108,7 +108,7 @@ class Plan:
         )
 
     def nearest(self, most: int = 3) -> list[Choice]:
-        """Layouts that need the least more than there is."""
+        """Layouts that run but do not fit, least memory first; at most 8."""
         places = range(min(most, len(self.near.tp)))
         return [explained(self.workload, self.cluster, layout_at(self.near, place)) for place in places]
 
@@ -128,10 +128,12 @@ def search(
     where: Callable[[Columns], Number] | None = None,
     margin: float = MARGIN,
 ) -> Plan:
-    """All layouts of the whole cluster, predicted; those that fit ranked by step time.
+    """All layouts of the whole cluster, predicted; those that fit ranked by step time (`_ranked`).
 
-    fixed: fields of Layout that are given. where: which axes to consider; None: all. Raises UserError where
-    no layout makes the global batch.
+    fixed: fields of Layout that are given; None: none. where: returns a mask of the layouts to consider, from
+    all columns but micro-batch size, accumulation and recomputation; None: all. margin: share of each GPU's
+    memory that is left free. Raises UserError where no layout makes the global batch; if none fits, the Plan
+    is empty.
     """
     fixed = fixed or {}
     outer = candidates(workload, cluster, fixed)
@@ -167,9 +169,10 @@ def search(
 
 
 def _ranked(seconds: Number, occupied: Number, recompute: Number) -> Number:
-    """Places by step time, except that the best of all ties with the quickest comes first.
+    """Indices by step time, except that the best of all ties with the quickest comes first.
 
-    occupied: peak as a share of a GPU's memory. recompute: index of the mode; ties prefer the lower.
+    Among those, the one with most free memory in steps of TIE_MEMORY_STEP, then with least recomputation.
+    occupied: peak as a share of a GPU's memory. recompute: index of the mode in RECOMPUTE.
     """
     order = np.lexsort((occupied, seconds))
     if len(order):
@@ -181,7 +184,7 @@ def _ranked(seconds: Number, occupied: Number, recompute: Number) -> Number:
 
 
 def explained(workload: Workload, cluster: Cluster, layout: Layout) -> Choice:
-    """The prediction for one layout, whether it fits or not."""
+    """The prediction for one layout, whether it fits, and the model can be trained under it, or not."""
     layouts = Columns.of([layout])
     seconds, memory = times(workload, cluster, layouts), peak(workload, cluster, layouts)
     return choice_of(workload, cluster, layout, at(seconds, 0), at(memory, 0))
@@ -190,6 +193,7 @@ def explained(workload: Workload, cluster: Cluster, layout: Layout) -> Choice:
 def choice_of(
     workload: Workload, cluster: Cluster, layout: Layout, seconds: Seconds, memory: Memory
 ) -> Choice:
+    """The layout with its speed and MFU; seconds and memory are its prediction, as floats."""
     speed = workload.tokens / seconds.total / layout.world
     rate = rates(cluster, workload.precision)["flops"]
     return Choice(layout, cluster, seconds, memory, speed, speed * workload.flops_per_token / rate)
@@ -209,12 +213,14 @@ def _outdone(layouts: Columns) -> Number:
 
 
 def times(workload: Workload, cluster: Cluster, layouts: Columns) -> Seconds:
+    """Predicted seconds of a step, every part as an array with one element per layout."""
     machine = machine_of(workload, cluster)
     found = step(workload.work, layouts, machine, workload.seq_len, workload.document_tokens)
     return Seconds(*(np.broadcast_to(getattr(found, f.name), np.shape(layouts.tp)) for f in fields(found)))
 
 
 def peak(workload: Workload, cluster: Cluster, layouts: Columns) -> Memory:
+    """Predicted memory of the fullest rank of each layout, with this engine's accounting."""
     stages = stages_of(workload, layouts)
     if np.all(layouts.pp == 1):
         stages = rows(stages, slice(0, 1))  # one rank is like the other
@@ -231,7 +237,7 @@ def stages_of(workload: Workload, layouts: Columns) -> Stages:
     """Blocks of the first, the fullest middle and the last pipeline rank of each layout.
 
     Cut as share.census_stages does where all blocks cost the same, except that the first one lacks gradients
-    of inputs that it does not need.
+    of inputs that it does not need. Arrays are [RANKS, layouts].
     """
     w, blocks = workload.work, int(workload.work.blocks)
     lacking = sum(2 * m.rows * m.cols * m.count * (1 - m.input_gradient) for m in w.matrices) * blocks
@@ -254,7 +260,11 @@ def stages_of(workload: Workload, layouts: Columns) -> Stages:
 
 @lru_cache(maxsize=4096)
 def _stages(blocks: int, first: float, last: float, pp: int, v_shaped: bool, virtual: int) -> Stages:
-    """The first, the fullest middle and the last rank of one pipeline."""
+    """The first, the fullest middle and the last rank of one pipeline: tuples in the order of RANKS.
+
+    first, last: what the first and the last stage cost beside their blocks, in blocks. virtual: stages per
+    rank; v_shaped: as V schedules place them. A placeholder if there are more stages than blocks.
+    """
     count = pp * virtual
     if count > blocks:  # refused elsewhere
         return Stages(blocks=(1, 1, 1), has_embedding=(1, 0, 0), has_head=(0, 0, 1), rank=(0, 0, 0))
@@ -278,12 +288,12 @@ def _stages(blocks: int, first: float, last: float, pp: int, v_shaped: bool, vir
 def _refused(
     workload: Workload, layouts: Columns, *, weights: Number, examples: Columns, others: Mapping[str, Number]
 ) -> tuple[list[Rejected], Number]:
-    """Return (layouts that each rule refuses, mask of those that none refuses).
+    """Return (layouts that each rule refuses, mask of the rows that none refuses).
 
-    A layout counts for the first rule that refuses it.
+    A layout counts for the first rule that refuses it; a rule that refuses none has no entry.
 
-    weights: layouts that each row stands for. examples: one of them for each row. others: masks of what else
-    is left out, by reason.
+    weights: number of layouts that each row stands for. examples: one of them for each row. others: masks of
+    what else is left out, by reason; they come after the rules.
     """
     allowed, rejected = np.ones(len(layouts.tp), bool), []
     every = rules(
@@ -299,9 +309,9 @@ def _refused(
 
 
 def _too_large(room: float, layouts: Columns, memory: Memory, fits: Number) -> Iterator[Rejected]:
-    """Layouts that don't fit in `room` bytes, grouped by the largest category of their memory.
+    """Layouts that don't fit in `room` bytes, by their memory's largest category; the example needs least.
 
-    fits: mask over `layouts`, False for those.
+    fits: mask of the layouts that fit.
     """
     parts = np.stack([np.broadcast_to(getattr(memory, name), fits.shape) for name in timeline.CATEGORIES])
     largest = parts.argmax(0) if parts.size else np.zeros(0)

@@ -1,7 +1,7 @@
 """The work of a model, as the planner counts it.
 
 Every number may be a float or a numpy array, one element per layout or per published row: the formulas of
-seconds.py and memory.py are written once and rank tens of thousands of layouts as they explain one.
+seconds/ and memory/ are written once and rank tens of thousands of layouts as they explain one.
 """
 
 from __future__ import annotations
@@ -19,55 +19,48 @@ from meshtune.units import Number
 
 
 def attended(document_tokens: Number, window: Number) -> Number:
-    """Keys that a query sees on average: (n + 1) / 2 in a document of n tokens, fewer with a window."""
+    """Keys that a query sees on average: (n + 1) / 2 in a document of n tokens, fewer with a window.
+
+    window: keys that a query sees at most, its own included; np.inf: no window.
+    """
     return document_pairs(document_tokens, window) / document_tokens
 
 
 @dataclass(frozen=True)
 class Gemm:
-    """A matrix that every token is multiplied with: rows outputs, cols inputs, `count` of them in a block.
+    """Equal matrices that every token is multiplied with; sizes before tp."""
 
-    cut: what tensor parallelism cuts, "rows" or "cols"; "": nothing. trainable, input_gradient: the share of
-    these matrices whose weight, and whose input, needs a gradient.
-    """
-
-    rows: Number
-    cols: Number
-    count: Number = 1.0
-    cut: str = ""
-    trainable: Number = 1.0
-    input_gradient: Number = 1.0
+    rows: Number  # output features
+    cols: Number  # input features
+    count: Number = 1.0  # of them in an average block
+    cut: str = ""  # what tensor parallelism cuts, "rows" or "cols"; "": nothing
+    trainable: Number = 1.0  # share of them whose weight needs a gradient, 0 to 1
+    input_gradient: Number = 1.0  # share of them whose input needs a gradient, 0 to 1
 
 
 @dataclass(frozen=True)
 class Core:
-    """An attention core, `count` of them in a block. window: infinite where it attends to all before it.
-    backward: of its backward's products, the share that some gradient needs.
-    """
+    """Equal attention cores; heads before tp."""
 
     query_heads: Number
     key_heads: Number
-    qk_dim: Number
-    v_dim: Number
-    window: Number = np.inf
-    count: Number = 1.0
-    backward: Number = 1.0
+    qk_dim: Number  # features of a head of queries or keys
+    v_dim: Number  # features of a head of values
+    window: Number = np.inf  # keys that a query sees at most, its own included; np.inf: no window
+    count: Number = 1.0  # of them in an average block
+    backward: Number = 1.0  # share of the backward's FLOPs that some gradient needs, 0 to 1
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter tensor [rows, cols], `count` of them; cols 1: a vector.
-
-    cut: what tensor parallelism cuts, "rows" or "cols"; "": nothing. heads: key-value heads in its rows; more
-    ranks than those hold all of it. trainable: the share of these that is trained.
-    """
+    """Equal parameter tensors [rows, cols]; sizes before tp."""
 
     rows: Number
-    cols: Number
-    count: Number = 1.0
-    cut: str = ""
-    heads: Number = 0.0
-    trainable: Number = 1.0
+    cols: Number  # 1: a vector
+    count: Number = 1.0  # of them; in an average block where it is a block's
+    cut: str = ""  # what tensor parallelism cuts, "rows" or "cols"; "": nothing
+    heads: Number = 0.0  # key-value heads along `cut`, 0: none; with tp > heads each rank holds all of it
+    trainable: Number = 1.0  # share of them that is trained, 0 to 1
 
     @property
     def elements(self) -> Number:
@@ -75,45 +68,36 @@ class Weight:
 
 
 class Kept(NamedTuple):
-    """Bytes per token that an average block's forward keeps for its backward, nothing recomputed.
+    """Bytes per token that an average block's forward saves for its backward, nothing recomputed.
 
-    outside: of attention and MLP; sp splits it. entering: what goes into their first matrices. inside: them;
-    tp splits it. core: queries, keys, values and output of the attention core, and of these the keys and
-    values; statistics: what only a second run of the core gives again.
+    The sizes are those on one rank, before tp, sp or cp splits them.
     """
 
-    outside: Number
-    entering: Number
-    inside: Number
-    core: Number
-    keys: Number
-    statistics: Number
+    outside: Number  # outside attention and MLP (norms, residuals); sp splits it
+    entering: Number  # inputs of the first matrices of attention and of MLP
+    inside: Number  # inside attention and MLP, but not in the attention core; tp splits it
+    core: Number  # queries, keys, values and output of the attention core; tp splits it
+    keys: Number  # the part of `core` that keys and values take
+    statistics: Number  # log-sums or scores, which only a second run of the core gives again; tp splits it
 
 
 @dataclass(frozen=True)
 class Work:
-    """A model as the planner counts it: its average block, times `blocks`, and its head.
+    """A model as the planner counts it: its average block, times `blocks`, and its head."""
 
-    wide: features that widen in the MLP of a block (2·f with a gate, f without).
-    block_weights: of an average block; first_weights, last_weights: before and after the blocks. tied: 1
-    where the head is the embedding, so that a last pipeline stage of its own has a copy.
-    trainable: the share of all parameters that is trained; head_trainable: 1 or 0.
-    kept: by bytes of an element (2 or 4), where the model was traced.
-    """
-
-    blocks: Number
-    hidden: Number
+    blocks: Number  # how many
+    hidden: Number  # features of a hidden state
     vocabulary: Number
-    wide: Number
-    matrices: tuple[Gemm, ...]
-    cores: tuple[Core, ...]
-    block_weights: tuple[Weight, ...]
-    first_weights: tuple[Weight, ...]
-    last_weights: tuple[Weight, ...]
-    tied: Number = 0.0
-    trainable: Number = 1.0
-    head_trainable: Number = 1.0
-    kept: Mapping[int, Kept] = field(default_factory=dict)
+    wide: Number  # output features of the first matrices of a block's MLP (2·f with a gate, f without)
+    matrices: tuple[Gemm, ...]  # of an average block; those outside the blocks, but the head, are shared out
+    cores: tuple[Core, ...]  # of an average block
+    block_weights: tuple[Weight, ...]  # of an average block
+    first_weights: tuple[Weight, ...]  # before the blocks
+    last_weights: tuple[Weight, ...]  # after the blocks
+    tied: Number = 0.0  # 1: the head is the embedding; a last pipeline stage of its own then has a copy
+    trainable: Number = 1.0  # share of all parameters that is trained
+    head_trainable: Number = 1.0  # 1 or 0
+    kept: Mapping[int, Kept] = field(default_factory=dict)  # by element size: 2, 4, 8; empty: not traced
 
     @classmethod
     def of(cls, census: Census) -> Work:
@@ -170,9 +154,10 @@ class Work:
         cls, *, layers: Number, hidden: Number, ffn: Number, heads: Number, kv_heads: Number,
         vocabulary: Number, gated: Number = 1.0, tied: Number = 0.0,
     ) -> Work:  # fmt: skip
-        """The work of a plain decoder from shape numbers, as published tables give them.
+        """The work of a plain decoder from shape numbers, as published tables give them; all is trained.
 
-        gated: 1 for SwiGLU (three matrices), 0 for two. Norms and biases are counted as 4·hidden a block.
+        ffn: features inside the MLP. gated: 1 for SwiGLU (three matrices), 0 for two. tied: 1 or 0. Head size
+        is hidden / heads. Norms and biases are counted as 4·hidden a block.
         """
         head_dim = hidden / heads
         wide = (1 + gated) * ffn
@@ -197,7 +182,10 @@ class Work:
         )
 
     def adapted(self, lora_rank: int) -> Work:
-        """The same frozen, with adapters of this rank beside every matrix of the blocks."""
+        """The same frozen, with LoRA adapters of rank `lora_rank` beside every matrix of the blocks.
+
+        `kept` is empty: what adapters save was not traced.
+        """
         frozen = tuple(replace(m, trainable=0.0) for m in self.matrices)
         adapters = tuple(adapter for m in self.matrices for adapter in _adapters(m, lora_rank))
         added = tuple(Weight(a.rows, a.cols, a.count, a.cut) for a in adapters)
@@ -238,13 +226,19 @@ class Work:
 
 
 def _adapters(matrix: Gemm, lora_rank: int) -> tuple[Gemm, Gemm]:
-    """LoRA's A, with a matrix's inputs, and B, with its outputs; tp cuts each as that side of the matrix."""
+    """LoRA's A [rank, inputs of the matrix] and B [outputs, rank], both trained.
+
+    tp cuts the columns of A, or the rows of B, if it cuts those of the matrix; the other is whole.
+    """
     a = Gemm(lora_rank, matrix.cols, matrix.count, "cols" if matrix.cut == "cols" else "")
     return a, Gemm(matrix.rows, lora_rank, matrix.count, "rows" if matrix.cut == "rows" else "")
 
 
 def _kept(census: Census) -> dict[int, Kept]:
-    """Saved bytes of the average block, by bytes of an element; empty where the census does not know."""
+    """Saved bytes of the average block, by bytes of an element (2, 4 and 8).
+
+    Empty where a block of the census lacks 2 or 4; those of 8 are twice those of 4.
+    """
     n, saved = len(census.blocks), {}
     cores = [(core, layers / n) for core, layers in census.attentions.items()]
     statistics = sum(4 * core.query_heads * count for core, count in cores)
@@ -262,7 +256,7 @@ def _kept(census: Census) -> dict[int, Kept]:
 
 
 def _weights(parameters: Iterable[Parameter], blocks: int = 1) -> tuple[Weight, ...]:
-    """These parameters, equal ones together, of one of `blocks` on average."""
+    """These parameters, equal ones as one Weight, whose `count` is divided by `blocks`."""
     alike = Counter(
         (
             p.shape[0],

@@ -22,11 +22,11 @@ class Workload:
     """A model, a global batch and the settings that cost time or memory; the cluster is not part of it."""
 
     model: str  # its name or folder, for sentences
-    work: Work
+    work: Work  # adapters included
     traits: Traits
     seq_len: int  # tokens
     global_batch_size: int  # sequences
-    document_tokens: float | None = None  # mean length, as in seconds.step; None: whole sequences
+    document_tokens: float | None = None  # mean length, as in seconds.step.step; None: whole sequences
     precision: str = "bf16"
     reduce_dtype: str = "fp32"
     optimizer: str = "adamw"
@@ -43,7 +43,8 @@ class Workload:
     def block_flops(self, document_tokens: float | None = None) -> float:
         """Model FLOPs per token of an average block, forward and backward, without recomputation.
 
-        Matmuls (no gradients of frozen weights) and causal attention in documents of this mean length.
+        Matmuls (no gradients of frozen weights) and causal attention in documents of this mean length, in
+        tokens; None: whole sequences, whatever `self.document_tokens` is.
         """
         documents = document_tokens or self.seq_len
         matmuls = sum(
@@ -83,12 +84,12 @@ class Workload:
 
 
 class Uncounted(UserError):
-    """A model whose work is unknown."""
+    """Error: the FLOPs of the model are unknown, so that it can't be planned."""
 
 
 def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
     """The workload of a config and of its model's numbers; the data need not exist. Raises Uncounted for a
-    model that can't be planned.
+    model that can't be planned. Under train.compile, `work.kept` is what compiled blocks save.
     """
     model = config.model
     if numbers.census.unsupported:
@@ -117,9 +118,10 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
 
 
 def lighter_workloads(config: Config, numbers_of: Callable[[Config], ModelNumbers]) -> dict[str, Workload]:
-    """Settings that need less memory than training all weights, each with its workload.
+    """Workloads that need less memory than training all weights, by the setting that makes them.
 
-    numbers_of: counts the model of a config.
+    Now method=lora alone; empty if the config has it already. numbers_of: returns the numbers of a config's
+    model. Raises Uncounted as `workload_of`.
     """
     if config.method == "lora":
         return {}

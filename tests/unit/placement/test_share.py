@@ -285,6 +285,19 @@ OPERATIONS = {
 }
 
 
+@pytest.mark.parametrize("cp", ["ulysses2", "cp2"])
+def test_tensor_parallel_halves_the_heads_that_context_ranks_exchange(cp):
+    config = zero_memory.config()
+    config.num_attention_heads = config.num_key_value_heads = 8
+    model = census(config)
+
+    def exchanged(text):
+        collectives = share(model, Layout.parse(text), 0).collectives
+        return sum(each.bytes for each in collectives if each.axis == "cp")
+
+    assert exchanged(f"{cp}-ga2") == 2 * exchanged(f"tp2-sp-{cp}-ga2") > 0
+
+
 def test_message_bytes_are_of_whole_tensors():
     model = census(zero_memory.config())
     gather, scatter = share(model, Layout.parse("zero3x2-mb2-ga4"), 0).collectives

@@ -3,6 +3,7 @@ import sys
 
 import pytest
 
+from meshtune.errors import UserError
 from meshtune.report.draw.kinds import Series
 from meshtune.report.draw.thin import MOST_ROWS, merged, thinned
 from meshtune.report.run.panels import panels, running_mean
@@ -97,6 +98,11 @@ def test_figures_are_written_as_files(run, tmp_path, monkeypatch, suffix):
     file = write_picture(run, tmp_path / f"run.{suffix}", dark=suffix == "svg")
     assert file.read_bytes()[:4] in (b"\x89PNG", b"<svg")
     assert [path.name for path in tmp_path.iterdir() if path.suffix] == [file.name]
+
+
+def test_a_picture_of_a_run_without_rows_is_refused(empty, tmp_path):
+    with pytest.raises(UserError, match="has no rows to draw"):
+        write_picture(empty, tmp_path / "run.png")
 
 
 def test_a_picture_draws_each_panel_once(run, tmp_path):

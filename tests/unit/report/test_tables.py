@@ -3,6 +3,7 @@ import io
 from rich.console import Console
 
 from meshtune.report.facts import capability_table, facts_table
+from meshtune.report.run.summary import samples_of
 from meshtune.report.run.tables import run_summary, samples_table
 
 
@@ -35,6 +36,13 @@ def test_samples_stand_side_by_side_and_are_not_read_as_markup(run):
     assert text.split()[:4] == ["prompt", "expected", "before", "after"]
     assert ["2+2=", "4", "?", "4"] in [line.split() for line in text.splitlines()]
     assert "[bold]x[/nope]" in text
+
+
+def test_only_an_expected_answer_is_right(empty):
+    empty.append_sample({"step": 1, "prompt": "x", "expected": None, "answer": ""})
+    empty.append_sample({"step": 1, "prompt": "y", "expected": "7", "answer": " 7 "})
+    first, second = samples_of(empty)
+    assert (first.matches(""), second.matches(" 7 "), second.matches("8")) == (False, True, False)
 
 
 def test_tables_show_what_they_are_given():

@@ -42,7 +42,7 @@ def check_tool(tool: str) -> str:
 
 
 def export(tool: str, config: Config, layout: Layout, gpus_per_node: int) -> Exported:
-    """Return the files and the command with which `tool` runs `layout`.
+    """Return the files and the command with which `tool` runs `layout`; nothing is written to disk.
 
     Raises UserError for an unknown tool, and for a layout that it can't run, with every reason.
     """
@@ -52,8 +52,9 @@ def export(tool: str, config: Config, layout: Layout, gpus_per_node: int) -> Exp
 def write(tool: str, config: Config, choices: Iterable[Choice], folder: Path) -> list[str]:
     """Write the files with which `tool` runs the first of `choices` that it can run into `folder`.
 
-    Returns sentences: the command that starts it, then what the tool can't express. Raises UserError, with
-    nothing written, if it can run none of them or a file exists already.
+    Returns sentences: which layout is written instead and why, if it is not the first; the command that
+    starts it; what the tool can't express. Makes missing folders. Raises UserError, with nothing written, if
+    the tool can run none of `choices` (with the reasons of the first) or a file exists already.
     """
     first, refused = None, None
     for choice in choices:

@@ -23,7 +23,10 @@ TOOL = "accelerate"
 
 
 def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
-    """The layout and workload in this tool's form. Raises UserError if it can't run them."""
+    """Return the layout and workload in this tool's form; nothing is written to disk.
+
+    Raises UserError, with every reason, if it can't run them.
+    """
     refuse(config, layout, gpus_per_node, problems(layout))
     recompute, changed = whole_blocks(TOOL, layout)
     launch = launcher(config, layout, gpus_per_node, recompute)
@@ -44,7 +47,7 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
 
 
 def launcher(config: Config, layout: Layout, gpus_per_node: int, recompute: bool) -> dict[str, Any]:
-    """The launcher's YAML. recompute: recompute whole blocks."""
+    """The launcher's YAML, as a mapping. recompute: FSDP recomputes whole blocks; ignored without FSDP."""
     settings: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP" if sharded(layout) else "MULTI_GPU" if layout.world > 1 else "NO",
@@ -85,7 +88,10 @@ def sharded(layout: Layout) -> bool:
 
 
 def problems(layout: Layout, tool: str = TOOL) -> Iterator[str]:
-    """Sentences on why accelerate, or a tool that trains through it, can't run the layout."""
+    """Sentences on why accelerate, or a tool that trains through it, can't run the layout; empty: it can.
+
+    tool: its name, for the sentences.
+    """
     if layout.pp > 1:
         yield (
             f"{tool} trains without pipeline parallelism; pp{layout.pp} needs --export torchtitan or "
@@ -130,7 +136,10 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
 
 
 def fsdp_differences(tool: str, config: Config, layout: Layout) -> Iterator[str]:
-    """Differences of accelerate's FSDP2 from the layout, whichever tool starts it."""
+    """Sentences on what accelerate's FSDP2 runs differently, whichever tool starts it.
+
+    tool: its name, for the sentences.
+    """
     if layout.zero == 1:
         yield (
             f"{tool}'s FSDP has no ZeRO-1: zero1x{layout.dp_shard} is written as ZeRO-2, which needs less "

@@ -9,7 +9,10 @@ SCHEDULERS = {"cosine": "cosine", "linear": "linear", "constant": "constant_with
 
 
 def training_arguments(config: Config, layout: Layout) -> dict[str, Any]:
-    """TrainingArguments of transformers 5, where `warmup_steps` below 1 is a share of all steps."""
+    """TrainingArguments of transformers 5, by name, where `warmup_steps` below 1 is a share of all steps.
+
+    Recomputation is not among them: each tool sets it in its own way.
+    """
     train, checkpoint = config.train, config.checkpoint
     arguments = {
         "output_dir": config.output,

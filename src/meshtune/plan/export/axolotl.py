@@ -43,7 +43,10 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
-    """The layout and workload in this tool's form. Raises UserError if it can't run them."""
+    """Return the layout and workload in this tool's form; nothing is written to disk.
+
+    Raises UserError, with every reason, if it can't run them.
+    """
     refuse(config, layout, gpus_per_node, [*problems(layout, TOOL), *axolotl_problems(config, layout)])
     settings = {
         **model(config),
@@ -211,7 +214,7 @@ def selective_lora(config: Config, layout: Layout) -> bool:
 
 
 def axolotl_problems(config: Config, layout: Layout) -> Iterator[str]:
-    """Sentences on what axolotl can\'t run, beside what accelerate can\'t."""
+    """Sentences on why axolotl can\'t run what accelerate can; empty: it can."""
     if layout.cp > 1 and config.data.packing and layout.micro_batch_size > 1:
         micro, accumulation = layout.micro_batch_size, layout.gradient_accumulation_steps
         yield (

@@ -13,7 +13,10 @@ SCHEDULERS = {"cosine": "WarmupCosineLR", "linear": "WarmupDecayLR", "constant":
 
 
 def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
-    """The layout and workload in this tool's form. Raises UserError if it can't run them."""
+    """Return the layout and workload in this tool's form; nothing is written to disk.
+
+    Raises UserError, with every reason, if it can't run them.
+    """
     refuse(config, layout, gpus_per_node, problems(layout))
     settings = {**engine(config, layout), "optimizer": optimizer(config)}
     if config.train.max_steps:
@@ -31,7 +34,7 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
 
 
 def engine(config: Config, layout: Layout) -> dict[str, Any]:
-    """DeepSpeed's JSON without optimizer and schedule, which a Trainer brings along."""
+    """DeepSpeed's JSON, as a mapping, without optimizer and schedule, which a Trainer brings along."""
     train = config.train
     # No train_batch_size: DeepSpeed checks it against the world before it knows of tensor-parallel ranks.
     settings: dict[str, Any] = {
@@ -69,7 +72,10 @@ def optimizer(config: Config) -> dict[str, Any]:
 
 
 def scheduler(config: Config, steps: int) -> dict[str, Any]:
-    """DeepSpeed's learning-rate schedule, as JSON: warm-up, and decay until `steps` optimizer steps."""
+    """DeepSpeed's learning-rate schedule, as JSON: warm-up, and decay until `steps` optimizer steps.
+
+    steps: of the whole run, as train.max_steps. A constant schedule does not decay.
+    """
     train = config.train
     # Its schedules count at least one warm-up step.
     settings: dict[str, Any] = {
@@ -86,7 +92,10 @@ def scheduler(config: Config, steps: int) -> dict[str, Any]:
 
 
 def problems(layout: Layout, tool: str = TOOL) -> Iterator[str]:
-    """Sentences on why DeepSpeed, or `tool` through it, can\'t run the layout."""
+    """Sentences on why DeepSpeed, or `tool` through it, can\'t run the layout; empty: it can.
+
+    tool: its name, for the sentences.
+    """
     if layout.pp > 1:
         yield (
             f"{tool} pipelines models written as its PipelineModule, not Hugging Face models; for "
@@ -124,7 +133,7 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
 
 
 def engine_differences(config: Config, layout: Layout) -> Iterator[str]:
-    """Differences of DeepSpeed's engine from the layout, whichever tool starts it."""
+    """Sentences on what DeepSpeed's engine runs differently, whichever tool starts it."""
     if layout.sp:
         yield "AutoTP splits no sequences over tensor-parallel ranks: sp is left out, activations grow."
     if layout.cp > 1:

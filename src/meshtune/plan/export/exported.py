@@ -19,18 +19,18 @@ class Exported:
     """A layout and its workload as another tool's configuration."""
 
     files: Mapping[str, str]  # text by file name
-    command: str  # that starts the tool with these files; to be run on every node
+    command: str  # that starts the tool with these files, in their folder; to be run on every node
     missing: tuple[str, ...]  # sentences on what the tool can't express or runs differently
 
 
 def refuse(config: Config, layout: Layout, gpus_per_node: int, problems: Iterable[str]) -> None:
-    """Raise UserError with a tool's `problems` and those that hold for every tool, if there are any."""
+    """Raise UserError with a tool's `problems`, sentences, and those that hold for every tool, if any."""
     if sentences := [*problems, *problems_of_all_tools(config, layout, gpus_per_node)]:
         raise UserError(sentences)
 
 
 def problems_of_all_tools(config: Config, layout: Layout, gpus_per_node: int) -> Iterator[str]:
-    """Sentences on why no tool can run the layout: precision, nodes that are not full, another batch."""
+    """Sentences on why no tool can run the layout: precision, recomputation, partly filled nodes, batch."""
     if config.train.precision not in EXPORTED_PRECISIONS:
         yield (
             f"train.precision={config.train.precision} runs in meshtune alone, no other tool trains in it; "
@@ -57,7 +57,10 @@ def nodes(layout: Layout, gpus_per_node: int) -> int:
 
 
 def torchrun(layout: Layout, gpus_per_node: int, program: str) -> str:
-    """The command that starts `program` on every rank; NODE_RANK and MASTER_ADDR are each node's to set."""
+    """The command, for each node, that starts `program` on its ranks; one node's needs no address.
+
+    program: with its arguments. Several nodes: each must set NODE_RANK and MASTER_ADDR.
+    """
     count = nodes(layout, gpus_per_node)
     if count == 1:
         return f"torchrun --standalone --nproc-per-node {layout.world} {program}"
@@ -73,7 +76,7 @@ def torchrun(layout: Layout, gpus_per_node: int, program: str) -> str:
 def whole_blocks(tool: str, layout: Layout) -> tuple[bool, list[str]]:
     """For tools that recompute whole blocks or nothing: (recompute, sentences on the difference).
 
-    Whichever of the two needs no more memory than the layout's recomputation.
+    recompute: True for full and selective, False for none and attention. tool: its name, for the sentences.
     """
     if layout.recompute == "attention":
         return False, [no_attention_recompute(tool)]
@@ -98,7 +101,7 @@ def no_attention_recompute(tool: str) -> str:
 
 
 def not_carried_over(tool: str, config: Config, *, random_init: bool = False) -> Iterator[str]:
-    """Sentences on settings that no exporter carries over.
+    """Sentences on settings that no exporter carries over. tool: its name, for the sentences.
 
     random_init: the tool can start from random weights, so that model.init is carried over.
     """
@@ -124,13 +127,16 @@ def not_carried_over(tool: str, config: Config, *, random_init: bool = False) ->
 
 
 def evaluation_differences(tool: str, config: Config) -> Iterator[str]:
-    """Differences in the evaluation schedule of tools that use transformers.Trainer."""
+    """Sentences on the evaluation schedule of tools that use transformers.Trainer, where it differs."""
     if (config.data.eval or config.data.eval_split) and not config.eval.every:
         yield f"{tool} evaluates after every epoch, not at the end alone."
 
 
 def row_format(data: DataConfig, source: SourceConfig) -> str:
-    """The format of a source's rows; of `auto`, the one whose columns the config names, else `messages`."""
+    """The format of a source's rows; for `auto`, the first whose columns the config names, else `messages`.
+
+    What `source` sets goes before `data`. The data are not read.
+    """
     row_format = source.format or data.format
     if row_format != "auto":
         return row_format
@@ -148,7 +154,10 @@ def guessed_formats(data: DataConfig) -> Iterator[str]:
 
 
 def column_name(data: DataConfig, source: SourceConfig, name: str) -> str:
-    """Return the source's name for our column `name`."""
+    """Return the source's name for our column `name`: `name` itself, unless the config maps it.
+
+    `source.columns` replaces `data.columns` as a whole.
+    """
     return (data.columns if source.columns is None else source.columns).get(name, name)
 
 

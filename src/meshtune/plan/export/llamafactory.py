@@ -36,7 +36,10 @@ OPENAI_TAGS = {
 
 
 def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
-    """The layout and workload in this tool's form. Raises UserError if it can't run them."""
+    """Return the layout and workload in this tool's form; nothing is written to disk.
+
+    Raises UserError, with every reason, if it can't run them.
+    """
     refuse(config, layout, gpus_per_node, problems(config, layout))
     recompute, changed = whole_blocks(TOOL, layout)
     sources = {"train": config.data.train, "eval": config.data.eval}
@@ -130,7 +133,7 @@ def pretraining(config: Config) -> bool:
 
 
 def dataset(config: Config, source: SourceConfig) -> dict[str, Any]:
-    """A source's entry of dataset_info.json."""
+    """A source's entry of dataset_info.json: where it is, its format and its names of columns."""
 
     def named(**columns: str) -> dict[str, str]:
         return {theirs: column_name(config.data, source, ours) for theirs, ours in columns.items()}
@@ -155,7 +158,7 @@ def dataset(config: Config, source: SourceConfig) -> dict[str, Any]:
 
 
 def problems(config: Config, layout: Layout) -> Iterator[str]:
-    """Sentences on why the tool can\'t run the layout or the workload."""
+    """Sentences on why the tool can\'t run the layout or the workload; empty: it can."""
     if layout.cp > 1:
         ours = f"{'ulysses' if layout.cp_method == 'ulysses' else 'cp'}{layout.cp}"
         yield f"{TOOL}'s trainer has no context parallelism; for {ours} use --export accelerate or deepspeed."

@@ -29,7 +29,10 @@ RECOMPUTE: dict[str, Flags] = {
 
 
 def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
-    """The layout and workload in this tool's form. Raises UserError if it can't run them."""
+    """Return the layout and workload in this tool's form; nothing is written to disk.
+
+    Raises UserError, with every reason, if it can't run them.
+    """
     refuse(config, layout, gpus_per_node, problems(config, layout))
     flags = "".join(
         f"\n    --{name}" + ("" if value is True else f" {value}")
@@ -136,7 +139,7 @@ def fine_tuning(config: Config) -> bool:
 
 
 def problems(config: Config, layout: Layout) -> Iterator[str]:
-    """Sentences on why the tool can\'t run the layout or the workload."""
+    """Sentences on why the tool can\'t run the layout or the workload; empty: it can."""
     if config.method == "lora":
         yield f"{TOOL} trains every parameter; for method=lora use --export axolotl or llamafactory."
     if fsdp(layout) and layout.pp > 1:

@@ -90,7 +90,10 @@ TURNS = {  # the expressions for a row's two turns
 
 
 def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
-    """The layout and workload in this tool's form. Raises UserError if it can't run them."""
+    """Return the layout and workload in this tool's form; nothing is written to disk.
+
+    Raises UserError, with every reason, if it can't run them.
+    """
     refuse(config, layout, gpus_per_node, problems(config, layout))
     program = "-m torchtitan.train --module meshtune_torchtitan --config run"
     command = "PYTHONPATH=. " + torchrun(layout, gpus_per_node, program)
@@ -112,7 +115,7 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
 
 
 def fields(config: Config, layout: Layout, source: SourceConfig) -> dict[str, str]:
-    """The configuration's fields as Python expressions, by name."""
+    """The configuration's fields as Python expressions, by name. source: the one that is trained on."""
     train = config.train
     text = row_format(config.data, source) == "text"
     data_files = {"data_files": source.path, "split": source.split or "train"}
@@ -173,13 +176,13 @@ def fields(config: Config, layout: Layout, source: SourceConfig) -> dict[str, st
 
 
 class Name(str):
-    """A Python expression, in the place of a value."""
+    """A Python expression, which `call` writes as it is: its repr is its text, without quotes."""
 
     __repr__ = str.__str__
 
 
 def call(function: str, **arguments: Any) -> str:
-    """Source code of a call, on several lines if it is long."""
+    """Source code of a call, on several lines if it is long. Values are written by repr, a Name as it is."""
     passed = [f"{name}={value!r}" for name, value in arguments.items()]
     line = f"{function}({', '.join(passed)})"
     if len(line) < 90:
@@ -221,7 +224,7 @@ def parallelism(layout: Layout) -> dict[str, Any]:
 
 
 def rows(config: Config, source: SourceConfig) -> str:
-    """Source code that turns a row into text or into a user's and an assistant's turn."""
+    """Source code that turns a row of `source` into text or into a user's and an assistant's turn."""
     kind = row_format(config.data, source)
     if kind == "text":
         split = f"split={source.split or 'train'!r}"
@@ -236,7 +239,7 @@ def rows(config: Config, source: SourceConfig) -> str:
 
 
 def problems(config: Config, layout: Layout) -> Iterator[str]:
-    """Sentences on why the tool can\'t run the layout or the workload."""
+    """Sentences on why the tool can\'t run the layout or the workload; empty: it can."""
     if config.method == "lora":
         yield (
             f"{TOOL}'s Transformers backend has no LoRA; for method=lora use --export axolotl or "

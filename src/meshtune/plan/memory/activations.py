@@ -30,13 +30,15 @@ def saved_by_block(
 ) -> tuple[Number, Number]:
     """Return (saved, recomputed) bytes of an average block for one micro-batch.
 
-    saved: kept from its forward to its backward. recomputed: what its backward has at once after it has
-    computed the rest again.
+    saved: held from its forward to its backward, under each layout's recomputation mode. recomputed: what its
+    backward has at once, beside `saved`, after it has computed the rest again: all that mode none saves under
+    full, what is missing of it under selective, else 0.
 
     per_token: bytes per token that it saves if nothing is recomputed. tokens: of the micro-batch on this
-    rank. element: bytes of an element of activations. regathers_inputs: under sp, matmul inputs are saved
-    split and gathered again in the backward. selective: bytes per token that selective recomputation saves;
-    None: all matmul outputs, the attention core's output and the block's input.
+    rank (after cp). element: bytes of an element of activations. regathers_inputs: under sp, matmul inputs
+    are saved split and gathered again in the backward. selective: bytes per token that selective
+    recomputation saves; None: all matmul outputs, output and statistics of the attention core, and the
+    block's input.
 
     Korthikanti et al. 2022 (arXiv:2205.05198), sections 4.2 (tp, sp) and 5 (recomputation).
     """
@@ -89,11 +91,12 @@ class Sizes(NamedTuple):
 
     tokens: Number  # after cp
     sequence_shards: Number  # parts that sp splits the sequence into; 1 without sp
-    hidden_bytes: Number  # hidden states of all these tokens, not split by sp
-    head_gradient: Number  # elements of the head's gradient, 0 where the head is frozen
+    hidden_bytes: Number  # bytes of the hidden states of all these tokens, not split by sp
+    head_gradient: Number  # elements of the head's gradient on a tp rank, 0 where the head is frozen
 
     @classmethod
     def of(cls, work: Work, layouts: Columns, accounting: Accounting, seq_len: Number) -> Sizes:
+        """Return the sizes for micro-batches of whole sequences of `seq_len` tokens."""
         tokens = layouts.rank_tokens(seq_len)
         head = work.vocabulary * work.hidden / layouts.tp * work.head_trainable
         sequence_shards = np.where(layouts.sp > 0, layouts.tp, 1.0)
@@ -103,8 +106,8 @@ class Sizes(NamedTuple):
 class LossBytes(NamedTuple):
     """Bytes that the rank with the head holds for the last norm, the logits and the loss."""
 
-    at_loss: Number  # while logits exist, at most
-    per_extra_micro_batch: Number  # for each other micro-batch in flight
+    at_loss: Number  # at most, while logits exist: logits, gradients and copies in the loss
+    per_extra_micro_batch: Number  # held for each micro-batch in flight but the one in the loss
     norm_forward: Number  # activations of the last norm, in the loss
     norm_backward: Number  # activations of the last norm, in its backward
     head_backward: Number  # head gradient and loss buffers that are not freed yet, in the head's backward
@@ -117,6 +120,8 @@ def loss_bytes(work: Work, layouts: Columns, accounting: Accounting, sizes: Size
     With a finite `loss_chunk` the loss makes its gradients in the forward, a chunk of tokens at a time
     (train/loss.py): logits, a copy of their hidden states and its gradient, the head's gradient. The last
     norm keeps its input in fp32, the normalised states, and its output, which sp gathers.
+
+    sizes: of one micro-batch. Every layout is counted as if its rank had the head.
     """
     precision, element = accounting.precision, accounting.element
     head_gradient = sizes.head_gradient * precision.gradient
@@ -156,10 +161,10 @@ def loss_bytes(work: Work, layouts: Columns, accounting: Accounting, sizes: Size
 
 
 def block_backward(work: Work, layouts: Columns, accounting: Accounting, sizes: Sizes) -> Number:
-    """Bytes that a block's backward works on beside what the block saved.
+    """Bytes of temporaries of one block's backward on a rank for one micro-batch, beside what it saved.
 
-    The gradient of its output, two features as wide as the MLP is inside and, under selective recomputation,
-    two hidden states of the operation that was recomputed last.
+    The output's gradient [tokens, hidden], split by sp; two tensors [tokens, widest matmul input], split by
+    tp; under selective recomputation two more [tokens, hidden], split by sp.
     """
     widths = [np.broadcast_to(matrix.cols, np.shape(sizes.tokens)) for matrix in work.matrices]
     widest = np.max(widths, axis=0)

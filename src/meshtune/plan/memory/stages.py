@@ -19,16 +19,19 @@ RANKS = ("first", "middle", "last")  # pipeline ranks that a peak can be on
 
 @dataclass(frozen=True)
 class Stages:
-    """Blocks and ends of the first, a middle and the last pipeline rank: arrays [RANKS, layouts]."""
+    """Blocks and ends of the first, a middle and the last pipeline rank: arrays [RANKS, layouts].
 
-    blocks: Number  # on the rank
+    Where all layouts are without a pipeline, the first axis may have one entry.
+    """
+
+    blocks: Number  # on the rank, in all its stages
     has_embedding: Number  # 1 or 0
     has_head: Number  # 1 or 0
     rank: Number  # its index in the pipeline
 
     @classmethod
     def even(cls, blocks: Number, layouts: Columns) -> Stages:
-        """Equal stages, the larger ones first."""
+        """Stages of as equal sizes as can be: each rank counts as one of the largest, ceil(blocks / pp)."""
         largest = np.ceil(blocks / layouts.pp - 1e-9)
         rank = np.stack([0 * layouts.pp, np.minimum(1.0, layouts.pp - 1), layouts.pp - 1])
         v_shaped = layouts.runs("zbv", "dualpipev")
@@ -43,8 +46,9 @@ class Stages:
     def cut(cls, work: Work, layouts: Columns, by: str) -> Stages:
         """Stages as a stack cuts them (`Accounting.stage_cut`).
 
-        by: "blocks": evenly; "slots": embedding and head take the place of a block each; "matmuls": each rank
-        takes blocks until it has passed its part of all matmul elements, the head's included.
+        by: "blocks": evenly; "slots": embedding and head take the place of a block each; "matmuls": each
+        rank takes blocks until it has passed its part of all matmul elements, the head's included. One rank
+        has all blocks.
         """
         even, blocks = cls.even(work.blocks, layouts), work.blocks + 0 * layouts.pp
         if by == "blocks":
@@ -53,6 +57,7 @@ class Stages:
             slots = np.ceil((blocks + 2) / layouts.pp - 1e-9)
             on_rank = slots - even.has_embedding - even.has_head
         else:
+            assert by == "matmuls", by
             head_blocks = work.vocabulary * work.hidden / work.block_parameters
             part = (blocks + head_blocks) / layouts.pp
             on_first = np.minimum(np.floor(part + 1e-9) + 1, blocks)
@@ -64,7 +69,10 @@ class Stages:
 
 
 def in_flight(layouts: Columns, rank: Number = 0.0) -> Number:
-    """Micro-batches whose activations pipeline rank `rank` holds at most, counted in all of its stages.
+    """Micro-batches whose activations pipeline rank `rank` (0: the first) holds at most.
+
+    A micro-batch that is in one of a rank's v stages alone counts as 1/v. Never more than a step has; 1
+    without a pipeline.
 
     GPipe, looped BFS: all.
     1F1B: the ranks from this one on (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).

@@ -21,7 +21,8 @@ def states(copies: Copies, parameters: Number, zero: Number = 0, shards: Number 
     """Bytes of model states of these parameters on a rank, under ZeRO stage `zero` over `shards` ranks.
 
     Stage 1 shards optimizer state, 2 gradients too, 3 weights too (Rajbhandari et al. 2020, arXiv:1910.02054,
-    figure 1).
+    figure 1). parameters: elements before sharding, all trained. Gradients count as their sum, and beside it
+    the gradients that a backward writes if `copies.beside`.
     """
     gradient = copies.gradient + copies.accumulated if copies.beside else copies.accumulated
     return States(
@@ -41,10 +42,10 @@ def gpt_parameters(layers: Number, hidden: Number, vocabulary: Number, seq_len: 
 
 
 def weight_elements(weights: Sequence[Weight], layouts: Columns) -> Elements:
-    """Elements of these weights on the rank that has most.
+    """Elements of these weights on the tensor-parallel and ZeRO rank that has most; zeros for no weights.
 
     That is the first tensor-parallel slice of each matrix, and of it the first shard, cut along the rows
-    (the rule of share.piece).
+    (the rule of share.piece). Pipeline stages are not regarded.
     """
     shards = np.where(layouts.zero > 0, layouts.shard_ranks, 1.0)
     sizes = []
@@ -58,16 +59,16 @@ def weight_elements(weights: Sequence[Weight], layouts: Columns) -> Elements:
 
 
 class RankElements(NamedTuple):
-    """Parameters of each pipeline rank, by where they are."""
+    """Elements of parameters, after tp, by where they are."""
 
-    block: Elements  # in an average block
-    outside: Elements  # outside the blocks, on this rank
-    before_blocks: Elements  # before the blocks, whichever rank has them: the embedding
-    total: Elements  # on this rank
+    block: Elements  # in an average block: one number per layout
+    outside: Elements  # outside the blocks, on each pipeline rank: [RANKS, layouts]
+    before_blocks: Elements  # before the blocks, whichever rank has them (the embedding): one per layout
+    total: Elements  # on each pipeline rank: [RANKS, layouts]
 
 
 def rank_elements(work: Work, layouts: Columns, stages: Stages) -> RankElements:
-    """Elements on each of the stages' ranks.
+    """Elements on each of the stages' ranks, after tp and before and after ZeRO.
 
     Where the head is the embedding (tied), the last stage of a pipeline has a copy of its own.
     """

@@ -35,7 +35,10 @@ CATEGORY_NAMES = dict(zip(CATEGORIES, CATEGORIES, strict=True)) | {
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by category on the rank that holds most, at the event of a step when it does."""
+    """Bytes by category on the pipeline rank that holds most, at the event of a step when it does.
+
+    One number per layout.
+    """
 
     weights: Number
     gradients: Number
@@ -68,7 +71,7 @@ def data_parallel_buffers(
     """Bytes of gathered weights and of gradients in collectives, as they were counted in FSDP2.
 
     FSDP2 keeps a reduce-scatter's input until the next one. Between replicas a block's sums are all-reduced
-    when its backward is over (parallel/replicas.py).
+    when its backward is over (parallel/replicas.py). elements: of the pipeline ranks, see `rank_elements`.
     """
     precision, block = accounting.precision, elements.block
     sharded, accumulates = accounting.gathers_shards(layouts), layouts.gradient_accumulation_steps > 1
@@ -96,9 +99,11 @@ def gradients_before_backward(
     """Bytes of gradients already allocated when the fullest backward starts.
 
     If all micro-batches are in flight (GPipe), gradients appear only after the first backward, which has
-    freed one micro-batch's activations: only what exceeds those counts.
+    freed one micro-batch's activations: only what exceeds those counts. Without a pipeline, 0 for a step of
+    one micro-batch. Where a sum lies beside the gradients (`Copies.beside`), it is there from the start.
 
-    in_flight: micro-batches, at most. per_micro_batch: bytes that one of them holds.
+    states: as `held_states` returns them. in_flight: micro-batches, at most. per_micro_batch: bytes of
+    activations of one of them.
     """
     precision, accumulates = accounting.precision, layouts.gradient_accumulation_steps > 1
     if precision.beside:
@@ -111,9 +116,9 @@ def gradients_before_backward(
 
 
 def converted_gradients(layouts: Columns, accounting: Accounting, elements: RankElements) -> Number:
-    """Bytes of gradients that the update converts to the masters' width, one bucket at a time.
+    """Bytes that the update adds to convert gradients to the trained weights' width, one bucket at a time.
 
-    None where gradients were summed over micro-batches or ranks: sums have that width (optim/optimizer.py).
+    0 where gradients were summed over micro-batches or ranks: sums are not converted (optim/optimizer.py).
     """
     precision = accounting.precision
     missing = np.maximum(precision.trained - precision.gradient, 0.0)
@@ -136,7 +141,11 @@ class InFlight(NamedTuple):
 def activations_in_flight(
     work: Work, layouts: Columns, accounting: Accounting, seq_len: Number, stages: Stages, loss: LossBytes
 ) -> InFlight:
-    """Bytes of activations of all micro-batches that a rank has in flight, and its receive buffers."""
+    """Bytes of activations of all micro-batches that a rank has in flight, and its receive buffers.
+
+    A block saves what was traced (`work.kept`); without a trace, as `accounting.saved` has it. loss: of the
+    rank with the head.
+    """
     sizes = Sizes.of(work, layouts, accounting, seq_len)
     traced = work.kept.get(int(accounting.element))
     selective = None if accounting.selected is None else accounting.selected.per_token(work, seq_len)
@@ -167,7 +176,7 @@ def optimizer_state(
 ) -> tuple[Number, Number]:
     """Bytes of (masters alone, all optimizer state with its flat buffers) on a rank.
 
-    FSDP's masters are the weights: they are not counted here. total: parameters of the rank.
+    FSDP's masters are the weights: they are not counted here. total: elements of the rank's parameters.
     """
     precision = accounting.precision
     masters = states.optimizer * precision.master / (precision.master + precision.optimizer)
@@ -187,7 +196,7 @@ def step_timeline(
 ) -> dict[str, dict[str, Number]]:
     """Bytes that each pipeline rank holds at each of EVENTS, by category but overhead: [RANKS, layouts] each.
 
-    first_step: of the step before which there is no optimizer state but masters.
+    first_step: of a run's first step; before its update, of the optimizer state masters alone are allocated.
     """
     precision, elements = accounting.precision, rank_elements(work, layouts, stages)
     states = held_states(precision, elements.total, layouts, shards_masters=accounting.shards_masters)
@@ -257,7 +266,7 @@ def peak(
     *,
     first_step: bool = False,
 ) -> Memory:
-    """The most that any pipeline rank holds at any event of a step.
+    """The most that any pipeline rank holds at any event of a step, overhead included.
 
     stages: blocks of each pipeline rank; None: as the stack cuts them. first_step: as in `step_timeline`.
     """
@@ -285,5 +294,5 @@ def peak(
 
 
 def _of_rank(values: Number, rank: Number) -> Number:
-    """From [RANKS, layouts], the value of the rank that is named for each layout."""
+    """Values [layouts] from values [RANKS, layouts]. rank: for each layout, the index to take."""
     return np.take_along_axis(values, rank[None], 0)[0]

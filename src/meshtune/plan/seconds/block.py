@@ -42,7 +42,7 @@ def block_seconds(
 ) -> Block:
     """Seconds of one block and one micro-batch; half of the tp and cp collectives fall to each pass.
 
-    document_tokens: mean length of the documents that tokens attend in.
+    document_tokens: mean length of the documents that tokens attend in, at most seq_len.
     """
     compute = block_compute(work, layouts, machine, seq_len, document_tokens)
     backward_launches = np.where(layouts.recomputation("block"), 3, 2) * machine.host_block

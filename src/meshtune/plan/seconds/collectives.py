@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def ring_bandwidth(machine: Machine, ranks: Number, in_node: Number) -> Number:
-    """Bytes/s that a ring of `ranks`, `in_node` of them in each node, moves past each rank.
+    """Bytes/s that a ring of `ranks` ranks, `in_node` of them in each node, moves past each rank.
 
     Inside a node the link's; between nodes the group's part of a node's network, as the node's other GPUs are
     in rings of their own.
@@ -35,18 +35,22 @@ def ring_bandwidth(machine: Machine, ranks: Number, in_node: Number) -> Number:
 
 
 def ring_traffic(machine: Machine, size: Number, ranks: Number, in_node: Number) -> Number:
-    """Seconds for (n-1)/n of a tensor of `size` bytes to pass each rank of a ring (Chan et al. 2007)."""
+    """Seconds for (n-1)/n of a tensor of `size` bytes to pass each rank of a ring of n (Chan et al. 2007).
+
+    ranks, in_node: of the group, and of it in each node. Latency is not included; 0 for one rank.
+    """
     return np.where(ranks > 1, size * (ranks - 1) / ranks / ring_bandwidth(machine, ranks, in_node), 0.0)
 
 
 def ring_collectives(
     machine: Machine, size: Number, ranks: Number, in_node: Number, *, count: Number = 1.0
 ) -> Number:
-    """Seconds of `count` all-gathers or reduce-scatters over tensors of `size` bytes, all together, whole.
+    """Seconds of `count` all-gathers or reduce-scatters, one after the other; 0 for one rank.
 
     Each goes once around a ring, whose steps between nodes and inside them wait for one another.
 
-    ranks, in_node: of the group, and of it in each node.
+    size: bytes of their unsharded tensors, summed over all `count`. ranks, in_node: of the group, and of it
+    in each node.
     """
     nodes = ranks / in_node
     latency = (nodes - 1) * machine.network_latency + (ranks - nodes) * machine.link_latency
@@ -54,19 +58,29 @@ def ring_collectives(
 
 
 def tree_all_reduce(machine: Machine, size: Number, ranks: Number, in_node: Number) -> Number:
-    """Seconds of an all-reduce of `size` bytes: the traffic of two all-gathers, the latency of a tree."""
+    """Seconds of an all-reduce of `size` bytes: the traffic of two all-gathers, the latency of a tree.
+
+    ranks, in_node: of the group, and of it in each node. 0 for one rank.
+    """
     step = np.where(ranks > in_node, machine.network_latency, machine.link_latency)
     latency = np.where(ranks > 1, step * (1 + np.log2(ranks)), 0.0)
     return 2 * ring_traffic(machine, size, ranks, in_node) + latency
 
 
 def ranks_in_node(ranks: Number, neighbours: Number, machine: Machine) -> Number:
-    """Ranks of a group that are in one node, where `neighbours` consecutive GPUs lie between two of them."""
+    """Ranks of a group of `ranks` that are in one node, at least 1.
+
+    neighbours: GPUs from one rank of the group to its next; 1: they are adjacent.
+    """
     return np.minimum(ranks, np.maximum(1.0, machine.node / neighbours))
 
 
 def exposed(computing: Number, collective: Number, overlap: Number) -> Number:
-    """Seconds that a collective adds to the computation beside it, which hides a share `overlap` of it."""
+    """Seconds that a collective adds to the computation beside it.
+
+    computing, collective: seconds of each alone. overlap: share, 0 to 1, that is hidden of the time in which
+    both run; what is longer than the computation is always exposed.
+    """
     return np.maximum(collective - computing, 0.0) + (1 - overlap) * np.minimum(computing, collective)
 
 
@@ -74,7 +88,7 @@ def exposed(computing: Number, collective: Number, overlap: Number) -> Number:
 
 
 def tensor_collectives(work: Work, layouts: Columns, machine: Machine, seq_len: Number) -> Number:
-    """Exposed seconds of tensor parallelism in one block: all-reduces of hidden states.
+    """Exposed seconds of tensor parallelism in one block for one micro-batch: all-reduces of hidden states.
 
     Two in the forward, two in the backward, two more where the backward repeats the forward (Shoeybi et al.
     2019, arXiv:1909.08053, section 3). With sp, an all-gather and a reduce-scatter in place of each.
@@ -87,7 +101,7 @@ def tensor_collectives(work: Work, layouts: Columns, machine: Machine, seq_len: 
 
 
 def context_collectives(work: Work, layouts: Columns, machine: Machine, seq_len: Number) -> Number:
-    """Exposed seconds of context parallelism in one block.
+    """Exposed seconds of context parallelism in one block for one micro-batch; nothing of them is hidden.
 
     All-gathers of keys and values, or with ulysses all-to-alls of sequences for heads (Jacobs et al. 2023,
     arXiv:2309.14509); once in the forward, once in the backward, once where the forward is repeated.
@@ -113,7 +127,7 @@ def shard_collectives(
 
     ZeRO-3 gathers weights in the forward and again in the backward (Rajbhandari et al. 2020, section 7).
 
-    forward, backward: seconds of the passes beside which they run.
+    forward, backward: seconds of a block's passes for one micro-batch, which hide a part of them.
     """
     shards = layouts.shard_ranks
     in_node = ranks_in_node(shards, layouts.tp, machine)
@@ -130,24 +144,24 @@ def shard_collectives(
 
 
 def trained_on_rank(work: Work, layouts: Columns) -> Number:
-    """Trained parameters of a rank, after tp and pp; of a pipeline's ranks, one with embedding or head."""
+    """Trained elements of a rank after tp and pp, before ZeRO; in a pipeline, with embedding or head."""
     blocks = work.blocks / layouts.pp * work.trained_block_parameters
     return (blocks + outside_blocks(work, layouts) * work.trained_outside) / layouts.tp
 
 
 def outside_blocks(work: Work, layouts: Columns) -> Number:
-    """Parameters outside the blocks on a pipeline rank that has some, before tp: in a pipeline one matrix."""
+    """Elements outside the blocks on a rank, before tp; in a pipeline, of a rank with embedding or head."""
     return np.where(layouts.pp > 1, work.vocabulary * work.hidden, work.outside_parameters)
 
 
 def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block_backward: Number) -> Number:
-    """Exposed seconds, once a step, of collectives on gradients and weights that are not each block's own.
+    """Exposed seconds per step of data parallelism's collectives that `shard_collectives` does not count.
 
     Gradients are all-reduced between replicas and under ZeRO-1 reduce-scattered, a share of it hidden behind
     the last backward; ZeRO-1 and -2 gather weights once, before the first forward. ZeRO-2's and -3's
     collectives of what is outside the blocks come with each micro-batch and have nothing to hide behind.
 
-    block_backward: seconds of one block's backward.
+    block_backward: seconds of one block's backward for one micro-batch.
     """
     zero, blocks = layouts.zero, work.blocks / layouts.pp
     shards, outside = layouts.shard_ranks, outside_blocks(work, layouts)
@@ -179,7 +193,7 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block_b
 
 
 def optimizer_update(work: Work, layouts: Columns, machine: Machine) -> Number:
-    """Seconds to update a rank's trained parameters, or its ZeRO shard of them: memory traffic."""
+    """Seconds per step to update a rank's trained parameters, or its ZeRO shard of them: memory traffic."""
     trained = trained_on_rank(work, layouts)
     updated = np.where(layouts.zero > 0, trained / layouts.shard_ranks, trained)
     return updated * machine.optimizer_bytes / (machine.bandwidth * machine.memory)

@@ -44,7 +44,10 @@ def matmul(
 
 
 def matrix_passes(machine: Machine, tokens: Number, gemm: Gemm, tp: Number) -> tuple[Number, Number, Number]:
-    """Seconds of (forward, gradients of inputs, gradients of weights) of one kind of matrix in a block."""
+    """Seconds of (forward, gradients of inputs, gradients of weights) of one kind of matrix in a block.
+
+    All `gemm.count` of them, for `tokens` tokens; gradients count by the shares of them that are needed.
+    """
     rows = gemm.rows / tp if gemm.cut == "rows" else gemm.rows
     cols = gemm.cols / tp if gemm.cut == "cols" else gemm.cols
     inputs = gemm.input_gradient * matmul(machine, tokens, cols, rows)
@@ -55,12 +58,13 @@ def matrix_passes(machine: Machine, tokens: Number, gemm: Gemm, tp: Number) -> t
 def attention_passes(
     machine: Machine, queries: Number, seq_len: Number, document_tokens: Number, core: Core, tp: Number
 ) -> tuple[Number, Number]:
-    """Seconds of (forward, backward) of one kind of attention core in a block.
+    """Seconds of (forward, backward) of one kind of attention core in a block, all `core.count` of them.
 
     Flash kernels compute QKᵀ again in the backward: 5 matmuls against 2 (Dao 2023, arXiv:2307.08691).
     Without one, scores are all of [queries, seq_len], and pass through memory in softmax and dropout.
 
-    queries: on this rank. document_tokens: mean length of the documents that tokens attend in.
+    queries: tokens of a micro-batch on this rank. document_tokens: mean length of the documents that tokens
+    attend in; used with a flash kernel alone.
     """
     heads = core.query_heads / tp
     width = heads * (core.qk_dim + core.v_dim)
@@ -81,7 +85,8 @@ def attention_passes(
 def elementwise(machine: Machine, tokens: Number, work: Work, layouts: Columns) -> Number:
     """Seconds of norms, activation functions, residuals and dropout in a block's forward: memory traffic.
 
-    sp splits those outside the matrices that tp cuts (Korthikanti et al. 2022, section 4.2.2).
+    sp splits those outside the matrices that tp cuts (Korthikanti et al. 2022, section 4.2.2). tokens: of a
+    micro-batch on this rank, before sp.
     """
     outside = machine.elementwise_hidden * work.hidden / np.where(layouts.sp > 0, layouts.tp, 1.0)
     inside = machine.elementwise_wide * work.wide / layouts.tp
@@ -89,7 +94,7 @@ def elementwise(machine: Machine, tokens: Number, work: Work, layouts: Columns) 
 
 
 def head_and_loss(machine: Machine, tokens: Number, work: Work, tp: Number) -> Number:
-    """Seconds of the logits and the loss of all tokens, forward and backward.
+    """Seconds of the logits and the loss of `tokens` tokens, forward and backward, on a rank with the head.
 
     A vocabulary that tp does not divide is padded.
     """
@@ -137,7 +142,10 @@ class BlockCompute:
 def block_compute(
     work: Work, layouts: Columns, machine: Machine, seq_len: Number, document_tokens: Number
 ) -> BlockCompute:
-    """Seconds that a GPU computes for one block and one micro-batch."""
+    """Seconds that a GPU computes for one block and one micro-batch.
+
+    document_tokens: mean length of the documents that tokens attend in, at most seq_len.
+    """
     tokens = layouts.rank_tokens(seq_len)
     matmuls = [matrix_passes(machine, tokens, gemm, layouts.tp) for gemm in work.matrices]
     context_factor = np.where(layouts.cp > 1, machine.context_attention, 1.0)
@@ -177,10 +185,13 @@ def gradient_accumulation(machine: Machine, work: Work, layouts: Columns) -> Num
 
 
 def overlapped(seconds: Number, others: Number) -> Number:
-    """The longer of two times that run side by side, a little more where they are alike (a 4-norm)."""
+    """Seconds of two things that run at the same time: the longer, up to 19 % more where equal (a 4-norm)."""
     return (seconds**4 + others**4) ** 0.25
 
 
 def launched(computing: Number, host: Number, machine: Machine) -> Number:
-    """Seconds of computation with the host's launches: beside each other, or one after the other."""
+    """Seconds of computation with the host's launches: their sum if launches block, else `overlapped`.
+
+    computing, host: seconds of each alone.
+    """
     return np.where(machine.launch_blocking > 0, computing + host, overlapped(computing, host))

@@ -24,7 +24,7 @@ SEND_SHARE_OF_LINK = 0.5  # of the link's bandwidth, for one send to one neighbo
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Seconds that a pipeline costs a rank."""
+    """Seconds that a pipeline costs a rank; both are 0 without one."""
 
     sends: Number  # of one micro-batch through the rank's stages, forward and backward
     bubble: Number  # of a step: waiting for the first and last micro-batches and for the slowest stage
@@ -35,7 +35,7 @@ def pipeline_seconds(
 ) -> Pipeline:
     """Seconds of sends and bubble. All stages wait for the slowest one, which may be the one with the head.
 
-    head: seconds of the head and the loss for one micro-batch.
+    block, head: of one block, and seconds of the head and the loss, for one micro-batch.
     """
     slowest_blocks = _slowest_stage(work.blocks, layouts.pp, head / block.total, machine.balanced)
     hidden_bytes = machine.element * layouts.rank_tokens(seq_len) * work.hidden
@@ -53,9 +53,9 @@ def pipeline_seconds(
 
 
 def _slowest_stage(blocks: Number, pp: Number, head_blocks: Number, balanced: Number) -> Number:
-    """Cost of the slowest stage in blocks.
+    """Cost of the slowest pipeline rank, in blocks; the head counts only with a pipeline.
 
-    head_blocks: cost of the head in blocks. balanced: as in Machine.
+    head_blocks: cost of the head and loss, in blocks. balanced: as in Machine.
     """
     equal = np.ceil(blocks / pp - 1e-9) + np.where(pp > 1, head_blocks, 0.0)
     on_last = np.maximum(1.0, np.round((blocks + head_blocks) / pp - head_blocks))
@@ -65,7 +65,10 @@ def _slowest_stage(blocks: Number, pp: Number, head_blocks: Number, balanced: Nu
 
 
 def _send(size: Number, stage_gpus: Number, machine: Machine) -> Number:
-    """Seconds to send `size` bytes to the next stage: over the network once a stage fills a node or more."""
+    """Seconds to send `size` bytes to the next stage: over the network once a stage fills a node or more.
+
+    stage_gpus: GPUs that have the same stages.
+    """
     across = machine.network * machine.network_share / machine.node * machine.send_share
     inside = machine.link * SEND_SHARE_OF_LINK
     return np.where(stage_gpus >= machine.node, size / across, size / inside) + machine.network_latency

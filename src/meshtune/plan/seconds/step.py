@@ -56,7 +56,7 @@ def step(
     """Seconds of one optimizer step.
 
     document_tokens: mean length of the documents that tokens attend in (the sum of their squared lengths over
-    the sum of their lengths); None: whole sequences.
+    the sum of their lengths), counted as at most seq_len; None: whole sequences.
     """
     document_tokens = _within(seq_len, document_tokens)
     block = block_seconds(work, layouts, machine, seq_len, document_tokens)
@@ -80,7 +80,10 @@ def step(
 def compute_parts(
     work: Work, layouts: Columns, machine: Machine, seq_len: Number, document_tokens: Number | None = None
 ) -> dict[str, Number]:
-    """Seconds of `Seconds.compute` by kind of work; they add up to it. document_tokens: as in `step`."""
+    """Seconds per step of `Seconds.compute`, by kind of work; they add up to it.
+
+    document_tokens: as in `step`. The head's are a pipeline's mean over ranks.
+    """
     block = block_compute(work, layouts, machine, seq_len, _within(seq_len, document_tokens))
     head = head_and_loss(machine, layouts.rank_tokens(seq_len), work, layouts.tp)
     micro_batches = layouts.gradient_accumulation_steps
@@ -96,5 +99,5 @@ def compute_parts(
 
 
 def _within(seq_len: Number, document_tokens: Number | None) -> Number:
-    """Mean document length that fits the sequence."""
+    """Mean document length in tokens, at most `seq_len`; None: `seq_len`."""
     return seq_len if document_tokens is None else np.minimum(document_tokens, seq_len)

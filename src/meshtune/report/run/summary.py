@@ -56,7 +56,7 @@ class Sample:
     after: str
 
     def matches(self, answer: str) -> bool:
-        """True if the answer is the expected one, surrounding white space aside; False if none is expected."""
+        """True if `answer` is the expected one, white space around it aside; False if none is expected."""
         return self.expected is not None and answer.strip() == self.expected.strip()
 
 

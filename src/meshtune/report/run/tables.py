@@ -85,8 +85,6 @@ def samples_table(run: RunDir, *, limit: int = 5) -> RenderableType:
         table.add_column(name, overflow="fold", ratio=1 if name != "prompt" else 2)
     for sample in samples:
         answers = (sample.before or "", sample.after) if twice else (sample.after,)
-        marked = (
-            Text(answer, style="green" if sample.matches(answer) else "yellow") for answer in answers
-        )
+        marked = (Text(answer, style="green" if sample.matches(answer) else "yellow") for answer in answers)
         table.add_row(Text(sample.prompt), Text(sample.expected or ""), *marked)
     return Padding(table, (0, 0, 1, 0))
