@@ -83,7 +83,7 @@ def meshtune(settings: Config) -> tuple[Iterator[Any], Step]:
 
     def step(batch: Batch) -> tuple[float, Any]:
         share = run.passes.forward_backward(batch, phase)
-        loss, squares = run.world.sum_over_ranks(share, run.optimizer.squared_norm())
+        loss, squares = run.world.sum_over_ranks(share, run.optimizer.local_squared_norm())
         norm = math.sqrt(squares)
         run.optimizer.clip(norm, run.max_grad_norm)
         with phase("optimizer"):

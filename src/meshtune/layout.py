@@ -206,24 +206,24 @@ BELONGS = {  # axis -> what only has a meaning with it
 }
 
 
-def _undetermined(name: str, chosen: Collection[str]) -> bool:
+def _undetermined(name: str, open_fields: Collection[str]) -> bool:
     """True if the field `name` can't be validated before an axis has its size: itself, or the one that it
-    belongs to (BELONGS). chosen: names of the fields that are still to choose.
+    belongs to (BELONGS). open_fields: names of the fields that are still to choose.
     """
-    return any(axis in chosen and name in (axis, *dependent) for axis, dependent in BELONGS.items())
+    return any(axis in open_fields and name in (axis, *dependent) for axis, dependent in BELONGS.items())
 
 
-def _known(fixed: Mapping[str, Any], chosen: Collection[str]) -> Layout:
+def _known(fixed: Mapping[str, Any], open_fields: Collection[str]) -> Layout:
     """The fixed fields that can be validated already, as a layout; all others have their defaults.
 
-    chosen: names of the fields that are still to choose. Where zero or schedule is one of them, but the
+    open_fields: names of the fields that are still to choose. Where zero or schedule is one of them, but the
     fixed dp_shard or virtual_stages needs it, the first value that is valid with that is filled in. Raises
     UserError for contradictions.
     """
-    valid = {name: value for name, value in fixed.items() if not _undetermined(name, chosen)}
-    if "zero" in chosen and valid.get("dp_shard", 1) != 1:
+    valid = {name: value for name, value in fixed.items() if not _undetermined(name, open_fields)}
+    if "zero" in open_fields and valid.get("dp_shard", 1) != 1:
         valid["zero"] = 1
-    if "schedule" in chosen and valid.get("virtual_stages", 1) != 1:
+    if "schedule" in open_fields and valid.get("virtual_stages", 1) != 1:
         valid["schedule"] = VIRTUAL_SCHEDULES[0]
     return Layout(**valid)
 
@@ -261,10 +261,11 @@ class PartialLayout:
                     for name in unknown
                 )
             fixed = {name: entry for name, entry in value.items() if entry != AUTO}
-            chosen = {name for name, entry in value.items() if entry == AUTO}
-            chosen |= {name for axis in chosen for name in BELONGS.get(axis, ()) if name not in value}
-            _known(fixed, chosen)
-            return cls(fixed, frozenset(chosen))
+            open_fields = {name for name, entry in value.items() if entry == AUTO}
+            dependent = {name for axis in open_fields for name in BELONGS.get(axis, ())}
+            open_fields |= dependent - value.keys()
+            _known(fixed, open_fields)
+            return cls(fixed, frozenset(open_fields))
         Layout(**fixed)  # contradictions are said at once, before anything is loaded
         return cls(fixed)
 
@@ -276,11 +277,11 @@ class PartialLayout:
     @property
     def given(self) -> dict[str, Any]:
         """Every field that is not to choose, with its value."""
-        chosen = self.open | ({"micro_batch_size", "gradient_accumulation_steps"} - self.fixed.keys())
+        open_fields = self.open | ({"micro_batch_size", "gradient_accumulation_steps"} - self.fixed.keys())
         return {
             row.name: self.fixed.get(row.name, row.default)
             for row in fields(Layout)
-            if row.name in self.fixed or row.name not in chosen
+            if row.name in self.fixed or row.name not in open_fields
         }
 
     @property

@@ -139,7 +139,7 @@ def test_other_ranks_write_to_logs_native_code_too(tmp_path: Path, capfd: pytest
 def test_a_stopped_rank_is_named_with_what_the_others_wait_in() -> None:
     def stop(rank: Rank) -> None:
         mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "tp"))
-        rank.explain(lambda: "step 12", {mesh.get_group("outer").group_name: "dp_shard"})
+        rank.set_hang_facts(lambda: "step 12", {mesh.get_group("outer").group_name: "dp_shard"})
         if rank.number == 3:
             os.kill(os.getpid(), signal.SIGSTOP)
         dist.all_reduce(torch.ones(1), group=mesh.get_group("outer"))
@@ -177,7 +177,7 @@ def test_a_slow_rank_is_no_hang() -> None:
 
 def test_where_waiting_burns_the_processor_a_rank_that_spins_inside_torch_has_not_moved() -> None:
     def spin(rank: Rank) -> None:
-        rank.explain(str, {}, spins=True)
+        rank.set_hang_facts(str, {}, spins=True)
         if rank.number == 1:
             inside: dict[str, Any] = {"__name__": "torch.cuda", "torch": torch}
             exec("def synchronize(): torch.linalg.matrix_power(torch.ones(1500, 1500), 2**60)", inside)

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from meshtune.attention.core import attend_documents
-from meshtune.attention.runs import checked
+from meshtune.attention.runs import checked_lengths
 from meshtune.model.body import ATTENTION_NAMES, Documents
 
 # Arguments that families pass besides and that change nothing here.
@@ -94,7 +94,7 @@ def document_attention(
         "context"
     )  # set where other ranks have the other columns (parallel/context.py)
     ranks = context.axis.size if context else 1
-    lengths = checked(documents, query.shape[0], query.shape[2] * ranks)
+    lengths = checked_lengths(documents, query.shape[0], query.shape[2] * ranks)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     arguments = (query, key, value, lengths, scale, dropout, softcap, sliding_window)
     attend = context or attend_documents

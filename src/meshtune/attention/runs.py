@@ -56,7 +56,7 @@ class QueryRuns:
     runs: tuple[QueryRun, ...]
 
 
-def checked(documents: Documents | Sequence[Sequence[int]], batch: int, seq: int) -> Lengths:
+def checked_lengths(documents: Documents | Sequence[Sequence[int]], batch: int, seq: int) -> Lengths:
     """Document lengths, row by row, as tuples.
 
     Raises ValueError if there are not `batch` rows, a length is below 1, or a row is longer than `seq`.

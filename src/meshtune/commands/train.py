@@ -90,8 +90,12 @@ def train_rank(rank: "Rank", config: "Config", choice: "Choice | None", as_json:
     rank.keep_log(run.folder.logs)
     world = run.world
     axes = {str(axis.group.group_name): axis.name for axis in world.axes if axis.group is not None}
-    axes |= {group.group_name: "all ranks" for group in (world.host, world.storage) if group is not None}
-    rank.explain(lambda: f"step {run.progress.step}", axes, spins=world.device.type == "cuda")
+    axes |= {
+        group.group_name: "all ranks"
+        for group in (world.host_group, world.checkpoint_group)
+        if group is not None
+    }
+    rank.set_hang_facts(lambda: f"step {run.progress.step}", axes, spins=world.device.type == "cuda")
     try:
         loop.train(run)
     finally:

@@ -194,7 +194,7 @@ def _json_lines(file: Path, first: int, start: int) -> Generator[RawRow, None, i
             except RecursionError:
                 value = BadRow("broken JSON", "broken JSON: nested too deeply")
             else:
-                if "\\ud" in text.lower() and _unpaired(value):
+                if "\\ud" in text.lower() and _has_lone_surrogate(value):
                     value = BadRow(
                         "not UTF-8", "not UTF-8: half of a surrogate pair (\\ud800 to \\udfff) by itself"
                     )
@@ -202,7 +202,7 @@ def _json_lines(file: Path, first: int, start: int) -> Generator[RawRow, None, i
     return number + 1
 
 
-def _unpaired(value: Any) -> bool:
+def _has_lone_surrogate(value: Any) -> bool:
     """True if a string has half a surrogate pair: JSON can escape one, UTF-8 and tokenizers can't hold it."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
@@ -246,7 +246,7 @@ def _json_list(file: Path, first: int, start: int) -> Generator[RawRow, None, in
         raise UserError(f"{file} holds a {type(value).__name__}; expected a list of objects.")
     escaped = b"\\ud" in content.lower()
     for number in range(max(0, start - first), len(value)):
-        bad = escaped and _unpaired(value[number])
+        bad = escaped and _has_lone_surrogate(value[number])
         yield Origin(str(file), number + 1, first + number), BadRow("not UTF-8") if bad else value[number]
     return len(value)
 

@@ -36,7 +36,9 @@ class Rank:
         if self._log is not None:
             self._log.move(folder / f"rank-{self.number}.log")
 
-    def explain(self, progress: Callable[[], str], axes: Mapping[str, str], *, spins: bool = False) -> None:
+    def set_hang_facts(
+        self, progress: Callable[[], str], axes: Mapping[str, str], *, spins: bool = False
+    ) -> None:
         """Give the watch what its report of a hang needs; without effect in a world of one.
 
         progress: returns how far this rank is, "step 12". axes: name of a process group (group_name) -> mesh

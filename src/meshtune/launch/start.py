@@ -137,9 +137,9 @@ def rank_process(
     """Run one rank; the target of its process, which exits here: it never returns.
 
     folder: where the parent reads the rank's failure and log. parent: the parent's process id, with which
-    this process ends (`end_with`).
+    this process ends (`die_with_parent`).
     """
-    end_with(parent)
+    die_with_parent(parent)
     os.setpgid(0, 0)  # a terminal's Ctrl-C reaches it through the parent, once
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # no rank holds the store: the parent does
     log = RankLog(folder / f"rank-{place.rank}.log") if place.rank else None
@@ -163,7 +163,7 @@ def rank_process(
     os._exit(0)
 
 
-def end_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent dies, even while it is stopped."""
     if sys.platform == "linux":
         import ctypes

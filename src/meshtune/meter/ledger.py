@@ -85,7 +85,7 @@ class Ledger(TorchDispatchMode):
         """Move the storages of these tensors to `category`, whatever theirs was; count those not seen yet."""
         for tensor in tensors:
             for storage in storages_of(tensor):
-                entry = self._see(storage, category)
+                entry = self._entry_of(storage, category)
                 if entry.category != category:
                     self._move(entry, category)
 
@@ -118,7 +118,7 @@ class Ledger(TorchDispatchMode):
             self.parts[category] += entry.bytes
         entry.category = category
 
-    def _see(self, storage: torch.UntypedStorage, category: str) -> Entry:
+    def _entry_of(self, storage: torch.UntypedStorage, category: str) -> Entry:
         """The storage's entry, made if it is new and resized to the storage's bytes.
 
         category: of a new entry, unless `_claim` gave it one; others keep theirs.
@@ -196,7 +196,7 @@ class Ledger(TorchDispatchMode):
         for tensor in self._tensors(out):
             logits = of_logits and tensor.ndim > 0 and tensor.shape[-1] == self.logit_columns
             for storage in storages_of(tensor):
-                self._see(storage, LOGITS if logits else self.default)
+                self._entry_of(storage, LOGITS if logits else self.default)
         self._claim_of_collective(func, args, kwargs, out)
         return out
 
@@ -206,7 +206,7 @@ class Ledger(TorchDispatchMode):
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             out = self._resize(storage, size)
             if storage._cdata in self.entries:
-                self._see(storage, self.default)
+                self._entry_of(storage, self.default)
             return out
 
         torch.UntypedStorage.resize_ = resize_  # pyright: ignore[reportAttributeAccessIssue]

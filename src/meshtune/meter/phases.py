@@ -217,7 +217,7 @@ class PhaseMemory:
         """The peaks of the last watched step in one line of text; None if `step` is another one."""
         return summary_line(step, self.peaks.values()) if step == self.step and self.peaks else None
 
-    def explain(self, message: str) -> NothingFits:
+    def out_of_memory_error(self, message: str) -> NothingFits:
         """The error to raise when memory ran out: phase, bytes by category now, and what needs less memory.
 
         message: the allocator's; only its first line is shown.

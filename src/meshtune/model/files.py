@@ -65,7 +65,7 @@ def _refuse_other_formats(name: str, revision: str | None) -> None:
     except Exception:  # no network, a server's error, no right: each has its own class, none of one family
         return
     top = [file for file in files if "/" not in file]
-    if sentence := _unread(f"The hub's {name}", top, name, name.rpartition("/")[2] + "-safetensors"):
+    if sentence := _unread_weights(f"The hub's {name}", top, name, name.rpartition("/")[2] + "-safetensors"):
         raise UserError(sentence)
 
 
@@ -96,7 +96,7 @@ def weight_files(folder: Path) -> list[Path]:
         names = [path.name for path in folder.iterdir()]
         nothing = f"{folder} holds no weights ({WEIGHTS} or {INDEX}). To start from random ones: "
         raise UserError(
-            _unread(str(folder), names, str(folder), f"{folder}-safetensors")
+            _unread_weights(str(folder), names, str(folder), f"{folder}-safetensors")
             or f"{nothing}model.init=random."
         )
     # Files of the hub's cache are links from snapshots/<revision>/ to blobs/ of the same repository.
@@ -121,24 +121,27 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _unread(holder: str, files: Iterable[str], source: str, converted: str) -> str | None:
+def _unread_weights(
+    subject: str, files: Iterable[str], name_or_folder: str, output_folder: str
+) -> str | None:
     """A sentence about the weights among `files` that are not read; None when there are none.
 
-    holder: the subject of the sentence. source: the folder or hub id to convert. converted: the folder to
-    write; both stand in the command that the sentence gives as the remedy.
+    subject: of the sentence. name_or_folder: hub id or folder to convert. output_folder: the folder to write;
+    both stand in the command that the sentence gives as the remedy.
     """
     files = sorted(files)
     pickles = [file for file in files if any(fnmatch.fnmatch(file, pattern) for pattern in PICKLES)]
     if pickles:
         return (
-            f"{holder} holds its weights as a pickle ({', '.join(pickles[:3])}), which can run code; "
+            f"{subject} holds its weights as a pickle ({', '.join(pickles[:3])}), which can run code; "
             "meshtune reads safetensors only. If you trust it, convert it once: "
             'python -c "from transformers import AutoModelForCausalLM as M; '
-            f"M.from_pretrained('{source}', use_safetensors=False).save_pretrained('{converted}')\" "
+            f"M.from_pretrained('{name_or_folder}', use_safetensors=False)"
+            f".save_pretrained('{output_folder}')\" "
             "and copy its tokenizer files there."
         )
     if any(file.endswith(".gguf") for file in files):
-        return f"{holder} holds GGUF weights, which are for inference; name the safetensors they came from."
+        return f"{subject} holds GGUF weights, which are for inference; name the safetensors they came from."
     return None
 
 

@@ -277,7 +277,7 @@ def mapped(
         folder = resolve(source, revision=revision, weights=True, trust_remote_code=trust_remote_code)
         config = read_config(folder / "config.json", source, trust_remote_code)
         try:
-            model = _read(folder, config, trust_remote_code)
+            model = _load_pretrained(folder, config, trust_remote_code)
         except (ValueError, ImportError) as error:
             if isinstance(error, UserError):
                 raise
@@ -289,7 +289,7 @@ def mapped(
     return tensors
 
 
-def _read(folder: Path, config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+def _load_pretrained(folder: Path, config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
     """Load the model in `folder` on the CPU, its weights mapped from the files if all have one dtype,
     otherwise in the dtype that those stored promote to.
 

@@ -189,7 +189,7 @@ def _forward(
         model(**_inputs(TOKENS, with_mask), use_cache=False)
     written_out, unexplained = _attention_written_out(dispatched.bare)
     cores += written_out
-    reason = _distrust(model, dispatched, cores, unexplained, written_out=bool(written_out))
+    reason = _unsupported_reason(model, dispatched, cores, unexplained, written_out=bool(written_out))
     saved = {}
     if reason is None and attention == STAND_IN and not written_out:
         with suppress(UserError):  # a model that we count but can't train
@@ -224,7 +224,7 @@ def _attention_written_out(matmuls: list[BareMatmul]) -> tuple[list[AttentionCor
     return cores, rest + ([scores] if scores else [])
 
 
-def _distrust(
+def _unsupported_reason(
     model: PreTrainedModel,
     dispatched: DispatchedMatmuls,
     cores: list[AttentionCore],

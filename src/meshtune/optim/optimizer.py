@@ -59,8 +59,9 @@ class Optimizer:
     weights; None: no masters, the parameters are trained as they are.
     sum_dtype: dtype in which the gradients of several micro-batches add up. Where a parameter has another, a
     hook moves each new .grad into a sum and leaves .grad None. None: autograd adds, in the parameters' dtype.
-    copies: parameter name -> number of ranks that hold the same gradient, so that `squared_norm`, summed over
-    all ranks, counts it once; 1 for a name left out, infinite for a gradient that is not to be counted.
+    copies: parameter name -> number of ranks that hold the same gradient, so that `local_squared_norm`,
+    summed over all ranks, counts it once; 1 for a name left out, infinite for a gradient that is not to be
+    counted.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class Optimizer:
     def gradients(self) -> list[Tensor]:
         return list(self.named_gradients().values())
 
-    def squared_norm(self) -> Tensor:
+    def local_squared_norm(self) -> Tensor:
         """The sum of the squares of all gradients' elements, a scalar in fp64: this rank's share of it."""
         gradients = self.named_gradients()
         if not gradients:

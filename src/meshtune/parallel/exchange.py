@@ -68,12 +68,12 @@ def exchange(x: Tensor, axis: Axis, dim: int, forward: Collective, backward: Col
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, axis: Axis, dim: int, ahead: Collective, back: Collective
+        ctx: Any, x: Tensor, axis: Axis, dim: int, forward_op: Collective, backward_op: Collective
     ) -> Tensor:
-        ctx.axis, ctx.dim, ctx.back = axis, dim, back
-        return ahead(x, axis, dim)
+        ctx.axis, ctx.dim, ctx.backward_op = axis, dim, backward_op
+        return forward_op(x, axis, dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
-        return ctx.back(grad, ctx.axis, ctx.dim), None, None, None, None
+        return ctx.backward_op(grad, ctx.axis, ctx.dim), None, None, None, None

@@ -38,8 +38,8 @@ class World:
     rank: int  # among all ranks; 0 is the main one
     axes: tuple[Axis, ...]  # in the order of AXES
     mesh: DeviceMesh | None = None  # the ranks with the dimensions AXES; None for one rank
-    host: Any = None  # group of all ranks on a CPU backend, for objects; None for one rank
-    storage: Any = None  # another such group, for checkpoints; None for one rank
+    host_group: Any = None  # group of all ranks on a CPU backend, for objects; None for one rank
+    checkpoint_group: Any = None  # another such group, for checkpoints; None for one rank
 
     def axis(self, name: str) -> Axis:
         return self.axes[AXES.index(name)]
@@ -96,26 +96,26 @@ class World:
 
     def broadcast_object(self, value: Any = None) -> Any:
         """The main rank's `value`, any object that pickles, on every rank."""
-        if self.host is None:
+        if self.host_group is None:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=0, group=self.host)
+        dist.broadcast_object_list(values, src=0, group=self.host_group)
         return values[0]
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Each rank's `value`, in the order of the ranks, on every rank."""
-        if self.host is None:
+        if self.host_group is None:
             return [value]
         values = [None] * self.size
-        dist.all_gather_object(values, value, group=self.host)
+        dist.all_gather_object(values, value, group=self.host_group)
         return values
 
     def gather_object(self, value: Any) -> list[Any]:
         """Each rank's `value`, in the order of the ranks, on the main rank; elsewhere an empty list."""
-        if self.host is None:
+        if self.host_group is None:
             return [value]
         values: list[Any] | None = [None] * self.size if self.main else None
-        dist.gather_object(value, values, dst=0, group=self.host)
+        dist.gather_object(value, values, dst=0, group=self.host_group)
         return values or []
 
     @property
@@ -128,8 +128,8 @@ def join(layout: Layout, device: torch.device) -> World:
     """Make the world of `layout`, a collective call: every rank makes it, after torch.distributed's default
     process group is initialised (not needed for one rank).
 
-    device: of this rank. The groups `host` and `storage` are made with gloo. Raises UserError when the number
-    of ranks is not the layout's.
+    device: of this rank. `host_group` and `checkpoint_group` are made with gloo. Raises UserError when the
+    number of ranks is not the layout's.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks != layout.world:
@@ -148,5 +148,7 @@ def join(layout: Layout, device: torch.device) -> World:
         for name, size, index in zip(AXES, sizes, coordinates, strict=True)
     )
     # Checkpoints are written while training goes on: in a group of their own, or collectives would mix.
-    host, storage = (dist.new_group(backend="gloo", timeout=timedelta(minutes=30)) for _ in range(2))
-    return World(layout, device, dist.get_rank(), axes, mesh, host, storage)
+    host_group, checkpoint_group = (
+        dist.new_group(backend="gloo", timeout=timedelta(minutes=30)) for _ in range(2)
+    )
+    return World(layout, device, dist.get_rank(), axes, mesh, host_group, checkpoint_group)

@@ -62,7 +62,7 @@ class Stage(nn.Module):
         self.model, self.anatomy, self.blocks = model, anatomy, blocks
         self.index, self.of, self.finish = index, of, finish
         self.tied: tuple[str, str] | None = None  # a copy's name here, and its original's in the whole model
-        self.shares = False  # an embedding with the stage at the other end
+        self.shares_embedding = False  # an embedding with the stage at the other end
         if of > 1:
             self._cut()
 
@@ -77,8 +77,8 @@ class Stage(nn.Module):
     def _cut(self) -> None:
         model, parts = self.model, self.anatomy
         embed, head = model.get_submodule(parts.embed), model.get_submodule(parts.head)
-        self.shares = head.weight is embed.weight and (self.first or self.last)
-        if self.shares and self.last:
+        self.shares_embedding = head.weight is embed.weight and (self.first or self.last)
+        if self.shares_embedding and self.last:
             self.tied = f"{parts.head}.weight", f"{parts.embed}.weight"
         every = [name for name, _ in model.get_submodule(parts.blocks).named_children()]
         others = [f"{parts.blocks}.{name}" for name in every if int(name) not in self.blocks]
@@ -274,7 +274,7 @@ class Pipeline:
         last = self.stages[-1]
         if last.tied is not None:
             copy, original = last.tied
-        elif self.stages[0].shares:
+        elif self.stages[0].shares_embedding:
             copy, original = None, f"{self.stages[0].anatomy.embed}.weight"
         else:
             return

@@ -86,7 +86,7 @@ class _TensorState:
     tp: Axis
     sequence: bool  # sequence parallelism
     seed: int | None = None  # of the running block, where it draws; equal on all tp ranks
-    switches: int = 0  # calls of `reseed` in that block so far
+    reseeds: int = 0  # calls of `reseed` in that block so far
     blocks_done: bool = False  # the last block has run: the next output of the final norm leaves the body
     saved_states: list[Tensor] | None = None  # the generators', before the embedding seeded them per rank
 
@@ -103,9 +103,9 @@ class _TensorState:
     def reseed(self, *, per_rank: bool) -> None:
         """Seed the generators for what follows in the block: differently on each tp rank, or equally."""
         if self.seed is not None:
-            self.switches += 1
+            self.reseeds += 1
             # A tuple's hash mixes all bits, and is not salted as a string's would be.
-            _seed(hash((self.seed, self.switches, self.tp.index + 1 if per_rank else 0)))
+            _seed(hash((self.seed, self.reseeds, self.tp.index + 1 if per_rank else 0)))
 
 
 def _enter_part(
@@ -136,7 +136,7 @@ def _leave_body(state: _TensorState, norm: nn.Module, args: tuple, hidden: Tenso
     return state.enter(hidden)
 
 
-def _rows(state: _TensorState, style: TensorStyle, module: nn.Module, x: Tensor) -> Tensor:
+def _row_forward(state: _TensorState, style: TensorStyle, module: nn.Module, x: Tensor) -> Tensor:
     """Forward of a linear layer of which this rank has some rows: their output features [batch, seq, …].
 
     x: hidden states of all tokens. `style.whole`: all-gather the output features. Reseeds dropout for what
@@ -150,7 +150,7 @@ def _rows(state: _TensorState, style: TensorStyle, module: nn.Module, x: Tensor)
     return out
 
 
-def _repeated(state: _TensorState, kv_heads: int, module: nn.Module, x: Tensor) -> Tensor:
+def _repeated_forward(state: _TensorState, kv_heads: int, module: nn.Module, x: Tensor) -> Tensor:
     """Forward of a key or value projection that is whole on every rank: only the one key-value head that the
     rank's query heads use, [batch, seq, head_dim].
 
@@ -162,7 +162,7 @@ def _repeated(state: _TensorState, kv_heads: int, module: nn.Module, x: Tensor) 
     return out.chunk(kv_heads, dim=-1)[state.tp.index * kv_heads // state.tp.size]
 
 
-def _columns(state: _TensorState, style: TensorStyle, module: Any, x: Tensor) -> Tensor:
+def _column_forward(state: _TensorState, style: TensorStyle, module: Any, x: Tensor) -> Tensor:
     """Forward of a linear layer of which this rank has some columns: all output features, summed over the
     ranks (`leave`), so with sp those of this rank's tokens alone. The bias is added after the sum.
 
@@ -181,14 +181,14 @@ def _columns(state: _TensorState, style: TensorStyle, module: Any, x: Tensor) ->
     return out if bias is None else out + bias
 
 
-def _lookup(
+def _embedding_forward(
     state: _TensorState, vocabulary: Vocabulary, draws_after: bool, module: nn.Module, ids: Tensor
 ) -> Tensor:
     """Forward of an embedding of which this rank has the rows of `vocabulary`: [batch, seq, hidden], summed
     over the ranks (`leave`), so with sp this rank's tokens alone.
 
     ids: of all tokens. draws_after: dropout follows before the first block. Under sp it must mask each rank's
-    tokens differently: the generators are seeded per rank until `_common_again`. Raises ValueError if sp
+    tokens differently: the generators are seeded per rank until `_restore_states`. Raises ValueError if sp
     can't divide the columns.
     """
     if state.sequence and ids.shape[1] % state.tp.size:
@@ -207,14 +207,14 @@ def _lookup(
     return hidden
 
 
-def _common_again(state: _TensorState, block: nn.Module, args: tuple) -> None:
-    """Hook before the first block, outside of what is recomputed: restore the states `_lookup` saved."""
+def _restore_states(state: _TensorState, block: nn.Module, args: tuple) -> None:
+    """Hook before the first block, outside of what is recomputed: restore `_embedding_forward`'s states."""
     if state.saved_states is not None:
         _restore(state.saved_states)
         state.saved_states = None
 
 
-def _seeded(state: _TensorState, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _seeded_forward(state: _TensorState, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Forward of a block that draws random numbers, in training from one number of the CPU generator (see the
     module's docstring); the generators go on afterwards as if the block had drawn only that.
     """
@@ -222,7 +222,7 @@ def _seeded(state: _TensorState, block: nn.Module, *args: Any, **kwargs: Any) ->
         return type(block).forward(block, *args, **kwargs)
     seed = _drawn()
     saved_states = _states()
-    state.seed, state.switches = seed, 0
+    state.seed, state.reseeds = seed, 0
     try:
         state.reseed(per_rank=state.sequence)
         return type(block).forward(block, *args, **kwargs)
@@ -281,7 +281,7 @@ def split_model(model: PreTrainedModel, anatomy: Anatomy, tp: Axis, *, sequence:
         inside = _block_splits(block, anatomy, plan, repeated, sequence)
         splits |= {f"{anatomy.blocks}.{path}.{name}": split for name, split in inside.items()}
     for path in (anatomy.embed, anatomy.head):
-        splits |= _named(path, model.get_submodule(path), _linear_splits(TensorStyle(0), sequence))
+        splits |= _named_splits(path, model.get_submodule(path), _linear_splits(TensorStyle(0), sequence))
 
     _cut_vocabulary(model, anatomy, state)
     for block in model.get_submodule(anatomy.blocks).children():
@@ -301,7 +301,7 @@ def _linear_splits(style: TensorStyle, sequence: bool) -> dict[str, Split]:
     return {"weight": Split(1), "bias": bias, "lora_A": Split(1), "lora_B": Split(partial=True)}
 
 
-def _named(path: str, module: nn.Module, splits: Mapping[str, Split]) -> dict[str, Split]:
+def _named_splits(path: str, module: nn.Module, splits: Mapping[str, Split]) -> dict[str, Split]:
     """Splits of the module's direct parameters by `path.name`. splits: by name inside the module."""
     return {f"{path}.{name}": splits[name] for name, _ in module.named_parameters(recurse=False)}
 
@@ -323,7 +323,7 @@ def _block_splits(
             if style.dim is None or path in repeated:
                 splits |= {f"{path}.{name}": Split(partial=True) for name, _ in module.named_parameters()}
             else:
-                splits |= _named(path, module, _linear_splits(style, sequence))
+                splits |= _named_splits(path, module, _linear_splits(style, sequence))
     return splits
 
 
@@ -344,9 +344,9 @@ def _cut_vocabulary(model: PreTrainedModel, anatomy: Anatomy, state: _TensorStat
     trunk = model.get_submodule(anatomy.blocks.rpartition(".")[0])
     blocks = model.get_submodule(anatomy.blocks)
     draws_after = draws_random_numbers([trunk, *(child for child in trunk.children() if child is not blocks)])
-    embed.forward = partial(_lookup, state, part, draws_after, embed)
+    embed.forward = partial(_embedding_forward, state, part, draws_after, embed)
     first, *_, last = [*blocks.children()] * 2
-    first.register_forward_pre_hook(partial(_common_again, state))
+    first.register_forward_pre_hook(partial(_restore_states, state))
     last.register_forward_hook(partial(_after_blocks, state))
     model.get_submodule(anatomy.norm).register_forward_hook(partial(_leave_body, state))
 
@@ -367,18 +367,18 @@ def _cut_block(
     query_heads, kv_heads = heads
     for path, module in block.named_modules():
         if path in repeated:
-            module.forward = partial(_repeated, state, kv_heads, module)
+            module.forward = partial(_repeated_forward, state, kv_heads, module)
         elif path in plan:
             style = TENSOR_STYLES[plan[path]]
             if style.dim is not None:
-                module.forward = partial((_rows, _columns)[style.dim], state, style, module)
+                module.forward = partial((_row_forward, _column_forward)[style.dim], state, style, module)
     attention: Any = block.get_submodule(anatomy.attention)
     for part in (attention, block.get_submodule(anatomy.mlp)):
         part.register_forward_pre_hook(partial(_enter_part, state), with_kwargs=True)
     if cuts_heads(plan, anatomy) and "num_key_value_groups" in vars(attention):
         attention.num_key_value_groups = query_heads // state.tp.size // max(1, kv_heads // state.tp.size)
     if draws_random_numbers(block.modules()):
-        block.forward = partial(_seeded, state, block)
+        block.forward = partial(_seeded_forward, state, block)
 
 
 def _cut_parameters(model: nn.Module, splits: Mapping[str, Split], tp: Axis) -> None:

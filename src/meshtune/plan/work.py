@@ -146,7 +146,7 @@ class Work:
             tied=float(census.tied),
             trainable=census.trainable / census.total,
             head_trainable=float(census.head.trainable) if census.head else 1.0,
-            kept=_kept(census),
+            kept=_kept_by_element_bytes(census),
         )
 
     @classmethod
@@ -234,7 +234,7 @@ def _adapters(matrix: Gemm, lora_rank: int) -> tuple[Gemm, Gemm]:
     return a, Gemm(matrix.rows, lora_rank, matrix.count, "rows" if matrix.cut == "rows" else "")
 
 
-def _kept(census: Census) -> dict[int, Kept]:
+def _kept_by_element_bytes(census: Census) -> dict[int, Kept]:
     """Saved bytes of the average block, by bytes of an element (2, 4 and 8).
 
     Empty where a block of the census lacks 2 or 4; those of 8 are twice those of 4.

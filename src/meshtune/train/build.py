@@ -62,18 +62,18 @@ def build(config: Config, choice: Choice | None = None) -> Run:
         tokens_per_sequence=config.data.seq_len,
     )
     seed_dropout(world, config.train.seed)
-    return assembled(config, world, model, inputs)
+    return assemble(config, world, model, inputs)
 
 
-def assembled(config: Config, world: World, model: RankModel, inputs: Inputs) -> Run:
+def assemble(config: Config, world: World, model: RankModel, inputs: Inputs) -> Run:
     """Claim the run folder, put the parts together, and restore the newest good checkpoint, if there is one.
 
     Every rank calls it. world, model, inputs: made from the same config; the model on this rank. Raises
-    UserError as `claimed`, and for trackers that can't start.
+    UserError as `claim_together`, and for trackers that can't start.
     """
     prepared, damaged = inputs.prepared, []
     steps = steps_of(config, prepared.train)
-    run_folder, resumed, lock = claimed(config, world, steps, damaged.append)
+    run_folder, resumed, lock = claim_together(config, world, steps, damaged.append)
     metrics = Metrics.open(
         run_folder,
         config.log.to,
@@ -92,7 +92,7 @@ def assembled(config: Config, world: World, model: RankModel, inputs: Inputs) ->
         loader=loader_of(config, prepared.train, world),
         passes=model.passes,
         optimizer=model.optimizer,
-        whole=model.pieces,
+        as_pieces=model.pieces,
         seed=config.train.seed,
         learning_rate=schedule_of(config, steps),
         max_grad_norm=config.train.max_grad_norm,
@@ -105,7 +105,7 @@ def assembled(config: Config, world: World, model: RankModel, inputs: Inputs) ->
             run_folder.checkpoints,
             keep=config.checkpoint.keep,
             asynchronous=config.checkpoint.async_save,
-            process_group=world.storage,
+            process_group=world.checkpoint_group,
             report=metrics.say,
         ),
         checkpoint_every=config.checkpoint.every,
@@ -171,18 +171,18 @@ def announce(config: Config, run: Run, model: RankModel, resumed: int | None, no
         metrics.say(f"Going on from the checkpoint of step {resumed} in {run.folder.path}.")
 
 
-def claimed(
+def claim_together(
     config: Config, world: World, steps: int, report: Callable[[str], None]
 ) -> tuple[RunDir, int | None, IO[str] | None]:
     """(The run folder; the step to go on from, None without a checkpoint; the lock, None on other ranks).
 
     Every rank calls it; the main rank claims the folder, writes config.yaml and plan.yaml, and broadcasts it.
     steps: updates of the whole run. report: called, on the main rank, with a sentence for each damaged
-    checkpoint. Raises UserError as folder.claim and folder.begin, and if a rank does not see the folder.
+    checkpoint. Raises UserError as folder.choose_folder and folder.begin, and if a rank does not see the folder.
     """
     lock, place = None, None
     if world.main:
-        run_folder, resumed = folder.claim(config, steps, report)
+        run_folder, resumed = folder.choose_folder(config, steps, report)
         plan = prediction(config, world.layout, gpus_of(world.device))
         lock = folder.begin(run_folder, config, plan, resumed)
         place = run_folder, resumed

@@ -152,12 +152,13 @@ class Checkpoints:
                 self._reserving = self._thread.submit(self._allocate, pieces, touch=True)
 
     def _assigned(self, tensors: Mapping[str, Tensor | Piece]) -> tuple[dict[str, Piece], dict[str, str]]:
-        """(pieces that this rank copies and writes, tied names of `_untied`), by name. A collective of the
-        group.
+        """(pieces that this rank copies and writes, tied names of `_separate_tied`), by name.
+
+        A collective of the group.
 
         A piece that several ranks have is assigned to the rank with the fewest bytes so far, largest first.
         """
-        pieces, tied = _untied(tensors)
+        pieces, tied = _separate_tied(tensors)
         keys = {name: (name, tuple(piece.offsets)) for name, piece in pieces.items()}
         local_sizes = {
             keys[name]: piece.tensor.nbytes for name, piece in pieces.items() if not _empty_here(piece)
@@ -522,7 +523,7 @@ def _piece(tensor: Tensor | Piece) -> Piece:
     return Piece(tuple(tensor.shape), (0,) * tensor.ndim, tensor.detach())
 
 
-def _untied(tensors: Mapping[str, Tensor | Piece]) -> tuple[dict[str, Piece], dict[str, str]]:
+def _separate_tied(tensors: Mapping[str, Tensor | Piece]) -> tuple[dict[str, Piece], dict[str, str]]:
     """Separate tied tensors: (pieces by name, name of each piece with the memory of an earlier one -> its
     name).
     """

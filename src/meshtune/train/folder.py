@@ -24,7 +24,7 @@ FREE = ("train.max_steps", "train.num_epochs", "train.device", "eval", "checkpoi
         "cluster", "output", "data.cache")  # fmt: skip
 
 
-def claim(config: Config, steps: int, report: Callable[[str], None]) -> tuple[RunDir, int | None]:
+def choose_folder(config: Config, steps: int, report: Callable[[str], None]) -> tuple[RunDir, int | None]:
     """Choose (the run folder, the step to resume from) as in the table above; writes nothing.
 
     The step is None for a new run, and for an unfinished one without a whole checkpoint. With

@@ -23,7 +23,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from meshtune.data.loader import MicroBatch, micro_batch
 from meshtune.parallel import context
 from meshtune.parallel.tensor import vocabulary_of
-from meshtune.train.loss import headed
+from meshtune.train.loss import head_only
 
 if TYPE_CHECKING:
     from meshtune.model.anatomy import Anatomy
@@ -203,7 +203,7 @@ def likeliest(
         dist.all_reduce(states, group=world.cp.group)
     else:
         states = hidden[rows, here]
-    with headed(model, anatomy) as logits_of:
+    with head_only(model, anatomy) as logits_of:
         # A model that diverged gives NaN; all ranks must still choose the same token.
         values, tokens = logits_of(states).float().nan_to_num(nan=-math.inf).max(-1)
     vocabulary = vocabulary_of(model.get_submodule(anatomy.head))

@@ -53,7 +53,8 @@ class Run:
     loader: Loader
     passes: Passes
     optimizer: Optimizer
-    whole: Callable[[dict[str, Tensor]], dict[str, Tensor | Piece]]  # state by name -> as pieces of the whole
+    # State by name -> as pieces of the whole model's tensors.
+    as_pieces: Callable[[dict[str, Tensor]], dict[str, Tensor | Piece]]
     seed: int  # of dropout, when a checkpoint is resumed in another layout
     learning_rate: Callable[[int], float]  # number of an update, from 1 -> its rate
     max_grad_norm: float  # 0: gradients are not clipped
@@ -95,7 +96,7 @@ def train(run: Run) -> None:
                 share = run.passes.forward_backward(batch, phase)
                 # One all_reduce for all that the ranks must agree on before the update.
                 loss, squares, flops, flops_6n = run.world.sum_over_ranks(
-                    share, run.optimizer.squared_norm(), *run.flops(batch)
+                    share, run.optimizer.local_squared_norm(), *run.flops(batch)
                 )
                 norm = math.sqrt(squares)
                 rate = run.learning_rate(now.step)
@@ -199,7 +200,7 @@ def restore(run: Run, step: int) -> None:
     generators = random_state(run.world)
     # In another layout, or on another kind of device, dropout can't be drawn as before; nor need it be.
     alike = values["axes"] == axis_sizes(run.world) and len(values["generators"]) == len(generators)
-    wanted = run.whole(run.optimizer.state(materialise=True)) | (generators if alike else {})
+    wanted = run.as_pieces(run.optimizer.state(materialise=True)) | (generators if alike else {})
     run.checkpoints.load(step, wanted)
     run.passes.share_tied()
     run.optimizer.publish()
@@ -215,7 +216,7 @@ def tensors_of(run: Run, *, materialise: bool = False) -> dict[str, Tensor | Pie
 
     materialise: make zeros for optimizer state that no step has made yet.
     """
-    return run.whole(run.optimizer.state(materialise=materialise)) | random_state(run.world)
+    return run.as_pieces(run.optimizer.state(materialise=materialise)) | random_state(run.world)
 
 
 def random_state(world: World) -> dict[str, Tensor]:
@@ -268,7 +269,7 @@ def restore_best(run: Run) -> int:
         )
         return now.step
     weights = {name: tensor for name, tensor in run.optimizer.state().items() if name.startswith("model.")}
-    run.checkpoints.load(now.best_step, run.whole(weights))
+    run.checkpoints.load(now.best_step, run.as_pieces(weights))
     run.passes.share_tied()
     run.optimizer.publish()
     run.metrics.say(
@@ -331,8 +332,8 @@ def out_of_memory_explained(run: Run) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise run.memory.explain(str(error)) from error
+        raise run.memory.out_of_memory_error(str(error)) from error
     except RuntimeError as error:
         if "can't allocate memory" not in str(error):  # how the CPU allocator says it
             raise
-        raise run.memory.explain(str(error)) from error
+        raise run.memory.out_of_memory_error(str(error)) from error

@@ -40,16 +40,17 @@ def head_loss(
     micro_batch: MicroBatch,
     *,
     chunk_tokens: int = LOSS_CHUNK_TOKENS,
-    once: bool = True,
+    single_backward: bool = True,
 ) -> Tensor:
     """Sum of the token losses of a micro-batch from its last hidden states [batch, seq, hidden]: a scalar in
     fp32 (fp64 for an fp64 model).
 
     hidden, micro_batch: of this rank's columns (cp); all tp ranks pass the same and get the same loss. At
     most `chunk_tokens` rows of logits exist at a time. Its backward can run once, a second one raises
-    RuntimeError; with once=False again, as zero-bubble schedules want (first for the hidden states' gradient,
-    then for the head's), at the price of a second copy of the head's gradient. Without any label the loss is
-    0 and the gradients are zeros, so that ranks that share parameters still agree on which of them have one.
+    RuntimeError; with single_backward=False again, as zero-bubble schedules want (first for the hidden
+    states' gradient, then for the head's), at the price of a second copy of the head's gradient. Without any
+    label the loss is 0 and the gradients are zeros, so that ranks that share parameters still agree on which
+    of them have one.
     """
     label_tokens = micro_batch.label_tokens  # given with the batch, so that a GPU need not be waited for
     flat = micro_batch.labels.flatten()
@@ -63,9 +64,11 @@ def head_loss(
     size = -(-label_tokens // chunks) if chunks else 1  # equal chunks: the smallest peak for their number
     parameters = _head_parameters(model, anatomy)
     vocabulary = vocabulary_of(model.get_submodule(anatomy.head))
-    with headed(model, anatomy) as logits_of:
+    with head_only(model, anatomy) as logits_of:
         if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
-            return _ChunkedLoss.apply(hidden, logits_of, rows, targets, size, vocabulary, once, *parameters)
+            return _ChunkedLoss.apply(
+                hidden, logits_of, rows, targets, size, vocabulary, single_backward, *parameters
+            )
         total = _zero(hidden)
         for chunk_rows, chunk_targets in zip(rows.split(size), targets.split(size), strict=True):
             logits = logits_of(hidden.flatten(0, 1)[chunk_rows])
@@ -90,7 +93,7 @@ class _ChunkedLoss(torch.autograd.Function):
         targets: Tensor,
         size: int,
         vocabulary: Vocabulary | None,
-        once: bool,
+        single_backward: bool,
         *parameters: Tensor,
     ) -> Tensor:
         total = _zero(hidden)
@@ -98,16 +101,16 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden_grad = torch.zeros_like(source) if ctx.needs_input_grad[0] else None
         several = len(rows) > size
         sums: list[Tensor | None] = [None] * len(parameters)
-        for own_rows, own_targets in zip(rows.split(size), targets.split(size), strict=True):
+        for chunk_rows, chunk_targets in zip(rows.split(size), targets.split(size), strict=True):
             with torch.enable_grad():
-                chunk = source[own_rows].detach().requires_grad_(hidden_grad is not None)
+                chunk = source[chunk_rows].detach().requires_grad_(hidden_grad is not None)
                 logits = logits_of(chunk)
-            loss, logits_grad = _cross_entropy(logits.detach(), own_targets, vocabulary, gradient=True)
+            loss, logits_grad = _cross_entropy(logits.detach(), chunk_targets, vocabulary, gradient=True)
             total += loss
             inputs = [*parameters] if hidden_grad is None else [*parameters, chunk]
             grads = list(torch.autograd.grad(logits, inputs, logits_grad, allow_unused=True))
             if hidden_grad is not None:
-                hidden_grad.index_copy_(0, own_rows, grads.pop())
+                hidden_grad.index_copy_(0, chunk_rows, grads.pop())
             for index, grad in enumerate(grads):
                 before = sums[index]
                 if before is not None and grad is not None:
@@ -121,7 +124,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 for parameter, grad in zip(parameters, sums, strict=True)
             ),
         ]
-        ctx.once = once
+        ctx.single_backward = single_backward
         return total
 
     @staticmethod
@@ -129,7 +132,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, incoming: Tensor):  # type: ignore[override]
         if ctx.grads is None:
             raise RuntimeError("The backward of head_loss ran twice; it hands its gradients out once.")
-        if ctx.once:
+        if ctx.single_backward:
             # In place: a second copy of the head's gradient would be the largest tensor of the backward.
             scaled = [None if grad is None else grad.mul_(incoming) for grad in ctx.grads]
             ctx.grads = None
@@ -156,9 +159,9 @@ def _cross_entropy(
     loss = -log_probabilities.gather(1, targets[:, None]).sum()
     if not gradient:
         return loss, None
-    slope = log_probabilities.exp_()
-    slope.scatter_add_(1, targets[:, None], slope.new_full((len(targets), 1), -1.0))
-    return loss, slope.to(logits.dtype)
+    logits_grad = log_probabilities.exp_()
+    logits_grad.scatter_add_(1, targets[:, None], logits_grad.new_full((len(targets), 1), -1.0))
+    return loss, logits_grad.to(logits.dtype)
 
 
 def _shared_cross_entropy(
@@ -183,9 +186,9 @@ def _shared_cross_entropy(
     loss = (sums[0].log() - sums[1]).sum()
     if not gradient:
         return loss, None
-    slope = weights.div_(sums[0][:, None])
-    slope.scatter_add_(1, columns, -here[:, None].to(slope.dtype))
-    return loss, slope.to(logits.dtype)
+    logits_grad = weights.div_(sums[0][:, None])
+    logits_grad.scatter_add_(1, columns, -here[:, None].to(logits_grad.dtype))
+    return loss, logits_grad.to(logits.dtype)
 
 
 def _zero(hidden: Tensor) -> Tensor:
@@ -227,7 +230,7 @@ class _Stub(nn.Module):
 
 
 @contextmanager
-def headed(model: nn.Module, anatomy: Anatomy) -> Iterator[Callable[[Tensor], Tensor]]:
+def head_only(model: nn.Module, anatomy: Anatomy) -> Iterator[Callable[[Tensor], Tensor]]:
     """Yield a function: hidden [tokens, hidden] -> logits [tokens, vocabulary], by the model's own forward.
 
     A head split by tp gives the logits of its vocabulary entries alone. While the context is open, the body

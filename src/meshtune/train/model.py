@@ -211,7 +211,7 @@ def loss_of(layout: Layout) -> Finish:
     """The summed loss of a micro-batch from its last hidden states. Zero-bubble schedules run its backward
     twice.
     """
-    return partial(head_loss, once=layout.schedule not in ZERO_BUBBLE)
+    return partial(head_loss, single_backward=layout.schedule not in ZERO_BUBBLE)
 
 
 def optimizer_of(spec: ModelSpec, values: OptimizerSpec, parallel: Parallel) -> Optimizer:

@@ -277,7 +277,7 @@ def test_an_error_carries_where_it_happened_and_exit_code_3():
     memory = PhaseMemory(model, opt, CPU, advice=lambda: ["Take less."])
     with memory.watching(1), memory.phase("backward"):
         pass
-    error = memory.explain("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+    error = memory.out_of_memory_error("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
     assert error.exit_code == 3
     assert "Out of memory in backward on cpu" in error.problems[0]
     assert "Tried to allocate 2.00 GiB." in error.problems[0]

@@ -27,7 +27,7 @@ def reference(model: nn.Module) -> torch.optim.AdamW:
 
 
 def norm_of(optimizer: Optimizer) -> float:
-    return float(optimizer.squared_norm()) ** 0.5
+    return float(optimizer.local_squared_norm()) ** 0.5
 
 
 def backward(model: nn.Module, seed: int) -> None:

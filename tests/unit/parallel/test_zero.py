@@ -95,7 +95,7 @@ def sharded(layout: str) -> dict[str, Any]:
         with Collectives() as collectives:
             backward(root, own, labels, plan.zero)
         steps.append(dict(collectives.count))
-        (squares,) = world.sum_over_ranks(optimizer.squared_norm())
+        (squares,) = world.sum_over_ranks(optimizer.local_squared_norm())
         gradients = {n: p.grad.full_tensor() for n, p in root.named_parameters()}  # type: ignore[union-attr]
         optimizer.zero_grad()
     held = sum(zero.local(p).numel() for p in root.parameters())

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GraniteConfig, OPTConfig
 from meshtune.attention.register import register
 from meshtune.data.loader import MicroBatch
 from meshtune.model.anatomy import anatomy
-from meshtune.train.loss import head_loss, headed
+from meshtune.train.loss import head_loss, head_only
 
 register()
 
@@ -259,5 +259,5 @@ def test_a_head_that_calls_a_part_of_the_body_goes_through_its_own_forward():
     with torch.no_grad():
         expected = model(ids).logits[0]
         hidden = model.model.decoder(ids).last_hidden_state[0]
-        with headed(model, anatomy(model)) as logits_of:
+        with head_only(model, anatomy(model)) as logits_of:
             torch.testing.assert_close(logits_of(hidden), expected)

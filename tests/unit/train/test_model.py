@@ -32,7 +32,7 @@ def step(folder: str, layout: str) -> tuple[float, float, int]:
     tokens = sum(len(row) for micro_batch in micro_batches for row in micro_batch.documents)
     batch = Batch(tuple(mine), label_tokens=label_tokens, tokens=tokens, origin="")
     share = model.passes.forward_backward(batch, lambda _: nullcontext())
-    loss, squares = world.sum_over_ranks(share, model.optimizer.squared_norm())
+    loss, squares = world.sum_over_ranks(share, model.optimizer.local_squared_norm())
     model.optimizer.step(1e-3)
     return loss, squares**0.5, sum(p.numel() for _, p in model.parallel.named_parameters())
 

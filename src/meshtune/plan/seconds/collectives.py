@@ -67,12 +67,12 @@ def tree_all_reduce(machine: Machine, size: Number, ranks: Number, in_node: Numb
     return 2 * ring_traffic(machine, size, ranks, in_node) + latency
 
 
-def ranks_in_node(ranks: Number, neighbours: Number, machine: Machine) -> Number:
+def ranks_in_node(ranks: Number, stride: Number, machine: Machine) -> Number:
     """Ranks of a group of `ranks` that are in one node, at least 1.
 
-    neighbours: GPUs from one rank of the group to its next; 1: they are adjacent.
+    stride: GPUs from one rank of the group to its next; 1: they are adjacent.
     """
-    return np.minimum(ranks, np.maximum(1.0, machine.node / neighbours))
+    return np.minimum(ranks, np.maximum(1.0, machine.node / stride))
 
 
 def exposed(computing: Number, collective: Number, overlap: Number) -> Number:
@@ -169,8 +169,8 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block_b
     whole = (work.blocks * work.block_parameters / layouts.pp + outside) / layouts.tp
     trained = trained_on_rank(work, layouts)
     replicas = np.where(zero > 0, layouts.dp_replicate, layouts.parameter_ranks)
-    neighbours = layouts.tp * np.where(zero > 0, shards, 1.0)
-    replicas_in_node = ranks_in_node(replicas, neighbours, machine)
+    stride = layouts.tp * np.where(zero > 0, shards, 1.0)
+    replicas_in_node = ranks_in_node(replicas, stride, machine)
     reduced = np.where(zero > 0, trained / shards, trained)
     count = np.where(machine.data_overlap > 0, blocks, 1.0)  # a collective for each block, or one for all
 

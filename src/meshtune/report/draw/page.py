@@ -77,7 +77,7 @@ def _scripts(panels: Sequence[Panel]) -> str:
     }
     constants = f"const CHARTS = {script_json(charts)};\nconst THEMES = {script_json(themes)};"
     return (
-        f"<script type='module'>{vega.scripts()}</script>\n"
+        f"<script type='module'>{vega.javascript()}</script>\n"
         f"<script type='module'>\n{constants}\n{DRAW}</script>"
     )
 

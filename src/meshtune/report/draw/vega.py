@@ -46,7 +46,7 @@ def vega_lite_version() -> str:
 
 
 @cache
-def scripts() -> str:
+def javascript() -> str:
     """JavaScript of Vega, Vega-Lite and vega-embed in one piece, which sets `window.vegaEmbed`.
 
     Cached in SCRIPTS. Raises NotDrawn without Altair or vl-convert.

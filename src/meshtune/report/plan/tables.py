@@ -66,7 +66,7 @@ def layouts_table(choices: Sequence[Choice]) -> RenderableType:
             justify="left",
         ),
         "memory": Column("", [of_capacity(c) for c in choices]),
-        "peak": Column("GiB", [in_red(c, f"{c.memory.peak / GIB:.1f}") for c in choices]),
+        "peak": Column("GiB", [red_unless_fits(c, f"{c.memory.peak / GIB:.1f}") for c in choices]),
         "time": Column("time", bars=[(time_parts(c), longest, 0) for c in choices], justify="left"),
     }
 
@@ -107,7 +107,7 @@ def explanation(choice: Choice) -> RenderableType:
         Text(f"{speed} tokens/s/GPU · {seconds(total)} a step · MFU {choice.mfu:.1%}"),
         Text(),
         Text.assemble(("Memory  ", "bold"), of_capacity(choice), f" at the peak: {event}{where}"),
-        *too_full(choice),
+        *does_not_fit_sentence(choice),
         shares(memory_parts(choice), MEMORY_MEANING, human, "peak"),
         Text(),
         Text.assemble(("Time  ", "bold"), f"{seconds(total)} a step, by what a rank waits for"),
@@ -205,15 +205,15 @@ def sizes_table(best: Mapping[int, Choice | None], *, steps: int | None = None) 
 
 def of_capacity(choice: Choice) -> Text:
     """Peak and capacity of a GPU in GiB, as "65.1 / 79.1 GiB"; red if the layout does not fit."""
-    return in_red(choice, f"{choice.memory.peak / GIB:.1f} / {choice.cluster.memory / GIB:.1f} GiB")
+    return red_unless_fits(choice, f"{choice.memory.peak / GIB:.1f} / {choice.cluster.memory / GIB:.1f} GiB")
 
 
-def in_red(choice: Choice, text: str) -> Text:
+def red_unless_fits(choice: Choice, text: str) -> Text:
     """The text, in red if the layout does not fit."""
     return Text(text, style="" if choice.fits else "red")
 
 
-def too_full(choice: Choice) -> Iterator[Text]:
+def does_not_fit_sentence(choice: Choice) -> Iterator[Text]:
     """Yield a sentence if the layout does not fit, else nothing.
 
     A layout that leaves less than the planner's margin free does not fit either.
