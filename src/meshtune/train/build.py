@@ -178,7 +178,7 @@ def claim_together(
 
     Every rank calls it; the main rank claims the folder, writes config.yaml and plan.yaml, and broadcasts it.
     steps: updates of the whole run. report: called, on the main rank, with a sentence for each damaged
-    checkpoint. Raises UserError as folder.choose_folder and folder.begin, and if a rank does not see the folder.
+    checkpoint. Raises UserError as folder.choose_folder and folder.begin, and if a rank does not see it.
     """
     lock, place = None, None
     if world.main:
