@@ -10,7 +10,7 @@ from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from meshtune.parallel.mesh import Axis  # noqa: E402
-from meshtune.parallel.tensor import _seeded, _TensorState  # noqa: E402
+from meshtune.parallel.tensor import _seeded_forward, _TensorState  # noqa: E402
 
 DEVICE = "cuda"
 
@@ -23,7 +23,7 @@ pytestmark = [
 def draw(index, sequence):
     """What a block with dropout masks on tp rank `index`, forward and recomputed; and what comes after it."""
     block = nn.Dropout(0.5)
-    block.forward = partial(_seeded, _TensorState(Axis("tp", 2, index), sequence), block)
+    block.forward = partial(_seeded_forward, _TensorState(Axis("tp", 2, index), sequence), block)
     torch.manual_seed(3)
     x = torch.ones(1000, device=DEVICE, requires_grad=True)
     y = checkpoint(lambda x: block(x * 1.0) ** 2, x, use_reentrant=False)

@@ -105,7 +105,7 @@ def build(family: str, layout: Layout) -> Any:
     own = stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, world.pp.index)
     parallel = apply(
         partial(make, family, True), world, {s: every[s] for s in own},
-        finish=partial(head_loss, once=layout.schedule not in ZERO_BUBBLE),
+        finish=partial(head_loss, single_backward=layout.schedule not in ZERO_BUBBLE),
         compute_dtype=torch.float64, reduce_dtype=None,
     )  # fmt: skip
     whole = dict(make(family).named_parameters())

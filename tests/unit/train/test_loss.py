@@ -218,7 +218,7 @@ def test_a_backward_in_two_halves_gives_each_its_gradients():
     weight = ours.lm_head.weight
 
     def loss(once):
-        return 0.3 * head_loss(ours, found, hidden, batch, chunk_tokens=25, once=once)
+        return 0.3 * head_loss(ours, found, hidden, batch, chunk_tokens=25, single_backward=once)
 
     expected = torch.autograd.grad(loss(True), [hidden, weight])
     again = loss(False)
