@@ -29,7 +29,7 @@ def four_steps(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Traine
             ("zero1x2-tp2-sp-pp2-interleaved1f1b-v2-mb2-ga4", "zero3x4"),
             ("tp2-pp2-zbv", "pp4-1f1b"),
         ],
-        default=[("zero3x2-tp2-sp", ONE), ("dp2-pp2-1f1b", "cp2-tp2-sp")],
+        default=[("zero3x2-tp2-sp", ONE)],
     ),
 )
 def test_a_run_goes_on_in_another_layout(
