@@ -49,7 +49,7 @@ FAILED = "meshtune/failed"  # key in the store: how many ranks have failed
 
 
 @dataclass(frozen=True)
-class Limits:
+class HangLimits:
     """Seconds after which a state is a hang, and the seconds between two heartbeats."""
 
     silent: float = 30.0  # without a heartbeat: the run is ended
@@ -81,7 +81,7 @@ class Watch:
     """
 
     def __init__(
-        self, rank: int, world: int, store: Any, *, limits: Limits, end: Callable[[str], None]
+        self, rank: int, world: int, store: Any, *, limits: HangLimits, end: Callable[[str], None]
     ) -> None:
         """rank: this rank. world: number of ranks. store: a connection for this thread alone to the store of
         all ranks (a shared one is locked while the main thread waits in it). end: called with the report of a
@@ -97,7 +97,7 @@ class Watch:
         status = process_status("self")
         self._started = status.started if status else 0
         self._number = 0  # of this rank's last heartbeat
-        self._still = self._silent = self._failed = 0  # ticks: see Limits
+        self._still = self._silent = self._failed = 0  # ticks: see HangLimits
         self._position: Any = None
         self._cpu_seconds = time.process_time()
         self._previous: tuple[int, float] = (0, 0.0)  # of the previous rank: heartbeat number, CPU seconds

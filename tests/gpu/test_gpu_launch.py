@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 
 from meshtune import launch  # noqa: E402
 from meshtune.errors import RankFailed  # noqa: E402
-from meshtune.watch import Limits  # noqa: E402
+from meshtune.watch import HangLimits  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,4 +27,4 @@ def add_up(rank: launch.Rank) -> None:
 
 def test_a_rank_is_spawned_and_talks_by_nccl_and_gloo() -> None:
     with pytest.raises(RankFailed, match=r"(?s)rank 0 of 1 failed.*ValueError: rank 0 is on cuda:0"):
-        launch.run_here(1, add_up, (), "cuda", Limits())
+        launch.run_here(1, add_up, (), "cuda", HangLimits())

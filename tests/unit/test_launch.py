@@ -22,9 +22,9 @@ from meshtune import launch
 from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError
 from meshtune.launch import Rank
 from meshtune.launch.rank import meet
-from meshtune.watch import Limits, position_and_wait
+from meshtune.watch import HangLimits, position_and_wait
 
-QUICK = Limits(silent=1.0, stuck=1.0, end=2.0, tick=0.1, grace=1.0)
+QUICK = HangLimits(silent=1.0, stuck=1.0, end=2.0, tick=0.1, grace=1.0)
 
 
 def test_a_look_at_a_thread_keeps_nothing_of_it_alive() -> None:

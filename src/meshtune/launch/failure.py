@@ -52,7 +52,8 @@ class Failure:
 def claims_failure(place: Place, error: BaseException, patience: float) -> bool:
     """Claim, in the store, to be the rank whose error is shown; True if no other rank claimed it before.
 
-    The claim also tells every rank's Watch that one has failed: those still running end after `Limits.grace`.
+    The claim also tells every rank's Watch that one has failed: those still running end after
+    `HangLimits.grace`.
     For NonFinite and Interrupted, which all ranks raise together, nothing is claimed: True on the main rank.
     If the store can't be reached: True unless the error looks like a consequence of another rank's end.
 

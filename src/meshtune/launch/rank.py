@@ -12,7 +12,7 @@ from typing import Any
 
 from meshtune.errors import UserError
 from meshtune.launch.place import Place
-from meshtune.watch import Limits, Watch
+from meshtune.watch import HangLimits, Watch
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=5)  # until every rank has come
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # long, since the main rank may prepare data, or save, meanwhile
@@ -95,7 +95,7 @@ def flush_output() -> None:
 
 @contextmanager
 def process_group(
-    place: Place, device: str, *, log: RankLog | None, limits: Limits, end: Callable[[str], None]
+    place: Place, device: str, *, log: RankLog | None, limits: HangLimits, end: Callable[[str], None]
 ) -> Iterator[Rank]:
     """Open torch's default process group and the watch over it, once all ranks have come; yields the Rank.
 

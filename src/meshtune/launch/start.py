@@ -21,7 +21,7 @@ from meshtune.errors import Interrupted, NonFinite, RankFailed
 from meshtune.launch.failure import claims_failure, exit_code, failures_of, raise_first, record_failure
 from meshtune.launch.place import Place, place_of
 from meshtune.launch.rank import Rank, RankLog, connect, flush_output, process_group
-from meshtune.watch import Limits
+from meshtune.watch import HangLimits
 
 LOCALHOST = "127.0.0.1"
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -32,7 +32,7 @@ def run(
     *args: Any,
     ranks: int,
     device: str = "cpu",
-    limits: Limits = Limits(),  # noqa: B008 - a frozen value
+    limits: HangLimits = HangLimits(),  # noqa: B008 - a frozen value
 ) -> None:
     """Run `function(rank, *args)`, its first argument a Rank, on each of `ranks` ranks.
 
@@ -56,7 +56,7 @@ def run(
 
 
 def run_joined(
-    place: Place, function: Callable[..., object], args: tuple[Any, ...], device: str, limits: Limits
+    place: Place, function: Callable[..., object], args: tuple[Any, ...], device: str, limits: HangLimits
 ) -> None:
     """Run the function in this process as the rank `place`, started by torchrun or srun; see `run`.
 
@@ -88,7 +88,7 @@ def run_joined(
 
 
 def run_here(
-    ranks: int, function: Callable[..., object], args: tuple[Any, ...], device: str, limits: Limits
+    ranks: int, function: Callable[..., object], args: tuple[Any, ...], device: str, limits: HangLimits
 ) -> None:
     """Start the ranks on this machine, wait for them, and raise what the first to fail raised; see `run`.
 
@@ -130,7 +130,7 @@ def rank_process(
     args: tuple[Any, ...],
     *,
     device: str,
-    limits: Limits,
+    limits: HangLimits,
     folder: Path,
     parent: int,
 ) -> None:

@@ -255,15 +255,15 @@ def _pipeline(traits: Traits) -> Iterator[Rule]:
     )
     yield from _MICRO_BATCHES
     yield Rule(
-        "zero-bubble schedules with ZeRO-2 or -3",
+        "zero-bubble schedules can't run with ZeRO-2 or -3",
         lambda layouts: layouts.runs(*ZERO_BUBBLE) & (layouts.zero >= 2),
         lambda layout: (
             f"The schedule {layout.schedule} with ZeRO-{layout.zero}: it computes the gradients of weights "
-            "later, when they may have been let go, and they would be wrong; use zero1 with it, or 1f1b."
+            "later, when they may have been freed, and they would be wrong; use zero1 with it, or 1f1b."
         ),
     )
     yield Rule(
-        "zero-bubble schedules with selective recomputation",
+        "zero-bubble schedules can't run with selective recomputation",
         lambda layouts: layouts.runs(*ZERO_BUBBLE) & layouts.recomputation("by_operation"),
         lambda layout: (
             f"The schedule {layout.schedule} with recompute {layout.recompute}: it goes through the backward "

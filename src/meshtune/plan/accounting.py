@@ -90,12 +90,12 @@ class Accounting:
     saved: Saved = EAGER  # by a block, where the model was not traced
     selected: Saved | None = None  # by a block under selective recomputation; None: all matmul outputs
 
-    # The loss. Bytes per logit, of the logits of `loss_chunk` tokens.
     # Tokens whose logits exist at a time; inf: all, and no hidden states are copied.
     loss_chunk: float = LOSS_CHUNK_TOKENS
-    logit: float = 8  # in the loss
-    logit_split: float = 0.0  # more of it where tp splits the vocabulary
-    logit_head_backward: float = 0.0  # that is not freed yet while the head's gradients are made
+    # Bytes per logit of these tokens:
+    logit: float = 8  # at the peak of the loss
+    logit_split: float = 0.0  # added to `logit` where tp splits the vocabulary
+    logit_head_backward: float = 0.0  # still held while the gradients of the head are computed
 
     gathered_groups: float = 2  # blocks whose whole weights ZeRO-3 holds at a time
     reduce_bytes: float = 4  # of an element of a gradient in its reduce-scatter or all-reduce; 0: in place

@@ -33,7 +33,7 @@ SPENT = {
     "context": "exposed context-parallel collectives",
     "pipeline": "sends between pipeline stages",
     "optimizer": "the optimizer's update",
-    "bubble": "the pipeline bubble",
+    "bubble": "the pipeline bubble and uneven stages",
     "host": "kernel launches and other work of the host",
 }
 # collectives of `Seconds.data`, by ZeRO stage; {}: " and", or "," where replicas add an all-reduce
@@ -120,7 +120,10 @@ def _larger_micro_batch(plan: Plan, choice: Choice) -> str:
     other = explained(workload, plan.cluster, doubled)
     if not other.fits:
         need, limit = human(other.memory.peak), memory_limit(plan.cluster)
-        return f". {2 * micro_batch} in the same layout, with its recomputation, would need {need}; {limit}."
+        return (
+            f". With {2 * micro_batch}, the same sizes of the axes and recompute={layout.recompute}, a rank "
+            f"would need {need}; {limit}."
+        )
     slower = other.seconds.total / choice.seconds.total - 1
     if abs(slower) < TIE:
         return f". {2 * micro_batch} would fit and be as fast."
@@ -172,13 +175,13 @@ def alternatives(plan: Plan, best: Choice | None = None) -> list[Alternative]:
         Kind("plain data parallel", alone | {"dp_shard": 1}, lambda layouts: layouts.zero == 0),
         *(Kind(f"ZeRO-{zero} alone", alone | {"zero": zero, "dp_replicate": 1}) for zero in (1, 2, 3)),
         Kind(
-            "replicas of ZeRO-3, each inside a node",
+            "HSDP with ZeRO-3 shards inside a node",
             alone | {"zero": 3},
             lambda layouts: (layouts.dp_replicate > 1) & (layouts.dp_shard <= node),
         ),
         Kind("tensor parallel over the whole node", alone | {"tp": min(node, gpus)}),
         Kind("pipeline parallel", {"cp": 1}, lambda layouts: layouts.pp > 1),
-        Kind("context parallel", {"pp": 1, "tp": 1}, lambda layouts: layouts.cp > 1),
+        Kind("context parallel without tp or pp", {"pp": 1, "tp": 1}, lambda layouts: layouts.cp > 1),
     )
     return [_alternative(plan, best or plan.choice(0), kind) for kind in kinds]
 
@@ -219,7 +222,7 @@ def _alternative(plan: Plan, best: Choice, kind: Kind) -> Alternative:
 def _compared(workload: Workload, kind: Kind, choice: Choice, best: Choice) -> Alternative:
     """`choice`, the kind's best layout, against `best`, the chosen one."""
     if choice.layout == best.layout:
-        whole = kind.name.endswith("alone") or kind.name.startswith("plain")
+        whole = all(kind.fixed.get(axis) == 1 for axis in MODEL_AXES)
         sentence = f"is {'' if whole else 'part of '}the chosen layout ({best.layout})."
         return Alternative(kind.name, choice, sentence)
     return Alternative(kind.name, choice, f"({choice.layout}) {comparison(workload, choice, best)}")
@@ -304,7 +307,7 @@ def changes(plan: Plan, best: Choice | None = None) -> list[str]:
             choice = others.best(1)[0]
             gain = choice.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu - 1
             if gain > 0.02:
-                sentences.append(f"{setting}: {gain:.0%} more tokens per second ({choice.layout}).")
+                sentences.append(f"{setting} with layout={choice.layout}: {gain:.0%} more tokens per second.")
     smaller = [place for place in plan.pareto() if plan.memory.peak[place] < 0.95 * best.memory.peak]
     for choice in (plan.choice(place) for place in smaller[:2]):
         needs = f"{human(choice.memory.peak)} instead of {human(best.memory.peak)}"
@@ -345,8 +348,8 @@ def batch_sentences(workload: Workload, choices: Mapping[int, Choice | None]) ->
     if current and None not in choices.values() and max(speeds) / min(speeds) < 1.02:
         fewest, most = min(choices), max(choices)
         return [
-            f"From {fewest} to {most} sequences the speed is the same within 2 %: choose by convergence, "
-            f"{updates[fewest]} to {updates[most]} {per_token}."
+            f"From {fewest} to {most} sequences the speed differs by less than 2%; choose by convergence: "
+            f"{updates[fewest]} {per_token} with {fewest} sequences, {updates[most]} with {most}."
         ]
     sentences = []
     for size, choice in choices.items():

@@ -184,7 +184,7 @@ def _methods(cp: int, fixed: Given) -> list[Option]:
 
 
 def _sequence_parallel(tp: int, fixed: Given) -> list[Option]:
-    """Always sp beside tp, unless fixed: without it as much is sent, and more is saved."""
+    """Options for sp: on if tp > 1, unless fixed. With sp as many bytes are sent and fewer stored."""
     return [{"sp": sp} for sp in (_allowed(fixed, "sp", (True,)) if tp > 1 else (False,))]
 
 

@@ -15,7 +15,7 @@ from meshtune.errors import Table
 from meshtune.precision import PRECISIONS
 from meshtune.units import GIB, TERA
 
-OTHERS = {"MIG", "Laptop", "D"}  # in a driver's name: a slice of a GPU, or a slower chip of that name
+OTHER_CHIP_WORDS = {"MIG", "Laptop", "D"}  # a driver's name with one of these is no GPU of the catalogue
 GIGA = 10**9
 RATES: Table[str | None] = (
     Table(  # precision -> field of a Gpu with its peak; None where data sheets have none
@@ -83,7 +83,7 @@ def memory_of(stack: str) -> dict[str, Any]:
 def named(device_name: str) -> Gpu | None:
     """The GPU kind with this driver's name; None for an unknown one, a slice of one or a laptop's."""
     words = set(device_name.replace("-", " ").split())
-    if words & OTHERS:
+    if words & OTHER_CHIP_WORDS:
         return None
     fitting = [gpu for gpu in catalogue().values() if words.issuperset(gpu.words)]
     return max(fitting, key=lambda gpu: len(gpu.words), default=None)

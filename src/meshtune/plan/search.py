@@ -34,7 +34,7 @@ from meshtune.units import human
 TIE = 0.005  # step times within 0.5 % of the shortest are ties
 TIE_MEMORY_STEP = 0.05  # ties are broken by free memory in steps of 5 % of a GPU, then by less recomputation
 CHUNK = 8192  # layouts that are predicted at a time
-OUTDONE = "1F1B, plain or interleaved, has the same bubble and saves fewer activations"
+OUTDONE = "GPipe or looped BFS, where (interleaved) 1F1B has the same bubble and stores fewer activations"
 
 
 class Rejected(NamedTuple):

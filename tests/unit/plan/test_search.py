@@ -604,14 +604,14 @@ KINDS = {
     "ZeRO-1 alone": lambda x: x.zero == 1 and x.dp_shard == x.world,
     "ZeRO-2 alone": lambda x: x.zero == 2 and x.dp_shard == x.world,
     "ZeRO-3 alone": lambda x: x.zero == 3 and x.dp_shard == x.world,
-    "replicas of ZeRO-3, each inside a node": lambda x: (
+    "HSDP with ZeRO-3 shards inside a node": lambda x: (
         x.zero == 3 and x.dp_replicate > 1 == x.tp == x.cp == x.pp and x.dp_shard <= NODES[x.world]
     ),
     "tensor parallel over the whole node": lambda x: (
         x.tp == min(x.world, NODES[x.world]) and x.cp == x.pp == 1
     ),
     "pipeline parallel": lambda x: x.pp > 1 and x.cp == 1,
-    "context parallel": lambda x: x.cp > 1 and x.tp == x.pp == 1,
+    "context parallel without tp or pp": lambda x: x.cp > 1 and x.tp == x.pp == 1,
 }
 
 

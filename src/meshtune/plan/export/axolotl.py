@@ -214,7 +214,7 @@ def selective_lora(config: Config, layout: Layout) -> bool:
 
 
 def axolotl_problems(config: Config, layout: Layout) -> Iterator[str]:
-    """Sentences on why axolotl can\'t run what accelerate can; empty: it can."""
+    """Sentences on why axolotl can't run what accelerate can; empty: it can."""
     if layout.cp > 1 and config.data.packing and layout.micro_batch_size > 1:
         micro, accumulation = layout.micro_batch_size, layout.gradient_accumulation_steps
         yield (

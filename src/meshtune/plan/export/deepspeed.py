@@ -92,7 +92,7 @@ def scheduler(config: Config, steps: int) -> dict[str, Any]:
 
 
 def problems(layout: Layout, tool: str = TOOL) -> Iterator[str]:
-    """Sentences on why DeepSpeed, or `tool` through it, can\'t run the layout; empty: it can.
+    """Sentences on why DeepSpeed, or `tool` through it, can't run the layout; empty: it can.
 
     tool: its name, for the sentences.
     """

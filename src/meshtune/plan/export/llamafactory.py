@@ -158,7 +158,7 @@ def dataset(config: Config, source: SourceConfig) -> dict[str, Any]:
 
 
 def problems(config: Config, layout: Layout) -> Iterator[str]:
-    """Sentences on why the tool can\'t run the layout or the workload; empty: it can."""
+    """Sentences on why the tool can't run the layout or the workload; empty: it can."""
     if layout.cp > 1:
         ours = f"{'ulysses' if layout.cp_method == 'ulysses' else 'cp'}{layout.cp}"
         yield f"{TOOL}'s trainer has no context parallelism; for {ours} use --export accelerate or deepspeed."

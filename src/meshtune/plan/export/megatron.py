@@ -139,7 +139,7 @@ def fine_tuning(config: Config) -> bool:
 
 
 def problems(config: Config, layout: Layout) -> Iterator[str]:
-    """Sentences on why the tool can\'t run the layout or the workload; empty: it can."""
+    """Sentences on why the tool can't run the layout or the workload; empty: it can."""
     if config.method == "lora":
         yield f"{TOOL} trains every parameter; for method=lora use --export axolotl or llamafactory."
     if fsdp(layout) and layout.pp > 1:

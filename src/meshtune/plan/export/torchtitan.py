@@ -239,7 +239,7 @@ def rows(config: Config, source: SourceConfig) -> str:
 
 
 def problems(config: Config, layout: Layout) -> Iterator[str]:
-    """Sentences on why the tool can\'t run the layout or the workload; empty: it can."""
+    """Sentences on why the tool can't run the layout or the workload; empty: it can."""
     if config.method == "lora":
         yield (
             f"{TOOL}'s Transformers backend has no LoRA; for method=lora use --export axolotl or "

@@ -86,8 +86,8 @@ def compiled(per_token: Kept) -> Kept:
     return per_token._replace(outside=per_token.outside / 3, inside=per_token.inside * 3 / 4)
 
 
-class Sizes(NamedTuple):
-    """Sizes of one micro-batch on a rank."""
+class MicroBatchSizes(NamedTuple):
+    """MicroBatchSizes of one micro-batch on a rank."""
 
     tokens: Number  # after cp
     sequence_shards: Number  # parts that sp splits the sequence into; 1 without sp
@@ -95,7 +95,7 @@ class Sizes(NamedTuple):
     head_gradient: Number  # elements of the head's gradient on a tp rank, 0 where the head is frozen
 
     @classmethod
-    def of(cls, work: Work, layouts: Columns, accounting: Accounting, seq_len: Number) -> Sizes:
+    def of(cls, work: Work, layouts: Columns, accounting: Accounting, seq_len: Number) -> MicroBatchSizes:
         """Return the sizes for micro-batches of whole sequences of `seq_len` tokens."""
         tokens = layouts.rank_tokens(seq_len)
         head = work.vocabulary * work.hidden / layouts.tp * work.head_trainable
@@ -114,7 +114,7 @@ class LossBytes(NamedTuple):
     head_gradient_pending: Number  # head gradient that no sum has taken yet, in the blocks' backward
 
 
-def loss_bytes(work: Work, layouts: Columns, accounting: Accounting, sizes: Sizes) -> LossBytes:
+def loss_bytes(work: Work, layouts: Columns, accounting: Accounting, sizes: MicroBatchSizes) -> LossBytes:
     """Bytes for the last norm, the logits and the loss on the rank with the head.
 
     With a finite `loss_chunk` the loss makes its gradients in the forward, a chunk of tokens at a time
@@ -160,7 +160,7 @@ def loss_bytes(work: Work, layouts: Columns, accounting: Accounting, sizes: Size
     )
 
 
-def block_backward(work: Work, layouts: Columns, accounting: Accounting, sizes: Sizes) -> Number:
+def block_backward(work: Work, layouts: Columns, accounting: Accounting, sizes: MicroBatchSizes) -> Number:
     """Bytes of temporaries of one block's backward on a rank for one micro-batch, beside what it saved.
 
     The output's gradient [tokens, hidden], split by sp; two tensors [tokens, widest matmul input], split by

@@ -20,7 +20,13 @@ import numpy as np
 from meshtune.placement.columns import Columns, Number
 from meshtune.placement.states import Elements, States, held_states
 from meshtune.plan.accounting import Accounting
-from meshtune.plan.memory.activations import LossBytes, Sizes, block_backward, loss_bytes, saved_by_block
+from meshtune.plan.memory.activations import (
+    LossBytes,
+    MicroBatchSizes,
+    block_backward,
+    loss_bytes,
+    saved_by_block,
+)
 from meshtune.plan.memory.stages import Stages, in_flight
 from meshtune.plan.memory.states import RankElements, rank_elements
 from meshtune.plan.work import Work
@@ -146,7 +152,7 @@ def activations_in_flight(
     A block saves what was traced (`work.kept`); without a trace, as `accounting.saved` has it. loss: of the
     rank with the head.
     """
-    sizes = Sizes.of(work, layouts, accounting, seq_len)
+    sizes = MicroBatchSizes.of(work, layouts, accounting, seq_len)
     traced = work.kept.get(int(accounting.element))
     selective = None if accounting.selected is None else accounting.selected.per_token(work, seq_len)
     saved_block, recomputed = saved_by_block(
@@ -201,7 +207,7 @@ def step_timeline(
     precision, elements = accounting.precision, rank_elements(work, layouts, stages)
     states = held_states(precision, elements.total, layouts, shards_masters=accounting.shards_masters)
     buffers = data_parallel_buffers(layouts, accounting, elements)
-    loss = loss_bytes(work, layouts, accounting, Sizes.of(work, layouts, accounting, seq_len))
+    loss = loss_bytes(work, layouts, accounting, MicroBatchSizes.of(work, layouts, accounting, seq_len))
     flight = activations_in_flight(work, layouts, accounting, seq_len, stages, loss)
 
     total, sharded = elements.total, accounting.gathers_shards(layouts)

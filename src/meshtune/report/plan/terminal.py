@@ -32,11 +32,13 @@ def answer(result: Answer, most: int) -> RenderableType:
         parts += [title("How many GPUs"), sizes_table(best)]
     parts += [Text(f"  {sentence}") for sentence in result.left_out]
     parts += [
-        title(f"{len(plan):,} of {plan.considered:,} layouts fit; the best"),
+        title(f"{len(plan):,} of {plan.considered:,} layouts can run and fit; the best"),
         layouts_table(result.best(most)),
         Text(
-            f"Of layouts within {TIE:.1%} of the shortest step, the first is the one with most free memory "
-            f"(in steps of {TIE_MEMORY_STEP:.0%} of a GPU), then with least recomputation.",
+            "Row 1: the lowest peak memory."
+            if result.goal == "memory"
+            else f"Row 1: of the layouts within {TIE:.1%} of the shortest step, the one with the lowest peak "
+            f"memory, rounded down to {TIE_MEMORY_STEP:.0%} of a GPU's; of equal ones, the least recomputation.",
             style="dim",
         ),
         section(

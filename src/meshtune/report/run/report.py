@@ -30,7 +30,7 @@ LABELS = {  # facts of the "run" row about what was run; the others are its envi
     "total_steps": "Steps",
     "precision": "Precision",
 }
-SAMPLE_CHARACTERS = 60_000  # of prompts and answers on a page, so that it stays small
+ALL_SAMPLES_CHARACTERS = 60_000  # of prompts and answers on a page, so that it stays small
 
 
 def write_report(run: RunDir) -> Path:
@@ -151,11 +151,11 @@ def _samples(run: RunDir) -> str:
 
 
 def _within_budget(samples: list[Sample]) -> list[Sample]:
-    """As many samples from the first on as have SAMPLE_CHARACTERS characters together, but at least one."""
+    """As many samples from the first on as have ALL_SAMPLES_CHARACTERS together, but at least one."""
     characters = 0
     for place, one in enumerate(samples):
         characters += sum(len(part or "") for part in (one.prompt, one.expected, one.before, one.after))
-        if characters > SAMPLE_CHARACTERS and place:
+        if characters > ALL_SAMPLES_CHARACTERS and place:
             return samples[:place]
     return samples
 
