@@ -56,7 +56,7 @@ from meshtune.parallel.mesh import World, join
 from meshtune.train import build, choose, inputs
 from meshtune.train.heap import releasing
 from meshtune.train.model import single_model
-from meshtune.watch import Limits
+from meshtune.watch import HangLimits
 
 SEQ_LEN, ROWS_PER_STEP = 96, 8
 LEARNING_RATE, MAX_NORM = 1e-4, 1.0
@@ -214,7 +214,7 @@ def on_ranks(ranks: int, function: Callable[..., None], *args: Any) -> None:
 
     A single rank is forked too, so that this process stays as it is.
     """
-    launch.run_here(ranks, function, args, "cpu", Limits())
+    launch.run_here(ranks, function, args, "cpu", HangLimits())
 
 
 def start_seconds() -> float:
