@@ -44,8 +44,7 @@ def exported(name: Path, to: Path, *, merge: bool, step: int | None, push_to: st
     from meshtune.model.lora import merge_lora
     from meshtune.model.pieces import whole_pieces
     from meshtune.parallel.mesh import join
-    from meshtune.train import build
-    from meshtune.train.export import push
+    from meshtune.train.export import exporter_of, push
 
     target = target_of(str(name), (), step=step)
     config = target.config
@@ -60,7 +59,7 @@ def exported(name: Path, to: Path, *, merge: bool, step: int | None, push_to: st
         if merge:
             merge_lora(model)
         ended = target.run.rows("end") if target.run else []
-        exporter = build.exporter_of(
+        exporter = exporter_of(
             config, model, tokenizer, encoder, pieces=lambda: dict(whole_pieces(model)),
             world=join(Layout(), model.device), dtype=model.dtype,
         )  # fmt: skip

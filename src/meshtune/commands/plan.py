@@ -1,6 +1,7 @@
 """`meshtune plan`: predict every parallel layout on a cluster, and choose."""
 
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -43,7 +44,7 @@ def plan(
     file, overrides = split(settings)
     from meshtune import config
     from meshtune.model.census_cache import numbers_of
-    from meshtune.plan.workload import lighter_workloads, workload_of
+    from meshtune.plan.workload import workload_of
 
     if (explain or most) and (plot or export or gpus):
         raise UserError(
@@ -57,22 +58,29 @@ def plan(
     elif most:
         show_largest(resolved, workload, most, as_json=as_json)
     else:
-        from meshtune.plan import answer
-        from meshtune.report.plan import terminal
-
-        sizes = numbers(gpus, "--gpus")
-        best = answer.ask(
-            resolved,
-            workload,
-            sizes=sizes,
-            goal=goal,
-            lighter=partial(lighter_workloads, resolved, numbers_of),
-        )
-        show(best.as_dict(top), terminal.answer(best, top), as_json=as_json)
+        best = compare_layouts(resolved, workload, numbers(gpus, "--gpus"), goal, top=top, as_json=as_json)
         if plot:
             draw(best, plot, compare_sizes=bool(gpus))
         if export:
             write_export(resolved, best, export, to)
+
+
+def compare_layouts(
+    config: "Config", workload: "Workload", sizes: Sequence[int], goal: str, *, top: int, as_json: bool
+) -> "Answer":
+    """Print the `top` best layouts by `goal` with the reasons, and return the whole answer.
+
+    sizes: numbers of GPUs to compare; empty: the config's. Raises NothingFits if no layout fits.
+    """
+    from meshtune.model.census_cache import numbers_of
+    from meshtune.plan import answer
+    from meshtune.plan.workload import lighter_workloads
+    from meshtune.report.plan import terminal
+
+    lighter = partial(lighter_workloads, config, numbers_of)
+    best = answer.ask(config, workload, sizes=sizes, goal=goal, lighter=lighter)
+    show(best.as_dict(top), terminal.answer(best, top), as_json=as_json)
+    return best
 
 
 def check_outputs(plot: Path | None, export: str | None) -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -27,6 +27,7 @@ from meshtune.model.load import load, load_config, load_tokenizer, quiet
 from meshtune.model.trainable import embeddings_needed, resize_embeddings
 from meshtune.parallel.apply import Parallel, apply
 from meshtune.parallel.mesh import join
+from meshtune.precision import PRECISIONS
 from meshtune.rundir import RunDir
 from meshtune.train import build, choose, inputs
 from meshtune.train.checkpoint import Checkpoints
@@ -83,10 +84,23 @@ def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = 
     folder = path if path.is_dir() else None
     adapter = folder is not None and (folder / "adapter_config.json").exists()
     base = adapter_base(folder) if adapter and folder else str(name)
-    known: dict[Any, str] = {torch.float32: "fp32", torch.float64: "fp64"}
-    precision = known.get(load_config(base).dtype, "bf16-pure")
+    precision = stored_precision(base)
     defaults = {"model": {"name": base}, "train": {"precision": precision}}
     return Target(settings.load(None, overrides, defaults), folder if adapter else None)
+
+
+def stored_precision(name: str) -> str:
+    """The precision whose weights are held in the dtype of the model's config.json; bf16-pure without one.
+
+    For a dtype that nothing is computed in (float16) it is bf16-pure too, with a line on stderr.
+    """
+    unmixed = {row.compute: key for key, row in PRECISIONS.items() if row.compute == row.trained}
+    dtype = load_config(name).dtype or torch.bfloat16
+    stored = str(dtype).removeprefix("torch.")
+    if stored not in unmixed:
+        print(f"{name} is stored in {stored}; it is computed in bfloat16.", file=sys.stderr)
+        return unmixed["bfloat16"]
+    return unmixed[stored]
 
 
 class Opened(NamedTuple):

@@ -72,8 +72,8 @@ class PhaseMemory:
     show another memory. On CUDA each watched phase resets the allocator's peak statistics.
 
     optimizer: its states get categories of their own. advice: returns sentences on what needs less memory,
-    called only by `explain`. buffers: returns communication buffers that outlive a step, counted from the
-    beginning of each watched step on.
+    called only by `out_of_memory_error`. buffers: returns communication buffers that outlive a step, counted
+    from the beginning of each watched step on.
     """
 
     def __init__(

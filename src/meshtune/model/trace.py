@@ -84,7 +84,8 @@ def census_of(model: PreTrainedModel) -> Census:
 
     Call it before the model is wrapped or sharded.
     """
-    settings = model.config.to_dict() | {"dtype": None}  # traced in a dtype of its own
+    # A census depends neither on the dtype nor on where the model was read from.
+    settings = model.config.to_dict() | {"dtype": None, "_name_or_path": None}
     shapes = tuple((name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters())
     key = (type(model), json.dumps(settings, default=str, sort_keys=True), shapes)
     if key not in traced_models:

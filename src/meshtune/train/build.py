@@ -4,23 +4,20 @@ config ─> choice (choose.py) ─> tokenizer, data (inputs.py) ─> model (mode
 """
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import IO
 
 import torch
 import transformers
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import meshtune
 from meshtune.config import Config
 from meshtune.data.prepare import sentences
-from meshtune.data.template import Encoder
 from meshtune.errors import UserError
 from meshtune.meter.mfu import flops_of, peak_flops
 from meshtune.meter.phases import PhaseMemory
 from meshtune.model.load import quiet
-from meshtune.model.pieces import Piece
 from meshtune.model.trainable import embeddings_needed
 from meshtune.optim.schedule import learning_rate, warmup
 from meshtune.parallel.apply import Parallel
@@ -31,7 +28,7 @@ from meshtune.train import folder
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.choose import Choice, choose_together, device_of, gpus_of
 from meshtune.train.evaluate import Evaluation
-from meshtune.train.export import Exporter, recipe
+from meshtune.train.export import exporter_of
 from meshtune.train.inputs import Inputs, inputs_of, loader_of, steps_of, stream_sentences
 from meshtune.train.loop import Run, restore, seed_dropout
 from meshtune.train.model import LoraSpec, ModelSpec, OptimizerSpec, RankModel, rank_model
@@ -257,43 +254,6 @@ def schedule_of(config: Config, steps: int) -> Callable[[int], float]:
         kind=train.lr_scheduler,
         warmup_steps=warmup(steps, ratio=train.warmup_ratio, steps=train.warmup_steps),
         total_steps=steps,
-    )
-
-
-def exporter_of(
-    config: Config,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    encoder: Encoder,
-    *,
-    pieces: Callable[[], Mapping[str, Piece]],
-    world: World,
-    dtype: torch.dtype,
-) -> Exporter:
-    """The exporter of a run, or of one whole model; of an adapter if config.method is lora.
-
-    model: the whole one, its parameters may be on meta. encoder: has the stop tokens. pieces, world, dtype:
-    as Exporter has them.
-    """
-    embeddings = model.get_input_embeddings().weight.requires_grad
-    adapter = {
-        "lora_rank": config.lora.r,
-        "alpha": config.lora.alpha,
-        "dropout": config.lora.dropout,
-        "embeddings": embeddings,
-    }
-    return Exporter(
-        model=model,
-        pieces=pieces,
-        world=world,
-        dtype=dtype,
-        tokenizer=tokenizer,
-        base_name=folder.absolute(config.model.name),
-        adapter=adapter if config.method == "lora" else None,
-        recipe=recipe(config),
-        stop_ids=encoder.stop_ids,
-        push_to=config.hub.push_to,
-        private=config.hub.private,
     )
 
 

@@ -11,11 +11,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import meshtune
 from meshtune.config import Config
+from meshtune.data.template import Encoder
 from meshtune.errors import UserError
 from meshtune.model.adapter import save_adapter
 from meshtune.model.pieces import Piece
 from meshtune.model.save import save_model, save_pieces, stored_differently
 from meshtune.parallel.mesh import World
+from meshtune.train.folder import absolute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +130,43 @@ def put(model: nn.Module, new: nn.Parameter, *, instead_of: nn.Parameter) -> Non
                 module._parameters[name] = new
 
 
+def exporter_of(
+    config: Config,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    encoder: Encoder,
+    *,
+    pieces: Callable[[], Mapping[str, Piece]],
+    world: World,
+    dtype: torch.dtype,
+) -> Exporter:
+    """The exporter of a run, or of one whole model; of an adapter if config.method is lora.
+
+    model: the whole one, its parameters may be on meta. encoder: has the stop tokens. pieces, world, dtype:
+    as Exporter has them.
+    """
+    embeddings = model.get_input_embeddings().weight.requires_grad
+    adapter = {
+        "lora_rank": config.lora.r,
+        "alpha": config.lora.alpha,
+        "dropout": config.lora.dropout,
+        "embeddings": embeddings,
+    }
+    return Exporter(
+        model=model,
+        pieces=pieces,
+        world=world,
+        dtype=dtype,
+        tokenizer=tokenizer,
+        base_name=absolute(config.model.name),
+        adapter=adapter if config.method == "lora" else None,
+        recipe=recipe(config),
+        stop_ids=encoder.stop_ids,
+        push_to=config.hub.push_to,
+        private=config.hub.private,
+    )
+
+
 def recipe(config: Config) -> dict[str, str]:
     """The settings of a run that its model card lists."""
     train, data = config.train, config.data
@@ -141,7 +180,7 @@ def recipe(config: Config) -> dict[str, str]:
         "sequence length": f"{data.seq_len}{', packed' if data.packing else ''}",
         "global batch": f"{config.global_batch_size} sequences",
         "learning rate": f"{train.learning_rate:g}, {train.lr_scheduler}",
-        "optimizer": f"AdamW, betas {train.adam_betas}, weight decay {train.weight_decay:g}",
+        "optimizer": f"{train.optimizer}, betas {train.adam_betas}, weight decay {train.weight_decay:g}",
         "precision": train.precision,
         "seed": str(train.seed),
     }

@@ -219,7 +219,8 @@ def optimizer_of(spec: ModelSpec, values: OptimizerSpec, parallel: Parallel) -> 
 
     Without ZeRO it makes masters, and casts the parameters in place, if the trained and the compute dtype
     differ; with ZeRO FSDP2 casts them for the passes and sums their gradients. values: its constants.
-    Gradients are summed in spec.sum_dtype if a step has several micro-batches, data or context ranks.
+    Gradients of several micro-batches, data or context ranks are summed in spec.sum_dtype, if it is wider
+    than theirs.
     """
     world = parallel.world
     compute = spec.trained_dtype if world.layout.zero else spec.compute_dtype
@@ -231,7 +232,7 @@ def optimizer_of(spec: ModelSpec, values: OptimizerSpec, parallel: Parallel) -> 
         weight_decay=values.weight_decay,
         name=values.name,
         compute_dtype=compute if compute != spec.trained_dtype else None,
-        sum_dtype=spec.sum_dtype if several else None,
+        sum_dtype=spec.sum_dtype if several and spec.sum_dtype.itemsize > compute.itemsize else None,
         copies=parallel.copies(),
     )
 

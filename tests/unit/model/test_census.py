@@ -17,6 +17,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from meshtune.model import trace as trace_module
 from meshtune.model.trace import census, census_of
 from meshtune.placement.census import attended_pairs, palm_flops, step_flops
 
@@ -197,3 +198,16 @@ def test_a_tied_head_stays_in_the_common_figure():
 def test_the_value_needs_no_torch():
     code = "import meshtune.placement.census, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_one_model_read_from_two_paths_is_traced_once(tmp_path, monkeypatch):
+    eager(FAMILIES["llama"]()).save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    traced = []
+    monkeypatch.setattr(trace_module, "traced_models", {})
+    monkeypatch.setattr(trace_module, "_traced_census", lambda model: traced.append(model) or object())
+    first, second = (
+        census_of(AutoModelForCausalLM.from_pretrained(path, dtype=dtype))
+        for path, dtype in (("model", torch.float32), (tmp_path / "model", torch.bfloat16))
+    )
+    assert first is second and len(traced) == 1

@@ -37,6 +37,35 @@ def step(folder: str, layout: str) -> tuple[float, float, int]:
     return loss, squares**0.5, sum(p.numel() for _, p in model.parallel.named_parameters())
 
 
+def gradient_dtypes(folder: str, layout: str, precision: str, reduce_dtype: str) -> set[torch.dtype]:
+    """Dtypes of this rank's gradients after a step's backward passes."""
+    source = AutoConfig.from_pretrained(folder)
+    spec = ModelSpec(source=source, init="random", precision=precision, reduce_dtype=reduce_dtype)
+    world = join(Layout.parse(layout), torch.device("cpu"))
+    model = rank_model(spec, world, optimizer=OptimizerSpec())
+    mine = tuple(documents(seed=seed, vocabulary=96) for seed in range(2))
+    batch = Batch(mine, label_tokens=sum(m.label_tokens for m in mine), tokens=1, origin="")
+    model.passes.forward_backward(batch, lambda _: nullcontext())
+    return {gradient.dtype for gradient in model.optimizer.gradients()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision", "reduce_dtype", "expected"),
+    [
+        ("zero3x2-mb2-ga2", "bf16", "bf16", torch.float32),  # of the fp32 shards, after FSDP's sum in bf16
+        ("zero3x2-mb2-ga2", "bf16", "fp32", torch.float32),
+        ("dp2-mb2-ga2", "bf16", "bf16", torch.bfloat16),
+        ("dp2-mb2-ga2", "bf16-pure", "fp32", torch.float32),
+    ],
+)
+def test_gradients_add_up_in_no_narrower_dtype_than_their_own(
+    layout: str, precision: str, reduce_dtype: str, expected: torch.dtype, tmp_path: Path
+) -> None:
+    LlamaConfig(**SHAPE).save_pretrained(tmp_path)
+    for dtypes in run_ranks(2, gradient_dtypes, str(tmp_path), layout, precision, reduce_dtype):
+        assert dtypes == {expected}
+
+
 @pytest.mark.parametrize("layout", ["dp2-mb2-ga2", "tp2-sp-mb2-ga4"])
 def test_two_ranks_make_a_model_and_step_from_a_config_alone(layout: str, tmp_path: Path) -> None:
     LlamaConfig(**SHAPE).save_pretrained(tmp_path)
