@@ -43,3 +43,5 @@ PRECISIONS = Table(
         "fp64": Precision("float64", "float64", "float64", rate="fp32", rate_share=0.5),
     },
 )
+# The precision that holds weights in the dtype it computes in, by that dtype.
+UNMIXED = {row.compute: name for name, row in PRECISIONS.items() if row.compute == row.trained}

@@ -23,11 +23,11 @@ from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.model.adapter import adapter_base, load_adapter
 from meshtune.model.anatomy import anatomy
-from meshtune.model.load import load, load_config, load_tokenizer, quiet
-from meshtune.model.trainable import embeddings_needed, resize_embeddings
+from meshtune.model.load import load_config, load_tokenizer, quiet
+from meshtune.model.trainable import embeddings_needed
 from meshtune.parallel.apply import Parallel, apply
 from meshtune.parallel.mesh import join
-from meshtune.precision import PRECISIONS
+from meshtune.precision import PRECISIONS, UNMIXED
 from meshtune.rundir import RunDir
 from meshtune.train import build, choose, inputs
 from meshtune.train.checkpoint import Checkpoints
@@ -94,13 +94,12 @@ def stored_precision(name: str) -> str:
 
     For a dtype that nothing is computed in (float16) it is bf16-pure too, with a line on stderr.
     """
-    unmixed = {row.compute: key for key, row in PRECISIONS.items() if row.compute == row.trained}
     dtype = load_config(name).dtype or torch.bfloat16
     stored = str(dtype).removeprefix("torch.")
-    if stored not in unmixed:
+    if stored not in UNMIXED:
         print(f"{name} is stored in {stored}; it is computed in bfloat16.", file=sys.stderr)
-        return unmixed["bfloat16"]
-    return unmixed[stored]
+        stored = "bfloat16"
+    return UNMIXED[stored]
 
 
 class Opened(NamedTuple):
@@ -134,31 +133,22 @@ def open_model(target: Target, device: str | None = None) -> Opened:
     spec = build.model_spec(config, attention)
     if target.step is not None and target.run is not None:
         tokenizer = inputs.tokenizer_of(config.model, config.data)
-        encoder = inputs.encoder_of(tokenizer, config.data)
         model = single_model(replace(spec, embeddings=embeddings_needed(tokenizer)), place)
         weights = {f"model.{name}": p.data for name, p in model.named_parameters() if p.requires_grad}
         Checkpoints(target.run.checkpoints).load(target.step, weights)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(spec.compute_dtype)
-        return Opened(model.eval(), tokenizer, encoder)
-    adapter = target.folder if target.adapted else None
-    folder = None if adapter else target.folder
-    model = load(
-        str(folder) if folder else config.model.name,
-        init="pretrained" if folder else config.model.init,
-        dtype=spec.compute_dtype,
-        device=place,
-        attention=attention,
-        trust_remote_code=config.model.trust_remote_code,
-        revision=None if folder else config.model.revision,
-        seed=config.train.seed,
-    )
-    tokenizer = load_tokenizer(
-        str(target.folder or config.model.name), trust_remote_code=config.model.trust_remote_code
-    )
-    encoder = inputs.encoder_of(tokenizer, config.data)
-    if adapter:
-        load_adapter(model, adapter)
     else:
-        resize_embeddings(model, tokenizer)
-    return Opened(model.eval(), tokenizer, encoder)
+        tokenizer = load_tokenizer(
+            str(target.folder or config.model.name), trust_remote_code=config.model.trust_remote_code
+        )
+        precision = UNMIXED[PRECISIONS[spec.precision].compute]
+        spec = replace(spec, precision=precision, lora=None, freeze=())
+        if target.folder and target.adapted:  # it brings the rows that were added with it
+            model = single_model(spec, place)
+            load_adapter(model, target.folder)
+        else:
+            if target.folder:
+                spec = replace(spec, source=str(target.folder), init="pretrained", revision=None)
+            model = single_model(replace(spec, embeddings=embeddings_needed(tokenizer)), place)
+    return Opened(model.eval(), tokenizer, inputs.encoder_of(tokenizer, config.data))

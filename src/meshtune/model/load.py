@@ -2,7 +2,7 @@
 
     skeleton(name)  the unchanged Hugging Face model, its parameters on meta, its buffers right
     mapped(name)    its tensors, whole, as a mapping of the safetensors files
-    load(name)      both together on one device; ranks of a layout take their slices instead (pieces.py)
+    fill_whole      copies them into it on one device; ranks of a layout take their slices instead (pieces.py)
 
 transformers' own `from_pretrained` does the reading: it builds on meta, renames keys where a family has
 changed since its checkpoint was written, and ties embeddings. Asked for the type that the files hold, it
@@ -15,7 +15,7 @@ type it would hold wrong constants (Gemma's scale of the embeddings, rounded to 
 import copy
 import difflib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
@@ -139,33 +139,16 @@ def load_tokenizer(
     return tokenizer
 
 
-def load(
-    name: str,
-    *,
-    init: Literal["pretrained", "random"] = "pretrained",
-    dtype: torch.dtype,
-    device: str | torch.device = "cpu",
-    attention: str = "meshtune",
-    trust_remote_code: bool = False,
-    revision: str | None = None,
-    seed: int = 0,
-) -> PreTrainedModel:
-    """The causal language model `name` (a hub id or a folder), in training mode, every parameter in `dtype`.
+def fill_whole(model: PreTrainedModel, values: Mapping[str, Tensor], device: torch.device) -> None:
+    """Give a skeleton's parameters memory on `device` and copy `values` into them and into its buffers.
 
-    `init="random"` needs only config.json and draws the family's own initialisation, the same for one `seed`
-    (without effect otherwise). `attention` is a name that transformers knows or that was registered with its
-    AttentionInterface. Non-persistent buffers keep the family's own dtype (rotary frequencies stay fp32 under
-    bf16).
-
-    Raises UserError for whatever is wrong with the folder, and for weights missing or of a wrong shape.
+    values: as `mapped` returns them, with those of parameters that the files do not hold (adapters); each is
+    dropped once it is copied. Rows of the embedding and the head beyond the stored ones get their mean.
     """
-    source: dict[str, Any] = {"init": init, "dtype": dtype, "trust_remote_code": trust_remote_code}
-    weights = StoredTensors(mapped(name, revision=revision, seed=seed, **source))
-    model = skeleton(name, revision=revision, attention=attention, **source)
-    materialise(model, torch.device(device))
+    weights = StoredTensors(values)
+    materialise(model, device)
     fill(whole_pieces(model), weights, free=True)
     weights.copy_buffers(model)
-    return model
 
 
 def skeleton(
@@ -180,9 +163,13 @@ def skeleton(
     """The model of a hub id, a folder or a configuration, in training mode with every parameter on meta: no
     bytes, no values, nothing drawn.
 
-    Its buffers are real and right, those too that no file holds (rotary frequencies, Gemma's scale of the
-    embeddings), so that nothing has to be restored once the parameters get memory. init: with "random" the
-    folder's generation_config.json is not read. Raises UserError as `load`, but reads no weights.
+    Its buffers are real and right, in the family's own dtype (rotary frequencies stay fp32 under bf16), those
+    too that no file holds (Gemma's scale of the embeddings), so that nothing has to be restored once the
+    parameters get memory.
+
+    init: with "random" the folder's generation_config.json is not read. attention: a name that transformers
+    knows or that was registered with its AttentionInterface. Raises UserError as `load_config`, and if
+    transformers can't build the model; reads no weights.
     """
     folder, config = _folder_and_config(source, trust_remote_code, revision)
     with no_init_weights(), _parameters_on_meta():
@@ -264,7 +251,8 @@ def mapped(
     They have the type that they are stored in, so that reading a slice touches nothing else (the type that
     they promote to, copied into memory, where a model's files mix several). With init="random" they are drawn
     in `dtype`, always the same for one `seed`, and are in memory too; else dtype and seed have no effect.
-    Raises UserError as `load`, and for a `source` that is a configuration unless init="random".
+    Raises UserError as `skeleton`, for damaged files, for tensors missing or of a wrong shape, and for a
+    `source` that is a configuration unless init="random".
     """
     if init == "random":
         folder, config = _folder_and_config(source, trust_remote_code, revision)

@@ -35,7 +35,7 @@ class StoredTensors:
     """Stored tensors of a model, whole, by name; pieces are copied from them.
 
     A stored tensor with fewer rows than its parameter is an embedding (or head) that got rows for new tokens
-    after it was saved: they are filled with the mean of the old rows, as `trainable.grow_embeddings` does.
+    after it was saved: they are filled with the mean of the old rows.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:

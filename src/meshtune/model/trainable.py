@@ -5,18 +5,10 @@ import fnmatch
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from meshtune.errors import UserError
-
-
-def resize_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Give tokens that have no embedding row one: the mean of the old rows, on input and output side.
-
-    Returns how many were added; see `grow_embeddings`.
-    """
-    return grow_embeddings(model, embeddings_needed(tokenizer))
 
 
 def embeddings_needed(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -27,24 +19,13 @@ def embeddings_needed(tokenizer: PreTrainedTokenizerBase) -> int:
 def grow_embeddings(model: PreTrainedModel, needed: int) -> int:
     """Make embedding and head (with its bias) at least `needed` rows long; return how many were added.
 
-    New rows are the mean of the old ones. Never shrinks (many families round their rows up).
-    `config.vocab_size` follows.
+    New rows have arbitrary values until stored values are copied in (`pieces.StoredTensors`). Never shrinks
+    (many families round their rows up). `config.vocab_size` follows.
     """
     rows = tables(model)[0].num_embeddings
-    added = needed - rows
-    if added <= 0:
-        return 0
-    resize_to(model, rows + added)
-    embed, head = tables(model)
-    changed: list[Tensor] = [embed.weight]
-    if head.weight is not embed.weight:
-        changed.append(head.weight)
-    if head.bias is not None:
-        changed.append(head.bias)
-    with torch.no_grad():
-        for table in changed:
-            table[rows:] = table[:rows].mean(dim=0, dtype=torch.float64).to(table.dtype)
-    return added
+    if needed > rows:
+        resize_to(model, needed)
+    return max(0, needed - rows)
 
 
 def resize_to(model: PreTrainedModel, rows: int) -> None:

@@ -21,9 +21,9 @@ from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.model.anatomy import mask_only_pattern
 from meshtune.model.census_cache import LoraShape
-from meshtune.model.load import mapped, skeleton
+from meshtune.model.load import fill_whole, mapped, skeleton
 from meshtune.model.lora import add_lora, initial_adapters
-from meshtune.model.pieces import Piece, StoredTensors, fill, materialise, whole_pieces
+from meshtune.model.pieces import Piece, StoredTensors, fill
 from meshtune.model.trace import census_of
 from meshtune.model.trainable import freeze, grow_embeddings, tables
 from meshtune.optim.optimizer import Optimizer, key_of, parts_of
@@ -153,10 +153,7 @@ def single_model(spec: ModelSpec, device: torch.device) -> PreTrainedModel:
     and without an optimizer: for commands that generate, evaluate or export. Adapters are drawn anew.
     """
     model, _ = trainable_skeleton(spec)
-    weights = StoredTensors(stored_values(spec) | initial_adapters(model))
-    materialise(model, device)
-    fill(whole_pieces(model), weights, free=True)
-    weights.copy_buffers(model)
+    fill_whole(model, stored_values(spec) | initial_adapters(model), device)
     return model
 
 

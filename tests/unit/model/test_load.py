@@ -7,13 +7,15 @@ import pytest
 import torch
 from cases import cases
 from families import FAMILIES, FAMILY_CASES
+from loading import load
 from model_folders import plain
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import meshtune.model.files as module
 from meshtune.errors import UserError
-from meshtune.model.load import load, load_config, load_tokenizer
-from meshtune.model.trainable import freeze, resize_embeddings
+from meshtune.model.load import load_config, load_tokenizer
+from meshtune.model.trainable import embeddings_needed, freeze, grow_embeddings
+from meshtune.train.model import ModelSpec, single_model
 
 
 @pytest.mark.parametrize("family", FAMILY_CASES)
@@ -58,7 +60,7 @@ def test_checkpoints_whose_tensor_names_have_changed_since_load_right(tmp_path, 
 
 
 @pytest.mark.parametrize("stored", cases([torch.float32, torch.bfloat16], default=[torch.bfloat16]))
-@pytest.mark.parametrize("wanted", cases(["float32", "bfloat16"], default=["float32"]))
+@pytest.mark.parametrize("wanted", cases(["fp32", "bf16-pure"], default=["fp32"]))
 def test_loading_takes_little_more_anonymous_memory_than_the_model(stored, wanted, tmp_path):
     config = LlamaConfig(
         vocab_size=16384, hidden_size=1024, intermediate_size=2048, num_hidden_layers=5,
@@ -67,7 +69,7 @@ def test_loading_takes_little_more_anonymous_memory_than_the_model(stored, wante
     AutoModelForCausalLM.from_config(config, dtype=stored).save_pretrained(tmp_path)  # 78 M parameters
     script = f"""
         import re, threading, time, torch
-        from meshtune.model.load import load
+        from meshtune.train.model import ModelSpec, single_model
         torch.set_num_threads(1)
         anonymous = lambda: 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1])
         before, samples, done = anonymous(), [], threading.Event()
@@ -76,7 +78,8 @@ def test_loading_takes_little_more_anonymous_memory_than_the_model(stored, wante
                 samples.append(anonymous())
         thread = threading.Thread(target=watch)
         thread.start()
-        model = load({str(tmp_path)!r}, dtype=torch.{wanted}, attention="eager")
+        spec = ModelSpec(source={str(tmp_path)!r}, precision={wanted!r}, attention="eager")
+        model = single_model(spec, torch.device("cpu"))
         done.set(), thread.join()
         print((max(samples) - before) / sum(p.nbytes for p in model.parameters()), len(samples))
     """
@@ -230,11 +233,13 @@ def test_a_folder_that_is_no_model_is_explained(tmp_path):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "cohere"])
 def test_added_tokens_get_the_mean_of_the_rows_on_both_sides(family, save, tokenizer, ids):
-    model = load(str(save(family)), dtype=torch.float32, attention="eager").eval()
-    before, rows = model(ids).logits, model.get_input_embeddings().weight.clone()
-    head = model.get_output_embeddings().weight.clone()
-    assert resize_embeddings(model, tokenizer) == 2
-    assert model.config.vocab_size == 258
+    folder, needed = save(family), embeddings_needed(tokenizer)
+    short = plain(folder)
+    before, rows = short(ids).logits, short.get_input_embeddings().weight
+    head = short.get_output_embeddings().weight
+    spec = ModelSpec(source=str(folder), precision="fp32", attention="eager", embeddings=needed)
+    model = single_model(spec, torch.device("cpu")).eval()
+    assert model.config.vocab_size == needed == 258
     torch.testing.assert_close(model(ids).logits[..., :256], before)
     for table, old in (
         (model.get_input_embeddings().weight, rows),
@@ -243,12 +248,12 @@ def test_added_tokens_get_the_mean_of_the_rows_on_both_sides(family, save, token
         torch.testing.assert_close(table[256:], old.mean(dim=0).expand(2, -1))
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert tied == model.config.tie_word_embeddings
-    assert resize_embeddings(model, tokenizer) == 0
+    assert grow_embeddings(model, needed) == 0
 
 
 def test_embeddings_never_shrink(save, tokenizer):
     model = load(str(save("llama", vocab_size=300)), dtype=torch.float32, attention="eager")
-    assert resize_embeddings(model, tokenizer) == 0
+    assert grow_embeddings(model, embeddings_needed(tokenizer)) == 0
     assert model.config.vocab_size == 300
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import FAMILIES
+from loading import load, resize_embeddings
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -16,11 +17,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import meshtune.model.pieces as module
 from meshtune.errors import UserError
 from meshtune.model.files import INDEX
-from meshtune.model.load import load, mapped, skeleton
+from meshtune.model.load import mapped, skeleton
 from meshtune.model.lora import add_lora, initial_adapters
 from meshtune.model.pieces import Piece, StoredTensors, fill
 from meshtune.model.save import save_model, save_pieces
-from meshtune.model.trainable import resize_embeddings
 from meshtune.placement.share import piece
 
 FP32 = torch.float32

@@ -4,16 +4,15 @@ import peft
 import pytest
 import torch
 from families import FAMILY_CASES
+from loading import load, resize_embeddings
 from model_folders import plain
 from test_lora import fill
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from meshtune.errors import UserError
 from meshtune.model.adapter import adapter_base, load_adapter, save_adapter
-from meshtune.model.load import load
 from meshtune.model.lora import add_lora, merge_lora
 from meshtune.model.save import save_model
-from meshtune.model.trainable import resize_embeddings
 
 
 @pytest.mark.parametrize("family", FAMILY_CASES)
