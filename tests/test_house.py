@@ -21,8 +21,8 @@ ATTENTION_POSITIONAL = 9
 OPENINGS = re.compile(r"(Of|What|Whose|Who|And|With)\b")
 ONE_LETTER = set("qkvx_")
 
-# What may exceed a budget, and why; no more than eight.
 ATTEND = "the signature of core.attend_documents, which it stands in for on the ranks of cp"
+# What may exceed a budget, and why; no more than eight.
 EXCEPTIONS: dict[str, str] = {
     "lines of data/template.py": "one class that walks a chat template; its parts share every table",
     "lines of train/checkpoint.py": "one class in sections: writing, reading and checking a checkpoint",
@@ -100,7 +100,7 @@ def positional_budget(function: Function) -> int:
 
 
 def is_option(argument: ast.arg) -> bool:
-    """True for a parameter that typer reads from the command line, annotated so where it is defined."""
+    """True if the annotation itself calls typer.Option or typer.Argument; an alias counts as a parameter."""
     calls = [node for node in ast.walk(argument) if isinstance(node, ast.Call)]
     return any(ast.unparse(call.func) in ("typer.Option", "typer.Argument") for call in calls)
 
