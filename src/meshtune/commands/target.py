@@ -78,7 +78,7 @@ def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = 
         step = Checkpoints(run.checkpoints, report=damaged.append).newest_good() if step is None else step
         if step is None:
             raise UserError([f"{path} holds neither model/ nor a whole checkpoint; train first.", *damaged])
-        for sentence in damaged:  # an older checkpoint stands in for a damaged one: never without a word
+        for sentence in damaged:  # an older checkpoint stands in for a damaged one: print why
             print(sentence, file=sys.stderr)
         return Target(config, None, run, step)
     folder = path if path.is_dir() else None

@@ -332,7 +332,8 @@ def tensor_plan(model: PreTrainedModel) -> dict[str, str] | str:
     ):
         return (
             f"{type(model).__name__} can't be cut by tensor parallelism: {reason}. "
-            "What works for it: data parallel (dp) and ZeRO (zero); meshtune env --model says what else."
+            "What works for it: data parallel (dp) and ZeRO (zero); "
+            "`meshtune env --model X` lists what else works."
         )
     present = {path for block in blocks for path, _ in block.named_modules()}
     return {path: word for path, word in words.items() if path in present}

@@ -5,11 +5,11 @@
     fill_whole      copies them into it on one device; ranks of a layout take their slices instead (pieces.py)
 
 transformers' own `from_pretrained` does the reading: it builds on meta, renames keys where a family has
-changed since its checkpoint was written, and ties embeddings. Asked for the type that the files hold, it
+changed since its checkpoint was written, and ties embeddings. Asked for the dtype that the files hold, it
 leaves the weights a mapping of the files, which is no anonymous memory. Values are copied out of the mapping
 and cast while copying: memory peaks at the model itself, and whoever rewrites a file in place does not
-change the run that has read it. The skeleton is built in the type that is asked for: built in the files'
-type it would hold wrong constants (Gemma's scale of the embeddings, rounded to bf16, in an fp32 model).
+change the run that has read it. The skeleton is built in the dtype that is asked for: built in the files'
+dtype it would hold wrong constants (Gemma's scale of the embeddings, rounded to bf16, in an fp32 model).
 """
 
 import copy
@@ -248,7 +248,7 @@ def mapped(
 ) -> dict[str, Tensor]:
     """The tensors of a model, whole, by name, memory-mapped from its files: tied ones under all names.
 
-    They have the type that they are stored in, so that reading a slice touches nothing else (the type that
+    They have the dtype that they are stored in, so that reading a slice touches nothing else (the dtype that
     they promote to, copied into memory, where a model's files mix several). With init="random" they are drawn
     in `dtype`, always the same for one `seed`, and are in memory too; else dtype and seed have no effect.
     Raises UserError as `skeleton`, for damaged files, for tensors missing or of a wrong shape, and for a

@@ -70,7 +70,7 @@ class StoredTensors:
             piece.tensor[old:] = mean.to(piece.tensor.dtype)
 
     def free(self, name: str) -> None:
-        """Let go of a tensor, under all of its names."""
+        """Drop a stored tensor and its tied names, so that its memory is freed."""
         for alias in self._aliases.pop(self._address(self._tensors[name])):
             del self._tensors[alias]
 

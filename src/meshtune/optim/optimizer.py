@@ -245,13 +245,13 @@ class Optimizer:
 def parts_of(key: str) -> tuple[str, str, str]:
     """("model" or "optimizer", parameter name, state name or "") of a key of `Optimizer.state`."""
     kind, _, name = key.partition(".")
-    name, _, moment = (name, "", "") if kind == "model" else name.rpartition(".")
-    return kind, name, moment
+    name, _, state_name = (name, "", "") if kind == "model" else name.rpartition(".")
+    return kind, name, state_name
 
 
-def key_of(kind: str, name: str, moment: str) -> str:
-    """Key of `Optimizer.state`, the inverse of `parts_of`; an empty `moment` is left out."""
-    return ".".join(part for part in (kind, name, moment) if part)
+def key_of(kind: str, name: str, state_name: str) -> str:
+    """Key of `Optimizer.state`, the inverse of `parts_of`; an empty `state_name` is left out."""
+    return ".".join(part for part in (kind, name, state_name) if part)
 
 
 def buckets(

@@ -179,7 +179,7 @@ def _smallest(plan: Plan) -> Choice:
 
 
 def explain(config: Config, workload: Workload, text: str) -> tuple[Choice, list[str]]:
-    """Predict one layout; return the prediction and sentences on what speaks against the layout.
+    """Predict one layout; return the prediction and reasons why the layout can't run.
 
     text: a layout. With neither micro-batch nor accumulation it gets the best ones that fit, else those that
     need least; with one of them the other follows from the global batch; with both, their global batch is
@@ -204,7 +204,7 @@ def explain(config: Config, workload: Workload, text: str) -> tuple[Choice, list
 
 
 def _explained(workload: Workload, cluster: Cluster, layout: Layout) -> tuple[Choice, list[str]]:
-    """The prediction for a whole layout, and sentences on what speaks against it (none: it would run).
+    """The prediction for a whole layout, and reasons why the layout can't run (none: it can).
 
     With another global batch than the workload's, the layout's is predicted, and a sentence says so.
     """

@@ -226,7 +226,7 @@ def _no_batch(workload: Workload, cluster: Cluster, fixed: Given) -> str:
     unit = math.prod(fixed_size or 1 for fixed_size in fixed_sizes)
     grains = [ranks * unit for ranks in divisors(gpus)]
     near = {grain * (1 if all(fixed_sizes) else max(1, round(size / grain))) for grain in grains} - {size}
-    for other in sorted(near, key=lambda n: (abs(n - size), n)):
+    for other in sorted(near, key=lambda batch: (abs(batch - size), batch)):
         if _outer(workload.of_batch(other), cluster, fixed):
             return (
                 f"{layouts} makes a global batch of {size} sequences; try train.global_batch_size={other}, "

@@ -45,7 +45,7 @@ class Gpu:
     multiprocessors: int
     source: str
     efficiency: Mapping[str, float]  # fields of machine.Machine that belong to a GPU kind, by name
-    as_of: str | None = None  # kind whose efficiencies stand in, as nobody measured this one's
+    as_of: str | None = None  # kind whose efficiencies are used, because this kind has no measured ones
 
 
 @cache

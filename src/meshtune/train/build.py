@@ -103,7 +103,7 @@ def assemble(config: Config, world: World, model: RankModel, inputs: Inputs) -> 
             keep=config.checkpoint.keep,
             asynchronous=config.checkpoint.async_save,
             process_group=world.checkpoint_group,
-            report=metrics.say,
+            report=metrics.log_line,
         ),
         checkpoint_every=config.checkpoint.every,
         metrics=metrics,
@@ -158,14 +158,14 @@ def announce(config: Config, run: Run, model: RankModel, resumed: int | None, no
         **versions(),
     )
     for sentence in notices:
-        metrics.say(sentence)
+        metrics.log_line(sentence)
     if model.added_embeddings:
-        metrics.say(
+        metrics.log_line(
             f"{model.added_embeddings} tokens of the tokenizer had no embedding; theirs start from the mean "
             "of the others."
         )
     if resumed is not None:
-        metrics.say(f"Going on from the checkpoint of step {resumed} in {run.folder.path}.")
+        metrics.log_line(f"Going on from the checkpoint of step {resumed} in {run.folder.path}.")
 
 
 def claim_together(

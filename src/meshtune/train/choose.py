@@ -28,7 +28,7 @@ from meshtune.plan.workload import Uncounted, lighter_workloads, workload_of
 
 
 class Choice(NamedTuple):
-    """How a run runs."""
+    """Layout and attention function of a run."""
 
     layout: Layout
     attention: str  # the name of the attention function that the model is built with, never "auto"

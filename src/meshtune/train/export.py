@@ -64,7 +64,7 @@ class Exporter:
                 save_adapter(folder, self.model, self.tokenizer, **base, **options)
         for before, collected in replaced:
             put(self.model, before, instead_of=collected)
-        world.all_gather_object(None)  # nobody goes on before the folder is there
+        world.all_gather_object(None)  # all ranks wait until the folder exists
         return folder
 
     def push(self, folder: Path) -> str | None:

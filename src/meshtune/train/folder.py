@@ -28,7 +28,7 @@ def choose_folder(config: Config, steps: int, report: Callable[[str], None]) -> 
     """Choose (the run folder, the step to resume from) as in the table above; writes nothing.
 
     The step is None for a new run, and for an unfinished one without a whole checkpoint. With
-    checkpoint.resume=never every folder with a run is passed over. steps: updates of the whole run. report:
+    checkpoint.resume=never every folder that holds a run is skipped. steps: updates of the whole run. report:
     gets a sentence for each damaged checkpoint that is skipped. Raises UserError if `output` is a file, holds
     something else, or an unfinished run with other settings.
     """

@@ -111,7 +111,7 @@ def cached_answers(
         max_new_tokens=max_new_tokens, pad_token_id=pad, eos_token_id=list(stop_ids) or None, **sampling
     )
     new_ids: list[list[int]] = [[] for _ in prompts]
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     with generating(model):
         for start in range(0, len(order), PROMPTS_AT_ONCE):
             chosen = order[start : start + PROMPTS_AT_ONCE]

@@ -104,7 +104,7 @@ def steps_of(config: Config, train: Dataset | Stream) -> int:
     if config.train.max_steps:
         return config.train.max_steps
     if isinstance(train, Stream):
-        raise UserError("data.streaming = true: nobody knows how long an epoch is; set train.max_steps.")
+        raise UserError("data.streaming = true: the length of an epoch is unknown; set train.max_steps.")
     return math.ceil((config.train.num_epochs or 1) * len(train) / config.global_batch_size)
 
 

@@ -45,7 +45,7 @@ class Progress:
 
 @dataclass
 class Run:
-    """The parts of a run, made by build.build; below this line nobody reads the config."""
+    """The parts of a run, made by build.build; the loop reads no settings."""
 
     folder: RunDir
     world: World
@@ -119,12 +119,12 @@ def train(run: Run) -> None:
                 flops=known(flops), flops_6n=known(flops_6n),
             )  # fmt: skip
             if line := run.memory.line(now.step):
-                run.metrics.say(line)
+                run.metrics.log_line(line)
             if now.step == first and run.checkpoint_every:
                 run.checkpoints.reserve(tensors_of(run))
             nonfinite = 0 if finite else nonfinite + 1
             if not finite:
-                run.metrics.say(
+                run.metrics.log_line(
                     f"Step {now.step} was not applied: loss {loss}, gradient norm {norm}. Batch: "
                     f"{batch.origin}."
                 )
@@ -143,7 +143,7 @@ def train(run: Run) -> None:
 
 
 def known(count: float) -> float | None:
-    """NaN stands for a count that nobody knows, so that it can be added up like the others."""
+    """The count; None for NaN, which stands for an unknown count in sums over ranks."""
     return None if math.isnan(count) else count
 
 
@@ -169,7 +169,7 @@ def evaluate(run: Run) -> None:
 def exhausted_patience(run: Run) -> bool:
     stop = bool(run.early_stopping) and run.progress.stale >= run.early_stopping
     if stop:
-        run.metrics.say(
+        run.metrics.log_line(
             f"Stopping early after step {run.progress.step}: {run.progress.stale} evaluations without a "
             "lower loss than "
             f"{run.progress.best_loss:.4f} (step {run.progress.best_step})."
@@ -251,11 +251,11 @@ def finish(run: Run) -> None:
     if run.keep_best and now.best_step not in (0, now.step):
         steps = restore_best(run)
     for sentence in run.data_sentences():
-        run.metrics.say(sentence)
+        run.metrics.log_line(sentence)
     run.exporter.write(run.folder.model, steps=steps)
     run.metrics.end(step=now.step, status="finished", early=now.step < run.steps, model_step=steps)
     if address := run.exporter.push(run.folder.model):
-        run.metrics.say(f"Uploaded to {address}.")
+        run.metrics.log_line(f"Uploaded to {address}.")
 
 
 def restore_best(run: Run) -> int:
@@ -263,7 +263,7 @@ def restore_best(run: Run) -> int:
     now = run.progress
     there = run.world.broadcast_object(now.best_step in run.checkpoints.steps())
     if not there or run.checkpoints.problems(now.best_step):
-        run.metrics.say(
+        run.metrics.log_line(
             f"The checkpoint of step {now.best_step}, with the lowest held-out loss {now.best_loss:.4f}, is "
             f"not there or damaged; the model is step {now.step}'s."
         )
@@ -272,7 +272,7 @@ def restore_best(run: Run) -> int:
     run.checkpoints.load(now.best_step, run.as_pieces(weights))
     run.passes.share_tied()
     run.optimizer.publish()
-    run.metrics.say(
+    run.metrics.log_line(
         f"The model is step {now.best_step}'s, with the lowest held-out loss: {now.best_loss:.4f}."
     )
     return now.best_step

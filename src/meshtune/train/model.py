@@ -4,8 +4,7 @@
                  mapped files, drawn adapters  ─> fill: this rank's slices of each parameter
                  OptimizerSpec                 ─> Optimizer over them ─> Passes
 
-Nothing here knows settings, tokenizers, run folders or trackers: whoever has these values gets a model that
-trains.
+Takes no settings, tokenizer, run folder or tracker.
 """
 
 from dataclasses import dataclass
@@ -107,8 +106,8 @@ class RankModel:
         """Optimizer.state's tensors as pieces of the whole model's, under the names they have there."""
         parameters, pieces = dict(self.parallel.named_parameters()), {}
         for key, tensor in state.items():
-            kind, name, moment = parts_of(key)
-            whole_key = key_of(kind, self.parallel.tied.get(name, name), moment)
+            kind, name, state_name = parts_of(key)
+            whole_key = key_of(kind, self.parallel.tied.get(name, name), state_name)
             if whole_key not in pieces:  # a tied copy on the same rank (V schedules) is the same tensor
                 scalar = tensor.ndim == 0
                 pieces[whole_key] = tensor if scalar else self.parallel.piece(name, parameters[name], tensor)

@@ -66,7 +66,7 @@ class Passes:
         """After a checkpoint was read: copy the original's values into a tied copy on the same rank."""
         state, tied = self.optimizer.state(), self.parallel.tied
         for key, tensor in state.items():
-            kind, name, moment = parts_of(key)
-            source = state.get(key_of(kind, tied[name], moment)) if name in tied else None
+            kind, name, state_name = parts_of(key)
+            source = state.get(key_of(kind, tied[name], state_name)) if name in tied else None
             if source is not None:  # both are here: only the original was read
                 tensor.copy_(source)

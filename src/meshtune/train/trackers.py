@@ -56,7 +56,7 @@ class Metrics:
         metrics.start(model="…", method="full", …)
         metrics.train(step=1, loss=2.5, …)         # train_row's numbers, less world and peak
         metrics.evaluate(step=1, loss=2.4, …)      # eval_row's numbers
-        metrics.say("Saved a checkpoint.")         # a line that does not break the progress bar
+        metrics.log_line("Saved a checkpoint.")    # a line that does not break the progress bar
 
     every: steps between two train rows; total_steps: the last of them always has a row, None: unknown; world:
     number of ranks; peak_flops_per_second: of one device in the run's precision, None: unknown; console: None
@@ -164,7 +164,7 @@ class Metrics:
         """Log a row of kind "end": the step, and whether the run finished or what stopped it."""
         self._log({"kind": "end", **facts})
 
-    def say(self, text: str) -> None:
+    def log_line(self, text: str) -> None:
         """Print a line on the terminal, above the progress bar; nothing on ranks other than 0."""
         if self.console is not None:
             self.console.print(escape(text), soft_wrap=True, highlight=False)
@@ -176,7 +176,7 @@ class Metrics:
             try:
                 tracker.close(failed=failed)
             except Exception as error:  # the others must still flush
-                self.say(f"{type(tracker).__name__} could not be closed: {error}")
+                self.log_line(f"{type(tracker).__name__} could not be closed: {error}")
 
     def _log(self, row: Row) -> None:
         for tracker in self.trackers:
@@ -188,14 +188,14 @@ class Metrics:
                 ):  # without its rows a run is lost; without a dashboard it is not
                     raise
                 self.trackers = tuple(other for other in self.trackers if other is not tracker)
-                self.say(f"{type(tracker).__name__} failed and gets no more rows: {error}")
+                self.log_line(f"{type(tracker).__name__} failed and gets no more rows: {error}")
 
     def _warn_of_impossible(self, row: Row) -> None:
         """Print once that an MFU above 1 was not written, with the numbers that made it."""
         reached, peak = row["tflops_per_second"], self.peak_flops_per_second
         if row["mfu"] is None and reached is not None and peak is not None and not self._warned:
             self._warned = True
-            self.say(
+            self.log_line(
                 f"Step {row['step']} seems to reach {reached:.1f} of the device's {peak / 1e12:.1f} TFLOP/s, "
                 f"which can't be: mfu is null wherever that is so. Is the peak right for this precision?"
             )

@@ -107,7 +107,7 @@ def test_ranks_other_than_0_write_nothing(run, capsys):
     with Metrics.open(run, ["console", "jsonl", "tensorboard"], rank=1, total_steps=1) as metrics:
         metrics.start(model="m")
         metrics.train(step=1, **NUMBERS)
-        metrics.say("hello")
+        metrics.log_line("hello")
     assert list(run.path.iterdir()) == []
     assert capsys.readouterr() == ("", "")
 
@@ -226,7 +226,7 @@ def test_a_terminal_gets_a_bar_with_loss_speed_and_time_left_and_lines_above_it(
     with Metrics([ConsoleTracker(out, total_steps=4)], console=out) as metrics:
         for step in (1, 2):
             metrics.train(step=step, **NUMBERS)
-        metrics.say("Saved [checkpoints] step-2.")
+        metrics.log_line("Saved [checkpoints] step-2.")
         metrics.evaluate(step=2, loss=2.0, label_tokens=10, exact_match=0.25)
     shown = text(out)
     assert "2/4" in shown

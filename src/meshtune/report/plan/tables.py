@@ -177,16 +177,16 @@ def sizes_table(best: Mapping[int, Choice | None], *, steps: int | None = None) 
             ],
             justify="left",
         ),
-        "speed": Column("tokens/s\n/GPU", texts(lambda _, c: number(c.tokens_per_second_per_gpu))),
-        "step": Column("step", texts(lambda _, c: seconds(c.seconds.total))),
+        "speed": Column("tokens/s\n/GPU", texts(lambda _, choice: number(choice.tokens_per_second_per_gpu))),
+        "step": Column("step", texts(lambda _, choice: seconds(choice.seconds.total))),
         "hours": Column(
             "GPU-hours",
-            texts(lambda gpus, c: number((steps or 0) * c.seconds.total * gpus / 3600)),
+            texts(lambda gpus, choice: number((steps or 0) * choice.seconds.total * gpus / 3600)),
         ),
-        "gain": Column("speed-up", texts(lambda gpus, c: f"{gain(gpus, c):.2f} ×")),
+        "gain": Column("speed-up", texts(lambda gpus, choice: f"{gain(gpus, choice):.2f} ×")),
         "efficiency": Column(
             "efficiency",
-            texts(lambda gpus, c: f"{gain(gpus, c) * first[0] / gpus:.1%}" if first else ""),
+            texts(lambda gpus, choice: f"{gain(gpus, choice) * first[0] / gpus:.1%}" if first else ""),
         ),
     }
     hours = ("hours",) if steps else ()
