@@ -19,11 +19,10 @@ from meshtune.placement.columns import Columns, Number
 from meshtune.plan.machine import machine_of
 from meshtune.plan.phrases import device, longer, memory_limit, memory_need
 from meshtune.plan.search import Choice, Plan, explained, search
-from meshtune.plan.seconds.step import PARTS, compute_parts
+from meshtune.plan.seconds.step import PARTS, TIE, compute_parts
 from meshtune.plan.workload import Workload
 from meshtune.units import count, duration, human
 
-TIE = 0.005  # relative difference of two step times up to which they are called equal
 NOTABLE = 0.1  # share of a difference in compute from which a kind of work is named as its cause
 
 # each part of Seconds but `data`, as what a step's time goes to
@@ -87,6 +86,7 @@ def reasoning(plan: Plan, choice: Choice) -> list[str]:
     memory = explained(workload, cluster, one_copy).memory
     states = memory.weights + memory.gradients + memory.optimizer
     ranks, steps = layout.data_ranks, layout.gradient_accumulation_steps
+    model_axes = " x ".join(f"{getattr(layout, axis)} {axis}" for axis in MODEL_AXES)
     within = (
         f" Attention is within documents of {documents:.0f} tokens (mean over tokens)." if documents else ""
     )
@@ -98,8 +98,7 @@ def reasoning(plan: Plan, choice: Choice) -> list[str]:
         + f". Weights, gradients and optimizer state of one unsharded copy need {human(states)} "
         f"({states / parameters:.1f} bytes per parameter); a {device(cluster)} has {human(cluster.memory)}.",
         f"Micro-batch: {_sequences(layout.micro_batch_size)}{_larger_micro_batch(plan, choice)}",
-        f"GPUs: {layout.world} = {layout.tp} tp x {layout.cp} cp x {layout.pp} pp x {ranks} data "
-        f"rank{'s' * (ranks > 1)} ({_sharding(layout)}).",
+        f"GPUs: {layout.world} = {model_axes} x {ranks} data rank{'s' * (ranks > 1)} ({_sharding(layout)}).",
         f"Accumulation: {batch} / ({layout.micro_batch_size} x {ranks}) = {steps} "
         f"micro-batch{'es' * (steps > 1)} a step.",
     ]
@@ -267,7 +266,7 @@ def compute_cause(workload: Workload, other: Choice, best: Choice) -> str:
         )
         for choice in (other, best)
     ]  # fmt: skip
-    more = {kind: float(np.squeeze(parts[0][kind] - parts[1][kind])) for kind in CAUSES}
+    more = {kind: float(np.squeeze(parts[0][kind] - parts[1][kind])) for kind in parts[0]}
     least = NOTABLE * sum(more.values())
     notable = sorted((kind for kind in more if abs(more[kind]) >= least), key=lambda kind: -more[kind])
     if len(notable) == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.memory.timeline import CATEGORIES, CATEGORY_NAMES, Memory
+from meshtune.plan.seconds.step import TIE
 from meshtune.units import human
 
 
@@ -31,6 +32,6 @@ def memory_limit(cluster: Cluster) -> str:
 
 def longer(ratio: float) -> str:
     """A step's time against another one's, as a share of it: "takes 4% longer" for a ratio of 1.04."""
-    if abs(ratio - 1) < 0.005:
+    if abs(ratio - 1) < TIE:
         return "takes as long"
     return f"takes {abs(ratio - 1):.0%} {'longer' if ratio > 1 else 'less time'}"

@@ -30,8 +30,8 @@ from meshtune.plan.machine import machine_of
 from meshtune.plan.memory.timeline import CATEGORIES, CATEGORY_NAMES
 from meshtune.plan.models import models
 from meshtune.plan.phrases import largest_category
-from meshtune.plan.search import TIE, Choice, Plan, explained, search
-from meshtune.plan.seconds.step import Seconds, compute_parts
+from meshtune.plan.search import Choice, Plan, explained, search
+from meshtune.plan.seconds.step import TIE, Seconds, compute_parts
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
 
@@ -572,7 +572,7 @@ def check(each: advice.Alternative, best: Choice, plan: Plan) -> None:
         elif less := re.search(r"takes (\d+)% less time than the chosen layout", said):
             assert -more * 100 == pytest.approx(int(less[1]), abs=0.51)
         else:
-            assert "is as fast" in said and abs(more) < 0.005
+            assert "is as fast" in said and abs(more) < TIE
 
 
 def check_cause(said: str, other: Choice, best: Choice, w: Workload) -> None:
