@@ -17,31 +17,13 @@ from meshtune.errors import UserError
 from meshtune.layout import MODEL_AXES, Layout
 from meshtune.placement.columns import Columns, Number
 from meshtune.plan.machine import machine_of
-from meshtune.plan.phrases import device, longer, memory_limit, memory_need
+from meshtune.plan.phrases import device, longer, memory_limit, memory_need, spent
 from meshtune.plan.search import Choice, Plan, explained, search
 from meshtune.plan.seconds.step import PARTS, TIE, compute_parts
 from meshtune.plan.workload import Workload
 from meshtune.units import count, duration, human
 
 NOTABLE = 0.1  # share of a difference in compute from which a kind of work is named as its cause
-
-# each part of Seconds but `data`, as what a step's time goes to
-SPENT = {
-    "compute": "compute",
-    "tensor": "exposed tensor-parallel collectives",
-    "context": "exposed context-parallel collectives",
-    "pipeline": "sends between pipeline stages",
-    "optimizer": "the optimizer's update",
-    "bubble": "the pipeline bubble and uneven stages",
-    "host": "kernel launches and other work of the host",
-}
-# collectives of `Seconds.data`, by ZeRO stage; {}: " and", or "," where replicas add an all-reduce
-DATA_COLLECTIVES = {
-    0: "gradient all-reduce",
-    1: "ZeRO-1 reduce-scatter{} all-gather",
-    2: "ZeRO-2 reduce-scatter{} all-gather",
-    3: "ZeRO-3 all-gather{} reduce-scatter",
-}
 
 
 class Cause(NamedTuple):
@@ -59,15 +41,6 @@ CAUSES = {
     "recomputation": Cause("recomputation", "it recomputes more"),
     "head": Cause("head and loss", "its head and loss take longer"),
 }
-
-
-def spent(part: str, layout: Layout) -> str:
-    """Name what a layout's step spends a part of `Seconds` on. part: one of PARTS."""
-    if part != "data":
-        return SPENT[part]
-    replicated = layout.zero > 0 and layout.dp_replicate > 1
-    collectives = DATA_COLLECTIVES[layout.zero].format("," if replicated else " and")
-    return f"exposed {collectives}{' and all-reduce between replicas' * replicated}"
 
 
 # how it was reached #
@@ -291,7 +264,8 @@ def changes(plan: Plan, best: Choice | None = None) -> list[str]:
     if not len(plan):
         return []
     best, sentences = best or plan.choice(0), []
-    largest = max(PARTS, key=lambda part: getattr(best.seconds, part) * (part != "compute"))
+    beside_compute = (part for part in PARTS if part != "compute")
+    largest = max(beside_compute, key=lambda part: getattr(best.seconds, part))
     seconds = getattr(best.seconds, largest)
     if seconds / best.seconds.total >= 0.01:
         what = spent(largest, best.layout)
