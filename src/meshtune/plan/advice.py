@@ -21,6 +21,7 @@ from meshtune.plan.phrases import device, longer, memory_limit, memory_need, spe
 from meshtune.plan.search import Choice, Plan, explained, search
 from meshtune.plan.seconds.step import PARTS, TIE, compute_parts
 from meshtune.plan.workload import Workload
+from meshtune.precision import PRECISIONS, narrower
 from meshtune.units import count, duration, human
 
 NOTABLE = 0.1  # share of a difference in compute from which a kind of work is named as its cause
@@ -295,8 +296,10 @@ def _variations(workload: Workload) -> Iterator[tuple[str, Workload]]:
     yield f"train.global_batch_size={2 * size}", replace(workload, global_batch_size=2 * size)
     if not workload.compile:
         yield "train.compile=true", replace(workload, compile=True)
-    if workload.precision == "fp32":
-        yield "train.precision=bf16", replace(workload, precision="bf16")
+    trained = PRECISIONS[workload.precision].trained
+    for precision in narrower(workload.precision):
+        if PRECISIONS[precision].trained == trained:  # updates stay as exact
+            yield f"train.precision={precision}", replace(workload, precision=precision)
 
 
 # global batches #

@@ -94,7 +94,7 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
 
     Raises UserError, with every reason, if it can't run them.
     """
-    refuse(config, layout, gpus_per_node, problems(config, layout))
+    refuse(TOOL, config, layout, gpus_per_node, problems(config, layout))
     program = "-m torchtitan.train --module meshtune_torchtitan --config run"
     command = "PYTHONPATH=. " + torchrun(layout, gpus_per_node, program)
     if not config.train.max_steps:
