@@ -25,7 +25,7 @@ from meshtune.layout import Layout
 from meshtune.model.trace import census
 from meshtune.optim.optimizer import Optimizer, local
 from meshtune.parallel import zero
-from meshtune.parallel.mesh import join
+from meshtune.parallel.mesh import join, parameter_mesh
 from meshtune.parallel.replicas import Replicas
 from meshtune.placement.share import share
 from meshtune.placement.states import States
@@ -123,7 +123,7 @@ def measure(text: str, precision: str) -> States:
     dtypes = PRECISIONS[precision]
     compute, trained = getattr(torch, dtypes.compute), getattr(torch, dtypes.trained)
     root = Whole(trained)
-    mesh = zero.parameter_mesh(world)
+    mesh = parameter_mesh(world)
     sums = torch.float32 if compute == torch.bfloat16 else None
     if mesh is not None and layout.zero:
         blocks = root.get_submodule("model.model.layers").children()

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from meshtune.plan.memory import gpt_parameters
+from meshtune.report.draw.colours import COLOURS
 from meshtune.report.draw.picture import known_suffix, save
-from meshtune.report.draw.theme import COLOURS, LIGHT
+from meshtune.report.draw.theme import LIGHT
 from meshtune.units import count
 
 VOCABULARY, SEQ_LEN, FEATURES_A_BLOCK = 50257, 1024, 128  # GPT-2's; GPT-3 of 175 B has h = 128 L

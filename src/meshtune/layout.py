@@ -30,6 +30,7 @@ TORCH_SCHEDULES = {  # ours -> what torch.distributed.pipelining calls them
 SCHEDULES = tuple(TORCH_SCHEDULES)
 VIRTUAL_SCHEDULES = ("interleaved1f1b", "loopedbfs", "zb")  # the ones that take v > 1
 V_SCHEDULES = ("zbv", "dualpipev")  # two stages a rank: down the ranks and up again
+ZERO_BUBBLE = ("zb", *V_SCHEDULES)  # the backward of weights runs later than that of activations
 RECOMPUTE = tuple(RECOMPUTATIONS)
 CHOICES = {
     "cp_method": CP_METHODS,
@@ -194,7 +195,7 @@ def contradictions(layout: Layout) -> Iterator[str]:
     if layout.virtual_stages > 1 and (layout.pp == 1 or layout.schedule not in VIRTUAL_SCHEDULES):
         yield (
             f"v{layout.virtual_stages} needs pp > 1 and one of {', '.join(VIRTUAL_SCHEDULES)}; "
-            "zbv and dualpipev always have two stages a rank."
+            f"{' and '.join(V_SCHEDULES)} always have two stages a rank."
         )
 
 

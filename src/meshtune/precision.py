@@ -25,6 +25,7 @@ class Precision:
     gradient: str  # that a backward writes
     rate: str  # the field of plan.hardware.Gpu that has the peak FLOP/s of its matmuls
     rate_share: float = 1.0  # of that rate, assumed, where data sheets have none for this precision
+    offered: bool = True  # the planner offers it instead of one that is above it in PRECISIONS
 
     def summed(self, reduce_dtype: str) -> str:
         """Dtype in which gradients of micro-batches and ranks add up: never narrower than a gradient.
@@ -34,14 +35,21 @@ class Precision:
         return max(self.gradient, REDUCE_DTYPES[reduce_dtype], key=DTYPE_BYTES.__getitem__)
 
 
+# From wide to narrow, each with less memory than the one before; then those that are never offered.
 PRECISIONS = Table(
     "train.precision",
     {
         "fp32": Precision("float32", "float32", "float32", rate="fp32"),
         "bf16": Precision("bfloat16", "float32", "bfloat16", rate="bf16"),
         "bf16-pure": Precision("bfloat16", "bfloat16", "bfloat16", rate="bf16"),
-        "fp64": Precision("float64", "float64", "float64", rate="fp32", rate_share=0.5),
+        "fp64": Precision("float64", "float64", "float64", rate="fp32", rate_share=0.5, offered=False),
     },
 )
 # The precision that holds weights in the dtype it computes in, by that dtype.
 UNMIXED = {row.compute: name for name, row in PRECISIONS.items() if row.compute == row.trained}
+
+
+def narrower(name: str) -> list[str]:
+    """Precisions to offer instead of `name` for less memory, the widest first."""
+    names = list(PRECISIONS)
+    return [other for other in names[names.index(name) + 1 :] if PRECISIONS[other].offered]

@@ -19,7 +19,7 @@ from meshtune.plan.machine import rates
 from meshtune.plan.models import models
 from meshtune.plan.search import explained
 from meshtune.plan.workload import Workload
-from meshtune.precision import DTYPE_BYTES, PRECISIONS, REDUCE_DTYPES
+from meshtune.precision import DTYPE_BYTES, PRECISIONS, REDUCE_DTYPES, narrower
 from meshtune.recomputation import RECOMPUTATIONS
 from meshtune.train.model import ModelSpec
 
@@ -101,3 +101,12 @@ def test_an_unknown_recomputation_is_refused_by_everyone() -> None:
         RECOMPUTATIONS["some"]
     with pytest.raises(ValueError, match="is none of none, attention, selective, full"):
         recompute_blocks(nn.Linear(1, 1), None, "some")  # type: ignore[arg-type]
+
+
+def test_narrower_precisions_are_offered_from_wide_to_narrow() -> None:
+    assert [narrower(name) for name in ("fp32", "bf16", "bf16-pure", "fp64")] == [
+        ["bf16", "bf16-pure"], ["bf16-pure"], [], []
+    ]  # fmt: skip
+    for name in PRECISIONS:
+        weights = [copies_of(each, "fp32", "adamw").weight for each in (name, *narrower(name))]
+        assert weights == sorted(weights, reverse=True)

@@ -28,7 +28,7 @@ from meshtune.layout import Layout
 from meshtune.model.anatomy import Anatomy, anatomy
 from meshtune.model.pieces import Piece, materialise
 from meshtune.parallel import context, tensor, zero
-from meshtune.parallel.mesh import World
+from meshtune.parallel.mesh import World, parameter_mesh
 from meshtune.parallel.pipeline import Finish, Pipeline, Stage
 from meshtune.parallel.recompute import recompute_blocks
 from meshtune.parallel.replicas import Replicas
@@ -188,7 +188,7 @@ def apply(
     summed over data ranks; None: their own. compile: True to torch.compile each block by itself. Raises
     UserError if tp can't split the model.
     """
-    layout, mesh = world.layout, zero.parameter_mesh(world)
+    layout, mesh = world.layout, parameter_mesh(world)
     stages, groups = [], []
     for index, numbers in blocks.items():
         model = make()

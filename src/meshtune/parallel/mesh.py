@@ -152,3 +152,22 @@ def join(layout: Layout, device: torch.device) -> World:
         dist.new_group(backend="gloo", timeout=timedelta(minutes=30)) for _ in range(2)
     )
     return World(layout, device, dist.get_rank(), axes, mesh, host_group, checkpoint_group)
+
+
+def parameter_mesh(world: World) -> DeviceMesh | None:
+    """Mesh of the ranks that share this rank's parameters, for ZeRO and replicas; None when it is alone.
+
+    1-D for replicas alone or shards alone; (replicas, shards) for a hybrid. A collective call: every rank of
+    the world makes it.
+    """
+    if world.parameter_ranks == 1:
+        return None
+    layout = world.layout
+    replicas, shards = layout.dp_replicate, layout.shard_ranks
+    if layout.zero == 0:  # context ranks hold copies, as data ranks do
+        replicas, shards = replicas * shards, 1
+    names = ("pp", "dp_replicate", "dp_shard_cp", "tp")
+    mesh = init_device_mesh(world.device.type, (layout.pp, replicas, shards, layout.tp), mesh_dim_names=names)
+    if shards == 1:
+        return mesh["dp_replicate"]
+    return mesh["dp_shard_cp"] if replicas == 1 else mesh["dp_replicate", "dp_shard_cp"]

@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtune.layout import MODEL_AXES, Layout
+from meshtune.layout import MODEL_AXES, ZERO_BUBBLE, Layout
 from meshtune.placement.columns import Columns, Number
 
-ZERO_BUBBLE = ("zb", "zbv", "dualpipev")  # the backward of weights runs later than that of activations
 ROUNDS = ("interleaved1f1b", "zb")  # micro-batches go round in equal groups
 
 

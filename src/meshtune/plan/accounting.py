@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from meshtune.errors import Table
 from meshtune.optimizers import BUCKET_ELEMENTS, OPTIMIZERS
 from meshtune.placement.columns import Columns, Number
 from meshtune.placement.states import LOSS_CHUNK_TOKENS, Copies, copies_of
@@ -138,7 +139,8 @@ def stack_accounting(
 
     8-bit matmuls are counted as bf16. Fields that its tables leave out are as in `engine_accounting`; but if
     the stack has bytes of its own for the precision (a `precision` key), reduce_dtype and optimizer have no
-    effect, and those fields are Accounting's defaults.
+    effect, and those fields are Accounting's defaults. Raises UserError for a precision that the stack has no
+    table of.
     """
     counted = "bf16" if precision in ("fp8", "mxfp8") else precision
     return _stack_accounting(stack, counted, reduce_dtype, optimizer)
@@ -146,12 +148,16 @@ def stack_accounting(
 
 @cache
 def _stack_accounting(stack: str, precision: str, reduce_dtype: str, optimizer: str) -> Accounting:
-    table = memory_of(stack)
-    fields: dict[str, Any] = {key: value for key, value in table.items() if not isinstance(value, dict)}
-    fields |= table.get(precision, {})
-    for name in ("saved", "selected"):
-        if name in table:
-            fields[name] = Saved(**{key: float(value) for key, value in table[name].items()})
+    fields: dict[str, Any] = {}
+    by_precision: Table[dict[str, Any]] = Table(f"precision of the stack {stack}", {})
+    for key, value in memory_of(stack).items():
+        if key in ("saved", "selected"):
+            fields[key] = Saved(**{name: float(number) for name, number in value.items()})
+        elif isinstance(value, dict):
+            by_precision[key] = value
+        else:
+            fields[key] = value
+    fields |= by_precision[precision]
     copies = fields.pop("precision", None)
     if copies is None:
         return engine_accounting(precision, reduce_dtype, optimizer, **fields)

@@ -17,32 +17,14 @@ from meshtune.errors import UserError
 from meshtune.layout import MODEL_AXES, Layout
 from meshtune.placement.columns import Columns, Number
 from meshtune.plan.machine import machine_of
-from meshtune.plan.phrases import device, longer, memory_limit, memory_need
+from meshtune.plan.phrases import device, longer, memory_limit, memory_need, spent
 from meshtune.plan.search import Choice, Plan, explained, search
-from meshtune.plan.seconds.step import PARTS, compute_parts
+from meshtune.plan.seconds.step import PARTS, TIE, compute_parts
 from meshtune.plan.workload import Workload
+from meshtune.precision import PRECISIONS, narrower
 from meshtune.units import count, duration, human
 
-TIE = 0.005  # relative difference of two step times up to which they are called equal
 NOTABLE = 0.1  # share of a difference in compute from which a kind of work is named as its cause
-
-# each part of Seconds but `data`, as what a step's time goes to
-SPENT = {
-    "compute": "compute",
-    "tensor": "exposed tensor-parallel collectives",
-    "context": "exposed context-parallel collectives",
-    "pipeline": "sends between pipeline stages",
-    "optimizer": "the optimizer's update",
-    "bubble": "the pipeline bubble and uneven stages",
-    "host": "kernel launches and other work of the host",
-}
-# collectives of `Seconds.data`, by ZeRO stage; {}: " and", or "," where replicas add an all-reduce
-DATA_COLLECTIVES = {
-    0: "gradient all-reduce",
-    1: "ZeRO-1 reduce-scatter{} all-gather",
-    2: "ZeRO-2 reduce-scatter{} all-gather",
-    3: "ZeRO-3 all-gather{} reduce-scatter",
-}
 
 
 class Cause(NamedTuple):
@@ -62,15 +44,6 @@ CAUSES = {
 }
 
 
-def spent(part: str, layout: Layout) -> str:
-    """Name what a layout's step spends a part of `Seconds` on. part: one of PARTS."""
-    if part != "data":
-        return SPENT[part]
-    replicated = layout.zero > 0 and layout.dp_replicate > 1
-    collectives = DATA_COLLECTIVES[layout.zero].format("," if replicated else " and")
-    return f"exposed {collectives}{' and all-reduce between replicas' * replicated}"
-
-
 # how it was reached #
 
 
@@ -87,6 +60,7 @@ def reasoning(plan: Plan, choice: Choice) -> list[str]:
     memory = explained(workload, cluster, one_copy).memory
     states = memory.weights + memory.gradients + memory.optimizer
     ranks, steps = layout.data_ranks, layout.gradient_accumulation_steps
+    model_axes = " x ".join(f"{getattr(layout, axis)} {axis}" for axis in MODEL_AXES)
     within = (
         f" Attention is within documents of {documents:.0f} tokens (mean over tokens)." if documents else ""
     )
@@ -98,8 +72,7 @@ def reasoning(plan: Plan, choice: Choice) -> list[str]:
         + f". Weights, gradients and optimizer state of one unsharded copy need {human(states)} "
         f"({states / parameters:.1f} bytes per parameter); a {device(cluster)} has {human(cluster.memory)}.",
         f"Micro-batch: {_sequences(layout.micro_batch_size)}{_larger_micro_batch(plan, choice)}",
-        f"GPUs: {layout.world} = {layout.tp} tp x {layout.cp} cp x {layout.pp} pp x {ranks} data "
-        f"rank{'s' * (ranks > 1)} ({_sharding(layout)}).",
+        f"GPUs: {layout.world} = {model_axes} x {ranks} data rank{'s' * (ranks > 1)} ({_sharding(layout)}).",
         f"Accumulation: {batch} / ({layout.micro_batch_size} x {ranks}) = {steps} "
         f"micro-batch{'es' * (steps > 1)} a step.",
     ]
@@ -267,7 +240,7 @@ def compute_cause(workload: Workload, other: Choice, best: Choice) -> str:
         )
         for choice in (other, best)
     ]  # fmt: skip
-    more = {kind: float(np.squeeze(parts[0][kind] - parts[1][kind])) for kind in CAUSES}
+    more = {kind: float(np.squeeze(parts[0][kind] - parts[1][kind])) for kind in parts[0]}
     least = NOTABLE * sum(more.values())
     notable = sorted((kind for kind in more if abs(more[kind]) >= least), key=lambda kind: -more[kind])
     if len(notable) == 1:
@@ -292,7 +265,8 @@ def changes(plan: Plan, best: Choice | None = None) -> list[str]:
     if not len(plan):
         return []
     best, sentences = best or plan.choice(0), []
-    largest = max(PARTS, key=lambda part: getattr(best.seconds, part) * (part != "compute"))
+    beside_compute = (part for part in PARTS if part != "compute")
+    largest = max(beside_compute, key=lambda part: getattr(best.seconds, part))
     seconds = getattr(best.seconds, largest)
     if seconds / best.seconds.total >= 0.01:
         what = spent(largest, best.layout)
@@ -322,8 +296,10 @@ def _variations(workload: Workload) -> Iterator[tuple[str, Workload]]:
     yield f"train.global_batch_size={2 * size}", replace(workload, global_batch_size=2 * size)
     if not workload.compile:
         yield "train.compile=true", replace(workload, compile=True)
-    if workload.precision == "fp32":
-        yield "train.precision=bf16", replace(workload, precision="bf16")
+    trained = PRECISIONS[workload.precision].trained
+    for precision in narrower(workload.precision):
+        if PRECISIONS[precision].trained == trained:  # updates stay as exact
+            yield f"train.precision={precision}", replace(workload, precision=precision)
 
 
 # global batches #

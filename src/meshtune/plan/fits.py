@@ -14,6 +14,7 @@ from meshtune.plan.models import models
 from meshtune.plan.phrases import memory_limit, memory_need
 from meshtune.plan.search import Choice, Plan, search
 from meshtune.plan.workload import Workload
+from meshtune.precision import narrower
 from meshtune.units import human
 
 Lighter = Callable[[], Mapping[str, Workload]]  # returns workloads that need less, by the setting for them
@@ -93,12 +94,10 @@ def _remedies(workload: Workload, cluster: Cluster, lighter: Lighter) -> Iterato
         if workload.seq_len % parts == 0 and (choice := _best(shorter, cluster)):
             yield f"data.seq_len={shorter.seq_len}", choice
             break
-    if workload.precision in ("bf16", "fp32"):
-        for precision in ("bf16", "bf16-pure"):
-            lower = replace(workload, precision=precision)
-            if precision != workload.precision and (choice := _best(lower, cluster)):
-                yield f"train.precision={precision}", choice
-                break
+    for precision in narrower(workload.precision):
+        if choice := _best(replace(workload, precision=precision), cluster):
+            yield f"train.precision={precision}", choice
+            break
     for setting, other in lighter().items():
         if choice := _best(other, cluster):
             yield setting, choice

@@ -1,10 +1,30 @@
-"""Phrases that several sentences of the planner share: memory that a layout needs, and the limit on it."""
+"""Phrases that several sentences and tables of the planner share, on memory and on the time of a step."""
 
 from __future__ import annotations
 
+from meshtune.layout import Layout
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.memory.timeline import CATEGORIES, CATEGORY_NAMES, Memory
+from meshtune.plan.seconds.step import TIE
 from meshtune.units import human
+
+# each part of Seconds but `data`, as what a step's time goes to
+SPENT = {
+    "compute": "matmuls, attention and elementwise operations",
+    "tensor": "exposed tensor-parallel collectives",
+    "context": "exposed context-parallel collectives",
+    "pipeline": "sends between pipeline stages",
+    "optimizer": "the optimizer's update",
+    "bubble": "the pipeline bubble and uneven stages",
+    "host": "kernel launches and other work of the host",
+}
+# collectives of `Seconds.data`, by ZeRO stage; {}: " and", or "," where replicas add an all-reduce
+DATA_COLLECTIVES = {
+    0: "gradient all-reduce",
+    1: "ZeRO-1 reduce-scatter{} all-gather",
+    2: "ZeRO-2 reduce-scatter{} all-gather",
+    3: "ZeRO-3 all-gather{} reduce-scatter",
+}
 
 
 def largest_category(memory: Memory) -> str:
@@ -31,6 +51,15 @@ def memory_limit(cluster: Cluster) -> str:
 
 def longer(ratio: float) -> str:
     """A step's time against another one's, as a share of it: "takes 4% longer" for a ratio of 1.04."""
-    if abs(ratio - 1) < 0.005:
+    if abs(ratio - 1) < TIE:
         return "takes as long"
     return f"takes {abs(ratio - 1):.0%} {'longer' if ratio > 1 else 'less time'}"
+
+
+def spent(part: str, layout: Layout) -> str:
+    """Name what a layout's step spends a part of `Seconds` on. part: one of PARTS."""
+    if part != "data":
+        return SPENT[part]
+    replicated = layout.zero > 0 and layout.dp_replicate > 1
+    collectives = DATA_COLLECTIVES[layout.zero].format("," if replicated else " and")
+    return f"exposed {collectives}{' and all-reduce between replicas' * replicated}"

@@ -27,11 +27,10 @@ from meshtune.plan.machine import machine_of, rates
 from meshtune.plan.memory import timeline
 from meshtune.plan.memory.stages import RANKS, Stages
 from meshtune.plan.memory.timeline import Memory
-from meshtune.plan.seconds.step import Seconds, step
+from meshtune.plan.seconds.step import PARTS, TIE, Seconds, step
 from meshtune.plan.workload import Workload
 from meshtune.units import human
 
-TIE = 0.005  # step times within 0.5 % of the shortest are ties
 TIE_MEMORY_STEP = 0.05  # ties are broken by free memory in steps of 5 % of a GPU, then by less recomputation
 CHUNK = 8192  # layouts that are predicted at a time
 OUTDONE = "GPipe or looped BFS, where (interleaved) 1F1B has the same bubble and stores fewer activations"
@@ -75,8 +74,7 @@ class Choice:
                 "capacity": self.cluster.memory,
                 "moment": timeline.EVENTS[int(m.event)],
             },
-            "time": {part.name: getattr(self.seconds, part.name) for part in fields(Seconds)}
-            | {"total": self.seconds.total},
+            "time": {part: getattr(self.seconds, part) for part in PARTS} | {"total": self.seconds.total},
         }
 
 

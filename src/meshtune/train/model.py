@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtune.attention.register import register
 from meshtune.errors import UserError
-from meshtune.layout import Layout
+from meshtune.layout import ZERO_BUBBLE, Layout
 from meshtune.model.anatomy import mask_only_pattern
 from meshtune.model.census_cache import LoraShape
 from meshtune.model.load import fill_whole, mapped, skeleton
@@ -29,7 +29,6 @@ from meshtune.optim.optimizer import Optimizer, key_of, parts_of
 from meshtune.parallel.apply import Finish, Parallel, apply
 from meshtune.parallel.mesh import World
 from meshtune.placement.census import Census
-from meshtune.placement.rules import ZERO_BUBBLE
 from meshtune.placement.share import census_stages, stage_of_rank
 from meshtune.precision import PRECISIONS
 from meshtune.train.loss import head_loss

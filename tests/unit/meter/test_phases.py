@@ -14,7 +14,7 @@ from meshtune.meter.phases import Peak, PhaseMemory, peak_resident_bytes, summar
 from meshtune.model.anatomy import anatomy
 from meshtune.optim.optimizer import Optimizer
 from meshtune.parallel import zero
-from meshtune.parallel.mesh import join
+from meshtune.parallel.mesh import join, parameter_mesh
 from meshtune.units import MIB
 
 CPU = torch.device("cpu")
@@ -224,7 +224,7 @@ BLOCK = 64 * 64 * 4
 def sharded_parts(stage: int) -> list[dict[str, int]]:
     """Parts of the peaks of the second step's two micro-batches: forward and backward."""
     world = join(Layout(dp_shard=2, zero=stage), CPU)
-    model, mesh = Blocks(), zero.parameter_mesh(world)
+    model, mesh = Blocks(), parameter_mesh(world)
     assert mesh is not None
     zero.shard(model, model.blocks, mesh, stage)
     memory, opt = watched(model)

@@ -10,7 +10,7 @@ from ranks import run_ranks
 
 from meshtune.layout import Layout
 from meshtune.parallel import zero
-from meshtune.parallel.mesh import join
+from meshtune.parallel.mesh import join, parameter_mesh
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 import zero_memory
@@ -18,7 +18,7 @@ import zero_memory
 
 def gradients(text: str, compiled: bool) -> dict[str, np.ndarray]:
     layout = Layout.parse(text)
-    mesh = zero.parameter_mesh(join(layout, torch.device("cpu")))
+    mesh = parameter_mesh(join(layout, torch.device("cpu")))
     torch.manual_seed(0)
     root = zero_memory.Whole(torch.float32)
     blocks = list(root.get_submodule("model.model.layers").children())

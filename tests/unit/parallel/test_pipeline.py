@@ -18,12 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from meshtune.attention.register import register
-from meshtune.layout import TORCH_SCHEDULES, Layout
+from meshtune.layout import TORCH_SCHEDULES, ZERO_BUBBLE, Layout
 from meshtune.model.anatomy import anatomy
 from meshtune.parallel.apply import apply
 from meshtune.parallel.mesh import join
 from meshtune.parallel.zero import local
-from meshtune.placement.rules import ZERO_BUBBLE
 from meshtune.placement.share import stage_blocks, stage_of_rank
 from meshtune.train.loss import head_loss
 

@@ -11,9 +11,8 @@ from test_zero import GROUPS, MICRO_BATCHES, REDUCE, Collectives, Whole, micro_b
 
 from meshtune.layout import Layout
 from meshtune.optim.optimizer import Optimizer
-from meshtune.parallel import zero
 from meshtune.parallel.apply import groups_of
-from meshtune.parallel.mesh import join
+from meshtune.parallel.mesh import join, parameter_mesh
 from meshtune.parallel.replicas import Replicas
 
 BLOCKS = "model.model.layers"
@@ -29,7 +28,7 @@ def stepped(
     world, root = join(Layout(dp_replicate=ranks), torch.device("cpu")), Whole()
     root.first = True  # type: ignore[assignment]  # as a stage is
     prepare(root, world.rank)
-    mesh = zero.parameter_mesh(world)
+    mesh = parameter_mesh(world)
     assert mesh is not None
     optimizer = Optimizer(root.named_parameters(), betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     blocks = list(root.get_submodule(BLOCKS).children())

@@ -18,7 +18,7 @@ from meshtune.layout import Layout
 from meshtune.model.anatomy import anatomy
 from meshtune.optim.optimizer import Optimizer
 from meshtune.parallel import zero
-from meshtune.parallel.mesh import join
+from meshtune.parallel.mesh import join, parameter_mesh
 
 register()
 
@@ -79,7 +79,7 @@ def one_rank(ranks: int) -> tuple[dict[str, torch.Tensor], float]:
 def sharded(layout: str) -> dict[str, Any]:
     plan = Layout.parse(layout)
     world, root = join(plan, torch.device("cpu")), Whole()
-    mesh = zero.parameter_mesh(world)
+    mesh = parameter_mesh(world)
     assert mesh is not None
     zero.shard(root, root.model.model.layers, mesh, plan.zero)
     batches = micro_batches(plan.world)

@@ -804,6 +804,22 @@ REFUSED = [
     ),
     *((tool, "mb1-ga3", ["train.global_batch_size=4"], "makes 3 sequences per step") for tool in TOOLS),
 ]
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_an_axis_or_an_optimizer_that_no_export_writes_is_refused(
+    tool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported(tool, "zero3x2-tp2-mb1-ga1")
+    monkeypatch.setattr(shared, "EXPORTED_OPTIMIZERS", ("sgd",))
+    monkeypatch.setattr(shared, "EXPORTED_AXES", ("dp_replicate", "dp_shard"))
+    with pytest.raises(UserError) as error:
+        exported(tool, "zero3x2-tp2-mb1-ga1")
+    optimizer, axis = error.value.problems
+    assert re.fullmatch(r"train\.optimizer=adamw can't be exported to \S+; use sgd\.", optimizer)
+    assert re.fullmatch(r"tp=2 can't be exported to \S+; choose a layout without tp\.", axis)
+
+
 EPOCHS = ["train.max_steps=null", "train.num_epochs=1"]
 PURE = ["train.precision=bf16-pure"]
 MESSAGES = ["data.format=messages", "data.columns={}"]

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.placement.columns import Columns
 from meshtune.placement.states import Elements, copies_of, held_states
@@ -14,6 +15,7 @@ from meshtune.plan.memory.activations import saved_by_block
 from meshtune.plan.memory.stages import Stages, in_flight
 from meshtune.plan.memory.timeline import peak
 from meshtune.plan.work import Work
+from meshtune.precision import PRECISIONS
 from meshtune.units import GIB
 
 SEEN = {
@@ -178,3 +180,14 @@ def test_peaks_of_bloom(stack: str, precision: str, layers: int, layout: str, gi
     """bigscience train/tr11-176B-ml/chronicles-prequel.md: what nvidia-smi showed."""
     found = peak(gpt(layers, 14336, 64, 250880), columns(layout), stack_accounting(stack, precision), 2048)
     assert float(found.peak[0]) / GIB == pytest.approx(gigabytes, rel=0.08)
+
+
+@pytest.mark.parametrize("stack", stacks())
+def test_a_precision_that_a_stack_has_no_table_of_is_refused(stack: str) -> None:
+    with pytest.raises(UserError, match=f"precision of the stack {stack} = 'bf17': it must be one of.*bf16"):
+        stack_accounting(stack, "bf17")
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_this_engine_has_a_table_of_each_precision(precision: str) -> None:
+    assert stack_accounting("meshtune", precision).precision.weight in (2, 4, 8)

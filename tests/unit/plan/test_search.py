@@ -29,9 +29,9 @@ from meshtune.plan.hardware import catalogue
 from meshtune.plan.machine import machine_of
 from meshtune.plan.memory.timeline import CATEGORIES, CATEGORY_NAMES
 from meshtune.plan.models import models
-from meshtune.plan.phrases import largest_category
-from meshtune.plan.search import TIE, Choice, Plan, explained, search
-from meshtune.plan.seconds.step import Seconds, compute_parts
+from meshtune.plan.phrases import largest_category, spent
+from meshtune.plan.search import Choice, Plan, explained, search
+from meshtune.plan.seconds.step import TIE, Seconds, compute_parts
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
 
@@ -568,11 +568,11 @@ def check(each: advice.Alternative, best: Choice, plan: Plan) -> None:
             if largest == "compute":
                 check_cause(longer[2], choice, best, plan.workload)
             else:
-                assert longer[2] == f"for {advice.spent(largest, choice.layout)}"
+                assert longer[2] == f"for {spent(largest, choice.layout)}"
         elif less := re.search(r"takes (\d+)% less time than the chosen layout", said):
             assert -more * 100 == pytest.approx(int(less[1]), abs=0.51)
         else:
-            assert "is as fast" in said and abs(more) < 0.005
+            assert "is as fast" in said and abs(more) < TIE
 
 
 def check_cause(said: str, other: Choice, best: Choice, w: Workload) -> None:

@@ -12,7 +12,7 @@ from meshtune.plan.cluster import cluster_of
 from meshtune.plan.memory.timeline import CATEGORIES, Memory
 from meshtune.plan.search import Choice
 from meshtune.plan.seconds.step import PARTS, Seconds
-from meshtune.report.draw.theme import COLOURS, MEMORY, TIME
+from meshtune.report.draw.colours import COLOURS, MEMORY, TIME
 from meshtune.report.plan.bars import LETTERS, Bar, blocks
 from meshtune.report.plan.numbers import seconds
 from meshtune.report.plan.tables import explanation, layouts_table, sizes_table
@@ -101,8 +101,8 @@ def test_one_without_enough_of_them_has_letters_and_says_what_they_are(colours):
 
 
 def test_every_name_has_a_colour_and_a_letter_of_its_own():
-    assert tuple(MEMORY) == CATEGORIES and tuple(TIME) == PARTS
-    for names in (CATEGORIES, PARTS):
+    for names, colours in ((CATEGORIES, MEMORY), (PARTS, TIME)):
+        assert [COLOURS[name] for name in names] == [*colours]
         assert len({LETTERS[name] for name in names}) == len({COLOURS[name] for name in names}) == len(names)
 
 

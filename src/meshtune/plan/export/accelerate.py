@@ -27,7 +27,7 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
 
     Raises UserError, with every reason, if it can't run them.
     """
-    refuse(config, layout, gpus_per_node, problems(layout))
+    refuse(TOOL, config, layout, gpus_per_node, problems(layout))
     recompute, changed = whole_blocks(TOOL, layout)
     launch = launcher(config, layout, gpus_per_node, recompute)
     arguments = training_arguments(config, layout)

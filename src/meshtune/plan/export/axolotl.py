@@ -47,7 +47,7 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
 
     Raises UserError, with every reason, if it can't run them.
     """
-    refuse(config, layout, gpus_per_node, [*problems(layout, TOOL), *axolotl_problems(config, layout)])
+    refuse(TOOL, config, layout, gpus_per_node, [*problems(layout, TOOL), *axolotl_problems(config, layout)])
     settings = {
         **model(config),
         **data(config),

@@ -17,7 +17,7 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
 
     Raises UserError, with every reason, if it can't run them.
     """
-    refuse(config, layout, gpus_per_node, problems(layout))
+    refuse(TOOL, config, layout, gpus_per_node, problems(layout))
     settings = {**engine(config, layout), "optimizer": optimizer(config)}
     if config.train.max_steps:
         settings["scheduler"] = scheduler(config, config.train.max_steps)

@@ -8,10 +8,14 @@ from meshtune.config import Config, DataConfig, SourceConfig
 from meshtune.data.example import SUFFIXES
 from meshtune.data.rows import FORMATS
 from meshtune.errors import UserError
-from meshtune.layout import Layout
+from meshtune.layout import AXES, Layout
 
+# The export to every tool writes these or refuses them itself. Anything else is refused for all, so that none
+# can leave out what it doesn't know.
 EXPORTED_RECOMPUTATIONS = ("none", "attention", "selective", "full")
-EXPORTED_PRECISIONS = ("fp32", "bf16", "bf16-pure")  # that every tool's export knows how to write
+EXPORTED_PRECISIONS = ("fp32", "bf16", "bf16-pure")
+EXPORTED_OPTIMIZERS = ("adamw",)
+EXPORTED_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True)
@@ -23,19 +27,33 @@ class Exported:
     missing: tuple[str, ...]  # sentences on what the tool can't express or runs differently
 
 
-def refuse(config: Config, layout: Layout, gpus_per_node: int, problems: Iterable[str]) -> None:
-    """Raise UserError with a tool's `problems`, sentences, and those that hold for every tool, if any."""
-    if sentences := [*problems, *problems_of_all_tools(config, layout, gpus_per_node)]:
+def refuse(tool: str, config: Config, layout: Layout, gpus_per_node: int, problems: Iterable[str]) -> None:
+    """Raise UserError with a tool's `problems`, sentences, and those that hold for every tool, if any.
+
+    tool: its name, for the sentences.
+    """
+    if sentences := [*problems, *problems_of_all_tools(tool, config, layout, gpus_per_node)]:
         raise UserError(sentences)
 
 
-def problems_of_all_tools(config: Config, layout: Layout, gpus_per_node: int) -> Iterator[str]:
-    """Sentences on why no tool can run the layout: precision, recomputation, partly filled nodes, batch."""
+def problems_of_all_tools(tool: str, config: Config, layout: Layout, gpus_per_node: int) -> Iterator[str]:
+    """Sentences on why no tool can run the layout or the workload.
+
+    The reasons: precision, optimizer, recomputation, axes, partly filled nodes, batch.
+    """
     if config.train.precision not in EXPORTED_PRECISIONS:
         yield (
             f"train.precision={config.train.precision} runs in meshtune alone, no other tool trains in it; "
             "use fp32 or bf16."
         )
+    if config.train.optimizer not in EXPORTED_OPTIMIZERS:
+        yield (
+            f"train.optimizer={config.train.optimizer} can't be exported to {tool}; use "
+            f"{' or '.join(EXPORTED_OPTIMIZERS)}."
+        )
+    for axis in AXES:
+        if (size := getattr(layout, axis)) > 1 and axis not in EXPORTED_AXES:
+            yield f"{axis}={size} can't be exported to {tool}; choose a layout without {axis}."
     if layout.recompute not in EXPORTED_RECOMPUTATIONS:
         *others, last = EXPORTED_RECOMPUTATIONS
         yield (f"recompute={layout.recompute} runs in meshtune alone; use {', '.join(others)} or {last}.")

@@ -40,7 +40,7 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
 
     Raises UserError, with every reason, if it can't run them.
     """
-    refuse(config, layout, gpus_per_node, problems(config, layout))
+    refuse(TOOL, config, layout, gpus_per_node, problems(config, layout))
     recompute, changed = whole_blocks(TOOL, layout)
     sources = {"train": config.data.train, "eval": config.data.eval}
     datasets = {

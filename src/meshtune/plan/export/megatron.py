@@ -33,7 +33,7 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
 
     Raises UserError, with every reason, if it can't run them.
     """
-    refuse(config, layout, gpus_per_node, problems(config, layout))
+    refuse(TOOL, config, layout, gpus_per_node, problems(config, layout))
     flags = "".join(
         f"\n    --{name}" + ("" if value is True else f" {value}")
         for name, value in (arguments(config, layout) | RECOMPUTE[layout.recompute]).items()

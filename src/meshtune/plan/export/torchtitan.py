@@ -9,7 +9,7 @@ from textwrap import indent
 from typing import Any
 
 from meshtune.config import Config, SourceConfig
-from meshtune.layout import TORCH_SCHEDULES, V_SCHEDULES, Layout
+from meshtune.layout import TORCH_SCHEDULES, V_SCHEDULES, VIRTUAL_SCHEDULES, Layout
 from meshtune.plan.export.exported import (
     Exported,
     column_name,
@@ -25,7 +25,7 @@ from meshtune.plan.export.exported import (
 )
 
 TOOL = "torchtitan"
-LOOPED = ("interleaved1f1b", "loopedbfs", "zb", *V_SCHEDULES)  # cut into two stages a rank
+LOOPED = (*VIRTUAL_SCHEDULES, *V_SCHEDULES)  # cut into two stages a rank
 RECOMPUTE = {
     "none": "None",
     "attention": "None",
@@ -94,7 +94,7 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
 
     Raises UserError, with every reason, if it can't run them.
     """
-    refuse(config, layout, gpus_per_node, problems(config, layout))
+    refuse(TOOL, config, layout, gpus_per_node, problems(config, layout))
     program = "-m torchtitan.train --module meshtune_torchtitan --config run"
     command = "PYTHONPATH=. " + torchrun(layout, gpus_per_node, program)
     if not config.train.max_steps:

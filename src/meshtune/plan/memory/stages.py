@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshtune.layout import V_SCHEDULES
 from meshtune.units import Number
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Stages:
         """Stages of as equal sizes as can be: each rank counts as one of the largest, ceil(blocks / pp)."""
         largest = np.ceil(blocks / layouts.pp - 1e-9)
         rank = np.stack([0 * layouts.pp, np.minimum(1.0, layouts.pp - 1), layouts.pp - 1])
-        v_shaped = layouts.runs("zbv", "dualpipev")
+        v_shaped = layouts.runs(*V_SCHEDULES)
         return cls(
             blocks=np.broadcast_to(largest, rank.shape),
             has_embedding=(rank == 0) * 1.0,

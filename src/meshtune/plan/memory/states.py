@@ -1,4 +1,4 @@
-"""Model states of a rank in bytes: weights, gradients and optimizer state, by precision and ZeRO stage."""
+"""Elements of parameters on a rank, by where they are; placement/states.py has their bytes."""
 
 from __future__ import annotations
 
@@ -8,28 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from meshtune.placement.states import Copies, Elements, States
+from meshtune.placement.states import Elements
 from meshtune.units import Number
 
 if TYPE_CHECKING:
     from meshtune.placement.columns import Columns
     from meshtune.plan.memory.stages import Stages
     from meshtune.plan.work import Weight, Work
-
-
-def states(copies: Copies, parameters: Number, zero: Number = 0, shards: Number = 1) -> States:
-    """Bytes of model states of these parameters on a rank, under ZeRO stage `zero` over `shards` ranks.
-
-    Stage 1 shards optimizer state, 2 gradients too, 3 weights too (Rajbhandari et al. 2020, arXiv:1910.02054,
-    figure 1). parameters: elements before sharding, all trained. Gradients count as their sum, and beside it
-    the gradients that a backward writes if `copies.beside`.
-    """
-    gradient = copies.gradient + copies.accumulated if copies.beside else copies.accumulated
-    return States(
-        weights=parameters * copies.weight / np.where(zero >= 3, shards, 1),
-        gradients=parameters * gradient / np.where(zero >= 2, shards, 1),
-        optimizer=parameters * (copies.master + copies.optimizer) / np.where(zero >= 1, shards, 1),
-    )
 
 
 def gpt_parameters(layers: Number, hidden: Number, vocabulary: Number, seq_len: Number) -> Number:

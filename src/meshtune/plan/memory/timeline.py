@@ -12,11 +12,12 @@ element per layout.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
 
+from meshtune.layout import MODEL_AXES
 from meshtune.placement.columns import Columns, Number
 from meshtune.placement.states import Elements, States, held_states
 from meshtune.plan.accounting import Accounting
@@ -31,12 +32,7 @@ from meshtune.plan.memory.stages import Stages, in_flight
 from meshtune.plan.memory.states import RankElements, rank_elements
 from meshtune.plan.work import Work
 
-CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "overhead")
 EVENTS = ("loss", "backward of the head", "backward of a block", "end of backward", "update")
-CATEGORY_NAMES = dict(zip(CATEGORIES, CATEGORIES, strict=True)) | {
-    "optimizer": "optimizer state",
-    "communication": "communication buffers",
-}
 
 
 @dataclass(frozen=True)
@@ -59,6 +55,13 @@ class Memory:
     @property
     def peak(self) -> Number:
         return sum(getattr(self, name) for name in CATEGORIES)
+
+
+CATEGORIES = tuple(field.name for field in fields(Memory) if field.name not in ("event", "rank"))
+CATEGORY_NAMES = {name: name for name in CATEGORIES} | {
+    "optimizer": "optimizer state",
+    "communication": "communication buffers",
+}
 
 
 class DataParallelBuffers(NamedTuple):
@@ -278,14 +281,14 @@ def peak(
     """
     stages = stages or Stages.cut(work, layouts, accounting.stage_cut)
     timeline = step_timeline(work, layouts, accounting, seq_len, stages, first_step=first_step)
-    axes = (layouts.parameter_ranks, layouts.cp, layouts.tp, layouts.pp)
+    axes = (layouts.parameter_ranks, *(getattr(layouts, axis) for axis in MODEL_AXES))
     groups = sum((ranks > 1) * 1.0 for ranks in axes)
     groups = groups + (groups > 1)
     shape = np.shape(timeline["loss"]["activations"])
     fullest: dict[str, Number] = {}
     most = np.full(shape[1:], -np.inf)
     for index, event in enumerate(EVENTS):
-        parts = {category: np.broadcast_to(timeline[event][category], shape) for category in CATEGORIES[:-1]}
+        parts = {name: np.broadcast_to(values, shape) for name, values in timeline[event].items()}
         transient = parts["activations"] + parts["logits"] + parts["communication"]
         overhead = accounting.reserved * transient + accounting.context + accounting.communicator * groups
         parts["overhead"] = overhead

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshtune.layout import ZERO_BUBBLE
 from meshtune.plan.seconds.collectives import ranks_in_node, ring_collectives
 from meshtune.units import Number
 
@@ -96,7 +97,7 @@ def _bubble(layouts: Columns, stage: Number, forward: Number, weights: Number) -
     saved = saved / layouts.virtual_stages
     per_rank = np.where(layouts.runs("gpipe", "1f1b"), stage, chunk)
     at_least = forward / layouts.virtual_stages * 0.5
-    at_least = np.where(layouts.runs("zb", "zbv", "dualpipev"), at_least, 0.0)
+    at_least = np.where(layouts.runs(*ZERO_BUBBLE), at_least, 0.0)
     missing = np.maximum(layouts.pp - layouts.gradient_accumulation_steps, 0.0)
     returning = missing * (layouts.virtual_stages - 1) * chunk
     bubble = (layouts.pp - 1) * np.maximum(per_rank - saved, at_least) + returning

@@ -23,13 +23,10 @@ from meshtune.plan.seconds.gpu import block_compute, head_and_loss
 from meshtune.plan.seconds.pipeline import pipeline_seconds
 
 if TYPE_CHECKING:
+    from meshtune.plan.machine import Machine
     from meshtune.plan.work import Work
 
-
-if TYPE_CHECKING:
-    from meshtune.plan.machine import Machine
-
-PARTS = ("compute", "tensor", "context", "pipeline", "data", "optimizer", "bubble", "host")
+TIE = 0.005  # relative difference of two step times up to which they count as equal
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,10 @@ class Seconds:
 
     @property
     def total(self) -> Number:
-        return sum(getattr(self, part.name) for part in fields(self))
+        return sum(getattr(self, part) for part in PARTS)
+
+
+PARTS = tuple(field.name for field in fields(Seconds))
 
 
 def step(

@@ -2,9 +2,10 @@
 
 import altair as alt
 
+from meshtune.report.draw.colours import colours_of
 from meshtune.report.draw.encode import LEGEND_COLUMNS, NUMBER, layered, table, tooltip
 from meshtune.report.draw.kinds import Mark, Stacks
-from meshtune.report.draw.theme import MONO, colours_of
+from meshtune.report.draw.theme import MONO
 
 BAR = 28  # px of height for each bar
 MARK_TEXT = 22  # px between legend and bars, for the text of a mark

@@ -1,12 +1,11 @@
 """Colours, and the Vega-Lite configuration that gives every chart the same look, on light and dark pages.
 
 A chart names roles, not colours: `main`, `other`, `ink`, `grid` and `paper` are parameters of the
-configuration, so one specification serves both themes. Parts of memory and of a step have one fixed colour
-everywhere, also in the terminal. The palette is that of Okabe and Ito, which colour-blind readers can tell
-apart, with a few shades between.
+configuration, so one specification serves both themes. The palette is that of Okabe and Ito, which
+colour-blind readers can tell apart, with a few shades between.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 LIGHT = {
@@ -23,27 +22,6 @@ DARK = {
     "grid": "#2c3138",
     "paper": "#15181c",
 }
-
-MEMORY = {  # parts of a GPU's memory
-    "weights": LIGHT["main"],
-    "gradients": LIGHT["other"],
-    "optimizer": "#009e73",
-    "activations": "#7a6fb0",
-    "logits": "#cc79a7",
-    "communication": DARK["other"],
-    "overhead": "#8b929b",
-}
-TIME = {  # parts of a training step
-    "compute": DARK["main"],
-    "tensor": LIGHT["other"],
-    "context": "#cc79a7",
-    "pipeline": "#7a6fb0",
-    "data": DARK["other"],
-    "optimizer": "#009e73",
-    "bubble": "#b9bfc7",
-    "host": "#6b727b",
-}
-COLOURS = MEMORY | TIME
 OTHERS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a6fb0", "#8b929b")
 SHADES = ("#eaf3f9", "#9cc8e3", "#3d94c6", "#0072b2", "#004c77")  # of a heat map, low to high
 ON_LIGHT_SHADE, ON_DARK_SHADE = "#1c1f23", "#ffffff"  # text on them, in both themes
@@ -51,15 +29,6 @@ ON_LIGHT_SHADE, ON_DARK_SHADE = "#1c1f23", "#ffffff"  # text on them, in both th
 SANS = 'system-ui, -apple-system, "Segoe UI", "Helvetica Neue", "Liberation Sans", sans-serif'
 MONO = 'ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace'
 TEXT = 12  # px; titles are 14
-
-
-def colours_of(names: Sequence[str]) -> list[str]:
-    """Colours as "#rrggbb", one per name, in the order of `names`.
-
-    Parts of memory and of a step have their fixed colour (COLOURS); other names take the palette's in turn.
-    """
-    spare = iter(OTHERS * (1 + len(names) // len(OTHERS)))
-    return [COLOURS.get(name) or next(spare) for name in names]
 
 
 def config(colours: Mapping[str, str], *, background: str) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 import altair as alt
 
+from meshtune.report.draw.colours import colours_of
 from meshtune.report.draw.encode import LEGEND_COLUMNS, NUMBER, layered, table, tooltip
 from meshtune.report.draw.kinds import Timeline
-from meshtune.report.draw.theme import colours_of
 
 LANE = 28  # px of height for each lane
 

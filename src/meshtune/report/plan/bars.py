@@ -15,7 +15,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from meshtune.report.draw.theme import COLOURS
+from meshtune.report.draw.colours import COLOURS
 
 LETTERS = {name: name[0].upper() for name in COLOURS} | {"context": "X", "overhead": "V"}
 FREE = "·"

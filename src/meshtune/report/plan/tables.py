@@ -14,6 +14,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshtune.plan.memory import CATEGORIES, EVENTS, RANKS
+from meshtune.plan.phrases import spent
 from meshtune.plan.seconds.step import PARTS
 from meshtune.report.plan.bars import Column, Fitted, Legend, Name
 from meshtune.report.plan.numbers import memory_parts, nonzero, number, seconds, time_parts
@@ -25,21 +26,11 @@ if TYPE_CHECKING:
 MEMORY_MEANING = {  # parts of a rank's memory
     "weights": "parameters; under ZeRO the shard of their masters, and weights gathered for a whole step",
     "gradients": "with their sum over micro-batches and ranks",
-    "optimizer": "AdamW moments; without ZeRO also master weights, where weights are not fp32",
+    "optimizer": "its state; without ZeRO also master weights, if the precision has them",
     "activations": "saved for the backward, and in use in one block",
     "logits": "of the tokens that the loss computes at once",
     "communication": "gathered parameters and buffers of collectives",
     "overhead": "CUDA context, communicators, gaps of the allocator",
-}
-TIME_MEANING = {  # parts of a step
-    "compute": "matmuls, attention and elementwise operations",
-    "tensor": "tensor-parallel collectives that computing does not hide",
-    "context": "context-parallel collectives",
-    "pipeline": "sending hidden states to the next stage",
-    "data": "collectives of weights and gradients that computing does not hide",
-    "optimizer": "the update",
-    "bubble": "waiting for other pipeline stages",
-    "host": "waiting for kernel launches",
 }
 
 
@@ -102,6 +93,7 @@ def explanation(choice: Choice) -> RenderableType:
     event = EVENTS[int(memory.event)]
     gpus = f"{choice.layout.world} × {choice.cluster.gpu.name}"
     speed = number(choice.tokens_per_second_per_gpu)
+    time_meaning = {part: spent(part, choice.layout) for part in PARTS}
     return Group(
         Text.assemble((str(choice.layout), "bold"), (f"  on {gpus}", "dim")),
         Text(f"{speed} tokens/s/GPU · {seconds(total)} a step · MFU {choice.mfu:.1%}"),
@@ -111,7 +103,7 @@ def explanation(choice: Choice) -> RenderableType:
         shares(memory_parts(choice), MEMORY_MEANING, human, "peak"),
         Text(),
         Text.assemble(("Time  ", "bold"), f"{seconds(total)} a step, by what a rank waits for"),
-        shares(time_parts(choice), TIME_MEANING, seconds, "step"),
+        shares(time_parts(choice), time_meaning, seconds, "step"),
     )
 
 

@@ -10,7 +10,8 @@ from rich.padding import Padding
 from rich.text import Text
 
 from meshtune.plan.answer import Answer
-from meshtune.plan.search import TIE, TIE_MEMORY_STEP, Choice
+from meshtune.plan.search import TIE_MEMORY_STEP, Choice
+from meshtune.plan.seconds.step import TIE
 from meshtune.report.plan.tables import explanation, layouts_table, sizes_table
 from meshtune.units import human
 
