@@ -8,17 +8,21 @@ each call. A kept rank sees nothing that was patched or set here after it was fo
 name: for patches and closures, `forked=True` runs the function on ranks that are forked now and end with it.
 """
 
+import faulthandler
 import gc
 import multiprocessing
 import os
 import pickle
 import random
+import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,7 +74,7 @@ def run_ranks(
             for rank, call in zip(team, calls, strict=True):
                 rank.pipe.send_bytes(pickle.dumps(call))
         try:
-            return _results(team, seconds)
+            return _results(team, Path(folder), seconds)
         except BaseException:
             _end(team)
             if not forked:
@@ -82,8 +86,11 @@ def run_ranks(
                 _end(team)
 
 
-def _results(team: list[Rank], seconds: float) -> list[Any]:
-    """Results by rank. Raises AssertionError if a rank fails, or none answers within `seconds`."""
+def _results(team: list[Rank], folder: Path, seconds: float) -> list[Any]:
+    """Results by rank. Raises AssertionError if a rank fails, or none answers within `seconds`.
+
+    folder: the call's, where ranks that do not answer write where they are.
+    """
     results: dict[int, Any] = {}
     failures: list[str] = []  # the first to fail, and those that lost it: which is heard first is chance
     waiting = {rank.pipe: number for number, rank in enumerate(team)}
@@ -98,7 +105,12 @@ def _results(team: list[Rank], seconds: float) -> list[Any]:
             if failure is not None:
                 failures.append(f"rank {number} of {len(team)} failed\n{failure}")
     assert not failures, "\n".join(failures)
-    assert not waiting, f"{len(waiting)} of {len(team)} ranks did not end within {seconds} s"
+    if waiting:
+        for number in waiting.values():
+            os.kill(team[number].process.pid or 0, signal.SIGUSR2)
+        time.sleep(1)
+        stacks = "\n".join(file.read_text()[:3000] for file in sorted(folder.glob("stack*")))
+        raise AssertionError(f"{len(waiting)} of {len(team)} ranks did not end within {seconds} s:\n{stacks}")
     return [results[number] for number in range(len(team))]
 
 
@@ -150,19 +162,29 @@ def _answer(content: Call | bytes) -> bytes:
     """Run a call, pickled or not; return its pickled (result, None), or (None, traceback)."""
     try:
         call = pickle.loads(content) if isinstance(content, bytes) else content
-        random.seed(0)
-        np.random.seed(0)
-        torch.manual_seed(0)
-        os.environ.update(RANK=str(call.rank), WORLD_SIZE=str(call.ranks), LOCAL_RANK=str(call.rank))
-        dist.init_process_group(
-            "gloo", init_method=f"file://{call.folder}/rendezvous", rank=call.rank, world_size=call.ranks,
-            timeout=timedelta(seconds=call.seconds),
-        )  # fmt: skip
-        dist.barrier()  # a rank that ended at once would break the connections that others still make
-        answer = pickle.dumps((call.function(*call.args), None))
-        dist.barrier()  # nobody leaves the group while others still use it
-        dist.destroy_process_group()
-        forget_meshes()
-        return answer
+        with Path(call.folder, f"stack{call.rank}").open("w") as stack:
+            faulthandler.register(signal.SIGUSR2, stack)  # asked for its stack, a rank that hangs writes it
+            try:
+                return _result(call)
+            finally:
+                faulthandler.unregister(signal.SIGUSR2)
     except BaseException:
         return pickle.dumps((None, traceback.format_exc()))
+
+
+def _result(call: Call) -> bytes:
+    """Run the function in a new process group; return its pickled (result, None)."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    os.environ.update(RANK=str(call.rank), WORLD_SIZE=str(call.ranks), LOCAL_RANK=str(call.rank))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{call.folder}/rendezvous", rank=call.rank, world_size=call.ranks,
+        timeout=timedelta(seconds=call.seconds),
+    )  # fmt: skip
+    dist.barrier()  # a rank that ended at once would break the connections that others still make
+    result = pickle.dumps((call.function(*call.args), None))
+    dist.barrier()  # nobody leaves the group while others still use it
+    dist.destroy_process_group()
+    forget_meshes()
+    return result
