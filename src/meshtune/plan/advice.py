@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,8 @@ from meshtune.plan.workload import Workload
 from meshtune.precision import PRECISIONS, narrower
 from meshtune.units import count, duration, human
 
-NOTABLE = 0.1  # share of a difference in compute from which a kind of work is named as its cause
+NOTABLE = 0.1  # share of a difference in time from which a part, or a kind of work, is worth naming
+NAMED = 3  # parts of a step that one comparison names at most
 
 
 class Cause(NamedTuple):
@@ -93,10 +95,7 @@ def _larger_micro_batch(plan: Plan, choice: Choice) -> str:
     other = explained(workload, plan.cluster, doubled)
     if not other.fits:
         need, limit = human(other.memory.peak), memory_limit(plan.cluster)
-        return (
-            f". With {2 * micro_batch}, the same sizes of the axes and recompute={layout.recompute}, a rank "
-            f"would need {need}; {limit}."
-        )
+        return f". The same layout with {2 * micro_batch} would need {need} a rank; {limit}."
     slower = other.seconds.total / choice.seconds.total - 1
     if abs(slower) < TIE:
         return f". {2 * micro_batch} would fit and be as fast."
@@ -202,9 +201,10 @@ def _compared(workload: Workload, kind: Kind, choice: Choice, best: Choice) -> A
 
 
 def comparison(workload: Workload, other: Choice, best: Choice) -> str:
-    """Compare step times with the chosen layout `best`, and name the part whose time grows most.
+    """Compare step times with the chosen layout `best`, and name the parts whose time grows most.
 
-    Where `other` is no slower, within TIE: compare memory instead. The result continues the name of `other`.
+    At most NAMED of them, until what is left is no more than the last one named. Where `other` is no slower,
+    within TIE: compare memory instead. The result continues the name of `other`.
     """
     more = other.seconds.total / best.seconds.total - 1
     needs = f"{human(other.memory.peak)} instead of {human(best.memory.peak)}"
@@ -214,16 +214,21 @@ def comparison(workload: Workload, other: Choice, best: Choice) -> str:
     if more < TIE:
         return f"is as fast as the chosen layout, and needs {needs}."
     extra = {part: getattr(other.seconds, part) - getattr(best.seconds, part) for part in PARTS}
-    largest = max(extra, key=lambda part: extra[part])
-    what = f"for {spent(largest, other.layout)}"
-    if largest == "compute":
-        what = f"compute{compute_cause(workload, other, best)}"
-    total = sum(extra.values())
-    rest = total - extra[largest]
-    else_ = f"; all else takes {duration(abs(rest))} {'more' if rest > 0 else 'less'}"
+    total = rest = sum(extra.values())
+    named = []
+    for part in sorted(PARTS, key=lambda part: -extra[part])[:NAMED]:
+        what = f"for {spent(part, other.layout)}"
+        if part == "compute":
+            what = f"compute{compute_cause(workload, other, best)}"
+        named.append(f"{duration(extra[part])} more {what}")
+        rest -= extra[part]
+        if rest <= extra[part]:
+            break
+    if abs(rest) >= NOTABLE * total:
+        named.append(f"all else takes {duration(abs(rest))} {'more' if rest > 0 else 'less'}")
     return (
         f"takes {more:.{int(more < 0.02)}%} ({duration(total)} a step) longer than the chosen layout: "
-        f"{duration(extra[largest])} more {what}{else_ * (abs(rest) >= NOTABLE * total)}."
+        f"{'; '.join(named)}."
     )
 
 
@@ -231,7 +236,7 @@ def compute_cause(workload: Workload, other: Choice, best: Choice) -> str:
     """The kinds of work that make `other` compute longer than `best`, as the end of a sentence.
 
     Compares the `compute_parts` of both; kinds below NOTABLE of the difference are left out. One kind is
-    named as the cause, several with their seconds, which may be negative.
+    named as the cause, several with their seconds, those that take less among them.
     """
     parts = [
         compute_parts(
@@ -245,8 +250,11 @@ def compute_cause(workload: Workload, other: Choice, best: Choice) -> str:
     notable = sorted((kind for kind in more if abs(more[kind]) >= least), key=lambda kind: -more[kind])
     if len(notable) == 1:
         return f", because {CAUSES[notable[0]].clause}"
-    listed = (f"{CAUSES[kind].name} {_signed(more[kind])}" for kind in notable)
-    return f" ({', '.join(listed)})"
+    names = {kind: CAUSES[kind].name for kind in notable}
+    slower = more["attention"] > 0 and other.layout.cp > best.layout.cp == 1
+    if slower and "attention" in names:
+        names["attention"] += ", slower under context parallelism"
+    return f" ({'; '.join(f'{names[kind]}: {_signed(more[kind])}' for kind in notable)})"
 
 
 def _signed(seconds: float) -> str:
@@ -282,10 +290,13 @@ def changes(plan: Plan, best: Choice | None = None) -> list[str]:
             gain = choice.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu - 1
             if gain > 0.02:
                 sentences.append(f"{setting} with layout={choice.layout}: {gain:.0%} more tokens per second.")
-    smaller = [place for place in plan.pareto() if plan.memory.peak[place] < 0.95 * best.memory.peak]
-    for choice in (plan.choice(place) for place in smaller[:2]):
+    smaller: dict[str, Choice] = {}  # by the time as it is printed: of equal ones that with least memory
+    for place in plan.pareto():
+        if plan.memory.peak[place] < 0.95 * best.memory.peak:
+            choice = plan.choice(place)
+            smaller[longer(choice.seconds.total / best.seconds.total)] = choice
+    for time, choice in islice(smaller.items(), 2):
         needs = f"{human(choice.memory.peak)} instead of {human(best.memory.peak)}"
-        time = longer(choice.seconds.total / best.seconds.total)
         sentences.append(f"Less memory: {choice.layout} needs {needs}; a step {time}.")
     return sentences
 

@@ -550,25 +550,29 @@ def check(each: advice.Alternative, best: Choice, plan: Plan) -> None:
     else:
         assert choice and choice.fits and str(choice.layout) in said
         more = choice.seconds.total / best.seconds.total - 1
-        pattern = (
-            r"takes ([\d.]+)% \(.*? a step\) longer than the chosen layout: .*? more (.*?)"
-            r"(; all else takes .*)?\.$"
-        )
+        pattern = r"takes ([\d.]+)% \(.*? a step\) longer than the chosen layout: (.*)\.$"
         if longer := re.search(pattern, said):
             assert more * 100 == pytest.approx(float(longer[1]), abs=0.51)
             extra = {
                 part.name: getattr(choice.seconds, part.name) - getattr(best.seconds, part.name)
                 for part in fields(Seconds)
             }
-            largest = max(extra, key=lambda name: extra[name])
-            rest = sum(extra.values()) - extra[largest]
-            assert bool(longer[3]) == (abs(rest) >= advice.NOTABLE * sum(extra.values()))
-            if longer[3]:
-                assert longer[3].endswith("more" if rest > 0 else "less")
-            if largest == "compute":
-                check_cause(longer[2], choice, best, plan.workload)
-            else:
-                assert longer[2] == f"for {spent(largest, choice.layout)}"
+            order = sorted(extra, key=lambda name: -extra[name])
+            said_parts = re.split(r"; (?![^(]*\))", longer[2])  # not inside brackets
+            named = [part.split(" more ", 1)[1] for part in said_parts if " more " in part]
+            assert 1 <= len(named) <= advice.NAMED
+            rests = [sum(extra[name] for name in order[count + 1 :]) for count in range(len(named))]
+            assert all(rest > extra[name] for rest, name in zip(rests[:-1], order, strict=False))
+            assert rests[-1] <= extra[order[len(named) - 1]] or len(named) == advice.NAMED
+            if len(said_parts) > len(named):
+                assert said_parts[-1].startswith("all else takes ")
+                assert said_parts[-1].endswith("more" if rests[-1] > 0 else "less")
+            assert (len(said_parts) > len(named)) == (abs(rests[-1]) >= advice.NOTABLE * sum(extra.values()))
+            for name, what in zip(order, named, strict=False):
+                if name == "compute":
+                    check_cause(what, choice, best, plan.workload)
+                else:
+                    assert what == f"for {spent(name, choice.layout)}"
         elif less := re.search(r"takes (\d+)% less time than the chosen layout", said):
             assert -more * 100 == pytest.approx(int(less[1]), abs=0.51)
         else:
@@ -587,7 +591,9 @@ def check_cause(said: str, other: Choice, best: Choice, w: Workload) -> None:
     total = other.seconds.compute - best.seconds.compute
     assert sum(more.values()) == pytest.approx(total)
     named = [
-        kind for kind, cause in advice.CAUSES.items() if cause.clause in said or cause.name + " " in said
+        kind
+        for kind, cause in advice.CAUSES.items()
+        if cause.clause in said or re.search(rf"\b{cause.name}[:,]", said)
     ]
     assert named and max(more, key=lambda kind: more[kind]) in named
     if "because" in said:

@@ -39,8 +39,8 @@ def answer(result: Answer, most: int) -> RenderableType:
             "Row 1: the lowest peak memory."
             if result.goal == "memory"
             else f"Row 1: of the layouts within {TIE:.1%} of the shortest step, the one with the lowest peak "
-            f"memory, rounded down to {TIE_MEMORY_STEP:.0%} of a GPU's; of equal ones, the one with least "
-            "recomputation.",
+            f"memory, counted in whole {TIE_MEMORY_STEP:.0%} of a GPU's; of equal ones, the one that "
+            "recomputes least.",
             style="dim",
         ),
         section(
