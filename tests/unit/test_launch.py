@@ -136,6 +136,21 @@ def test_other_ranks_write_to_logs_native_code_too(tmp_path: Path, capfd: pytest
     assert sorted((tmp_path / "logs" / "rank-2.log").read_text().split()) == ["2", "2", "process", "python"]
 
 
+def test_a_rank_whose_log_can_not_be_written_runs_on_and_reports_its_failure(tmp_path: Path) -> None:
+    def fail_on_full_disk(rank: Rank) -> None:
+        if rank.number == 1:
+            os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+            os.dup2(1, 2)
+            print("a line\n" * 5000, flush=True)  # more than the stream's buffer
+            (tmp_path / "went on").touch()
+            raise UserError("the disk is full")
+        dist.barrier()
+
+    with pytest.raises(UserError, match="the disk is full"):
+        launch.run(fail_on_full_disk, ranks=2, limits=QUICK)
+    assert (tmp_path / "went on").exists()
+
+
 def test_a_stopped_rank_is_named_with_what_the_others_wait_in() -> None:
     def stop(rank: Rank) -> None:
         mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "tp"))

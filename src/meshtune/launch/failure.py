@@ -83,18 +83,18 @@ def record_failure(folder: Path, place: Place, error: BaseException) -> None:
     """Write this rank's Failure to `folder`/failed-<rank> for the parent, by a rename.
 
     Expected errors and OSError are in it as they are, any other only as text with its traceback. A rank that
-    has a log also prints the message to stderr.
+    has a log then prints the message there.
     """
     expected = isinstance(error, UserError | NonFinite | Interrupted | RankFailed | KeyboardInterrupt)
     message = str(error) if expected else "".join(traceback.format_exception(error))
     text = f"rank {place.rank} of {place.world} failed:\n{message}{end_of_log(folder, place.rank)}"
-    if place.rank:
-        print(message, file=sys.stderr)
     raised = error if expected or isinstance(error, OSError) else None
     failure = Failure(time.time(), text, raised, consequence=lost_connection(error))
     aside = folder / f".failed-{place.rank}"
     aside.write_bytes(pickle.dumps(failure))
     aside.rename(folder / f"failed-{place.rank}")
+    if place.rank:
+        print(message, file=sys.stderr)
 
 
 def end_of_log(folder: Path, rank: int, lines: int = 20) -> str:

@@ -1,11 +1,12 @@
 """One rank: its process group, its log file, and the watch that names a hang."""
 
+import io
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,19 @@ class Rank:
             self._watch.progress, self._watch.axes, self._watch.spins = progress, axes, spins
 
 
+class LogStream(io.TextIOWrapper):
+    """Text output to a rank's log. What can't be written, as on a full disk, is dropped: the run goes on."""
+
+    def write(self, text: str, /) -> int:
+        with suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            super().flush()
+
+
 class RankLog:
     """The file that gets this process's stdout and stderr instead of the terminal, native code's included.
 
@@ -60,7 +74,8 @@ class RankLog:
         self._path = file
         self._file = tempfile.TemporaryFile("a+b") if file is None else open(file, "a+b")  # noqa: SIM115
         self._redirect(self._file.fileno(), self._file.fileno())
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
+        files = (io.FileIO(number, "w", closefd=False) for number in (1, 2))
+        sys.stdout, sys.stderr = (LogStream(io.BufferedWriter(file), line_buffering=True) for file in files)
 
     def move(self, file: Path) -> None:
         """Append what was written so far to `file` and go on there; the old path becomes a link to it."""
