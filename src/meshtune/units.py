@@ -23,14 +23,18 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def duration(seconds: float) -> str:
-    """Format seconds: `duration(192) == "3 min 12 s"`."""
-    if seconds < 0.1:
+def duration(seconds: float, *, like: float | None = None) -> str:
+    """Format seconds: `duration(192) == "3 min 12 s"`.
+
+    like: seconds whose unit and decimals are taken, for parts of a sum; None: those of `seconds`.
+    """
+    size = seconds if like is None else like
+    if size < 0.1:
         return f"{1000 * seconds:.1f} ms"
-    if seconds < 1:
+    if size < 1:
         return f"{seconds:.2f} s"
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    if size < 60:
+        return f"{seconds:.1f} s" if size < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest} s"

@@ -25,7 +25,7 @@ from meshtune.plan.workload import Workload
 from meshtune.precision import PRECISIONS, narrower
 from meshtune.units import count, duration, human
 
-NOTABLE = 0.1  # share of a difference in time from which a part, or a kind of work, is worth naming
+NOTABLE = 0.1  # share of a difference in compute from which a kind of work is named as its cause
 NAMED = 3  # parts of a step that one comparison names at most
 
 
@@ -152,7 +152,7 @@ def alternatives(plan: Plan, best: Choice | None = None) -> list[Alternative]:
             lambda layouts: (layouts.dp_replicate > 1) & (layouts.dp_shard <= node),
         ),
         Kind("tensor parallel over the whole node", alone | {"tp": min(node, gpus)}),
-        Kind("pipeline parallel", {"cp": 1}, lambda layouts: layouts.pp > 1),
+        Kind("pipeline parallel without cp", {"cp": 1}, lambda layouts: layouts.pp > 1),
         Kind("context parallel without tp or pp", {"pp": 1, "tp": 1}, lambda layouts: layouts.cp > 1),
     )
     return [_alternative(plan, best or plan.choice(0), kind) for kind in kinds]
@@ -184,7 +184,7 @@ def _alternative(plan: Plan, best: Choice, kind: Kind) -> Alternative:
         return _compared(plan.workload, kind, others.choice(0), best)
     if nearest := others.nearest(1):
         choice = nearest[0]
-        need, limit = memory_need(choice.memory), memory_limit(plan.cluster)
+        need, limit = memory_need(choice.memory, choice.layout), memory_limit(plan.cluster)
         return Alternative(kind.name, choice, f"does not fit: {choice.layout} needs {need}; {limit}.")
     refused = max(others.rejected, key=lambda rejected: rejected.count, default=None)
     reason = f": {refused.reason.rstrip('.')}." if refused else " here."
@@ -220,12 +220,13 @@ def comparison(workload: Workload, other: Choice, best: Choice) -> str:
         what = f"for {spent(part, other.layout)}"
         if part == "compute":
             what = f"compute{compute_cause(workload, other, best)}"
-        named.append(f"{duration(extra[part])} more {what}")
+        named.append(f"{duration(extra[part], like=total)} more {what}")
         rest -= extra[part]
         if rest <= extra[part]:
             break
-    if abs(rest) >= NOTABLE * total:
-        named.append(f"all else takes {duration(abs(rest))} {'more' if rest > 0 else 'less'}")
+    others = duration(abs(rest), like=total)
+    if others != duration(0.0, like=total):
+        named.append(f"all else takes {others} {'more' if rest > 0 else 'less'}")
     return (
         f"takes {more:.{int(more < 0.02)}%} ({duration(total)} a step) longer than the chosen layout: "
         f"{'; '.join(named)}."
@@ -246,7 +247,8 @@ def compute_cause(workload: Workload, other: Choice, best: Choice) -> str:
         for choice in (other, best)
     ]  # fmt: skip
     more = {kind: float(np.squeeze(parts[0][kind] - parts[1][kind])) for kind in parts[0]}
-    least = NOTABLE * sum(more.values())
+    total = sum(more.values())
+    least = NOTABLE * total
     notable = sorted((kind for kind in more if abs(more[kind]) >= least), key=lambda kind: -more[kind])
     if len(notable) == 1:
         return f", because {CAUSES[notable[0]].clause}"
@@ -254,11 +256,11 @@ def compute_cause(workload: Workload, other: Choice, best: Choice) -> str:
     slower = more["attention"] > 0 and other.layout.cp > best.layout.cp == 1
     if slower and "attention" in names:
         names["attention"] += ", slower under context parallelism"
-    return f" ({'; '.join(f'{names[kind]}: {_signed(more[kind])}' for kind in notable)})"
+    return f" ({'; '.join(f'{names[kind]}: {_signed(more[kind], total)}' for kind in notable)})"
 
 
-def _signed(seconds: float) -> str:
-    return f"{'+' if seconds >= 0 else '-'}{duration(abs(seconds))}"
+def _signed(seconds: float, total: float) -> str:
+    return f"{'+' if seconds >= 0 else '-'}{duration(abs(seconds), like=total)}"
 
 
 # what to change first #

@@ -32,10 +32,13 @@ def largest_category(memory: Memory) -> str:
     return max(CATEGORIES, key=lambda category: getattr(memory, category))
 
 
-def memory_need(memory: Memory) -> str:
-    """The peak and its largest category: "140.97 GiB, 89.75 GiB of it optimizer state"."""
+def memory_need(memory: Memory, layout: Layout) -> str:
+    """The peak of a layout and its largest category: "140.97 GiB, 89.75 GiB of it optimizer state"."""
     largest = largest_category(memory)
-    return f"{human(memory.peak)}, {human(getattr(memory, largest))} of it {CATEGORY_NAMES[largest]}"
+    name = CATEGORY_NAMES[largest]
+    if largest == "weights" and layout.zero in (1, 2):
+        name = "weights (a whole copy and the ZeRO shard)"
+    return f"{human(memory.peak)}, {human(getattr(memory, largest))} of it {name}"
 
 
 def device(cluster: Cluster) -> str:

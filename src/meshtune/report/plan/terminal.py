@@ -33,7 +33,7 @@ def answer(result: Answer, most: int) -> RenderableType:
         parts += [title("How many GPUs"), sizes_table(best)]
     parts += [Text(f"  {sentence}") for sentence in result.left_out]
     parts += [
-        title(f"{len(plan):,} of {plan.considered:,} layouts can run and fit; the best"),
+        title(f"{len(plan):,} of {plan.considered:,} layouts were ranked; the best"),
         layouts_table(result.best(most)),
         Text(
             "Row 1: the lowest peak memory."
