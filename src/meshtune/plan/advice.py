@@ -219,7 +219,7 @@ def comparison(workload: Workload, other: Choice, best: Choice) -> str:
     for part in sorted(PARTS, key=lambda part: -extra[part])[:NAMED]:
         what = f"for {spent(part, other.layout)}"
         if part == "compute":
-            what = f"compute{compute_cause(workload, other, best)}"
+            what = f"compute{compute_cause(workload, other, best, like=total)}"
         named.append(f"{duration(extra[part], like=total)} more {what}")
         rest -= extra[part]
         if rest <= extra[part]:
@@ -233,11 +233,11 @@ def comparison(workload: Workload, other: Choice, best: Choice) -> str:
     )
 
 
-def compute_cause(workload: Workload, other: Choice, best: Choice) -> str:
+def compute_cause(workload: Workload, other: Choice, best: Choice, *, like: float) -> str:
     """The kinds of work that make `other` compute longer than `best`, as the end of a sentence.
 
     Compares the `compute_parts` of both; kinds below NOTABLE of the difference are left out. One kind is
-    named as the cause, several with their seconds, those that take less among them.
+    named as the cause, several with their seconds, those that take less among them. like: see `duration`.
     """
     parts = [
         compute_parts(
@@ -247,8 +247,7 @@ def compute_cause(workload: Workload, other: Choice, best: Choice) -> str:
         for choice in (other, best)
     ]  # fmt: skip
     more = {kind: float(np.squeeze(parts[0][kind] - parts[1][kind])) for kind in parts[0]}
-    total = sum(more.values())
-    least = NOTABLE * total
+    least = NOTABLE * sum(more.values())
     notable = sorted((kind for kind in more if abs(more[kind]) >= least), key=lambda kind: -more[kind])
     if len(notable) == 1:
         return f", because {CAUSES[notable[0]].clause}"
@@ -256,11 +255,11 @@ def compute_cause(workload: Workload, other: Choice, best: Choice) -> str:
     slower = more["attention"] > 0 and other.layout.cp > best.layout.cp == 1
     if slower and "attention" in names:
         names["attention"] += ", slower under context parallelism"
-    return f" ({'; '.join(f'{names[kind]}: {_signed(more[kind], total)}' for kind in notable)})"
+    return f" ({'; '.join(f'{names[kind]}: {_signed(more[kind], like)}' for kind in notable)})"
 
 
-def _signed(seconds: float, total: float) -> str:
-    return f"{'+' if seconds >= 0 else '-'}{duration(abs(seconds), like=total)}"
+def _signed(seconds: float, like: float) -> str:
+    return f"{'+' if seconds >= 0 else '-'}{duration(abs(seconds), like=like)}"
 
 
 # what to change first #
