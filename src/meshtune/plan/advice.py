@@ -40,7 +40,7 @@ CAUSES = {
     "matmuls": Cause("matmuls", "its matmuls are less efficient"),
     "attention": Cause("attention", "attention is slower under context parallelism"),
     "elementwise": Cause("elementwise operations", "its elementwise operations are split over fewer ranks"),
-    "accumulation": Cause("gradient accumulation", "adding up gradients of micro-batches takes longer"),
+    "accumulation": Cause("adding up gradients", "adding up gradients of micro-batches takes longer"),
     "recomputation": Cause("recomputation", "it recomputes more"),
     "head": Cause("head and loss", "its head and loss take longer"),
 }
@@ -290,7 +290,10 @@ def changes(plan: Plan, best: Choice | None = None) -> list[str]:
             choice = others.best(1)[0]
             gain = choice.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu - 1
             if gain > 0.02:
-                sentences.append(f"{setting} with layout={choice.layout}: {gain:.0%} more tokens per second.")
+                sentences.append(
+                    f"{setting}, layout={choice.layout}: {gain:.0%} more tokens per second than the chosen "
+                    "layout."
+                )
     smaller: dict[str, Choice] = {}  # by the time as it is printed: of equal ones that with least memory
     for place in plan.pareto():
         if plan.memory.peak[place] < 0.95 * best.memory.peak:

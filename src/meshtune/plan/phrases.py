@@ -37,7 +37,7 @@ def memory_need(memory: Memory, layout: Layout) -> str:
     largest = largest_category(memory)
     name = CATEGORY_NAMES[largest]
     if largest == "weights" and layout.zero in (1, 2):
-        name = "weights (a whole copy and the ZeRO shard)"
+        name = "weights (a whole copy and the shard that is trained)"
     return f"{human(memory.peak)}, {human(getattr(memory, largest))} of it {name}"
 
 

@@ -658,13 +658,18 @@ def test_the_steps_multiply_to_the_cluster_and_the_batch(plan: Plan) -> None:
 def test_what_to_change_first_was_predicted(plan: Plan) -> None:
     best = plan.choice(0)
     for said in advice.changes(plan):
-        if gain := re.search(
-            r"^train.global_batch_size=(\d+): (\d+)% more tokens per second \((\S+)\)", said
-        ):
-            w = plan.workload.of_batch(int(gain[1]))
+        if gain := re.search(r"^train\.(\w+)=(\S+), layout=(\S+): (\d+)% more tokens per second", said):
+            setting, value = gain[1], gain[2]
+            w = {
+                "global_batch_size": lambda: plan.workload.of_batch(int(value)),
+                "compile": lambda: replace(plan.workload, compile=True),
+                "precision": lambda: replace(plan.workload, precision=value),
+            }[setting]()
             other = explained(w, plan.cluster, Layout.parse(gain[3]))
             more = other.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu - 1
-            assert more * 100 == pytest.approx(int(gain[2]), abs=0.51)
+            assert more * 100 == pytest.approx(int(gain[4]), abs=0.51)
+        else:
+            assert "more tokens" not in said
         if less := re.search(r"^Less memory: (\S+) needs", said):
             other = explained(plan.workload, plan.cluster, Layout.parse(less[1]))
             assert other.fits and other.memory.peak < best.memory.peak
