@@ -660,11 +660,10 @@ def test_what_to_change_first_was_predicted(plan: Plan) -> None:
     for said in advice.changes(plan):
         if gain := re.search(r"^train\.(\w+)=(\S+), layout=(\S+): (\d+)% more tokens per second", said):
             setting, value = gain[1], gain[2]
-            w = {
-                "global_batch_size": lambda: plan.workload.of_batch(int(value)),
-                "compile": lambda: replace(plan.workload, compile=True),
-                "precision": lambda: replace(plan.workload, precision=value),
-            }[setting]()
+            if setting == "global_batch_size":
+                w = plan.workload.of_batch(int(value))
+            else:
+                w = replace(plan.workload, **{setting: {"true": True}.get(value, value)})
             other = explained(w, plan.cluster, Layout.parse(gain[3]))
             more = other.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu - 1
             assert more * 100 == pytest.approx(int(gain[4]), abs=0.51)
