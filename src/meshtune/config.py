@@ -66,7 +66,8 @@ class LoraConfig(Section):
 class SourceConfig(Section):
     """One source of rows.
 
-    None: format and columns are those of the data section; split is train in data.train, test in data.eval.
+    None: format, columns and where are those of the data section; split is train in data.train, test in
+    data.eval.
     """
 
     path: str = Field(min_length=1)
@@ -74,6 +75,7 @@ class SourceConfig(Section):
     split: str | None = None
     format: Format | None = None
     columns: dict[str, str] | None = None
+    where: dict[str, bool | int | float | str] | None = None
 
 
 Sources = tuple[SourceConfig, ...]
@@ -87,6 +89,9 @@ class DataConfig(Section):
     )
     format: Format = "auto"
     columns: dict[str, str] = {}
+    where: dict[str, bool | int | float | str] = Field(
+        default={}, description="rows to train on, by a column's value; the others are left out and counted"
+    )
     chat_template: str | None = Field(
         default=None, description="none, a built-in's name or a file; null: the tokenizer's own"
     )

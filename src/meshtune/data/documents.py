@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from meshtune.data.example import SHOWN, BadRow, Dropped, Example, Origin
+from meshtune.data.example import SHOWN, BadRow, Dropped, Example, Notes, Origin
 
 if TYPE_CHECKING:
     from meshtune.data.template import Document, Encoder
@@ -41,15 +41,17 @@ class Tally:
     bad_rows: Dropped = field(default_factory=Dropped)
     cut: Lost = field(default_factory=Lost)  # documents cut to seq_len, and the tokens behind the cut
     dropped: dict[str, Lost] = field(default_factory=dict)  # whole documents, by reason
+    notes: Notes = field(default_factory=Notes)
     overlong: list[str] = field(default_factory=list)  # the first SHOWN problems under overlong="error"
 
     def values(self) -> dict[str, Any]:
-        """The counts as JSON-able values: rows, bad_rows by reason, cut, dropped by reason."""
+        """The counts as JSON-able values: rows, bad_rows by reason, cut, dropped by reason, notes."""
         return {
             "rows": self.examples + self.bad_rows.total,
             "bad_rows": dict(Counter(self.bad_rows.counts).most_common()),
             "cut": vars(self.cut),
             "dropped": {reason: vars(lost) for reason, lost in self.dropped.items()},
+            "notes": self.notes.values(),
         }
 
 
@@ -68,6 +70,7 @@ def usable(
     documents = []
     for example, document in _encoded(examples, encoder, tally):
         tally.examples += 1
+        tally.notes.unwritten.update(document.unwritten)
         ids, labelled = document.ids, document.labelled
         if len(ids) > seq_len:
             if overlong == "error":

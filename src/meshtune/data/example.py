@@ -5,7 +5,7 @@ Nothing here reads a file, so planning can import it.
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from meshtune.errors import UserError
 
@@ -24,6 +24,12 @@ class Source:
     split: str = "train"  # of a hub data set; of a folder, if file names tell it (train.jsonl, test.jsonl)
     format: str = "auto"  # auto or a key of rows.FORMATS
     columns: tuple[tuple[str, str], ...] = ()  # our name -> theirs: (("prompt", "question"),)
+    where: tuple[tuple[str, Any], ...] = ()  # rows to train on, by a column's value: (("label", True),)
+
+    @property
+    def on_purpose(self) -> bool:
+        """True if the user named the format, and so means its columns alone."""
+        return self.format.lower() != "auto"
 
 
 @dataclass(frozen=True)
@@ -38,12 +44,23 @@ class Origin:
         return f"{self.file}, line {self.line}"
 
 
+class Mask(NamedTuple):
+    """Whether a message is trained on, as its row says."""
+
+    trained: bool
+    key: str  # of the message
+
+    def __str__(self) -> str:
+        return f"{self.key}: {int(self.trained)}"
+
+
 @dataclass(frozen=True)
 class Example:
     """One row, in exactly one shape: `messages` (with `tools`), or `prompt` and `completion`, or `text`."""
 
     origin: Origin
     messages: tuple[dict, ...] | None = None
+    masks: tuple[Mask | None, ...] | None = None  # of each message, None where the row does not say
     tools: list | None = None
     prompt: str | None = None
     completion: str | None = None
@@ -76,6 +93,36 @@ class Dropped:
             return "no rows dropped"
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.counts.most_common())
         return f"{self.total:,} bad row{'s' * (self.total != 1)} dropped: {reasons}"
+
+
+@dataclass
+class Notes:
+    """Counts of what rows have and training does not use, and of the rules that rows bring with them."""
+
+    masks: Counter[str] = field(default_factory=Counter)  # messages (rows: loss_weight) by "weight: 0"
+    left_out: Counter[str] = field(default_factory=Counter)  # rows, by the rule that leaves them out
+    unused: Counter[str] = field(default_factory=Counter)  # rows by the name of a column that is not read
+    unwritten: Counter[str] = field(default_factory=Counter)  # messages, by what the chat template leaves out
+
+    def values(self) -> dict[str, dict[str, int]]:
+        """The counts as JSON-able values."""
+        return {name: dict(counts.most_common()) for name, counts in vars(self).items()}
+
+
+def notes_sentences(notes: dict[str, dict[str, int]]) -> list[str]:
+    """Lines for the log. notes: those of `Notes.values`."""
+    lines = []
+    if masks := notes["masks"]:
+        counts = ", ".join(f"{count:,} by {rule}" for rule, count in masks.items())
+        lines.append(f"trained on, or not, as the rows say: {counts}")
+    lines += [f"rows left out by {rule}: {count:,}" for rule, count in notes["left_out"].items()]
+    if unused := notes["unused"]:
+        lines.append(f"columns that are not used: {', '.join(unused)}")
+    lines += [
+        f"the chat template leaves out {what}: {count:,} messages"
+        for what, count in notes["unwritten"].items()
+    ]
+    return lines
 
 
 def bad_rows_error(problems: list[str], total: int, rows: int) -> UserError:

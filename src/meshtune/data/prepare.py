@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshtune.data.documents import ROWS_AT_ONCE, Overlong, Tally, Usable, usable
-from meshtune.data.example import SHOWN, OnBadRow, Source
+from meshtune.data.example import SHOWN, OnBadRow, Source, notes_sentences
 from meshtune.data.pack import Dataset, pack, permutation, singles, stored
 from meshtune.data.readers import fingerprint, read
 from meshtune.data.stream import Stream
@@ -38,7 +38,7 @@ from meshtune.rundir import flush
 if TYPE_CHECKING:
     from meshtune.data.template import Encoder
 
-CACHE_VERSION = 1  # raise it when the files' format or the code that decides their content changes
+CACHE_VERSION = 2  # raise it when the files' format or the code that decides their content changes
 STALE_SECONDS = 24 * 3600  # age at which an unfinished folder must be that of a killed process
 
 
@@ -168,7 +168,7 @@ def sentences(stats: dict[str, Any]) -> list[str]:
         lines.append(f"dropped, {reason}: {lost['documents']:,} documents ({lost['tokens']:,} tokens)")
     for reason, rows in stats["bad_rows"].items():
         lines.append(f"bad rows skipped, {reason}: {rows:,}")
-    return lines
+    return [*lines, *notes_sentences(stats["notes"])]
 
 
 def _make(folder: Path, build: _Build, sources: Sequence[Source], eval_sources: Sequence[Source]) -> None:
@@ -249,6 +249,7 @@ def _documents(source: Source, build: _Build, tally: Tally) -> Iterator[list[Usa
         on_bad_row=build.on_bad_row,
         needs_answer=build.encoder.train_on != "all",
         dropped=tally.bad_rows,
+        notes=tally.notes,
     )
     while rows := list(islice(examples, ROWS_AT_ONCE)):
         batch = usable(rows, build.encoder, seq_len=build.seq_len, overlong=build.overlong, tally=tally)
@@ -419,7 +420,7 @@ def _digest(tokens: str, *arrays: np.ndarray) -> str:
 
 
 def _identity(source: Source) -> list[Any]:
-    return [fingerprint(source), source.format, source.split, source.weight, source.columns]
+    return [fingerprint(source), source.format, source.split, source.weight, source.columns, source.where]
 
 
 def _check_settings(

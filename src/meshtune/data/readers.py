@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from meshtune.data.example import SUFFIXES, BadRow, Dropped, Example, OnBadRow, Origin, Source
+from meshtune.data.example import SUFFIXES, BadRow, Dropped, Example, Notes, OnBadRow, Origin, Source
 from meshtune.data.rows import RawRow, examples
 from meshtune.errors import UserError
 
@@ -39,6 +39,7 @@ def read(
     start: int = 0,
     needs_answer: bool = True,
     dropped: Dropped | None = None,
+    notes: Notes | None = None,
 ) -> Iterator[Example]:
     """Yield the examples of a source, in order.
 
@@ -52,6 +53,7 @@ def read(
         on_bad_row=on_bad_row,
         needs_answer=needs_answer,
         dropped=dropped,
+        notes=notes,
     )
 
 

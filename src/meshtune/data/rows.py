@@ -4,7 +4,8 @@
                 our names         │
                                   └─ missing column, wrong type, empty answer, unknown role: BadRow
 
-A new format is one line in `FORMATS`, a new check of a message one function that `_message` calls.
+A column that is not used is counted by name; one that says the row is of another kind (a preference, an
+image) makes it a bad row. A new format is one line in `FORMATS`; messages.py reads one message.
 """
 
 import json
@@ -13,28 +14,34 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from meshtune.data.example import SHOWN, BadRow, Dropped, Example, OnBadRow, Origin, Source, bad_rows_error
+from meshtune.data.example import (
+    SHOWN,
+    BadRow,
+    Dropped,
+    Example,
+    Notes,
+    OnBadRow,
+    Origin,
+    Source,
+    bad_rows_error,
+)
+from meshtune.data.messages import message_of, type_name
 from meshtune.errors import UserError
 
 RawRow = tuple[Origin, Any]  # the value: a dict of columns, a BadRow from the reader, or any other JSON value
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-SHAREGPT_ROLES = {
-    "human": "user", "user": "user", "prompter": "user",
-    "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "model": "assistant",
-    "system": "system", "developer": "developer",
-    "tool": "tool", "observation": "tool", "function_response": "tool",
-    "function_call": "assistant",  # its value is the JSON of one call or of a list of them
-}  # fmt: skip
-TYPES = {
-    dict: "an object",
-    list: "a list",
-    str: "text",
-    bool: "a boolean",
-    int: "a number",
-    float: "a number",
-}
 LOOK_AHEAD = 10_000  # rows read after the first bad one, so that one error names more of them
+MEDIA = (
+    "image",
+    "images",
+    "audio",
+    "audios",
+    "video",
+    "videos",
+)  # columns that are not text
+PREFERENCE = ("chosen", "rejected")  # columns of preference data, as DPO trains on
+SYSTEM_ROLES = ("system", "developer")
+EMPTY: tuple[Any, ...] = (None, "", [], {})  # values of a column that has nothing in a row
 
 
 def examples(
@@ -44,18 +51,21 @@ def examples(
     on_bad_row: OnBadRow,
     needs_answer: bool = True,
     dropped: Dropped | None = None,
+    notes: Notes | None = None,
 ) -> Iterator[Example]:
-    """Yield the example of each raw row of `source`, in order.
+    """Yield the example of each raw row of `source`, in order; rows that it leaves out on purpose are not.
+
+    A row is left out on purpose if `source.where` does not hold for it, or its column loss_weight is 0.
 
     The format is that of `detect`, by the first row that is an object; raises UserError as that does.
     `needs_answer` makes a conversation without an assistant turn a bad row (false for train_on=all).
-    `dropped` counts the rows that `on_bad_row="skip"` leaves out. With `on_bad_row="error"` nothing more is
-    yielded after the first bad row: up to LOOK_AHEAD more rows are checked, and one UserError describes the
-    first SHOWN bad ones (file, line, reason) and counts all of them.
+    `dropped` counts the rows that `on_bad_row="skip"` leaves out, `notes` what is not used of the others.
+    With `on_bad_row="error"` nothing more is yielded after the first bad row: up to LOOK_AHEAD more rows are
+    checked, and one UserError describes the first SHOWN bad ones (file, line, reason) and counts all of them.
     """
     if on_bad_row not in ("error", "skip"):
         raise UserError(f"data.on_bad_row={on_bad_row} is unknown; it is error or skip.")
-    names = dict(source.columns)
+    notes = notes or Notes()
     format_name: str | None = None
     problems: list[str] = []
     total = rows = first_bad = 0
@@ -65,7 +75,7 @@ def examples(
             format_name = detect(source, [str(column) for column in row])
         try:
             # Without a format yet, the row has no columns, and so it is bad whatever the format is.
-            example = _example(origin, row, format_name or "text", names, needs_answer)
+            example = _example(origin, row, format_name or "text", source, needs_answer, notes)
         except BadRow as bad:
             if on_bad_row == "skip":
                 if dropped is not None:
@@ -76,7 +86,7 @@ def examples(
             if len(problems) < SHOWN:
                 problems.append(f"{origin}: {bad}.")
         else:
-            if not total:
+            if not total and example is not None:
                 yield example
         if total and rows - first_bad >= LOOK_AHEAD:
             break
@@ -85,20 +95,111 @@ def examples(
 
 
 def _example(
-    origin: Origin, row: Any, format_name: str, names: Mapping[str, str], needs_answer: bool
-) -> Example:
-    """Convert the value of one raw row. Raises BadRow, or `row` itself if it is one.
+    origin: Origin, row: Any, format_name: str, source: Source, needs_answer: bool, notes: Notes
+) -> Example | None:
+    """Convert the value of one raw row; None if it is left out on purpose (see `examples`).
 
-    format_name: key of FORMATS. names: our column names -> theirs. needs_answer: see `examples`.
+    Raises BadRow, or `row` itself if it is one. format_name: key of FORMATS. needs_answer, notes: see
+    `examples`.
     """
     if isinstance(row, BadRow):
         raise row
     if not isinstance(row, dict):
-        raise BadRow("wrong type", f"the row is {_type(row)}, expected an object")
-    example = FORMATS[format_name].example(origin, Columns(row, names))
+        raise BadRow("wrong type", f"the row is {type_name(row)}, expected an object")
+    columns = Columns(row, dict(source.columns))
+    if not _where(row, dict(source.where)):
+        notes.left_out["data.where"] += 1
+        return None
+    if not _loss_weight(columns, notes):
+        return None
+    if not source.on_purpose:
+        _refuse_other_kinds(row, format_name, columns.names, dict(source.where))
+    _note_unused(columns, format_name, dict(source.where), notes)
+    example = FORMATS[format_name].example(origin, columns)
     if needs_answer and example.messages is not None and last_answer(example.messages) is None:
         raise no_answer(example.messages)
+    if example.masks:
+        notes.masks.update(str(mask) for mask in example.masks if mask)
     return example
+
+
+def _where(row: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
+    """Whether each column of `where` has its value in the row. Raises BadRow if the row lacks the column.
+
+    A text in the row, as csv has them, is compared as text: "true", "1.0".
+    """
+    for column, wanted in where.items():
+        if column not in row:
+            raise BadRow(f"no column {column}", f"column {column} (data.where) is missing")
+        value = row[column]
+        if isinstance(value, str) and not isinstance(wanted, str):
+            value, wanted = value.lower(), str(wanted).lower()
+        elif isinstance(value, bool) != isinstance(wanted, bool):
+            return False  # True == 1 in Python, not in JSON
+        if value != wanted:
+            return False
+    return True
+
+
+def _loss_weight(columns: "Columns", notes: Notes) -> bool:
+    """False if the row's column loss_weight is 0. Raises BadRow if it is neither 0 nor 1."""
+    weight = columns.get("loss_weight")
+    if weight is None or weight == "":
+        return True
+    try:
+        number = float(weight)
+    except (TypeError, ValueError):
+        number = -1.0
+    if number not in (0, 1):
+        raise BadRow(
+            "loss_weight is neither 0 nor 1",
+            f"loss_weight is {json.dumps(weight, default=str)[:40]}; a row is trained on (1) or left out (0)",
+        )
+    notes.masks[f"loss_weight: {number:.0f}"] += 1
+    if not number:
+        notes.left_out["loss_weight 0"] += 1
+    return bool(number)
+
+
+def _refuse_other_kinds(
+    row: Mapping[str, Any], format_name: str, names: Mapping[str, str], where: Mapping[str, Any]
+) -> None:
+    """Raise BadRow for preference data, KTO rows, images, audio and video that would be trained on in part.
+
+    names: of data.columns, with which the user chose. where: of data.where.
+    """
+    media = [column for column in MEDIA if row.get(column) not in EMPTY and column not in names.values()]
+    if media:
+        raise BadRow(
+            f"column {media[0]}",
+            f"the row has {media[0]}, and meshtune trains on text; if the text is complete without it, set "
+            f"data.format={format_name}",
+        )
+    sides = [column for column in PREFERENCE if row.get(column) not in EMPTY]
+    if sides and not set(names.values()) & set(PREFERENCE):
+        ours = FORMATS[format_name].needs[-1]
+        raise BadRow(
+            "preference data",
+            f"the row has {' and '.join(sides)} beside {ours}: it is preference data. To fine-tune on one "
+            f"side, set data.columns={{{ours}: {sides[0]}}}; to use {ours} alone, data.format={format_name}",
+        )
+    label = row.get("label")
+    boolean = isinstance(label, bool) or str(label).lower() in ("true", "false")
+    if boolean and "label" not in where and format_name != "text":
+        raise BadRow(
+            "KTO data",
+            "the row has a label, true or false, beside its answer: it is KTO data, of good and bad answers. "
+            "To fine-tune on the good ones, set data.where={label: true}",
+        )
+
+
+def _note_unused(columns: "Columns", format_name: str, where: Mapping[str, Any], notes: Notes) -> None:
+    """Count the columns of a row that have a value and are not read."""
+    form = FORMATS[format_name]
+    read = {columns.names.get(name, name) for name in (*form.needs, *form.reads, "loss_weight")}
+    for column, value in columns.row.items():
+        if column not in read and column not in where and value not in EMPTY:
+            notes.unused[str(column)] += 1
 
 
 def last_answer(messages: Sequence[dict]) -> int | None:
@@ -137,7 +238,7 @@ class Columns:
             raise self._missing(theirs)
         if not isinstance(value, str):
             shown = json.dumps(value, default=str)[:40]
-            raise BadRow("wrong type", f"column {theirs} is {_type(value)} ({shown}), expected text")
+            raise BadRow("wrong type", f"column {theirs} is {type_name(value)} ({shown}), expected text")
         if empty and not value.strip():
             raise BadRow(empty, f"column {theirs} is empty")
         return value
@@ -155,112 +256,12 @@ class Columns:
         if value is None:
             raise self._missing(theirs)
         if not isinstance(value, list):
-            raise BadRow("wrong type", f"column {theirs} is {_type(value)}, expected a list")
+            raise BadRow("wrong type", f"column {theirs} is {type_name(value)}, expected a list")
         return value
 
     def _missing(self, theirs: str) -> BadRow:
         columns = ", ".join(map(str, self.row))
         return BadRow(f"no column {theirs}", f"column {theirs} is missing (there are {columns})")
-
-
-def _type(value: Any) -> str:
-    """Name the JSON type of a value, with its article."""
-    return "null" if value is None else TYPES.get(type(value), f"a {type(value).__name__}")
-
-
-# --- messages -----------------------------------------------------------------------------------------------
-
-
-def _message(value: Any, number: int) -> dict:
-    """Return a message as a dict with `role` and the other keys of `value` that are not null.
-
-    ShareGPT's keys are renamed. Beside tool calls `content` may be missing. Raises BadRow for wrong types,
-    unknown roles and an empty answer. number: its place in the conversation, from 1, for errors.
-    """
-    if not isinstance(value, dict):
-        raise BadRow("wrong type", f"message {number} is {_type(value)}, expected an object")
-    if "from" in value and "role" not in value:
-        message = _from_sharegpt(value, number)
-    else:
-        message = {key: inner for key, inner in value.items() if inner is not None}
-        _check_role(message, number)
-    _check_tool_calls(message, number)
-    _check_content(message, number)
-    return message
-
-
-def _from_sharegpt(value: dict, number: int) -> dict:
-    """Rename ShareGPT's from and value to role and content; a function_call's value becomes tool_calls.
-
-    Raises BadRow for an unknown sender or call. number: see `_message`.
-    """
-    sender = value["from"]
-    if not isinstance(sender, str) or sender not in SHAREGPT_ROLES:
-        known = ", ".join(SHAREGPT_ROLES)
-        raise BadRow("unknown role", f"message {number} is from {sender!r}, expected one of {known}")
-    others = {key: inner for key, inner in value.items() if key not in ("from", "value")}
-    message = {"role": SHAREGPT_ROLES[sender], "content": value.get("value"), **others}
-    if sender == "function_call":
-        message["tool_calls"], message["content"] = _function_calls(value.get("value"), number), ""
-    return message
-
-
-def _function_calls(value: Any, number: int) -> list[dict]:
-    """Return tool_calls from the JSON of one call {name, arguments}, or of a list of them.
-
-    Raises BadRow for anything else. number: see `_message`.
-    """
-    try:
-        calls = json.loads(value)
-    except (TypeError, json.JSONDecodeError):
-        raise BadRow("broken JSON", f"message {number} (function_call) is not JSON") from None
-    calls = calls if isinstance(calls, list) else [calls]
-    if not all(isinstance(call, dict) and "name" in call for call in calls):
-        raise BadRow("wrong type", f"message {number} (function_call) is not an object with a name")
-    return [{"type": "function", "function": call} for call in calls]
-
-
-def _check_role(message: dict, number: int) -> None:
-    if message.get("role") not in ROLES:
-        shown = repr(message["role"]) if "role" in message else "missing"
-        raise BadRow(
-            "unknown role", f"message {number}: the role is {shown}, expected one of {', '.join(ROLES)}"
-        )
-
-
-def _check_tool_calls(message: dict, number: int) -> None:
-    calls = message.get("tool_calls")
-    if calls is not None and not _is_list_of_objects(calls):
-        raise BadRow(
-            "wrong type", f"message {number}: tool_calls is {_type(calls)}, expected a list of objects"
-        )
-
-
-def _check_content(message: dict, number: int) -> None:
-    """Raise BadRow unless content is text, a list of objects, or nothing beside an assistant's tool calls.
-
-    Without tool calls an assistant's must not be empty. number: see `_message`.
-    """
-    content, calls = message.get("content"), message.get("tool_calls")
-    assistant = message["role"] == "assistant"
-    if content is None:
-        if not (assistant and calls):
-            raise BadRow("message without content", f"message {number} ({message['role']}) has no content")
-        return
-    if isinstance(content, list):
-        if not _is_list_of_objects(content):
-            raise BadRow("wrong type", f"message {number}: content is a list, but not of objects")
-        empty = not content
-    elif isinstance(content, str):
-        empty = not content.strip()
-    else:
-        raise BadRow("wrong type", f"message {number}: content is {_type(content)}, expected text")
-    if empty and assistant and not calls:
-        raise BadRow("empty answer", f"message {number} (assistant) is empty")
-
-
-def _is_list_of_objects(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(inner, dict) for inner in value)
 
 
 # --- formats ------------------------------------------------------------------------------------------------
@@ -273,8 +274,7 @@ def _text(origin: Origin, columns: Columns) -> Example:
 def _prompt_completion(origin: Origin, columns: Columns) -> Example:
     if isinstance(columns.get("prompt"), list):  # then both columns hold messages
         return _conversation(origin, columns, columns.items("prompt") + columns.items("completion"))
-    prompt = columns.text("prompt")
-    return Example(origin, prompt=prompt, completion=columns.text("completion", empty="empty answer"))
+    return _answered(origin, columns, columns.text("prompt"), "completion")
 
 
 def _alpaca(origin: Origin, columns: Columns) -> Example:
@@ -282,7 +282,33 @@ def _alpaca(origin: Origin, columns: Columns) -> Example:
     extra = columns.text("input") if columns.get("input") is not None else ""
     if extra.strip():
         prompt = f"{prompt}\n\n{extra}"
-    return Example(origin, prompt=prompt, completion=columns.text("output", empty="empty answer"))
+    return _answered(origin, columns, prompt, "output")
+
+
+def _answered(origin: Origin, columns: Columns, prompt: str, answer: str) -> Example:
+    """Example of a prompt and the text in the column `answer`.
+
+    With the columns system, history or tools it is a conversation; without them a prompt and a completion,
+    which need no chat template.
+    """
+    completion = columns.text(answer, empty="empty answer")
+    turns = _history(columns)
+    if not turns and columns.get("system") in EMPTY and columns.get("tools") in EMPTY:
+        return Example(origin, prompt=prompt, completion=completion)
+    turns += [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    return _conversation(origin, columns, turns)
+
+
+def _history(columns: Columns) -> list[dict]:
+    """Turns of the column history, a list of [prompt, answer] pairs. Raises BadRow for anything else."""
+    if columns.get("history") in EMPTY:
+        return []
+    turns = []
+    for pair in columns.items("history"):
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise BadRow("wrong type", "column history is not a list of [prompt, answer] pairs of texts")
+        turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    return turns
 
 
 def _messages(origin: Origin, columns: Columns) -> Example:
@@ -294,19 +320,28 @@ def _sharegpt(origin: Origin, columns: Columns) -> Example:
 
 
 def _conversation(origin: Origin, columns: Columns, turns: list) -> Example:
-    """Example of a list of messages, with the tools of the column `tools`. Raises BadRow as `_message`.
+    """Example of a list of messages, with the tools of the column `tools`. Raises BadRow as `message_of`.
 
-    The column `system` becomes the first message, unless that is a system message already. turns: the
-    messages as they were read.
+    The column `system` becomes the first message. turns: the messages as they were read.
     """
-    messages = [_message(value, number) for number, value in enumerate(turns, 1)]
+    read = [message_of(value, number) for number, value in enumerate(turns, 1)]
+    messages, masks = [message for message, _ in read], [mask for _, mask in read]
     system = columns.get("system")
-    if isinstance(system, str) and system.strip() and (not messages or messages[0]["role"] != "system"):
-        messages.insert(0, {"role": "system", "content": system})
+    if system not in EMPTY:
+        system = columns.text("system")
+        own = messages[0].get("content") if messages and messages[0]["role"] in SYSTEM_ROLES else None
+        if own is not None and own != system:
+            raise BadRow(
+                "two system prompts",
+                "the column system and the first message are two system prompts, and they differ; keep one",
+            )
+        if own is None and system.strip():
+            messages.insert(0, {"role": "system", "content": system})
+            masks.insert(0, None)
     if not messages:
         raise BadRow("no messages", "the conversation is empty")
-    tools = None if columns.get("tools") in (None, "", []) else columns.items("tools")
-    return Example(origin, messages=tuple(messages), tools=tools)
+    tools = None if columns.get("tools") in EMPTY else columns.items("tools")
+    return Example(origin, messages=tuple(messages), masks=tuple(masks) if any(masks) else None, tools=tools)
 
 
 class Format(NamedTuple):
@@ -319,20 +354,34 @@ class Format(NamedTuple):
 
 FORMATS = {
     "text": Format(("text",), (), _text),
-    "prompt-completion": Format(("prompt", "completion"), ("tools", "system"), _prompt_completion),
-    "alpaca": Format(("instruction", "output"), ("input",), _alpaca),
+    "prompt-completion": Format(("prompt", "completion"), ("tools", "system", "history"), _prompt_completion),
+    "alpaca": Format(("instruction", "output"), ("input", "system", "history", "tools"), _alpaca),
     "messages": Format(("messages",), ("tools", "system"), _messages),
     "sharegpt": Format(("conversations",), ("tools", "system"), _sharegpt),
 }
-OPTIONAL = {name for form in FORMATS.values() for name in form.reads}
+OPTIONAL = {"loss_weight"}.union(*(form.reads for form in FORMATS.values()))  # columns that may be missing
 
 
 def detect(source: Source, columns: list[str]) -> str:
     """Name of the format of rows with these `columns`, after `source.columns` has renamed them.
 
     An explicit `source.format` wins. Raises UserError if none or several formats fit, with the columns seen
-    and the columns that each format needs, and if `source.columns` names unknown or missing columns.
+    and the columns that each format needs, and if `source.columns` names unknown or missing columns, or
+    columns of another format.
     """
+    name = _detected(source, columns)
+    form = FORMATS[name]
+    if foreign := sorted(dict(source.columns).keys() - {*form.needs, *form.reads, "loss_weight"}):
+        raise UserError(
+            f"data.columns maps {', '.join(foreign)}, which the format {name} does not read: it reads "
+            f"{', '.join((*form.needs, *form.reads))}. Leave it out, or choose another format with "
+            "data.format."
+        )
+    return name
+
+
+def _detected(source: Source, columns: list[str]) -> str:
+    """Name of the format, whether or not it reads all of `source.columns`; see `detect`."""
     names = dict(source.columns)
     seen = f"{source.path} has the columns {', '.join(columns) or '(none)'}"
     _check_names(names, columns, seen)

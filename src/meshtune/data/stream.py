@@ -149,6 +149,7 @@ class Stream:
             start=start,
             needs_answer=self.encoder.train_on != "all",
             dropped=self.tally.bad_rows,
+            notes=self.tally.notes,
         )
 
     def _pack(self, documents: Sequence[Usable], place: Place) -> Dataset:

@@ -35,14 +35,15 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from meshtune.data.example import SHOWN, BadRow, Dropped, Example, OnBadRow
+from meshtune.data.example import SHOWN, BadRow, Dropped, Example, Mask, OnBadRow
+from meshtune.data.probe import Writes, adapted, unwritten, writes
 from meshtune.data.rows import last_answer, no_answer
 from meshtune.errors import UserError
 
 TrainOn = Literal["assistant", "completion", "all"]
 
 BUILT_IN = Path(__file__).parent / "templates"
-VERSION = 1  # part of the cache's key: raise it when the same rows become other ids or labels
+VERSION = 2  # part of the cache's key: raise it when the same rows become other ids or labels
 TOKENIZER_ROWS = 1024  # rows in one call of the tokenizer, which bounds its memory
 
 
@@ -52,6 +53,7 @@ class Document:
 
     ids: np.ndarray  # int32 [tokens]
     labelled: np.ndarray  # bool [tokens], true where the token is to be predicted; never the first
+    unwritten: tuple[str, ...] = ()  # what the chat template leaves out, once for each message that has it
 
 
 # --- the template in force ----------------------------------------------------------------------------------
@@ -126,7 +128,7 @@ class _Chat(NamedTuple):
 
     messages: list[dict]
     tools: list | None
-    turns: list[int]  # indices of the labelled messages
+    turns: list[int]  # indices of the messages that are labelled, or under train_on=all of those that are not
 
     def requests(self) -> Iterator[Request]:
         """The rendering of the whole, then of each labelled turn's head and, unless it is the last, upto."""
@@ -150,6 +152,7 @@ class _Rendered(NamedTuple):
 
     full: str
     turns: list[_Turn]
+    unwritten: tuple[str, ...] = ()  # see Document
 
     def texts(self) -> Iterator[str]:
         """All texts whose tokens are needed."""
@@ -186,7 +189,8 @@ class Encoder:
     """Turns examples into documents.
 
     train_on: `assistant` labels every assistant turn with its end marker, `completion` the last one only (or
-    the completion), `all` everything but the first token. Rows of plain text have no parts: all but their
+    the completion), `all` everything but the first token; a message's own mask comes before it. Rows of plain
+    text have no parts: all but their
     first token is labelled. Conversations end with their last assistant turn, unless everything is labelled.
     chat_template: see `apply_template`.
 
@@ -271,7 +275,7 @@ class Encoder:
         """The tokens that generation starts from: those before the last answer, or all of a plain text."""
         if example.text is not None or not self.templated:
             return self._bos + self._tokenize([self._plain(example).parts[0]])[0]
-        messages = list(example.messages or self._messages(example))
+        messages = self._adapted(example.messages or self._messages(example))
         text = self._render(messages[: last_answer(messages)], True, example.tools)
         if isinstance(text, BadRow):
             raise UserError(f"{example.origin}: {text}.")
@@ -362,7 +366,8 @@ class Encoder:
         if example.text is not None or not self.templated:
             return self._plain(example)
         messages = self._messages(example)
-        return _Chat(messages, example.tools, self._labelled_turns(messages))
+        turns = self._turns(messages, example.masks or ())
+        return _Chat(self._adapted(messages), example.tools, turns)
 
     def _plain(self, example: Example) -> _Plain:
         if example.text is not None:
@@ -391,13 +396,37 @@ class Encoder:
             raise no_answer(example.messages)
         return list(example.messages[: last + 1])
 
-    def _labelled_turns(self, messages: list[dict]) -> list[int]:
-        """Indices of the messages that `train_on` labels, none for `all`; raises BadRow."""
+    @cached_property
+    def _can(self) -> Writes:
+        return writes(self._render)
+
+    def _adapted(self, messages: Sequence[dict]) -> list[dict]:
+        """The messages in the form that the template can write."""
+        plain = all(
+            isinstance(message.get("content"), str) and "tool_calls" not in message for message in messages
+        )
+        return list(messages) if plain else [adapted(message, self._can) for message in messages]
+
+    def _turns(self, messages: list[dict], masks: Sequence[Mask | None]) -> list[int]:
+        """Indices of the messages that are labelled; under train_on=all of those that are not. Raises BadRow.
+
+        masks: of each message, or none; they come before train_on.
+        """
+        asked = {index: mask.trained for index, mask in enumerate(masks[: len(messages)]) if mask}
+        roles = [message["role"] for message in messages]
         if self.train_on == "all":
-            return []
-        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        turns = turns if self.train_on == "assistant" else turns[-1:]
-        if turns[0] == 0:
+            turns = [index for index, trained in asked.items() if not trained]
+            if foreign := [index for index in turns if roles[index] != "assistant"]:
+                raise _mask_of_another(
+                    foreign[0], roles, masks, "data.train_on=assistant leaves out all of these"
+                )
+            return turns
+        if foreign := [index for index, trained in asked.items() if trained and roles[index] != "assistant"]:
+            raise _mask_of_another(foreign[0], roles, masks, "data.train_on=all trains on every message")
+        answers = [index for index, role in enumerate(roles) if role == "assistant"]
+        default = set(answers if self.train_on == "assistant" else answers[-1:])
+        turns = [index for index in answers if asked.get(index, index in default)]
+        if turns and turns[0] == 0:
             raise BadRow(
                 "starts with the assistant",
                 "the conversation starts with the assistant, so its first turn answers nothing",
@@ -454,7 +483,21 @@ class Encoder:
                 if len(upto) < len(head):
                     raise _not_written(number)
             turns.append(_Turn(number, head, upto))
-        return _Rendered(whole, turns)
+        return _Rendered(whole, turns, self._unwritten(chat, whole))
+
+    def _unwritten(self, chat: _Chat, whole: str) -> tuple[str, ...]:
+        """What the template leaves out of a conversation. Raises BadRow for what was to be trained on."""
+        names = []
+        for index, what in unwritten(chat.messages, chat.tools, whole, self._render):
+            answer = index is not None and chat.messages[index]["role"] == "assistant"
+            if index is not None and answer and (index in chat.turns) != (self.train_on == "all"):
+                raise BadRow(
+                    f"{what} is not written",
+                    f"message {index + 1} (assistant): the chat template leaves out its {what}, which was to "
+                    "be trained on; choose another template (data.chat_template)",
+                )
+            names.append(what)
+        return tuple(names)
 
     def _upto(self, number: int, upto: str, whole: str) -> str:
         """The part of `upto` that ends with the end marker. Raises BadRow if that is no prefix of `whole`.
@@ -513,9 +556,9 @@ class Encoder:
             marked = end > start and full[end - 1] in self._special
             if all(map(self._is_blank, full[start : end - marked])):
                 raise _not_written(number)
-            labelled[start:end] = True
+            labelled[start:end] = self.train_on != "all"
         labelled[:1] = False
-        return Document(np.array(full, dtype=np.int32), labelled)
+        return Document(np.array(full, dtype=np.int32), labelled, rendered.unwritten)
 
     def _end_of_answer(self, ids: list[int], start: int, stop: int) -> int:
         """Index behind the end marker of the answer in ids[start:stop]; `stop` if there is no marker.
@@ -560,6 +603,18 @@ def _raise_bad(text: str | BadRow) -> str:
 def _not_written(turn: int) -> BadRow:
     return BadRow(
         "turn not written", f"message {turn + 1} (assistant): the chat template writes nothing of it"
+    )
+
+
+def _mask_of_another(turn: int, roles: list[str], masks: Sequence[Mask | None], instead: str) -> BadRow:
+    """Return the reason to refuse a row that masks a message which is not the assistant's.
+
+    turn: its index, from 0. instead: clause that names a setting.
+    """
+    return BadRow(
+        f"mask of a {roles[turn]} message",
+        f"message {turn + 1} ({roles[turn]}) has {masks[turn]}, but only the assistant's messages can be "
+        f"chosen one by one; {instead}",
     )
 
 

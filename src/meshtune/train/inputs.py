@@ -86,14 +86,16 @@ def data_of(data: DataConfig, encoder: Encoder, *, seed: int) -> Prepared:
 
 
 def source_of(source: SourceConfig, data: DataConfig, split: str) -> Source:
-    """Settings of a source, with data.format and data.columns where it has none. split: where it has none."""
+    """Settings of a source, with those of the data section where it has none. split: where it has none."""
     columns = data.columns if source.columns is None else source.columns
+    where = data.where if source.where is None else source.where
     return Source(
         path=str(Path(source.path).expanduser()) if source.path.startswith("~") else source.path,
         weight=source.weight,
         split=source.split or split,
         format=source.format or data.format,
         columns=tuple(columns.items()),
+        where=tuple(where.items()),
     )
 
 

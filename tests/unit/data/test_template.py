@@ -210,7 +210,7 @@ def test_an_assistant_turn_that_the_template_leaves_out_is_refused(tokenizer_of)
         "tool_calls": [{"type": "function", "function": {"name": "add"}}],
         "content": "",
     }
-    with pytest.raises(UserError, match="writes nothing of it"):
+    with pytest.raises(UserError, match="leaves out its tool_calls"):
         encode(own(tokenizer_of, "phi3"), (TURNS[0], call))
 
 

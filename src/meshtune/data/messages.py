@@ -1,0 +1,213 @@
+"""The messages of a conversation, as files have them, in one form; and which of them a row trains on.
+
+{"from": "gpt", "value": …}                     ─┐
+{"role": …, "content": [{"type": "text", …}]}    ├─> {"role", "content", …}   for the chat template
+{"function": {"arguments": "{\\"a\\": 1}"}}        ─┘   arguments are objects, content is text or text parts
+weight, train, training                         ───> Mask: train on this message, or not
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from meshtune.data.example import BadRow, Mask
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT_ROLES = {
+    "human": "user", "user": "user", "prompter": "user",
+    "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "model": "assistant",
+    "system": "system", "developer": "developer",
+    "tool": "tool", "observation": "tool", "function_response": "tool",
+    "function_call": "assistant",  # its value is the JSON of one call or of a list of them
+}  # fmt: skip
+TYPES = {
+    dict: "an object",
+    list: "a list",
+    str: "text",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+}
+TEXT_PARTS = ("text", "input_text", "output_text")  # types of content parts, as OpenAI's two APIs name them
+MASKS = ("weight", "train", "training")  # keys of a message: OpenAI's and Mistral's; axolotl's
+MASKS_WITHIN = ("train_detail", "training_detail")  # axolotl's, of parts of a message
+
+
+def message_of(value: Any, number: int) -> tuple[dict, Mask | None]:
+    """Return (a message as a chat template takes it, its mask or None where it has none).
+
+    The message has `role` and the other keys of `value` that are neither null nor masks; ShareGPT's keys are
+    renamed; beside tool calls `content` may be missing. Raises BadRow for wrong types, unknown roles, parts
+    that are no text, arguments that are no JSON object, and an empty answer. number: its place in the
+    conversation, from 1, for errors.
+    """
+    if not isinstance(value, dict):
+        raise BadRow("wrong type", f"message {number} is {type_name(value)}, expected an object")
+    if "from" in value and "role" not in value:
+        message = _from_sharegpt(value, number)
+    else:
+        message = {key: inner for key, inner in value.items() if inner is not None}
+        _check_role(message, number)
+    mask = _take_mask(message, number)
+    if message.get("tool_calls") is not None:
+        message["tool_calls"] = _tool_calls(message["tool_calls"], number)
+    _check_content(message, number)
+    return message, mask
+
+
+def type_name(value: Any) -> str:
+    """Name the JSON type of a value, with its article."""
+    return "null" if value is None else TYPES.get(type(value), f"a {type(value).__name__}")
+
+
+def _from_sharegpt(value: dict, number: int) -> dict:
+    """Rename ShareGPT's from and value to role and content; a function_call's value becomes tool_calls.
+
+    Raises BadRow for an unknown sender or call. number: see `message_of`.
+    """
+    sender = value["from"]
+    if not isinstance(sender, str) or sender not in SHAREGPT_ROLES:
+        known = ", ".join(SHAREGPT_ROLES)
+        raise BadRow("unknown role", f"message {number} is from {sender!r}, expected one of {known}")
+    others = {
+        key: inner for key, inner in value.items() if key not in ("from", "value") and inner is not None
+    }
+    message = {"role": SHAREGPT_ROLES[sender], "content": value.get("value"), **others}
+    if sender == "function_call":
+        message["tool_calls"], message["content"] = _function_calls(value.get("value"), number), ""
+    return message
+
+
+def _function_calls(value: Any, number: int) -> list[dict]:
+    """Return tool_calls from the JSON of one call {name, arguments}, or of a list of them.
+
+    Raises BadRow for anything else. number: see `message_of`.
+    """
+    try:
+        calls = json.loads(value)
+    except (TypeError, ValueError, RecursionError):
+        raise BadRow("broken JSON", f"message {number} (function_call) is not JSON") from None
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise BadRow("wrong type", f"message {number} (function_call) is not an object with a name")
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def _check_role(message: dict, number: int) -> None:
+    if message.get("role") not in ROLES:
+        shown = repr(message["role"]) if "role" in message else "missing"
+        raise BadRow(
+            "unknown role", f"message {number}: the role is {shown}, expected one of {', '.join(ROLES)}"
+        )
+
+
+def _take_mask(message: dict, number: int) -> Mask | None:
+    """Remove the mask from a message and return it; None if it has none.
+
+    Raises BadRow if it is not 0, 1, true or false, if two of them contradict each other, and for a mask of
+    parts of the message. number: see `message_of`.
+    """
+    masks = []
+    for key in MASKS_WITHIN:
+        if message.pop(key, None) is not None:
+            raise BadRow(f"{key} is not supported", f"message {number}: {key} masks parts of a message")
+    for key in MASKS:
+        value = message.pop(key, None)
+        if value is None:
+            continue
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise BadRow(
+                f"{key} is neither 0 nor 1",
+                f"message {number}: {key} is {json.dumps(value, default=str)[:40]}; a message is trained on "
+                "(1 or true) or not (0 or false)",
+            )
+        masks.append(Mask(bool(value), key))
+    if len({mask.trained for mask in masks}) > 1:
+        keys = " and ".join(mask.key for mask in masks)
+        raise BadRow("masks contradict each other", f"message {number}: {keys} contradict each other")
+    return masks[0] if masks else None
+
+
+def _tool_calls(calls: Any, number: int) -> list[dict]:
+    """The calls with their arguments as objects. Raises BadRow as `message_of`."""
+    if not is_list_of_objects(calls):
+        raise BadRow(
+            "wrong type", f"message {number}: tool_calls is {type_name(calls)}, expected a list of objects"
+        )
+    return [with_arguments(call, lambda arguments: _arguments(arguments, number)) for call in calls]
+
+
+def _arguments(arguments: Any, number: int) -> dict:
+    """The arguments of a call, written as an object or as its JSON text. Raises BadRow otherwise."""
+    if isinstance(arguments, str):  # as OpenAI's API writes them
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            raise BadRow(
+                "arguments are not JSON",
+                f"message {number}: the arguments of a tool call are text that is not JSON: "
+                f"{arguments[:40]!r}",
+            ) from None
+    if not isinstance(arguments, dict):
+        raise BadRow(
+            "wrong type",
+            f"message {number}: the arguments of a tool call are {type_name(arguments)}, expected an object",
+        )
+    return arguments
+
+
+def with_arguments(call: dict, change: Callable[[Any], Any]) -> dict:
+    """A tool call, {function: {name, arguments}} or {name, arguments}, with changed arguments; a copy.
+
+    Without arguments (null, or none) it is returned as it is.
+    """
+    function = call.get("function")
+    if isinstance(function, dict):
+        if function.get("arguments") is None:
+            return call
+        return call | {"function": function | {"arguments": change(function["arguments"])}}
+    return call if call.get("arguments") is None else call | {"arguments": change(call["arguments"])}
+
+
+def _check_content(message: dict, number: int) -> None:
+    """Raise BadRow unless content is text, a list of text parts, or nothing beside an assistant's tool calls.
+
+    Without tool calls an assistant's must not be empty. number: see `message_of`.
+    """
+    content, calls = message.get("content"), message.get("tool_calls")
+    assistant = message["role"] == "assistant"
+    if content is None:
+        if not (assistant and calls):
+            raise BadRow("message without content", f"message {number} ({message['role']}) has no content")
+        return
+    if isinstance(content, list):
+        empty = not any(_part_text(part, number).strip() for part in content)
+    elif isinstance(content, str):
+        empty = not content.strip()
+    else:
+        raise BadRow("wrong type", f"message {number}: content is {type_name(content)}, expected text")
+    if empty and assistant and not calls:
+        raise BadRow("empty answer", f"message {number} (assistant) is empty")
+
+
+def _part_text(part: Any, number: int) -> str:
+    """The text of a content part, {"type": "text", "text": …}. Raises BadRow for any other part."""
+    if not isinstance(part, dict):
+        raise BadRow("wrong type", f"message {number}: content is a list, but not of objects")
+    kind = part.get("type")
+    if kind not in TEXT_PARTS:
+        raise BadRow(
+            f"content part of type {kind}",
+            f"message {number} has a content part of type {kind!r}; meshtune trains on text, so each must be "
+            "of type 'text'",
+        )
+    if not isinstance(part.get("text"), str):
+        raise BadRow(
+            "wrong type",
+            f"message {number}: a text part's text is {type_name(part.get('text'))}, expected text",
+        )
+    return part["text"]
+
+
+def is_list_of_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(inner, dict) for inner in value)

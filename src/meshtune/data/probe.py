@@ -1,0 +1,143 @@
+"""What a chat template writes of a message, found out by rendering with it.
+
+writes(render)   once per template: can it write text parts, and how does it want a tool call's arguments?
+adapted(message) a message in the form that it can write
+unwritten(…)     what it leaves out of one conversation
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+from meshtune.data.example import BadRow
+from meshtune.data.messages import with_arguments
+
+Render = Callable[
+    [list[dict], bool, list | None], str | BadRow
+]  # messages, with the generation prompt?, tools
+
+REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message that transformers knows
+OTHER = "zqx"  # a value that stands for another text, to see whether a field is written at all
+CALL_ID = "call00001"  # of nine characters, as Mistral's templates demand
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look up the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "The city."}},
+            "required": ["city"],
+        },
+    },
+}
+
+
+class Writes(NamedTuple):
+    """What a template can write."""
+
+    parts: bool  # content that is a list of text parts
+    arguments: Literal["object", "text"] | None  # of a tool call; None: it writes neither
+
+
+def writes(render: Render) -> Writes:
+    """Render small conversations to find out what a template can write."""
+    texts = ["Alpha beta", "gamma delta", "Epsilon", "zeta eta"]
+    parts = [{"type": "text", "text": text} for text in texts]
+    turns = [{"role": "user", "content": parts[:2]}, {"role": "assistant", "content": parts[2:]}]
+    rendered = render(turns, False, None)
+    in_parts = (
+        isinstance(rendered, str) and all(text in rendered for text in texts) and "'type'" not in rendered
+    )
+    return Writes(in_parts, _arguments(render))
+
+
+def _arguments(render: Render) -> Literal["object", "text"] | None:
+    """The form in which a template takes a tool call's arguments, an object if it takes both."""
+    forms: dict[Literal["object", "text"], Any] = {"object": {"city": "Paris"}, "text": '{"city": "Paris"}'}
+    for form, arguments in forms.items():
+        function = {"name": "look_up", "arguments": arguments}
+        turns = [
+            {"role": "user", "content": "Hello"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": CALL_ID, "type": "function", "function": function}],
+            },
+            {"role": "tool", "tool_call_id": CALL_ID, "name": "look_up", "content": "Sunny"},
+            {"role": "assistant", "content": "Yes"},
+        ]
+        rendered = render(turns, False, [TOOL])
+        if not isinstance(rendered, str):
+            continue
+        call = rendered.replace(json.dumps(TOOL), "")
+        if form == "text" and arguments in call:
+            return form
+        if form == "object" and "Paris" in call and "{'city'" not in call:
+            return form
+    return None
+
+
+def adapted(message: dict, can: Writes) -> dict:
+    """A message with content and arguments in a form that the template can write.
+
+    Text parts that it can't write are joined by a space, as transformers' server joins them.
+    """
+    if isinstance(message.get("content"), list) and not can.parts:
+        message = message | {"content": " ".join(part["text"] for part in message["content"])}
+    if message.get("tool_calls") and can.arguments == "text":
+        calls = [with_arguments(call, json.dumps) for call in message["tool_calls"]]
+        message = message | {"tool_calls": calls}
+    return message
+
+
+class Unwritten(NamedTuple):
+    """Something that a template leaves out of a conversation."""
+
+    message: int | None  # index; None: of the whole conversation
+    what: str
+
+
+def unwritten(
+    messages: Sequence[dict], tools: list | None, whole: str, render: Render
+) -> Iterator[Unwritten]:
+    """Yield what the template leaves out of a conversation whose rendering is `whole`.
+
+    Looked at are tools, system and developer prompts, tool results, reasoning and tool calls. What does not
+    stand in `whole` as it is, is replaced by another value and rendered again: if nothing changes, the
+    template leaves it out.
+    """
+
+    def left_out(index: int, change: dict) -> bool:
+        changed = [*messages[:index], messages[index] | change, *messages[index + 1 :]]
+        return render(changed, False, tools) == whole
+
+    for index, message in enumerate(messages):
+        prompt = message.get("content") if message["role"] in ("system", "developer", "tool") else None
+        if prompt and not stands_in(prompt, whole) and left_out(index, {"content": OTHER}):
+            yield Unwritten(index, f"messages of the role {message['role']}")
+        for key in REASONING:
+            text = message.get(key)
+            if text and not stands_in(text, whole) and left_out(index, {key: OTHER}):
+                yield Unwritten(index, key)
+        calls = message.get("tool_calls")
+        if calls and not stands_in(calls, whole):
+            others = [with_arguments(call, _other_arguments) for call in calls]
+            if left_out(index, {"tool_calls": others}):
+                yield Unwritten(index, "tool_calls")
+    as_they_are = tools and json.dumps(tools[0], ensure_ascii=False) in whole
+    if tools and not as_they_are and render(list(messages), False, None) == whole:
+        yield Unwritten(None, "tools")
+
+
+def _other_arguments(arguments: Any) -> Any:
+    return OTHER if isinstance(arguments, str) else {OTHER: OTHER}
+
+
+def stands_in(value: Any, whole: str) -> bool:
+    """Whether every text in a JSON value, its keys apart, stands in `whole` as it is."""
+    if isinstance(value, dict):
+        return all(stands_in(inner, whole) for key, inner in value.items() if key not in ("type", "id"))
+    if isinstance(value, list):
+        return all(stands_in(inner, whole) for inner in value)
+    return not isinstance(value, str) or value.strip() in whole

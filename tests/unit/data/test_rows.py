@@ -1,0 +1,200 @@
+"""What rows say beside their text: content parts, masks, tool calls, and columns of other kinds of data."""
+
+import json
+
+import pytest
+
+from meshtune.data.example import Dropped, Notes, Source, notes_sentences
+from meshtune.data.readers import read
+from meshtune.errors import UserError
+
+USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+
+
+@pytest.fixture
+def rows_of(tmp_path):
+    def rows_of(*rows, on_bad_row="error", **source):
+        """(examples, notes) of a jsonl file with these rows."""
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        notes = Notes()
+        source = Source(str(file), **source)
+        return list(read(source, on_bad_row=on_bad_row, dropped=Dropped(), notes=notes)), notes
+
+    return rows_of
+
+
+# Content parts #
+
+
+def test_text_parts_are_kept_for_the_template(rows_of):
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    (example,), _ = rows_of({"messages": [USER, {"role": "assistant", "content": parts}]})
+    assert example.messages[1]["content"] == parts
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "refusal", None])
+def test_parts_that_are_no_text_are_refused_by_name(rows_of, kind):
+    part = {"type": kind, "image_url": {"url": "x.png"}}
+    with pytest.raises(UserError, match=rf"message 1 has a content part of type {kind!r}"):
+        rows_of({"messages": [{"role": "user", "content": [part]}, ANSWER]})
+
+
+def test_an_answer_whose_parts_are_blank_is_empty(rows_of):
+    parts = [{"type": "text", "text": " "}]
+    with pytest.raises(UserError, match=r"message 2 \(assistant\) is empty"):
+        rows_of({"messages": [USER, {"role": "assistant", "content": parts}]})
+
+
+# Masks #
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "trained"),
+    [("weight", 0, False), ("weight", 1.0, True), ("train", False, False), ("training", True, True)],
+)
+def test_a_message_says_whether_it_is_trained_on(rows_of, key, value, trained):
+    (example,), notes = rows_of({"messages": [USER, ANSWER | {key: value}, USER, ANSWER]})
+    assert [mask and mask.trained for mask in example.masks] == [None, trained, None, None]
+    assert key not in example.messages[1]
+    assert notes.masks == {f"{key}: {int(trained)}": 1}
+    assert f"1 by {key}: {int(trained)}" in "".join(notes_sentences(notes.values()))
+
+
+def test_masks_of_sharegpt_are_read_too(rows_of):
+    turns = [{"from": "human", "value": "Hi", "weight": None}, {"from": "gpt", "value": "Hello", "weight": 0}]
+    (example,), _ = rows_of({"conversations": turns})
+    assert [mask and mask.trained for mask in example.masks] == [None, False]
+    assert all("weight" not in message for message in example.messages)
+
+
+@pytest.mark.parametrize(
+    ("extra", "what"),
+    [
+        ({"weight": 0.5}, "weight is 0.5"),
+        ({"train": "yes"}, 'train is "yes"'),
+        ({"weight": 1, "train": False}, "weight and train contradict each other"),
+        ({"train_detail": []}, "train_detail masks parts of a message"),
+    ],
+)
+def test_a_mask_that_can_not_be_honoured_is_refused(rows_of, extra, what):
+    with pytest.raises(UserError, match=what):
+        rows_of({"messages": [USER, ANSWER | extra]})
+
+
+def test_rows_of_loss_weight_0_are_left_out_and_counted(rows_of):
+    row = {"prompt": "Hi", "completion": "Hello"}
+    examples, notes = rows_of(row | {"loss_weight": 0}, row | {"loss_weight": 1.0}, row)
+    assert len(examples) == 2
+    assert notes.masks == {"loss_weight: 0": 1, "loss_weight: 1": 1}
+    assert "rows left out by loss_weight 0: 1" in notes_sentences(notes.values())
+    with pytest.raises(UserError, match=r"loss_weight is 0\.3"):
+        rows_of(row | {"loss_weight": 0.3})
+
+
+# Tool calls #
+
+
+def call(arguments):
+    return {"type": "function", "function": {"name": "look_up", "arguments": arguments}}
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Paris"}, '{"city": "Paris"}'])
+def test_arguments_are_objects_however_they_are_written(rows_of, arguments):
+    (example,), _ = rows_of({"messages": [USER, {"role": "assistant", "tool_calls": [call(arguments)]}]})
+    assert example.messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Paris"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"), [("{city: Paris}", "text that is not JSON"), ("[1]", "a list, expected an object")]
+)
+def test_arguments_that_are_no_object_are_refused_with_their_row(rows_of, arguments, what):
+    good = {"messages": [USER, ANSWER]}
+    with pytest.raises(
+        UserError, match=rf"rows.jsonl, line 2: message 2: the arguments of a tool call are {what}"
+    ):
+        rows_of(good, {"messages": [USER, {"role": "assistant", "tool_calls": [call(arguments)]}]})
+
+
+# Columns beside the text #
+
+
+def test_alpacas_system_and_history_become_turns(rows_of):
+    row = {"instruction": "And two?", "input": "", "output": "Four.", "system": "Be brief."}
+    (example,), _ = rows_of(row | {"history": [["One?", "Two."]]})
+    assert [(message["role"], message["content"]) for message in example.messages] == [
+        ("system", "Be brief."), ("user", "One?"), ("assistant", "Two."), ("user", "And two?"), ("assistant", "Four."),
+    ]  # fmt: skip
+    (plain,), _ = rows_of(row | {"system": "", "history": []})
+    assert plain.messages is None and plain.prompt == "And two?"
+
+
+def test_system_and_tools_beside_prompt_and_completion_make_a_conversation(rows_of):
+    tools = [{"type": "function", "function": {"name": "look_up"}}]
+    (example,), _ = rows_of({"prompt": "Hi", "completion": "Hello", "system": "Be kind.", "tools": tools})
+    assert [message["role"] for message in example.messages] == ["system", "user", "assistant"]
+    assert example.tools == tools
+
+
+def test_two_system_prompts_are_refused_unless_they_are_the_same(rows_of):
+    messages = [{"role": "system", "content": "Be kind."}, USER, ANSWER]
+    (example,), _ = rows_of({"messages": messages, "system": "Be kind."})
+    assert len(example.messages) == 3
+    with pytest.raises(UserError, match="two system prompts"):
+        rows_of({"messages": messages, "system": "Be rude."})
+
+
+def test_columns_that_are_not_used_are_listed_once(rows_of):
+    row = {"messages": [USER, ANSWER], "id": 7, "source": "web", "empty": None}
+    _, notes = rows_of(row, row)
+    assert notes_sentences(notes.values()) == ["columns that are not used: id, source"]
+
+
+def test_names_of_another_format_are_refused(rows_of):
+    with pytest.raises(UserError, match="maps prompt, which the format messages does not read"):
+        rows_of({"messages": [USER, ANSWER], "question": "Hi"}, columns=(("prompt", "question"),))
+
+
+# Other kinds of data #
+
+
+@pytest.mark.parametrize("label", [True, False, "true", "False"])
+def test_kto_rows_are_refused_and_their_good_ones_can_be_chosen(rows_of, label):
+    row = {"prompt": "Hi", "completion": "Hello", "label": label}
+    with pytest.raises(UserError, match=r"KTO data.*data\.where=\{label: true\}"):
+        rows_of(row)
+    examples, notes = rows_of(row, where=(("label", True),))
+    good = str(label).lower() == "true"
+    assert len(examples) == good and notes.left_out.total() == (not good)
+
+
+def test_a_label_of_a_class_is_no_kto(rows_of):
+    examples, notes = rows_of({"text": "Good film.", "label": 1}, {"text": "Bad film.", "label": 0})
+    assert len(examples) == 2 and notes.unused["label"] == 2
+
+
+def test_preference_columns_beside_messages_are_refused_and_a_side_can_be_chosen(rows_of):
+    row = {"messages": [USER], "chosen": [USER, ANSWER], "rejected": [USER, ANSWER | {"content": "No."}]}
+    with pytest.raises(UserError, match=r"preference data.*data\.columns=\{messages: chosen\}"):
+        rows_of(row)
+    (example,), notes = rows_of(row, columns=(("messages", "chosen"),))
+    assert example.messages[1]["content"] == "Hello"
+    assert "rejected" in notes.unused
+    with_answer = row | {"messages": [USER, ANSWER]}
+    (example,), notes = rows_of(with_answer, format="messages")
+    assert set(notes.unused) == {"chosen", "rejected"}
+
+
+@pytest.mark.parametrize("column", ["image", "images", "audio", "video"])
+def test_rows_with_images_or_sound_are_refused_unless_the_text_is_meant_alone(rows_of, column):
+    row = {"messages": [USER, ANSWER], column: ["a.png"]}
+    with pytest.raises(UserError, match=f"the row has {column}.*data.format=messages"):
+        rows_of(row)
+    examples, notes = rows_of(row, format="messages")
+    assert len(examples) == 1 and column in notes.unused
+    assert len(rows_of(row | {column: []})[0]) == 1
+
+
+def test_a_column_of_where_must_be_there(rows_of):
+    with pytest.raises(UserError, match=r"column label \(data.where\) is missing"):
+        rows_of({"prompt": "Hi", "completion": "Hello"}, where=(("label", True),))
