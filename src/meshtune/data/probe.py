@@ -38,6 +38,9 @@ class Writes(NamedTuple):
 
     parts: bool  # content that is a list of text parts
     arguments: Literal["object", "text"] | None  # of a tool call; None: it writes neither
+    call_content: (
+        str | None
+    )  # content beside tool calls alone: "", or None where it writes them beside nothing else
 
 
 def writes(render: Render) -> Writes:
@@ -46,36 +49,30 @@ def writes(render: Render) -> Writes:
     parts = [{"type": "text", "text": text} for text in texts]
     turns = [{"role": "user", "content": parts[:2]}, {"role": "assistant", "content": parts[2:]}]
     rendered = render(turns, False, None)
-    in_parts = (
-        isinstance(rendered, str) and all(text in rendered for text in texts) and "'type'" not in rendered
-    )
-    return Writes(in_parts, _arguments(render))
+    arrived = isinstance(rendered, str) and all(text in rendered for text in texts)
+    as_a_value = isinstance(rendered, str) and ("'type'" in rendered or '"type"' in rendered)
+    return Writes(arrived and not as_a_value, *_tool_calls(render))
 
 
-def _arguments(render: Render) -> Literal["object", "text"] | None:
-    """The form in which a template takes a tool call's arguments, an object if it takes both."""
+def _tool_calls(render: Render) -> tuple[Literal["object", "text"] | None, str | None]:
+    """(arguments, call_content) of Writes: the first of the four forms that the template writes."""
     forms: dict[Literal["object", "text"], Any] = {"object": {"city": "Paris"}, "text": '{"city": "Paris"}'}
-    for form, arguments in forms.items():
-        function = {"name": "look_up", "arguments": arguments}
-        turns = [
-            {"role": "user", "content": "Hello"},
-            {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [{"id": CALL_ID, "type": "function", "function": function}],
-            },
-            {"role": "tool", "tool_call_id": CALL_ID, "name": "look_up", "content": "Sunny"},
-            {"role": "assistant", "content": "Yes"},
-        ]
-        rendered = render(turns, False, [TOOL])
-        if not isinstance(rendered, str):
-            continue
-        call = rendered.replace(json.dumps(TOOL), "")
-        if form == "text" and arguments in call:
-            return form
-        if form == "object" and "Paris" in call and "{'city'" not in call:
-            return form
-    return None
+    for content in ("", None):
+        for form, arguments in forms.items():
+            function = {"name": "look_up", "arguments": arguments}
+            call = {"id": CALL_ID, "type": "function", "function": function}
+            turns = [
+                {"role": "user", "content": "Hello"},
+                {"role": "assistant", "content": content, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": CALL_ID, "name": "look_up", "content": "Sunny"},
+                {"role": "assistant", "content": "Yes"},
+            ]
+            rendered = render(turns, False, [TOOL])
+            # As text the arguments stand there as they are: quotes that are escaped were encoded twice.
+            wanted = "Paris" if form == "object" else arguments
+            if isinstance(rendered, str) and wanted in rendered and "{'city'" not in rendered:
+                return form, content
+    return None, ""
 
 
 def adapted(message: dict, can: Writes) -> dict:
@@ -85,9 +82,12 @@ def adapted(message: dict, can: Writes) -> dict:
     """
     if isinstance(message.get("content"), list) and not can.parts:
         message = message | {"content": " ".join(part["text"] for part in message["content"])}
-    if message.get("tool_calls") and can.arguments == "text":
-        calls = [with_arguments(call, json.dumps) for call in message["tool_calls"]]
-        message = message | {"tool_calls": calls}
+    if message.get("tool_calls"):
+        if can.arguments == "text":
+            calls = [with_arguments(call, json.dumps) for call in message["tool_calls"]]
+            message = message | {"tool_calls": calls}
+        if not message.get("content"):
+            message = message | {"content": can.call_content}
     return message
 
 

@@ -123,8 +123,12 @@ def test_alpacas_system_and_history_become_turns(rows_of):
     row = {"instruction": "And two?", "input": "", "output": "Four.", "system": "Be brief."}
     (example,), _ = rows_of(row | {"history": [["One?", "Two."]]})
     assert [(message["role"], message["content"]) for message in example.messages] == [
-        ("system", "Be brief."), ("user", "One?"), ("assistant", "Two."), ("user", "And two?"), ("assistant", "Four."),
-    ]  # fmt: skip
+        ("system", "Be brief."),
+        ("user", "One?"),
+        ("assistant", "Two."),
+        ("user", "And two?"),
+        ("assistant", "Four."),
+    ]
     (plain,), _ = rows_of(row | {"system": "", "history": []})
     assert plain.messages is None and plain.prompt == "And two?"
 
