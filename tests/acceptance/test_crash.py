@@ -145,7 +145,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 @pytest.mark.parametrize(
     ("room", "code", "layout"),
     [
-        pytest.param(2.6, 0, "auto", id="for-two-checkpoints-and-the-model"),
+        pytest.param(2.6, 0, "auto", id="for-two-checkpoints-and-the-model", marks=pytest.mark.slow),
         pytest.param(2.2, 2, "auto", id="for-two-checkpoints"),
         pytest.param(2.2, 2, "zero3x2-mb1-ga2", id="of-two-ranks", marks=pytest.mark.slow),
     ],

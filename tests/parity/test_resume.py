@@ -40,7 +40,8 @@ def test_a_run_goes_on_in_another_layout(
     check(ours, four_steps, "fp64")
 
 
-@pytest.mark.parametrize("layout", cases(["pp2-zbv", "tp2-sp-pp2-1f1b"], default=["pp2-zbv"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["pp2-zbv", "tp2-sp-pp2-1f1b"])
 def test_both_copies_of_a_tied_embedding_go_on(layout: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = FAMILIES["llama"](vocab_size=301, num_hidden_layers=4, tie_word_embeddings=True)

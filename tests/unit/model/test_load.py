@@ -5,7 +5,6 @@ import textwrap
 
 import pytest
 import torch
-from cases import cases
 from families import FAMILIES, FAMILY_CASES
 from loading import load
 from model_folders import plain
@@ -59,8 +58,12 @@ def test_checkpoints_whose_tensor_names_have_changed_since_load_right(tmp_path, 
     assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("stored", cases([torch.float32, torch.bfloat16], default=[torch.bfloat16]))
-@pytest.mark.parametrize("wanted", cases(["fp32", "bf16-pure"], default=["fp32"]))
+PRECISION = {"float32": "fp32", "bfloat16": "bf16-pure"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wanted", ["float32", "bfloat16"])
 def test_loading_takes_little_more_anonymous_memory_than_the_model(stored, wanted, tmp_path):
     config = LlamaConfig(
         vocab_size=16384, hidden_size=1024, intermediate_size=2048, num_hidden_layers=5,
@@ -78,7 +81,7 @@ def test_loading_takes_little_more_anonymous_memory_than_the_model(stored, wante
                 samples.append(anonymous())
         thread = threading.Thread(target=watch)
         thread.start()
-        spec = ModelSpec(source={str(tmp_path)!r}, precision={wanted!r}, attention="eager")
+        spec = ModelSpec(source={str(tmp_path)!r}, precision={PRECISION[wanted]!r}, attention="eager")
         model = single_model(spec, torch.device("cpu"))
         done.set(), thread.join()
         print((max(samples) - before) / sum(p.nbytes for p in model.parameters()), len(samples))
