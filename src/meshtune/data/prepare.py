@@ -146,8 +146,7 @@ def sentences(stats: dict[str, Any]) -> list[str]:
     """Lines for the log: size, labels and packing of the data, and every document or row cut or dropped."""
     lines = []
     for name in ("train", "eval"):
-        part = stats[name]
-        if part:
+        if part := stats[name]:
             how = (
                 f"packed into {part['sequences']:,} sequences of {stats['seq_len']:,}"
                 if part["packed"]

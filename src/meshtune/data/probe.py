@@ -1,4 +1,4 @@
-"""What a chat template writes of a message, found out by rendering with it.
+"""Find out, by rendering with it, how a chat template writes a message, and which fields it leaves out.
 
 writes(render)   once per template: can it write text parts, and how does it want a tool call's arguments?
 adapted(message) a message in the form that it can write
@@ -34,7 +34,7 @@ TOOL = {
 
 
 class Writes(NamedTuple):
-    """What a template can write."""
+    """Forms of a message that a template writes."""
 
     parts: bool  # content that is a list of text parts
     arguments: Literal["object", "text"] | None  # of a tool call; None: it writes neither
@@ -92,7 +92,7 @@ def adapted(message: dict, can: Writes) -> dict:
 
 
 class Unwritten(NamedTuple):
-    """Something that a template leaves out of a conversation."""
+    """A field or message that a template leaves out of a conversation."""
 
     message: int | None  # index; None: of the whole conversation
     what: str

@@ -51,6 +51,8 @@ def problems_of_all_tools(tool: str, config: Config, layout: Layout, gpus_per_no
             f"train.optimizer={config.train.optimizer} can't be exported to {tool}; use "
             f"{' or '.join(EXPORTED_OPTIMIZERS)}."
         )
+    if config.data.where or any(source.where for source in (*config.data.train, *config.data.eval)):
+        yield f"data.where can't be exported to {tool}; write the chosen rows to a file of their own."
     for axis in AXES:
         if (size := getattr(layout, axis)) > 1 and axis not in EXPORTED_AXES:
             yield f"{axis}={size} can't be exported to {tool}; choose a layout without {axis}."
