@@ -486,7 +486,7 @@ class Encoder:
         return _Rendered(whole, turns, self._unwritten(chat, whole))
 
     def _unwritten(self, chat: _Chat, whole: str) -> tuple[str, ...]:
-        """Names of what the template leaves out of a conversation. Raises BadRow if it was to be trained on."""
+        """Names of what the template leaves out. Raises BadRow if it was to be trained on."""
         names = []
         for index, what in unwritten(chat.messages, chat.tools, whole, self._render):
             answer = index is not None and chat.messages[index]["role"] == "assistant"
