@@ -15,6 +15,7 @@ import io
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from itertools import islice
 from pathlib import Path
@@ -191,10 +192,8 @@ def _json_lines(file: Path, first: int, start: int) -> Generator[RawRow, None, i
                 continue
             try:
                 value = json.loads(text)
-            except json.JSONDecodeError as error:
-                value = BadRow("broken JSON", f"broken JSON: {error.msg} at column {error.colno}")
-            except RecursionError:
-                value = BadRow("broken JSON", "broken JSON: nested too deeply")
+            except (ValueError, RecursionError) as error:
+                value = BadRow("broken JSON", f"broken JSON: {json_fault(error)}")
             else:
                 if "\\ud" in text.lower() and _has_lone_surrogate(value):
                     value = BadRow(
@@ -202,6 +201,15 @@ def _json_lines(file: Path, first: int, start: int) -> Generator[RawRow, None, i
                     )
             yield origin, value
     return number + 1
+
+
+def json_fault(error: Exception) -> str:
+    """Clause on why json.loads raised `error`, a ValueError or RecursionError."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at column {error.colno}"
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return "a whole number of more than 4,300 digits"  # Python's limit (sys.set_int_max_str_digits)
 
 
 def _has_lone_surrogate(value: Any) -> bool:
@@ -225,13 +233,13 @@ def _json_list(file: Path, first: int, start: int) -> Generator[RawRow, None, in
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise UserError(f"{file}, line {line}: not UTF-8: byte 0x{content[error.start]:02x}.") from None
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":
             return (yield from _json_lines(file, first, start))
         where = (
             f", line {error.lineno}: {error.msg}"
             if isinstance(error, json.JSONDecodeError)
-            else ": nested too deeply"
+            else f": {json_fault(error)}"
         )
         raise UserError(
             f"{file}{where}. A .json file holds one list of objects; one object a line is .jsonl."
@@ -291,7 +299,8 @@ def _without_nulls(value: Any) -> Any:
 def _csv(file: Path, first: int, start: int) -> Generator[RawRow, None, int]:
     """Read a file whose first line names the columns; empty lines are not counted as rows.
 
-    first, start, result: see `Reader`. Raises UserError if the file is empty.
+    first, start, result: see `Reader`. Raises UserError if the file is empty or names a
+    column twice.
     """
     csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is shorter than some documents
     with io.TextIOWrapper(_open(file), encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
@@ -299,6 +308,8 @@ def _csv(file: Path, first: int, start: int) -> Generator[RawRow, None, int]:
         header = next(reader, None)
         if header is None:
             raise UserError(f"{file} is empty; the first line of a .csv file names its columns.")
+        if twice := [name for name, times in Counter(header).items() if times > 1]:
+            raise UserError(f"{file} names {', '.join(twice)} more than once in its first line; rename one.")
         number = -1
         while True:
             try:

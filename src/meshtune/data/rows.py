@@ -249,7 +249,7 @@ class Columns:
         if isinstance(value, str):
             try:
                 value = json.loads(value)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 raise BadRow(
                     "wrong type", f"column {theirs} is text that is not JSON, expected a list"
                 ) from None

@@ -180,11 +180,14 @@ BAD_LINES = {
     b'["a", "b"]': "the row is a list, expected an object",
     b'{"prompt": "\xff", "completion": "b"}': "not UTF-8: byte 0xff at position 13",
     b'{"prompt": "\\ud800", "completion": "b"}': "not UTF-8: half of a surrogate pair",
+    b'{"prompt": ' + b"7" * 5000 + b"}": "broken JSON: a whole number of more than 4,300 digits",
+    b'{"prompt": ' + b"[" * 100_000 + b"}": "broken JSON: nested too deeply",
+    b'{"messages": "' + b"[" * 100_000 + b'", "prompt": [], "completion": "7"}': "column completion is",
 }
 GOOD_LINE = b'{"prompt": "a", "completion": "b"}'
 
 
-@pytest.mark.parametrize("line", BAD_LINES)
+@pytest.mark.parametrize("line", BAD_LINES, ids=lambda line: line[:20].decode() if len(line) > 100 else None)
 def test_a_bad_line_is_named_with_its_file_and_what_is_wrong(tmp_path, line):
     file = tmp_path / "rows.jsonl"
     file.write_bytes(GOOD_LINE + b"\n\n" + line + b"\n" + GOOD_LINE)
@@ -237,7 +240,7 @@ def test_skipping_drops_bad_rows_and_counts_them_by_reason(tmp_path):
     dropped = Dropped()
     assert len(examples(file, on_bad_row="skip", dropped=dropped)) == 2
     assert dropped.total == 1 + len(BAD_LINES)
-    assert dropped.counts["broken JSON"] == 2
+    assert dropped.counts["broken JSON"] == 4
     assert dropped.counts["not UTF-8"] == 2
     assert dropped.counts["empty answer"] == 1
     assert str(dropped).startswith("9 bad rows dropped: 2 ")
@@ -267,7 +270,10 @@ def test_keys_that_arrow_filled_with_null_are_taken_out(tmp_path):
         ("a.json", b"\n\xff", "line 2: not UTF-8"),
         ("a.parquet", b"nonsense", "not a readable parquet file"),
         ("a.jsonl.gz", b"nonsense", "can't be read"),
+        ("a.json", b"[" + b"7" * 5000 + b"]", "more than 4,300 digits"),
+        ("a.json", b"[" * 100_000, "nested too deeply"),
         ("a.csv", b"", "is empty"),
+        ("a.csv", b"prompt,completion,prompt\n1,2,3\n", "names prompt more than once"),
         ("a.xlsx", b"", "has an unknown suffix"),
     ],
 )
