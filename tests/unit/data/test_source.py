@@ -180,14 +180,16 @@ BAD_LINES = {
     b'["a", "b"]': "the row is a list, expected an object",
     b'{"prompt": "\xff", "completion": "b"}': "not UTF-8: byte 0xff at position 13",
     b'{"prompt": "\\ud800", "completion": "b"}': "not UTF-8: half of a surrogate pair",
+}
+GOOD_LINE = b'{"prompt": "a", "completion": "b"}'
+HOSTILE_LINES = {  # beyond the limits of Python's parser
     b'{"prompt": ' + b"7" * 5000 + b"}": "broken JSON: a whole number of more than 4,300 digits",
     b'{"prompt": ' + b"[" * 100_000 + b"}": "broken JSON: nested too deeply",
     b'{"messages": "' + b"[" * 100_000 + b'", "prompt": [], "completion": "7"}': "column completion is",
 }
-GOOD_LINE = b'{"prompt": "a", "completion": "b"}'
 
 
-@pytest.mark.parametrize("line", BAD_LINES, ids=lambda line: line[:20].decode() if len(line) > 100 else None)
+@pytest.mark.parametrize("line", BAD_LINES)
 def test_a_bad_line_is_named_with_its_file_and_what_is_wrong(tmp_path, line):
     file = tmp_path / "rows.jsonl"
     file.write_bytes(GOOD_LINE + b"\n\n" + line + b"\n" + GOOD_LINE)
@@ -234,13 +236,21 @@ def test_the_first_ten_bad_rows_are_named_at_once_and_all_are_counted(tmp_path):
     assert "on_bad_row=skip" in caught.value.problems[-1]
 
 
+@pytest.mark.parametrize("line", HOSTILE_LINES, ids=["digits", "depth", "depth of a column"])
+def test_a_line_beyond_the_parsers_limits_is_a_bad_row(tmp_path, line):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(GOOD_LINE + b"\n" + line)
+    with pytest.raises(UserError, match=rf"rows\.jsonl, line 2: {HOSTILE_LINES[line]}"):
+        examples(file)
+
+
 def test_skipping_drops_bad_rows_and_counts_them_by_reason(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_bytes(b"\n".join([b"{", GOOD_LINE, *BAD_LINES, GOOD_LINE]))
     dropped = Dropped()
     assert len(examples(file, on_bad_row="skip", dropped=dropped)) == 2
     assert dropped.total == 1 + len(BAD_LINES)
-    assert dropped.counts["broken JSON"] == 4
+    assert dropped.counts["broken JSON"] == 2
     assert dropped.counts["not UTF-8"] == 2
     assert dropped.counts["empty answer"] == 1
     assert str(dropped).startswith("9 bad rows dropped: 2 ")
