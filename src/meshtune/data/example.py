@@ -9,7 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 from meshtune.errors import UserError
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".jsonl.gz", ".json.gz", ".csv.gz")  # of data files
+COMPRESSIBLE = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
+SUFFIXES = (*COMPRESSIBLE, ".parquet", *(f"{suffix}.gz" for suffix in COMPRESSIBLE))  # of data files
 SHOWN = 10  # bad rows that one error describes; the rest are only counted
 
 OnBadRow = Literal["error", "skip"]

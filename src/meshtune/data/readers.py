@@ -17,6 +17,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,8 @@ def files(source: Source) -> list[Path]:
     ]
     if not data_files:
         raise UserError(f"The folder {path} holds no data files. {readable}")
+    # A README.txt beside rows.jsonl is no data.
+    data_files = [file for file in data_files if _reader(file) is not _text_lines] or data_files
     # Training must not read the test.jsonl beside train.jsonl: where names tell the split, they choose.
     split = SPLITS.get(source.split, source.split)
     return [file for file in data_files if _split_of(file.relative_to(path)) == split] or data_files
@@ -168,7 +171,17 @@ def _open(file: Path):
 
 
 def _json_lines(file: Path, first: int, start: int) -> Generator[RawRow, None, int]:
-    """Read one JSON value a line. first, start, result: see `Reader`.
+    """Read one JSON value a line; see `_lines`."""
+    return (yield from _lines(file, first, start, _json_value))
+
+
+def _text_lines(file: Path, first: int, start: int) -> Generator[RawRow, None, int]:
+    """Read one text a line, as `datasets` reads .txt files; see `_lines`."""
+    return (yield from _lines(file, first, start, lambda line: {"text": line}))
+
+
+def _lines(file: Path, first: int, start: int, parse: Callable[[str], Any]) -> Generator[RawRow, None, int]:
+    """Read one value a line, `parse` of its text without the line break. first, start, result: see `Reader`.
 
     Empty lines are skipped but counted as rows: lines before `start` stay unparsed.
     """
@@ -190,17 +203,19 @@ def _json_lines(file: Path, first: int, start: int) -> Generator[RawRow, None, i
                 continue
             if not text.strip():
                 continue
-            try:
-                value = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                value = BadRow("broken JSON", f"broken JSON: {json_fault(error)}")
-            else:
-                if "\\ud" in text.lower() and _has_lone_surrogate(value):
-                    value = BadRow(
-                        "not UTF-8", "not UTF-8: half of a surrogate pair (\\ud800 to \\udfff) by itself"
-                    )
-            yield origin, value
+            yield origin, parse(text)
     return number + 1
+
+
+def _json_value(text: str) -> Any:
+    """The value of a line of JSON, or a BadRow."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return BadRow("broken JSON", f"broken JSON: {json_fault(error)}")
+    if "\\ud" in text.lower() and _has_lone_surrogate(value):
+        return BadRow("not UTF-8", "not UTF-8: half of a surrogate pair (\\ud800 to \\udfff) by itself")
+    return value
 
 
 def json_fault(error: Exception) -> str:
@@ -296,7 +311,7 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _csv(file: Path, first: int, start: int) -> Generator[RawRow, None, int]:
+def _csv(file: Path, first: int, start: int, delimiter: str = ",") -> Generator[RawRow, None, int]:
     """Read a file whose first line names the columns; empty lines are not counted as rows.
 
     first, start, result: see `Reader`. Raises UserError if the file is empty or names a
@@ -304,7 +319,7 @@ def _csv(file: Path, first: int, start: int) -> Generator[RawRow, None, int]:
     """
     csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is shorter than some documents
     with io.TextIOWrapper(_open(file), encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
-        reader = csv.reader(stream)
+        reader = csv.reader(stream, delimiter=delimiter)
         header = next(reader, None)
         if header is None:
             raise UserError(f"{file} is empty; the first line of a .csv file names its columns.")
@@ -337,9 +352,12 @@ def _csv(file: Path, first: int, start: int) -> Generator[RawRow, None, int]:
 
 READERS: dict[str, Reader] = {
     ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
     ".json": _json_list,
     ".parquet": _parquet,
     ".csv": _csv,
+    ".tsv": partial(_csv, delimiter="\t"),
+    ".txt": _text_lines,
 }
 
 

@@ -21,15 +21,15 @@ def write(folder, name, rows):
     """`rows` under `name`, in the format of its suffix."""
     file = folder / name
     lines = "".join(json.dumps(row) + "\n" for row in rows)
-    if name.endswith(".jsonl"):
+    if name.endswith((".jsonl", ".ndjson")):
         file.write_text(lines)
     elif name.endswith(".jsonl.gz"):
         file.write_bytes(gzip.compress(lines.encode()))
     elif name.endswith(".parquet"):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file, row_group_size=2)
-    elif name.endswith(".csv"):
+    elif name.endswith((".csv", ".tsv")):
         with file.open("w", newline="") as stream:
-            writer = csv.DictWriter(stream, rows[0])
+            writer = csv.DictWriter(stream, rows[0], delimiter="\t" if name.endswith(".tsv") else ",")
             writer.writeheader()
             writer.writerows(rows)
     else:
@@ -46,7 +46,7 @@ def pairs(rows):
     return [(row.prompt, row.completion) for row in rows]
 
 
-KINDS = ["a.jsonl", "a.jsonl.gz", "a.json", "wrapped.json", "a.parquet", "a.csv"]
+KINDS = ["a.jsonl", "a.jsonl.gz", "a.json", "wrapped.json", "a.parquet", "a.csv", "a.ndjson", "a.tsv"]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -73,6 +73,24 @@ def test_a_folder_is_read_in_sorted_order_and_numbered_through(tmp_path):
     assert [row.origin.row for row in whole] == list(range(6))
     for row in whole:
         assert examples(tmp_path, start=row.origin.row + 1) == whole[row.origin.row + 1 :]
+
+
+def test_each_line_of_a_text_file_is_a_document(tmp_path):
+    (tmp_path / "a.txt").write_text("One line.\n\n  Another, with {braces}.\r\nThe last")
+    rows = examples(tmp_path / "a.txt")
+    assert [row.text for row in rows] == ["One line.", "  Another, with {braces}.", "The last"]
+    assert [row.origin.line for row in rows] == [1, 3, 4]
+    assert [row.text for row in examples(tmp_path / "a.txt", start=2)] == [
+        "  Another, with {braces}.",
+        "The last",
+    ]
+    assert len(examples(tmp_path)) == 3
+
+
+def test_a_text_file_beside_rows_is_no_data(tmp_path):
+    write(tmp_path, "a.jsonl", PAIRS)
+    (tmp_path / "README.txt").write_text("About these rows.")
+    assert len(examples(tmp_path)) == len(PAIRS)
 
 
 def test_a_folder_with_named_splits_gives_one_of_them(tmp_path):

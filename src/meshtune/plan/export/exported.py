@@ -53,6 +53,8 @@ def problems_of_all_tools(tool: str, config: Config, layout: Layout, gpus_per_no
         )
     if config.data.where or any(source.where for source in (*config.data.train, *config.data.eval)):
         yield f"data.where can't be exported to {tool}; write the chosen rows to a file of their own."
+    if tabs := [each.path for each in (*config.data.train, *config.data.eval) if ".tsv" in each.path]:
+        yield f"{tabs[0]} can't be exported to {tool}, which reads commas; convert it to .csv."
     for axis in AXES:
         if (size := getattr(layout, axis)) > 1 and axis not in EXPORTED_AXES:
             yield f"{axis}={size} can't be exported to {tool}; choose a layout without {axis}."
@@ -187,9 +189,10 @@ def is_file(source: SourceConfig) -> bool:
 
 
 def file_kind(source: SourceConfig) -> str:
-    """The loader of Hugging Face datasets for a file: json, csv or parquet."""
+    """The loader of Hugging Face datasets for a file: json, csv, parquet or text."""
     suffixes = PurePath(source.path).suffixes
-    return next((kind for kind in ("parquet", "csv") if f".{kind}" in suffixes), "json")
+    kinds = {".parquet": "parquet", ".csv": "csv", ".txt": "text"}
+    return next((kind for suffix, kind in kinds.items() if suffix in suffixes), "json")
 
 
 def warmup_steps(config: Config) -> int | None:
