@@ -222,9 +222,9 @@ def prepare_trl(work: Path, processes: int | None) -> dict[str, Any]:
 
 def prepare_meshtune(work: Path) -> dict[str, Any]:
     """Measure meshtune from rows on disk to packed sequences, with nothing cached; as `prepare_trl`."""
+    from meshtune.data.encode import Encoder
     from meshtune.data.example import Source
     from meshtune.data.prepare import prepare
-    from meshtune.data.template import Encoder
     from meshtune.model.load import load_tokenizer
 
     encoder = Encoder(load_tokenizer(str(work / "model")), train_on="completion", chat_template=None)

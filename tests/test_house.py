@@ -24,7 +24,6 @@ ONE_LETTER = set("qkvx_")
 ATTEND = "the signature of core.attend_documents, which it stands in for on the ranks of cp"
 # What may exceed a budget, and why; no more than eight.
 EXCEPTIONS: dict[str, str] = {
-    "lines of data/template.py": "one class that walks a chat template; its parts share every table",
     "lines of train/checkpoint.py": "one class in sections: writing, reading and checking a checkpoint",
     "parameters of compat.py:varlen_attention": "those of torch's varlen_attn, which it calls, in its order",
     "parameters of parallel/context.py:AllGather.__call__": ATTEND,

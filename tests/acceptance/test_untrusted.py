@@ -19,8 +19,8 @@ from loading import load
 from torch.distributed.checkpoint.metadata import Metadata
 from transformers import PreTrainedTokenizerFast
 
+from meshtune.data.encode import Encoder
 from meshtune.data.example import Example, Origin
-from meshtune.data.template import Encoder
 from meshtune.errors import UserError
 from meshtune.model.load import load_config, load_tokenizer
 from meshtune.train.checkpoint import Checkpoints, _size_and_hash

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from meshtune import config as settings
 from meshtune.attention.register import register
 from meshtune.config import Config
-from meshtune.data.template import Encoder
+from meshtune.data.encode import Encoder
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.model.adapter import adapter_base, load_adapter

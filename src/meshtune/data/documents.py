@@ -10,7 +10,7 @@ import numpy as np
 from meshtune.data.example import SHOWN, BadRow, Dropped, Example, Notes, Origin
 
 if TYPE_CHECKING:
-    from meshtune.data.template import Document, Encoder
+    from meshtune.data.encode import Document, Encoder
 
 Overlong = Literal["cut", "drop", "error"]
 ROWS_AT_ONCE = 1000  # examples encoded together

@@ -36,7 +36,7 @@ from meshtune.errors import UserError
 from meshtune.rundir import flush
 
 if TYPE_CHECKING:
-    from meshtune.data.template import Encoder
+    from meshtune.data.encode import Encoder
 
 CACHE_VERSION = 2  # raise it when the files' format or the code that decides their content changes
 STALE_SECONDS = 24 * 3600  # age at which an unfinished folder must be that of a killed process

@@ -27,7 +27,7 @@ from meshtune.data.readers import read
 from meshtune.errors import UserError
 
 if TYPE_CHECKING:
-    from meshtune.data.template import Encoder
+    from meshtune.data.encode import Encoder
 
 # A position in the stream, with one number per source. rows: its next row; passes: its passes that have
 # ended; taken: its examples so far.

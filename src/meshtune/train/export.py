@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import meshtune
 from meshtune.config import Config
-from meshtune.data.template import Encoder
+from meshtune.data.encode import Encoder
 from meshtune.errors import UserError
 from meshtune.model.adapter import save_adapter
 from meshtune.model.pieces import Piece

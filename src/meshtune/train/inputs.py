@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from meshtune.config import Config, DataConfig, ModelConfig, SourceConfig
+from meshtune.data.encode import Encoder
 from meshtune.data.example import Source
 from meshtune.data.loader import Loader
 from meshtune.data.pack import Dataset
 from meshtune.data.prepare import Prepared, prepare, sentences
 from meshtune.data.stream import Stream
-from meshtune.data.template import Encoder
 from meshtune.errors import UserError
 from meshtune.model.load import load_tokenizer
 from meshtune.parallel.apply import width_multiple

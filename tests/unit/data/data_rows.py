@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
+from meshtune.data.encode import Document
 from meshtune.data.example import Source
 from meshtune.data.pack import Dataset, in_memory, pack, singles
-from meshtune.data.template import Document
 
 
 class Bytes:

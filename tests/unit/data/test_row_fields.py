@@ -1,4 +1,4 @@
-"""What rows say beside their text: content parts, masks, tool calls, and columns of other kinds of data."""
+"""Read the fields of rows beside their text: content parts, masks, tool calls, columns of other data."""
 
 import json
 

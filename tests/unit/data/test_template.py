@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, processors
 
+from meshtune.data.encode import Encoder
 from meshtune.data.example import Example, Origin
-from meshtune.data.template import Encoder, apply_template, built_in_templates
+from meshtune.data.template import apply_template, built_in_templates
 from meshtune.errors import UserError
 
 TEMPLATES = Path(__file__).parent / "chat_templates"

@@ -1,12 +1,12 @@
-"""What published chat templates write of parts, masks, tool calls and reasoning. TRL's wheel has them."""
+"""Encode parts, masks, tool calls and reasoning with published chat templates, read from TRL's wheel."""
 
 import numpy as np
 import pytest
 from cases import cases
 from templates_of_trl import names, template
 
+from meshtune.data.encode import Document, Encoder
 from meshtune.data.example import BadRow, Example, Mask, Origin
-from meshtune.data.template import Document, Encoder
 
 HERE = Origin("rows.jsonl", 7)
 USER = {"role": "user", "content": "How are you?"}

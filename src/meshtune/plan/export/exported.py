@@ -51,9 +51,10 @@ def problems_of_all_tools(tool: str, config: Config, layout: Layout, gpus_per_no
             f"train.optimizer={config.train.optimizer} can't be exported to {tool}; use "
             f"{' or '.join(EXPORTED_OPTIMIZERS)}."
         )
-    if config.data.where or any(source.where for source in (*config.data.train, *config.data.eval)):
+    sources = (*config.data.train, *config.data.eval)
+    if config.data.where or any(source.where for source in sources):
         yield f"data.where can't be exported to {tool}; write the chosen rows to a file of their own."
-    if tabs := [each.path for each in (*config.data.train, *config.data.eval) if ".tsv" in each.path]:
+    if tabs := [source.path for source in sources if ".tsv" in PurePath(source.path).suffixes]:
         yield f"{tabs[0]} can't be exported to {tool}, which reads commas; convert it to .csv."
     for axis in AXES:
         if (size := getattr(layout, axis)) > 1 and axis not in EXPORTED_AXES:

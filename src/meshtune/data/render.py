@@ -1,0 +1,253 @@
+"""Conversations to text by the tokenizer's chat template, and the places of their labelled turns in it.
+
+    Chat(messages, tools, turns) ──> requests ──> render_all ──> rendered ──> Rendered(full, turns)
+
+Templates run in transformers' immutable Jinja sandbox and nowhere else.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from meshtune.data.example import BadRow, Example, Mask
+from meshtune.data.probe import Writes, adapted, unwritten, writes
+from meshtune.data.rows import last_answer, no_answer
+
+TrainOn = Literal["assistant", "completion", "all"]
+
+Request = tuple[list[dict], bool, list | None]  # one rendering: messages, with the generation prompt?, tools
+
+
+class Chat(NamedTuple):
+    """A conversation that is still to be rendered."""
+
+    messages: list[dict]
+    tools: list | None
+    turns: list[int]  # indices of the messages that are labelled, or under train_on=all of those that are not
+
+    def requests(self) -> Iterator[Request]:
+        """The rendering of the whole, then of each labelled turn's head and, unless it is the last, upto."""
+        yield self.messages, False, self.tools
+        for turn in self.turns:
+            yield self.messages[:turn], True, self.tools
+            if turn + 1 < len(self.messages):
+                yield self.messages[: turn + 1], False, self.tools
+
+
+class Turn(NamedTuple):
+    """A labelled turn of a rendered conversation, by two prefixes of its text."""
+
+    number: int  # from 0
+    head: str
+    upto: str | None  # None: up to the end of the conversation
+
+
+class Rendered(NamedTuple):
+    """A conversation as text."""
+
+    full: str
+    turns: list[Turn]
+    unwritten: tuple[str, ...] = ()  # see Document
+
+    def texts(self) -> Iterator[str]:
+        """All texts whose tokens are needed."""
+        yield self.full
+        for _, head, upto in self.turns:
+            yield head
+            if upto is not None:
+                yield upto
+
+
+class Renderer:
+    """Renders conversations with the chat template of a tokenizer.
+
+    train_on: see `encode.Encoder`. special: texts of the tokenizer's special tokens.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, train_on: TrainOn, special: tuple[str, ...]
+    ) -> None:
+        self.tokenizer, self.train_on, self.special = tokenizer, train_on, special
+
+    def chat(self, example: Example) -> Chat:
+        """The conversation of a row, in the form that the template can write. Raises BadRow."""
+        messages = self.messages(example)
+        turns = self._turns(messages, example.masks or ())
+        return Chat(self.adapt(messages), example.tools, turns)
+
+    def messages(self, example: Example) -> list[dict]:
+        """The conversation, up to its last assistant turn unless everything is labelled; raises BadRow."""
+        if example.messages is None:
+            return [
+                {"role": "user", "content": example.prompt},
+                {"role": "assistant", "content": example.completion},
+            ]
+        if self.train_on == "all":
+            return list(example.messages)
+        last = last_answer(example.messages)
+        if last is None:
+            raise no_answer(example.messages)
+        return list(example.messages[: last + 1])
+
+    @cached_property
+    def can(self) -> Writes:
+        return writes(self.render)
+
+    def adapt(self, messages: Sequence[dict]) -> list[dict]:
+        """The messages in the form that the template can write."""
+        plain = all(
+            isinstance(message.get("content"), str) and "tool_calls" not in message for message in messages
+        )
+        return list(messages) if plain else [adapted(message, self.can) for message in messages]
+
+    def _turns(self, messages: list[dict], masks: Sequence[Mask | None]) -> list[int]:
+        """Indices of the messages that are labelled; under train_on=all of those that are not. Raises BadRow.
+
+        masks: of each message, or none; they come before train_on.
+        """
+        asked = {index: mask.trained for index, mask in enumerate(masks[: len(messages)]) if mask}
+        roles = [message["role"] for message in messages]
+        if self.train_on == "all":
+            turns = [index for index, trained in asked.items() if not trained]
+            if foreign := [index for index in turns if roles[index] != "assistant"]:
+                raise _mask_of_another(
+                    foreign[0], roles, masks, "data.train_on=assistant leaves out all of these"
+                )
+            return turns
+        if foreign := [index for index, trained in asked.items() if trained and roles[index] != "assistant"]:
+            raise _mask_of_another(foreign[0], roles, masks, "data.train_on=all trains on every message")
+        answers = [index for index, role in enumerate(roles) if role == "assistant"]
+        default = set(answers if self.train_on == "assistant" else answers[-1:])
+        turns = [index for index in answers if asked.get(index, index in default)]
+        if turns and turns[0] == 0:
+            raise BadRow(
+                "starts with the assistant",
+                "the conversation starts with the assistant, so its first turn answers nothing",
+            )
+        return turns
+
+    def render_all(self, requests: Sequence[Request]) -> list[str | BadRow]:
+        """Render each request; those without tools in one call of transformers per kind of ending."""
+        texts: list[str | BadRow | None] = [None] * len(requests)
+        for ending in (False, True):
+            group = [i for i, (_, prompt, tools) in enumerate(requests) if prompt is ending and tools is None]
+            if not group:
+                continue
+            try:
+                rendered = self.tokenizer.apply_chat_template(
+                    [requests[i][0] for i in group], tokenize=False, add_generation_prompt=ending
+                )
+            except Exception:
+                continue  # the template refuses some row: rendered one by one below, to find out which
+            for i, text in zip(group, rendered, strict=True):
+                texts[i] = text  # pyright: ignore[reportArgumentType, reportCallIssue]
+        return [
+            self.render(*request) if text is None else text
+            for text, request in zip(texts, requests, strict=True)
+        ]
+
+    def render(self, messages: list[dict], generation: bool, tools: list | None) -> str | BadRow:
+        """Text of a conversation, with the generation prompt if `generation`; a BadRow if that fails."""
+        try:
+            return self.tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]
+                messages, tools=tools, tokenize=False, add_generation_prompt=generation
+            )
+        except Exception as error:  # a template is a program of its own: it may fail in any way
+            return BadRow(
+                "refused by the chat template",
+                f"the chat template refuses it: {type(error).__name__}: {error}",
+            )
+
+    def rendered(self, chat: Chat, texts: list[str | BadRow]) -> Rendered:
+        """Check that each head and upto is a prefix of the whole; raise BadRow if one is not.
+
+        texts: the renderings of `chat.requests()`, in order; a BadRow among them is raised.
+        """
+        rendered = map(_raise_bad, texts)
+        whole = next(rendered)
+        turns = []
+        for number in chat.turns:
+            head = next(rendered)
+            if not whole.startswith(head):
+                raise BadRow("prompt is no prefix", _differ("its generation prompt", number, head, whole))
+            upto = None
+            if number + 1 < len(chat.messages):
+                upto = self._upto(number, next(rendered), whole)
+                if len(upto) < len(head):
+                    raise not_written(number)
+            turns.append(Turn(number, head, upto))
+        return Rendered(whole, turns, self._unwritten(chat, whole))
+
+    def _unwritten(self, chat: Chat, whole: str) -> tuple[str, ...]:
+        """Names of what the template leaves out. Raises BadRow if it was to be trained on."""
+        names = []
+        for index, what in unwritten(chat.messages, chat.tools, whole, self.render):
+            answer = index is not None and chat.messages[index]["role"] == "assistant"
+            if index is not None and answer and (index in chat.turns) != (self.train_on == "all"):
+                raise BadRow(
+                    f"{what} is not written",
+                    f"message {index + 1} (assistant): the chat template leaves out its {what}, which was to "
+                    "be trained on; choose another template (data.chat_template)",
+                )
+            names.append(what)
+        return tuple(names)
+
+    def _upto(self, number: int, upto: str, whole: str) -> str:
+        """The part of `upto` that ends with the end marker. Raises BadRow if that is no prefix of `whole`.
+
+        number: index of the turn, for the error. upto: the conversation rendered up to this turn's answer.
+        """
+        eos = str(self.tokenizer.eos_token or "")
+        marked = self._up_to_marker(upto)
+        if not whole.startswith(marked) and eos and upto.endswith(eos):
+            # Some templates (Phi-3's) close the last turn with one more eos, not there in the middle.
+            marked = self._up_to_marker(upto.removesuffix(eos))
+        if not whole.startswith(marked):
+            raise BadRow("turn is no prefix", _differ("the end of the conversation", number, upto, whole))
+        return marked
+
+    def _up_to_marker(self, text: str) -> str:
+        """`text` without white space after a final special token: its tokens depend on what follows."""
+        stripped = text.rstrip()
+        return stripped if stripped.endswith(self.special) else text
+
+
+def _raise_bad(text: str | BadRow) -> str:
+    if isinstance(text, BadRow):
+        raise text
+    return text
+
+
+def not_written(turn: int) -> BadRow:
+    return BadRow(
+        "turn not written", f"message {turn + 1} (assistant): the chat template writes nothing of it"
+    )
+
+
+def _mask_of_another(turn: int, roles: list[str], masks: Sequence[Mask | None], instead: str) -> BadRow:
+    """Return the reason to refuse a row that masks a message which is not the assistant's.
+
+    turn: its index, from 0. instead: clause that names a setting.
+    """
+    return BadRow(
+        f"mask of a {roles[turn]} message",
+        f"message {turn + 1} ({roles[turn]}) has {masks[turn]}, but only the assistant's messages can be "
+        f"chosen one by one; {instead}",
+    )
+
+
+def _differ(case: str, turn: int, prefix: str, full: str) -> str:
+    """Clause that quotes the first place where `prefix`, a rendering up to a turn, is no prefix of `full`.
+
+    case: what follows the turn in `prefix`. turn: its index, from 0.
+    """
+    pairs = enumerate(zip(prefix, full, strict=False))
+    at = next((i for i, (one, other) in pairs if one != other), min(len(prefix), len(full)))
+    start = max(0, at - 20)
+    return (
+        f"message {turn + 1} (assistant): the chat template writes {prefix[start : at + 30]!r} when {case} "
+        f"follows, but {full[start : at + 30]!r} in the whole conversation, so "
+        "which part is the answer is not defined"
+    )
