@@ -103,7 +103,6 @@ def rival(
     """
     quiet()
     world = join(choose.choose_together(settings).layout, torch.device("cpu"))
-    encoder = inputs.encoder_of(inputs.tokenizer_of(settings.model, settings.data), settings.data)
     model = single_model(build.model_spec(settings, attention), world.device)
     trained, gradients = make(model, world)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
@@ -116,7 +115,7 @@ def rival(
         dist.all_reduce(loss)
         return float(loss), norm
 
-    prepared = inputs.data_of(settings.data, encoder, seed=settings.train.seed)
+    prepared = inputs.inputs_of(settings).prepared
     return iter(inputs.loader_of(settings, prepared.train, world)), step
 
 

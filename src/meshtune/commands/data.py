@@ -22,9 +22,8 @@ def data(
     from meshtune.data import inspect
     from meshtune.train import inputs
 
-    encoder = inputs.encoder_of(inputs.tokenizer_of(resolved.model, resolved.data), resolved.data)
-    prepared = inputs.data_of(resolved.data, encoder, seed=resolved.train.seed)
-    description = inspect.describe(prepared, encoder.tokenizer, samples=samples)
+    tokenizer, _, prepared = inputs.inputs_of(resolved)
+    description = inspect.describe(prepared, tokenizer, samples=samples)
     if as_json:
         show_json(description)
     else:

@@ -151,4 +151,6 @@ def open_model(target: Target, device: str | None = None) -> Opened:
             if target.folder:
                 spec = replace(spec, source=str(target.folder), init="pretrained", revision=None)
             model = single_model(replace(spec, embeddings=embeddings_needed(tokenizer)), place)
-    return Opened(model.eval(), tokenizer, inputs.encoder_of(tokenizer, config.data))
+    eos = model.generation_config.eos_token_id if model.generation_config else None
+    stops = [eos] if isinstance(eos, int) else eos or []
+    return Opened(model.eval(), tokenizer, inputs.encoder_of(tokenizer, config.data, stops))

@@ -68,9 +68,10 @@ def usable(
     is dropped: every sequence of the data set then has a label.
     """
     documents = []
+    tally.examples += len(examples)
     for example, document in _encoded(examples, encoder, tally):
-        tally.examples += 1
         tally.notes.unwritten.update(document.unwritten)
+        tally.notes.unstopped.update(document.unstopped)
         ids, labelled = document.ids, document.labelled
         if len(ids) > seq_len:
             if overlong == "error":
@@ -96,16 +97,21 @@ def usable(
 def _encoded(
     examples: Sequence[Example], encoder: "Encoder", tally: Tally
 ) -> Iterator[tuple[Example, "Document"]]:
-    """Yield each example with its document.
+    """Yield each example, or each part of it (`Encoder.split`), with its document.
 
     Those that can't be labelled raise UserError under the encoder's on_bad_row="error", before anything is
     yielded; under "skip" they are left out and counted in `tally`.
     """
+    parts = [part for example in examples for part in encoder.split(example)]
     if encoder.on_bad_row == "error":
-        yield from zip(examples, encoder.encode(examples), strict=True)
+        yield from zip(parts, encoder.encode(parts), strict=True)
         return
-    for example, result in zip(examples, encoder.encode_each(examples), strict=True):
+    bad: set[Origin] = set()  # several parts of a row are one bad row
+    for part, result in zip(parts, encoder.encode_each(parts), strict=True):
         if isinstance(result, BadRow):
-            tally.bad_rows.counts[result.reason] += 1
+            if part.origin not in bad:
+                bad.add(part.origin)
+                tally.bad_rows.counts[result.reason] += 1
+                tally.examples -= 1
         else:
-            yield example, result
+            yield part, result

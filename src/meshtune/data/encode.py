@@ -15,15 +15,14 @@ renderings of the conversation's beginning:
 
 Both must be prefixes of `full` as text, and their tokens must be prefixes of `full`'s tokens. Where either
 fails (a template that rewrites earlier turns, a merge across the boundary) the row is refused with the
-reason. The answer ends with its end marker: the first token of the trailing run of special tokens and white
-space that generation stops at. Many templates write a line break after it; a model never generates that, so
-it is not labelled.
+reason. Only a generation prompt that opens a thought may go on otherwise than the answer: labels then start
+at their longest common prefix of tokens. labels.py says where an answer ends.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple
@@ -32,16 +31,20 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from meshtune.data.example import SHOWN, BadRow, Dropped, Example, OnBadRow
-from meshtune.data.render import Chat, Rendered, Renderer, TrainOn, not_written
+from meshtune.data.labels import Cut, Ending, ending_of
+from meshtune.data.render import Chat, Renderer, TrainOn, not_written
 from meshtune.data.rows import last_answer
-from meshtune.data.template import apply_template, built_in_templates
+from meshtune.data.template import apply_template, built_in_templates, check_variables
+from meshtune.data.tokens import TextTokenizer, unpadded
 from meshtune.errors import UserError
 
-VERSION = 2  # part of the cache's key: raise it when the same rows become other ids or labels
+VERSION = 3  # part of the cache's key: raise it when the same rows become other ids or labels
+NO_MARKER = "no special token"  # in Document.unstopped
 TOKENIZER_ROWS = 1024  # rows in one call of the tokenizer, which bounds its memory
 _REMEDY = (
-    "Label the last answer only with data.train_on=completion, use a template that writes every turn the "
-    "same whatever follows it (data.chat_template, for example chatml), or leave such rows out with "
+    "Make each assistant turn a row of its own with data.split_turns=true, label the last answer only with "
+    "data.train_on=completion, use a template that writes every turn the same whatever follows it "
+    "(data.chat_template=training, or a built-in such as chatml), or leave such rows out with "
     "data.on_bad_row=skip."
 )
 
@@ -53,6 +56,7 @@ class Document:
     ids: np.ndarray  # int32 [tokens]
     labelled: np.ndarray  # bool [tokens], true where the token is to be predicted; never the first
     unwritten: tuple[str, ...] = ()  # what the chat template leaves out, once for each message that has it
+    unstopped: tuple[str, ...] = ()  # ends of labelled turns at which generation does not stop
 
 
 class _Plain(NamedTuple):
@@ -80,7 +84,8 @@ class Encoder:
     train_on: `assistant` labels every assistant turn with its end marker, `completion` the last one only (or
     the completion), `all` everything but the first token; a message's own mask comes before it. Rows of plain
     text have no parts: all but their first token is labelled. Conversations end with their last assistant
-    turn, unless everything is labelled. chat_template: see `apply_template`.
+    turn, unless everything is labelled. chat_template: see `apply_template`; template_variables are given to
+    every rendering. split_turns: see `split`. stops: tokens that the model's generation stops at.
 
     Under a template, prompt and completion become a user and an assistant message. Without one, the ids are
     bos (where the tokenizer adds one) + prompt and separator + completion + eos, tokenised apart, so that the
@@ -100,11 +105,15 @@ class Encoder:
         chat_template: str | None,
         separator: str = "\n",
         on_bad_row: OnBadRow = "error",
+        split_turns: bool = False,
+        template_variables: Mapping[str, Any] | None = None,
+        stops: Sequence[int] = (),
     ) -> None:
         if train_on not in ("assistant", "completion", "all"):
             raise UserError(f"data.train_on={train_on} is unknown; it is assistant, completion or all.")
         self.tokenizer = tokenizer
-        self.train_on = train_on
+        self.split_turns = split_turns
+        self.train_on: TrainOn = "completion" if split_turns else train_on
         self.separator = separator
         self.on_bad_row = on_bad_row
         self.dropped = Dropped()
@@ -115,13 +124,28 @@ class Encoder:
                 "The tokenizer has no eos token, so an answer could not end. Set data.chat_template=chatml, "
                 "which brings its own end marker, or give the tokenizer an eos_token."
             )
-        self._special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._special |= set(tokenizer.all_special_ids)
-        self._special_texts = tuple(tokenizer.convert_ids_to_tokens(sorted(self._special)))
-        self._renderer = Renderer(tokenizer, train_on, self._special_texts)
-        self._blank: dict[int, bool] = {}  # token id -> True if it is white space only
-        self._backend = self._fast_backend()
-        self._bos = self._prefix()
+        variables = template_variables or {}
+        check_variables(variables, str(tokenizer.chat_template) if self.templated else None)
+        self._tokens = TextTokenizer(tokenizer)
+        self._renderer = Renderer(tokenizer, self.train_on, self._tokens.special_texts, variables)
+        eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]  # pyright: ignore[reportArgumentType]
+        self._known_stops = tuple(dict.fromkeys([*eos, *stops]))
+        self._bos = self._tokens.prefix
+
+    def split(self, example: Example) -> list[Example]:
+        """The example, or under split_turns one for each assistant turn that is trained on.
+
+        Each ends with its turn, so it is rendered as it would be when the turn is generated. A mask of
+        another role's message stays, so that it is refused as without split_turns.
+        """
+        if not self.split_turns or example.messages is None:
+            return [example]
+        masks = example.masks or (None,) * len(example.messages)
+        answers = [i for i, message in enumerate(example.messages) if message["role"] == "assistant"]
+        others = tuple(None if i in answers else mask for i, mask in enumerate(masks))
+        trained = [i for i in answers if (mask := masks[i]) is None or mask.trained]
+        parts = [replace(example, messages=example.messages[: i + 1], masks=others[: i + 1]) for i in trained]
+        return parts or [example]
 
     def encode(self, examples: Sequence[Example]) -> list[Document]:
         """One document for each example, in order (fewer under `on_bad_row="skip"`).
@@ -155,22 +179,21 @@ class Encoder:
         texts = iter(self._renderer.render_all([request for row in requests for request in row]))
         for index, row in enumerate(rows):
             if isinstance(row, Chat):
-                rows[index] = _unless_bad(
-                    self._renderer.rendered, row, list(islice(texts, len(requests[index])))
-                )
-        unique = dict.fromkeys(text for row in rows if not isinstance(row, BadRow) for text in row.texts())
-        ids = dict(zip(unique, self._tokenize(list(unique)), strict=True))
-        return [_unless_bad(self._document, row, ids) for row in rows]
+                rows[index] = _unless_bad(self._cut, row, list(islice(texts, len(requests[index]))))
+        table = self._tokens.table(
+            text for row in rows if not isinstance(row, BadRow) for text in row.texts()
+        )
+        return [_unless_bad(self._document, row, table) for row in rows]
 
     def prompt_ids(self, example: Example) -> list[int]:
         """The tokens that generation starts from: those before the last answer, or all of a plain text."""
         if example.text is not None or not self.templated:
-            return self._bos + self._tokenize([self._plain(example).parts[0]])[0]
+            return self._bos + self._tokens.ids([self._plain(example).parts[0]])[0]
         messages = self._renderer.adapt(example.messages or self._renderer.messages(example))
         text = self._renderer.render(messages[: last_answer(messages)], True, example.tools)
         if isinstance(text, BadRow):
             raise UserError(f"{example.origin}: {text}.")
-        return self._tokenize([text])[0]
+        return self._tokens.ids([text])[0]
 
     def answer(self, example: Example) -> str:
         """The expected answer: the completion, or the last assistant turn's text; empty for a plain text."""
@@ -184,27 +207,20 @@ class Encoder:
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer: the template's end marker first, then the tokenizer's eos."""
-        stops: list[int] = []
-        if self.templated:
-            turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Yes"}]
-            head, full = (
-                self._renderer.render(turns[:1], True, None),
-                self._renderer.render(turns, False, None),
-            )
-            if isinstance(head, str) and isinstance(full, str):
-                ids = self._tokenize([full])[0]
-                start = len(self._tokenize([head])[0]) if full.startswith(head) else 0
-                stops += [ids[index] for index in self._markers(ids, start, len(ids))[:1]]
-        if self.tokenizer.eos_token_id is not None:
-            stops.append(int(self.tokenizer.eos_token_id))  # pyright: ignore[reportArgumentType]
-        return tuple(dict.fromkeys(stops))
+        """Tokens that end an answer: the template's end marker, then the tokenizer's and the model's."""
+        return tuple(dict.fromkeys([*self._ending.stops, *self._known_stops]))
+
+    @cached_property
+    def _ending(self) -> Ending:
+        if not self.templated:
+            return Ending(None, None, None)
+        return ending_of(self._renderer, self._tokens, self._known_stops)
 
     @cached_property
     def fingerprint(self) -> str:
         """Digest of everything that decides ids and labels: tokenizer, template, train_on, separator."""
-        if self._backend is not None:
-            vocabulary = _unpadded(self._backend).to_str()
+        if self._tokens.backend is not None:
+            vocabulary = unpadded(self._tokens.backend).to_str()
         else:
             tokens = {id: str(token) for id, token in self.tokenizer.added_tokens_decoder.items()}
             vocabulary = repr(
@@ -212,7 +228,8 @@ class Encoder:
             )
         template = self.tokenizer.chat_template if self.templated else None
         special = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
-        settings = [self.train_on, self.separator, self._bos, self.on_bad_row]
+        settings = [self.train_on, self.separator, self._bos, self.on_bad_row, self.split_turns]
+        settings += [self._renderer.variables, self._known_stops]
         parts = [VERSION, vocabulary, template, special, *settings]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -237,49 +254,16 @@ class Encoder:
         assert example.completion is not None
         return _Plain((example.prompt + self.separator, example.completion))
 
-    # Tokenizing #
-
-    def _fast_backend(self) -> Any:
-        """The Rust tokenizer, None where calling it directly gives other ids (as in a few wrappers)."""
-        if not self.tokenizer.is_fast:
-            return None
-        backend: Any = self.tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
-        probes = ["Hello  world", " a\n\nb", "".join(self._special_texts[:3]) + "x"]
-        direct = [encoding.ids for encoding in backend.encode_batch(probes, add_special_tokens=False)]
-        return backend if direct == self.tokenizer(probes, add_special_tokens=False)["input_ids"] else None
-
-    def _tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """ids of each text, nothing added; special tokens written in the text are recognised."""
-        if not texts:
-            return []
-        if self._backend is None:
-            return self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]  # pyright: ignore[reportReturnType]
-        backend = _unpadded(self._backend)
-        backend.encode_special_tokens = False
-        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
-
-    def _prefix(self) -> list[int]:
-        """The ids that the tokenizer adds before every text: its bos token, or nothing."""
-        with_special = self.tokenizer("a")["input_ids"]
-        bare = self.tokenizer("a", add_special_tokens=False)["input_ids"]
-        assert isinstance(with_special, list)
-        assert isinstance(bare, list)
-        for start in range(len(with_special)):
-            if with_special[start : start + len(bare)] == bare:
-                return with_special[:start]
-        return []
-
-    def _is_blank(self, token: int) -> bool:
-        if token not in self._blank:
-            self._blank[token] = not str(self.tokenizer.decode([token])).strip()
-        return self._blank[token]
+    def _cut(self, chat: Chat, texts: list[str | BadRow]) -> Cut:
+        """The rendered conversation, cut into the pieces that are tokenised. texts: see `rendered`."""
+        return Cut(self._renderer.rendered(chat, texts), self._tokens)
 
     # Labelling #
 
-    def _document(self, row: Rendered | _Plain, ids: dict[str, list[int]]) -> Document:
+    def _document(self, row: Cut | _Plain, table: dict[str, list[int]]) -> Document:
         if isinstance(row, _Plain):
-            return self._label_plain([ids[text] for text in row.parts])
-        return self._label(row, ids)
+            return self._label_plain([table[text] for text in row.parts])
+        return self._label(row, table)
 
     def _label_plain(self, parts: list[list[int]]) -> Document:
         """bos + the parts + eos. The last of two parts is labelled, or all of it where there is one."""
@@ -294,61 +278,39 @@ class Encoder:
         labelled[: max(1, unlabelled)] = False
         return Document(ids, labelled)
 
-    def _label(self, rendered: Rendered, ids: dict[str, list[int]]) -> Document:
-        """Label the answers of a conversation; `ids` has the tokens of each of its texts.
+    def _label(self, cut: Cut, table: dict[str, list[int]]) -> Document:
+        """Label the answers of a conversation; `table` has the tokens of its texts.
 
         Raises BadRow if the tokens of a prefix are no prefix of the whole's tokens, or an answer is blank.
         """
-        full = ids[rendered.full]
-        labelled = np.full(len(full), self.train_on == "all")
-        for number, head, upto in rendered.turns:
-            start = len(ids[head])
-            stop = len(full) if upto is None else len(ids[upto])
-            if full[:start] != ids[head]:
-                raise _merged("begins", number, head, rendered.full)
-            if upto is not None and full[:stop] != ids[upto]:
-                raise _merged("ends", number, upto, rendered.full)
+        full, spans = cut.spans(table)
+        full += self._missing_end(cut, full)
+        labelled, unstopped = np.full(len(full), self.train_on == "all"), []
+        for number, start, stop in spans:
             end = self._end_of_answer(full, start, stop)
-            marked = end > start and full[end - 1] in self._special
-            if all(map(self._is_blank, full[start : end - marked])):
+            marked = end > start and full[end - 1] in self._tokens.special
+            if all(map(self._tokens.is_blank, full[start : end - marked])):
                 raise not_written(number)
             labelled[start:end] = self.train_on != "all"
+            if full[end - 1] not in self.stop_ids:
+                unstopped.append(str(self.tokenizer.decode([full[end - 1]])) if marked else NO_MARKER)
         labelled[:1] = False
-        return Document(np.array(full, dtype=np.int32), labelled, rendered.unwritten)
+        return Document(np.array(full, np.int32), labelled, cut.rendered.unwritten, tuple(unstopped))
+
+    def _missing_end(self, cut: Cut, full: list[int]) -> list[int]:
+        """The end marker of the last turn, where the template leaves it to the turn after that."""
+        final = cut.rendered.final
+        appended = self._ending.appended_call if final == "call" else self._ending.appended
+        return [] if final == "other" or appended is None else [appended]
 
     def _end_of_answer(self, ids: list[int], start: int, stop: int) -> int:
         """Index behind the end marker of the answer in ids[start:stop]; `stop` if there is no marker.
 
         The end marker is the first token that generation stops at among the markers, else the first one:
-        `Hello<|end|>\\n<|endoftext|>` ends with <|end|>.
+        `Hello<|end|>\\n<|endoftext|>` ends with <|end|>. Without one it is the special token behind the turn.
         """
-        markers = self._markers(ids, start, stop)
+        markers = self._tokens.markers(ids, start, stop)
+        if not markers:
+            return stop + (stop < len(ids) and ids[stop] in self._tokens.special)
         stops = [index for index in markers if ids[index] in self.stop_ids]
-        return (stops or markers)[0] + 1 if markers else stop
-
-    def _markers(self, ids: list[int], start: int, stop: int) -> list[int]:
-        """Indices of the special tokens in the run of special tokens and white space before `stop`."""
-        run = stop
-        while run > start and (ids[run - 1] in self._special or self._is_blank(ids[run - 1])):
-            run -= 1
-        return [index for index in range(run, stop) if ids[index] in self._special]
-
-
-def _unpadded(backend: Any) -> Any:
-    """The Rust tokenizer with padding and truncation off, which a call of its wrapper may have set."""
-    backend.no_padding()
-    backend.no_truncation()
-    return backend
-
-
-def _merged(verb: str, turn: int, prefix: str, full: str) -> BadRow:
-    """Return the reason to refuse a turn whose answer `verb` ("begins", "ends") inside a token of `full`.
-
-    turn: its index, from 0. prefix: the text of `full` before that place.
-    """
-    at = len(prefix)
-    return BadRow(
-        "tokens merge across the boundary",
-        f"message {turn + 1} (assistant) {verb} inside a token: the tokens of {prefix[max(0, at - 20) :]!r} "
-        f"change when {full[at : at + 20]!r} follows, so the label mask would not be exact",
-    )
+        return (stops or markers)[0] + 1

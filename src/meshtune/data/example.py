@@ -104,6 +104,7 @@ class Notes:
     left_out: Counter[str] = field(default_factory=Counter)  # rows, by the rule that leaves them out
     unused: Counter[str] = field(default_factory=Counter)  # rows by the name of a column that is not read
     unwritten: Counter[str] = field(default_factory=Counter)  # messages, by what the chat template leaves out
+    unstopped: Counter[str] = field(default_factory=Counter)  # labelled turns, by an end that stops nothing
 
     def values(self) -> dict[str, dict[str, int]]:
         """The counts as JSON-able values."""
@@ -122,6 +123,11 @@ def notes_sentences(notes: dict[str, dict[str, int]]) -> list[str]:
     lines += [
         f"the chat template leaves out {what}: {count:,} messages"
         for what, count in notes["unwritten"].items()
+    ]
+    lines += [
+        f"generation does not stop at {end}, with which the chat template ends {count:,} labelled turns; "
+        "data.split_turns=true or data.chat_template=training may give them the end of a last turn"
+        for end, count in notes["unstopped"].items()
     ]
     return lines
 

@@ -11,12 +11,12 @@ from typing import Any, Literal, NamedTuple
 
 from meshtune.data.example import BadRow
 from meshtune.data.messages import with_arguments
+from meshtune.data.thought import REASONING, thought_in
 
 Render = Callable[
     [list[dict], bool, list | None], str | BadRow
 ]  # messages, with the generation prompt?, tools
 
-REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message that transformers knows
 OTHER = "zqx"  # a value that stands for another text, to see whether a field is written at all
 CALL_ID = "call00001"  # of nine characters, as Mistral's templates demand
 TOOL = {
@@ -59,20 +59,24 @@ def _tool_calls(render: Render) -> tuple[Literal["object", "text"] | None, str |
     forms: dict[Literal["object", "text"], Any] = {"object": {"city": "Paris"}, "text": '{"city": "Paris"}'}
     for content in ("", None):
         for form, arguments in forms.items():
-            function = {"name": "look_up", "arguments": arguments}
-            call = {"id": CALL_ID, "type": "function", "function": function}
-            turns = [
-                {"role": "user", "content": "Hello"},
-                {"role": "assistant", "content": content, "tool_calls": [call]},
-                {"role": "tool", "tool_call_id": CALL_ID, "name": "look_up", "content": "Sunny"},
-                {"role": "assistant", "content": "Yes"},
-            ]
-            rendered = render(turns, False, [TOOL])
+            rendered = render(call_turns(content, arguments), False, [TOOL])
             # As text the arguments stand there as they are: quotes that are escaped were encoded twice.
             wanted = "Paris" if form == "object" else arguments
             if isinstance(rendered, str) and wanted in rendered and "{'city'" not in rendered:
                 return form, content
     return None, ""
+
+
+def call_turns(content: str | None, arguments: Any) -> list[dict]:
+    """A conversation in which the assistant calls TOOL. content: beside the call."""
+    function = {"name": "look_up", "arguments": arguments}
+    call = {"id": CALL_ID, "type": "function", "function": function}
+    return [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": CALL_ID, "name": "look_up", "content": "Sunny"},
+        {"role": "assistant", "content": "Yes"},
+    ]
 
 
 def adapted(message: dict, can: Writes) -> dict:
@@ -99,9 +103,11 @@ class Unwritten(NamedTuple):
 
 
 def unwritten(
-    messages: Sequence[dict], tools: list | None, whole: str, render: Render
+    messages: Sequence[dict], tools: list | None, rendering: str, whole: str, render: Render
 ) -> Iterator[Unwritten]:
-    """Yield what the template leaves out of a conversation whose rendering is `whole`.
+    """Yield what the template leaves out of a conversation.
+
+    rendering: what the template writes. whole: the text that is trained on, with thoughts that were added.
 
     Looked at are tools, system and developer prompts, tool results, reasoning and tool calls. What does not
     stand in `whole` as it is, is replaced by another value and rendered again: if nothing changes, the
@@ -110,9 +116,11 @@ def unwritten(
 
     def left_out(index: int, change: dict) -> bool:
         changed = [*messages[:index], messages[index] | change, *messages[index + 1 :]]
-        return render(changed, False, tools) == whole
+        return render(changed, False, tools) == rendering
 
     for index, message in enumerate(messages):
+        if message["role"] == "user":
+            continue
         prompt = message.get("content") if message["role"] in ("system", "developer", "tool") else None
         if prompt and not stands_in(prompt, whole) and left_out(index, {"content": OTHER}):
             yield Unwritten(index, f"messages of the role {message['role']}")
@@ -120,13 +128,16 @@ def unwritten(
             text = message.get(key)
             if text and not stands_in(text, whole) and left_out(index, {key: OTHER}):
                 yield Unwritten(index, key)
+        thought = thought_in(message.get("content")) if message["role"] == "assistant" else ""
+        if thought and thought not in whole:
+            yield Unwritten(index, "thought in the content")
         calls = message.get("tool_calls")
         if calls and not stands_in(calls, whole):
             others = [with_arguments(call, _other_arguments) for call in calls]
             if left_out(index, {"tool_calls": others}):
                 yield Unwritten(index, "tool_calls")
     as_they_are = tools and json.dumps(tools[0], ensure_ascii=False) in whole
-    if tools and not as_they_are and render(list(messages), False, None) == whole:
+    if tools and not as_they_are and render(list(messages), False, None) == rendering:
         yield Unwritten(None, "tools")
 
 

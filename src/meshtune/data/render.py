@@ -5,15 +5,16 @@
 Templates run in transformers' immutable Jinja sandbox and nowhere else.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from meshtune.data.example import BadRow, Example, Mask
 from meshtune.data.probe import Writes, adapted, unwritten, writes
 from meshtune.data.rows import last_answer, no_answer
+from meshtune.data.thought import opened, thought_in, thought_of, with_thought
 
 TrainOn = Literal["assistant", "completion", "all"]
 
@@ -26,22 +27,27 @@ class Chat(NamedTuple):
     messages: list[dict]
     tools: list | None
     turns: list[int]  # indices of the messages that are labelled, or under train_on=all of those that are not
+    plain: frozenset[int] = frozenset()  # turns whose end is found without an upto: see `Renderer._plain`
 
     def requests(self) -> Iterator[Request]:
-        """The rendering of the whole, then of each labelled turn's head and, unless it is the last, upto."""
+        """The rendering of the whole, then of each labelled turn's head and, where it is needed, upto."""
         yield self.messages, False, self.tools
         for turn in self.turns:
             yield self.messages[:turn], True, self.tools
-            if turn + 1 < len(self.messages):
+            if self.needs_upto(turn):
                 yield self.messages[: turn + 1], False, self.tools
+
+    def needs_upto(self, turn: int) -> bool:
+        return turn + 1 < len(self.messages) and turn not in self.plain
 
 
 class Turn(NamedTuple):
-    """A labelled turn of a rendered conversation, by two prefixes of its text."""
+    """A labelled turn of a rendered conversation."""
 
     number: int  # from 0
-    head: str
-    upto: str | None  # None: up to the end of the conversation
+    head: str  # a prefix of the conversation's text; if `opens`, it may go on otherwise
+    stop: int  # characters of the conversation's text up to the end of the turn
+    opens: bool  # whether the generation prompt opens a thought: then labels start where the two part
 
 
 class Rendered(NamedTuple):
@@ -49,33 +55,33 @@ class Rendered(NamedTuple):
 
     full: str
     turns: list[Turn]
+    final: Literal["answer", "call", "other"]  # the last message: the assistant's, its tool call, another's
     unwritten: tuple[str, ...] = ()  # see Document
-
-    def texts(self) -> Iterator[str]:
-        """All texts whose tokens are needed."""
-        yield self.full
-        for _, head, upto in self.turns:
-            yield head
-            if upto is not None:
-                yield upto
 
 
 class Renderer:
     """Renders conversations with the chat template of a tokenizer.
 
-    train_on: see `encode.Encoder`. special: texts of the tokenizer's special tokens.
+    train_on: see `encode.Encoder`. special: texts of the tokenizer's special tokens. variables: of the
+    template, given to every rendering.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, train_on: TrainOn, special: tuple[str, ...]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        train_on: TrainOn,
+        special: tuple[str, ...],
+        variables: Mapping[str, Any],
     ) -> None:
         self.tokenizer, self.train_on, self.special = tokenizer, train_on, special
+        self.variables = dict(variables)
 
     def chat(self, example: Example) -> Chat:
         """The conversation of a row, in the form that the template can write. Raises BadRow."""
         messages = self.messages(example)
         turns = self._turns(messages, example.masks or ())
-        return Chat(self.adapt(messages), example.tools, turns)
+        plain = self._plain(messages, turns) if len(turns) > 2 and example.tools is None else frozenset()
+        return Chat(self.adapt(messages), example.tools, turns, plain)
 
     def messages(self, example: Example) -> list[dict]:
         """The conversation, up to its last assistant turn unless everything is labelled; raises BadRow."""
@@ -94,6 +100,40 @@ class Renderer:
     @cached_property
     def can(self) -> Writes:
         return writes(self.render)
+
+    def _plain(self, messages: list[dict], turns: Sequence[int]) -> frozenset[int]:
+        """The turns whose end is found in the whole text: behind the head, the content and `plain_ending`.
+
+        They have nothing but content, without a thought. The first labelled turn is never one, so that each
+        conversation shows whether the template rewrites what was said before.
+        """
+        if self.plain_ending is None:
+            return frozenset()
+        plain = frozenset(("role", "content"))
+        return frozenset(
+            turn
+            for turn in turns[1:]
+            if messages[turn].keys() == plain
+            and isinstance(messages[turn]["content"], str)
+            and not thought_in(messages[turn]["content"])
+        )
+
+    @cached_property
+    def plain_ending(self) -> str | None:
+        """Text between the content of an answer and the end of its turn, in the middle of a conversation.
+
+        None if the template writes an answer otherwise while it is the last, or not behind its generation
+        prompt.
+        """
+        messages = [{"role": role, "content": role} for role in ("user", "assistant") * 2]
+        try:
+            chat = Chat(messages, None, [1])
+            rendered = self.rendered(chat, [self.render(*request) for request in chat.requests()])
+        except BadRow:
+            return None
+        (turn,) = rendered.turns
+        written = turn.head + messages[1]["content"]
+        return rendered.full[len(written) : turn.stop] if rendered.full.startswith(written) else None
 
     def adapt(self, messages: Sequence[dict]) -> list[dict]:
         """The messages in the form that the template can write."""
@@ -137,7 +177,10 @@ class Renderer:
                 continue
             try:
                 rendered = self.tokenizer.apply_chat_template(
-                    [requests[i][0] for i in group], tokenize=False, add_generation_prompt=ending
+                    [requests[i][0] for i in group],
+                    tokenize=False,
+                    add_generation_prompt=ending,
+                    **self.variables,
                 )
             except Exception:
                 continue  # the template refuses some row: rendered one by one below, to find out which
@@ -152,7 +195,7 @@ class Renderer:
         """Text of a conversation, with the generation prompt if `generation`; a BadRow if that fails."""
         try:
             return self.tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]
-                messages, tools=tools, tokenize=False, add_generation_prompt=generation
+                messages, tools=tools, tokenize=False, add_generation_prompt=generation, **self.variables
             )
         except Exception as error:  # a template is a program of its own: it may fail in any way
             return BadRow(
@@ -161,29 +204,54 @@ class Renderer:
             )
 
     def rendered(self, chat: Chat, texts: list[str | BadRow]) -> Rendered:
-        """Check that each head and upto is a prefix of the whole; raise BadRow if one is not.
+        """Check that the beginnings of a conversation are those of its text; raise BadRow if one is not.
 
-        texts: the renderings of `chat.requests()`, in order; a BadRow among them is raised.
+        texts: the renderings of `chat.requests()`, in order; a BadRow among them is raised. A thought that
+        the generation prompt opens and the template leaves out of the answer is written into the text.
         """
-        rendered = map(_raise_bad, texts)
-        whole = next(rendered)
-        turns = []
+        renderings = map(_raise_bad, texts)
+        whole = rendering = next(renderings)
+        last = len(chat.messages) - 1
+        template = str(self.tokenizer.chat_template)
+        parts: list[tuple[int, str, str | None]] = []  # number, head and upto of each labelled turn
         for number in chat.turns:
-            head = next(rendered)
-            if not whole.startswith(head):
-                raise BadRow("prompt is no prefix", _differ("its generation prompt", number, head, whole))
-            upto = None
-            if number + 1 < len(chat.messages):
-                upto = self._upto(number, next(rendered), whole)
-                if len(upto) < len(head):
-                    raise not_written(number)
-            turns.append(Turn(number, head, upto))
-        return Rendered(whole, turns, self._unwritten(chat, whole))
+            head, upto = next(renderings), next(renderings) if chat.needs_upto(number) else None
+            if number == last:
+                upto = whole = with_thought(head, whole, chat.messages[number], template)
+            elif upto is not None:
+                upto = with_thought(head, upto, chat.messages[number], template)
+            parts.append((number, head, upto))
+        turns = []
+        for number, head, upto in parts:
+            thought = opened(head)
+            if not whole.startswith(thought.before + thought.marker if thought else head):
+                reason = _differ("its generation prompt", number, head, whole)
+                if thought_of(chat.messages[number]) and "enable_thinking" in template:
+                    reason += (
+                        "; data.chat_template_kwargs={enable_thinking: true} may let it open the thought"
+                    )
+                raise BadRow("prompt is no prefix", reason)
+            stop = len(whole) if number == last else self._stop(chat, number, head, upto, whole)
+            if stop < len(head) and thought is None:
+                raise not_written(number)
+            turns.append(Turn(number, head, stop, thought is not None))
+        answers = chat.messages[last]["role"] == "assistant"
+        final = "other" if not answers else "call" if chat.messages[last].get("tool_calls") else "answer"
+        return Rendered(whole, turns, final, self._unwritten(chat, rendering, whole))
 
-    def _unwritten(self, chat: Chat, whole: str) -> tuple[str, ...]:
+    def _stop(self, chat: Chat, number: int, head: str, upto: str | None, whole: str) -> int:
+        """Characters of `whole` up to the end of a turn. upto: None if it was not rendered. Raises BadRow."""
+        if upto is None:
+            written = head + chat.messages[number]["content"] + str(self.plain_ending)
+            if whole.startswith(written):
+                return len(written)
+            upto = _raise_bad(self.render(chat.messages[: number + 1], False, chat.tools))
+        return len(self._upto(number, upto, whole))
+
+    def _unwritten(self, chat: Chat, rendering: str, whole: str) -> tuple[str, ...]:
         """Names of what the template leaves out. Raises BadRow if it was to be trained on."""
         names = []
-        for index, what in unwritten(chat.messages, chat.tools, whole, self.render):
+        for index, what in unwritten(chat.messages, chat.tools, rendering, whole, self.render):
             answer = index is not None and chat.messages[index]["role"] == "assistant"
             if index is not None and answer and (index in chat.turns) != (self.train_on == "all"):
                 raise BadRow(

@@ -1,10 +1,14 @@
 """Choose the chat template: the tokenizer's own, a built-in or a file, with the tokens that it declares."""
 
 import re
+from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from meshtune.data.training import training_template
 from meshtune.errors import UserError
 
 BUILT_IN = Path(__file__).parent / "templates"
@@ -18,16 +22,19 @@ def built_in_templates() -> list[str]:
 def apply_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> list[str]:
     """Set the tokenizer's chat template; return the tokens added to its vocabulary.
 
-    `chat_template` is a built-in's name or a file; None (the tokenizer's own) and "none" (no template)
-    change nothing. A template's opening comment may say `special tokens: A B`, which are added where missing,
-    and `an answer ends with: A`, which becomes the tokenizer's eos token, so that generation stops where
-    training ends an answer (`eos` keeps the one there is). The model's embeddings must then be resized. A
-    second call with the same template adds nothing.
+    `chat_template` is a built-in's name, "training" (see training.py) or a file; None (the tokenizer's own)
+    and "none" (no template) change nothing. A template's opening comment may say `special tokens: A B`, which
+    are added where missing, and `an answer ends with: A`, which becomes the tokenizer's eos token, so that
+    generation stops where training ends an answer (`eos` keeps the one there is). The model's embeddings must
+    then be resized. A second call with the same template adds nothing.
 
     Raises UserError for a name that is neither built in nor a file, and if the template needs an eos token
     that the tokenizer lacks.
     """
     if chat_template is None or chat_template == "none":
+        return []
+    if chat_template == "training":
+        tokenizer.chat_template = training_template(tokenizer)
         return []
     text = _template_text(chat_template)
     comment = re.match(r"\s*\{#(.*?)#\}", text, re.DOTALL)
@@ -54,6 +61,26 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None
     return [token for token in tokens if token not in before]
 
 
+def check_variables(variables: Mapping[str, Any], template: str | None) -> None:
+    """Raise UserError for variables (data.chat_template_kwargs) that the template does not read.
+
+    template: its source; None: no template is in force.
+    """
+    if not variables:
+        return
+    if template is None:
+        raise UserError(
+            f"data.chat_template_kwargs has {', '.join(variables)}, but no chat template is in force."
+        )
+    own = signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    if taken := [name for name in variables if name in own]:
+        raise UserError(f"data.chat_template_kwargs has {', '.join(taken)}, which meshtune sets itself.")
+    if unread := [name for name in variables if not re.search(rf"\b{re.escape(name)}\b", template)]:
+        raise UserError(
+            f"data.chat_template_kwargs has {', '.join(unread)}, which the chat template does not read."
+        )
+
+
 def _template_text(chat_template: str) -> str:
     if chat_template in built_in_templates():
         return (BUILT_IN / f"{chat_template}.jinja").read_text(encoding="utf-8")
@@ -65,5 +92,6 @@ def _template_text(chat_template: str) -> str:
     except OSError:
         raise UserError(
             f"data.chat_template={chat_template[:80]} is neither a file nor a built-in template "
-            f"({', '.join(built_in_templates())}). null uses the tokenizer's own, none uses none."
+            f"({', '.join(built_in_templates())}). null uses the tokenizer's own, training "
+            "its training form, none uses none."
         ) from None

@@ -139,6 +139,15 @@ def load_tokenizer(
     return tokenizer
 
 
+def stop_tokens(name: str, *, trust_remote_code: bool = False, revision: str | None = None) -> list[int]:
+    """The ids that a model's generation_config.json names as eos_token_id; [] without such a file."""
+    folder = resolve(name, revision=revision, weights=False, trust_remote_code=trust_remote_code)
+    if not (folder / "generation_config.json").is_file():
+        return []
+    eos = GenerationConfig.from_pretrained(folder).eos_token_id
+    return [eos] if isinstance(eos, int) else list(eos or [])
+
+
 def fill_whole(model: PreTrainedModel, values: Mapping[str, Tensor], device: torch.device) -> None:
     """Give a skeleton's parameters memory on `device` and copy `values` into them and into its buffers.
 

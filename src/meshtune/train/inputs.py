@@ -1,6 +1,7 @@
 """From settings to what a model reads: tokenizer, encoder, prepared data, loader."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from meshtune.data.pack import Dataset
 from meshtune.data.prepare import Prepared, prepare, sentences
 from meshtune.data.stream import Stream
 from meshtune.errors import UserError
-from meshtune.model.load import load_tokenizer
+from meshtune.model.load import load_tokenizer, stop_tokens
 from meshtune.parallel.apply import width_multiple
 from meshtune.parallel.mesh import World
 
@@ -30,7 +31,7 @@ class Inputs(NamedTuple):
 def inputs_of(config: Config) -> Inputs:
     """Tokenizer, encoder and prepared data of a config."""
     tokenizer = tokenizer_of(config.model, config.data)
-    encoder = encoder_of(tokenizer, config.data)
+    encoder = encoder_of(tokenizer, config.data, stops_of(config.model))
     return Inputs(tokenizer, encoder, data_of(config.data, encoder, seed=config.train.seed))
 
 
@@ -45,8 +46,15 @@ def tokenizer_of(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerBas
     return tokenizer
 
 
-def encoder_of(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Encoder:
-    """Encoder of rows to labelled tokens, by the settings of `data`.
+def stops_of(model: ModelConfig) -> list[int]:
+    """Tokens that the model to train stops at when it generates."""
+    if model.init == "random":
+        return []
+    return stop_tokens(model.name, trust_remote_code=model.trust_remote_code, revision=model.revision)
+
+
+def encoder_of(tokenizer: PreTrainedTokenizerBase, data: DataConfig, stops: Sequence[int]) -> Encoder:
+    """Encoder of rows to labelled tokens, by the settings of `data`. stops: see `stops_of`.
 
     Sets the tokenizer's chat template and adds the tokens that the template needs, in place. Raises UserError
     for an unknown template, or an eos token that is needed and missing.
@@ -57,6 +65,9 @@ def encoder_of(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Encoder:
         chat_template=data.chat_template,
         separator=data.separator,
         on_bad_row=data.on_bad_row,
+        split_turns=data.split_turns,
+        template_variables=data.chat_template_kwargs,
+        stops=stops,
     )
 
 

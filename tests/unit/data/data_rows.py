@@ -20,6 +20,9 @@ class Bytes:
     def __init__(self) -> None:
         self.encoded = 0
 
+    def split(self, example) -> list:
+        return [example]
+
     def encode(self, examples) -> list[Document]:
         self.encoded += len(examples)
         documents = []

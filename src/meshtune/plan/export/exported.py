@@ -54,6 +54,11 @@ def problems_of_all_tools(tool: str, config: Config, layout: Layout, gpus_per_no
     sources = (*config.data.train, *config.data.eval)
     if config.data.where or any(source.where for source in sources):
         yield f"data.where can't be exported to {tool}; write the chosen rows to a file of their own."
+    for name in ("split_turns", "chat_template_kwargs"):
+        if getattr(config.data, name):
+            yield f"data.{name} can't be exported to {tool}; leave it out."
+    if config.data.chat_template == "training":
+        yield f"data.chat_template=training can't be exported to {tool}; save the template to a file."
     if tabs := [source.path for source in sources if ".tsv" in PurePath(source.path).suffixes]:
         yield f"{tabs[0]} can't be exported to {tool}, which reads commas; convert it to .csv."
     for axis in AXES:

@@ -1,0 +1,144 @@
+"""The labels of a rendered conversation, and the token that ends an answer.
+
+    Rendered ──> Cut ──texts()──> one call of the tokenizer ──spans()──> ids, labelled turns
+
+An answer begins behind the tokens of its generation prompt, and ends with its end marker: the first token of
+the trailing run of special tokens and white space that generation stops at. Where the template writes none,
+the special token that opens the next turn ends it (GLM-4.5's <|user|>).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from meshtune.data.example import BadRow
+from meshtune.data.probe import TOOL, call_turns
+from meshtune.data.render import Chat, Rendered, Renderer, Turn
+from meshtune.data.tokens import TextTokenizer
+
+QUESTION = {"role": "user", "content": "Hello"}
+ANSWER = {"role": "assistant", "content": "Yes"}
+
+
+class Span(NamedTuple):
+    """The tokens of a labelled turn."""
+
+    number: int  # of the message, from 0
+    start: int  # behind the generation prompt
+    stop: int  # of the turn, with white space and tokens behind its end marker
+
+
+class Cut:
+    """A rendered conversation, cut into pieces whose tokens make up the whole's."""
+
+    def __init__(self, rendered: Rendered, tokens: TextTokenizer) -> None:
+        self.rendered = rendered
+        self._pieces = tokens.pieces(rendered.full)
+        self._texts = self._pieces.texts()
+        full, turns = rendered.full, rendered.turns
+        self._heads = [self._tail(common_prefix(turn.head, full), turn.head) for turn in turns]
+        self._stops = [self._tail(turn.stop, full[: turn.stop]) for turn in turns]
+
+    def texts(self) -> Iterator[str]:
+        """All texts whose tokens `spans` needs."""
+        yield from self._texts
+        for _, tail in (*self._heads, *self._stops):
+            yield tail
+
+    def spans(self, table: Mapping[str, list[int]]) -> tuple[list[int], list[Span]]:
+        """(ids of the whole, the tokens of each labelled turn). table: ids by text.
+
+        Raises BadRow if the tokens of a turn's beginning or end are no prefix of the whole's.
+        """
+        full: list[int] = []
+        counts = []  # of tokens before each piece
+        for text in self._texts:
+            counts.append(len(full))
+            full += table[text]
+        spans = []
+        tails = zip(self.rendered.turns, self._heads, self._stops, strict=True)
+        for turn, (first, head), (last, tail) in tails:
+            head_ids, tail_ids = table[head], table[tail]
+            start = counts[first] + _common(full, counts[first], head_ids)
+            if start < counts[first] + len(head_ids) and not turn.opens:
+                raise self._merged("begins", turn, len(turn.head))
+            stop = counts[last] + len(tail_ids)
+            if full[counts[last] : stop] != tail_ids:
+                raise self._merged("ends", turn, turn.stop)
+            spans.append(Span(turn.number, start, stop))
+        return full, spans
+
+    def _tail(self, end: int, prefix: str) -> tuple[int, str]:
+        """(Index of the piece that `end` lies in, `prefix` from the beginning of that piece on)."""
+        index, start = self._pieces.tail(end)
+        return index, prefix[start:]
+
+    def _merged(self, verb: str, turn: Turn, at: int) -> BadRow:
+        """Return the reason to refuse a turn whose answer `verb` ("begins", "ends") inside a token."""
+        full = self.rendered.full
+        return BadRow(
+            "tokens merge across the boundary",
+            f"message {turn.number + 1} (assistant) {verb} inside a token: the tokens of "
+            f"{full[max(0, at - 20) : at]!r} change when {full[at : at + 20]!r} follows, so the label mask "
+            "would not be exact",
+        )
+
+
+def common_prefix(one: str, other: str) -> int:
+    """Length of the longest common prefix, in characters."""
+    if other.startswith(one):
+        return len(one)
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _common(full: Sequence[int], start: int, ids: Sequence[int]) -> int:
+    """How many of the first `ids` stand in `full` from `start` on."""
+    if full[start : start + len(ids)] == ids:
+        return len(ids)
+    pairs = enumerate(zip(full[start:], ids, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(full) - start, len(ids)))
+
+
+class Ending(NamedTuple):
+    """Tokens that end an assistant turn under a chat template."""
+
+    marker: int | None  # written at the end of every answer
+    appended: int | None  # ends an answer that the template leaves without a marker: it opens the next turn
+    appended_call: int | None  # the same for a turn that calls tools: it opens the tool's
+
+    @property
+    def stops(self) -> list[int]:
+        return [token for token in self if token is not None]
+
+
+def ending_of(renderer: Renderer, tokens: TextTokenizer, known: Sequence[int]) -> Ending:
+    """Find out how a template ends a turn, by rendering small conversations.
+
+    known: tokens that generation stops at (the model's, the tokenizer's eos); of several markers one of these
+    is the end. Looked at is a turn in the middle, where the template allows one: some templates write another
+    token behind the last.
+    """
+    markers, following = _after(renderer, tokens, [QUESTION, ANSWER, QUESTION, ANSWER])
+    if not markers:
+        markers, _ = _after(renderer, tokens, [QUESTION, ANSWER])
+    if markers:
+        return Ending(next((token for token in markers if token in known), markers[0]), None, None)
+    calls = renderer.adapt(call_turns("", {"city": "Paris"}))
+    _, after_call = _after(renderer, tokens, calls, [TOOL]) if renderer.can.arguments else ([], None)
+    return Ending(None, following, after_call)
+
+
+def _after(
+    renderer: Renderer, tokens: TextTokenizer, messages: list[dict], tools: list | None = None
+) -> tuple[list[int], int | None]:
+    """(Markers at the end of the first answer, the special token that follows it); nothing if refused."""
+    chat = Chat(messages, tools, [1])
+    try:
+        rendered = renderer.rendered(chat, renderer.render_all(list(chat.requests())))
+        cut = Cut(rendered, tokens)
+        ids, (span,) = cut.spans(tokens.table(cut.texts()))
+    except BadRow:
+        return [], None
+    markers = [ids[index] for index in tokens.markers(ids, span.start, span.stop)]
+    following = ids[span.stop] if span.stop < len(ids) and ids[span.stop] in tokens.special else None
+    return markers, following

@@ -1,0 +1,144 @@
+"""Texts to token ids, cut at special tokens so that a text and its beginnings are tokenised once.
+
+A tokenizer splits a text at its special tokens before anything else, so the ids of a text are those of its
+pieces, each from one special token to the next:
+
+    <|im_start|>user\\nHi      <|im_end|>\\n      <|im_start|>assistant\\nHello      <|im_end|>\\n
+    └ piece 0 ┘               └ piece 1 ┘        └ piece 2 ┘                        └ piece 3 ┘
+
+The ids of a beginning of the text are those of its whole pieces and of what it has of the next one. Special
+tokens at which that does not hold (found by trying each) cut nothing.
+"""
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+PROBES = ("Hello  world", " a\n\nb", "x", "\n", "▁1 ")  # texts beside which a special token is tried
+
+
+class Pieces(NamedTuple):
+    """A text, cut at its special tokens."""
+
+    text: str
+    starts: list[int]  # of each piece; the first is 0
+    ends: list[int]  # of the special token that each piece starts with; 0 for a first piece without one
+
+    def texts(self) -> list[str]:
+        stops = [*self.starts[1:], len(self.text)]
+        return [self.text[start:stop] for start, stop in zip(self.starts, stops, strict=True)]
+
+    def tail(self, end: int) -> tuple[int, int]:
+        """(Index of a piece, where it starts): the last one whose special token lies in text[:end]."""
+        index = max(0, bisect_right(self.ends, end) - 1)
+        return index, self.starts[index]
+
+
+class TextTokenizer:
+    """Tokenises texts, with nothing added; special tokens that are written in a text are recognised."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        self.special = {id for id, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+        self.special_texts = tuple(tokenizer.convert_ids_to_tokens(sorted(self.special)))
+        self.backend = self._fast_backend()
+        self._blank: dict[int, bool] = {}  # token id -> True if it is white space only
+
+    def ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """ids of each text."""
+        if not texts:
+            return []
+        if self.backend is None:
+            return self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]  # pyright: ignore[reportReturnType]
+        backend = unpadded(self.backend)
+        backend.encode_special_tokens = False
+        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def table(self, texts: Iterable[str]) -> dict[str, list[int]]:
+        """ids by text, each text tokenised once."""
+        unique = list(dict.fromkeys(texts))
+        return dict(zip(unique, self.ids(unique), strict=True))
+
+    def pieces(self, text: str) -> Pieces:
+        """Cut a text before each special token in it that splits texts exactly."""
+        starts, ends = [0], [0]
+        if self._cuts is not None:
+            for match in self._cuts.finditer(text):
+                if match[0] not in self._exact:
+                    continue
+                if match.start():
+                    starts.append(match.start())
+                    ends.append(match.end())
+                else:
+                    ends[0] = match.end()
+        return Pieces(text, starts, ends)
+
+    @cached_property
+    def prefix(self) -> list[int]:
+        """The ids that the tokenizer adds before every text: its bos token, or nothing."""
+        with_special = self.tokenizer("a")["input_ids"]
+        bare = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        assert isinstance(with_special, list)
+        assert isinstance(bare, list)
+        for start in range(len(with_special)):
+            if with_special[start : start + len(bare)] == bare:
+                return with_special[:start]
+        return []
+
+    def is_blank(self, token: int) -> bool:
+        """Whether a token is white space only."""
+        if token not in self._blank:
+            self._blank[token] = not str(self.tokenizer.decode([token])).strip()
+        return self._blank[token]
+
+    def markers(self, ids: list[int], start: int, stop: int) -> list[int]:
+        """Indices of the special tokens in the run of special tokens and white space before `stop`."""
+        run = stop
+        while run > start and (ids[run - 1] in self.special or self.is_blank(ids[run - 1])):
+            run -= 1
+        return [index for index in range(run, stop) if ids[index] in self.special]
+
+    def _fast_backend(self) -> Any:
+        """The Rust tokenizer, None where calling it directly gives other ids (as in a few wrappers)."""
+        if not self.tokenizer.is_fast:
+            return None
+        backend: Any = self.tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+        probes = [*PROBES, "".join(self.special_texts[:3]) + "x"]
+        direct = [encoding.ids for encoding in backend.encode_batch(probes, add_special_tokens=False)]
+        return backend if direct == self.tokenizer(probes, add_special_tokens=False)["input_ids"] else None
+
+    @cached_property
+    def _cuts(self) -> re.Pattern | None:
+        """Pattern of every token that is found in a text as it is: the leftmost, of these the longest."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        texts = sorted((str(token) for token in added if not token.normalized), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts))) if texts else None
+
+    @cached_property
+    def _exact(self) -> frozenset[str]:
+        """Texts of the special tokens that split every text that was tried exactly."""
+        tokens = [
+            token
+            for token in self.tokenizer.added_tokens_decoder.values()
+            if token.special and not (token.normalized or token.lstrip or token.single_word)
+        ]
+        if self.backend is None or not tokens:
+            return frozenset()
+        pairs = [(before, str(token) + after) for token in tokens for before in PROBES for after in PROBES]
+        ids = self.table(text for before, after in pairs for text in (before, after, before + after))
+        bad = {after for before, after in pairs if ids[before + after] != ids[before] + ids[after]}
+        return frozenset(
+            str(token) for token in tokens if not any(str(token) + after in bad for after in PROBES)
+        )
+
+
+def unpadded(backend: Any) -> Any:
+    """The Rust tokenizer with padding and truncation off, which a call of its wrapper may have set."""
+    backend.no_padding()
+    backend.no_truncation()
+    return backend
