@@ -31,7 +31,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from meshtune.data.example import SHOWN, BadRow, Dropped, Example, OnBadRow
-from meshtune.data.labels import Cut, Ending, ending_of
+from meshtune.data.labels import Cut, End, Endings, endings_of
 from meshtune.data.render import Chat, Renderer, TrainOn, not_written
 from meshtune.data.rows import last_answer
 from meshtune.data.template import apply_template, built_in_templates, check_variables
@@ -208,13 +208,13 @@ class Encoder:
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer: the template's end marker, then the tokenizer's and the model's."""
-        return tuple(dict.fromkeys([*self._ending.stops, *self._known_stops]))
+        return tuple(dict.fromkeys([*self._endings.tokens, *self._known_stops]))
 
     @cached_property
-    def _ending(self) -> Ending:
+    def _endings(self) -> Endings:
         if not self.templated:
-            return Ending(None, None, None)
-        return ending_of(self._renderer, self._tokens, self._known_stops)
+            return Endings(End(None, True), End(None, True))
+        return endings_of(self._renderer, self._tokens, self._known_stops)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -300,8 +300,8 @@ class Encoder:
     def _missing_end(self, cut: Cut, full: list[int]) -> list[int]:
         """The end marker of the last turn, where the template leaves it to the turn after that."""
         final = cut.rendered.final
-        appended = self._ending.appended_call if final == "call" else self._ending.appended
-        return [] if final == "other" or appended is None else [appended]
+        end = self._endings.call if final == "call" else self._endings.answer
+        return [] if final == "other" or end.written or end.token is None else [end.token]
 
     def _end_of_answer(self, ids: list[int], start: int, stop: int) -> int:
         """Index behind the end marker of the answer in ids[start:stop]; `stop` if there is no marker.

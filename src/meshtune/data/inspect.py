@@ -3,6 +3,7 @@
 prepare() ──> describe() ──> a JSON-able dict ──> show() on a terminal
 """
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from meshtune.data.stream import Stream
 BARS = 12  # most bars of the histogram
 BAR_WIDTH = 40  # characters of the longest bar
 LABELLED_STYLE = "bold green"
+BOUNDARY = 30  # characters shown on each side of the place where labels begin
 
 
 def describe(
@@ -29,7 +31,8 @@ def describe(
     rows, bad_rows, cut, dropped, seq_len, train, eval, seconds, cache are those of `Prepared.stats`; `train`
     and `eval` gain label_share (0 to 1), mean_length, mean_document_tokens, longest and histogram, lengths in
     tokens. The key `samples` has `samples` training documents (or all, if fewer), chosen by the seed: each
-    with place, tokens, label_tokens and `runs`: [text, labelled] pairs whose texts join to the whole.
+    with place, tokens, label_tokens, `runs`: [text, labelled] pairs whose texts join to the whole, and
+    `boundaries`: [text before, text behind] each place where labels begin.
 
     A stream has no length: its first window is read and counted, without seconds and cache. The key `of`
     names the rows that were counted.
@@ -68,6 +71,8 @@ def show(description: dict[str, Any], console: Console) -> None:
         console.rule(Text(heading), align="left")
         styled = ((text, LABELLED_STYLE if labelled else "dim") for text, labelled in sample["runs"])
         console.print(Text.assemble(*styled))
+        for before, after in sample["boundaries"]:
+            console.print(Text(f"labels begin between {before!r} and {after!r}"))
 
 
 def padding_share(dataset: Dataset, *, global_batch_size: int, micro_batch_size: int, seed: int) -> float:
@@ -142,11 +147,17 @@ def _sample(dataset: Dataset, document: int, tokenizer: PreTrainedTokenizerBase)
     """Origin, size and text of one document, as in `describe`. document: its index in `dataset.offsets`."""
     tokens = dataset.tokens[dataset.offsets[document] : dataset.offsets[document + 1]]
     file, line = dataset.origins[document].tolist()
+    parts = runs(tokens, tokenizer)
     return {
         "place": f"{dataset.files[file]}:{line}",
         "tokens": len(tokens),
         "label_tokens": int(dataset.labels[document]),
-        "runs": [list(run) for run in runs(tokens, tokenizer)],
+        "runs": [list(run) for run in parts],
+        "boundaries": [
+            [before[-BOUNDARY:], after[:BOUNDARY]]
+            for (before, _), (after, labelled) in pairwise(parts)
+            if labelled
+        ],
     }
 
 

@@ -99,37 +99,53 @@ def _common(full: Sequence[int], start: int, ids: Sequence[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(full) - start, len(ids)))
 
 
-class Ending(NamedTuple):
-    """Tokens that end an assistant turn under a chat template."""
+class End(NamedTuple):
+    """The token that ends an assistant turn under a chat template."""
 
-    marker: int | None  # written at the end of every answer
-    appended: int | None  # ends an answer that the template leaves without a marker: it opens the next turn
-    appended_call: int | None  # the same for a turn that calls tools: it opens the tool's
+    token: int | None  # None: the template ends it with no special token
+    written: bool  # in the turn; else it is the one that opens the next turn
+
+
+class Endings(NamedTuple):
+    """Tokens that end an assistant turn: of an answer, and of a call of tools."""
+
+    answer: End
+    call: End
 
     @property
-    def stops(self) -> list[int]:
-        return [token for token in self if token is not None]
+    def tokens(self) -> list[int]:
+        return [end.token for end in self if end.token is not None]
 
 
-def ending_of(renderer: Renderer, tokens: TextTokenizer, known: Sequence[int]) -> Ending:
+def endings_of(renderer: Renderer, tokens: TextTokenizer, known: Sequence[int]) -> Endings:
     """Find out how a template ends a turn, by rendering small conversations.
 
     known: tokens that generation stops at (the model's, the tokenizer's eos); of several markers one of these
     is the end. Looked at is a turn in the middle, where the template allows one: some templates write another
     token behind the last.
     """
-    markers, following = _after(renderer, tokens, [QUESTION, ANSWER, QUESTION, ANSWER])
-    if not markers:
-        markers, _ = _after(renderer, tokens, [QUESTION, ANSWER])
-    if markers:
-        return Ending(next((token for token in markers if token in known), markers[0]), None, None)
+    answer = _end(renderer, tokens, known, [QUESTION, ANSWER, QUESTION, ANSWER], None)
+    if not renderer.can.arguments:
+        return Endings(answer, answer)
     calls = renderer.adapt(call_turns("", {"city": "Paris"}))
-    _, after_call = _after(renderer, tokens, calls, [TOOL]) if renderer.can.arguments else ([], None)
-    return Ending(None, following, after_call)
+    return Endings(answer, _end(renderer, tokens, known, calls, [TOOL]))
+
+
+def _end(
+    renderer: Renderer, tokens: TextTokenizer, known: Sequence[int], messages: list[dict], tools: list | None
+) -> End:
+    """The end of the first assistant turn, in the middle of the conversation or else as its last turn."""
+    following = None
+    for part in (messages, messages[:2]):
+        markers, behind = _after(renderer, tokens, part, tools)
+        if markers:
+            return End(next((token for token in markers if token in known), markers[0]), True)
+        following = behind if following is None else following
+    return End(following, False)
 
 
 def _after(
-    renderer: Renderer, tokens: TextTokenizer, messages: list[dict], tools: list | None = None
+    renderer: Renderer, tokens: TextTokenizer, messages: list[dict], tools: list | None
 ) -> tuple[list[int], int | None]:
     """(Markers at the end of the first answer, the special token that follows it); nothing if refused."""
     chat = Chat(messages, tools, [1])

@@ -225,12 +225,7 @@ class Renderer:
         for number, head, upto in parts:
             thought = opened(head)
             if not whole.startswith(thought.before + thought.marker if thought else head):
-                reason = _differ("its generation prompt", number, head, whole)
-                if thought_of(chat.messages[number]) and "enable_thinking" in template:
-                    reason += (
-                        "; data.chat_template_kwargs={enable_thinking: true} may let it open the thought"
-                    )
-                raise BadRow("prompt is no prefix", reason)
+                raise self._other_prompt(chat, number, head, whole)
             stop = len(whole) if number == last else self._stop(chat, number, head, upto, whole)
             if stop < len(head) and thought is None:
                 raise not_written(number)
@@ -239,6 +234,13 @@ class Renderer:
         final = "other" if not answers else "call" if chat.messages[last].get("tool_calls") else "answer"
         return Rendered(whole, turns, final, self._unwritten(chat, rendering, whole))
 
+    def _other_prompt(self, chat: Chat, number: int, head: str, whole: str) -> BadRow:
+        """Return the reason to refuse a turn whose generation prompt does not stand in the conversation."""
+        reason = _differ("its generation prompt", number, head, whole)
+        if thought_of(chat.messages[number]) and "enable_thinking" in str(self.tokenizer.chat_template):
+            reason += "; data.chat_template_kwargs={enable_thinking: true} may let the prompt open a thought"
+        return BadRow("prompt is no prefix", reason)
+
     def _stop(self, chat: Chat, number: int, head: str, upto: str | None, whole: str) -> int:
         """Characters of `whole` up to the end of a turn. upto: None if it was not rendered. Raises BadRow."""
         if upto is None:
@@ -246,6 +248,7 @@ class Renderer:
             if whole.startswith(written):
                 return len(written)
             upto = _raise_bad(self.render(chat.messages[: number + 1], False, chat.tools))
+            upto = with_thought(head, upto, chat.messages[number], str(self.tokenizer.chat_template))
         return len(self._upto(number, upto, whole))
 
     def _unwritten(self, chat: Chat, rendering: str, whole: str) -> tuple[str, ...]:

@@ -1,10 +1,9 @@
 """The label mask, token by token. The reference is a conversation written out by hand, cut into pieces that
 say which are the assistant's; a token is expected to be labelled where its offsets lie in such a piece."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
+from chat_templates import template
 from tokenizers import AddedToken, Tokenizer, models, processors
 
 from meshtune.data.encode import Encoder
@@ -12,7 +11,6 @@ from meshtune.data.example import Example, Origin
 from meshtune.data.template import apply_template, built_in_templates
 from meshtune.errors import UserError
 
-TEMPLATES = Path(__file__).parent / "chat_templates"
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 SPECIAL += ("<start_of_turn>", "<end_of_turn>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
 
@@ -103,7 +101,7 @@ def encode(tokenizer, messages, train_on="assistant", chat_template=None, **keyw
 
 def own(tokenizer_of, name):
     tokenizer = tokenizer_of(*SPECIAL_OF.get(name, SPECIAL))
-    tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text()
+    tokenizer.chat_template = template(name)
     return tokenizer
 
 
@@ -331,7 +329,7 @@ def test_built_in_templates_refuse_tools_rather_than_lose_them(tokenizer_of, nam
 
 def test_a_file_is_a_template(tokenizer_of, tmp_path):
     file = tmp_path / "mine.jinja"
-    file.write_text((TEMPLATES / "llama3.jinja").read_text())
+    file.write_text(template("llama3"))
     tokenizer = tokenizer_of(*SPECIAL)
     document = encode(tokenizer, TURNS, chat_template=str(file))
     assert tokenizer.decode(document.ids[document.labelled]) == f"{A}<|eot_id|>{B}<|eot_id|>"
@@ -359,7 +357,7 @@ def test_an_end_marker_that_swallows_the_line_break_is_exact(tokenizer_of):
     tokenizer = tokenizer_of()
     tokens = [AddedToken(token, rstrip=True, special=True) for token in SPECIAL if "|" in token]
     tokenizer.add_special_tokens({"additional_special_tokens": tokens})
-    tokenizer.chat_template = (TEMPLATES / "phi3.jinja").read_text()
+    tokenizer.chat_template = template("phi3")
     document = encode(tokenizer, TURNS)
     assert tokenizer.decode(document.ids[document.labelled]) == f"{A}<|end|>{B}<|end|>"
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from cases import cases
-from templates_of_trl import names, template
+from chat_templates import names, template
 
 from meshtune.data.encode import Document, Encoder
 from meshtune.data.example import BadRow, Example, Mask, Origin

@@ -1,9 +1,18 @@
-"""Chat templates of other people, read from the installed wheel of TRL; none is copied into the project."""
+"""Chat templates: those of other people, read from the installed wheel of TRL, and two of our own."""
 
 import importlib.util
+import re
 from pathlib import Path
 
+OURS = Path(__file__).parent / "own_templates"
 NOT_TEXT_ALONE = ("idefics3", "llava_next", "smolvlm", "diffusion_gemma", "vl", "muse_glimmer")
+SPECIAL = re.compile(
+    r"<[|｜][^<>{}'\"\s]{1,40}[|｜]>|<[a-z_]+\|>|<\|[a-z_]+>|</?start_of_turn>|<end_of_turn>"
+)
+STOPS = {  # tokens that generation stops at, where it is another than the first one behind an answer
+    "gptoss": ("<|return|>",),
+    "cohere2": ("<|END_OF_TURN_TOKEN|>",),
+}
 
 
 def folder() -> Path:
@@ -25,4 +34,11 @@ def names() -> list[str]:
 
 
 def template(name: str) -> str:
-    return (folder() / f"{name}.jinja").read_text(encoding="utf-8")
+    file = OURS / f"{name}.jinja"
+    file = file if file.exists() else folder() / file.name
+    return file.read_text(encoding="utf-8")
+
+
+def special_tokens(text: str) -> list[str]:
+    """Tokens that a template writes and a tokenizer of its family has, but for <s> and </s>."""
+    return sorted({*SPECIAL.findall(text), "<think>", "</think>"})
