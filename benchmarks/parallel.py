@@ -49,7 +49,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshtune import config, launch
 from meshtune.config import Config
-from meshtune.data.loader import Batch
+from meshtune.data.batch import Batch
 from meshtune.layout import Layout
 from meshtune.model.load import quiet
 from meshtune.parallel.mesh import World, join

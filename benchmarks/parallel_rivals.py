@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from meshtune.data.loader import Batch, MicroBatch
+from meshtune.data.batch import Batch, MicroBatch
 from meshtune.model.anatomy import anatomy
 from meshtune.model.body import body_forward
 from meshtune.parallel.mesh import World

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshtune.data.loader import MicroBatch
+from meshtune.data.batch import MicroBatch
 from meshtune.model.body import body_forward
 from meshtune.train.loss import head_loss
 

@@ -53,7 +53,7 @@ def documents(*, seed: int, vocabulary: int, rows: int = 2, width: int = 32) -> 
     """
     import numpy as np
 
-    from meshtune.data.loader import micro_batch
+    from meshtune.data.batch import micro_batch
     from meshtune.data.pack import LABELLED
 
     draw = np.random.default_rng(seed)

@@ -37,7 +37,7 @@ TABLES = {
     "reduce_dtype": REDUCE_DTYPES,
     "optimizer": OPTIMIZERS,
 }  # of train
-Format = Literal["auto", "text", "prompt-completion", "alpaca", "messages", "sharegpt"]
+Format = Literal["auto", "text", "prompt-completion", "alpaca", "messages", "sharegpt", "tokens"]
 
 
 class Section(BaseModel):
@@ -67,8 +67,8 @@ class LoraConfig(Section):
 class SourceConfig(Section):
     """One source of rows.
 
-    None: format, columns and where are those of the data section; split is train in data.train, test in
-    data.eval.
+    None: format, columns, roles and where are those of the data section; split is train in data.train,
+    test in data.eval.
     """
 
     path: str = Field(min_length=1)
@@ -76,6 +76,7 @@ class SourceConfig(Section):
     split: str | None = None
     format: Format | None = None
     columns: dict[str, str] | None = None
+    roles: dict[str, str] | None = None
     where: dict[str, bool | int | float | str] | None = None
 
 
@@ -90,6 +91,7 @@ class DataConfig(Section):
     )
     format: Format = "auto"
     columns: dict[str, str] = {}
+    roles: dict[str, str] = Field(default={}, description="their role: ours, such as bot: assistant")
     where: dict[str, bool | int | float | str] = Field(
         default={}, description="rows to train on, by a column's value; the others are left out and counted"
     )

@@ -12,7 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshtune import config
-from meshtune.data.loader import Batch
+from meshtune.data.batch import Batch
 from meshtune.train import build, loop
 
 VOCABULARY = (

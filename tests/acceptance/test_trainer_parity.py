@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from meshtune import config
-from meshtune.data.loader import MicroBatch
+from meshtune.data.batch import MicroBatch
 from meshtune.train import build, loop
 
 GLOBAL, MICRO, WARMUP, PEAK = 8, 2, 3, 3e-3  # accumulation 4

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from meshtune.data.example import SHOWN, BadRow, Dropped, Example, OnBadRow
+from meshtune.data.example import SHOWN, BadRow, Dropped, Example, Ids, OnBadRow
 from meshtune.data.labels import Cut, End, Endings, endings_of
 from meshtune.data.render import Chat, Renderer, TrainOn, not_written
 from meshtune.data.rows import last_answer
@@ -57,6 +57,15 @@ class Document:
     labelled: np.ndarray  # bool [tokens], true where the token is to be predicted; never the first
     unwritten: tuple[str, ...] = ()  # what the chat template leaves out, once for each message that has it
     unstopped: tuple[str, ...] = ()  # ends of labelled turns at which generation does not stop
+
+
+class _Tokenised(NamedTuple):
+    """A row whose tokens are given."""
+
+    ids: Ids
+
+    def texts(self) -> tuple[str, ...]:
+        return ()
 
 
 class _Plain(NamedTuple):
@@ -187,6 +196,10 @@ class Encoder:
 
     def prompt_ids(self, example: Example) -> list[int]:
         """The tokens that generation starts from: those before the last answer, or all of a plain text."""
+        if example.ids is not None:
+            row = example.ids
+            answer = next((i for i in range(1, len(row.ids)) if row.labelled[i]), len(row.ids))
+            return list(row.ids[:answer])
         if example.text is not None or not self.templated:
             return self._bos + self._tokens.ids([self._plain(example).parts[0]])[0]
         messages = self._renderer.adapt(example.messages or self._renderer.messages(example))
@@ -197,6 +210,9 @@ class Encoder:
 
     def answer(self, example: Example) -> str:
         """The expected answer: the completion, or the last assistant turn's text; empty for a plain text."""
+        if example.ids is not None:
+            pairs = zip(example.ids.ids, example.ids.labelled, strict=True)
+            return str(self.tokenizer.decode([id for id, labelled in pairs if labelled]))
         if example.messages is None:
             return example.completion or ""
         last = last_answer(example.messages)
@@ -235,11 +251,23 @@ class Encoder:
 
     # From rows to texts #
 
-    def _unrendered(self, example: Example) -> Chat | _Plain:
+    def _unrendered(self, example: Example) -> Chat | _Plain | _Tokenised:
         """The example as messages where a template is in force, else as texts; raises BadRow."""
+        if example.ids is not None:
+            return self._tokenised(example.ids)
         if example.text is not None or not self.templated:
             return self._plain(example)
         return self._renderer.chat(example)
+
+    def _tokenised(self, row: Ids) -> _Tokenised:
+        """The row as it is. Raises BadRow if an id is not in the vocabulary."""
+        size = len(self.tokenizer)
+        if outside := [id for id in row.ids if not 0 <= id < size]:
+            raise BadRow(
+                "ids that are not in the vocabulary",
+                f"input_ids has {outside[0]}, but the tokenizer has {size:,} tokens; was it another one?",
+            )
+        return _Tokenised(row)
 
     def _plain(self, example: Example) -> _Plain:
         if example.text is not None:
@@ -260,7 +288,11 @@ class Encoder:
 
     # Labelling #
 
-    def _document(self, row: Cut | _Plain, table: dict[str, list[int]]) -> Document:
+    def _document(self, row: Cut | _Plain | _Tokenised, table: dict[str, list[int]]) -> Document:
+        if isinstance(row, _Tokenised):
+            ids, labelled = np.array(row.ids.ids, np.int32), np.array(row.ids.labelled)
+            labelled[:1] = False
+            return Document(ids, labelled)
         if isinstance(row, _Plain):
             return self._label_plain([table[text] for text in row.parts])
         return self._label(row, table)

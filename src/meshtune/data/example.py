@@ -3,6 +3,7 @@
 Nothing here reads a file, so planning can import it.
 """
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -26,11 +27,17 @@ class Source:
     format: str = "auto"  # auto or a key of rows.FORMATS
     columns: tuple[tuple[str, str], ...] = ()  # our name -> theirs: (("prompt", "question"),)
     where: tuple[tuple[str, Any], ...] = ()  # rows to train on, by a column's value: (("label", True),)
+    roles: tuple[tuple[str, str], ...] = ()  # their role -> ours: (("bot", "assistant"),)
 
     @property
     def on_purpose(self) -> bool:
         """True if the user named the format, and so means its columns alone."""
         return self.format.lower() != "auto"
+
+
+def is_url(path: str) -> bool:
+    """True for s3://bucket/rows.jsonl and the like."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path) is not None
 
 
 @dataclass(frozen=True)
@@ -55,9 +62,16 @@ class Mask(NamedTuple):
         return f"{self.key}: {int(self.trained)}"
 
 
+class Ids(NamedTuple):
+    """A row that was tokenised already."""
+
+    ids: tuple[int, ...]
+    labelled: tuple[bool, ...]  # of each id, whether it is trained on
+
+
 @dataclass(frozen=True)
 class Example:
-    """One row, in exactly one shape: `messages` (with `tools`), or `prompt` and `completion`, or `text`."""
+    """One row in exactly one shape: `messages` (with `tools`), `prompt` and `completion`, `text` or `ids`."""
 
     origin: Origin
     messages: tuple[dict, ...] | None = None
@@ -66,6 +80,7 @@ class Example:
     prompt: str | None = None
     completion: str | None = None
     text: str | None = None
+    ids: Ids | None = None
 
 
 class BadRow(Exception):

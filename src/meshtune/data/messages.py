@@ -7,7 +7,7 @@ weight, train, training                         ───> Mask: train on this m
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshtune.data.example import BadRow, Mask
@@ -33,20 +33,22 @@ MASKS = ("weight", "train", "training")  # keys of a message: OpenAI's and Mistr
 MASKS_WITHIN = ("train_detail", "training_detail")  # axolotl's, of parts of a message
 
 
-def message_of(value: Any, number: int) -> tuple[dict, Mask | None]:
+def message_of(value: Any, number: int, roles: Mapping[str, str]) -> tuple[dict, Mask | None]:
     """Return (a message as a chat template takes it, its mask or None where it has none).
 
     The message has `role` and the other keys of `value` that are neither null nor masks; ShareGPT's keys are
     renamed; beside tool calls `content` may be missing. Raises BadRow for wrong types, unknown roles, parts
     that are no text, arguments that are no JSON object, and an empty answer. number: its place in the
-    conversation, from 1, for errors.
+    conversation, from 1, for errors. roles: their names to ours, where data.roles maps them.
     """
     if not isinstance(value, dict):
         raise BadRow("wrong type", f"message {number} is {type_name(value)}, expected an object")
     if "from" in value and "role" not in value:
-        message = _from_sharegpt(value, number)
+        message = _from_sharegpt(value, number, roles)
     else:
         message = {key: inner for key, inner in value.items() if inner is not None}
+        if isinstance(message.get("role"), str):
+            message["role"] = roles.get(message["role"], message["role"])
         _check_role(message, number)
     mask = _take_mask(message, number)
     if message.get("tool_calls") is not None:
@@ -60,20 +62,22 @@ def type_name(value: Any) -> str:
     return "null" if value is None else TYPES.get(type(value), f"a {type(value).__name__}")
 
 
-def _from_sharegpt(value: dict, number: int) -> dict:
+def _from_sharegpt(value: dict, number: int, roles: Mapping[str, str]) -> dict:
     """Rename ShareGPT's from and value to role and content; a function_call's value becomes tool_calls.
 
-    Raises BadRow for an unknown sender or call. number: see `message_of`.
+    Raises BadRow for an unknown sender or call. number, roles: see `message_of`.
     """
-    sender = value["from"]
-    if not isinstance(sender, str) or sender not in SHAREGPT_ROLES:
-        known = ", ".join(SHAREGPT_ROLES)
-        raise BadRow("unknown role", f"message {number} is from {sender!r}, expected one of {known}")
+    sender, known = value["from"], SHAREGPT_ROLES | dict(roles)
+    if not isinstance(sender, str) or sender not in known:
+        raise BadRow(
+            "unknown role",
+            f"message {number} is from {sender!r}, expected one of {', '.join(known)}; data.roles maps more",
+        )
     others = {
         key: inner for key, inner in value.items() if key not in ("from", "value") and inner is not None
     }
-    message = {"role": SHAREGPT_ROLES[sender], "content": value.get("value"), **others}
-    if sender == "function_call":
+    message = {"role": known[sender], "content": value.get("value"), **others}
+    if sender == "function_call" and sender not in roles:
         message["tool_calls"], message["content"] = _function_calls(value.get("value"), number), ""
     return message
 
@@ -97,7 +101,9 @@ def _check_role(message: dict, number: int) -> None:
     if message.get("role") not in ROLES:
         shown = repr(message["role"]) if "role" in message else "missing"
         raise BadRow(
-            "unknown role", f"message {number}: the role is {shown}, expected one of {', '.join(ROLES)}"
+            "unknown role",
+            f"message {number}: the role is {shown}, expected one of {', '.join(ROLES)} "
+            "(data.roles maps others)",
         )
 
 

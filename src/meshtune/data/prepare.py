@@ -4,22 +4,14 @@
                                                             │ lengths
                              eval_split, weights, packing <─┘ ──> members and starts of train and eval
 
-The cache folder is named by the fingerprint of everything that decides its content. It is written beside
-under another name, flushed to disk and renamed, so it is whole or absent: of two processes that write it at
-the same time, one wins and the other uses the winner's. A lock lets the second wait instead of doing the work
-twice; without locks (some network file systems) the result is the same. manifest.json holds the size of each
-file and the figures that are shown; a folder that does not match its manifest is removed and written again.
-No file here can hold code: arrays load with allow_pickle=False.
+The cache folder (cache.py) is named by the fingerprint of everything that decides its content, of the files
+their content itself: a copy or a touched file finds it. A damaged one is removed and written again.
 """
 
-import fcntl
 import hashlib
 import json
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,19 +19,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from meshtune.data.cache import GrowingArray, discard, lock, mapped, open_folder, write_folder
 from meshtune.data.documents import ROWS_AT_ONCE, Overlong, Tally, Usable, usable
 from meshtune.data.example import SHOWN, OnBadRow, Source, notes_sentences
+from meshtune.data.files import DataFile, files, is_hub
+from meshtune.data.hub import hub_revision
 from meshtune.data.pack import Dataset, pack, permutation, singles, stored
-from meshtune.data.readers import fingerprint, read
+from meshtune.data.progress import Progress
+from meshtune.data.readers import read
 from meshtune.data.stream import Stream
 from meshtune.errors import UserError
-from meshtune.rundir import flush
 
 if TYPE_CHECKING:
     from meshtune.data.encode import Encoder
 
-CACHE_VERSION = 2  # raise it when the files' format or the code that decides their content changes
-STALE_SECONDS = 24 * 3600  # age at which an unfinished folder must be that of a killed process
+CACHE_VERSION = 3  # raise it when the files' format or the code that decides their content changes
 
 
 @dataclass(frozen=True)
@@ -76,9 +70,11 @@ def prepare(
     cache folder that can't be written, and if no document is left.
     """
     _check_settings(sources, eval_split, eval_sources, seq_len, streaming)
-    build = _Build(encoder, seq_len, packing, overlong, seed, eval_split, on_bad_row)
+    build = _Build(
+        tuple(sources), tuple(eval_sources), encoder, seq_len, packing, overlong, seed, eval_split, on_bad_row
+    )
     if not streaming:
-        return _cached(build, sources, eval_sources, Path(cache_dir).expanduser())
+        return _cached(build, Path(cache_dir).expanduser())
     stream = Stream(tuple(sources), encoder, seq_len, packing, overlong, seed, on_bad_row)
     stats = _stats(Tally(), build, {})
     if not eval_sources:
@@ -95,6 +91,8 @@ def prepare(
 class _Build:
     """The settings of `prepare` that decide a cache's content."""
 
+    sources: tuple[Source, ...]
+    eval_sources: tuple[Source, ...]
     encoder: "Encoder"
     seq_len: int
     packing: bool
@@ -103,41 +101,57 @@ class _Build:
     eval_split: float
     on_bad_row: OnBadRow
 
+    def fingerprint(self, listing: "_Listing", cache_dir: Path) -> str:
+        """Digest of the settings and of what the sources' files hold."""
+        settings = [self.seq_len, self.packing, self.overlong, self.seed, self.eval_split, self.on_bad_row]
+        recipe = {
+            "version": CACHE_VERSION,
+            "sources": [_identity(*entry, cache_dir) for entry in listing[: len(self.sources)]],
+            "eval_sources": [_identity(*entry, cache_dir) for entry in listing[len(self.sources) :]],
+            "encoder": self.encoder.fingerprint,
+            "settings": settings,
+        }
+        return hashlib.blake2b(json.dumps(recipe, sort_keys=True).encode(), digest_size=16).hexdigest()
 
-def _cached(
-    build: _Build, sources: Sequence[Source], eval_sources: Sequence[Source], cache_dir: Path
-) -> Prepared:
+
+_Listing = list[tuple[Source, list[DataFile]]]  # training sources, then those of evaluation, with their files
+
+
+def _identity(source: Source, data_files: Sequence[DataFile], cache_dir: Path) -> list[Any]:
+    """Return what decides a source's rows: the files' content and how they are read, not where they are."""
+    settings = {name: value for name, value in vars(source).items() if name != "path"}
+    if is_hub(source.path):
+        return [source.path, hub_revision(source), settings]
+    return [[file.content(cache_dir) for file in data_files], settings]
+
+
+def _cached(build: _Build, cache_dir: Path) -> Prepared:
     """Open the cache of these sources, written first if missing or damaged; add cache, seconds to stats."""
-    settings = [build.seq_len, build.packing, build.overlong, build.seed, build.eval_split, build.on_bad_row]
-    recipe = {
-        "version": CACHE_VERSION,
-        "sources": [_identity(source) for source in sources],
-        "eval_sources": [_identity(source) for source in eval_sources],
-        "encoder": build.encoder.fingerprint,
-        "settings": settings,
-    }
-    key = hashlib.blake2b(json.dumps(recipe, sort_keys=True).encode(), digest_size=16).hexdigest()
-    folder = cache_dir / key
     started, state = time.perf_counter(), "found"
-    prepared = _open(folder)
-    if prepared is None:
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with _lock(folder):
-                prepared = _open(folder)  # another process may have written it while this one waited
+    listing: _Listing = [(source, files(source)) for source in (*build.sources, *build.eval_sources)]
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        folder = cache_dir / build.fingerprint(listing, cache_dir)
+        prepared = _open(folder, listing)
+        if prepared is None:
+            with lock(folder):
+                prepared = _open(folder, listing)  # another process may have written it while this one waited
                 if prepared is None:
-                    _discard(folder)
-                    _make(folder, build, sources, eval_sources)
-                    prepared = _open(folder)
-        except OSError as error:
-            if error.filename is not None and not str(error.filename).startswith(str(folder.parent)):
-                raise
-            raise UserError(
-                f"The data cache in {folder.parent} cannot be written ({error.strerror or error}): make room "
-                "there, or name another folder by data.cache."
-            ) from error
-        assert prepared is not None, "a cache that was just written must open"
-        state = "made"
+                    discard(folder)
+                    write_folder(folder, lambda aside: _write(aside, build, listing))
+                    if folder != cache_dir / build.fingerprint(listing, cache_dir):
+                        discard(folder)
+                        raise UserError("A data file changed while it was read; try again once it is whole.")
+                    prepared = _open(folder, listing)
+                    state = "made"
+    except OSError as error:
+        if error.filename is not None and not str(error.filename).startswith(str(cache_dir)):
+            raise
+        raise UserError(
+            f"The data cache in {cache_dir} cannot be written ({error.strerror or error}): make room "
+            "there, or name another folder by data.cache."
+        ) from error
+    assert prepared is not None, "a cache that was just written must open"
     prepared.stats.update(cache=state, seconds=time.perf_counter() - started)
     return prepared
 
@@ -170,82 +184,88 @@ def sentences(stats: dict[str, Any]) -> list[str]:
     return [*lines, *notes_sentences(stats["notes"])]
 
 
-def _make(folder: Path, build: _Build, sources: Sequence[Source], eval_sources: Sequence[Source]) -> None:
-    """Write the cache aside and rename it to `folder`; delete unfinished ones older than STALE_SECONDS."""
-    for unfinished in folder.parent.glob(f".{folder.name}.*"):
-        if unfinished.is_dir() and time.time() - unfinished.stat().st_mtime > STALE_SECONDS:
-            shutil.rmtree(unfinished, ignore_errors=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        _write(aside, build, sources, eval_sources)
-        for path in [*aside.iterdir(), aside]:
-            flush(path)
-        try:
-            aside.rename(folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
-            return  # another process has written it meanwhile, from the same recipe
-        flush(folder.parent)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+def _write(aside: Path, build: _Build, listing: _Listing) -> dict[str, Any]:
+    """Write arrays of the encoded, split, packed sources to `aside`; return the manifest.
 
-
-def _write(aside: Path, build: _Build, sources: Sequence[Source], eval_sources: Sequence[Source]) -> None:
-    """Write arrays and manifest of the encoded, split, packed sources to `aside`. Raises as `prepare`."""
+    Raises as `prepare`.
+    """
     tally = Tally()
-    files: dict[str, int] = {}  # file -> its index in Dataset.files
-    lengths, labels, origins, source_of = [], [], [], []  # per document, a batch of documents at a time
-    with _Array(aside / "tokens.npy", np.dtype(np.uint32)) as tokens:
-        for number, source in enumerate([*sources, *eval_sources]):
-            for batch in _documents(source, build, tally):
-                tokens.append(np.concatenate([stored(ids, labelled) for _, ids, labelled in batch]))
-                lengths.append(np.array([len(ids) for _, ids, _ in batch], dtype=np.int64))
-                labels.append(np.array([labelled.sum() for *_, labelled in batch], dtype=np.int64))
-                places = [(files.setdefault(at.file, len(files)), at.line) for at, *_ in batch]
-                origins.append(np.array(places, dtype=np.int64))
-                source_of.append(np.full(len(batch), number))
+    digest = _write_documents(aside, build, listing, tally)
     if tally.overlong:
         raise UserError([*tally.overlong, "Raise data.seq_len, or set data.overlong to cut or drop."])
-    if not lengths:
+    offsets = mapped(aside / "offsets.npy")
+    if len(offsets) == 1:
         raise UserError(["No document is left to train on.", *sentences(_stats(tally, build, {}))])
-    length, label, source_number = (np.concatenate(batches) for batches in (lengths, labels, source_of))
-    offsets = np.concatenate([[0], np.cumsum(length)])
-    for name, array in (("offsets", offsets), ("labels", label), ("origins", np.concatenate(origins))):
-        np.save(aside / f"{name}.npy", array, allow_pickle=False)
-    train, held_out = _split(source_number, len(sources), build)
+    length, labels = np.diff(offsets).astype(np.int32), mapped(aside / "labels.npy")
+    source_number = mapped(aside / "sources.npy")
+    train, held_out = _split(source_number, len(build.sources), build)
     parts = {}
-    passes = list(_passes(train, source_number, [source.weight for source in sources], build.seed))
+    passes = list(_passes(train, source_number, [source.weight for source in build.sources], build.seed))
     for name, rounds in (("train", passes), ("eval", [held_out] if len(held_out) else [])):
         if not rounds:
             continue
         members, starts = _sequences(rounds, length, build)
         np.save(aside / f"{name}_members.npy", members, allow_pickle=False)
         np.save(aside / f"{name}_starts.npy", starts, allow_pickle=False)
+        tokens = np.concatenate([[0], np.cumsum(length[members], dtype=np.int64)])
         parts[name] = {
-            "digest": _digest(tokens.digest, offsets, members, starts),
+            "digest": _digest(digest, offsets, members, starts),
             "packed": build.packing,
             "documents": len(members),
             "sequences": len(starts) - 1,
-            "tokens": int(length[members].sum()),
-            "label_tokens": int(label[members].sum()),
+            "tokens": int(tokens[-1]),
+            "label_tokens": int(labels[members].sum(dtype=np.int64)),
+            "efficiency": int(tokens[-1]) / ((len(starts) - 1) * int(np.diff(tokens[starts]).max())),
         }
-        widest = int(np.diff(np.concatenate([[0], np.cumsum(length[members])])[starts]).max())
-        parts[name]["efficiency"] = parts[name]["tokens"] / (parts[name]["sequences"] * widest)
-    manifest = {
+    return {
         "version": CACHE_VERSION,
-        "sizes": {path.name: path.stat().st_size for path in sorted(aside.iterdir())},
-        "files": list(files),
+        "files": _names(listing),
         "stats": _stats(tally, build, parts),
     }
-    (aside / "manifest.json").write_text(json.dumps(manifest))
 
 
-def _documents(source: Source, build: _Build, tally: Tally) -> Iterator[list[Usable]]:
+def _write_documents(aside: Path, build: _Build, listing: _Listing, tally: Tally) -> str:
+    """Write tokens and, of each document, its end, labels, origin and source; return the tokens' digest.
+
+    They go to disk as they come, so memory does not grow with the rows.
+    """
+    numbers: dict[str, int] = {name: number for number, name in enumerate(_names(listing))}
+    with (
+        GrowingArray(aside / "tokens.npy", np.dtype(np.uint32)) as tokens,
+        GrowingArray(aside / "offsets.npy", np.dtype(np.int64)) as offsets,
+        GrowingArray(aside / "labels.npy", np.dtype(np.int32)) as labels,
+        GrowingArray(aside / "origins.npy", np.dtype(np.int64), columns=2) as origins,
+        GrowingArray(aside / "sources.npy", np.dtype(np.int32)) as sources,
+        Progress([file for _, data_files in listing for file in data_files]) as progress,
+    ):
+        offsets.append(np.zeros(1, np.int64))
+        end = 0
+        for number, (source, data_files) in enumerate(listing):
+            for batch in _documents(source, data_files, build, tally):
+                lengths = np.array([len(ids) for _, ids, _ in batch], dtype=np.int64)
+                tokens.append(np.concatenate([stored(ids, labelled) for _, ids, labelled in batch]))
+                offsets.append(end + np.cumsum(lengths))
+                labels.append(np.array([labelled.sum() for *_, labelled in batch]))
+                origins.append(np.array([(numbers[at.file], at.line) for at, *_ in batch], dtype=np.int64))
+                sources.append(np.full(len(batch), number))
+                end += int(lengths.sum())
+                progress.show(end)
+    return tokens.digest
+
+
+def _names(listing: _Listing) -> list[str]:
+    """The files as `Origin.file` names them, in the order in which they are read."""
+    return [file.path for _, data_files in listing for file in data_files]
+
+
+def _documents(
+    source: Source, data_files: Sequence[DataFile], build: _Build, tally: Tally
+) -> Iterator[list[Usable]]:
     """Yield the source's usable documents, a batch at a time; stop after SHOWN overlong ones."""
     examples = read(
         source,
         on_bad_row=build.on_bad_row,
+        data_files=data_files,
         needs_answer=build.encoder.train_on != "all",
         dropped=tally.bad_rows,
         notes=tally.notes,
@@ -327,88 +347,30 @@ def _stats(tally: Tally, build: _Build, parts: dict[str, Any]) -> dict[str, Any]
     return tally.values() | {"seq_len": build.seq_len, "train": parts.get("train"), "eval": parts.get("eval")}
 
 
-def _open(folder: Path) -> Prepared | None:
-    """The cache, None if it is absent or damaged (a file is missing or has another size than was written)."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        if any((folder / name).stat().st_size != size for name, size in manifest["sizes"].items()):
-            return None
-        arrays = {
-            Path(name).stem: np.load(folder / name, mmap_mode="r", allow_pickle=False).view(np.ndarray)
-            for name in manifest["sizes"]
-        }
-        stats = manifest["stats"]
-        parts = {
-            name: Dataset(
-                tokens=arrays["tokens"],
-                offsets=arrays["offsets"],
-                labels=arrays["labels"],
-                origins=arrays["origins"],
-                files=tuple(manifest["files"]),
-                members=arrays[f"{name}_members"],
-                starts=arrays[f"{name}_starts"],
-                seq_len=stats["seq_len"],
-                packed=stats[name]["packed"],
-                digest=stats[name]["digest"],
-            )
-            for name in ("train", "eval")
-            if stats[name]
-        }
-        return Prepared(train=parts["train"], eval=parts.get("eval"), stats=stats)
-    except (OSError, ValueError, KeyError, TypeError):
+def _open(folder: Path, listing: _Listing) -> Prepared | None:
+    """The cache, None if it is absent or damaged. listing: the files that it was written from, or copies."""
+    opened = open_folder(folder)
+    if opened is None:
         return None
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Hold the lock file of `folder`; the system releases it when the process dies."""
-    with (folder.parent / f".{folder.name}.lock").open("wb") as file:
-        with suppress(OSError):  # no locks on some network file systems; the rename keeps the folder whole
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _discard(folder: Path) -> None:
-    """Remove a damaged folder; it is renamed first, so that no process opens a half removed one."""
-    if folder.exists():
-        away = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        folder.rename(away / "damaged")
-        shutil.rmtree(away, ignore_errors=True)
-
-
-class _Array:
-    """1-d .npy file that grows; leaving the context writes its final size into the header (numpy pads it)."""
-
-    def __init__(self, path: Path, dtype: np.dtype) -> None:
-        self._file = path.open("wb")
-        self._dtype = dtype
-        self._size = 0
-        self._hash = hashlib.blake2b(digest_size=16)
-        self._write_header()
-        self._begin = self._file.tell()
-
-    def _write_header(self) -> None:
-        header = {"descr": self._dtype.str, "fortran_order": False, "shape": (self._size,)}
-        np.lib.format.write_array_header_1_0(self._file, header)
-
-    def append(self, values: np.ndarray) -> None:
-        data = np.ascontiguousarray(values, dtype=self._dtype).data
-        self._file.write(data)
-        self._hash.update(data)
-        self._size += len(values)
-
-    @property
-    def digest(self) -> str:
-        return self._hash.hexdigest()
-
-    def __enter__(self) -> "_Array":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._file:
-            self._file.seek(0)
-            self._write_header()
-            assert self._file.tell() == self._begin, "the final header must have the size of the first"
+    manifest, arrays = opened
+    stats = manifest["stats"]
+    parts = {
+        name: Dataset(
+            tokens=arrays["tokens"],
+            offsets=arrays["offsets"],
+            labels=arrays["labels"],
+            origins=arrays["origins"],
+            files=tuple(_names(listing)),
+            members=arrays[f"{name}_members"],
+            starts=arrays[f"{name}_starts"],
+            seq_len=stats["seq_len"],
+            packed=stats[name]["packed"],
+            digest=stats[name]["digest"],
+        )
+        for name in ("train", "eval")
+        if stats[name]
+    }
+    return Prepared(train=parts["train"], eval=parts.get("eval"), stats=stats)
 
 
 def _digest(tokens: str, *arrays: np.ndarray) -> str:
@@ -416,10 +378,6 @@ def _digest(tokens: str, *arrays: np.ndarray) -> str:
     for array in arrays:
         digest.update(np.ascontiguousarray(array, dtype=np.int64).data)
     return digest.hexdigest()
-
-
-def _identity(source: Source) -> list[Any]:
-    return [fingerprint(source), source.format, source.split, source.weight, source.columns, source.where]
 
 
 def _check_settings(

@@ -57,7 +57,7 @@ class Stream:
     def digest(self) -> str:
         """Digest of the sources' names and the settings, to recognise a state; the rows are not in it."""
         recipe = [
-            [(src.path, src.split, src.format, src.weight, src.columns) for src in self.sources],
+            [vars(source) for source in self.sources],
             [
                 self.encoder.fingerprint,
                 self.seq_len,

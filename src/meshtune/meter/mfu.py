@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from meshtune.data.loader import Batch
+from meshtune.data.batch import Batch
 from meshtune.placement.census import Census, palm_flops, step_flops
 
 

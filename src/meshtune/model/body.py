@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from meshtune.data.loader import MicroBatch
+    from meshtune.data.batch import MicroBatch
     from meshtune.model.anatomy import Anatomy
 
 

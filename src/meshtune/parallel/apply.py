@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from meshtune.data.loader import MicroBatch
+from meshtune.data.batch import MicroBatch
 from meshtune.layout import Layout
 from meshtune.model.anatomy import Anatomy, anatomy
 from meshtune.model.pieces import Piece, materialise

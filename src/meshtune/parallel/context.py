@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from meshtune.attention.core import attend_documents, attend_runs
 from meshtune.attention.runs import Lengths, QueryRun, QueryRuns
-from meshtune.data.loader import IGNORE, MicroBatch
+from meshtune.data.batch import IGNORE, MicroBatch
 from meshtune.model.anatomy import Anatomy
 from meshtune.parallel.exchange import all_gather, exchange, reduce_scatter
 from meshtune.parallel.mesh import Axis

@@ -26,7 +26,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from transformers import PreTrainedModel
 
-from meshtune.data.loader import MicroBatch
+from meshtune.data.batch import MicroBatch
 from meshtune.layout import TORCH_SCHEDULES
 from meshtune.model.anatomy import Anatomy, StandIn
 from meshtune.model.body import body_forward

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from meshtune.data.loader import evaluation_batches
+from meshtune.data.batch import evaluation_batches
 from meshtune.data.pack import LABELLED, Dataset
 from meshtune.rundir import RunDir
 from meshtune.train.generate import answers, evaluating

@@ -105,11 +105,12 @@ def resolved(config: Config, run: RunDir) -> Config:
     def absolute_sources(sources: Iterable[SourceConfig]) -> tuple[SourceConfig, ...]:
         return tuple(source.model_copy(update={"path": absolute(source.path)}) for source in sources)
 
+    template = config.data.chat_template  # a folder may have the name of a built-in one
     data = config.data.model_copy(
         update={
             "train": absolute_sources(config.data.train),
             "eval": absolute_sources(config.data.eval),
-            "chat_template": absolute(config.data.chat_template) if config.data.chat_template else None,
+            "chat_template": absolute(template) if template and Path(template).is_file() else template,
         }
     )
     model = config.model.model_copy(update={"name": absolute(config.model.name)})

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from meshtune.data.loader import MicroBatch, micro_batch
+from meshtune.data.batch import MicroBatch, micro_batch
 from meshtune.parallel import context
 from meshtune.parallel.tensor import vocabulary_of
 from meshtune.train.loss import head_only

@@ -99,6 +99,7 @@ def data_of(data: DataConfig, encoder: Encoder, *, seed: int) -> Prepared:
 def source_of(source: SourceConfig, data: DataConfig, split: str) -> Source:
     """Settings of a source, with those of the data section where it has none. split: where it has none."""
     columns = data.columns if source.columns is None else source.columns
+    roles = data.roles if source.roles is None else source.roles
     where = data.where if source.where is None else source.where
     return Source(
         path=str(Path(source.path).expanduser()) if source.path.startswith("~") else source.path,
@@ -107,6 +108,7 @@ def source_of(source: SourceConfig, data: DataConfig, split: str) -> Source:
         format=source.format or data.format,
         columns=tuple(columns.items()),
         where=tuple(where.items()),
+        roles=tuple(roles.items()),
     )
 
 

@@ -13,7 +13,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from meshtune.data.loader import Batch, Loader
+from meshtune.data.batch import Batch
+from meshtune.data.loader import Loader
 from meshtune.errors import Interrupted, NonFinite, UserError
 from meshtune.parallel.mesh import World
 from meshtune.rundir import RunDir, disk_is_full

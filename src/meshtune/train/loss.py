@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from meshtune.data.loader import IGNORE, MicroBatch
+from meshtune.data.batch import IGNORE, MicroBatch
 from meshtune.model.anatomy import Anatomy
 from meshtune.parallel.tensor import Vocabulary, vocabulary_of
 from meshtune.placement.states import LOSS_CHUNK_TOKENS

@@ -15,7 +15,7 @@ from torch import Tensor
 from meshtune.optim.optimizer import Optimizer, key_of, parts_of
 
 if TYPE_CHECKING:
-    from meshtune.data.loader import Batch
+    from meshtune.data.batch import Batch
     from meshtune.meter.phases import Phase
     from meshtune.parallel.apply import Parallel
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from data_rows import Bytes, memory, numbered, write_rows
 
-from meshtune.data.loader import Loader, deal, evaluation_batches, micro_batch
+from meshtune.data.batch import evaluation_batches, micro_batch
+from meshtune.data.loader import Loader, deal
 from meshtune.data.pack import stored
 from meshtune.data.prepare import prepare
 from meshtune.errors import UserError

@@ -13,9 +13,9 @@ from data_rows import Bytes, numbered, texts, write_rows
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from meshtune.data.batch import evaluation_batches
 from meshtune.data.encode import Encoder
 from meshtune.data.example import BadRow, Source
-from meshtune.data.loader import evaluation_batches
 from meshtune.data.prepare import prepare, sentences
 from meshtune.errors import UserError
 

@@ -9,8 +9,9 @@ import pyarrow.parquet
 import pytest
 
 from meshtune.data.example import Dropped, Source
-from meshtune.data.readers import columns_of, files, fingerprint, is_hub, read
-from meshtune.data.rows import detect
+from meshtune.data.files import files, is_hub
+from meshtune.data.formats import detect
+from meshtune.data.readers import read
 from meshtune.errors import UserError
 
 PAIRS = [{"prompt": f'question {n}, "é"\n', "completion": f"answer {n}"} for n in range(5)]
@@ -165,7 +166,6 @@ def test_columns_map_our_names_to_theirs(rows_file):
     file = rows_file([{"question": "q", "answer": "a", "text": "t"}])
     columns = (("prompt", "question"), ("completion", "answer"))
     assert pairs(examples(file, columns=columns)) == [("q", "a")]
-    assert columns_of(Source(str(file))) == ["question", "answer", "text"]
 
 
 @pytest.mark.parametrize(
@@ -329,16 +329,6 @@ def test_only_an_id_that_is_no_path_means_the_hub(tmp_path, monkeypatch):
     assert not is_hub("train")
     (tmp_path / "openai" / "gsm8k").mkdir(parents=True)
     assert not is_hub("openai/gsm8k")
-
-
-def test_the_fingerprint_changes_with_the_files_and_the_settings(tmp_path):
-    file = write(tmp_path, "a.jsonl", PAIRS)
-    source = Source(str(file))
-    before = fingerprint(source)
-    assert fingerprint(source) == before
-    assert fingerprint(Source(str(file), format="text")) != before
-    write(tmp_path, "a.jsonl", PAIRS[:3])
-    assert fingerprint(source) != before
 
 
 def test_a_folder_saved_by_datasets_is_read(tmp_path):

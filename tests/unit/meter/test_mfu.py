@@ -4,7 +4,7 @@ import pytest
 import torch
 from families import FAMILIES
 
-from meshtune.data.loader import Batch, MicroBatch
+from meshtune.data.batch import Batch, MicroBatch
 from meshtune.meter.mfu import flops_of, peak_flops
 from meshtune.meter.rows import possible, share_of_peak
 from meshtune.model.trace import census

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from meshtune.attention import cuda, runs
 from meshtune.attention.core import attend_documents
 from meshtune.attention.register import document_attention, register
-from meshtune.data.loader import IGNORE, MicroBatch
+from meshtune.data.batch import IGNORE, MicroBatch
 from meshtune.model.anatomy import anatomy
 from meshtune.parallel import context
 from meshtune.parallel.mesh import Axis

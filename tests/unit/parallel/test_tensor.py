@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshtune.attention.register import register
-from meshtune.data.loader import MicroBatch
+from meshtune.data.batch import MicroBatch
 from meshtune.errors import UserError
 from meshtune.model.anatomy import anatomy
 from meshtune.model.lora import add_lora

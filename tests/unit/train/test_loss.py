@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GraniteConfig, OPTConfig
 
 from meshtune.attention.register import register
-from meshtune.data.loader import MicroBatch
+from meshtune.data.batch import MicroBatch
 from meshtune.model.anatomy import anatomy
 from meshtune.train.loss import head_loss, head_only
 

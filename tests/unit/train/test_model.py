@@ -9,7 +9,7 @@ from ranks import run_ranks
 from tiny import documents
 from transformers import AutoConfig, LlamaConfig
 
-from meshtune.data.loader import Batch
+from meshtune.data.batch import Batch
 from meshtune.layout import Layout
 from meshtune.parallel.mesh import join
 from meshtune.train.model import ModelSpec, OptimizerSpec, rank_model

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from meshtune.config import Config, DataConfig, SourceConfig
-from meshtune.data.example import SUFFIXES
-from meshtune.data.rows import FORMATS
+from meshtune.data.example import SUFFIXES, is_url
+from meshtune.data.formats import FORMATS
 from meshtune.errors import UserError
 from meshtune.layout import AXES, Layout
 
@@ -54,9 +54,13 @@ def problems_of_all_tools(tool: str, config: Config, layout: Layout, gpus_per_no
     sources = (*config.data.train, *config.data.eval)
     if config.data.where or any(source.where for source in sources):
         yield f"data.where can't be exported to {tool}; write the chosen rows to a file of their own."
-    for name in ("split_turns", "chat_template_kwargs"):
-        if getattr(config.data, name):
+    for name in ("split_turns", "chat_template_kwargs", "roles"):
+        if getattr(config.data, name) or any(getattr(source, name, None) for source in sources):
             yield f"data.{name} can't be exported to {tool}; leave it out."
+    if any(row_format(config.data, source) == "tokens" for source in sources):
+        yield f"Rows of input_ids can't be exported to {tool}; name the rows that they were made from."
+    if urls := [source.path for source in sources if is_url(source.path)]:
+        yield f"{urls[0]} can't be exported to {tool}; name a file or a hub data set."
     if config.data.chat_template == "training":
         yield f"data.chat_template=training can't be exported to {tool}; save the template to a file."
     if tabs := [source.path for source in sources if ".tsv" in PurePath(source.path).suffixes]:

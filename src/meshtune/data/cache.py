@@ -1,0 +1,127 @@
+"""Folders of arrays that are whole or absent, whoever writes them and whenever that ends.
+
+A folder is written beside under another name, flushed to disk and renamed: of two processes that write it at
+the same time, one wins and the other uses the winner's. A lock lets the second wait instead of doing the work
+twice; without locks (some network file systems) the result is the same. manifest.json holds the size of each
+file; a folder that does not match its manifest counts as absent. No file here can hold code: arrays load with
+allow_pickle=False.
+"""
+
+import fcntl
+import hashlib
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshtune.rundir import flush
+
+STALE_SECONDS = 24 * 3600  # age at which an unfinished folder must be that of a killed process
+MANIFEST = "manifest.json"
+
+
+def write_folder(folder: Path, write: Callable[[Path], dict[str, Any]]) -> None:
+    """Make `folder` whole: `write` fills another one, which is renamed; unfinished old ones are deleted.
+
+    write: writes arrays into the folder that it gets and returns the manifest, to which the sizes are added.
+    """
+    for unfinished in folder.parent.glob(f".{folder.name}.*"):
+        if unfinished.is_dir() and time.time() - unfinished.stat().st_mtime > STALE_SECONDS:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        manifest = write(aside)
+        manifest |= {"sizes": {path.name: path.stat().st_size for path in sorted(aside.iterdir())}}
+        (aside / MANIFEST).write_text(json.dumps(manifest))
+        for path in [*aside.iterdir(), aside]:
+            flush(path)
+        try:
+            aside.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+            return  # another process has written it meanwhile, from the same recipe
+        flush(folder.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def open_folder(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
+    """(Manifest, memory-mapped arrays by name), None if the folder is absent or damaged.
+
+    Damaged: a file is missing or has another size than was written.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        if any((folder / name).stat().st_size != size for name, size in manifest["sizes"].items()):
+            return None
+        return manifest, {Path(name).stem: mapped(folder / name) for name in manifest["sizes"]}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def mapped(file: Path) -> np.ndarray:
+    """The array of a .npy file, memory-mapped."""
+    return np.load(file, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+
+
+@contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Hold the lock file of `folder`; the system releases it when the process dies."""
+    with (folder.parent / f".{folder.name}.lock").open("wb") as file:
+        with suppress(OSError):  # no locks on some network file systems; the rename keeps the folder whole
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def discard(folder: Path) -> None:
+    """Remove a damaged folder; it is renamed first, so that no process opens a half removed one."""
+    if folder.exists():
+        away = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        folder.rename(away / "damaged")
+        shutil.rmtree(away, ignore_errors=True)
+
+
+class GrowingArray:
+    """.npy file that grows; leaving the context writes its final size into the header (numpy pads it).
+
+    Its shape is [size], or with `columns` [size, columns].
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype, columns: int | None = None) -> None:
+        self._file = path.open("wb")
+        self._dtype = dtype
+        self._columns = () if columns is None else (columns,)
+        self._size = 0
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._write_header()
+        self._begin = self._file.tell()
+
+    def _write_header(self) -> None:
+        header = {"descr": self._dtype.str, "fortran_order": False, "shape": (self._size, *self._columns)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+    def append(self, values: np.ndarray) -> None:
+        data = np.ascontiguousarray(values, dtype=self._dtype).data
+        self._file.write(data)
+        self._hash.update(data)
+        self._size += len(values)
+
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+    def __enter__(self) -> "GrowingArray":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._file:
+            self._file.seek(0)
+            self._write_header()
+            assert self._file.tell() == self._begin, "the final header must have the size of the first"

@@ -1,0 +1,198 @@
+"""The data files of a source: on this machine or behind a URL, found, opened, and known by their content.
+
+Source ──> files() ──> DataFile, …   readers.py reads them, and says in `share` how far it is
+              └──────> content()     a digest, kept beside the cache until the file changes
+"""
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import urlparse
+
+from meshtune.data.example import SUFFIXES, Source, is_url
+from meshtune.errors import UserError
+
+SPLITS = {  # words in file names -> the split that they name
+    "train": "train", "training": "train", "test": "test", "eval": "validation", "dev": "validation",
+    "valid": "validation", "val": "validation", "validation": "validation",
+}  # fmt: skip
+PACKAGES = {  # protocols whose package fsspec does not bring
+    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp",
+    "abfs": "adlfs", "az": "adlfs", "hdfs": "pyarrow", "sftp": "paramiko",
+}  # fmt: skip
+# What servers say of a file's version.
+VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "mtime", "created")
+READABLE = f"meshtune reads {', '.join(SUFFIXES)}, a folder of these, or a hub data set org/name."
+HASHES = "hashes.json"  # in the cache: digests of files that have not changed since
+
+
+@dataclass
+class DataFile:
+    """One file, a folder that `datasets` wrote, or a hub data set; and how far it has been read."""
+
+    path: str  # as errors name it
+    filesystem: Any = None  # fsspec's; None: it is on this machine
+    inner: str = ""  # its path in that filesystem
+    size: int = 0  # bytes; of a hub data set 0 until it is open
+    share: float = 0.0  # of it that has been read
+
+    def __str__(self) -> str:
+        return self.path
+
+    @property
+    def name(self) -> str:
+        """Its name in lower case, without the query of a URL."""
+        return PurePosixPath(urlparse(self.path).path if self.filesystem else self.path).name.lower()
+
+    def open(self) -> Any:
+        """Open it for reading, as it is stored; a binary file object."""
+        return self.filesystem.open(self.inner, "rb") if self.filesystem else Path(self.path).open("rb")
+
+    def content(self, folder: Path) -> str:
+        """Digest of the content, from HASHES in `folder` if the file has not changed since it was computed.
+
+        Of a file behind a URL it is that of what the server says of its version, else of its content.
+        """
+        if self.filesystem is None:
+            return kept_digest(Path(self.path), folder)
+        info = self.filesystem.info(self.inner)
+        if version := {key: str(info[key]) for key in VERSIONS if info.get(key)}:
+            return _digest([self.path, info.get("size"), version])
+        with self.open() as stream:
+            return hashlib.file_digest(stream, _blake).hexdigest()
+
+
+def _blake() -> Any:
+    return hashlib.blake2b(digest_size=16)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
+
+
+def kept_digest(path: Path, folder: Path) -> str:
+    """Digest of a file's bytes, or of the names and bytes of a folder's files.
+
+    It is computed once: HASHES in `folder` keeps it with the size and time of change that the file had.
+    """
+    if path.is_dir():
+        each = sorted(file for file in path.rglob("*") if file.is_file())
+        return _digest([(str(file.relative_to(path)), kept_digest(file, folder)) for file in each])
+    status, key = path.stat(), str(path.resolve())
+    kept = _read_hashes(folder / HASHES)
+    state = [status.st_size, status.st_mtime_ns]
+    if kept.get(key, [])[:2] == state:
+        return kept[key][2]
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, _blake).hexdigest()
+    _write_hashes(folder / HASHES, {key: [*state, digest]})
+    return digest
+
+
+def _read_hashes(file: Path) -> dict[str, list]:
+    try:
+        kept = json.loads(file.read_text())
+    except (OSError, ValueError):  # absent, or another program's
+        return {}
+    return {key: value for key, value in kept.items() if isinstance(value, list) and len(value) == 3}
+
+
+def _write_hashes(file: Path, new: dict[str, list]) -> None:
+    """Add digests to the file; if two processes do so at once, one may lose its own and compute it again."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=".hashes.", delete=False) as aside:
+        json.dump(_read_hashes(file) | new, aside)
+    os.replace(aside.name, file)
+
+
+def is_hub(path: str) -> bool:
+    """True if `path` is a hub data set id: of the form org/name[:configuration], and no file or folder."""
+    is_id = re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*(:[\w.-]+)?", path) is not None
+    return is_id and not path.endswith(SUFFIXES) and not Path(path).exists()
+
+
+def files(source: Source) -> list[DataFile]:
+    """The files of a source, in the order in which they are read.
+
+    A hub data set, and a folder written by `save_to_disk`, is returned as it is. Raises UserError if there is
+    nothing at the path or URL, or nothing that can be read, or if a package for its protocol is missing.
+    """
+    if is_hub(source.path):
+        return [DataFile(source.path)]
+    if is_url(source.path):
+        return _remote(source)
+    path = Path(source.path).expanduser()
+    if path.is_file():
+        return [_readable(DataFile(str(path), size=path.stat().st_size))]
+    if not path.is_dir():
+        raise UserError(f"There is no file or folder {path} (from {Path.cwd()}). {READABLE}")
+    each = [file for file in sorted(path.rglob("*")) if file.is_file()]
+    if is_saved(path):
+        return [DataFile(str(path), size=sum(file.stat().st_size for file in each))]
+    inside = {str(file.relative_to(path)): DataFile(str(file), size=file.stat().st_size) for file in each}
+    return _chosen(source, inside)
+
+
+def is_saved(path: Path) -> bool:
+    """Whether `save_to_disk` of a Dataset or DatasetDict wrote a folder."""
+    return (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()
+
+
+def _remote(source: Source) -> list[DataFile]:
+    """The file or the files of the folder at a URL, by fsspec. Raises as `files`."""
+    from fsspec.core import url_to_fs
+
+    try:
+        filesystem, root = url_to_fs(source.path)
+        if (file := DataFile(source.path, filesystem, root)).name.endswith(SUFFIXES):
+            file.size = int(filesystem.size(root) or 0)
+            return [file]
+        found = filesystem.find(root, detail=True)
+    except (ImportError, ValueError) as error:
+        package = PACKAGES.get(source.path.partition("://")[0].lower())
+        remedy = f" pip install {package}" if package else ""
+        raise UserError(f"{source.path} can't be read: {error}.{remedy}") from error
+    except Exception as error:  # each filesystem has errors of its own: no such file, no access, no network
+        raise UserError(f"{source.path} can't be read: {type(error).__name__}: {error}") from error
+    inside = {}
+    for path in sorted(found):
+        name = path.removeprefix(root).lstrip("/")
+        url = f"{source.path.rstrip('/')}/{name}"
+        inside[name] = DataFile(url, filesystem, path, int(found[path].get("size") or 0))
+    return _chosen(source, inside)
+
+
+def _readable(file: DataFile) -> DataFile:
+    """The file itself. Raises UserError if its suffix is unknown."""
+    if not file.name.endswith(SUFFIXES):
+        raise UserError(f"{file} has an unknown suffix. {READABLE}")
+    return file
+
+
+def _chosen(source: Source, inside: dict[str, DataFile]) -> list[DataFile]:
+    """The files of a folder that are read. inside: files by their name in it. Raises UserError for none."""
+    data_files = {
+        name: file
+        for name, file in inside.items()
+        if file.name.endswith(SUFFIXES) and not any(part.startswith(".") for part in name.split("/"))
+    }
+    if not data_files:
+        raise UserError(f"The folder {source.path} holds no data files. {READABLE}")
+    # A README.txt beside rows.jsonl is no data.
+    texts = tuple(suffix for suffix in SUFFIXES if ".txt" in suffix)
+    data_files = {n: file for n, file in data_files.items() if not n.lower().endswith(texts)} or data_files
+    # Training must not read the test.jsonl beside train.jsonl: where names tell the split, they choose.
+    split = SPLITS.get(source.split, source.split)
+    named = [file for name, file in data_files.items() if _split_of(name) == split]
+    return named or list(data_files.values())
+
+
+def _split_of(name: str) -> str | None:
+    """The split that a word of a path names, None where none does."""
+    words = re.split(r"[^a-z]+", name.lower())
+    return next((SPLITS[word] for word in words if word in SPLITS), None)
