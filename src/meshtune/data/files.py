@@ -22,8 +22,8 @@ SPLITS = {  # words in file names -> the split that they name
     "valid": "validation", "val": "validation", "validation": "validation",
 }  # fmt: skip
 PACKAGES = {  # protocols whose package fsspec does not bring
-    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp",
-    "abfs": "adlfs", "az": "adlfs", "hdfs": "pyarrow", "sftp": "paramiko",
+    "http": "aiohttp requests", "https": "aiohttp requests", "s3": "s3fs", "s3a": "s3fs",
+    "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "sftp": "paramiko",
 }  # fmt: skip
 # What servers say of a file's version.
 VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "mtime", "created")

@@ -1,13 +1,19 @@
 """The cache: whole or absent, made once, and what is cut, left out, held out and repeated."""
 
+import gzip
 import json
 import multiprocessing
 import os
+import re
+import shutil
 import signal
 import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.csv
+import pyarrow.parquet
 import pytest
 from data_rows import Bytes, numbered, texts, write_rows
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -16,7 +22,9 @@ from transformers import PreTrainedTokenizerFast
 from meshtune.data.batch import evaluation_batches
 from meshtune.data.encode import Encoder
 from meshtune.data.example import BadRow, Source
+from meshtune.data.files import DataFile
 from meshtune.data.prepare import prepare, sentences
+from meshtune.data.progress import Progress
 from meshtune.errors import UserError
 
 
@@ -412,3 +420,81 @@ def test_the_real_encoder_reads_packs_and_shifts_to_the_answers_and_nothing_else
     assert sorted(text.strip() for text in found if text.strip()) == sorted(
         f"Colour {i} !" for i in range(30)
     )
+
+
+def test_the_cache_survives_a_copy_and_a_touch(tmp_path) -> None:
+    source = rows_file(tmp_path)
+    first = made(tmp_path, [source])
+    os.utime(source.path, (1, 1))
+    assert made(tmp_path, [source]).stats["cache"] == "found"
+    copy = tmp_path / "elsewhere" / "copy.jsonl"
+    copy.parent.mkdir()
+    shutil.copy(source.path, copy)
+    again = made(tmp_path, [Source(str(copy))])
+    assert again.stats["cache"] == "found"
+    assert again.train.digest == first.train.digest
+    assert again.train.places(0)[0].startswith(str(copy)), "rows are named where they are now"
+
+
+def test_a_file_of_the_same_size_and_other_content_is_read_again(tmp_path) -> None:
+    source = rows_file(tmp_path)
+    made(tmp_path, [source])
+    content = Path(source.path).read_text()
+    Path(source.path).write_text(content.replace("0?", "X?"))
+    assert made(tmp_path, [source]).stats["cache"] == "made"
+
+
+def test_a_file_is_hashed_once_until_it_changes(tmp_path, monkeypatch) -> None:
+    source = rows_file(tmp_path)
+    made(tmp_path, [source])
+    monkeypatch.setattr("hashlib.file_digest", lambda *_: pytest.fail("it was hashed again"))
+    assert made(tmp_path, [source]).stats["cache"] == "found"
+    (tmp_path / "cache" / "hashes.json").write_text("no JSON")
+    monkeypatch.undo()
+    assert made(tmp_path, [source]).stats["cache"] == "found"
+
+
+def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path) -> None:
+    source = rows_file(tmp_path)
+
+    class Growing(Bytes):
+        def encode(self, examples):
+            with Path(source.path).open("a") as file:
+                file.write('{"prompt": "late", "completion": "row"}\n')
+            return super().encode(examples)
+
+    with pytest.raises(UserError, match="changed while it was read"):
+        made(tmp_path, [source], Growing())
+    assert made(tmp_path, [source]).stats["cache"] == "made"
+    assert made(tmp_path, [source]).stats["rows"] == 51
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "csv", "json", "parquet"])
+def test_progress_goes_from_nothing_to_everything(tmp_path, kind, monkeypatch, capsys) -> None:
+    rows = [{"prompt": p, "completion": c} for p, c in numbered(5000)]
+    file = tmp_path / f"rows.{kind}"
+    table = pyarrow.Table.from_pylist(rows)
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, file)
+    elif kind == "csv":
+        pyarrow.csv.write_csv(table, file)
+    else:
+        text = json.dumps(rows) if kind == "json" else "".join(json.dumps(row) + "\n" for row in rows)
+        file.write_bytes(gzip.compress(text.encode()) if kind.endswith("gz") else text.encode())
+    monkeypatch.setattr("meshtune.data.progress.SOON", 0)
+    monkeypatch.setattr("meshtune.data.progress.EVERY", 0)
+    made(tmp_path, [Source(str(file))])
+    lines = capsys.readouterr().err.splitlines()
+    found = [re.fullmatch(r"preparing data: (\d+)%, ([\d,]+) tokens/s, [\d:]+ left", line) for line in lines]
+    shares = [int(match[1]) for match in found if match]
+    assert len(shares) == len(lines) == 5
+    assert shares == sorted(set(shares)) and shares[0] < 50 and shares[-1] > 80
+
+
+def test_progress_tells_the_time_that_is_left() -> None:
+    files = [DataFile("a", size=300, share=1.0), DataFile("b", size=700, share=0.0)]
+    progress = Progress(files)
+    assert progress.text(60_000, 30.0) == "30%, 2,000 tokens/s, 1:10 left"
+    assert progress.text(60_000, 3000.0) == "30%, 20 tokens/s, 1:56:40 left"
+    files[1].share = 1.0
+    assert progress.text(60_000, 30.0).endswith("0:00 left")
