@@ -76,7 +76,7 @@ def prepare(
     if not streaming:
         return _cached(build, Path(cache_dir).expanduser())
     stream = Stream(tuple(sources), encoder, seq_len, packing, overlong, seed, on_bad_row)
-    stats = _stats(Tally(), build, {})
+    stats = _stats(stream.unused_columns(), build, {})
     if not eval_sources:
         return Prepared(stream, None, stats)
     held_out = prepare(
@@ -84,7 +84,10 @@ def prepare(
         on_bad_row=on_bad_row, cache_dir=cache_dir,
     )  # fmt: skip
     assert isinstance(held_out.train, Dataset)
-    return Prepared(stream, held_out.train, stats | {"eval": held_out.stats["train"]})
+    both = held_out.stats["notes"]["unused"] | stats["notes"]["unused"]
+    notes = held_out.stats["notes"] | {"unused": both}
+    counted = held_out.stats | {"train": None, "eval": held_out.stats["train"], "notes": notes}
+    return Prepared(stream, held_out.train, counted)
 
 
 @dataclass(frozen=True)

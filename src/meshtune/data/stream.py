@@ -12,6 +12,7 @@ proportions of rows, not numbers of passes, since the length of a stream is unkn
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,13 +22,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshtune.data.documents import ROWS_AT_ONCE, Overlong, Tally, Usable, usable
-from meshtune.data.example import Example, OnBadRow, Source
+from meshtune.data.example import Example, Notes, OnBadRow, Source
 from meshtune.data.pack import Dataset, in_memory, pack, singles
 from meshtune.data.readers import read
 from meshtune.errors import UserError
 
 if TYPE_CHECKING:
     from meshtune.data.encode import Encoder
+
+FIRST_ROWS = 100  # of each source, in which columns that are not used are looked for at the start
 
 # A position in the stream, with one number per source. rows: its next row; passes: its passes that have
 # ended; taken: its examples so far.
@@ -79,6 +82,17 @@ class Stream:
         nothing = [0] * len(self.sources)
         return {"rows": nothing, "passes": nothing, "taken": nothing}
 
+    def unused_columns(self) -> Tally:
+        """Tally of the columns that the first FIRST_ROWS rows of each source have and that are not read.
+
+        All its other counts are 0. Raises UserError for bad rows among these, as `windows`.
+        """
+        found = Tally()
+        for source in self.sources:
+            deque(islice(self._read(source, 0, Tally(notes=found.notes)), FIRST_ROWS), maxlen=0)
+        found.notes = Notes(unused=found.notes.unused)
+        return found
+
     def windows(self, place: Place) -> Generator[tuple[Dataset, Place, Place], None, None]:
         """Yield windows without end from `place` on: (sequences, the window's place, the place after it).
 
@@ -121,7 +135,7 @@ class Stream:
         for number, source in enumerate(self.sources):
             wanted = max(1, round(total * source.weight / weight) - taken[number])
             if number not in readers:
-                readers[number] = with_last(self._read(source, rows[number]))
+                readers[number] = with_last(self._read(source, rows[number], self.tally))
             pairs = list(islice(readers[number], wanted))
             examples = [example for example, _ in pairs]
             taken[number] += len(examples)
@@ -141,15 +155,15 @@ class Stream:
             )
         return documents, {"rows": rows, "passes": passes, "taken": taken}
 
-    def _read(self, source: Source, start: int) -> Iterator[Example]:
+    def _read(self, source: Source, start: int, tally: Tally) -> Iterator[Example]:
         return read(
             source,
             on_bad_row=self.on_bad_row,
             streaming=True,
             start=start,
             needs_answer=self.encoder.train_on != "all",
-            dropped=self.tally.bad_rows,
-            notes=self.tally.notes,
+            dropped=tally.bad_rows,
+            notes=tally.notes,
         )
 
     def _pack(self, documents: Sequence[Usable], place: Place) -> Dataset:
