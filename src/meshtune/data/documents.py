@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -103,8 +103,10 @@ def _encoded(
     yielded; under "skip" they are left out and counted in `tally`.
     """
     parts = [part for example in examples for part in encoder.split(example)]
+    longest = {part.origin: part for part in parts}  # the last part of a row has all of its messages
     if encoder.on_bad_row == "error":
-        yield from zip(parts, encoder.encode(parts), strict=True)
+        for part, document in zip(parts, encoder.encode(parts), strict=True):
+            yield part, document if part is longest[part.origin] else replace(document, unwritten=())
         return
     bad: set[Origin] = set()  # several parts of a row are one bad row
     for part, result in zip(parts, encoder.encode_each(parts), strict=True):
@@ -114,4 +116,4 @@ def _encoded(
                 tally.bad_rows.counts[result.reason] += 1
                 tally.examples -= 1
         else:
-            yield part, result
+            yield part, result if part is longest[part.origin] else replace(result, unwritten=())

@@ -44,8 +44,7 @@ TOKENIZER_ROWS = 1024  # rows in one call of the tokenizer, which bounds its mem
 _REMEDY = (
     "Make each assistant turn a row of its own with data.split_turns=true, label the last answer only with "
     "data.train_on=completion, use a template that writes every turn the same whatever follows it "
-    "(data.chat_template=training, or a built-in such as chatml), or leave such rows out with "
-    "data.on_bad_row=skip."
+    "(data.chat_template={templates}), or leave such rows out with data.on_bad_row=skip."
 )
 
 
@@ -127,6 +126,7 @@ class Encoder:
         self.on_bad_row = on_bad_row
         self.dropped = Dropped()
         self.added = apply_template(tokenizer, chat_template)
+        self._other_templates = "chatml" if chat_template == "training" else "training or chatml"
         self.templated = chat_template != "none" and tokenizer.chat_template is not None
         if not self.templated and tokenizer.eos_token_id is None:
             raise UserError(
@@ -136,7 +136,9 @@ class Encoder:
         variables = template_variables or {}
         check_variables(variables, str(tokenizer.chat_template) if self.templated else None)
         self._tokens = TextTokenizer(tokenizer)
-        self._renderer = Renderer(tokenizer, self.train_on, self._tokens.special_texts, variables)
+        self._renderer = Renderer(
+            tokenizer, self.train_on, self._tokens.special_texts, variables, split_turns=split_turns
+        )
         eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]  # pyright: ignore[reportArgumentType]
         self._known_stops = tuple(dict.fromkeys([*eos, *stops]))
         self._bos = self._tokens.prefix
@@ -172,7 +174,8 @@ class Encoder:
             else:
                 problems.append(f"{example.origin}: {result}.")
         if problems:
-            bad = f"{len(problems):,} of {len(examples):,} rows can't be labelled exactly. {_REMEDY}"
+            remedy = _REMEDY.format(templates=self._other_templates)
+            bad = f"{len(problems):,} of {len(examples):,} rows can't be labelled exactly. {remedy}"
             raise UserError([*problems[:SHOWN], bad])
         return documents
 

@@ -118,6 +118,7 @@ class Notes:
     masks: Counter[str] = field(default_factory=Counter)  # messages (rows: loss_weight) by "weight: 0"
     left_out: Counter[str] = field(default_factory=Counter)  # rows, by the rule that leaves them out
     unused: Counter[str] = field(default_factory=Counter)  # rows by the name of a column that is not read
+    unfound: Counter[str] = field(default_factory=Counter)  # sources by "ours to theirs" of data.columns
     unwritten: Counter[str] = field(default_factory=Counter)  # messages, by what the chat template leaves out
     unstopped: Counter[str] = field(default_factory=Counter)  # labelled turns, by an end that stops nothing
 
@@ -135,6 +136,7 @@ def notes_sentences(notes: dict[str, dict[str, int]]) -> list[str]:
     lines += [f"rows left out by {rule}: {count:,}" for rule, count in notes["left_out"].items()]
     if unused := notes["unused"]:
         lines.append(f"columns that are not used: {', '.join(unused)}")
+    lines += [f"data.columns maps {names}, which no row has" for names in notes["unfound"]]
     lines += [
         f"the chat template leaves out {what}: {count:,} messages"
         for what, count in notes["unwritten"].items()

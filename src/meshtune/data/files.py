@@ -9,6 +9,7 @@ import json
 import os
 import re
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -49,6 +50,11 @@ class DataFile:
         """Its name in lower case, without the query of a URL."""
         return PurePosixPath(urlparse(self.path).path if self.filesystem else self.path).name.lower()
 
+    @property
+    def kind(self) -> str:
+        """The suffix that says how it is read; empty for a folder or data set that `datasets` reads."""
+        return next((suffix for suffix in SUFFIXES if self.name.endswith(suffix)), "")
+
     def open(self) -> Any:
         """Open it for reading, as it is stored; a binary file object."""
         return self.filesystem.open(self.inner, "rb") if self.filesystem else Path(self.path).open("rb")
@@ -59,7 +65,7 @@ class DataFile:
         Of a file behind a URL it is that of what the server says of its version, else of its content.
         """
         if self.filesystem is None:
-            return kept_digest(Path(self.path), folder)
+            return digest_of(Path(self.path), folder)
         info = self.filesystem.info(self.inner)
         if version := {key: str(info[key]) for key in VERSIONS if info.get(key)}:
             return _digest([self.path, info.get("size"), version])
@@ -75,19 +81,19 @@ def _digest(value: Any) -> str:
     return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
 
 
-def kept_digest(path: Path, folder: Path) -> str:
+def digest_of(path: Path, folder: Path) -> str:
     """Digest of a file's bytes, or of the names and bytes of a folder's files.
 
-    It is computed once: HASHES in `folder` keeps it with the size and time of change that the file had.
+    It is computed once: HASHES in `folder` keeps it with the size and times of change that the file had.
     """
     if path.is_dir():
         each = sorted(file for file in path.rglob("*") if file.is_file())
-        return _digest([(str(file.relative_to(path)), kept_digest(file, folder)) for file in each])
+        return _digest([(str(file.relative_to(path)), digest_of(file, folder)) for file in each])
     status, key = path.stat(), str(path.resolve())
     kept = _read_hashes(folder / HASHES)
-    state = [status.st_size, status.st_mtime_ns]
-    if kept.get(key, [])[:2] == state:
-        return kept[key][2]
+    state = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    if kept.get(key, [])[:3] == state:
+        return kept[key][3]
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, _blake).hexdigest()
     _write_hashes(folder / HASHES, {key: [*state, digest]})
@@ -99,15 +105,19 @@ def _read_hashes(file: Path) -> dict[str, list]:
         kept = json.loads(file.read_text())
     except (OSError, ValueError):  # absent, or another program's
         return {}
-    return {key: value for key, value in kept.items() if isinstance(value, list) and len(value) == 3}
+    return {key: value for key, value in kept.items() if isinstance(value, list) and len(value) == 4}
 
 
 def _write_hashes(file: Path, new: dict[str, list]) -> None:
-    """Add digests to the file; if two processes do so at once, one may lose its own and compute it again."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=".hashes.", delete=False) as aside:
-        json.dump(_read_hashes(file) | new, aside)
-    os.replace(aside.name, file)
+    """Add digests to the file; if two processes do so at once, one may lose its own and compute it again.
+
+    A folder that can't be written, as a cache of others, is left as it is.
+    """
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=".hashes.", delete=False) as aside:
+            json.dump(_read_hashes(file) | new, aside)
+        os.replace(aside.name, file)
 
 
 def is_hub(path: str) -> bool:
@@ -140,7 +150,7 @@ def files(source: Source) -> list[DataFile]:
 
 def is_saved(path: Path) -> bool:
     """Whether `save_to_disk` of a Dataset or DatasetDict wrote a folder."""
-    return (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()
+    return (path / "state.json").exists() or (path / "dataset_dict.json").exists()
 
 
 def _remote(source: Source) -> list[DataFile]:
@@ -179,7 +189,9 @@ def _chosen(source: Source, inside: dict[str, DataFile]) -> list[DataFile]:
     data_files = {
         name: file
         for name, file in inside.items()
-        if file.name.endswith(SUFFIXES) and not any(part.startswith(".") for part in name.split("/"))
+        if file.kind
+        and file.name != "dataset_info.json"  # LLaMA-Factory's list of data sets
+        and not any(part.startswith(".") for part in name.split("/"))
     }
     if not data_files:
         raise UserError(f"The folder {source.path} holds no data files. {READABLE}")

@@ -94,7 +94,8 @@ def _text(origin: Origin, columns: Columns) -> Example:
 
 def _prompt_completion(origin: Origin, columns: Columns) -> Example:
     if isinstance(columns.get("prompt"), list):  # then both columns hold messages
-        return _conversation(origin, columns, columns.items("prompt") + columns.items("completion"))
+        turns = _history(columns) + columns.items("prompt") + columns.items("completion")
+        return _conversation(origin, columns, turns)
     return _answered(origin, columns, columns.text("prompt"), "completion")
 
 

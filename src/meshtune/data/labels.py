@@ -139,7 +139,9 @@ def _end(
     for part in (messages, messages[:2]):
         markers, behind = _after(renderer, tokens, part, tools)
         if markers:
-            return End(next((token for token in markers if token in known), markers[0]), True)
+            # A call may be closed by a token of its own before the turn ends.
+            unknown = markers[-1] if tools else markers[0]
+            return End(next((token for token in markers if token in known), unknown), True)
         following = behind if following is None else following
     return End(following, False)
 

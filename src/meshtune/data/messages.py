@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshtune.data.example import BadRow, Mask
+from meshtune.data.thought import REASONING
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
@@ -51,9 +52,16 @@ def message_of(value: Any, number: int, roles: Mapping[str, str]) -> tuple[dict,
             message["role"] = roles.get(message["role"], message["role"])
         _check_role(message, number)
     mask = _take_mask(message, number)
+    if isinstance(call := message.pop("function_call", None), dict):  # OpenAI's form before tool_calls
+        message.setdefault("tool_calls", [{"type": "function", "function": call}])
     if message.get("tool_calls") is not None:
         message["tool_calls"] = _tool_calls(message["tool_calls"], number)
+    for key in REASONING:
+        if not isinstance(message.get(key, ""), str):
+            raise BadRow("wrong type", f"message {number}: {key} is {type_name(message[key])}, expected text")
     _check_content(message, number)
+    if isinstance(message.get("content"), list):
+        message["content"] = [{"type": "text", "text": part["text"]} for part in message["content"]]
     return message, mask
 
 

@@ -33,7 +33,7 @@ from meshtune.errors import UserError
 if TYPE_CHECKING:
     from meshtune.data.encode import Encoder
 
-CACHE_VERSION = 3  # raise it when the files' format or the code that decides their content changes
+CACHE_VERSION = 4  # raise it when the files' format or the code that decides their content changes
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _identity(source: Source, data_files: Sequence[DataFile], cache_dir: Path) -
     settings = {name: value for name, value in vars(source).items() if name != "path"}
     if is_hub(source.path):
         return [source.path, hub_revision(source), settings]
-    return [[file.content(cache_dir) for file in data_files], settings]
+    return [[[file.kind, file.content(cache_dir)] for file in data_files], settings]
 
 
 def _cached(build: _Build, cache_dir: Path) -> Prepared:
@@ -201,7 +201,7 @@ def _write(aside: Path, build: _Build, listing: _Listing) -> dict[str, Any]:
         raise UserError(["No document is left to train on.", *sentences(_stats(tally, build, {}))])
     length, labels = np.diff(offsets).astype(np.int32), mapped(aside / "labels.npy")
     source_number = mapped(aside / "sources.npy")
-    train, held_out = _split(source_number, len(build.sources), build)
+    train, held_out = _split(source_number, mapped(aside / "origins.npy"), build)
     parts = {}
     passes = list(_passes(train, source_number, [source.weight for source in build.sources], build.seed))
     for name, rounds in (("train", passes), ("eval", [held_out] if len(held_out) else [])):
@@ -281,20 +281,24 @@ def _documents(
             yield batch
 
 
-def _split(source_number: np.ndarray, sources: int, build: _Build) -> tuple[np.ndarray, np.ndarray]:
+def _split(source_number: np.ndarray, origins: np.ndarray, build: _Build) -> tuple[np.ndarray, np.ndarray]:
     """Indices of the documents to train on and of those held out, each in the order they were read.
 
-    `source_number` int [documents]: source of each; numbers below `sources` are training sources. Raises
-    UserError if no document is left to train on.
+    Whole rows are held out: the documents of one row (data.split_turns) stay together. source_number: int
+    [documents], source of each; the training sources come first. origins: as in `Dataset`. Raises UserError
+    if no document is left to train on.
     """
-    candidates = np.flatnonzero(source_number < sources)
-    held_out = np.flatnonzero(source_number >= sources)
+    candidates = np.flatnonzero(source_number < len(build.sources))
+    held_out = np.flatnonzero(source_number >= len(build.sources))
     if build.eval_split:
-        wanted = build.eval_split * len(candidates) if build.eval_split < 1 else build.eval_split
-        count = max(1, round(wanted))
-        taken = np.zeros(len(candidates), dtype=bool)
-        taken[permutation(len(candidates), "split", build.seed)[:count]] = True
-        candidates, held_out = candidates[~taken], candidates[taken]
+        of_another = np.any(np.diff(origins[candidates], axis=0) != 0, axis=1)
+        of_another |= np.diff(source_number[candidates]) != 0
+        row = np.concatenate([[0], np.cumsum(of_another)])  # of each candidate
+        rows = int(row[-1]) + 1
+        wanted = build.eval_split * rows if build.eval_split < 1 else build.eval_split
+        taken = np.zeros(rows, dtype=bool)
+        taken[permutation(rows, "split", build.seed)[: max(1, round(wanted))]] = True
+        candidates, held_out = candidates[~taken[row]], candidates[taken[row]]
     if not len(candidates):
         raise UserError(
             f"No document is left to train on: {len(held_out):,} are held out (data.eval_split "

@@ -18,6 +18,8 @@ Render = Callable[
 ]  # messages, with the generation prompt?, tools
 
 OTHER = "zqx"  # a value that stands for another text, to see whether a field is written at all
+LONG = 12  # characters from which a text stands nowhere by chance
+KNOWN = {"role", "content", "tool_calls", "tool_call_id", *REASONING}  # keys that are looked at one by one
 CALL_ID = "call00001"  # of nine characters, as Mistral's templates demand
 TOOL = {
     "type": "function",
@@ -38,9 +40,7 @@ class Writes(NamedTuple):
 
     parts: bool  # content that is a list of text parts
     arguments: Literal["object", "text"] | None  # of a tool call; None: it writes neither
-    call_content: (
-        str | None
-    )  # content beside tool calls alone: "", or None where it writes them beside nothing else
+    call_content: str | None  # content with which it writes tool calls that have none beside them
 
 
 def writes(render: Render) -> Writes:
@@ -100,55 +100,65 @@ class Unwritten(NamedTuple):
 
     message: int | None  # index; None: of the whole conversation
     what: str
+    learnable: bool  # whether an assistant turn that is trained on is incomplete without it
 
 
 def unwritten(
-    messages: Sequence[dict], tools: list | None, rendering: str, whole: str, render: Render
+    messages: Sequence[dict], tools: list | None, rendering: str, added: int | None, render: Render
 ) -> Iterator[Unwritten]:
-    """Yield what the template leaves out of a conversation.
+    """Yield what the template leaves out of a conversation, of which it writes `rendering`.
 
-    rendering: what the template writes. whole: the text that is trained on, with thoughts that were added.
-
-    Looked at are tools, system and developer prompts, tool results, reasoning and tool calls. What does not
-    stand in `whole` as it is, is replaced by another value and rendered again: if nothing changes, the
-    template leaves it out.
+    added: the message whose thought is written into the text beside the template (`with_thought`), or None. A
+    field is replaced by another value and rendered again: if nothing changes, the template leaves it out.
+    That is spared where a long text surely stands in the rendering.
     """
 
-    def left_out(index: int, change: dict) -> bool:
+    def left_out(index: int, text: Any, change: dict) -> bool:
+        if isinstance(text, str) and _is_written(text.strip(), messages, rendering):
+            return False
         changed = [*messages[:index], messages[index] | change, *messages[index + 1 :]]
         return render(changed, False, tools) == rendering
 
     for index, message in enumerate(messages):
-        if message["role"] == "user":
-            continue
-        prompt = message.get("content") if message["role"] in ("system", "developer", "tool") else None
-        if prompt and not stands_in(prompt, whole) and left_out(index, {"content": OTHER}):
-            yield Unwritten(index, f"messages of the role {message['role']}")
-        for key in REASONING:
-            text = message.get(key)
-            if text and not stands_in(text, whole) and left_out(index, {key: OTHER}):
-                yield Unwritten(index, key)
-        thought = thought_in(message.get("content")) if message["role"] == "assistant" else ""
-        if thought and thought not in whole:
-            yield Unwritten(index, "thought in the content")
-        calls = message.get("tool_calls")
-        if calls and not stands_in(calls, whole):
-            others = [with_arguments(call, _other_arguments) for call in calls]
-            if left_out(index, {"tool_calls": others}):
-                yield Unwritten(index, "tool_calls")
-    as_they_are = tools and json.dumps(tools[0], ensure_ascii=False) in whole
-    if tools and not as_they_are and render(list(messages), False, None) == rendering:
-        yield Unwritten(None, "tools")
+        role, content, calls = message["role"], message.get("content"), message.get("tool_calls") or []
+        prompt = content if role in ("system", "developer", "tool") else None
+        if prompt and left_out(index, prompt, {"content": OTHER}):
+            yield Unwritten(index, f"messages of the role {role}", False)
+        if role == "assistant" and index != added:
+            for key in REASONING:
+                if message.get(key) and left_out(index, message[key], {key: OTHER}):
+                    yield Unwritten(index, key, True)
+            thought = thought_in(content)
+            if thought and left_out(index, thought, {"content": str(content).replace(thought, OTHER, 1)}):
+                yield Unwritten(index, "thought in the content", True)
+        for number, call in enumerate(calls):
+            others = [*calls[:number], _other(call), *calls[number + 1 :]]
+            if left_out(index, None, {"tool_calls": others}):
+                yield Unwritten(index, "tool_calls", True)
+        for key in sorted(message.keys() - KNOWN):
+            if message[key] and left_out(index, message[key], {key: OTHER}):
+                yield Unwritten(index, f"{key} of messages", False)
+    if tools and render(list(messages), False, None) == rendering:
+        yield Unwritten(None, "tools", False)
+
+
+def _is_written(text: str, messages: Sequence[dict], rendering: str) -> bool:
+    """Whether a long text stands in the rendering as often as in all messages together."""
+    if len(text) < LONG:
+        return False
+    values = (message.get(key) for message in messages for key in ("content", *REASONING))
+    return rendering.count(text) >= sum(value.count(text) for value in values if isinstance(value, str))
+
+
+def _other(call: dict) -> dict:
+    """The call with other arguments; with another name if it has none."""
+    changed = with_arguments(call, _other_arguments)
+    if changed != call:
+        return changed
+    function = call.get("function")
+    name = {"name": OTHER}
+    return call | ({"function": function | name} if isinstance(function, dict) else name)
 
 
 def _other_arguments(arguments: Any) -> Any:
     return OTHER if isinstance(arguments, str) else {OTHER: OTHER}
-
-
-def stands_in(value: Any, whole: str) -> bool:
-    """Whether every text in a JSON value, its keys apart, stands in `whole` as it is."""
-    if isinstance(value, dict):
-        return all(stands_in(inner, whole) for key, inner in value.items() if key not in ("type", "id"))
-    if isinstance(value, list):
-        return all(stands_in(inner, whole) for inner in value)
-    return not isinstance(value, str) or value.strip() in whole

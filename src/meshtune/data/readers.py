@@ -254,7 +254,7 @@ def _csv(file: DataFile, first: int, start: int, delimiter: str = ",") -> Genera
     csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is shorter than some documents
     with _opened(file) as (content, place):
         stream = io.TextIOWrapper(content, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        reader = csv.reader(stream, delimiter=delimiter)
+        reader = csv.reader(stream, delimiter=delimiter, strict=True)  # an open quote would swallow rows
         header = next(reader, None)
         if header is None:
             raise UserError(f"{file} is empty; the first line of a .csv file names its columns.")

@@ -62,8 +62,8 @@ class Rendered(NamedTuple):
 class Renderer:
     """Renders conversations with the chat template of a tokenizer.
 
-    train_on: see `encode.Encoder`. special: texts of the tokenizer's special tokens. variables: of the
-    template, given to every rendering.
+    train_on, split_turns: see `encode.Encoder`. special: texts of the tokenizer's special tokens. variables:
+    of the template, given to every rendering.
     """
 
     def __init__(
@@ -72,8 +72,11 @@ class Renderer:
         train_on: TrainOn,
         special: tuple[str, ...],
         variables: Mapping[str, Any],
+        *,
+        split_turns: bool,
     ) -> None:
         self.tokenizer, self.train_on, self.special = tokenizer, train_on, special
+        self.split_turns = split_turns
         self.variables = dict(variables)
 
     def chat(self, example: Example) -> Chat:
@@ -232,7 +235,8 @@ class Renderer:
             turns.append(Turn(number, head, stop, thought is not None))
         answers = chat.messages[last]["role"] == "assistant"
         final = "other" if not answers else "call" if chat.messages[last].get("tool_calls") else "answer"
-        return Rendered(whole, turns, final, self._unwritten(chat, rendering, whole))
+        added = last if whole != rendering else None
+        return Rendered(whole, turns, final, self._unwritten(chat, rendering, added))
 
     def _other_prompt(self, chat: Chat, number: int, head: str, whole: str) -> BadRow:
         """Return the reason to refuse a turn whose generation prompt does not stand in the conversation."""
@@ -251,18 +255,25 @@ class Renderer:
             upto = with_thought(head, upto, chat.messages[number], str(self.tokenizer.chat_template))
         return len(self._upto(number, upto, whole))
 
-    def _unwritten(self, chat: Chat, rendering: str, whole: str) -> tuple[str, ...]:
-        """Names of what the template leaves out. Raises BadRow if it was to be trained on."""
+    def _unwritten(self, chat: Chat, rendering: str, added: int | None) -> tuple[str, ...]:
+        """Names of what the template leaves out. Raises BadRow if it was to be trained on.
+
+        rendering, added: see `probe.unwritten`. Under split_turns what is left out of an earlier answer is
+        not named: it is trained on in a row of its own.
+        """
         names = []
-        for index, what in unwritten(chat.messages, chat.tools, rendering, whole, self.render):
+        for index, what, learnable in unwritten(chat.messages, chat.tools, rendering, added, self.render):
             answer = index is not None and chat.messages[index]["role"] == "assistant"
-            if index is not None and answer and (index in chat.turns) != (self.train_on == "all"):
+            trained = answer and (index in chat.turns) != (self.train_on == "all")
+            if trained and learnable and index is not None:
                 raise BadRow(
                     f"{what} is not written",
                     f"message {index + 1} (assistant): the chat template leaves out its {what}, which was to "
-                    "be trained on; choose another template (data.chat_template)",
+                    "be trained on; choose another template (data.chat_template), or make each turn a row of "
+                    "its own (data.split_turns=true)",
                 )
-            names.append(what)
+            if not (self.split_turns and answer):
+                names.append(what)
         return tuple(names)
 
     def _upto(self, number: int, upto: str, whole: str) -> str:

@@ -23,7 +23,7 @@ from meshtune.data.example import (
     Source,
     bad_rows_error,
 )
-from meshtune.data.formats import EMPTY, FORMATS, Columns, detect
+from meshtune.data.formats import EMPTY, FORMATS, OPTIONAL, Columns, detect
 from meshtune.data.messages import type_name
 from meshtune.errors import UserError
 
@@ -57,10 +57,13 @@ def examples(
         raise UserError(f"data.on_bad_row={on_bad_row} is unknown; it is error or skip.")
     notes = notes or Notes()
     format_name: str | None = None
+    unseen = {ours: theirs for ours, theirs in source.columns if ours in OPTIONAL}
     problems: list[str] = []
     total = rows = first_bad = 0
     for origin, row in raw_rows:
         rows += 1
+        if unseen and isinstance(row, dict):
+            unseen = {ours: theirs for ours, theirs in unseen.items() if theirs not in row}
         if format_name is None and isinstance(row, dict):  # once per source, on its first row with columns
             format_name = detect(source, [str(column) for column in row])
         try:
@@ -82,6 +85,8 @@ def examples(
             break
     if total:
         raise bad_rows_error(problems, total, rows)
+    if rows:
+        notes.unfound.update(f"{ours} to {theirs} of {source.path}" for ours, theirs in unseen.items())
 
 
 def _example(

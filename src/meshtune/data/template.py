@@ -73,7 +73,7 @@ def check_variables(variables: Mapping[str, Any], template: str | None) -> None:
             f"data.chat_template_kwargs has {', '.join(variables)}, but no chat template is in force."
         )
     own = signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-    if taken := [name for name in variables if name in own]:
+    if taken := [name for name in variables if name in own or name == "messages"]:
         raise UserError(f"data.chat_template_kwargs has {', '.join(taken)}, which meshtune sets itself.")
     if unread := [name for name in variables if not re.search(rf"\b{re.escape(name)}\b", template)]:
         raise UserError(

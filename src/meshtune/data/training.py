@@ -2,7 +2,7 @@
 
 Templates of reasoning models leave thoughts out of what was said before, so the answer that a model gave in
 an earlier turn is not the one that stands there. The changed template is equal to the original for every
-conversation with one assistant turn, and keeps what was said before as it was generated.
+conversation that ends with its only assistant turn, and keeps what was said before as it was generated.
 """
 
 import re
@@ -46,7 +46,11 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """
     original = tokenizer.chat_template
     if not isinstance(original, str):
-        raise UserError("data.chat_template=training changes the tokenizer's template, but it has none.")
+        has = "has none" if original is None else f"has several ({', '.join(original)})"
+        raise UserError(
+            f"data.chat_template=training changes the tokenizer's template, but it {has}; "
+            "name a file with one."
+        )
     changed = original
     for pattern, replacement in RULES:
         changed = re.sub(pattern, lambda _, text=replacement: text, changed)

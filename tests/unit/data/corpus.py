@@ -84,6 +84,8 @@ BROKEN_FILES: dict[str, tuple[str, bytes, str]] = {
     "csv with one name twice": ("rows.csv", b"text,text\na,b\n", "text more than once"),
     "csv with too many fields": ("rows.csv", b"text\na,b\n", "2 fields, but the header names 1"),
     "csv without a header": ("rows.csv", b"", "is empty"),
+    "csv with a quote that stays open": ("rows.csv", b'text\na\n"b\nc\n', "broken CSV: unexpected end"),
+    "tsv with a quote inside a field": ("rows.tsv", b'text\n"a" b\n', "broken CSV"),
     "parquet that is none": ("rows.parquet", b"PAR1 nothing", "not a readable parquet file"),
     "gzip that is none": ("rows.jsonl.gz", b"nothing", "can't be read"),
     "gzip that is cut off": ("rows.jsonl.gz", b"\x1f\x8b\x08" + bytes(7), "can't be read"),

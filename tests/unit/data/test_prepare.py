@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -513,3 +514,44 @@ def test_a_stream_names_unused_columns_at_the_start_and_counts_bad_rows_of_its_e
     assert "columns that are not used: level, topic" in lines
     assert "bad rows skipped, broken JSON: 1" in lines
     assert prepared.train.tally.examples == 0, "no row of the stream counts as read yet"
+
+
+def test_the_turns_of_a_row_are_held_out_together(tmp_path) -> None:
+    class Turns(Bytes):
+        def split(self, example):
+            return [replace(example, completion=f"{example.completion}{turn}") for turn in range(3)]
+
+    prepared = made(tmp_path, [rows_file(tmp_path, 20)], Turns(), eval_split=0.3, packing=False)
+    train, held_out = (
+        {part.places(sequence)[0] for sequence in range(len(part))}
+        for part in (prepared.train, prepared.eval)
+    )
+    assert not train & held_out
+    assert (len(prepared.train), len(prepared.eval)) == (42, 18), "a fraction of the rows, three turns each"
+
+
+def test_the_same_bytes_under_another_suffix_are_other_rows(tmp_path) -> None:
+    content = '{"text": "a b"}\n'
+    encoder = Encoder(word_tokenizer([("a", "b")]), train_on="completion", chat_template="none")
+    for name, tokens in (("rows.jsonl", 3), ("rows.txt", 8)):
+        (tmp_path / name).write_text(content)
+        prepared = made(tmp_path, [Source(str(tmp_path / name))], encoder)
+        assert prepared.stats["cache"] == "made"
+        assert prepared.stats["train"]["tokens"] == tokens
+
+
+def test_a_cache_in_a_folder_that_cannot_be_written_is_used(tmp_path, monkeypatch) -> None:
+    source = rows_file(tmp_path)
+    made(tmp_path, [source])
+    copy = tmp_path / "copy.jsonl"
+    shutil.copy(source.path, copy)
+    monkeypatch.setattr("tempfile.NamedTemporaryFile", lambda *_, **__: Path("/proc/none").touch())
+    assert made(tmp_path, [Source(str(copy))]).stats["cache"] == "found"
+
+
+def test_a_folder_of_llama_factory_is_a_folder_of_files(tmp_path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "dataset_info.json").write_text('{"mine": {"file_name": "rows.json"}}')
+    (folder / "rows.json").write_text('[{"prompt": "1?", "completion": "1"}]')
+    assert made(tmp_path, [Source(str(folder))]).stats["rows"] == 1

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from meshtune.data.encode import Encoder
 from meshtune.data.example import Dropped, Notes, Source, notes_sentences
 from meshtune.data.readers import read
 from meshtune.errors import UserError
@@ -202,3 +203,82 @@ def test_rows_with_images_or_sound_are_refused_unless_the_text_is_meant_alone(ro
 def test_a_column_of_where_must_be_there(rows_of):
     with pytest.raises(UserError, match=r"column label \(data.where\) is missing"):
         rows_of({"prompt": "Hi", "completion": "Hello"}, where=(("label", True),))
+
+
+# What a template leaves out, where the text stands in the conversation all the same #
+
+
+PHI = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}" + (
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"what": "Paris", "a": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("message", "what"),
+    [
+        ({"content": "I add Paris.", "tool_calls": [CALL]}, "tool_calls"),
+        ({"content": "It is simple.", "reasoning_content": "simple"}, "reasoning_content"),
+        ({"content": "It is simple.", "reasoning_content": "It is simple."}, "reasoning_content"),
+    ],
+)
+def test_a_field_is_not_written_because_its_words_are(rows_of, tokenizer_of, message, what):
+    tokenizer = tokenizer_of()
+    tokenizer.chat_template = PHI
+    encoder = Encoder(tokenizer, train_on="completion", chat_template=None)
+    examples, _ = rows_of({"messages": [USER, {"role": "assistant"} | message]})
+    with pytest.raises(UserError, match=f"leaves out its {what}"):
+        encoder.encode(examples)
+
+
+def test_each_of_several_calls_must_be_written(rows_of, tokenizer_of):
+    tokenizer = tokenizer_of()
+    tokenizer.chat_template = PHI.replace(
+        "{{ m.content }}", "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0] | tojson }}{% endif %}"
+    )
+    encoder = Encoder(tokenizer, train_on="completion", chat_template=None)
+    one, _ = rows_of({"messages": [USER, {"role": "assistant", "content": "a", "tool_calls": [CALL]}]})
+    assert encoder.encode(one)
+    two, _ = rows_of({"messages": [USER, {"role": "assistant", "content": "a", "tool_calls": [CALL, CALL]}]})
+    with pytest.raises(UserError, match="leaves out its tool_calls"):
+        encoder.encode(two)
+
+
+def test_other_keys_that_the_template_leaves_out_are_counted(rows_of, tokenizer_of):
+    tokenizer = tokenizer_of()
+    tokenizer.chat_template = PHI
+    encoder = Encoder(tokenizer, train_on="completion", chat_template=None)
+    examples, _ = rows_of({"messages": [USER | {"name": "Ann"}, ANSWER]})
+    (document,) = encoder.encode(examples)
+    assert document.unwritten == ("name of messages",)
+
+
+def test_reasoning_that_is_no_text_is_refused(rows_of):
+    with pytest.raises(UserError, match="message 2: reasoning_content is a list, expected text"):
+        rows_of({"messages": [USER, ANSWER | {"reasoning_content": ["so"]}]})
+
+
+@pytest.mark.parametrize("kind", ["text", "input_text", "output_text"])
+def test_text_parts_of_every_name_reach_the_template_as_text(rows_of, kind):
+    part = {"type": kind, "text": "Hi", "annotations": []}
+    (example,), _ = rows_of({"messages": [{"role": "user", "content": [part]}, ANSWER]})
+    assert example.messages[0]["content"] == [{"type": "text", "text": "Hi"}]
+
+
+def test_the_older_form_of_a_call_becomes_a_tool_call(rows_of):
+    call = {"name": "add", "arguments": '{"a": 1}'}
+    (example,), _ = rows_of({"messages": [USER, {"role": "assistant", "content": "", "function_call": call}]})
+    assert example.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+
+
+def test_history_beside_a_prompt_of_messages_comes_first(rows_of):
+    row = {"prompt": [USER], "completion": [ANSWER], "history": [["a", "b"]]}
+    (example,), _ = rows_of(row)
+    assert [message["content"] for message in example.messages] == ["a", "b", "Hi", "Hello"]
+
+
+def test_a_mapped_column_that_no_row_has_is_named(rows_of):
+    row = {"prompt": "a", "completion": "b", "sys_prompt": "c"}
+    _, notes = rows_of(row, columns=(("system", "sys_promt"),))
+    lines = notes_sentences(notes.values())
+    assert any("data.columns maps system to sys_promt of" in line for line in lines)
