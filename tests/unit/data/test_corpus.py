@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from cases import cases
 from chat_templates import STOPS, names, special_tokens, template
-from conftest import make_tokenizer
 from corpus import BROKEN_FILES, CONVERSATIONS, TOOL
+from small_tokenizer import make_tokenizer
 
 from meshtune.data.encode import Document, Encoder
 from meshtune.data.example import BadRow, Example, Origin, Source

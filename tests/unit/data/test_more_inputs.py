@@ -7,7 +7,7 @@ import json
 import threading
 
 import pytest
-from conftest import make_tokenizer
+from small_tokenizer import make_tokenizer
 
 from meshtune.config import load
 from meshtune.data.encode import Encoder
