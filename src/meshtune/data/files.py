@@ -9,6 +9,7 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -29,6 +30,7 @@ PACKAGES = {  # protocols whose package fsspec does not bring
 # What servers say of a file's version.
 VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "mtime", "created")
 READABLE = f"meshtune reads {', '.join(SUFFIXES)}, a folder of these, or a hub data set org/name."
+BLOCK = 2**24  # bytes that are hashed at a time
 HASHES = "hashes.json"  # in the cache: digests of files that have not changed since
 
 
@@ -59,43 +61,49 @@ class DataFile:
         """Open it for reading, as it is stored; a binary file object."""
         return self.filesystem.open(self.inner, "rb") if self.filesystem else Path(self.path).open("rb")
 
-    def content(self, folder: Path) -> str:
+    def content(self, folder: Path, on_read: Callable[[int], None]) -> str:
         """Digest of the content, from HASHES in `folder` if the file has not changed since it was computed.
 
         Of a file behind a URL it is that of what the server says of its version, else of its content.
+        on_read: called with the number of bytes that were read.
         """
         if self.filesystem is None:
-            return digest_of(Path(self.path), folder)
+            return digest_of(Path(self.path), folder, on_read)
         info = self.filesystem.info(self.inner)
         if version := {key: str(info[key]) for key in VERSIONS if info.get(key)}:
             return _digest([self.path, info.get("size"), version])
         with self.open() as stream:
-            return hashlib.file_digest(stream, _blake).hexdigest()
+            return digest_of_stream(stream, on_read)
 
 
-def _blake() -> Any:
-    return hashlib.blake2b(digest_size=16)
+def digest_of_stream(stream: Any, on_read: Callable[[int], None]) -> str:
+    """Digest of the bytes of a binary file object. on_read: see `DataFile.content`."""
+    digest = hashlib.blake2b(digest_size=16)
+    while block := stream.read(BLOCK):
+        digest.update(block)
+        on_read(len(block))
+    return digest.hexdigest()
 
 
 def _digest(value: Any) -> str:
     return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
 
 
-def digest_of(path: Path, folder: Path) -> str:
+def digest_of(path: Path, folder: Path, on_read: Callable[[int], None]) -> str:
     """Digest of a file's bytes, or of the names and bytes of a folder's files.
 
     It is computed once: HASHES in `folder` keeps it with the size and times of change that the file had.
     """
     if path.is_dir():
         each = sorted(file for file in path.rglob("*") if file.is_file())
-        return _digest([(str(file.relative_to(path)), digest_of(file, folder)) for file in each])
+        return _digest([(str(file.relative_to(path)), digest_of(file, folder, on_read)) for file in each])
     status, key = path.stat(), str(path.resolve())
     kept = _read_hashes(folder / HASHES)
     state = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
     if kept.get(key, [])[:3] == state:
         return kept[key][3]
     with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, _blake).hexdigest()
+        digest = digest_of_stream(stream, on_read)
     _write_hashes(folder / HASHES, {key: [*state, digest]})
     return digest
 

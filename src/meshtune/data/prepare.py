@@ -104,13 +104,15 @@ class _Build:
     eval_split: float
     on_bad_row: OnBadRow
 
-    def fingerprint(self, listing: "_Listing", cache_dir: Path) -> str:
+    def fingerprint(self, listing: "_Listing", cache_dir: Path, progress: Progress) -> str:
         """Digest of the settings and of what the sources' files hold."""
         settings = [self.seq_len, self.packing, self.overlong, self.seed, self.eval_split, self.on_bad_row]
         recipe = {
             "version": CACHE_VERSION,
-            "sources": [_identity(*entry, cache_dir) for entry in listing[: len(self.sources)]],
-            "eval_sources": [_identity(*entry, cache_dir) for entry in listing[len(self.sources) :]],
+            "sources": [_identity(*entry, cache_dir, progress) for entry in listing[: len(self.sources)]],
+            "eval_sources": [
+                _identity(*entry, cache_dir, progress) for entry in listing[len(self.sources) :]
+            ],
             "encoder": self.encoder.fingerprint,
             "settings": settings,
         }
@@ -120,12 +122,14 @@ class _Build:
 _Listing = list[tuple[Source, list[DataFile]]]  # training sources, then those of evaluation, with their files
 
 
-def _identity(source: Source, data_files: Sequence[DataFile], cache_dir: Path) -> list[Any]:
+def _identity(
+    source: Source, data_files: Sequence[DataFile], cache_dir: Path, progress: Progress
+) -> list[Any]:
     """Return what decides a source's rows: the files' content and how they are read, not where they are."""
     settings = {name: value for name, value in vars(source).items() if name != "path"}
     if is_hub(source.path):
         return [source.path, hub_revision(source), settings]
-    return [[[file.kind, file.content(cache_dir)] for file in data_files], settings]
+    return [[[file.kind, file.content(cache_dir, progress.hashed)] for file in data_files], settings]
 
 
 def _cached(build: _Build, cache_dir: Path) -> Prepared:
@@ -134,7 +138,8 @@ def _cached(build: _Build, cache_dir: Path) -> Prepared:
     listing: _Listing = [(source, files(source)) for source in (*build.sources, *build.eval_sources)]
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        folder = cache_dir / build.fingerprint(listing, cache_dir)
+        with _progress(listing) as progress:
+            folder = cache_dir / build.fingerprint(listing, cache_dir, progress)
         prepared = _open(folder, listing)
         if prepared is None:
             with lock(folder):
@@ -142,7 +147,7 @@ def _cached(build: _Build, cache_dir: Path) -> Prepared:
                 if prepared is None:
                     discard(folder)
                     write_folder(folder, lambda aside: _write(aside, build, listing))
-                    if folder != cache_dir / build.fingerprint(listing, cache_dir):
+                    if folder != cache_dir / build.fingerprint(listing, cache_dir, progress):
                         discard(folder)
                         raise UserError("A data file changed while it was read; try again once it is whole.")
                     prepared = _open(folder, listing)
@@ -239,7 +244,7 @@ def _write_documents(aside: Path, build: _Build, listing: _Listing, tally: Tally
         GrowingArray(aside / "labels.npy", np.dtype(np.int32)) as labels,
         GrowingArray(aside / "origins.npy", np.dtype(np.int64), columns=2) as origins,
         GrowingArray(aside / "sources.npy", np.dtype(np.int32)) as sources,
-        Progress([file for _, data_files in listing for file in data_files]) as progress,
+        _progress(listing) as progress,
     ):
         offsets.append(np.zeros(1, np.int64))
         end = 0
@@ -254,6 +259,10 @@ def _write_documents(aside: Path, build: _Build, listing: _Listing, tally: Tally
                 end += int(lengths.sum())
                 progress.show(end)
     return tokens.digest
+
+
+def _progress(listing: _Listing) -> Progress:
+    return Progress([file for _, data_files in listing for file in data_files])
 
 
 def _names(listing: _Listing) -> list[str]:

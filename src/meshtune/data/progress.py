@@ -20,6 +20,7 @@ class Progress:
     def __init__(self, data_files: Sequence[DataFile]) -> None:
         self._files = data_files
         self._started = self._printed = time.monotonic()
+        self._hashed = 0  # bytes
         self._console = Console(stderr=True)
         columns = (TextColumn("preparing data"), BarColumn(), TextColumn("{task.description}"))
         self._bar = None
@@ -34,12 +35,20 @@ class Progress:
         if self._bar:
             self._bar.stop()
 
+    def hashed(self, size: int) -> None:
+        """Show how much of the files has been hashed. size: bytes more."""
+        self._hashed += size
+        total = max(1, sum(file.size for file in self._files))
+        self._show(self._hashed / total, f"{self._hashed / total:.0%} of the files hashed")
+
     def show(self, tokens: int) -> None:
-        """Show how far it is. tokens: so far."""
+        """Show how far tokenising is. tokens: so far."""
+        self._show(self._share(), self.text(tokens, max(1e-9, time.monotonic() - self._started)))
+
+    def _show(self, share: float, text: str) -> None:
         now = time.monotonic()
         if now - self._started < SOON:
             return
-        share, text = self._share(), self.text(tokens, now - self._started)
         if self._bar and self._task is not None:
             self._bar.start()
             self._bar.update(self._task, completed=share, description=text)

@@ -448,7 +448,7 @@ def test_a_file_of_the_same_size_and_other_content_is_read_again(tmp_path) -> No
 def test_a_file_is_hashed_once_until_it_changes(tmp_path, monkeypatch) -> None:
     source = rows_file(tmp_path)
     made(tmp_path, [source])
-    monkeypatch.setattr("hashlib.file_digest", lambda *_: pytest.fail("it was hashed again"))
+    monkeypatch.setattr("meshtune.data.files.digest_of_stream", lambda *_: pytest.fail("it was hashed again"))
     assert made(tmp_path, [source]).stats["cache"] == "found"
     (tmp_path / "cache" / "hashes.json").write_text("no JSON")
     monkeypatch.undo()
@@ -485,7 +485,8 @@ def test_progress_goes_from_nothing_to_everything(tmp_path, kind, monkeypatch, c
     monkeypatch.setattr("meshtune.data.progress.SOON", 0)
     monkeypatch.setattr("meshtune.data.progress.EVERY", 0)
     made(tmp_path, [Source(str(file))])
-    lines = capsys.readouterr().err.splitlines()
+    hashed, *lines = capsys.readouterr().err.splitlines()
+    assert hashed == "preparing data: 100% of the files hashed"
     found = [re.fullmatch(r"preparing data: (\d+)%, ([\d,]+) tokens/s, [\d:]+ left", line) for line in lines]
     shares = [int(match[1]) for match in found if match]
     assert len(shares) == len(lines) == 5
