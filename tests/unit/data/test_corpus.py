@@ -102,7 +102,7 @@ def test_last_answers_are_exact_or_refused(name):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_all_answers_together_are_the_answers_one_by_one(name):
-    """What several turns of one row train on is what a row of its own trains on for each of them."""
+    """Several turns of one row have the labels that each has in a row of its own."""
     together, apart = encoder_of(name), encoder_of(name, split_turns=True)
     for conversation in CONVERSATIONS:
         (document,), parts = encoded(together, conversation), encoded(apart, conversation)

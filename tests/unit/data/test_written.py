@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from cases import cases
 from chat_templates import names, template
+from corpus import TOOL
 
 from meshtune.data.encode import Document, Encoder
 from meshtune.data.example import BadRow, Example, Mask, Origin
@@ -11,14 +12,6 @@ from meshtune.data.example import BadRow, Example, Mask, Origin
 HERE = Origin("rows.jsonl", 7)
 USER = {"role": "user", "content": "How are you?"}
 A, B = ({"role": "assistant", "content": text} for text in ("I am fine, thank you.", "It is four."))
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add two numbers.",
-        "parameters": {"type": "object", "properties": {"what": {"type": "string", "description": "Them."}}},
-    },
-}
 EVERY = cases(names(), default=["deepseekv3", "gptoss", "llama3_1", "qwen2_5", "phi3"])
 
 
