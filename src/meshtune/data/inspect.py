@@ -16,6 +16,7 @@ from meshtune.data.loader import Loader
 from meshtune.data.pack import LABELLED, Dataset, permutation
 from meshtune.data.prepare import Prepared, sentences
 from meshtune.data.stream import Stream
+from meshtune.data.tokens import common_prefix
 
 BARS = 12  # most bars of the histogram
 BAR_WIDTH = 40  # characters of the longest bar
@@ -100,16 +101,10 @@ def runs(stored: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> list[tuple[s
     ends = [*(np.flatnonzero(np.diff(labelled)) + 1).tolist(), len(ids)]
     whole, pieces, start = str(tokenizer.decode(ids)), [], 0
     for end in ends:
-        stop = max(start, _common_prefix(whole, str(tokenizer.decode(ids[:end]))))
+        stop = max(start, common_prefix(whole, str(tokenizer.decode(ids[:end]))))
         pieces.append((whole[start:stop], bool(labelled[end - 1])))
         start = stop
     return pieces
-
-
-def _common_prefix(one: str, other: str) -> int:
-    """Length of the longest common prefix, in characters."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _first_window(stream: Stream) -> Dataset:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from meshtune.data.example import BadRow
 from meshtune.data.probe import TOOL, call_turns
 from meshtune.data.render import Chat, Rendered, Renderer, Turn
-from meshtune.data.tokens import TextTokenizer
+from meshtune.data.tokens import TextTokenizer, common_prefix
 
 QUESTION = {"role": "user", "content": "Hello"}
 ANSWER = {"role": "assistant", "content": "Yes"}
@@ -58,7 +58,7 @@ class Cut:
         tails = zip(self.rendered.turns, self._heads, self._stops, strict=True)
         for turn, (first, head), (last, tail) in tails:
             head_ids, tail_ids = table[head], table[tail]
-            start = counts[first] + _common(full, counts[first], head_ids)
+            start = counts[first] + common_prefix(head_ids, full[counts[first] :])
             if start < counts[first] + len(head_ids) and not turn.opens:
                 raise self._merged("begins", turn, len(turn.head))
             stop = counts[last] + len(tail_ids)
@@ -81,22 +81,6 @@ class Cut:
             f"{full[max(0, at - 20) : at]!r} change when {full[at : at + 20]!r} follows, so the label mask "
             "would not be exact",
         )
-
-
-def common_prefix(one: str, other: str) -> int:
-    """Length of the longest common prefix, in characters."""
-    if other.startswith(one):
-        return len(one)
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _common(full: Sequence[int], start: int, ids: Sequence[int]) -> int:
-    """How many of the first `ids` stand in `full` from `start` on."""
-    if full[start : start + len(ids)] == ids:
-        return len(ids)
-    pairs = enumerate(zip(full[start:], ids, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(full) - start, len(ids)))
 
 
 class End(NamedTuple):

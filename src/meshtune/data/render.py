@@ -15,6 +15,7 @@ from meshtune.data.example import BadRow, Example, Mask
 from meshtune.data.probe import Writes, adapted, unwritten, writes
 from meshtune.data.rows import last_answer, no_answer
 from meshtune.data.thought import opened, thought_in, thought_of, with_thought
+from meshtune.data.tokens import common_prefix
 
 TrainOn = Literal["assistant", "completion", "all"]
 
@@ -325,8 +326,7 @@ def _differ(case: str, turn: int, prefix: str, full: str) -> str:
 
     case: what follows the turn in `prefix`. turn: its index, from 0.
     """
-    pairs = enumerate(zip(prefix, full, strict=False))
-    at = next((i for i, (one, other) in pairs if one != other), min(len(prefix), len(full)))
+    at = common_prefix(prefix, full)
     start = max(0, at - 20)
     return (
         f"message {turn + 1} (assistant): the chat template writes {prefix[start : at + 30]!r} when {case} "

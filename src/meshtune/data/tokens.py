@@ -137,6 +137,14 @@ class TextTokenizer:
         )
 
 
+def common_prefix(one: Sequence, other: Sequence) -> int:
+    """Length of the longest common prefix of two texts, or of two lists of tokens."""
+    if other[: len(one)] == one:
+        return len(one)
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
 def unpadded(backend: Any) -> Any:
     """The Rust tokenizer with padding and truncation off, which a call of its wrapper may have set."""
     backend.no_padding()
