@@ -6,6 +6,10 @@ Chats of 1 and of --turns turns are made of GSM8K's questions and answers and wr
 byte-level BPE of 8,192 tokens trained on them. Each contender runs in a process of its own with one thread,
 in turn, and reports tokens per second of processor time, from rows on disk to packed sequences in which
 every answer is labelled.
+
+    python benchmarks/preparing.py --data train.jsonl --rows 1000000
+
+instead prints the memory that preparing so many short rows takes beyond the start, in bytes a row.
 """
 
 import argparse
@@ -118,6 +122,42 @@ def set_up(work: Path, data: Path, turns: list[int]) -> dict[int, Path]:
     return chats
 
 
+def memory(rows: int) -> float:
+    """Bytes a row that this process holds at most beyond its start, while preparing `rows` short rows.
+
+    Counted is anonymous memory, looked at every 10 ms; a stand-in encodes each byte as a token.
+    """
+    import threading
+
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "unit" / "data"))
+    from data_rows import Bytes  # pyright: ignore[reportMissingImports]
+
+    from meshtune.data.example import Source
+    from meshtune.data.prepare import prepare
+
+    def held() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("RssAnon:")[1].split()[0]) * 1024
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.jsonl"
+        with file.open("w") as out:
+            for row in range(rows):
+                out.write(json.dumps({"prompt": f"{row}?", "completion": "x" * (row * 7 % 40 + 1)}) + "\n")
+        done, most, start = threading.Event(), [0], held()
+
+        def watch() -> None:
+            while not done.wait(0.01):
+                most[0] = max(most[0], held())
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        prepare([Source(str(file))], Bytes(), seq_len=2048, cache_dir=folder)
+        done.set()
+        watcher.join()
+    return (most[0] - start) / rows
+
+
 def rate(who: str, work: Path, rows: Path, source: Path) -> float:
     """Tokens per second of one contender in a process of its own. source: the folder that has meshtune."""
     threads = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -138,12 +178,16 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="root of another checkout")
     parser.add_argument("--turns", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", type=int, help="measure memory with so many rows instead")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         prepare = prepare_trl if options.worker == "trl" else prepare_meshtune
         print(json.dumps(prepare(options.work, options.data)))
+        return
+    if options.rows:
+        print(f"{options.rows:,} rows: {memory(options.rows):.0f} bytes a row beyond the start")
         return
     here = Path(__file__).resolve().parent.parent / "src"
     contenders = {"meshtune": here, "trl": here}

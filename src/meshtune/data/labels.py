@@ -58,7 +58,8 @@ class Cut:
         tails = zip(self.rendered.turns, self._heads, self._stops, strict=True)
         for turn, (first, head), (last, tail) in tails:
             head_ids, tail_ids = table[head], table[tail]
-            start = counts[first] + common_prefix(head_ids, full[counts[first] :])
+            there = full[counts[first] : counts[first] + len(head_ids)]
+            start = counts[first] + common_prefix(head_ids, there)
             if start < counts[first] + len(head_ids) and not turn.opens:
                 raise self._merged("begins", turn, len(turn.head))
             stop = counts[last] + len(tail_ids)
