@@ -24,7 +24,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -308,7 +308,7 @@ class Encoder:
                 "Rows of plain text end with the eos token, but the tokenizer has none; give it an eos_token."
             )
         unlabelled = len(self._bos) + (len(parts[0]) if len(parts) == 2 and self.train_on != "all" else 0)
-        ids = np.array([*self._bos, *(id for part in parts for id in part), eos], dtype=np.int32)
+        ids = np.array([*self._bos, *chain.from_iterable(parts), eos], dtype=np.int32)
         labelled = np.ones(len(ids), dtype=bool)
         labelled[: max(1, unlabelled)] = False
         return Document(ids, labelled)

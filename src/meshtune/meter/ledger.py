@@ -1,7 +1,8 @@
 """Bytes of living storages by category.
 
-On CPU, `Ledger` is a dispatch mode: it sees every operation and counts each storage as it comes and goes,
-exact to the byte; only workspaces inside a kernel escape it. A storage gets its category
+On CPU, `Ledger` is a dispatch mode: it sees every operation and counts each storage that one makes as it
+comes and goes, exact to the byte; only workspaces inside a kernel or a collective escape it. A storage gets
+its category
 
     weights           from its owner: the model's parameters and buffers; shards, where ZeRO shards them
     gathered_weights  from FSDP2's operator that copies a finished all-gather into whole parameters, and from
@@ -168,6 +169,16 @@ class Ledger(TorchDispatchMode):
         entries = (self.entries.get(storage._cdata) for storage in storages)
         return any(entry is not None and entry.category == category for entry in entries)
 
+    def _foreign(self, storage: torch.UntypedStorage, values: Any) -> bool:
+        """True if the storage is new to the ledger, and `values`, an operation's arguments, have it.
+
+        The operation did not make it then, but only views it: so gloo's reduce-scatter views its workspace,
+        which one of its threads frees at any later time.
+        """
+        if (key := storage._cdata) in self.entries or key in self.expected:
+            return False
+        return any(given._cdata == key for tensor in self._tensors(values) for given in storages_of(tensor))
+
     def _claim_of_collective(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Move what a collective, or FSDP2's operator around one, reads and writes to its category.
 
@@ -196,7 +207,8 @@ class Ledger(TorchDispatchMode):
         for tensor in self._tensors(out):
             logits = of_logits and tensor.ndim > 0 and tensor.shape[-1] == self.logit_columns
             for storage in storages_of(tensor):
-                self._entry_of(storage, LOGITS if logits else self.default)
+                if not self._foreign(storage, [args, kwargs]):
+                    self._entry_of(storage, LOGITS if logits else self.default)
         self._claim_of_collective(func, args, kwargs, out)
         return out
 

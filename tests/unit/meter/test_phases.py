@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from meshtune.attention.register import register
 from meshtune.layout import Layout
 from meshtune.meter.phases import Peak, PhaseMemory, peak_resident_bytes, summary_line
 from meshtune.model.anatomy import anatomy
@@ -18,6 +19,8 @@ from meshtune.parallel.mesh import join, parameter_mesh
 from meshtune.units import MIB
 
 CPU = torch.device("cpu")
+
+register()
 
 
 class Square(torch.autograd.Function):
@@ -250,8 +253,10 @@ def test_shards_whole_weights_and_buffers_of_collectives_are_told_apart(stage):
         assert update["gradients"] == BLOCK
         assert backward["communication"] >= BLOCK
         assert update.get("gathered_weights", 0) == update.get("communication", 0) == 0
+        # Not gloo's workspaces, which one of its threads frees at any later time.
         assert forward["activations"] < 0.1 * BLOCK
-        assert backward["activations"] < 1.1 * BLOCK  # a gradient that autograd copies, transposed
+        copied = BLOCK if stage == 1 else 0  # a gradient that autograd copies, transposed
+        assert backward["activations"] < copied + 0.1 * BLOCK
 
 
 def test_the_resident_peak_grows_with_what_is_touched():
