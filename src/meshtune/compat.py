@@ -4,7 +4,7 @@ from inspect import signature
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def varlen_attention(
@@ -50,6 +50,11 @@ def fsdp_parameters(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile was asked for a module of `model`, by its method compile()."""
+    return any(module._compiled_call_impl is not None for module in model.modules())
 
 
 def all_gather_single(output: Tensor, piece: Tensor, group: dist.ProcessGroup | None) -> None:

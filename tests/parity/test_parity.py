@@ -14,7 +14,7 @@ TWO = """
 dp2 zero1x2 zero2x2 zero3x2 tp2 tp2-sp cp2 ulysses2
 pp2-gpipe pp2-1f1b pp2-interleaved1f1b-v2 pp2-loopedbfs-v2 pp2-zb-v2 pp2-zbv pp2-dualpipev
 dp2-full zero3x2-full zero3x2-selective tp2-sp-selective tp2-attention cp2-full ulysses2-attention
-pp2-1f1b-attention pp2-interleaved1f1b-v2-full pp2-zbv-full
+pp2-1f1b-attention pp2-interleaved1f1b-v2-full pp2-zbv-attention
 """
 FOUR = """
 dp4 zero3x4 dp2-zero1x2 dp2-zero2x2 dp2-zero3x2 tp4 tp4-sp cp4

@@ -88,7 +88,7 @@ class PhaseMemory:
         self.model, self.optimizer, self.device = model, optimizer, device
         self.advice, self.buffers = advice, buffers
         self.steps_left = WATCHED_STEPS
-        if device.type != "cuda" and any(m._compiled_call_impl is not None for m in model.modules()):
+        if device.type != "cuda" and compat.is_compiled(model):
             self.steps_left = 0
         self.sharded = sharded_parameters(model)
         self.peaks: dict[str, Peak] = {}  # of the step at hand, by phase

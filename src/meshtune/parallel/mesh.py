@@ -94,6 +94,11 @@ class World:
         dist.all_reduce(values, dist.ReduceOp.MAX)
         return values.tolist()
 
+    def synchronize(self) -> None:
+        """Wait until this rank's device has done all it was told to do."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def broadcast_object(self, value: Any = None) -> Any:
         """The main rank's `value`, any object that pickles, on every rank."""
         if self.host_group is None:

@@ -70,7 +70,7 @@ def rules(
     yield _ulysses(traits)
     yield from _pipeline(traits)
     if compile:
-        yield _COMPILED
+        yield from _COMPILED
 
 
 def refusals(
@@ -262,11 +262,12 @@ def _pipeline(traits: Traits) -> Iterator[Rule]:
         ),
     )
     yield Rule(
-        "zero-bubble schedules can't run with selective recomputation",
-        lambda layouts: layouts.runs(*ZERO_BUBBLE) & layouts.recomputation("by_operation"),
+        "zero-bubble schedules would recompute each block several times",
+        lambda layouts: layouts.runs(*ZERO_BUBBLE) & layouts.recomputation("block"),
         lambda layout: (
-            f"The schedule {layout.schedule} with recompute {layout.recompute}: it goes through the backward "
-            "twice, and torch's selective recomputation allows that once; use full or attention, or 1f1b."
+            f"The schedule {layout.schedule} with recompute {layout.recompute}: it goes through a block's "
+            "backward once for its input and again for each group of its weights, and would run the block's "
+            "forward every time; use attention or none, or 1f1b."
         ),
     )
 
@@ -309,8 +310,19 @@ def _compiled(layout: Layout) -> str:
     )
 
 
-_COMPILED = Rule(
-    "compiled blocks run alone or data-parallel only",
-    lambda layouts: layouts.world > layouts.data_ranks,
-    _compiled,
+_COMPILED = (
+    Rule(
+        "compiled blocks run alone or data-parallel only",
+        lambda layouts: layouts.world > layouts.data_ranks,
+        _compiled,
+    ),
+    Rule(
+        "blocks that are recomputed can't be compiled",
+        lambda layouts: layouts.recomputation("block"),
+        lambda layout: (
+            f"train.compile = true with recompute {layout.recompute}: attention interrupts the compiler, and "
+            "torch's checkpoint then runs the whole block uncompiled; use none or attention, or leave "
+            "train.compile out."
+        ),
+    ),
 )

@@ -266,7 +266,8 @@ def _signed(seconds: float, like: float) -> str:
 
 
 def changes(plan: Plan, best: Choice | None = None) -> list[str]:
-    """The largest cost beside compute, then settings that are faster and layouts that need less memory.
+    """What to know of the precision, the largest cost beside compute, then settings that are faster and
+    layouts that need less memory.
 
     best: the chosen layout, which all are compared with; None: the plan's first. Each was predicted. Only
     costs of 1 % of a step, 2 % more speed and 5 % less memory are worth a sentence.
@@ -274,6 +275,8 @@ def changes(plan: Plan, best: Choice | None = None) -> list[str]:
     if not len(plan):
         return []
     best, sentences = best or plan.choice(0), []
+    if caution := PRECISIONS[plan.workload.precision].caution:
+        sentences.append(caution)
     beside_compute = (part for part in PARTS if part != "compute")
     largest = max(beside_compute, key=lambda part: getattr(best.seconds, part))
     seconds = getattr(best.seconds, largest)

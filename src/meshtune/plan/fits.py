@@ -14,7 +14,7 @@ from meshtune.plan.models import models
 from meshtune.plan.phrases import memory_limit, memory_need
 from meshtune.plan.search import Choice, Plan, search
 from meshtune.plan.workload import Workload
-from meshtune.precision import narrower
+from meshtune.precision import PRECISIONS, narrower
 from meshtune.units import human
 
 Lighter = Callable[[], Mapping[str, Workload]]  # returns workloads that need less, by the setting for them
@@ -62,7 +62,7 @@ def nothing_fits(plan: Plan, lighter: Lighter = dict) -> list[str]:
     if plan.fixed and (free := _best(workload, cluster)):
         fitting.insert(0, f"layout={free.layout} ({human(free.memory.peak)})")
     sentences.append(f"What would fit: {'; '.join(fitting)}." if fitting else "Nothing tried here would fit.")
-    return sentences
+    return [*sentences, *_cautions(fitting)]
 
 
 def _reasons(plan: Plan) -> list[str]:
@@ -81,6 +81,15 @@ def remedies(workload: Workload, cluster: Cluster, lighter: Lighter = dict) -> I
     """
     for setting, choice in _remedies(workload, cluster, lighter):
         yield f"{setting} layout={choice.layout} ({human(choice.memory.peak)})"
+
+
+def _cautions(settings: Sequence[str]) -> list[str]:
+    """The cautions of precisions that `settings`, sentences of `remedies`, offer."""
+    return [
+        precision.caution
+        for name, precision in PRECISIONS.items()
+        if precision.caution and any(setting.startswith(f"train.precision={name} ") for setting in settings)
+    ]
 
 
 def _remedies(workload: Workload, cluster: Cluster, lighter: Lighter) -> Iterator[tuple[str, Choice]]:
@@ -140,7 +149,7 @@ def out_of_memory(failed: Choice, workload: Workload, lighter: Lighter = dict) -
     fitting = fitting or list(remedies(workload, smaller, lighter))
     if not fitting:
         return [predicted, "Nothing tried here needs less."]
-    return [predicted, f"What needs less, fastest first: {'; '.join(fitting)}."]
+    return [predicted, f"What needs less, fastest first: {'; '.join(fitting)}.", *_cautions(fitting)]
 
 
 def _best(

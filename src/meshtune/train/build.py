@@ -23,6 +23,7 @@ from meshtune.optim.schedule import learning_rate, warmup
 from meshtune.parallel.apply import Parallel
 from meshtune.parallel.mesh import World, join
 from meshtune.plan.hardware import datasheet_flops
+from meshtune.precision import PRECISIONS
 from meshtune.rundir import RunDir
 from meshtune.train import folder
 from meshtune.train.checkpoint import Checkpoints
@@ -157,6 +158,8 @@ def announce(config: Config, run: Run, model: RankModel, resumed: int | None, no
         data=[source.path for source in config.data.train],
         **versions(),
     )
+    if caution := PRECISIONS[config.train.precision].caution:
+        metrics.log_line(caution)
     for sentence in notices:
         metrics.log_line(sentence)
     if model.added_embeddings:

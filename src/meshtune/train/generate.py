@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from meshtune.compat import is_compiled
 from meshtune.data.batch import MicroBatch, micro_batch
 from meshtune.parallel import context
 from meshtune.parallel.tensor import vocabulary_of
@@ -43,6 +44,20 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(training)
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Run compiled blocks of a model without the compiler; a model without any is left alone.
+
+    Every width that generation passes through would be compiled anew, until torch reaches its limit of
+    recompilations and never compiles these blocks again, in training neither.
+    """
+    if not is_compiled(model):
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @contextmanager
@@ -74,14 +89,15 @@ def answers(
 
     temperature: 0 is greedy; above, tokens are sampled from the whole distribution, with one rank only.
     """
-    if parallel.world.size == 1:
-        new_ids = cached_answers(
-            parallel.stages[0].model, tokenizer, prompts, max_new_tokens=max_new_tokens, stop_ids=stop_ids,
-            temperature=temperature,
-        )  # fmt: skip
-    else:
-        assert not temperature, "several ranks generate greedily"
-        new_ids = forward_answers(parallel, prompts, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+    with uncompiled(parallel.modules):
+        if parallel.world.size == 1:
+            new_ids = cached_answers(
+                parallel.stages[0].model, tokenizer, prompts, max_new_tokens=max_new_tokens,
+                stop_ids=stop_ids, temperature=temperature,
+            )  # fmt: skip
+        else:
+            assert not temperature, "several ranks generate greedily"
+            new_ids = forward_answers(parallel, prompts, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
     return [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in new_ids]
 
 

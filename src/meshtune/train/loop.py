@@ -108,10 +108,15 @@ def train(run: Run) -> None:
                         run.optimizer.step(rate)
                 else:
                     run.optimizer.zero_grad()
-            step_seconds = time.perf_counter() - started
+            evaluating = due(now.step, run.evaluate_every, run.steps)
+            saving = due(now.step, run.checkpoint_every, run.steps) and finite
             peak_bytes, stopping = run.world.max_over_ranks(
                 run.memory.peak_bytes(), run.stop.requested is not None
             )
+            if evaluating or saving or stopping:
+                run.world.synchronize()
+            # Behind the exchange: until then devices may only have been told what to do.
+            step_seconds = time.perf_counter() - started
 
             run.metrics.train(
                 step=now.step, loss=loss, grad_norm=norm, learning_rate=rate, tokens=batch.tokens,
@@ -134,9 +139,9 @@ def train(run: Run) -> None:
                 run.metrics.end(step=now.step, status="stopped: loss or gradients were not finite")
                 raise NonFinite(stopped_nonfinite(run, nonfinite, batch))
 
-            if due(now.step, run.evaluate_every, run.steps):
+            if evaluating:
                 evaluate(run)
-            if (due(now.step, run.checkpoint_every, run.steps) and finite) or stopping:
+            if saving or stopping:
                 save(run)
             if stopping:
                 raise interrupted(run)

@@ -23,7 +23,9 @@ from meshtune.model.anatomy import anatomy
 from meshtune.parallel.apply import apply
 from meshtune.parallel.mesh import join
 from meshtune.parallel.zero import local
+from meshtune.placement.rules import Traits, refusals
 from meshtune.placement.share import stage_blocks, stage_of_rank
+from meshtune.recomputation import RECOMPUTATIONS
 from meshtune.train.loss import head_loss
 
 register()
@@ -267,3 +269,39 @@ def rank_ragged() -> None:
 def test_two_shapes_in_a_step_are_refused() -> None:
     with pytest.raises(AssertionError, match="have 2 shapes"):
         run_ranks(2, rank_ragged)
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the calls of the attention kernel."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.__name__.startswith("_scaled_dot_product_flash_attention_for_cpu.")
+        return func(*args, **(kwargs or {}))
+
+
+def forwards(text: str) -> tuple[float, int]:
+    """(MLP forwards a block and micro-batch, calls of the attention kernel) in one step on this rank."""
+    layout = Layout.parse(text)
+    parallel, own, calls = build("llama", layout), batches(4), []
+    mlps = [m for s in parallel.stages for n, m in s.named_modules() if n.endswith(".mlp")]
+    for mlp in mlps:
+        mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    parallel.begin(len(own))
+    with Kernels() as kernels:
+        parallel.pipeline.forward_backward([parallel.localise(b) for b in own], 1.0, lambda: None)
+    return len(calls) / (len(mlps) * len(own)), kernels.count
+
+
+@pytest.mark.parametrize("schedule", TWO.split())
+def test_a_block_is_recomputed_once_in_every_mode_that_is_not_refused(schedule: str) -> None:
+    traits = Traits("LlamaForCausalLM", blocks=BLOCKS, heads=4, kv_heads=2, vocabulary=VOCABULARY)
+    plain = run_ranks(2, forwards, schedule)
+    for name, mode in RECOMPUTATIONS.items():
+        text = f"{schedule}-{name}" if name != "none" else schedule
+        if refusals(traits, Layout.parse(f"{text}-ga4")):
+            continue
+        for (mlp, attention), (_, once) in zip(run_ranks(2, forwards, text), plain, strict=True):
+            assert mlp == 1 + mode.block
+            assert attention == (1 + mode.attention) * once

@@ -44,6 +44,8 @@ def test_what_fits_is_taken(layout):
         ("pp2-interleaved1f1b-v2-ga5", "can't run 5 micro-batches", "pp2-interleaved1f1b-v2-ga4"),
         ("zero3x2-pp2-zb-ga4", "the gradients of weights later", "zero1x2-pp2-zb-ga4"),
         ("zero2x2-pp2-zbv-ga4", "ZeRO-2", "zero2x2-pp2-1f1b-ga4"),
+        ("pp2-zb-ga4-selective", "run the block's forward every time", "pp2-zb-ga4-attention"),
+        ("pp2-zbv-ga4-full", "run the block's forward every time", "pp2-1f1b-ga4-full"),
     ],
 )  # fmt: skip
 def test_the_refusal_names_what_works(layout, reason, works):
@@ -84,9 +86,16 @@ def test_another_attention_than_ours_is_for_plain_layouts():
     assert all("model.attention=auto" in sentence for sentence in found[1:])
 
 
-@pytest.mark.parametrize("layout", ["dp2", "zero3x2"])
+@pytest.mark.parametrize("layout", ["dp2", "zero3x2", "zero3x2-attention"])
 def test_blocks_are_compiled_under_data_parallelism(layout):
     assert refused(layout, compile=True) == []
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputed_blocks_are_not_compiled(mode):
+    (sentence,) = refused(f"zero3x2-{mode}", compile=True)
+
+    assert f"recompute {mode}" in sentence and "use none or attention" in sentence
 
 
 def test_the_number_of_ranks_is_the_layouts():

@@ -84,6 +84,40 @@ def test_every_row_has_the_documented_fields(train: Train) -> None:
     assert held_out["prompts"] == 3 and len(run.folder.samples()) == 2
 
 
+def test_a_step_lasts_until_the_devices_have_done_it(
+    settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Devices sleep for 100 s, by a clock of the test's own, in the exchange that ends a step; evaluating and
+    saving, 1,000 s each, are no part of it.
+    """
+    passed = [0.0]
+
+    def slowed(owner: type, name: str, seconds: float) -> None:
+        was = getattr(owner, name)
+
+        def slow(*args: Any, **options: Any) -> Any:
+            passed[0] += seconds
+            return was(*args, **options)
+
+        monkeypatch.setattr(owner, name, slow)
+
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: passed[0])
+    run = build.build(config.load(None, settings("eval.every=1", "checkpoint.every=1")))
+    slowed(type(run.world), "max_over_ranks", 100.0)
+    slowed(type(run.evaluation), "run", 1000.0)
+    slowed(type(run.checkpoints), "save", 1000.0)
+    loop.train(run)
+    assert [row["step_seconds"] for row in run.folder.rows("train")] == [100.0] * run.steps
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
+def test_bf16_without_masters_is_warned_about(
+    precision: str, settings: Callable[..., list[str]], capsys: pytest.CaptureFixture
+) -> None:
+    build.build(config.load(None, settings("log.to=[console]", f"train.precision={precision}")))
+    assert ("15.6 % of the weights" in capsys.readouterr().err) == (precision == "bf16-pure")
+
+
 def test_resuming_equals_never_stopping_bit_for_bit(train: Train, tmp_path: Path) -> None:
     lasting = ("train.lr_scheduler=constant", "model.attention=meshtune")
     whole = train("train.max_steps=8", f"output={tmp_path / 'whole'}", *lasting)

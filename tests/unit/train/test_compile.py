@@ -1,0 +1,82 @@
+"""Blocks that are to be compiled run compiled: a backend counts graphs and their calls."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoTokenizer
+
+from meshtune import config
+from meshtune.errors import UserError
+from meshtune.recomputation import RECOMPUTATIONS
+from meshtune.train import build, loop
+
+Settings = Callable[..., list[str]]
+
+
+class Graphs:
+    """A backend that runs graphs as they are and counts them, and their calls where gradients are wanted."""
+
+    def __init__(self) -> None:
+        self.compiled = self.calls = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self.compiled += 1
+
+        def run(*values: Any) -> Any:
+            self.calls += torch.is_grad_enabled()
+            return graph(*values)
+
+        return run
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
+    """The backend of every compiled module."""
+    counted = Graphs()
+
+    def compile(module: nn.Module) -> None:
+        module._compiled_call_impl = torch.compile(module._call_impl, backend=counted)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(nn.Module, "compile", compile)
+    yield counted
+    torch._dynamo.reset()
+
+
+def calls_a_micro_batch(words: list[str], graphs: Graphs) -> float:
+    run = build.build(config.load(None, ["train.compile=true", *words]))
+    loop.train(run)
+    return graphs.calls / (run.steps * run.world.layout.gradient_accumulation_steps)
+
+
+@pytest.mark.parametrize("mode", RECOMPUTATIONS)
+def test_a_mode_compiles_its_blocks_or_is_refused(mode: str, settings: Settings, graphs: Graphs) -> None:
+    words = settings(f"layout={{recompute: {mode}}}")
+    if RECOMPUTATIONS[mode].block:
+        with pytest.raises(UserError, match=f"compile = true with recompute {mode}.*use none or attention"):
+            build.build(config.load(None, ["train.compile=true", *words]))
+        return
+    blocks = 2
+    assert calls_a_micro_batch(words, graphs) >= blocks
+    assert graphs.compiled
+
+
+def test_generating_at_an_evaluation_leaves_the_compiler_to_training(
+    settings: Settings, graphs: Graphs, tiny: Path, tmp_path: Path
+) -> None:
+    """With a KV cache a block's number is a constant to the compiler, so that ten blocks are beyond the eight
+    forms that it makes of one function.
+    """
+    model = AutoConfig.from_pretrained(tiny / "model", num_hidden_layers=10)
+    model.save_pretrained(tmp_path / "deep")
+    AutoTokenizer.from_pretrained(tiny / "model").save_pretrained(tmp_path / "deep")
+    deep = [f"model.name={tmp_path / 'deep'}", "model.init=random", "train.max_steps=2"]
+    plain = calls_a_micro_batch(settings(*deep, f"output={tmp_path / 'plain'}"), graphs)
+    torch._dynamo.reset()
+    graphs.calls = 0
+    answering = ["eval.at_start=true", "eval.every=1", "eval.samples=3", "eval.max_new_tokens=6"]
+    assert calls_a_micro_batch(settings(*deep, *answering), graphs) == plain > 0
