@@ -167,14 +167,19 @@ def flush(path: Path) -> None:
 
 
 def write_text_atomically(file: Path, text: str) -> None:
-    """Write `text` (UTF-8) beside `file`, sync it, rename it: `file` holds the old text or the new, never a
+    """Write `text` in UTF-8, as `write_atomically`."""
+    write_atomically(file, text.encode())
+
+
+def write_atomically(file: Path, content: bytes) -> None:
+    """Write `content` beside `file`, sync it, rename it: `file` holds the old content or the new, never a
     part. Creates the folder if missing; the rename itself is not synced (see `flush`).
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     aside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
-        with open(aside, "w", encoding="utf-8", newline="\n") as stream:
-            stream.write(text)
+        with open(aside, "wb") as stream:
+            stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(aside, file)

@@ -35,7 +35,7 @@ zero3x2-cp2-tp2-sp-full
 LAYOUTS = [*TWO.split(), *FOUR.split(), *EIGHT.split()]
 ALONE = TWO.split()[:15]
 DEFAULT = """
-dp2-full zero3x2-tp2-sp-selective cp2-tp2-sp tp2-sp-pp2-1f1b zero1x2-pp2-zbv
+dp2-full zero3x2-selective cp2-tp2-sp tp2-sp-pp2-1f1b zero1x2-pp2-zbv
 """
 
 

@@ -240,24 +240,42 @@ class Pipeline:
     def forward_only(self, micro_batches: Sequence[MicroBatch], finish: Finish) -> list[Tensor] | None:
         """Output of `finish` for each micro-batch on the rank of the last stage; None on the others.
 
-        micro_batches: this rank's columns (cp), as many on every pp rank; their shapes may differ.
-        Every rank runs its stages in ascending order, micro-batch by micro-batch. A stage only waits for an
-        earlier stage or an earlier micro-batch, so ranks can't wait for each other in a circle.
+        micro_batches: this rank's columns (cp), as many on every pp rank; their shapes may differ. With pp of
+        them or more, all ranks work at once.
+
+        Stage s runs micro-batch m in tick s + m. One exchange after each tick moves all hidden states, so
+        ranks can't wait for each other in a circle.
         """
-        outputs = []
-        for micro_batch in micro_batches:
-            rows, width = micro_batch.input_ids.shape
-            out = micro_batch.input_ids  # ignored by the first stage
+        outputs, number = [], len(micro_batches)
+        inputs: dict[tuple[int, int], Tensor] = {}  # (stage, micro-batch) -> hidden states
+        for tick in range(self.stages[0].of + number - 1):
+            messages = []
             for stage in self.stages:
-                if not stage.first and self.rank_of_stage[stage.index - 1] != self.world.pp.index:
-                    out = self._hidden_buffer(rows, width, self.world.device)
-                    dist.recv(out, self._global_rank(stage.index - 1), group=self.world.pp.group)
-                out = stage(out, micro_batch, finish)
+                if (at := tick - stage.index) not in range(number):
+                    continue
+                out = stage(inputs.pop((stage.index, at), None), micro_batches[at], finish)
+                following = stage.index + 1
                 if stage.last:
                     outputs.append(out)
-                elif self.rank_of_stage[stage.index + 1] != self.world.pp.index:
-                    dist.send(out.contiguous(), self._global_rank(stage.index + 1), group=self.world.pp.group)
+                elif self.rank_of_stage[following] == self.world.pp.index:
+                    inputs[following, at] = out
+                else:
+                    messages.append(self._message(dist.isend, out.contiguous(), following))
+            for stage in self.stages:
+                before, at = stage.index - 1, tick + 1 - stage.index
+                if stage.first or at not in range(number):
+                    continue
+                if self.rank_of_stage[before] != self.world.pp.index:
+                    rows, width = micro_batches[at].input_ids.shape
+                    inputs[stage.index, at] = self._hidden_buffer(rows, width, self.world.device)
+                    messages.append(self._message(dist.irecv, inputs[stage.index, at], before))
+            for work in dist.batch_isend_irecv(messages) if messages else ():
+                work.wait()
         return outputs if self.has_last else None
+
+    def _message(self, operation: Callable[..., Any], hidden: Tensor, stage: int) -> dist.P2POp:
+        """dist.isend or dist.irecv of hidden states, to or from the rank of another stage."""
+        return dist.P2POp(operation, hidden, self._global_rank(stage), self.world.pp.group)
 
     def _global_rank(self, stage: int) -> int:
         assert self.world.pp.group is not None

@@ -266,8 +266,8 @@ def _signed(seconds: float, like: float) -> str:
 
 
 def changes(plan: Plan, best: Choice | None = None) -> list[str]:
-    """What to know of the precision, the largest cost beside compute, then settings that are faster and
-    layouts that need less memory.
+    """A caution of the precision, the largest cost beside compute, then settings that are faster and layouts
+    that need less memory.
 
     best: the chosen layout, which all are compared with; None: the plan's first. Each was predicted. Only
     costs of 1 % of a step, 2 % more speed and 5 % less memory are worth a sentence.

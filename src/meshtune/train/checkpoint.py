@@ -37,22 +37,16 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from meshtune.errors import UserError
 from meshtune.model.pieces import Piece
-from meshtune.rundir import flush, write_text_atomically
+from meshtune.rundir import flush, write_atomically, write_text_atomically
+from meshtune.train.checkpoint_tables import Written, chunk, dealt, empty_here, metadata, write
 from meshtune.train.unpickle import SafeReader
 from meshtune.units import human
 
@@ -93,6 +87,11 @@ class Checkpoints:
         self._reserving: Future[str | None] | None = None
         self._buffers: dict[str, Tensor] = {}
         self._checked: set[int] = set()  # steps whose files this object has hashed and found whole
+        # Tables of all ranks, which are made once (checkpoint_tables.py), with what they were made of.
+        self._sizes: dict[Any, int] | None = None  # bytes of this rank's pieces
+        self._dealt: set[Any] = set()  # of them, those that this rank writes
+        self._written: Written | None = None  # by this rank, at the last save
+        self._metadata = b""  # of that save, on rank 0
         # A single process is intended. Not around the calls: catch_warnings is not safe with other threads.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
@@ -154,28 +153,14 @@ class Checkpoints:
     def _assigned(self, tensors: Mapping[str, Tensor | Piece]) -> tuple[dict[str, Piece], dict[str, str]]:
         """(pieces that this rank copies and writes, tied names of `_separate_tied`), by name.
 
-        A collective of the group.
-
-        A piece that several ranks have is assigned to the rank with the fewest bytes so far, largest first.
+        A collective of the group. Pieces are dealt anew only if those of a rank have changed.
         """
         pieces, tied = _separate_tied(tensors)
         keys = {name: (name, tuple(piece.offsets)) for name, piece in pieces.items()}
-        local_sizes = {
-            keys[name]: piece.tensor.nbytes for name, piece in pieces.items() if not _empty_here(piece)
-        }
-        sizes_by_rank = self._gather(local_sizes)
-        sizes = {key: size for part in sizes_by_rank for key, size in part.items()}
-        owners: dict[Any, list[int]] = {key: [] for key in sizes}
-        for rank, part in enumerate(sizes_by_rank):
-            for key in part:
-                owners[key].append(rank)
-        loads, assigned = [0] * len(sizes_by_rank), set()
-        for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
-            rank = min(owners[key], key=loads.__getitem__)
-            loads[rank] += sizes[key]
-            if rank == self._rank:
-                assigned.add(key)
-        return {name: piece for name, piece in pieces.items() if keys[name] in assigned}, tied
+        sizes = {keys[name]: piece.tensor.nbytes for name, piece in pieces.items() if not empty_here(piece)}
+        if not all(self._gather(sizes == self._sizes)):
+            self._sizes, self._dealt = sizes, dealt(self._gather(sizes), self._rank)
+        return {name: piece for name, piece in pieces.items() if keys[name] in self._dealt}, tied
 
     def _bytes_on_host(self, size_bytes: int) -> int:
         """Sum of `size_bytes` over the ranks of this host, which share its memory. A collective of the
@@ -258,7 +243,8 @@ class Checkpoints:
             # A rank whose piece of a tied tensor is empty cannot see that it is tied: others can.
             tied = {name: first for part in self._gather(tied) for name, first in part.items()}
             untied = {name: piece for name, piece in pieces.items() if name not in tied}
-            parts = self._on_all_ranks(lambda: self._write_files(temporary, untied, values))
+            self._write_tensors(temporary, untied)
+            parts = self._on_all_ranks(lambda: self._write_and_hash(temporary, values))
             files = {name: facts for part in parts for name, facts in part.items()}
             manifest = json.dumps({"hash": HASH, "files": files, "tied": tied}, indent=1)
             self._on_all_ranks(lambda: self._finish(step, temporary, manifest, protect))
@@ -287,22 +273,35 @@ class Checkpoints:
         if _free_bytes(self.folder) < size_bytes:
             raise OSError("no space left on the disk")
 
-    def _write_files(
-        self, temporary: Path, pieces: dict[str, Piece], values: str
-    ) -> dict[str, dict[str, Any]]:
-        """Write this rank's pieces into `temporary`, and on rank 0 .metadata and values.json (text `values`).
-
-        A collective of the group. Returns {"size", "hash"} of each file that this rank wrote, by name.
+    def _write_tensors(self, temporary: Path, pieces: dict[str, Piece]) -> None:
+        """Write this rank's pieces into `temporary`; where another rank's or these are not those of the last
+        save, make `.metadata` anew. A collective of the group.
         """
-        dcp_save(
-            {name: piece.tensor for name, piece in pieces.items()},
-            storage_writer=FileSystemWriter(temporary),
-            planner=_SavePieces(pieces),
-            process_group=self._group,
-            no_dist=self._group is None,
-        )
+        parts = self._on_all_ranks(lambda: self._write_pieces(temporary, pieces))
+        if all(parts):
+            return
+        written = self._gather_on_main(self._written)
+        self._on_all_ranks(lambda: self._make_metadata(temporary, written))
+
+    def _write_pieces(self, temporary: Path, pieces: dict[str, Piece]) -> bool:
+        """Write this rank's pieces; whether the files have the same tensors at the same places as before."""
+        before, self._written = self._written, None
+        written = write(temporary, pieces, self._rank)
+        self._written = written
+        return written == before
+
+    def _make_metadata(self, temporary: Path, written: list[Any]) -> None:
+        """Make `_metadata`, on rank 0. written: by all ranks."""
+        if self._rank == 0:
+            self._metadata = metadata(temporary, written)
+
+    def _write_and_hash(self, temporary: Path, values: str) -> dict[str, dict[str, Any]]:
+        """Write .metadata and values.json (text `values`) on rank 0; {"size", "hash"} of each file that this
+        rank wrote, by name.
+        """
         names = [path.name for path in temporary.glob(f"__{self._rank}_*")]
         if self._rank == 0:
+            write_atomically(temporary / ".metadata", self._metadata)
             write_text_atomically(temporary / "values.json", values)
             names += [".metadata", "values.json"]
         return {name: _size_and_hash(temporary / name) for name in sorted(names)}
@@ -336,7 +335,7 @@ class Checkpoints:
         """Results of `work` by rank; if the disk fails on one rank, all ranks raise _NotSaved."""
         try:
             outcome = (work(), None)
-        except (OSError, CheckpointException) as error:
+        except (OSError, RuntimeError) as error:  # torch's writer raises both for the same full disk
             outcome = (None, _reason(error))
         outcomes = self._gather(outcome)
         for _, reason in outcomes:
@@ -351,6 +350,14 @@ class Checkpoints:
         values = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def _gather_on_main(self, value: Any) -> list[Any]:
+        """Values of all ranks of the group, by rank, on rank 0; elsewhere an empty list."""
+        if self._group is None:
+            return [value]
+        values = [None] * dist.get_world_size(self._group) if self._rank == 0 else None
+        dist.gather_object(value, values, group=self._group, group_dst=0)
+        return values or []
 
     # Loading #
 
@@ -458,22 +465,6 @@ class Checkpoints:
         return manifest
 
 
-class _SavePieces(DefaultSavePlanner):
-    """Plans to write this rank's pieces, which no other rank writes."""
-
-    def __init__(self, pieces: Mapping[str, Piece]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces = pieces
-
-    def create_local_plan(self) -> SavePlan:
-        items = [_write_item(name, piece) for name, piece in self._pieces.items() if not _empty_here(piece)]
-        self.plan = SavePlan(items)
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self._pieces[index.fqn].tensor
-
-
 class _LoadPieces(DefaultLoadPlanner):
     """Plans to read the parts of stored pieces, of any cut, that overlap with this rank's pieces."""
 
@@ -488,32 +479,13 @@ class _LoadPieces(DefaultLoadPlanner):
             [
                 item
                 for name, piece in self._pieces.items()
-                if not _empty_here(piece)
-                for item in create_read_items_for_chunk_list(name, stored[name], [_chunk(piece)])
+                if not empty_here(piece)
+                for item in create_read_items_for_chunk_list(name, stored[name], [chunk(piece)])
             ]
         )
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self._pieces[index.fqn].tensor
-
-
-def _chunk(piece: Piece) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape)
-
-
-def _write_item(name: str, piece: Piece) -> WriteItem:
-    data = TensorWriteData(
-        chunk=_chunk(piece),
-        properties=TensorProperties.create_from_tensor(piece.tensor),
-        size=torch.Size(piece.shape),
-    )
-    index = MetadataIndex(name, torch.Size(piece.offsets))
-    return WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)
-
-
-def _empty_here(piece: Piece) -> bool:
-    """Whether this rank has no element of the tensor, while others have some."""
-    return piece.tensor.numel() == 0 and math.prod(piece.shape) > 0
 
 
 def _piece(tensor: Tensor | Piece) -> Piece:

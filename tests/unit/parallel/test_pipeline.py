@@ -4,9 +4,11 @@ from collections import Counter
 from functools import partial
 from inspect import signature
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import cases
 from families import FAMILIES, exact
 from forward import summed_loss
@@ -223,9 +225,11 @@ def test_zero_inside_several_stages(text: str) -> None:
 
 
 def rank_forward(text: str, mine: list[Any]) -> Any:
+    """(Losses, or None without the last stage; exchanges with other ranks)."""
     parallel = build("llama", Layout.parse(text))
-    with torch.no_grad():
-        return parallel.pipeline.forward_only(mine, head_loss)
+    exchange = Mock(wraps=dist.batch_isend_irecv)
+    with torch.no_grad(), patch.object(dist, "batch_isend_irecv", exchange):
+        return parallel.pipeline.forward_only(mine, head_loss), exchange.call_count
 
 
 @pytest.mark.parametrize("text", ["pp2-1f1b", "pp2-interleaved1f1b-v2", "pp2-zbv", "pp4-zbv"])
@@ -235,9 +239,18 @@ def test_forward_only(text: str) -> None:
     parts = anatomy(model)
     with torch.no_grad():
         expected = [float(summed_loss(model, parts, each)) for each in mine]
-    found = [r for r in run_ranks(Layout.parse(text).world, rank_forward, text, mine) if r is not None]
+    results = run_ranks(Layout.parse(text).world, rank_forward, text, mine)
+    found = [losses for losses, _ in results if losses is not None]
     assert len(found) == 1
     assert [float(x) for x in found[0]] == pytest.approx(expected, rel=1e-7)
+
+
+@pytest.mark.parametrize("text", ["pp2-1f1b", "pp2-zbv"])
+def test_ranks_work_at_once_in_a_forward_only(text: str) -> None:
+    """One micro-batch after the other would be 12 exchanges with two stages, and 36 with four."""
+    layout, mine = Layout.parse(text), batches(12)
+    for _, exchanges in run_ranks(2, rank_forward, text, mine):
+        assert exchanges <= layout.stages + len(mine) - 2
 
 
 def rank_kept(text: str, widths: list[int]) -> list[int]:
@@ -294,7 +307,7 @@ def forwards(text: str) -> tuple[float, int]:
     return len(calls) / (len(mlps) * len(own)), kernels.count
 
 
-@pytest.mark.parametrize("schedule", TWO.split())
+@pytest.mark.parametrize("schedule", cases(TWO.split(), default=["pp2-zbv"]))
 def test_a_block_is_recomputed_once_in_every_mode_that_is_not_refused(schedule: str) -> None:
     traits = Traits("LlamaForCausalLM", blocks=BLOCKS, heads=4, kv_heads=2, vocabulary=VOCABULARY)
     plain = run_ranks(2, forwards, schedule)

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock, patch
 
 import psutil
 import pytest
@@ -21,7 +22,12 @@ from torch import Tensor
 from meshtune.errors import UserError
 from meshtune.model.pieces import Piece
 from meshtune.placement.share import piece
+from meshtune.train import checkpoint
 from meshtune.train.checkpoint import Checkpoints
+from meshtune.train.unpickle import read_metadata
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+import checkpoint_tables as checkpoint_tables_benchmark
 
 DTYPES = [
     torch.float32,
@@ -443,3 +449,24 @@ def test_the_manifest_lists_every_file_with_its_size(tmp_path):
     sizes = {name: facts["size"] for name, facts in manifest["files"].items()}
     on_disk = {path.name: path.stat().st_size for path in (tmp_path / "step-1").iterdir()}
     assert sizes | {"manifest.json": on_disk["manifest.json"]} == on_disk
+
+
+def test_the_tables_of_512_ranks_are_made_once(tmp_path: Path) -> None:
+    """`benchmarks/checkpoint_tables.py` measures what they take."""
+    checkpoints = checkpoint_tables_benchmark.FirstOfMany(tmp_path, 512)
+    pieces = checkpoint_tables_benchmark.pieces(8)
+    with (
+        patch.object(checkpoint, "dealt", Mock(wraps=checkpoint.dealt)) as dealing,
+        patch.object(checkpoint, "metadata", Mock(wraps=checkpoint.metadata)) as making,
+    ):
+        for step in (1, 2):
+            assert checkpoints.save(step, pieces, {}) == []
+        assert dealing.call_count == making.call_count == 1
+        first, second = ((tmp_path / f"step-{step}" / ".metadata").read_bytes() for step in (1, 2))
+        assert first == second
+        del pieces["tensor.7"]
+        checkpoints.save(3, pieces, {})
+        assert dealing.call_count == making.call_count == 2
+    names = [name for name in os.listdir(tmp_path / "step-3") if name.endswith(".distcp")]
+    read = read_metadata((tmp_path / "step-3" / ".metadata").read_bytes(), names, "")
+    assert len(read.state_dict_metadata) == 7 and len(read.state_dict_metadata["tensor.0"].chunks) == 512

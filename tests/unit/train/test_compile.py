@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import cases
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
@@ -53,7 +54,7 @@ def calls_a_micro_batch(words: list[str], graphs: Graphs) -> float:
     return graphs.calls / (run.steps * run.world.layout.gradient_accumulation_steps)
 
 
-@pytest.mark.parametrize("mode", RECOMPUTATIONS)
+@pytest.mark.parametrize("mode", cases(list(RECOMPUTATIONS), default=["none", "selective", "full"]))
 def test_a_mode_compiles_its_blocks_or_is_refused(mode: str, settings: Settings, graphs: Graphs) -> None:
     words = settings(f"layout={{recompute: {mode}}}")
     if RECOMPUTATIONS[mode].block:
@@ -65,6 +66,7 @@ def test_a_mode_compiles_its_blocks_or_is_refused(mode: str, settings: Settings,
     assert graphs.compiled
 
 
+@pytest.mark.slow
 def test_generating_at_an_evaluation_leaves_the_compiler_to_training(
     settings: Settings, graphs: Graphs, tiny: Path, tmp_path: Path
 ) -> None:

@@ -7,9 +7,12 @@ import math
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny import write_rows
@@ -17,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshtune import config
 from meshtune.errors import Interrupted, NonFinite, NothingFits, UserError
+from meshtune.parallel.mesh import Axis
 from meshtune.rundir import RunDir
 from meshtune.train import build, loop
 
@@ -224,6 +228,26 @@ def test_the_best_evaluation_is_kept_and_patience_ends_the_run(
     assert run.evaluation.dataset is not None
     loss, _ = run.evaluation.held_out_loss()
     assert loss == pytest.approx(rows[best], rel=1e-6)
+
+
+def test_a_pipeline_evaluates_several_micro_batches_at_once(settings: Callable[..., list[str]]) -> None:
+    """At least as many as it has stages, so that every rank works; the last group may be smaller."""
+    run = build.build(config.load(None, settings()))
+    evaluation, parallel, pp, groups = run.evaluation, run.evaluation.parallel, 3, []
+    world = replace(parallel.world, axes=(Axis("pp", pp), *parallel.world.axes[1:]))
+
+    def forward(group: list[Any], finish: Any) -> list[torch.Tensor]:
+        groups.append(len(group))
+        return [torch.tensor(float(micro_batch.label_tokens)) for micro_batch in group]
+
+    several = SimpleNamespace(
+        world=world, forward=forward, modules=parallel.modules, width_multiple=parallel.width_multiple
+    )
+    assert evaluation.dataset is not None
+    sequences = [evaluation.dataset.members[:1]] * 40
+    many = replace(evaluation.dataset, members=np.concatenate(sequences), starts=np.arange(41))
+    loss, _ = replace(evaluation, parallel=several, dataset=many, micro_batch_size=1).held_out_loss()  # pyright: ignore[reportArgumentType]
+    assert sum(groups) == 40 and min(groups[:-1]) >= pp and loss == 1
 
 
 def test_lora_checkpoints_and_optimizer_hold_only_what_is_trained(train: Train) -> None:

@@ -1,0 +1,98 @@
+"""The tables of a checkpoint that several ranks write: who writes what, and what is where.
+
+    sizes of each rank's pieces ─> dealt ─> the pieces that this rank writes
+    this rank's pieces ─> write ─> Written ─┬─ all ranks' ─> metadata: the bytes of `.metadata`
+                                            └─ as at the last save? then those bytes again
+
+At 512 ranks both tables have some 600,000 rows, and seconds of work; a layout is fixed for a run, so both are
+made once. Files have the format of torch.distributed.checkpoint.
+"""
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from meshtune.model.pieces import Piece
+
+
+def dealt(sizes_by_rank: Sequence[Mapping[Hashable, int]], rank: int) -> set[Hashable]:
+    """The pieces that `rank` writes. sizes_by_rank: bytes of the pieces that each rank has, by their keys.
+
+    A piece that several ranks have goes to the one with the fewest bytes so far, largest first.
+    """
+    sizes = {key: size for part in sizes_by_rank for key, size in part.items()}
+    owners: dict[Any, list[int]] = {key: [] for key in sizes}
+    for owner, part in enumerate(sizes_by_rank):
+        for key in part:
+            owners[key].append(owner)
+    loads, assigned = [0] * len(sizes_by_rank), set()
+    for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
+        least = min(owners[key], key=loads.__getitem__)
+        loads[least] += sizes[key]
+        if least == rank:
+            assigned.add(key)
+    return assigned
+
+
+class Written(NamedTuple):
+    """A rank's pieces on the disk, with the file and place of each."""
+
+    items: list[WriteItem]
+    results: list[WriteResult]
+
+
+def write(folder: Path, pieces: Mapping[str, Piece], rank: int) -> Written:
+    """Write this rank's pieces into `folder`, as __<rank>_0.distcp. Raises the error of the file system, or
+    torch's RuntimeError because of it.
+    """
+    writer = FileSystemWriter(folder)
+    items = [_write_item(name, piece) for name, piece in pieces.items() if not empty_here(piece)]
+    # The writer names files by the place of a plan among all ranks'.
+    plans = writer.prepare_global_plan([SavePlan([])] * rank + [SavePlan(items)])
+    return Written(items, writer.write_data(plans[rank], _Pieces(pieces)).value())
+
+
+def metadata(folder: Path, parts: Sequence[Written]) -> bytes:
+    """Write `.metadata` into `folder` for what all ranks wrote; returns its bytes."""
+    _, table = create_default_global_save_plan([SavePlan(part.items) for part in parts])
+    FileSystemWriter(folder).finish(table, [part.results for part in parts])
+    return (folder / ".metadata").read_bytes()
+
+
+def chunk(piece: Piece) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape)
+
+
+def empty_here(piece: Piece) -> bool:
+    """Whether this rank has no element of the tensor, while others have some."""
+    return piece.tensor.numel() == 0 and math.prod(piece.shape) > 0
+
+
+class _Pieces(DefaultSavePlanner):
+    """Finds the tensors of this rank's pieces for torch's writer."""
+
+    def __init__(self, pieces: Mapping[str, Piece]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._pieces = pieces
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._pieces[index.fqn].tensor
+
+
+def _write_item(name: str, piece: Piece) -> WriteItem:
+    data = TensorWriteData(
+        chunk=chunk(piece),
+        properties=TensorProperties.create_from_tensor(piece.tensor),
+        size=torch.Size(piece.shape),
+    )
+    index = MetadataIndex(name, torch.Size(piece.offsets))
+    return WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)
