@@ -87,6 +87,7 @@ GRID = {
         "tp2-mb2-ga2", "tp2-sp-mb2-ga2", "tp4-sp-mb2-ga1-full", "zero3x2-tp2-sp-mb2-ga1",
         "cp2-mb2-ga1", "ulysses2-mb2-ga2",
         "pp2-1f1b-mb1-ga4", "pp4-1f1b-mb1-ga8", "pp2-gpipe-mb1-ga4", "pp2-interleaved1f1b-v2-mb1-ga4",
+        "pp2-zb-mb1-ga4", "pp2-zbv-mb1-ga4", "pp2-zbv-mb1-ga4-attention", "pp2-dualpipev-mb1-ga4",
         "zero1x2-pp2-1f1b-mb1-ga4", "dp2-tp2-sp-pp2-1f1b-mb1-ga4-full",
     ),
     "fp32": ("mb2-ga2", "zero3x2-mb2-ga2", "tp2-sp-mb2-ga2"),

@@ -27,7 +27,7 @@ Plan = Callable[..., Ended]
 
 EIGHT = ["cluster.gpu=h100-sxm", "cluster.gpus=8"]
 MEMORY = ["weights", "gradients", "optimizer", "activations", "logits", "communication", "overhead"]
-TIME = ["compute", "tensor", "context", "pipeline", "data", "optimizer", "bubble", "host"]
+TIME = ["compute", "tensor", "context", "pipeline", "data", "optimizer", "bubble", "imbalance", "host"]
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,8 @@ SPENT = {
     "context": "exposed context-parallel collectives",
     "pipeline": "sends between pipeline stages",
     "optimizer": "the optimizer's update",
-    "bubble": "the pipeline bubble and uneven stages",
+    "bubble": "the pipeline bubble",
+    "imbalance": "waiting for the slowest pipeline stage",
     "host": "kernel launches and other work of the host",
 }
 # collectives of `Seconds.data`, by ZeRO stage; {}: " and", or "," where replicas add an all-reduce

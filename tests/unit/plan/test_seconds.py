@@ -188,11 +188,24 @@ def test_bubbles_are_the_papers(text: str, bubble: float) -> None:
 
 
 def test_a_balanced_pipeline_waits_less_for_the_head() -> None:
+    """The bubble is the same: waiting for the slowest stage is a part of its own."""
     heavy = replace(GPT, vocabulary=256_000.0)
     unbalanced, balanced = (
-        seconds("pp4-1f1b-mb1-ga8", replace(IDEAL, balanced=b), heavy).total for b in (0.0, 1.0)
+        seconds("pp4-1f1b-mb1-ga8", replace(IDEAL, balanced=b), heavy) for b in (0.0, 1.0)
     )
-    assert balanced < unbalanced
+    assert balanced.total < unbalanced.total and balanced.imbalance < unbalanced.imbalance
+    assert balanced.bubble == pytest.approx(unbalanced.bubble)
+    assert seconds("mb1-ga8", IDEAL, heavy).imbalance == 0
+
+
+@pytest.mark.parametrize("schedule", ["zb", "zbv", "dualpipev"])
+def test_replicas_all_reduce_after_a_zero_bubble_schedule(schedule: str) -> None:
+    """Its last backward, of weights, runs no hooks: `Replicas.finish` starts all messages."""
+    exposing = replace(IDEAL, network=1e13, link=1e13)
+    hiding = replace(exposing, data_overlap=1.0)
+    assert seconds("dp2-pp4-1f1b-mb1-ga8", hiding).data == pytest.approx(0)
+    exposed = seconds(f"dp2-pp4-{schedule}-mb1-ga8", hiding).data
+    assert exposed > 0 and exposed == seconds(f"dp2-pp4-{schedule}-mb1-ga8", exposing).data
 
 
 def test_parts_add_up_and_columns_are_rows() -> None:

@@ -77,6 +77,18 @@ def saved_by_block(
     return saved, np.where(layouts.recomputation("by_operation"), rest, recomputed)
 
 
+def output_gradients(work: Work, layouts: Columns, tokens: Number, *, element: float) -> Number:
+    """Bytes of the gradients of what an average block's matmuls and norms return, for one micro-batch.
+
+    A zero-bubble schedule holds them from the backward of a stage's input to that of its weights. tokens,
+    element: as in `saved_by_block`. Two norms a block are counted.
+    """
+    sequence_shards = np.where(layouts.sp > 0, layouts.tp, 1.0)
+    cut = sum(matrix.count * matrix.rows for matrix in work.matrices if matrix.cut == "rows")
+    uncut = sum(matrix.count * matrix.rows for matrix in work.matrices if matrix.cut != "rows")
+    return tokens * element * (cut / layouts.tp + (uncut + 2 * work.hidden) / sequence_shards)
+
+
 def compiled(per_token: Kept) -> Kept:
     """Bytes per token that a block saves under torch.compile, from those that it saves eagerly.
 

@@ -90,3 +90,13 @@ def in_flight(layouts: Columns, rank: Number = 0.0) -> Number:
     most = np.where(layouts.runs("dualpipev"), layouts.pp + 0.5, most)
     most = np.where(layouts.runs("gpipe", "loopedbfs"), micro_batches, np.minimum(most, micro_batches))
     return np.where(layouts.pp > 1, most, 1.0)
+
+
+def awaiting_weights(layouts: Columns, rank: Number = 0.0) -> Number:
+    """Micro-batches that wait for their gradients of weights on pipeline rank `rank` when the backward of a
+    stage's input begins with as many in flight as can be, as torch's schedules have them.
+
+    One in one of v stages counts as 1/v. Interleaved ZB-H1: one stage more on each rank; others: none.
+    """
+    stages = np.where(layouts.runs("zb"), rank, 0.0)
+    return np.minimum(stages / layouts.virtual_stages, layouts.gradient_accumulation_steps)

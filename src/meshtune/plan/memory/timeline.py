@@ -26,9 +26,10 @@ from meshtune.plan.memory.activations import (
     MicroBatchSizes,
     block_backward,
     loss_bytes,
+    output_gradients,
     saved_by_block,
 )
-from meshtune.plan.memory.stages import Stages, in_flight
+from meshtune.plan.memory.stages import Stages, awaiting_weights, in_flight
 from meshtune.plan.memory.states import RankElements, rank_elements
 from meshtune.plan.work import Work
 
@@ -170,9 +171,13 @@ def activations_in_flight(
     sent = accounting.keeps_sent * hidden * (virtual - stages.has_head)
     total = micro_batches * (stages.blocks * saved_block + sent)
     total = total + stages.has_head * (micro_batches - 1) * loss.per_extra_micro_batch
+    waiting = stages.blocks * output_gradients(work, layouts, sizes.tokens, element=accounting.element)
+    total = total + awaiting_weights(layouts, stages.rank) * waiting
+    # Once the backward of a stage's input has ended; the first stage's input has none.
+    of_stage = np.where(layouts.runs("zb", "zbv"), (1 - stages.has_embedding) * waiting / virtual, 0.0)
     return InFlight(
         saved_block=saved_block,
-        in_block_backward=recomputed + block_backward(work, layouts, accounting, sizes),
+        in_block_backward=np.maximum(recomputed + block_backward(work, layouts, accounting, sizes), of_stage),
         total=total,
         per_micro_batch=total / np.maximum(micro_batches, 1.0),
         received=received,

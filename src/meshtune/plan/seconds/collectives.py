@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshtune.layout import ZERO_BUBBLE
 from meshtune.units import Number
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block_b
     """Exposed seconds per step of data parallelism's collectives that `shard_collectives` does not count.
 
     Gradients are all-reduced between replicas and under ZeRO-1 reduce-scattered, a share of it hidden behind
-    the last backward; ZeRO-1 and -2 gather weights once, before the first forward. ZeRO-2's and -3's
+    the last backward, none with a zero-bubble schedule; ZeRO-1 and -2 gather weights once, before the first forward. ZeRO-2's and -3's
     collectives of what is outside the blocks come with each micro-batch and have nothing to hide behind.
 
     block_backward: seconds of one block's backward for one micro-batch.
@@ -179,6 +180,8 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block_b
     reduce_scatter = ring_collectives(machine, scatter_bytes, shards, shards_in_node, count=count)
     reducing = all_reduce + np.where(zero == 1, reduce_scatter, 0.0)
     hidden = np.minimum(reducing * machine.data_overlap, block_backward * work.blocks / layouts.pp)
+    # Their last backward is of weights alone, and runs no hooks that could start a collective.
+    hidden = np.where(layouts.runs(*ZERO_BUBBLE), 0.0, hidden)
     weight_gather = ring_collectives(
         machine, machine.weight_bytes * whole, shards, shards_in_node, count=count
     )

@@ -25,10 +25,11 @@ SEND_SHARE_OF_LINK = 0.5  # of the link's bandwidth, for one send to one neighbo
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Seconds that a pipeline costs a rank; both are 0 without one."""
+    """Seconds that a pipeline costs a rank; all are 0 without one."""
 
     sends: Number  # of one micro-batch through the rank's stages, forward and backward
-    bubble: Number  # of a step: waiting for the first and last micro-batches and for the slowest stage
+    bubble: Number  # of a step: waiting for the first and last micro-batches
+    behind: Number  # of one micro-batch: the slowest rank's, with the head, beyond a mean one's blocks
 
 
 def pipeline_seconds(
@@ -49,8 +50,7 @@ def pipeline_seconds(
     stage = block.total * blocks + sends + machine.host_micro_batch
     slowest = block.total * slowest_blocks + sends + machine.host_micro_batch
     bubble = _bubble(layouts, stage, block.forward * blocks, block.compute.weights * blocks)
-    uneven = np.where(layouts.pp > 1, layouts.gradient_accumulation_steps * (slowest - stage), 0.0)
-    return Pipeline(sends, bubble + uneven)
+    return Pipeline(sends, bubble, np.where(layouts.pp > 1, slowest - stage, 0.0))
 
 
 def _slowest_stage(blocks: Number, pp: Number, head_blocks: Number, balanced: Number) -> Number:

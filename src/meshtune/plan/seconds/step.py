@@ -39,7 +39,8 @@ class Seconds:
     pipeline: Number  # sends between stages
     data: Number  # collectives on weights and gradients
     optimizer: Number  # the update
-    bubble: Number  # waiting for other pipeline stages
+    bubble: Number  # waiting for a pipeline's first micro-batches to come and its last ones to return
+    imbalance: Number  # waiting for the slowest stage of a pipeline, micro-batch by micro-batch
     host: Number  # launches, and the host's work for each micro-batch and step
 
     @property
@@ -64,7 +65,7 @@ def step(
     pipeline = pipeline_seconds(work, layouts, machine, seq_len, block=block, head=head)
     micro_batches = layouts.gradient_accumulation_steps
     blocks = micro_batches * work.blocks / layouts.pp
-    heads = micro_batches * head / layouts.pp  # the last stage's, shared out over ranks; the rest is bubble
+    heads = micro_batches * head / layouts.pp  # the last stage's, shared out over ranks
     return Seconds(
         compute=blocks * block.compute.total + heads,
         tensor=blocks * block.tensor,
@@ -72,7 +73,8 @@ def step(
         pipeline=micro_batches * pipeline.sends,
         data=blocks * block.sharding + gradient_collectives(work, layouts, machine, block.backward),
         optimizer=optimizer_update(work, layouts, machine),
-        bubble=pipeline.bubble - np.where(layouts.pp > 1, heads, 0.0),
+        bubble=pipeline.bubble,
+        imbalance=np.where(layouts.pp > 1, micro_batches * pipeline.behind - heads, 0.0),
         host=blocks * block.launches + micro_batches * machine.host_micro_batch + machine.host_step,
     )
 

@@ -9,7 +9,8 @@ from meshtune.report.draw.theme import DARK, LIGHT, OTHERS
 # In the order of CATEGORIES and of PARTS; "optimizer" is in both, with one colour.
 MEMORY = (LIGHT["main"], LIGHT["other"], "#009e73", "#7a6fb0", "#cc79a7", DARK["other"], "#8b929b")
 TIME = (
-    DARK["main"], LIGHT["other"], "#cc79a7", "#7a6fb0", DARK["other"], "#009e73", "#b9bfc7", "#6b727b",
+    DARK["main"], LIGHT["other"], "#cc79a7", "#7a6fb0", DARK["other"], "#009e73", "#b9bfc7", "#a6761d",
+    "#6b727b",
 )  # fmt: skip
 COLOURS = dict(zip(CATEGORIES, MEMORY, strict=True)) | dict(zip(PARTS, TIME, strict=True))
 
