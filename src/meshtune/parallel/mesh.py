@@ -7,6 +7,8 @@ read the same sequences; `cp` cuts them, `tp` and `pp` cut the model. For parame
 more data rank: it sees other tokens.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -37,7 +39,7 @@ class World:
     device: torch.device
     rank: int  # among all ranks; 0 is the main one
     axes: tuple[Axis, ...]  # in the order of AXES
-    mesh: DeviceMesh | None = None  # the ranks with the dimensions AXES; None for one rank
+    mesh: DeviceMesh | None = None  # of the axes with several ranks; None for one rank
     host_group: Any = None  # group of all ranks on a CPU backend, for objects; None for one rank
     checkpoint_group: Any = None  # another such group, for checkpoints; None for one rank
 
@@ -144,13 +146,13 @@ def join(layout: Layout, device: torch.device) -> World:
         )
     if ranks == 1:
         return World(layout, device, 0, tuple(Axis(name) for name in AXES))
-    sizes = tuple(getattr(layout, name) for name in AXES)
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
-    coordinates = mesh.get_coordinate()
-    assert coordinates is not None
+    sizes = {name: size for name in AXES if (size := getattr(layout, name)) > 1}
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     axes = tuple(
-        Axis(name, size, index, mesh.get_group(name) if size > 1 else None)
-        for name, size, index in zip(AXES, sizes, coordinates, strict=True)
+        Axis(name, sizes[name], mesh.get_local_rank(name), mesh.get_group(name))
+        if name in sizes
+        else Axis(name)
+        for name in AXES
     )
     # Checkpoints are written while training goes on: in a group of their own, or collectives would mix.
     host_group, checkpoint_group = (
@@ -162,17 +164,41 @@ def join(layout: Layout, device: torch.device) -> World:
 def parameter_mesh(world: World) -> DeviceMesh | None:
     """Mesh of the ranks that share this rank's parameters, for ZeRO and replicas; None when it is alone.
 
-    1-D for replicas alone or shards alone; (replicas, shards) for a hybrid. A collective call: every rank of
-    the world makes it.
+    1-D for replicas alone or shards alone; (replicas, shards) for a hybrid. Its groups are those of the axes;
+    one is made where context ranks, which see other tokens, join data ranks in an axis. A collective call:
+    every rank of the world makes it.
     """
     if world.parameter_ranks == 1:
         return None
-    layout = world.layout
-    replicas, shards = layout.dp_replicate, layout.shard_ranks
+    layout, device_type = world.layout, world.device.type
     if layout.zero == 0:  # context ranks hold copies, as data ranks do
-        replicas, shards = replicas * shards, 1
-    names = ("pp", "dp_replicate", "dp_shard_cp", "tp")
-    mesh = init_device_mesh(world.device.type, (layout.pp, replicas, shards, layout.tp), mesh_dim_names=names)
-    if shards == 1:
-        return mesh["dp_replicate"]
-    return mesh["dp_shard_cp"] if replicas == 1 else mesh["dp_replicate", "dp_shard_cp"]
+        _, group = _joined(world, ("dp_replicate", "cp"))
+        return DeviceMesh.from_group(group, device_type, mesh_dim_names=("replicas",))
+    ranks, group = _joined(world, ("dp_shard", "cp"))
+    replicas = world.axis("dp_replicate")
+    if replicas.group is None:
+        return DeviceMesh.from_group(group, device_type, mesh_dim_names=("shards",))
+    step = layout.dp_shard * layout.cp * layout.tp  # from one replica to the next
+    first = ranks - replicas.index * step
+    both = torch.stack([first + number * step for number in range(replicas.size)])
+    names = ("replicas", "shards")
+    return DeviceMesh.from_group([replicas.group, group], device_type, both, mesh_dim_names=names)
+
+
+def _joined(world: World, names: Sequence[str]) -> tuple[torch.Tensor, dist.ProcessGroup]:
+    """(Ranks, process group) of those that differ from this one in the axes `names` alone.
+
+    An axis by itself has its group, and so have all ranks; others get a new one. A collective call.
+    """
+    several = [name for name in names if world.axis(name).size > 1]
+    others = [name for name in AXES if name not in several]
+    ranks = torch.arange(world.size).reshape([world.axis(name).size for name in AXES])
+    rows = ranks.permute([AXES.index(name) for name in (*others, *several)])
+    rows = rows.reshape(-1, math.prod(world.axis(name).size for name in several))
+    own = rows[(rows == world.rank).any(1)].squeeze(0)
+    group: Any = world.axis(several[0]).group
+    if len(rows) == 1:
+        group = dist.group.WORLD
+    elif len(several) > 1:
+        group, _ = dist.new_subgroups_by_enumeration(rows.tolist())
+    return own, group

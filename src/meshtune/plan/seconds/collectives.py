@@ -159,8 +159,9 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block_b
     """Exposed seconds per step of data parallelism's collectives that `shard_collectives` does not count.
 
     Gradients are all-reduced between replicas and under ZeRO-1 reduce-scattered, a share of it hidden behind
-    the last backward, none with a zero-bubble schedule; ZeRO-1 and -2 gather weights once, before the first forward. ZeRO-2's and -3's
-    collectives of what is outside the blocks come with each micro-batch and have nothing to hide behind.
+    the last backward, none with a zero-bubble schedule; ZeRO-1 and -2 gather weights once, before the first
+    forward. ZeRO-2's and -3's collectives of what is outside the blocks come with each micro-batch and have
+    nothing to hide behind.
 
     block_backward: seconds of one block's backward for one micro-batch.
     """
