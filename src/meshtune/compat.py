@@ -1,10 +1,16 @@
-"""Calls of torch that are newer than the oldest version we support (2.11), each with its fallback."""
+"""torch's names that differ between the versions we support: newer calls with their fallbacks, and private
+names, which are checked before they are used.
+"""
 
+from collections.abc import Sequence
 from inspect import signature
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from meshtune.errors import UserError
 
 
 def varlen_attention(
@@ -71,6 +77,40 @@ def reduce_scatter_single(output: Tensor, pieces: Tensor, group: dist.ProcessGro
     group: None for all ranks. Until torch 2.13 it was called reduce_scatter_tensor.
     """
     _first_of("reduce_scatter_single", "reduce_scatter_tensor")(output, pieces, group=group)
+
+
+TESTED_PIPELINES = "2.13"  # the version of torch that pipelines were tested with
+
+# Private names of torch.distributed.pipelining that pipeline.py calls or replaces, with the parameters used.
+PIPELINING = {
+    "schedules.PipelineScheduleSingle._step_microbatches": "arg_mbs kwarg_mbs target_mbs losses return_outputs",
+    "schedules.PipelineScheduleMulti._step_microbatches": "arg_mbs kwarg_mbs target_mbs losses return_outputs",
+    "stage.PipelineStage.backward_weight_one_chunk": "",
+    "stage.PipelineStage.backward_maybe_with_nosync": "backward_type bwd_kwargs last_backward",
+    "stage.PipelineStage.perform_reduce_grad": "grad_scale_factor",
+    "stage.PipelineStage.clear_runtime_states": "",
+    "_backward.stage_backward": "stage_output output_grads input_values",
+}
+
+
+def check_pipelining() -> None:
+    """Raise UserError if this torch lacks a private name that pipelines use, or a parameter of one."""
+    from torch.distributed import pipelining
+
+    changed = [name for name, used in PIPELINING.items() if not _takes(pipelining, name, used.split())]
+    if changed:
+        raise UserError(
+            f"Pipelines use names of torch that are not public, and torch {torch.__version__} has others for "
+            f"{', '.join(changed)}. They were tested with torch {TESTED_PIPELINES}: install that, or use a "
+            "layout without pp."
+        )
+
+
+def _takes(owner: Any, path: str, names: Sequence[str]) -> bool:
+    """Whether the function at a dotted path below `owner` is there and takes these parameters."""
+    for part in path.split("."):
+        owner = getattr(owner, part, None)
+    return callable(owner) and set(names) <= signature(owner).parameters.keys()
 
 
 def _first_of(*names: str) -> Any:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
@@ -26,6 +25,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from transformers import PreTrainedModel
 
+from meshtune import compat
 from meshtune.data.batch import MicroBatch
 from meshtune.layout import TORCH_SCHEDULES
 from meshtune.model.anatomy import Anatomy, StandIn
@@ -130,6 +130,8 @@ class _ZeroStage(PipelineStage):
         root.set_requires_gradient_sync(True)
         root.set_requires_all_reduce(last_backward)
         root.set_reshard_after_backward(self.zero == 3 or last_backward)
+        from torch.distributed.pipelining._backward import stage_backward  # private: see compat.PIPELINING
+
         passed = (bwd_kwargs[name] for name in ("stage_output", "output_grads", "input_values"))
         return stage_backward(*passed), None
 
@@ -147,6 +149,7 @@ class Pipeline:
     """
 
     def __init__(self, stages: Sequence[Stage], world: World, dtype: torch.dtype) -> None:
+        compat.check_pipelining()
         self.stages, self.world, self.dtype = list(stages), world, dtype
         layout = world.layout
         self.rank_of_stage = {

@@ -19,7 +19,9 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from meshtune import compat
 from meshtune.attention.register import register
+from meshtune.errors import UserError
 from meshtune.layout import TORCH_SCHEDULES, ZERO_BUBBLE, Layout
 from meshtune.model.anatomy import anatomy
 from meshtune.parallel.apply import apply
@@ -33,6 +35,14 @@ from meshtune.train.loss import head_loss
 register()
 
 BLOCKS, VOCABULARY = 8, 256
+
+
+def test_a_torch_with_other_private_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    compat.check_pipelining()
+    monkeypatch.setitem(compat.PIPELINING, "_backward.stage_backward", "stage_output renamed")
+    monkeypatch.setitem(compat.PIPELINING, "stage.PipelineStage.gone", "")
+    with pytest.raises(UserError, match=r"_backward.stage_backward, stage.PipelineStage.gone. .* torch 2.13"):
+        compat.check_pipelining()
 
 
 def test_torchs_schedules_still_take_lists_of_micro_batches() -> None:
