@@ -82,9 +82,10 @@ def reduce_scatter_single(output: Tensor, pieces: Tensor, group: dist.ProcessGro
 TESTED_PIPELINES = "2.13"  # the version of torch that pipelines were tested with
 
 # Private names of torch.distributed.pipelining that pipeline.py calls or replaces, with the parameters used.
+_LISTS = "arg_mbs kwarg_mbs target_mbs losses return_outputs"
 PIPELINING = {
-    "schedules.PipelineScheduleSingle._step_microbatches": "arg_mbs kwarg_mbs target_mbs losses return_outputs",
-    "schedules.PipelineScheduleMulti._step_microbatches": "arg_mbs kwarg_mbs target_mbs losses return_outputs",
+    "schedules.PipelineScheduleSingle._step_microbatches": _LISTS,
+    "schedules.PipelineScheduleMulti._step_microbatches": _LISTS,
     "stage.PipelineStage.backward_weight_one_chunk": "",
     "stage.PipelineStage.backward_maybe_with_nosync": "backward_type bwd_kwargs last_backward",
     "stage.PipelineStage.perform_reduce_grad": "grad_scale_factor",
