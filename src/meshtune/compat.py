@@ -52,10 +52,23 @@ def varlen_attention(
 
 
 def fsdp_parameters(module: Any) -> list[Any]:
-    """FSDP2's records of the parameters that it gathers with `module`; torch 2.13 has a list of groups."""
+    """FSDP2's records of the parameters that it gathers with `module`."""
+    return [parameter for group in _fsdp_groups(module) for parameter in group.fsdp_params]
+
+
+def _fsdp_groups(module: Any) -> list[Any]:
+    """FSDP2's groups of parameters of `module`; torch 2.13 has a list of them."""
     state = module._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+    return [group for group in groups if group is not None]
+
+
+def reduce_gradients(module: Any) -> None:
+    """Do what FSDP2 does after the backward of the parameters that it gathers with `module`: reduce-scatter
+    their gradients, or add them up, and free the gathered weights. It then does not do so once more.
+    """
+    for group in _fsdp_groups(module):
+        group.post_backward()
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -205,8 +205,12 @@ def apply(
                 block.compile()
         if mesh is not None and layout.zero:
             zero.shard(
-                stage, inside, mesh, layout.zero, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype
-            )
+                stage, inside, mesh, layout.zero,
+                embedding=model.get_submodule(parts.embed) if stage.first else None,
+                norm=model.get_submodule(parts.norm) if stage.last and parts.norm else None,
+                head=model.get_submodule(parts.head) if stage.last else None,
+                compute_dtype=compute_dtype, reduce_dtype=reduce_dtype,
+            )  # fmt: skip
         materialise(stage, world.device)
         stages.append(stage)
         groups += groups_of(stage, inside)

@@ -7,14 +7,19 @@
     3     shard       shard      shard            2 all-gathers, 1 reduce-scatter a micro-batch
 
 (Rajbhandari et al. 2020, arXiv:1910.02054; "whole" while the step's passes run, shards in between.) A group
-is a block, or all that lies outside the blocks. Its collectives are over one flat buffer and overlap with the
-next group's computation. With dp_replicate > 1 shards are also all-reduced over the replicas, once a step.
+is a block, the last one with the last norm; the embedding; and all else, which is the head. Its collectives
+are over one flat buffer and overlap with the next group's computation. The backward needs neither the
+embedding's weights nor the head's, whose gradient the loss has made in the forward: they are gathered once a
+micro-batch, and the head's gradient is reduced while the blocks' backward runs. An embedding that is tied to
+the head is in its group. With dp_replicate > 1 shards are also all-reduced over the replicas, once a step.
 
 Context ranks see other tokens with the same parameters, so here they are data ranks. Gradients are summed,
 not averaged: each micro-batch's loss is already divided by the label tokens of the global batch.
 """
 
 from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,23 +36,75 @@ def shard(
     mesh: DeviceMesh,
     zero: int,
     *,
+    embedding: nn.Module | None = None,
+    norm: nn.Module | None = None,
+    head: nn.Module | None = None,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> None:
-    """Shard the parameters of `root` over `mesh` by ZeRO stage `zero` (1 to 3); each of `blocks`, and the
-    rest, is a group.
+    """Shard the parameters of `root` over `mesh` by ZeRO stage `zero` (1 to 3); each of `blocks`, the
+    embedding and the rest is a group.
 
     In place, parameters on meta or real; they become DTensors over `mesh`. Forward and backward passes
     compute in `compute_dtype` (None: in the parameters' own), gradients are summed in `reduce_dtype` (None:
     as they are computed). Everything that uses a parameter must happen inside root's forward.
+
+    embedding, norm, head: modules inside `root` but outside `blocks`, where it has them. The norm must follow
+    the last block, and the head's gradient be made in the forward (train/loss.py).
     """
     # Inputs have the dtypes that the model gave them: a cast here would round its fp32 ones.
     policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False)
-    for module in (*blocks, root):
-        fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
+    blocks, options = list(blocks), {"mesh": mesh, "reshard_after_forward": zero == 3, "mp_policy": policy}
+    tied = embedding is not None and head is not None and _share(embedding, head)
+    *others, last = blocks
+    for block in others:
+        fully_shard(block, **options)
+    fully_shard(last if norm is None else [last, norm], **options)
+    if embedding is not None and not tied:
+        fully_shard(embedding, **options)
+        _sharded(embedding).set_unshard_in_backward(False)
+    fully_shard(root, **options)
+    if embedding is not None and not tied:  # else it would prefetch the last block of an earlier micro-batch
+        _sharded(embedding).set_modules_to_backward_prefetch([_sharded(root)])
     for module in groups(root):  # neither setter is recursive
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # else PREMUL_SUM, which gloo doesn't support
+    known = {p for module in (embedding, norm, head, *blocks) if module for p in module.parameters()}
+    if all(parameter in known for parameter in root.parameters()):
+        _sharded(root).set_unshard_in_backward(False)
+        if norm is not None and head is not None and not tied:
+            norm.register_forward_pre_hook(partial(_reduce_behind, _sharded(root)))
+
+
+def _share(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules have a parameter in common."""
+    return not set(one.parameters()).isdisjoint(other.parameters())
+
+
+def _sharded(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module
+
+
+class _ReduceBehind(torch.autograd.Function):
+    """Identity; its backward reduce-scatters the gradients of a group, which are then all computed."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, group: FSDPModule) -> Tensor:
+        ctx.group = group
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        compat.reduce_gradients(ctx.group)
+        return gradient, None
+
+
+def _reduce_behind(group: FSDPModule, norm: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Hook before the last norm: behind its backward the gradients of `group`, the head's, are reduced."""
+    if not torch.is_grad_enabled() or not inputs:
+        return None
+    return _ReduceBehind.apply(inputs[0], group), *inputs[1:]
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@
 """
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -15,7 +16,13 @@ from meshtune.placement.states import Copies
 from meshtune.recomputation import RECOMPUTATIONS
 
 Shape = tuple[int, ...]
-Unit = list[tuple[Shape, Parameter]]  # parameters that are gathered and reduced together, as tp leaves them
+
+
+class Unit(NamedTuple):
+    """Parameters that are gathered and reduced together."""
+
+    parameters: list[tuple[Shape, Parameter]]  # with their shapes after tp
+    again: bool = True  # ZeRO-3 gathers them for the backward too
 
 
 class Collective(NamedTuple):
@@ -41,15 +48,17 @@ def data_collectives(copies: Copies, layout: Layout, units: Sequence[Unit]) -> I
         """Elements that a parameter takes in a flat buffer: all shards are as long as the longest."""
         return math.prod((-(-shape[0] // shards) * shards, *shape[1:]))
 
-    trained = [unit for unit in units if any(p.trainable for _, p in unit)]
-    weights = sum(flat(shape) for unit in units for shape, _ in unit) * int(copies.weight)
-    gradients = sum(flat(shape) for unit in units for shape, p in unit if p.trainable)
+    trained = [unit for unit in units if any(p.trainable for _, p in unit.parameters)]
+    weights = [sum(flat(shape) for shape, _ in unit.parameters) * int(copies.weight) for unit in units]
+    gradients = sum(flat(shape) for unit in units for shape, p in unit.parameters if p.trainable)
     gradients *= int(copies.accumulated)
     context = "_cp" if layout.cp > 1 else ""
     if shards > 1:
         axis = f"dp_shard{context}"
-        gathers, sums = 2 * steps if zero == 3 else 1, steps if zero > 1 else 1
-        yield Collective(axis, "all_gather", "parameters", gathers * len(units), gathers * weights)
+        gathers = [steps * (1 + unit.again) if zero == 3 else 1 for unit in units]
+        gathered = sum(map(operator.mul, gathers, weights))
+        sums = steps if zero > 1 else 1
+        yield Collective(axis, "all_gather", "parameters", sum(gathers), gathered)
         yield Collective(axis, "reduce_scatter", "gradients", sums * len(trained), sums * gradients)
     if replicas > 1:
         axis = "dp_replicate" if zero else f"dp_replicate{context}"
@@ -142,7 +151,7 @@ def tensor_collectives(
     widths = [
         p.shape[cut]
         for unit in units
-        for _, p in unit
+        for _, p in unit.parameters
         if p.whole and (cut := p.cut) is not None
         for _ in range(2 if again and cut == 0 else 1)
     ]

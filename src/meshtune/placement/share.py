@@ -237,13 +237,19 @@ def share(
     stages = stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, place["pp"])
     blocks = tuple(stage_ranges[stage] for stage in stages)
     units = [
-        [(_local_shape(p, layout.tp, place["tp"]), p) for p in unit]
+        Unit([(_local_shape(p, layout.tp, place["tp"]), p) for p in unit], again)
         for stage in stages
-        for unit in _units(census, stage_ranges[stage], first=stage == 0, last=stage == len(stage_ranges) - 1)
+        for unit, again in _units(
+            census,
+            stage_ranges[stage],
+            first=stage == 0,
+            last=stage == len(stage_ranges) - 1,
+            sharded=layout.zero > 0,
+        )
     ]
     parameters: Counter[str] = Counter()
     for unit in units:
-        for shape, parameter in unit:
+        for shape, parameter in unit.parameters:
             parameters[parameter.kind] += math.prod(shape)
     axes: list[tuple[str, ...]] = [(axis,) for axis in AXES if getattr(layout, axis) > 1]
     if layout.cp > 1:  # a context rank is one more data rank
@@ -270,8 +276,13 @@ def share(
     )
 
 
-def _units(census: Census, blocks: range, *, first: bool, last: bool) -> Iterator[tuple[Parameter, ...]]:
-    """Yield the parameters of one stage: those outside the blocks, if it has any, then those of each block.
+def _units(
+    census: Census, blocks: range, *, first: bool, last: bool, sharded: bool
+) -> Iterator[tuple[list[Parameter], bool]]:
+    """Yield (parameters, whether ZeRO-3 gathers them again for the backward) of each group of one stage.
+
+    Those outside the blocks, if it has any, then those of each block. sharded: by ZeRO, which has a group for
+    an embedding that is not the head's, and takes the last norm to the last block (parallel/zero.py).
 
     blocks: indices of the stage's blocks. first, last: it is the first, or the last, stage of the model. A
     last stage that is not the first too has a copy of a tied embedding.
@@ -280,10 +291,20 @@ def _units(census: Census, blocks: range, *, first: bool, last: bool) -> Iterato
     if last and not first and census.tied:  # the head's own copy of the embedding
         table = (census.vocabulary, census.hidden)
         outside.append(next(p for p in census.parameters_outside if p.shape == table))
+    inside = [list(census.blocks[block].parameters) for block in blocks]
+    if sharded:
+        norm = [p for p in outside if p.kind == "norm" and p.last]
+        inside[-1] += norm
+        outside = [p for p in outside if p not in norm]
+        table = [p for p in outside if p.kind == "embedding" and p.shape[0] == census.vocabulary]
+        if first and not census.tied:
+            yield table[:1], False
+            outside = [p for p in outside if p not in table[:1]]
     if outside:
-        yield tuple(outside)
-    for block in blocks:
-        yield census.blocks[block].parameters
+        ends = all(p.kind == "head" or p.shape == (census.vocabulary, census.hidden) for p in outside)
+        yield outside, not ends
+    for parameters in inside:
+        yield parameters, True
 
 
 def _local_shape(parameter: Parameter, tp: int, index: int) -> Shape:
@@ -309,7 +330,7 @@ def _elements(units: Iterable[Unit], layout: Layout, place: Mapping[str, int]) -
     index = place["dp_shard"] * layout.cp + place["cp"] if layout.zero else 0
     whole, shard = Counter[bool](), Counter[bool]()  # by whether it is trained
     for unit in units:
-        for shape, parameter in unit:
+        for shape, parameter in unit.parameters:
             start, stop = piece(shape[0], shards, index)
             whole[parameter.trainable] += math.prod(shape)
             shard[parameter.trainable] += math.prod((stop - start, *shape[1:]))

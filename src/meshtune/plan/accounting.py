@@ -98,6 +98,7 @@ class Accounting:
     logit_split: float = 0.0  # added to `logit` where tp splits the vocabulary
     logit_head_backward: float = 0.0  # still held while the gradients of the head are computed
 
+    ends_apart: bool = True  # ZeRO-3 holds neither embedding nor head in the backward, and them not together
     gathered_groups: float = 2  # blocks whose whole weights ZeRO-3 holds at a time
     reduce_bytes: float = 4  # of an element of a gradient in its reduce-scatter or all-reduce; 0: in place
     receive_buffers: float = math.inf  # micro-batches that a pipeline rank can receive at once, at most

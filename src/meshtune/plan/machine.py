@@ -67,6 +67,7 @@ class Machine:
     tensor_overlap: Number  # share of tensor-parallel collectives that computation hides
     shard_overlap: Number  # share of ZeRO-2's and -3's collectives that computation hides
     shard_share: Number  # of the links' speed that ZeRO-2's and -3's collectives reach
+    ends_apart: Number  # 1: ZeRO gathers embedding and head once, and reduces the head beside the backward
     data_overlap: Number  # share of the gradients' all-reduce that the backward hides
     optimizer_bytes: Number  # that an update reads and writes per parameter
     send_share: Number  # of a GPU's part of the network that a send between stages reaches

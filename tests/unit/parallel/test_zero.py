@@ -22,7 +22,8 @@ from meshtune.parallel.mesh import join, parameter_mesh
 
 register()
 
-GROUPS = 5  # four blocks, and what lies outside
+GROUPS = 6  # four blocks, the last one with the norm; embedding; head
+TWICE = 4  # the blocks: ZeRO-3 gathers them again in the backward
 MICRO_BATCHES = 4
 
 
@@ -81,7 +82,10 @@ def sharded(layout: str) -> dict[str, Any]:
     world, root = join(plan, torch.device("cpu")), Whole()
     mesh = parameter_mesh(world)
     assert mesh is not None
-    zero.shard(root, root.model.model.layers, mesh, plan.zero)
+    zero.shard(
+        root, root.model.model.layers, mesh, plan.zero,
+        embedding=root.model.model.embed_tokens, norm=root.model.model.norm, head=root.model.lm_head,
+    )  # fmt: skip
     batches = micro_batches(plan.world)
     labels = sum(each.label_tokens for each in batches)
     own = batches[world.data_rank :: plan.world]
@@ -106,12 +110,50 @@ GATHER, SCATTER, REDUCE = "allgather_base", "reduce_scatter_base", "allreduce"
 COLLECTIVES = {
     "zero1x2": {GATHER: GROUPS, SCATTER: GROUPS},
     "zero2x2": {GATHER: GROUPS, SCATTER: GROUPS * MICRO_BATCHES},
-    "zero3x2": {GATHER: 2 * GROUPS * MICRO_BATCHES, SCATTER: GROUPS * MICRO_BATCHES},
+    "zero3x2": {GATHER: (GROUPS + TWICE) * MICRO_BATCHES, SCATTER: GROUPS * MICRO_BATCHES},
     "dp2-zero1x2": {GATHER: GROUPS, SCATTER: GROUPS, REDUCE: GROUPS},
     "dp2-zero2x2": {GATHER: GROUPS, SCATTER: GROUPS * MICRO_BATCHES, REDUCE: GROUPS},
-    "dp2-zero3x2": {GATHER: 2 * GROUPS * MICRO_BATCHES, SCATTER: GROUPS * MICRO_BATCHES, REDUCE: GROUPS},
-    "zero3x3": {GATHER: 2 * GROUPS * MICRO_BATCHES, SCATTER: GROUPS * MICRO_BATCHES},
+    "dp2-zero3x2": {
+        GATHER: (GROUPS + TWICE) * MICRO_BATCHES,
+        SCATTER: GROUPS * MICRO_BATCHES,
+        REDUCE: GROUPS,
+    },
+    "zero3x3": {GATHER: (GROUPS + TWICE) * MICRO_BATCHES, SCATTER: GROUPS * MICRO_BATCHES},
 }
+
+
+def reduced(layout: str) -> list[int]:
+    """Elements of each reduce-scatter's input in a backward, in their order."""
+    plan = Layout.parse(layout)
+    world, root = join(plan, torch.device("cpu")), Whole()
+    mesh = parameter_mesh(world)
+    assert mesh is not None
+    zero.shard(
+        root, root.model.model.layers, mesh, plan.zero,
+        embedding=root.model.model.embed_tokens, norm=root.model.model.norm, head=root.model.lm_head,
+    )  # fmt: skip
+    loss = root(micro_batches(1)[0])
+    sizes: list[int] = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "reduce_scatter" in func.__name__:
+                sizes.append(args[1].numel())
+            return func(*args, **(kwargs or {}))
+
+    with Sizes():
+        loss.backward()
+    return sizes
+
+
+@pytest.mark.parametrize("layout", ["zero2x2", "zero3x2"])
+def test_the_heads_gradient_is_reduced_first_and_the_embeddings_last(layout: str) -> None:
+    model = Whole().model
+    sizes = [sum(p.numel() for p in block.parameters()) for block in model.model.layers]
+    table = model.lm_head.weight.numel()
+    sizes[-1] += model.model.norm.weight.numel()
+    for found in run_ranks(2, reduced, layout):
+        assert found == [table, *reversed(sizes), table]
 
 
 @pytest.mark.parametrize(

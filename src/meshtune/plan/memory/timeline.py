@@ -68,7 +68,8 @@ CATEGORY_NAMES = {name: name for name in CATEGORIES} | {
 class DataParallelBuffers(NamedTuple):
     """Bytes that data parallelism holds beside the model states."""
 
-    gathered_outside: Number  # whole parameters outside the blocks, under ZeRO-3
+    gathered_outside: Number  # whole parameters outside the blocks, under ZeRO-3, in the loss
+    gathered_behind: Number  # the same in the backward of the blocks
     gathered_block: Number  # whole parameters of one block, under ZeRO-3
     previous_reduce: Number  # input of the last reduce-scatter of the micro-batch before (ZeRO-2, -3)
     block_backward: Number  # a block's gradients and their collective, while its backward runs
@@ -76,7 +77,7 @@ class DataParallelBuffers(NamedTuple):
 
 
 def data_parallel_buffers(
-    layouts: Columns, accounting: Accounting, elements: RankElements
+    work: Work, layouts: Columns, accounting: Accounting, elements: RankElements, stages: Stages
 ) -> DataParallelBuffers:
     """Bytes of gathered weights and of gradients in collectives, as they were counted in FSDP2.
 
@@ -91,12 +92,16 @@ def data_parallel_buffers(
     reduce_scatter = np.where(sharded, block.trained * (precision.gradient + reduced), 0.0)
     has_replicas = accounting.gradient_replicas(layouts) > 1
     all_reduce = np.where(has_replicas, block.trained * accounting.reduce_bytes, 0.0)
-    outside = elements.outside
+    outside, ends_apart = elements.outside, np.asarray(accounting.ends_apart)
+    own = (1 - work.tied) * ends_apart * stages.has_embedding  # the embedding has a group of its own
+    in_loss = outside.whole - own * elements.before_blocks.whole
+    last_reduced = np.where(own > 0, elements.before_blocks.trained, outside.trained)
     return DataParallelBuffers(
-        gathered_outside=np.where(zero3, outside.whole * precision.weight, 0.0),
+        gathered_outside=np.where(zero3, in_loss * precision.weight, 0.0),
+        gathered_behind=np.where(zero3 & ~ends_apart, outside.whole * precision.weight, 0.0),
         gathered_block=np.where(zero3, block.whole * precision.weight, 0.0),
         previous_reduce=np.where(
-            sharded & (layouts.zero >= 2) & accumulates, outside.trained * accounting.reduce_bytes, 0.0
+            sharded & (layouts.zero >= 2) & accumulates, last_reduced * accounting.reduce_bytes, 0.0
         ),
         block_backward=reduce_scatter + (0.0 if accounting.shards_masters else all_reduce),
         backward_end=reduce_scatter + all_reduce,
@@ -214,7 +219,7 @@ def step_timeline(
     """
     precision, elements = accounting.precision, rank_elements(work, layouts, stages)
     states = held_states(precision, elements.total, layouts, shards_masters=accounting.shards_masters)
-    buffers = data_parallel_buffers(layouts, accounting, elements)
+    buffers = data_parallel_buffers(work, layouts, accounting, elements, stages)
     loss = loss_bytes(work, layouts, accounting, MicroBatchSizes.of(work, layouts, accounting, seq_len))
     flight = activations_in_flight(work, layouts, accounting, seq_len, stages, loss)
 
@@ -237,8 +242,8 @@ def step_timeline(
         "logits": np.zeros_like(flight.total),
         "communication": buffers.gathered_outside + flight.received,
     }
-    communication = steady["communication"]
-    with_block = communication + buffers.gathered_block
+    with_block = steady["communication"] + buffers.gathered_block
+    behind = buffers.gathered_behind + flight.received
     gathered_blocks = accounting.gathered_groups * buffers.gathered_block
     return {
         "loss": steady | {
@@ -254,12 +259,12 @@ def step_timeline(
         "backward of a block": steady | {
             "activations": flight.total + flight.in_block_backward,
             "logits": stages.has_head * loss.head_gradient_pending,
-            "communication": communication + gathered_blocks + buffers.block_backward,
+            "communication": behind + gathered_blocks + buffers.block_backward,
         },
         "end of backward": steady | {
             "gradients": states.gradients + flat,
             "activations": np.maximum(flight.saved_block + flight.in_block_backward, with_embedding),
-            "communication": with_block + buffers.backward_end,
+            "communication": behind + buffers.gathered_block + buffers.backward_end,
         },
         "update": steady | {
             "weights": states.weights,

@@ -189,8 +189,11 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block_b
     gathered_once = np.where((zero == 1) | (zero == 2), weight_gather, 0.0)
 
     root = outside / layouts.tp / machine.shard_share
-    root_gather = ring_collectives(machine, 2 * machine.weight_bytes * root, shards, shards_in_node)
-    root_gradients = machine.scatter_bytes * root * work.trained_outside
+    times = np.where(machine.ends_apart > 0, 1.0, 2.0)
+    root_gather = ring_collectives(machine, times * machine.weight_bytes * root, shards, shards_in_node)
+    # A head of its own is half of it, reduced beside the backward; with a pipeline the first rank's counts.
+    beside = np.where((machine.ends_apart > 0) & (layouts.pp == 1), 0.5 * (1 - work.tied), 0.0)
+    root_gradients = machine.scatter_bytes * root * work.trained_outside * (1 - beside)
     root_scatter = ring_collectives(machine, root_gradients, shards, shards_in_node)
     of_root = np.where(zero == 3, root_gather, 0.0) + np.where(zero >= 2, root_scatter, 0.0)
     return reducing - hidden + gathered_once + layouts.gradient_accumulation_steps * of_root
