@@ -20,7 +20,7 @@ from single_device import set_up
 from meshtune.data.encode import Encoder
 from meshtune.data.example import Source
 from meshtune.data.loader import Loader
-from meshtune.data.pack import pack
+from meshtune.data.pack import Dataset, pack
 from meshtune.data.prepare import Prepared, prepare
 from meshtune.data.stream import Stream
 from meshtune.model.load import load_tokenizer
@@ -73,6 +73,7 @@ def main() -> None:
         work = Path(folder)
         set_up(work, options.data, needed=1)
         padded = prepared_rows(work, 2048, packing=False)
+        assert isinstance(padded.train, Dataset)
         lengths = np.diff(padded.train.offsets)
         print(f"{len(lengths):,} documents of {lengths.mean():.0f} tokens on average")
         for seq_len in SEQ_LENS:
