@@ -1,8 +1,8 @@
 """Context parallelism (cp): the ranks share one sequence, each with some of its columns.
 
-    allgather   one all-gather brings all keys and values to every rank, whose queries see the earlier ones.
-                Any number of heads. The columns go zigzag (parts 0 and 3 | 1 and 2 for two ranks), so that
-                all ranks have as many (query, key) pairs.
+    allgather   one all-gather brings all keys and values to every rank, whose queries see the earlier ones
+                (Llama 3, 2024, arXiv:2407.21783, section 3.3.2). Any number of heads. The columns go zigzag
+                (parts 0 and 3 | 1 and 2 for two ranks), so that all ranks have as many (query, key) pairs.
     ulysses     an all-to-all makes some columns of all heads into all columns of some heads, attention runs
                 as on one rank, another all-to-all undoes it (Jacobs et al. 2023, arXiv:2309.14509). The
                 columns are contiguous.

@@ -56,3 +56,51 @@ def test_what_is_in_flight_is_what_torch_plans(schedule: str, virtual: int, pp: 
     columns = Columns.of([layout])
     for rank, order in actions(layout).items():
         assert in_flight(columns, float(rank))[0] == most_held(order) / layout.stages_per_rank, rank
+
+
+def makespan(layout: Layout) -> float:
+    """Seconds of a step of torch's actions, if F, B and W of all stages of a rank take one second each."""
+    per_stage, last = 1 / layout.stages_per_rank, layout.pp * layout.stages_per_rank - 1
+    orders = {rank: [action for action in order if action] for rank, order in actions(layout).items()}
+    ends: dict[tuple[str, int, int], float] = {}  # (pass, stage, micro-batch) -> when it ends
+    clock = dict.fromkeys(orders, 0.0)
+
+    def run(rank: int, action: Any) -> bool:
+        """Run the rank's next action; False if its inputs are not computed yet."""
+        passes, inputs, seconds = [], [], 0.0
+        for part in action.sub_actions or (action,):
+            stage, batch, kind = part.stage_index, part.microbatch_index, part.computation_type.name
+            seconds += 2 * per_stage if kind == "FULL_BACKWARD" else per_stage
+            if kind == "FORWARD":
+                inputs += [("F", stage - 1, batch)] if stage > 0 else []
+                passes.append(("F", stage, batch))
+            elif kind != "BACKWARD_WEIGHT":
+                inputs += [("F", stage, batch), *([("B", stage + 1, batch)] if stage < last else [])]
+                passes.append(("B", stage, batch))
+        inputs = [needed for needed in inputs if needed not in passes]
+        if any(needed not in ends for needed in inputs):
+            return False
+        clock[rank] = max([clock[rank], *(ends[needed] for needed in inputs)]) + seconds
+        ends.update(dict.fromkeys(passes, clock[rank]))
+        return True
+
+    while any(orders.values()):
+        ready = [rank for rank, order in orders.items() if order and run(rank, order[0])]
+        assert ready, "a deadlock"
+        for rank in ready:
+            orders[rank].pop(0)
+    return max(clock.values())
+
+
+@pytest.mark.parametrize("pp", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "forwards"),
+    [("interleaved1f1b", 2, 3 / 2), ("interleaved1f1b", 4, 3 / 4), ("loopedbfs", 2, 3 / 2), ("zb", 1, 1),
+     ("zb", 2, 1 / 2), ("zbv", 1, 1 / 2), ("dualpipev", 1, 1)],
+)  # fmt: skip
+def test_bubbles_of_the_docs_are_those_of_torchs_actions(
+    schedule: str, virtual: int, forwards: float, pp: int
+) -> None:
+    """docs/parallelism.md's table: seconds of a forward that a step waits for each rank beyond the first."""
+    layout = Layout(pp=pp, schedule=schedule, virtual_stages=virtual, gradient_accumulation_steps=4 * pp)
+    assert makespan(layout) - 3 * 4 * pp == pytest.approx((pp - 1) * forwards)

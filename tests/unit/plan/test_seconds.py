@@ -25,8 +25,8 @@ IDEAL = Machine(
     link_latency=0, network_latency=0, stack_matmul=1, stack_attention=1, attention_backward=1, flash=1,
     score_bytes=0, batched=1, elementwise_hidden=0, elementwise_wide=0, logit_bytes=0, selective=0,
     host_block=0, launch_blocking=0, host_micro_batch=0, host_step=0, gradient_bytes=4, scatter_bytes=4,
-    tensor_overlap=0, shard_overlap=0, shard_share=1, ends_apart=0, data_overlap=0, optimizer_bytes=0, send_share=1,
-    send_split=0, balanced=0,
+    tensor_overlap=0, shard_overlap=0, shard_share=1, ends_apart=0, data_overlap=0, optimizer_bytes=0,
+    send_share=1, send_split=0, balanced=0,
 )  # fmt: skip
 GPT = Work.of_shape(
     layers=32, hidden=4096, ffn=16384, heads=32, kv_heads=32, vocabulary=0, gated=0, tied=1

@@ -76,11 +76,12 @@ def in_flight(layouts: Columns, rank: Number = 0.0) -> Number:
     without a pipeline.
 
     GPipe, looped BFS: all.
-    1F1B: the ranks from this one on (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+    1F1B: the ranks from this one on (PipeDream-Flush, Narayanan et al. 2021, arXiv:2006.09503).
     Interleaved 1F1B: its warm-up of (v - 1)·p + 2·(p - 1 - i) stages and one more, so that the first rank
     has p·(1 + (p - 1)/(p·v)) (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.3).
     ZB-H1, ZBV: as many as ranks, as gradients of weights come later (Qi et al. 2024, arXiv:2401.10241).
-    DualPipeV: half of a rank's stages more than ZBV, as torch's schedule has them.
+    DualPipeV: half of a rank's stages more than ZBV, as torch's schedule has them (DualPipe cut in half by
+    Sea AI Lab, 2025; DualPipe: DeepSeek-AI 2024, arXiv:2412.19437).
     """
     micro_batches, virtual = layouts.gradient_accumulation_steps, layouts.virtual_stages
     ranks_from_here = layouts.pp - rank

@@ -81,15 +81,18 @@ def _bubble(layouts: Columns, stage: Number, forward: Number, weights: Number) -
     stage, forward, weights: seconds of a rank's stages for one micro-batch: all, their forward, their
     gradients of weights. With F = forward, W = weights, B = the gradients of activations:
 
-        GPipe, 1F1B   (pp - 1)·(F + B + W)                      Narayanan et al. 2021, section 2.2
+        GPipe, 1F1B   (pp - 1)·(F + B + W)                      Narayanan et al. 2021, arXiv:2104.04473,
+                                                                section 2.2
         interleaved   a v-th of it                              the same
         ZB-H1         (pp - 1)·(F + B - W)                      Qi et al. 2024, arXiv:2401.10241
-        ZBV           (pp - 1)·(F + B - 2W), over half stages   the same
-        DualPipeV     (pp - 1)·(F + 2B - W), over half stages   DeepSeek-AI 2024, arXiv:2412.19437, table 2,
+        ZB-V          (pp - 1)·(F + B - 2W), over half stages   the same, section 6
+        DualPipeV     (pp - 1)·(F + 2B - W), over half stages   Sea AI Lab's cut-in-half (2025) of DualPipe
+                                                                (DeepSeek-AI 2024, arXiv:2412.19437, table 2),
                                                                 with no overlap inside a pair
 
-    Zero-bubble schedules wait at least half a forward, as F, B and W are never quite equal. With fewer
-    micro-batches than ranks, each further stage of a rank waits pp - m stages for the first one to return.
+    Zero-bubble schedules wait at least half a forward, as F, B and W are never quite equal; torch's actions
+    of ZB-V wait (pp - 1)·F/2 where they are (test_plan_schedules.py). With fewer micro-batches than ranks,
+    each further stage of a rank waits pp - m stages for the first one to return.
     """
     chunk = stage / layouts.virtual_stages
     saved = np.where(layouts.runs("zb"), 2 * weights, np.where(layouts.runs("zbv"), 3 * weights, 0.0))

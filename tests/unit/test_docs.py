@@ -1,0 +1,39 @@
+"""What the pages name exists: scripts, tests, linked files; CITATION.cff is the package's."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import meshtune
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("benchmarks/**/*.md")),
+         *sorted(ROOT.glob("validation/*.md"))]  # fmt: skip
+COMMAND = re.compile(r"(?:python|pytest) ((?:benchmarks|validation|scripts|tests)/[\w./-]+)")
+OPTION = re.compile(r"python ((?:benchmarks|validation)/\w+\.py)([^`\n]*)")
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_scripts_and_files_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    missing = [name for name in COMMAND.findall(text) if not (ROOT / name).exists()]
+    missing += [name for name in LINK.findall(text) if not (page.parent / name).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_options_that_a_page_gives_to_a_script_are_in_it(page: Path) -> None:
+    for script, options in OPTION.findall(page.read_text(encoding="utf-8")):
+        source = (ROOT / script).read_text(encoding="utf-8")
+        unknown = [option for option in re.findall(r"--[\w-]+", options) if f'"{option}"' not in source]
+        assert not unknown, script
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["cff-version"] == "1.2.0"
+    assert (citation["title"], citation["version"]) == ("meshtune", meshtune.__version__)
+    assert citation["license"] == "Apache-2.0"
