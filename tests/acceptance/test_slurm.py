@@ -38,7 +38,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     if os.environ.get("CI") != "true" and not (cache / "meshtune" / "slurm" / "unpacked").exists():
-        pytest.skip("Slurm's packages are not unpacked here: run scripts/slurm-local unpack (Debian, Ubuntu)")
+        pytest.skip("Slurm's packages are not unpacked here: run scripts/slurm-local unpack (Debian 12)")
     state = tmp_path_factory.mktemp("slurm")
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     start = 'set -e; words=$("$0" start "$1"); eval "$words"; env -0'
