@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -294,6 +295,102 @@ def test_srun_tasks_meet_at_the_first_host_of_the_node_list() -> None:
     assert (place.rank, place.world, place.local_rank, place.local_world) == (5, 8, 1, 4)
     assert place.address == "gpu03"
     assert launch.place_of(SLURM | nodes | {"SLURM_PROCID": "0"}).port == place.port  # type: ignore[union-attr]
+
+
+ELSEWHERE = "node1.invalid"  # a name that no resolver knows (RFC 2606)
+
+
+@pytest.fixture
+def slurm_task(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str | None], None]:
+    """Function(script): this process becomes a task of two on nodes whose names do not resolve; its PATH has
+    only a scontrol with this shell script, or none.
+    """
+
+    def become(script: str | None) -> None:
+        folder = tmp_path / "bin"
+        folder.mkdir()
+        if script is not None:
+            (folder / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
+            (folder / "scontrol").chmod(0o755)
+        names = {"PATH": str(folder), "SLURM_JOB_NODELIST": f"{ELSEWHERE},node2.invalid"}
+        for name, value in (SLURM | {"SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "1(x2)"} | names).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("SLURM_LOCALID", "0")
+
+    return become
+
+
+@pytest.fixture
+def met_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Where `launch.run` would have waited for the other ranks."""
+    addresses: list[str] = []
+
+    @contextmanager
+    def group(place: launch.Place, *args: object, **kwargs: object) -> Iterator[Rank]:
+        addresses.append(place.address)
+        yield Rank()
+
+    monkeypatch.setattr("meshtune.launch.start.process_group", group)
+    monkeypatch.setattr("meshtune.launch.start.RankLog", lambda: None)
+    return addresses
+
+
+def test_a_node_name_that_does_not_resolve_is_asked_from_slurm(slurm_task: Any, met_at: list[str]) -> None:
+    slurm_task('echo "NodeName=$3 Arch=x86_64"; echo "  NodeAddr=127.0.0.7 NodeHostName=ip-10 Port=6818"')
+    launch.run(lambda rank: None, ranks=1)
+    assert met_at == ["127.0.0.7"]
+
+
+def test_the_host_name_of_a_node_is_taken_where_its_address_does_not_resolve(
+    slurm_task: Any, met_at: list[str]
+) -> None:
+    slurm_task('echo "NodeName=$3 NodeAddr=$3 NodeHostName=localhost"')
+    launch.run(lambda rank: None, ranks=1)
+    assert met_at == ["localhost"]
+
+
+def test_a_master_addr_that_resolves_is_left_alone(
+    slurm_task: Any, met_at: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm_task("echo NodeAddr=127.0.0.7")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.8")
+    launch.run(lambda rank: None, ranks=1)
+    assert met_at == ["127.0.0.8"]
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (None, "can't be asked: scontrol is not on PATH"),
+        ('echo "Node $3 not found"; exit 1', f"failed: Node {ELSEWHERE} not found"),
+        ("exit 3", "failed: exit code 3"),
+        ("echo NodeAddr=$3 NodeHostName=also.invalid", f"gives: {ELSEWHERE} and also.invalid"),
+        ("echo something else", "gives: no address"),
+    ],
+)
+def test_a_first_node_without_an_address_is_refused_at_once(
+    script: str | None, reason: str, slurm_task: Any, met_at: list[str]
+) -> None:
+    slurm_task(script)
+    started = time.monotonic()
+    with pytest.raises(UserError) as raised:
+        launch.run(lambda rank: None, ranks=1)
+    assert time.monotonic() - started < 20
+    sentence = str(raised.value)
+    assert f"at {ELSEWHERE} (the first node of this Slurm job), but this name does not resolve" in sentence
+    assert f"`scontrol show node {ELSEWHERE}` {reason}" in sentence
+    assert "Set MASTER_ADDR to an IP address of the machine of rank 0" in sentence
+    assert met_at == []
+
+
+def test_one_rank_of_a_machine_reports_that_the_first_node_has_no_address(
+    slurm_task: Any, met_at: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm_task(None)
+    monkeypatch.setenv("SLURM_LOCALID", "1")
+    with pytest.raises(SystemExit) as raised:
+        launch.run(lambda rank: None, ranks=1)
+    assert raised.value.code == 2
 
 
 @pytest.mark.parametrize(

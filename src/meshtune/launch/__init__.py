@@ -8,6 +8,7 @@
                                           imported; spawned on CUDA, which survives no fork
 
     place.py     rank, world and rendezvous address, from the environment of torchrun or srun
+    address.py   an address of that name, also where the names of Slurm's nodes do not resolve
     rank.py      one rank: its process group, its log, the watch over it
     failure.py   the failure that the others followed from: who prints it, what is raised
     start.py     `run`: start the ranks, forward signals to them, wait for them

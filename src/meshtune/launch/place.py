@@ -17,7 +17,7 @@ class Place:
     world: int  # ranks on all machines
     local_rank: int  # among the ranks of its machine
     local_world: int  # ranks on its machine
-    address: str  # host of the store where the ranks meet
+    address: str  # host of the store where the ranks meet; a name may not resolve (reachable_address)
     port: int
 
     def environment(self) -> dict[str, str]:

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -17,7 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from meshtune.errors import Interrupted, NonFinite, RankFailed
+from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError
+from meshtune.launch.address import reachable_address
 from meshtune.launch.failure import claims_failure, exit_code, failures_of, raise_first, record_failure
 from meshtune.launch.place import Place, place_of
 from meshtune.launch.rank import Rank, RankLog, connect, flush_output, process_group
@@ -61,8 +63,15 @@ def run_joined(
     """Run the function in this process as the rank `place`, started by torchrun or srun; see `run`.
 
     The first rank to fail raises its error. The others write theirs to their logs and raise SystemExit; a
-    hang ends the process by os._exit.
+    hang ends the process by os._exit. If the first machine has no address here, the first rank of this
+    machine raises UserError, the others SystemExit.
     """
+    try:
+        place = replace(place, address=reachable_address(place.address))
+    except UserError as error:
+        if place.local_rank:
+            raise SystemExit(error.exit_code) from None
+        raise
     log = RankLog() if place.rank else None
 
     def end(report: str) -> None:

@@ -1,0 +1,172 @@
+"""A real Slurm of two nodes on this machine, whose names do not resolve: scripts/slurm-local."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import Command, end
+
+from meshtune.rundir import RunDir
+from meshtune.train.checkpoint import Checkpoints
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "slurm-local"
+TRAIN = [sys.executable, "-m", "meshtune", "train"]
+TWO_NODES = ["srun", "--nodes=2", "--ntasks-per-node=1"]
+
+Settings = Callable[..., list[str]]
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Function(words) that runs a command in the environment of a Slurm of two nodes.
+
+    With CI=true the packages are fetched if they are missing; else the test is skipped.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    if os.environ.get("CI") != "true" and not (cache / "meshtune" / "slurm" / "unpacked").exists():
+        pytest.skip("Slurm's packages are not unpacked here: run scripts/slurm-local unpack (Debian 12)")
+    state = tmp_path_factory.mktemp("slurm")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    start = 'set -e; words=$("$0" start "$1"); eval "$words"; env -0'
+    started = subprocess.run(
+        ["bash", "-c", start, SCRIPT, state], capture_output=True, text=True, env=clean, timeout=300
+    )
+    if started.returncode:
+        pytest.fail(f"Slurm did not start: {started.stderr}")
+    environment = dict(line.split("=", 1) for line in started.stdout.split("\0") if line)
+
+    def run(*words: object) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [*map(str, words)], capture_output=True, text=True, env=environment, timeout=300
+        )
+
+    yield run
+    subprocess.run([SCRIPT, "stop", state], env=clean, check=True, timeout=60)
+
+
+def wait_until(happened: Callable[[], object], *, seconds: float = 200) -> None:
+    until = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.2)
+
+
+def losses(run: Path) -> list[tuple[int, float, float]]:
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in RunDir(run).rows("train")]
+
+
+def test_tasks_of_srun_and_torchrun_under_srun_train_as_one_rank(
+    slurm: Run, meshtune: Command, settings: Settings, tmp_path: Path
+) -> None:
+    assert meshtune("train", *settings(f"output={tmp_path / 'one'}")).code == 0
+
+    words = settings(f"output={tmp_path / 'srun'}", "layout=zero3x2", "log.to=[jsonl,console]")
+    tasks = slurm(*TWO_NODES, *TRAIN, *words, "--json")
+    assert tasks.returncode == 0, tasks.stderr
+    assert json.loads(tasks.stdout)["steps"] == 4
+    assert tasks.stderr.count("step 4/4") == 1
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=1"]
+    words = settings(f"output={tmp_path / 'torchrun'}", "layout=zero3x2")
+    agents = slurm(*TWO_NODES, *torchrun, "-m", "meshtune", "train", *words, "--json")
+    assert agents.returncode == 0, agents.stderr
+    assert json.loads(agents.stdout)["steps"] == 4
+
+    for run in ("srun", "torchrun"):
+        assert [loss for _, loss, _ in losses(tmp_path / run)] == pytest.approx(
+            [loss for _, loss, _ in losses(tmp_path / "one")], rel=1e-5
+        )
+        assert [file.name for file in (tmp_path / run / "logs").iterdir()] == ["rank-1.log"]
+
+
+def test_a_first_node_without_an_address_is_refused_at_once(
+    slurm: Run, settings: Settings, tmp_path: Path
+) -> None:
+    """In a container, for example, whose PATH has no scontrol."""
+    started = time.monotonic()
+    command = ["env", f"PATH={tmp_path}", *TRAIN, *settings("layout=zero3x2")]
+    ended = slurm("srun", "--nodes=1", "--ntasks=2", *command)
+    assert ended.returncode == 2, ended.stderr
+    assert (
+        ended.stderr.count("at node1 (the first node of this Slurm job), but this name does not resolve") == 1
+    )
+    assert "scontrol is not on PATH. Set MASTER_ADDR" in ended.stderr
+    assert time.monotonic() - started < 120  # the rendezvous alone would wait for 300 s
+
+
+def documented_script(**replaced: str) -> str:
+    """Return the batch script of docs/slurm.md with some of its words replaced."""
+    page = (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8")
+    script = next(block for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) if "#SBATCH" in block)
+    for name, word in {
+        "tasks": "--ntasks-per-node=8 --gpus-per-node=8", "time": "--time=24:00:00", "signal": "USR1@300",
+        "train": "python -m meshtune train run.yaml layout=dp2-zero3x8 output=runs/sft",
+    }.items():  # fmt: skip
+        assert script.count(word) == 1, word
+        script = script.replace(word, replaced[name])
+    return script
+
+
+def test_a_job_stops_before_its_time_limit_is_requeued_and_goes_on_bit_for_bit(
+    slurm: Run, begin: Any, settings: Settings, tmp_path: Path
+) -> None:
+    """The batch script of docs/slurm.md; then scancel."""
+    words = settings("train.max_steps=100000", "layout=zero3x2", "train.global_batch_size=16")
+    whole, parts, out = tmp_path / "whole", tmp_path / "parts", tmp_path / "job.out"
+    script = tmp_path / "job.sh"
+    # The signal is due when the limit is 150 s away. Slurm looks every 30 s, which it adds.
+    script.write_text(
+        documented_script(
+            tasks="--ntasks-per-node=1", time="--time=60", signal="USR1@150",
+            train=shlex.join([*TRAIN, *words, f"output={parts}"]),
+        )
+    )  # fmt: skip
+    submitted = slurm("sbatch", "--parsable", f"--output={out}", script)
+    assert submitted.returncode == 0, submitted.stderr
+    job, started = submitted.stdout.strip(), time.monotonic()
+    uninterrupted = begin("train", *words, f"output={whole}")
+
+    def state() -> str:
+        return re.findall(r"JobState=(\w+)", slurm("scontrol", "show", "job", job).stdout)[0]
+
+    def limit(minutes: int) -> bool:
+        return slurm("scontrol", "update", f"jobid={job}", f"timelimit={minutes}").returncode == 0
+
+    wait_until(lambda: len(losses(parts)) > 3)
+    assert limit(int((time.monotonic() - started) / 60) + 3)
+    wait_until(lambda: state() == "PENDING")
+    assert limit(60)
+    done = len(losses(parts))
+    assert f"Stopped by SIGUSR1 after step {done} of" in out.read_text()
+    assert "exit code 75" in out.read_text()
+    assert Checkpoints(parts / "checkpoints").steps() == [done]
+
+    wait_until(lambda: len(losses(parts)) > done + 3)
+    assert slurm("scancel", job).returncode == 0
+    wait_until(lambda: state() == "CANCELLED")
+    assert "Stopped by SIGTERM" in out.read_text()
+    seen = losses(parts)
+    assert Checkpoints(parts / "checkpoints").steps() == [done, len(seen)]
+    assert [row["resumed_from"] for row in RunDir(parts).rows("run")][1:] == [done]
+
+    wait_until(lambda: len(losses(whole)) >= len(seen))
+    uninterrupted.send_signal(signal.SIGTERM)
+    assert end(uninterrupted).code == 75
+    assert seen == losses(whole)[: len(seen)]
