@@ -171,6 +171,11 @@ def write_text_atomically(file: Path, text: str) -> None:
     write_atomically(file, text.encode())
 
 
+def aside_pattern(file: Path) -> str:
+    """Pattern of the names under which `write_atomically` writes `file` in any process, for fnmatch."""
+    return f".{file.name}.*.tmp"
+
+
 def write_atomically(file: Path, content: bytes) -> None:
     """Write `content` beside `file`, sync it, rename it: `file` holds the old content or the new, never a
     part. Creates the folder if missing; the rename itself is not synced (see `flush`).

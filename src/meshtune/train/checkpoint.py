@@ -51,6 +51,7 @@ from meshtune.train.unpickle import SafeReader
 from meshtune.units import human
 
 HASH = "xxh3_128"  # finds damage; sha256 takes 20 times as long where the CPU has no SHA instructions
+CANNOT_BE_READ = "cannot be read"  # unlike damage, this may pass: a network disk, permissions
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
@@ -367,12 +368,19 @@ class Checkpoints:
         return sorted(int(name) for name in names if name.isdecimal())
 
     def newest_good(self) -> int | None:
-        """The newest step whose files are all as they were written; newer, damaged ones are reported."""
+        """The newest step whose files are all as they were written; newer, damaged ones are reported.
+
+        Raises UserError if a file can't be read: it may be whole, and using an older checkpoint would end
+        in deleting it.
+        """
         self.wait()
         for step in reversed(self.steps()):
             problems = self.problems(step)
             if not problems:
                 return step
+            if unreadable := [sentence for sentence in problems if CANNOT_BE_READ in sentence]:
+                remedy = "Run the command again once the disk answers, or move that checkpoint elsewhere."
+                raise UserError([*unreadable, remedy])
             for sentence in problems:
                 self._report(f"{sentence} Step {step} is skipped.")
         return None
@@ -543,7 +551,7 @@ def _damage(path: Path, facts: dict[str, Any]) -> str | None:
     except FileNotFoundError:
         return f"{path} is missing."
     except OSError as error:
-        return f"{path} cannot be read: {error.strerror or error}."
+        return f"{path} {CANNOT_BE_READ}: {error.strerror or error}."
     return None
 
 

@@ -2,41 +2,46 @@
 
 the folder has                      then
 nothing                             it is taken
+the lock of a run without settings  it is taken: the run was killed, or had no disk, before its config.yaml
 an unfinished run, same settings    it is resumed from the newest whole checkpoint, in any layout
+... none of its checkpoints whole   refused, naming the damage; nothing is deleted
 an unfinished run, other settings   refused, naming the settings that differ (settings in FREE may)
 a finished run                      the next free name (runs/x-2): no trained model is overwritten
 """
 
 import fcntl
 from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatch
 from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
 from meshtune.config import Config, SourceConfig, load
 from meshtune.errors import UserError
-from meshtune.rundir import RunDir, write_text_atomically
+from meshtune.rundir import RunDir, aside_pattern, write_text_atomically
 from meshtune.train.checkpoint import Checkpoints
 
 # Settings that may change when a run is resumed. A longer or shorter run continues with the schedule of its
 # new length; the other settings do not change what a step computes.
 FREE = ("train.max_steps", "train.num_epochs", "train.device", "eval", "checkpoint", "log", "hub", "layout",
         "cluster", "output", "data.cache")  # fmt: skip
+LOCK = ".lock"
 
 
 def choose_folder(config: Config, steps: int, report: Callable[[str], None]) -> tuple[RunDir, int | None]:
     """Choose (the run folder, the step to resume from) as in the table above; writes nothing.
 
-    The step is None for a new run, and for an unfinished one without a whole checkpoint. With
+    The step is None for a new run, and for an unfinished one that saved no checkpoint. With
     checkpoint.resume=never every folder that holds a run is skipped. steps: updates of the whole run. report:
-    gets a sentence for each damaged checkpoint that is skipped. Raises UserError if `output` is a file, holds
-    something else, or an unfinished run with other settings.
+    gets a sentence for each damaged checkpoint that is skipped, and for rows that are missing. Raises
+    UserError if `output` is a file, holds something else, an unfinished run with other settings, or one
+    whose checkpoints are all damaged.
     """
     named = RunDir(Path(config.output).expanduser().absolute())
     if named.path.exists() and not named.path.is_dir():
         raise UserError(f"output = {config.output} is a file; name a folder.")
     for run in candidates(named):
-        if not run.path.exists() or not any(run.path.iterdir()):
+        if is_unused(run):
             return run, None
         if not run.config_file.exists():
             if run == named:
@@ -46,13 +51,14 @@ def choose_folder(config: Config, steps: int, report: Callable[[str], None]) -> 
             continue
         if config.checkpoint.resume == "never":
             continue
-        step = Checkpoints(run.checkpoints, report=report).newest_good()
         finished = [row for row in run.rows("end") if row.get("status") == "finished"]
-        if finished and (step is None or finished[-1]["step"] >= steps or finished[-1].get("early")):
+        if finished and (finished[-1]["step"] >= steps or finished[-1].get("early")):
             continue
         differing = list(differences(settings(config), settings_of(run)))
         if not differing:
-            return run, step
+            return run, step_to_resume(run, report, finished=bool(finished))
+        if finished and not Checkpoints(run.checkpoints).steps():
+            continue
         if run == named:
             raise UserError(
                 [
@@ -62,6 +68,56 @@ def choose_folder(config: Config, steps: int, report: Callable[[str], None]) -> 
                 ]
             )
     raise AssertionError("candidates never end")
+
+
+def is_unused(run: RunDir) -> bool:
+    """True if the folder is missing, or empty but for what a run writes before its config.yaml."""
+    first = {LOCK, aside_pattern(run.config_file)}
+    return not run.path.exists() or all(
+        any(fnmatch(path.name, pattern) for pattern in first) for path in run.path.iterdir()
+    )
+
+
+def step_to_resume(run: RunDir, report: Callable[[str], None], *, finished: bool) -> int | None:
+    """The newest whole checkpoint's step; None if the run was killed before its first checkpoint.
+
+    report: gets a sentence for each damaged checkpoint that is skipped, for rows that are missing, and where
+    a run that has rows begins again. finished: True for a finished run that is to be made longer.
+
+    Raises UserError if no checkpoint is whole: starting again at step 1 would delete them and the rows. So
+    too if a file can't be read, or if a finished run has no checkpoint.
+    """
+    damage: list[str] = []
+    checkpoints = Checkpoints(run.checkpoints, report=damage.append)
+    there = checkpoints.steps()
+    step = checkpoints.newest_good()
+    rows = [row["step"] for row in run.rows("train")]
+    if step is None and (there or finished):
+        which = (
+            f"none of its checkpoints (steps {', '.join(map(str, there))}) is whole"
+            if there
+            else (f"it has no checkpoint in {run.checkpoints}")
+        )
+        state = "a finished run that would go on" if finished else "an unfinished run"
+        raise UserError(
+            [
+                f"{run.path} holds {state}, but {which}. Nothing was changed. Restore a checkpoint, or set "
+                "checkpoint.resume=never to train from step 1 in another folder.",
+                *damage,
+            ]
+        )
+    for sentence in damage:
+        report(sentence)
+    if step is None and rows:
+        report(
+            f"{run.path} has rows up to step {max(rows)} and no checkpoint: training begins again at step 1."
+        )
+    elif step is not None and "jsonl" in load(run.config_file).log.to and not rows:
+        report(
+            f"{run.metrics_file} has no rows of steps 1 to {step}, which were trained: the report begins at "
+            f"step {step + 1}."
+        )
+    return step
 
 
 def candidates(run: RunDir) -> Iterator[RunDir]:
@@ -81,7 +137,7 @@ def begin(run: RunDir, config: Config, plan: str, resumed: int | None) -> IO[str
     has it.
     """
     run.create()
-    lock = open(run.path / ".lock", "w")  # noqa: SIM115 - open as long as the run
+    lock = open(run.path / LOCK, "w")  # noqa: SIM115 - open as long as the run
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
