@@ -70,6 +70,22 @@ def choose_folder(config: Config, steps: int, report: Callable[[str], None]) -> 
     raise AssertionError("candidates never end")
 
 
+def without_report(config: Config) -> RunDir | None:
+    """The finished run of exactly these settings that was killed before its report.html; None if there is
+    none.
+
+    With checkpoint.resume=never there is none.
+    """
+    for run in candidates(RunDir(Path(config.output).expanduser().absolute())):
+        if config.checkpoint.resume == "never" or not run.config_file.exists():
+            return None
+        ended = [row.get("status") for row in run.rows("end")][-1:]
+        if ended == ["finished"] and not run.report_file.exists():
+            same = settings_of(run) | {"output": ""} == settings(config) | {"output": ""}
+            return run if same else None
+    return None
+
+
 def is_unused(run: RunDir) -> bool:
     """True if the folder is missing, or empty but for what a run writes before its config.yaml."""
     first = {LOCK, aside_pattern(run.config_file)}
