@@ -8,7 +8,8 @@
       checkpoints/       step-<N>/
       model/             the final Hugging Face folder
       logs/              the trackers' files (TensorBoard's event files …), and rank-<n>.log: stdout and
-                         stderr of every rank but the first
+                         stderr of every rank but the first, since the last start; those of the
+                         start before are in logs/before/
       report.html
 
 A row is one line of strict JSON: NaN and infinities become null, because the parsers of browsers and of most
@@ -20,6 +21,7 @@ import errno
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +97,23 @@ class RunDir:
     def samples(self) -> list[Row]:
         """Read samples.jsonl in the order written; [] if it is missing."""
         return list(read_lines(self.samples_file))
+
+    def clear_leftovers(self) -> None:
+        """Remove what killed processes left half written, and set the ranks' logs of the start before aside.
+
+        Only the process that holds the run's lock may call it. A model that was being replaced gets its name
+        back.
+        """
+        for path in [*self.path.glob(".*.tmp"), *self.path.glob(".*.writing-*")]:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        for old in self.path.glob(".model.old-*"):
+            shutil.rmtree(old) if self.model.exists() else old.rename(self.model)
+        if logs := list(self.logs.glob("rank-*.log")):
+            before = self.logs / "before"
+            shutil.rmtree(before, ignore_errors=True)
+            before.mkdir()
+            for log in logs:
+                log.rename(before / log.name)
 
     def drop_after(self, step: int) -> None:
         """Remove the rows and samples of steps after `step`, for a run that resumes from its checkpoint.

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from meshtune import launch
 from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError
-from meshtune.launch import Rank
+from meshtune.launch import Rank, scratch
 from meshtune.launch.rank import meet
 from meshtune.watch import HangLimits, position_and_wait
 
@@ -282,6 +282,21 @@ def test_under_torchrun_the_ranks_are_joined_and_the_first_to_fail_speaks(tmp_pa
     assert found.stdout == "rank 0\n"
     assert found.stderr.count("ValueError: of rank 1") == 1
     assert "closed by peer" not in found.stderr
+
+
+def test_temporary_folders_of_killed_processes_are_removed_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(scratch, "YOUNG_SECONDS", -60)
+    (tmp_path / f"{scratch.PREFIX}dead").mkdir()
+    (tmp_path / f"{scratch.PREFIX}dead" / "rank-1.log").touch()
+    (tmp_path / "meshtune-of-others").mkdir()
+    with scratch.scratch_folder() as used:
+        assert {path.name for path in tmp_path.iterdir()} == {used.name, "meshtune-of-others"}
+        scratch.remove_abandoned()
+        assert used.exists()
+    assert not used.exists()
 
 
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77"}

@@ -10,6 +10,7 @@
     place.py     rank, world and rendezvous address, from the environment of torchrun or srun
     rank.py      one rank: its process group, its log, the watch over it
     failure.py   the failure that the others followed from: who prints it, what is raised
+    scratch.py   the temporary folder of ranks started here
     start.py     `run`: start the ranks, forward signals to them, wait for them
 
 Ranks started here get torchrun's environment, and this process keeps the TCPStore of their rendezvous, so

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from meshtune.errors import Interrupted, NonFinite, RankFailed
 from meshtune.launch.failure import claims_failure, exit_code, failures_of, raise_first, record_failure
 from meshtune.launch.place import Place, place_of
 from meshtune.launch.rank import Rank, RankLog, connect, flush_output, process_group
+from meshtune.launch.scratch import scratch_folder
 from meshtune.watch import HangLimits
 
 LOCALHOST = "127.0.0.1"
@@ -96,10 +96,10 @@ def run_here(
     """
     context: Any = get_context("spawn" if device == "cuda" else "fork")
     with (
-        tempfile.TemporaryDirectory(prefix="meshtune-") as name,
+        scratch_folder() as folder,
         socket.create_server((LOCALHOST, 0)) as door,
     ):
-        folder, port = Path(name), door.getsockname()[1]
+        port = door.getsockname()[1]
         places = [Place(rank, ranks, rank, ranks, LOCALHOST, port) for rank in range(ranks)]
         shared = {"device": device, "limits": limits, "folder": folder, "parent": os.getpid()}
         processes = [

@@ -144,7 +144,8 @@ def candidates(run: RunDir) -> Iterator[RunDir]:
 
 
 def begin(run: RunDir, config: Config, plan: str, resumed: int | None) -> IO[str]:
-    """Lock the folder, write config.yaml and plan.yaml, and drop the rows of steps that are run again.
+    """Lock the folder, clear it of what killed processes left, write config.yaml and plan.yaml, and drop the
+    rows of steps that are run again.
 
     plan: text of plan.yaml; resumed: step of the checkpoint that the run starts from. None: from the
     beginning; an old metrics.jsonl and samples.jsonl are deleted.
@@ -161,6 +162,7 @@ def begin(run: RunDir, config: Config, plan: str, resumed: int | None) -> IO[str
         raise UserError(
             f"Another process is training in {run.path}; wait for it, or change `output`."
         ) from None
+    run.clear_leftovers()
     write_text_atomically(run.config_file, resolved(config, run).to_yaml())
     write_text_atomically(run.plan_file, plan)
     if resumed is not None:

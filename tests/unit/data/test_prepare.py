@@ -380,12 +380,18 @@ def test_what_a_killed_process_left_long_ago_is_removed(tmp_path) -> None:
     folder = folder_of(tmp_path)
     left = folder.parent / f".{folder.name}.abc"
     left.mkdir()
-    os.utime(left, (0, 0))
+    others = folder.parent / f".{'0' * 32}.abc", folder.parent / ".hashes.abc"
+    kept = folder.parent / ".user.settings"
+    for file in (*others, kept):
+        file.touch()
+    for path in (left, *others, kept):
+        os.utime(path, (0, 0))
     (folder / "tokens.npy").unlink()
 
     made(tmp_path, [source])
 
-    assert not left.exists()
+    assert not any(path.exists() for path in (left, *others))
+    assert kept.exists()
 
 
 def test_a_cache_folder_that_cannot_be_written_says_what_to_do(tmp_path) -> None:

@@ -122,3 +122,24 @@ def test_a_finished_run_without_checkpoints_is_not_made_longer(
     with pytest.raises(UserError, match=r"finished run that would go on, but it has no checkpoint"):
         choose(settings)
     assert choose(settings, "train.learning_rate=2e-3")[0] == unfinished.path.with_name("run-2")
+
+
+def test_leftovers_of_killed_processes_go_and_logs_are_those_of_one_start(
+    unfinished: RunDir, settings: Settings
+) -> None:
+    (unfinished.path / ".model.writing-77").mkdir()
+    (unfinished.path / ".model.writing-77" / "model.safetensors").touch()
+    (unfinished.path / ".report.html.77.tmp").touch()
+    (unfinished.path / ".samples.jsonl.77.tmp").touch()
+    (unfinished.path / ".model.old-77").mkdir()
+    for start in ("first", "second"):
+        log = unfinished.logs / "rank-1.log"
+        log.parent.mkdir(exist_ok=True)
+        log.write_text(f"{start} start")
+        folder.begin(unfinished, wanted(settings), "", 6).close()
+        assert not log.exists()
+        assert (unfinished.logs / "before" / "rank-1.log").read_text() == f"{start} start"
+    names = {path.name for path in unfinished.path.iterdir()}
+    assert names == {
+        ".lock", "config.yaml", "plan.yaml", "metrics.jsonl", "checkpoints", "logs", "model",
+    }, "a model that was being replaced has its name back"  # fmt: skip
