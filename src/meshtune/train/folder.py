@@ -10,7 +10,9 @@ a finished run                      the next free name (runs/x-2): no trained mo
 """
 
 import fcntl
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from fnmatch import fnmatch
 from itertools import count
 from pathlib import Path
@@ -143,34 +145,72 @@ def candidates(run: RunDir) -> Iterator[RunDir]:
         yield RunDir(run.path.with_name(f"{run.path.name}-{number}"))
 
 
-def begin(run: RunDir, config: Config, plan: str, resumed: int | None) -> IO[str]:
-    """Lock the folder, clear it of what killed processes left, write config.yaml and plan.yaml, and drop the
-    rows of steps that are run again.
+class Claim:
+    """A run folder that this process trains in: its lock, and the files that make the folder a run.
+
+    Use as a context manager, which releases the lock; so does the end of the process.
+    """
+
+    def __init__(self, run: RunDir, texts: Mapping[Path, str]) -> None:
+        """Lock the folder, clear it of what killed processes left, and write `texts`, by file.
+
+        Raises UserError if another process has the lock.
+        """
+        self.run, self._texts = run, dict(texts)
+        self._lock = self._locked()
+        self.run.clear_leftovers()
+        self._write()
+
+    def renew(self) -> bool:
+        """Make the folder a run again if it was deleted or moved away; returns whether it was.
+
+        Raises UserError if another process has begun a run there.
+        """
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(self._lock.fileno()), (self.run.path / LOCK).stat()):
+                return False
+        self._lock.close()
+        self._lock = self._locked()
+        self._write()
+        return True
+
+    def _locked(self) -> IO[str]:
+        self.run.create()
+        lock = open(self.run.path / LOCK, "w")  # noqa: SIM115 - open as long as the run
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise UserError(
+                f"Another process is training in {self.run.path}; wait for it, or change `output`."
+            ) from None
+        return lock
+
+    def _write(self) -> None:
+        for file, text in self._texts.items():
+            write_text_atomically(file, text)
+
+    def __enter__(self) -> "Claim":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.close()
+
+
+def begin(run: RunDir, config: Config, plan: str, resumed: int | None) -> Claim:
+    """Claim the folder, write config.yaml and plan.yaml, and drop the rows of steps that are run again.
 
     plan: text of plan.yaml; resumed: step of the checkpoint that the run starts from. None: from the
-    beginning; an old metrics.jsonl and samples.jsonl are deleted.
-
-    Returns the lock: closing it, or the end of the process, releases it. Raises UserError if another process
-    has it.
+    beginning; an old metrics.jsonl and samples.jsonl are deleted. Raises UserError if another process trains
+    there.
     """
-    run.create()
-    lock = open(run.path / LOCK, "w")  # noqa: SIM115 - open as long as the run
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise UserError(
-            f"Another process is training in {run.path}; wait for it, or change `output`."
-        ) from None
-    run.clear_leftovers()
-    write_text_atomically(run.config_file, resolved(config, run).to_yaml())
-    write_text_atomically(run.plan_file, plan)
+    claim = Claim(run, {run.config_file: resolved(config, run).to_yaml(), run.plan_file: plan})
     if resumed is not None:
         run.drop_after(resumed)
     else:  # rows of a run that was killed before its first checkpoint
         for file in (run.metrics_file, run.samples_file):
             file.unlink(missing_ok=True)
-    return lock
+    return claim
 
 
 def resolved(config: Config, run: RunDir) -> Config:

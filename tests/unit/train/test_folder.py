@@ -20,7 +20,7 @@ Settings = Callable[..., list[str]]
 def unfinished(settings: Settings, tmp_path: Path) -> RunDir:
     """A run of 9 steps, killed in step 8, with checkpoints of steps 3 and 6."""
     run = RunDir(tmp_path / "run")
-    folder.begin(run, wanted(settings), "layout: mb1-ga4\n", None).close()
+    folder.begin(run, wanted(settings), "layout: mb1-ga4\n", None).__exit__()
     for step in range(1, 8):
         run.append({"kind": "train", "step": step, "loss": 1.0})
     saver = Checkpoints(run.checkpoints, asynchronous=False)
@@ -136,7 +136,7 @@ def test_leftovers_of_killed_processes_go_and_logs_are_those_of_one_start(
         log = unfinished.logs / "rank-1.log"
         log.parent.mkdir(exist_ok=True)
         log.write_text(f"{start} start")
-        folder.begin(unfinished, wanted(settings), "", 6).close()
+        folder.begin(unfinished, wanted(settings), "", 6).__exit__()
         assert not log.exists()
         assert (unfinished.logs / "before" / "rank-1.log").read_text() == f"{start} start"
     names = {path.name for path in unfinished.path.iterdir()}

@@ -5,6 +5,7 @@ it.
 import json
 import math
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -446,3 +447,29 @@ def test_max_grad_norm_zero_clips_nothing(train: Train, tmp_path: Path) -> None:
     free = train("train.max_grad_norm=0", f"output={tmp_path / 'free'}")
     loose = train("train.max_grad_norm=1e9", f"output={tmp_path / 'loose'}")
     assert losses(free) == losses(loose)
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_run_folder_that_is_gone_is_noticed_and_made_anew(
+    moved: bool,
+    settings: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    run = build.build(config.load(None, settings("checkpoint.every=2", "log.to=[console, jsonl]")))
+    update, path = run.optimizer.step, run.folder.path
+
+    def losing(rate: float) -> None:
+        update(rate)
+        if run.progress.step == 3:
+            run.checkpoints.wait()
+            path.rename(tmp_path / "elsewhere") if moved else shutil.rmtree(path)
+
+    monkeypatch.setattr(run.optimizer, "step", losing)
+    loop.train(run)
+    assert "was deleted or moved while this run was training" in " ".join(capsys.readouterr().err.split())
+    names = {file.name for file in path.iterdir()}
+    assert names >= {".lock", "config.yaml", "plan.yaml", "metrics.jsonl", "checkpoints", "model"}
+    assert [row["step"] for row in run.folder.rows("train")] == [3, 4]
+    assert run.checkpoints.newest_good() == 4
