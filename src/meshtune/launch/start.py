@@ -21,7 +21,7 @@ from meshtune.launch.failure import claims_failure, exit_code, failures_of, rais
 from meshtune.launch.place import Place, place_of
 from meshtune.launch.rank import Rank, RankLog, connect, flush_output, process_group
 from meshtune.launch.scratch import scratch_folder
-from meshtune.watch import HangLimits
+from meshtune.watch import HangLimits, announce
 
 LOCALHOST = "127.0.0.1"
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -66,10 +66,12 @@ def run_joined(
     log = RankLog() if place.rank else None
 
     def end(report: str) -> None:
-        if log:
-            log.restore_terminal()
-        print(f"meshtune: {report}", file=sys.stderr, flush=True)
-        os._exit(RankFailed.exit_code)
+        try:
+            if log:
+                log.restore_terminal()
+            print(f"meshtune: {report}", file=sys.stderr, flush=True)
+        finally:  # also where the terminal is gone with torchrun
+            os._exit(RankFailed.exit_code)
 
     try:
         with process_group(place, device, log=log, limits=limits, end=end) as rank:
@@ -111,6 +113,8 @@ def run_here(
                 process.start()
             # After the forks, which must not copy the store's thread; until then the socket queues the ranks.
             store = connect(places[0], is_master=True, master_listen_fd=door.detach())
+            for rank, process in enumerate(processes):  # so that a rank that never comes is missed
+                announce(store, rank, process.pid or 0)
             with forwarded_signals(processes) as received:
                 ended = wait_for(processes, limits.grace)
             del store
