@@ -17,6 +17,7 @@ from meshtune.commands.report import report
 from meshtune.commands.train import train
 from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError
 from meshtune.rundir import disk_is_full
+from meshtune.units import printable
 
 app = typer.Typer(
     name="meshtune",
@@ -40,7 +41,7 @@ def main() -> None:
     except (UserError, NonFinite, Interrupted, RankFailed) as error:
         problems = error.problems if isinstance(error, UserError) else (str(error),)
         for problem in problems:
-            print(f"meshtune: {problem}", file=sys.stderr)
+            print(f"meshtune: {printable(problem)}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
         if not disk_is_full(error):

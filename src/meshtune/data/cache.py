@@ -14,6 +14,7 @@ import re
 import shutil
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,7 +27,7 @@ from meshtune.rundir import flush
 STALE_SECONDS = 24 * 3600  # age at which an unfinished folder must be that of a killed process
 MANIFEST = "manifest.json"
 # Of a folder of arrays, of the digests of data files (files.py), of a model's numbers (census_cache.py).
-TEMPORARY = re.compile(r"\.([0-9a-f]{32}|hashes|census-\w+\.json)\.(?!lock$)\w+(\.tmp)?")
+TEMPORARY = re.compile(r"\.([0-9a-f]{32}|hashes(\.json)?|census-\w+\.json)\.(?!lock$)\w+(\.tmp)?")
 
 
 def write_folder(folder: Path, write: Callable[[Path], dict[str, Any]]) -> None:
@@ -36,7 +37,8 @@ def write_folder(folder: Path, write: Callable[[Path], dict[str, Any]]) -> None:
     write: writes arrays into the folder that it gets and returns the manifest, to which the sizes are added.
     """
     remove_unfinished(folder.parent)
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    aside = folder.parent / f".{folder.name}.{uuid.uuid4().hex}"
+    aside.mkdir()  # not by tempfile, whose folders no group may read
     try:
         manifest = write(aside)
         manifest |= {"sizes": {path.name: path.stat().st_size for path in sorted(aside.iterdir())}}

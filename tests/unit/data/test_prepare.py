@@ -374,6 +374,16 @@ def test_a_process_killed_while_writing_leaves_nothing_that_looks_whole(tmp_path
     assert len(texts(prepared.train)) == 8000
 
 
+def test_the_cache_has_the_modes_that_the_umask_gives(tmp_path) -> None:
+    old = os.umask(0o027)
+    try:
+        made(tmp_path, [rows_file(tmp_path)])
+    finally:
+        os.umask(old)
+    for path in (tmp_path / "cache").rglob("*"):
+        assert path.stat().st_mode & 0o777 == (0o750 if path.is_dir() else 0o640), path
+
+
 def test_what_a_killed_process_left_long_ago_is_removed(tmp_path) -> None:
     source = rows_file(tmp_path)
     made(tmp_path, [source])
