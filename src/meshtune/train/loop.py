@@ -135,7 +135,7 @@ def train(run: Run) -> None:
                     f"Step {now.step} was not applied: loss {loss}, gradient norm {norm}. Batch: "
                     f"{batch.origin}."
                 )
-            if nonfinite >= run.max_nonfinite_steps:
+            if nonfinite >= run.max_nonfinite_steps or now.step == run.steps == nonfinite:  # none applied
                 run.checkpoints.wait()
                 run.metrics.end(step=now.step, status="stopped: loss or gradients were not finite")
                 raise NonFinite(stopped_nonfinite(run, nonfinite, batch))

@@ -473,3 +473,16 @@ def test_a_run_folder_that_is_gone_is_noticed_and_made_anew(
     assert names >= {".lock", "config.yaml", "plan.yaml", "metrics.jsonl", "checkpoints", "model"}
     assert [row["step"] for row in run.folder.rows("train")] == [3, 4]
     assert run.checkpoints.newest_good() == 4
+
+
+def test_a_run_none_of_whose_steps_was_applied_writes_no_model(
+    settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = build.build(config.load(None, settings("train.max_steps=1")))
+    honest = run.passes.forward_backward
+    poisoned = lambda _, *args: honest(*args) * float("nan")  # noqa: E731
+    monkeypatch.setattr(type(run.passes), "forward_backward", poisoned)
+    with pytest.raises(NonFinite, match="not finite for 1 steps in a row, up to step 1"):
+        loop.train(run)
+    assert not run.folder.model.exists()
+    assert "stopped" in run.folder.rows("end")[-1]["status"]
