@@ -3,6 +3,7 @@
 A command imports what it needs inside its function, so that `meshtune --help` answers at once.
 """
 
+import errno
 import sys
 
 import typer
@@ -18,6 +19,9 @@ from meshtune.commands.train import train
 from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError
 from meshtune.rundir import disk_is_full
 from meshtune.units import printable
+
+# Of a path that a user named; others are our bugs.
+BAD_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EROFS, errno.ELOOP)
 
 app = typer.Typer(
     name="meshtune",
@@ -44,9 +48,10 @@ def main() -> None:
             print(f"meshtune: {printable(problem)}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
-        if not disk_is_full(error):
+        if not disk_is_full(error) and error.errno not in BAD_PATH:
             raise
-        print(f"meshtune: {error}. Make room, and run the command again.", file=sys.stderr)
+        remedy = "Make room, and run the command" if disk_is_full(error) else "Change the path, and run it"
+        print(f"meshtune: {printable(str(error))}. {remedy} again.", file=sys.stderr)
         sys.exit(UserError.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
