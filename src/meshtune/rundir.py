@@ -167,12 +167,14 @@ def read_lines(file: Path) -> Iterator[Row]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(
                 f"{file}, line {number} is not JSON ({error}); mend or remove that line."
             ) from error
         if not isinstance(row, dict):
             raise UserError(f"{file}, line {number} is not a JSON object; mend or remove that line.")
+        if type(row.get("step", 0)) is not int and row["step"] is not None:
+            raise UserError(f"{file}, line {number}: its step is no whole number; mend or remove that line.")
         yield row
 
 

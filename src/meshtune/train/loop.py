@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshtune.data.batch import Batch
 from meshtune.data.loader import Loader
-from meshtune.errors import Interrupted, NonFinite, UserError
+from meshtune.errors import Interrupted, NonFinite, UserError, explained
 from meshtune.parallel.mesh import World
 from meshtune.rundir import RunDir, disk_is_full
 from meshtune.train.heap import releasing
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from meshtune.train.signals import StopRequest
     from meshtune.train.step import Passes
     from meshtune.train.trackers import Metrics
+
+
+UNUSABLE = "Use a checkpoint that this version of meshtune wrote, or set checkpoint.resume=never."
 
 
 @dataclass
@@ -213,10 +216,13 @@ def restore(run: Run, step: int) -> None:
     Raises UserError if the checkpoint is damaged or does not fit.
     """
     values = run.checkpoints.values(step)
-    run.progress = Progress(**{key: values[key] for key in vars(run.progress)})
     generators = random_state(run.world)
-    # In another layout, or on another kind of device, dropout can't be drawn as before; nor need it be.
-    alike = values["axes"] == axis_sizes(run.world) and len(values["generators"]) == len(generators)
+    with explained(f"The checkpoint of step {step} has values that are no run's", UNUSABLE):
+        run.progress = Progress(**{key: values[key] for key in vars(run.progress)})
+        if not isinstance(run.progress.data, dict):  # None would begin the data again
+            raise ValueError("data is no position in the data")
+        # In another layout, or on another kind of device, dropout can't be drawn as before; nor need it be.
+        alike = values["axes"] == axis_sizes(run.world) and len(values["generators"]) == len(generators)
     wanted = run.as_pieces(run.optimizer.state(materialise=True)) | (generators if alike else {})
     run.checkpoints.load(step, wanted)
     run.passes.share_tied()

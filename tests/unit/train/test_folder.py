@@ -1,5 +1,6 @@
 """Which folder a run takes, what it resumes from, and that no start deletes what could still be used."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,33 @@ def test_a_finished_run_without_checkpoints_is_not_made_longer(
     with pytest.raises(UserError, match=r"finished run that would go on, but it has no checkpoint"):
         choose(settings)
     assert choose(settings, "train.learning_rate=2e-3")[0] == unfinished.path.with_name("run-2")
+
+
+def test_a_checkpoint_in_a_folder_of_another_step_is_no_good_one(
+    unfinished: RunDir, settings: Settings
+) -> None:
+    (unfinished.checkpoints / "step-6").rename(unfinished.checkpoints / "step-9")
+    _, step, told = choose(settings)
+    assert step == 3
+    assert told == [
+        f"{unfinished.checkpoints / 'step-9'} holds values of step 6; its folder has another name. "
+        "Step 9 is skipped."
+    ]
+
+
+def test_a_manifest_that_is_a_pipe_is_not_opened(unfinished: RunDir, settings: Settings) -> None:
+    manifest = unfinished.checkpoints / "step-6" / "manifest.json"
+    manifest.unlink()
+    os.mkfifo(manifest)
+    _, step, (sentence,) = choose(settings)
+    assert step == 3
+    assert "no regular file" in sentence
+
+
+def test_a_row_whose_step_is_text_is_named(unfinished: RunDir, settings: Settings) -> None:
+    unfinished.append({"kind": "train", "step": "x"})
+    with pytest.raises(UserError, match=r"metrics.jsonl, line 8: its step is no whole number"):
+        choose(settings)
 
 
 def test_leftovers_of_killed_processes_go_and_logs_are_those_of_one_start(

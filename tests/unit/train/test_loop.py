@@ -24,6 +24,7 @@ from meshtune.errors import Interrupted, NonFinite, NothingFits, UserError
 from meshtune.parallel.mesh import Axis
 from meshtune.rundir import RunDir
 from meshtune.train import build, loop
+from meshtune.train.checkpoint import _size_and_hash
 
 Train = Callable[..., loop.Run]
 
@@ -486,3 +487,18 @@ def test_a_run_none_of_whose_steps_was_applied_writes_no_model(
         loop.train(run)
     assert not run.folder.model.exists()
     assert "stopped" in run.folder.rows("end")[-1]["status"]
+
+
+@pytest.mark.parametrize(
+    "change", [{"data": None}, {"data": {}}, {"data": {"epoch": "x"}}, {"generators": None}, {"axes": ...}]
+)
+def test_values_that_no_run_wrote_are_refused_with_a_sentence(change: dict[str, Any], train: Train) -> None:
+    run = train("train.max_steps=2")
+    folder = run.folder.checkpoints / "step-2"
+    values = json.loads((folder / "values.json").read_text()) | change
+    (folder / "values.json").write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["values.json"] = _size_and_hash(folder / "values.json")
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError):
+        train("train.max_steps=3")
