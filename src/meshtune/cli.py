@@ -3,6 +3,7 @@
 A command imports what it needs inside its function, so that `meshtune --help` answers at once.
 """
 
+import errno
 import sys
 
 import typer
@@ -17,6 +18,10 @@ from meshtune.commands.report import report
 from meshtune.commands.train import train
 from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError
 from meshtune.rundir import disk_is_full
+from meshtune.units import printable
+
+# Of a path that a user named; others are our bugs.
+BAD_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EROFS, errno.ELOOP)
 
 app = typer.Typer(
     name="meshtune",
@@ -40,12 +45,13 @@ def main() -> None:
     except (UserError, NonFinite, Interrupted, RankFailed) as error:
         problems = error.problems if isinstance(error, UserError) else (str(error),)
         for problem in problems:
-            print(f"meshtune: {problem}", file=sys.stderr)
+            print(f"meshtune: {printable(problem)}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
-        if not disk_is_full(error):
+        if not disk_is_full(error) and error.errno not in BAD_PATH:
             raise
-        print(f"meshtune: {error}. Make room, and run the command again.", file=sys.stderr)
+        remedy = "Make room, and run the command" if disk_is_full(error) else "Change the path, and run it"
+        print(f"meshtune: {printable(str(error))}. {remedy} again.", file=sys.stderr)
         sys.exit(UserError.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -7,6 +7,7 @@ the nearest setting, or with our name of what another trainer calls so (setting_
 train/build.py: below it functions take the values they use.
 """
 
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -29,9 +30,13 @@ from meshtune.precision import PRECISIONS, REDUCE_DTYPES
 from meshtune.setting_names import unknown_setting
 from meshtune.yaml_tree import merge, overridden, read_yaml
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+LARGEST = 10**12  # of a setting that counts: beyond it search and arithmetic take for ever
+Positive = Annotated[int, Field(ge=1, le=LARGEST)]
+NonNegative = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+PATHS = ("model.name", "data.train", "data.eval", "data.cache", "data.chat_template", "cluster", "output")
+SHORT = reprlib.Repr()  # of a value in an error
+SHORT.maxstring = SHORT.maxother = 200
 TABLES = {
     "precision": PRECISIONS,
     "reduce_dtype": REDUCE_DTYPES,
@@ -136,7 +141,7 @@ class DataConfig(Section):
 
 
 class TrainConfig(Section):
-    global_batch_size: Positive | None = Field(
+    global_batch_size: Annotated[int, Field(ge=1, le=10**7)] | None = Field(
         default=None, description="sequences per optimizer step; default 64"
     )
     global_batch_tokens: Positive | None = Field(default=None, description="the same in tokens: / seq_len")
@@ -222,8 +227,8 @@ class ClusterConfig(Section):
     """The machines; a setting left out has the value of the GPU kind's usual machine (plan/hardware.toml)."""
 
     gpu: str | None = Field(default=None, description="a kind of the catalogue; null: this machine's GPUs")
-    gpus: Positive | None = None
-    gpus_per_node: Positive | None = None
+    gpus: Annotated[int, Field(ge=1, le=10**6)] | None = None
+    gpus_per_node: Annotated[int, Field(ge=1, le=10**6)] | None = None
     memory_gib: float | None = Field(default=None, gt=0, description="of each GPU")
     link: float | None = Field(default=None, gt=0, description="GB/s from a GPU to the others of its node")
     network: float | None = Field(default=None, gt=0, description="GB/s per GPU to other nodes")
@@ -261,8 +266,8 @@ class Config(Section):
     def _layout(cls, value: Any) -> Any:
         if not isinstance(value, str | Mapping):
             raise ValueError(
-                f"layout is {value!r}; write auto, a layout string such as zero3x4-mb2, or a mapping of its "
-                "fields."
+                f"layout is {SHORT.repr(value)}; write auto, a layout string such as zero3x4-mb2, or a "
+                "mapping of its fields."
             )
         PartialLayout.parse(value)
         return value
@@ -274,7 +279,8 @@ class Config(Section):
             return _cluster_config(value)
         if not isinstance(value, str | ClusterConfig):
             raise ValueError(
-                f"cluster is {value!r}; write auto, a file, or a mapping such as {{gpu: h100-sxm, gpus: 64}}."
+                f"cluster is {SHORT.repr(value)}; write auto, a file, or a mapping such as "
+                "{gpu: h100-sxm, gpus: 64}."
             )
         return value
 
@@ -331,6 +337,8 @@ def load(
     tree = merge(dict(defaults or {}), read_yaml(Path(file)) if file else {})
     for override in overrides:
         tree = overridden(tree, override)
+    if problems := [*unusable(tree)]:
+        raise UserError(problems)
     if "model" not in tree:
         unknown = [name for name in tree if name not in Config.model_fields]
         raise UserError(
@@ -368,7 +376,33 @@ def sentences(error: ValidationError, section: str = "") -> Iterator[str]:
             yield str(cause)
         else:
             message = problem["msg"][0].lower() + problem["msg"][1:]
-            yield f"{key} = {problem['input']!r}: {message}."
+            yield f"{key} = {SHORT.repr(problem['input'])}: {message}."
+
+
+def unusable(value: Any, key: str = "") -> Iterator[str]:
+    """Yield a sentence for each key or text of a tree that no file name, model or encoding can take.
+
+    key: dotted name of `value`.
+    """
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            if isinstance(name, str):
+                yield from unusable(name, f"the key {name!r}")
+                yield from unusable(item, f"{key}.{name}".lstrip("."))
+            else:
+                yield f"{f'{key}: ' if key else ''}the key {name!r} is no text; write it in quotes."
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from unusable(item, f"{key}.{number}")
+    elif isinstance(value, str):
+        if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in value):
+            shown = SHORT.repr(value)
+            yield f"{key} = {shown} has a character that is no text (NUL or a broken one); remove it."
+        elif value.startswith("~") and key.startswith(PATHS):
+            try:
+                Path(value).expanduser()
+            except RuntimeError:
+                yield f"{key} = {SHORT.repr(value)}: there is no such user; write the whole path."
 
 
 def unknown_key(path: Sequence[str]) -> str:

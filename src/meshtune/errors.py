@@ -10,7 +10,8 @@ Anything else that escapes is a bug of ours and exits with 1.
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import NoReturn, TypeVar
 
 Row = TypeVar("Row")
@@ -25,6 +26,34 @@ class UserError(ValueError):
         """problems: one sentence each, with numbers and a remedy."""
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
         super().__init__("\n".join(self.problems))
+
+
+@contextmanager
+def explained(subject: str, remedy: str = "") -> Iterator[None]:
+    """Turn whatever a reader raises in the block into a UserError: the one place for readers of others' text.
+
+    YAML, JSON and transformers raise nearly anything for a broken file. subject: begins the sentence, and
+    names the setting, file or row. remedy: a sentence of its own. The error is the cause of the UserError. A
+    UserError, a full disk and what ends a process pass unchanged.
+    """
+    try:
+        yield
+    except (UserError, OSError):
+        raise
+    except Exception as error:
+        raise UserError(f"{subject}: {reason_of(error)} {remedy}".rstrip()) from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # how a library in Rust fails
+            raise
+        raise UserError(f"{subject}: {reason_of(error)} {remedy}".rstrip()) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """One line that says why: the error's text, at most 300 characters, with a full stop."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply."
+    text = " ".join(str(error).split()) or type(error).__name__
+    return (text if len(text) <= 300 else f"{text[:297]}…").rstrip(".") + "."
 
 
 class Table(dict[str, Row]):

@@ -150,6 +150,9 @@ def parse_fields(text: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     problems = []
     for word in text.strip().split("-"):
+        if re.search(r"\d{8}", word):
+            problems.append(f"Layout '{text[:200]}': '{word[:40]}' has a number of more than 7 digits.")
+            continue
         for token in TOKENS:
             if match := re.fullmatch(token.pattern, word):
                 named = token.read(*match.groups())
@@ -176,6 +179,8 @@ def contradictions(layout: Layout) -> Iterator[str]:
     for name, value in numbers.items():
         if name != "zero" and value < 1:
             yield f"{name} is {value}; it must be at least 1."
+        elif value >= 10**7:
+            yield f"{name} is {str(value)[:40]}; it must be below 10,000,000."
     if layout.zero not in (0, 1, 2, 3):
         yield f"zero is {layout.zero}; it must be 0, 1, 2 or 3."
     elif (layout.zero == 0) != (layout.dp_shard == 1):

@@ -8,7 +8,8 @@
       checkpoints/       step-<N>/
       model/             the final Hugging Face folder
       logs/              the trackers' files (TensorBoard's event files …), and rank-<n>.log: stdout and
-                         stderr of every rank but the first
+                         stderr of every rank but the first, since the last start; those of the
+                         start before are in logs/before/
       report.html
 
 A row is one line of strict JSON: NaN and infinities become null, because the parsers of browsers and of most
@@ -20,6 +21,7 @@ import errno
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +98,23 @@ class RunDir:
         """Read samples.jsonl in the order written; [] if it is missing."""
         return list(read_lines(self.samples_file))
 
+    def clear_leftovers(self) -> None:
+        """Remove what killed processes left half written, and set the ranks' logs of the start before aside.
+
+        Only the process that holds the run's lock may call it. A model that was being replaced gets its name
+        back.
+        """
+        for path in [*self.path.glob(".*.tmp"), *self.path.glob(".*.writing-*")]:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        for old in self.path.glob(".model.old-*"):
+            shutil.rmtree(old) if self.model.exists() else old.rename(self.model)
+        if logs := list(self.logs.glob("rank-*.log")):
+            before = self.logs / "before"
+            shutil.rmtree(before, ignore_errors=True)
+            before.mkdir()
+            for log in logs:
+                log.rename(before / log.name)
+
     def drop_after(self, step: int) -> None:
         """Remove the rows and samples of steps after `step`, for a run that resumes from its checkpoint.
 
@@ -148,12 +167,14 @@ def read_lines(file: Path) -> Iterator[Row]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(
                 f"{file}, line {number} is not JSON ({error}); mend or remove that line."
             ) from error
         if not isinstance(row, dict):
             raise UserError(f"{file}, line {number} is not a JSON object; mend or remove that line.")
+        if type(row.get("step", 0)) is not int and row["step"] is not None:
+            raise UserError(f"{file}, line {number}: its step is no whole number; mend or remove that line.")
         yield row
 
 
@@ -169,6 +190,11 @@ def flush(path: Path) -> None:
 def write_text_atomically(file: Path, text: str) -> None:
     """Write `text` in UTF-8, as `write_atomically`."""
     write_atomically(file, text.encode())
+
+
+def aside_pattern(file: Path) -> str:
+    """Pattern of the names under which `write_atomically` writes `file` in any process, for fnmatch."""
+    return f".{file.name}.*.tmp"
 
 
 def write_atomically(file: Path, content: bytes) -> None:

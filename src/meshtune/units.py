@@ -1,4 +1,4 @@
-"""Binary units, and numbers formatted for people."""
+"""Binary units, and numbers and text formatted for people."""
 
 from typing import Any
 
@@ -40,3 +40,15 @@ def duration(seconds: float, *, like: float | None = None) -> str:
         return f"{minutes} min {rest} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min"
+
+
+# A terminal obeys them: ESC ] 0 ; sets its title. C0 but tab and newline, DEL, C1.
+_CONTROL = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n\r"}
+_CONTROL |= {ord("\r"): None, 127: "\u2421"} | dict.fromkeys(range(128, 160), "\ufffd")
+
+
+def printable(text: str) -> str:
+    """Replace the control characters of text from data, models and files by symbols that a terminal only
+    shows.
+    """
+    return text.translate(_CONTROL)

@@ -10,6 +10,10 @@ is blocked in gloo or NCCL. Two states are a hang:
             warning is printed, and the run is ended if it lasts. A slow forward, save or evaluation on some
             rank is no hang.
 
+A rank has a heartbeat before it joins the process group; of ranks started here the parent writes a first one,
+so that a rank that hangs in its start is silent too. Ranks whose torchrun is gone end as well: nobody would
+stop them.
+
 Time is counted in the ticks of this thread: a machine that slept, or ranks stopped together and continued
 together, are no hang either.
 """
@@ -102,6 +106,8 @@ class Watch:
         self._cpu_seconds = time.process_time()
         self._previous: tuple[int, float] = (0, 0.0)  # of the previous rank: heartbeat number, CPU seconds
         self._warned = False
+        self._parent = os.getppid()
+        self._agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the launcher has the store
 
     def __enter__(self) -> "Watch":
         self._write_heartbeat()
@@ -117,7 +123,13 @@ class Watch:
 
     def _run(self) -> None:
         errors = 0
-        while errors < 10 and not self._stop.wait(self.limits.tick):  # 10 in a row: the store is gone
+        while not self._stop.wait(self.limits.tick):
+            if self._agent and (os.getppid() != self._parent or self._ticks_reach(errors, 10)):
+                self.end(
+                    f"what started rank {self.rank} is gone{self._progress_note()}: its process was killed."
+                )
+            if errors >= 10 and not self._agent:  # the rank that has the store has ended
+                return
             try:
                 self._write_heartbeat()
                 self._check_previous_rank()
@@ -153,10 +165,10 @@ class Watch:
         self._number += 1
         place, waits = position_and_wait(self.main, self.axes)
         heartbeat = Heartbeat(self._number, place, waits, self._still, os.getpid(), self._started, done)
-        self.store.set(f"meshtune/heartbeat/{self.rank}", json.dumps(asdict(heartbeat)))
+        self.store.set(heartbeat_key(self.rank), json.dumps(asdict(heartbeat)))
 
     def _read(self, rank: int) -> Heartbeat | None:
-        key = f"meshtune/heartbeat/{rank}"
+        key = heartbeat_key(rank)
         return Heartbeat(**json.loads(self.store.get(key))) if self.store.check([key]) else None
 
     def _progress_note(self) -> str:
@@ -210,6 +222,18 @@ class Watch:
             self._warned = True
             left = self.limits.end - seconds
             print(f"meshtune: {report} The run is ended if this lasts {left:.0f} s more.", file=sys.stderr)
+
+
+def announce(store: Any, rank: int, pid: int) -> None:
+    """Write the first heartbeat of a rank of this machine, unless the rank has written one itself."""
+    status = process_status(pid)
+    if status is not None:
+        first = Heartbeat(0, "its start", None, 0, pid, status.started)
+        store.compare_set(heartbeat_key(rank), "", json.dumps(asdict(first)))
+
+
+def heartbeat_key(rank: int) -> str:
+    return f"meshtune/heartbeat/{rank}"
 
 
 # Position of a thread #

@@ -118,6 +118,25 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(
     assert weights(parts) == weights(whole)
 
 
+def test_a_run_killed_before_its_report_gets_it_from_the_same_command(
+    meshtune: Command, settings: Settings, tmp_path: Path
+) -> None:
+    command = ("train", *settings("eval.samples=1"))
+    run = tmp_path / "run"
+    assert meshtune(*command).code == 0
+    rows, model = losses(run), (run / "model" / "model.safetensors").stat()
+    (run / "report.html").unlink()
+
+    again = meshtune(*command)
+    assert again.code == 0, again.err
+    assert (run / "report.html").exists()
+    assert "4 steps" in again.out
+    assert (losses(run), (run / "model" / "model.safetensors").stat()) == (rows, model), "nothing was trained"
+    assert not (tmp_path / "run-2").exists()
+    assert meshtune(*command).code == 0
+    assert (tmp_path / "run-2" / "report.html").exists()
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     """`small_disk(kib)`: a folder on a disk of that size; needs the right to mount."""

@@ -104,3 +104,43 @@ def test_every_example_is_valid(file: Path) -> None:
     assert yaml.safe_load(file.read_text())
     read = config.load(file)
     read.partial_layout.complete(devices=1, global_batch_size=read.global_batch_size)
+
+
+BOMB = "\n".join(
+    ["a: &a [x, x, x, x, x, x, x, x, x]"]
+    + [f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]" for a, b in zip("abcdefgh", "bcdefghi", strict=True)]
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"{BOMB}\nmodel: *i\n", "more than 100,000 values"),
+        ("model: &m [*m]\n", "values"),
+        ("model: " + "[" * 2000 + "]" * 2000, "nested more than 50 levels"),
+        ("model: {name: x}\nmethod: 2026-13-45\n", "not YAML: month must be in"),
+        ("model: {name: x}\ntrain: {seed: !!int abc}\n", "not YAML: invalid literal"),
+        (f"model: {{name: x}}\ntrain: {{seed: {'7' * 5000}}}\n", "not YAML: Exceeds the limit"),
+        ("model: {name: x}\ntrain: {seed: 0x_}\n", "not YAML: invalid literal"),
+        ("model: {name: x}\n[a, b]: 1\n", "a key is no plain text"),
+        ("1: x\n", "the key 1 is no text"),
+        ('model: {name: "a\\0b"}\n', "model.name = .* has a character that is no text"),
+        ("model: {name: ~nosuchuser/x}\n", "there is no such user"),
+        ("model: {name: x}\noutput: ~nosuchuser/x\n", "output = '~nosuchuser/x': there is no such user"),
+        ("model: {name: x}\nlayout: dp99999999999999999999\n", "number of more than 7 digits"),
+        ("model: {name: x}\ncluster: {gpus: 1000000000}\n", "cluster.gpus = 1000000000"),
+        ("model: {name: x}\ntrain: {global_batch_size: 1000000000000000000000}\n", "train.global_batch_size"),
+    ],
+)  # fmt: skip
+def test_settings_that_a_reader_can_not_take_are_sentences(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=message) as raised:
+        config.load(file)
+    assert len(str(raised.value)) < 2000
+
+
+@pytest.mark.parametrize("value", ["2026-13-45", "!!int abc", "[" * 2000, "\0", "\ud800"])
+def test_a_value_that_a_reader_can_not_take_is_a_sentence(value: str) -> None:
+    with pytest.raises(UserError):
+        config.load(None, ["model.name=x", f"method={value}"])

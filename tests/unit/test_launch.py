@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,8 +21,9 @@ import torch.distributed as dist
 
 from meshtune import launch
 from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError
-from meshtune.launch import Rank
-from meshtune.launch.rank import meet
+from meshtune.launch import Rank, scratch
+from meshtune.launch import rank as rank_module
+from meshtune.launch.rank import meet, open_store
 from meshtune.watch import HangLimits, position_and_wait
 
 QUICK = HangLimits(silent=1.0, stuck=1.0, end=2.0, tick=0.1, grace=1.0)
@@ -181,6 +182,22 @@ def test_a_rank_that_never_comes_is_named(capfd: pytest.CaptureFixture[str]) -> 
     assert "rank 1 has not moved for 1 s" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("before", ["open_store", "meet"])
+def test_a_rank_stopped_before_the_process_group_exists_is_named(
+    before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = getattr(rank_module, before)
+
+    def stop(place: launch.Place, *args: Any) -> Any:
+        if place.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return begin(place, *args)
+
+    monkeypatch.setattr(rank_module, before, stop)
+    with pytest.raises(RankFailed, match=r"rank 1 has not answered for 1 s \(its process is stopped\)"):
+        launch.run(lambda rank: None, ranks=2, limits=QUICK)
+
+
 def test_a_slow_rank_is_no_hang() -> None:
     def compute(rank: Rank) -> None:
         until = time.monotonic() + 4
@@ -283,6 +300,53 @@ def test_under_torchrun_the_ranks_are_joined_and_the_first_to_fail_speaks(tmp_pa
     assert found.stdout == "rank 0\n"
     assert found.stderr.count("ValueError: of rank 1") == 1
     assert "closed by peer" not in found.stderr
+
+
+@pytest.mark.slow
+def test_ranks_end_when_torchrun_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        "import os, sys, time\nfrom pathlib import Path\nfrom meshtune import launch\n"
+        "def work(rank):\n"
+        f"    (Path({str(tmp_path)!r}) / str(rank.number)).write_text(str(os.getpid()))\n"
+        "    time.sleep(600)\n"
+        "launch.run(work, ranks=2)\n"
+    )
+    agent = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    )
+    until = time.monotonic() + 120
+    while not all((tmp_path / str(rank)).exists() for rank in range(2)):
+        assert agent.poll() is None and time.monotonic() < until
+        time.sleep(0.1)
+    time.sleep(0.2)
+    ranks = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    agent.kill()
+    agent.wait()
+    until = time.monotonic() + 60
+    try:
+        while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+            assert time.monotonic() < until
+            time.sleep(0.1)
+    finally:
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
+
+
+def test_temporary_folders_of_killed_processes_are_removed_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(scratch, "YOUNG_SECONDS", -60)
+    (tmp_path / f"{scratch.PREFIX}dead").mkdir()
+    (tmp_path / f"{scratch.PREFIX}dead" / "rank-1.log").touch()
+    (tmp_path / "meshtune-of-others").mkdir()
+    with scratch.scratch_folder() as used:
+        assert {path.name for path in tmp_path.iterdir()} == {used.name, "meshtune-of-others"}
+        scratch.remove_abandoned()
+        assert used.exists()
+    assert not used.exists()
 
 
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77"}
@@ -417,5 +481,8 @@ def test_ranks_that_do_not_come_are_asked_for(monkeypatch: pytest.MonkeyPatch) -
     place = launch.Place(0, 2, 0, 2, "127.0.0.1", 29876)
     for name, value in place.environment().items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=r"Rank 0 of 2 could not meet the others .* Start all 2 ranks"):
-        meet(place)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with pytest.raises(
+        UserError, match=r"Rank 0 of 2 could not meet .* rank 1 did not come in 1 s. Start all 2"
+    ):
+        meet(place, open_store(place))

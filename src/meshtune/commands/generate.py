@@ -8,6 +8,7 @@ import typer
 
 from meshtune.commands.options import AsJson, TargetWords, show_json, split
 from meshtune.errors import UserError
+from meshtune.units import printable
 
 
 def generate(
@@ -26,7 +27,7 @@ def generate(
         show_json([{"prompt": p, "answer": a} for p, a in zip(prompts, texts, strict=True)])
     else:
         for text in texts:
-            print(text)
+            print(printable(text) if sys.stdout.isatty() else text)
 
 
 def generated(

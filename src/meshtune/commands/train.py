@@ -86,6 +86,10 @@ def train_rank(rank: "Rank", config: "Config", choice: "Choice | None", as_json:
     """
     from meshtune.train import build, loop
 
+    if finished := completed(config):
+        if rank.main:
+            show_run(finished, as_json=as_json)
+        return
     run = build.build(config, choice)
     rank.keep_log(run.folder.logs)
     world = run.world
@@ -101,6 +105,26 @@ def train_rank(rank: "Rank", config: "Config", choice: "Choice | None", as_json:
     finally:
         if rank.main:
             show_run(run.folder, as_json=as_json)
+
+
+def completed(config: "Config") -> RunDir | None:
+    """The finished run of these settings whose missing report was drawn now; None if there is none.
+
+    Every rank calls it; the main rank draws. A run is trained again only if its report can't be drawn.
+    """
+    import torch.distributed as dist
+
+    from meshtune.report.run import report
+    from meshtune.train import folder
+
+    several = dist.is_initialized()
+    result: list[RunDir | None] = [None]
+    if not several or dist.get_rank() == 0:
+        run = folder.without_report(config)
+        result = [run if run and not report.try_report(run) else None]
+    if several:
+        dist.broadcast_object_list(result)
+    return result[0]
 
 
 def show_run(run: RunDir, *, as_json: bool) -> None:

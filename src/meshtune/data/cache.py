@@ -10,9 +10,11 @@ allow_pickle=False.
 import fcntl
 import hashlib
 import json
+import re
 import shutil
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,17 +26,19 @@ from meshtune.rundir import flush
 
 STALE_SECONDS = 24 * 3600  # age at which an unfinished folder must be that of a killed process
 MANIFEST = "manifest.json"
+# Of a folder of arrays, of the digests of data files (files.py), of a model's numbers (census_cache.py).
+TEMPORARY = re.compile(r"\.([0-9a-f]{32}|hashes(\.json)?|census-\w+\.json)\.(?!lock$)\w+(\.tmp)?")
 
 
 def write_folder(folder: Path, write: Callable[[Path], dict[str, Any]]) -> None:
-    """Make `folder` whole: `write` fills another one, which is renamed; unfinished old ones are deleted.
+    """Make `folder` whole: `write` fills another one, which is renamed; unfinished old ones beside it, of
+    any folder, are deleted.
 
     write: writes arrays into the folder that it gets and returns the manifest, to which the sizes are added.
     """
-    for unfinished in folder.parent.glob(f".{folder.name}.*"):
-        if unfinished.is_dir() and time.time() - unfinished.stat().st_mtime > STALE_SECONDS:
-            shutil.rmtree(unfinished, ignore_errors=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    remove_unfinished(folder.parent)
+    aside = folder.parent / f".{folder.name}.{uuid.uuid4().hex}"
+    aside.mkdir()  # not by tempfile, whose folders no group may read
     try:
         manifest = write(aside)
         manifest |= {"sizes": {path.name: path.stat().st_size for path in sorted(aside.iterdir())}}
@@ -50,6 +54,14 @@ def write_folder(folder: Path, write: Callable[[Path], dict[str, Any]]) -> None:
         flush(folder.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_unfinished(cache: Path) -> None:
+    """Remove the temporary folders and files of killed processes from a cache; no other dot files."""
+    for path in cache.glob(".*"):
+        with suppress(OSError):  # another process was faster
+            if TEMPORARY.fullmatch(path.name) and time.time() - path.lstat().st_mtime > STALE_SECONDS:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def open_folder(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:

@@ -6,9 +6,7 @@ Source ──> files() ──> DataFile, …   readers.py reads them, and says i
 
 import hashlib
 import json
-import os
 import re
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from urllib.parse import urlparse
 
 from meshtune.data.example import SUFFIXES, Source, is_url
 from meshtune.errors import UserError
+from meshtune.rundir import write_text_atomically
 
 SPLITS = {  # words in file names -> the split that they name
     "train": "train", "training": "train", "test": "test", "eval": "validation", "dev": "validation",
@@ -122,10 +121,7 @@ def _write_hashes(file: Path, new: dict[str, list]) -> None:
     A folder that can't be written, as a cache of others, is left as it is.
     """
     with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=".hashes.", delete=False) as aside:
-            json.dump(_read_hashes(file) | new, aside)
-        os.replace(aside.name, file)
+        write_text_atomically(file, json.dumps(_read_hashes(file) | new))
 
 
 def is_hub(path: str) -> bool:

@@ -17,6 +17,7 @@ from meshtune.data.pack import LABELLED, Dataset, permutation
 from meshtune.data.prepare import Prepared, sentences
 from meshtune.data.stream import Stream
 from meshtune.data.tokens import common_prefix
+from meshtune.units import printable
 
 BARS = 12  # most bars of the histogram
 BAR_WIDTH = 40  # characters of the longest bar
@@ -63,14 +64,16 @@ def show(description: dict[str, Any], console: Console) -> None:
     """Print what `describe` returned: figures, a histogram of training document lengths, and the samples."""
     console.print(_figures(description))
     for line in sentences(description | {"train": None, "eval": None}):
-        console.print(f"[yellow]{line}[/]", highlight=False)
+        console.print(Text(printable(line), "yellow"))
     console.print(_histogram(description["train"]["histogram"]))
     legend = Text("Samples; labelled text is in ").append("this colour", LABELLED_STYLE).append(".")
     console.print(legend)
     for sample in description["samples"]:
         heading = f"{sample['place']}: {sample['tokens']:,} tokens, {sample['label_tokens']:,} labelled"
-        console.rule(Text(heading), align="left")
-        styled = ((text, LABELLED_STYLE if labelled else "dim") for text, labelled in sample["runs"])
+        console.rule(Text(printable(heading)), align="left")
+        styled = (
+            (printable(text), LABELLED_STYLE if labelled else "dim") for text, labelled in sample["runs"]
+        )
         console.print(Text.assemble(*styled))
         for before, after in sample["boundaries"]:
             console.print(Text(f"labels begin between {before!r} and {after!r}"))

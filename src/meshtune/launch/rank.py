@@ -13,7 +13,7 @@ from typing import Any
 
 from meshtune.errors import UserError
 from meshtune.launch.place import Place
-from meshtune.watch import HangLimits, Watch
+from meshtune.watch import HangLimits, Watch, ranks_named
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=5)  # until every rank has come
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # long, since the main rank may prepare data, or save, meanwhile
@@ -112,7 +112,7 @@ def flush_output() -> None:
 def process_group(
     place: Place, device: str, *, log: RankLog | None, limits: HangLimits, end: Callable[[str], None]
 ) -> Iterator[Rank]:
-    """Open torch's default process group and the watch over it, once all ranks have come; yields the Rank.
+    """Open the watch and then torch's default process group, once all ranks have come; yields the Rank.
 
     Sets torchrun's environment variables and the number of CPU threads; under cuda also the current GPU, by
     the local rank. The group is closed at the end of the block, but not if the block raises.
@@ -132,11 +132,12 @@ def process_group(
         index = place.local_rank % gpus_for(place.local_world)  # srun may show each task its own GPU alone
         torch.cuda.set_device(index)
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", index)}
-    store = meet(place)
-    dist.init_process_group(
-        store=store, rank=place.rank, world_size=place.world, timeout=COLLECTIVE_TIMEOUT, **options
-    )
+    store = open_store(place)  # before the watch: on rank 0 of srun it is the store itself
     with Watch(place.rank, place.world, connect(place), limits=limits, end=end) as watch:
+        meet(place, store)
+        dist.init_process_group(
+            store=store, rank=place.rank, world_size=place.world, timeout=COLLECTIVE_TIMEOUT, **options
+        )
         yield Rank(place.rank, log=log, watch=watch)
     dist.destroy_process_group()  # not after a failure, when it may wait for ranks that are gone
 
@@ -153,29 +154,56 @@ def gpus_for(ranks: int) -> int:
     return gpus
 
 
-def meet(place: Place) -> Any:
-    """Wait for all ranks and return their common TCPStore. Raises UserError if some don't come in time."""
-    from torch.distributed import DistError
-    from torch.distributed.rendezvous import rendezvous
+def open_store(place: Place) -> Any:
+    """Connect to the store of the rendezvous, which rank 0 holds unless torchrun or the parent does.
 
+    Raises UserError if it can't be reached in time.
+    """
+    from torch.distributed import DistError
+
+    held_elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        return next(rendezvous("env://", place.rank, place.world, timeout=RENDEZVOUS_TIMEOUT))[0]
+        return connect(place, is_master=place.rank == 0 and not held_elsewhere, timeout=RENDEZVOUS_TIMEOUT)
     except DistError as error:
-        raise UserError(
-            f"Rank {place.rank} of {place.world} could not meet the others at {place.address}:{place.port}: "
-            f"{str(error).splitlines()[0]} Start all {place.world} ranks (under Slurm by srun), set "
-            "MASTER_ADDR to the first machine, and MASTER_PORT to a free port of it."
-        ) from error
+        raise not_met(place, str(error).splitlines()[0]) from error
+
+
+def meet(place: Place, store: Any) -> None:
+    """Wait for all ranks. Raises UserError, naming them, if some don't come in time."""
+    from torch.distributed import DistError
+
+    here, all_here = "meshtune/here/{}", "meshtune/all here"
+    store.set(here.format(place.rank), "")
+    if store.add("meshtune/ranks here", 1) == place.world:
+        store.set(all_here, "")
+    try:
+        store.wait([all_here], RENDEZVOUS_TIMEOUT)
+    except DistError as error:
+        missing = [rank for rank in range(place.world) if not store.check([here.format(rank)])]
+        seconds = RENDEZVOUS_TIMEOUT.total_seconds()
+        raise not_met(place, f"{ranks_named(missing)} did not come in {seconds:.0f} s.") from error
+
+
+def not_met(place: Place, reason: str) -> UserError:
+    return UserError(
+        f"Rank {place.rank} of {place.world} could not meet the others at {place.address}:{place.port}: "
+        f"{reason} Start all {place.world} ranks (under Slurm by srun), set "
+        "MASTER_ADDR to the first machine, and MASTER_PORT to a free port of it."
+    )
 
 
 def connect(place: Place, *, is_master: bool = False, **options: Any) -> Any:
-    """Open one more connection to the store at `place` (torch.distributed.TCPStore, which takes the options).
+    """Open one more connection to the store at `place`; its keys are those of this start of the ranks alone,
+    where torchrun has started them again.
 
-    Does not wait for other ranks. is_master: True to hold the store in this process.
+    Does not wait for other ranks. is_master: True to hold the store in this process. options: of
+    torch.distributed.TCPStore.
     """
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented there
+    from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    return TCPStore(place.address, place.port, is_master=is_master, wait_for_workers=False, **options)
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = TCPStore(place.address, place.port, is_master=is_master, wait_for_workers=False, **options)
+    return PrefixStore(f"meshtune/start {start}", store)
 
 
 def cores() -> int:

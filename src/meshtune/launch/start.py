@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,7 +22,8 @@ from meshtune.launch.address import reachable_address
 from meshtune.launch.failure import claims_failure, exit_code, failures_of, raise_first, record_failure
 from meshtune.launch.place import Place, place_of
 from meshtune.launch.rank import Rank, RankLog, connect, flush_output, process_group
-from meshtune.watch import HangLimits
+from meshtune.launch.scratch import scratch_folder
+from meshtune.watch import HangLimits, announce
 
 LOCALHOST = "127.0.0.1"
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -75,10 +75,12 @@ def run_joined(
     log = RankLog() if place.rank else None
 
     def end(report: str) -> None:
-        if log:
-            log.restore_terminal()
-        print(f"meshtune: {report}", file=sys.stderr, flush=True)
-        os._exit(RankFailed.exit_code)
+        try:
+            if log:
+                log.restore_terminal()
+            print(f"meshtune: {report}", file=sys.stderr, flush=True)
+        finally:  # also where the terminal is gone with torchrun
+            os._exit(RankFailed.exit_code)
 
     try:
         with process_group(place, device, log=log, limits=limits, end=end) as rank:
@@ -105,10 +107,10 @@ def run_here(
     """
     context: Any = get_context("spawn" if device == "cuda" else "fork")
     with (
-        tempfile.TemporaryDirectory(prefix="meshtune-") as name,
+        scratch_folder() as folder,
         socket.create_server((LOCALHOST, 0)) as door,
     ):
-        folder, port = Path(name), door.getsockname()[1]
+        port = door.getsockname()[1]
         places = [Place(rank, ranks, rank, ranks, LOCALHOST, port) for rank in range(ranks)]
         shared = {"device": device, "limits": limits, "folder": folder, "parent": os.getpid()}
         processes = [
@@ -120,6 +122,8 @@ def run_here(
                 process.start()
             # After the forks, which must not copy the store's thread; until then the socket queues the ranks.
             store = connect(places[0], is_master=True, master_listen_fd=door.detach())
+            for rank, process in enumerate(processes):  # so that a rank that never comes is missed
+                announce(store, rank, process.pid or 0)
             with forwarded_signals(processes) as received:
                 ended = wait_for(processes, limits.grace)
             del store

@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import HfApi, snapshot_download
 from transformers import PretrainedConfig
 
-from meshtune.errors import UserError
+from meshtune.errors import UserError, reason_of
 from meshtune.model.hub import hub_errors, local_path
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -72,8 +72,8 @@ def _refuse_other_formats(name: str, revision: str | None) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path} can't be read as JSON: {error}") from error
+    except (ValueError, OSError, RecursionError) as error:
+        raise UserError(f"{path} can't be read as JSON: {reason_of(error)}") from error
     if not isinstance(value, dict):
         raise UserError(f"{path} should hold a JSON object, but holds a {type(value).__name__}.")
     return value

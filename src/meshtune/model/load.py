@@ -15,6 +15,7 @@ dtype it would hold wrong constants (Gemma's scale of the embeddings, rounded to
 import copy
 import difflib
 import logging
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
@@ -144,8 +145,25 @@ def stop_tokens(name: str, *, trust_remote_code: bool = False, revision: str | N
     folder = resolve(name, revision=revision, weights=False, trust_remote_code=trust_remote_code)
     if not (folder / "generation_config.json").is_file():
         return []
-    eos = GenerationConfig.from_pretrained(folder).eos_token_id
+    eos = read_generation_config(folder).eos_token_id
     return [eos] if isinstance(eos, int) else list(eos or [])
+
+
+def read_generation_config(folder: Path) -> GenerationConfig:
+    """The generation settings in a model's folder. Raises UserError if its file is damaged."""
+    file = folder / "generation_config.json"
+    read_json(file)  # its own check, in our words
+    try:
+        generation = GenerationConfig.from_pretrained(folder)
+    except Exception as error:  # it checks itself in many ways
+        raise UserError(f"transformers can't read {file}: {_first_line(error)}") from error
+    eos = generation.eos_token_id
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(type(number) is int and number >= 0 for number in ids):
+        raise UserError(
+            f"{file}: eos_token_id is {reprlib.repr(eos)}; it must be a token's id, or a list of them."
+        )
+    return generation
 
 
 def fill_whole(model: PreTrainedModel, values: Mapping[str, Tensor], device: torch.device) -> None:
@@ -185,7 +203,7 @@ def skeleton(
         model = _from_config(config, source, dtype, attention, trust_remote_code)
     model.tie_weights()
     if folder and init == "pretrained" and (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+        model.generation_config = read_generation_config(folder)
     return model.train()
 
 
@@ -296,6 +314,7 @@ def _load_pretrained(folder: Path, config: PretrainedConfig, trust_remote_code: 
     files = checked_weight_files(folder, config)
     try:
         words = _stored_dtypes(files)
+        integers = sorted(words.keys() & {"I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64", "BOOL"})
         stored = [key for key, word in SAFETENSORS_DTYPES.items() if word in words and key.is_floating_point]
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -319,6 +338,13 @@ def _load_pretrained(folder: Path, config: PretrainedConfig, trust_remote_code: 
         problems.append(
             f"{folder}: {key} has shape {tuple(shape)}, but config.json makes it {tuple(expected)}."
         )
+    weights = {name for name, p in model.named_parameters() if p.is_floating_point()}
+    for word in integers:
+        if whole := sorted(words[word] & weights):
+            problems.append(
+                f"{folder} stores {len(whole)} weights as {word}, which is no floating-point type: "
+                f"{_few(whole)}; take the unquantised model."
+            )
     if problems:
         raise UserError(problems)
     if unexpected := sorted(report["unexpected_keys"]):
@@ -332,9 +358,11 @@ def _few(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _stored_dtypes(files: Iterable[Path]) -> set[str]:
-    stored = set()
+def _stored_dtypes(files: Iterable[Path]) -> dict[str, set[str]]:
+    """Names of the tensors in safetensors files, by the format's word for their dtype."""
+    stored: dict[str, set[str]] = {}
     for file in files:
         with safe_open(file, framework="pt") as tensors:
-            stored |= {tensors.get_slice(key).get_dtype() for key in tensors.keys()}  # noqa: SIM118 (not a dict)
+            for key in tensors.keys():  # noqa: SIM118 (not a dict)
+                stored.setdefault(tensors.get_slice(key).get_dtype(), set()).add(key)
     return stored

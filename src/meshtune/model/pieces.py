@@ -6,12 +6,15 @@ The files are memory-mapped: only the pages of a rank's own slices are read, int
 the process's own memory. Adapters are passed in as tensors; rows of added tokens are computed.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from meshtune.errors import UserError
 
 MEAN_CHUNK_ROWS = 1024  # rows of an embedding that are summed in fp64 at a time
 
@@ -101,14 +104,30 @@ def fill(pieces: Iterable[tuple[str, Piece]], weights: StoredTensors, *, free: b
     """Overwrite each (name of a parameter, this rank's piece of it) with stored values in the piece's dtype.
 
     free: True to remove a tensor from `weights`, under all its names, after its last piece, so that tensors
-    which are no mapping of a file (drawn, or cast) never double a rank's memory.
+    which are no mapping of a file (drawn, or cast) never double a rank's memory. Raises UserError, naming
+    them, if tensors have values that are NaN or infinite in the piece's dtype.
     """
-    named = list(pieces)
+    named, broken = list(pieces), dict[str, None]()
     last = {name: number for number, (name, _) in enumerate(named)}
     for number, (name, piece) in enumerate(named):
         weights.copy_into(piece, name)
+        if not finite(piece.tensor):
+            broken[name] = None
         if free and last[name] == number:
             weights.free(name)
+    if broken:
+        shown = ", ".join([*broken][:5]) + (f" and {len(broken) - 5} more" if len(broken) > 5 else "")
+        raise UserError(
+            f"{len(broken)} of the model's {len(last)} tensors have values that are NaN or infinite: "
+            f"{shown}. No training mends them; take the weights from another source."
+        )
+
+
+def finite(tensor: Tensor) -> bool:
+    """True if no value is NaN or infinite; allocates nothing of the tensor's size."""
+    if tensor.is_meta or tensor.numel() == 0 or not tensor.is_floating_point():
+        return True
+    return all(math.isfinite(bound.item()) for bound in torch.aminmax(tensor.detach()))
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:

@@ -38,7 +38,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 def complete_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder that is renamed to `folder` when the block ends, and removed if it fails.
 
-    An old model or adapter in `folder` is replaced. Raises UserError if `folder` holds something else.
+    Its files get the mode that the umask gives, whoever wrote them: safetensors' are the owner's alone. An
+    old model or adapter in `folder` is replaced. Raises UserError if `folder` holds something else.
     """
     if folder.exists():
         if not folder.is_dir():
@@ -55,8 +56,11 @@ def complete_folder(folder: Path) -> Iterator[Path]:
     aside.mkdir()
     try:
         yield aside
-        for path in [*(path for path in aside.rglob("*") if path.is_file()), aside]:
+        mode = aside.stat().st_mode & 0o666
+        for path in [path for path in aside.rglob("*") if path.is_file()]:
+            path.chmod(mode)
             flush(path)
+        flush(aside)
         if folder.exists():
             folder.rename(old)
         aside.rename(folder)

@@ -6,7 +6,6 @@ config ─> choice (choose.py) ─> tokenizer, data (inputs.py) ─> model (mode
 import platform
 from collections.abc import Callable
 from functools import partial
-from typing import IO
 
 import torch
 import transformers
@@ -71,7 +70,7 @@ def assemble(config: Config, world: World, model: RankModel, inputs: Inputs) -> 
     """
     prepared, damaged = inputs.prepared, []
     steps = steps_of(config, prepared.train)
-    run_folder, resumed, lock = claim_together(config, world, steps, damaged.append)
+    run_folder, resumed, claim = claim_together(config, world, steps, damaged.append)
     metrics = Metrics.open(
         run_folder,
         config.log.to,
@@ -126,7 +125,7 @@ def assemble(config: Config, world: World, model: RankModel, inputs: Inputs) -> 
         ),
         data_sentences=partial(stream_sentences, prepared),
         stop=StopRequest(enabled=config.checkpoint.save_on_signal),
-        lock=lock,
+        claim=claim,
     )
     if resumed is not None:
         restore(run, resumed)
@@ -173,18 +172,18 @@ def announce(config: Config, run: Run, model: RankModel, resumed: int | None, no
 
 def claim_together(
     config: Config, world: World, steps: int, report: Callable[[str], None]
-) -> tuple[RunDir, int | None, IO[str] | None]:
-    """(The run folder; the step to go on from, None without a checkpoint; the lock, None on other ranks).
+) -> tuple[RunDir, int | None, folder.Claim | None]:
+    """(The run folder; the step to go on from, None without a checkpoint; the claim, None on other ranks).
 
     Every rank calls it; the main rank claims the folder, writes config.yaml and plan.yaml, and broadcasts it.
     steps: updates of the whole run. report: called, on the main rank, with a sentence for each damaged
     checkpoint. Raises UserError as folder.choose_folder and folder.begin, and if a rank does not see it.
     """
-    lock, place = None, None
+    claim, place = None, None
     if world.main:
         run_folder, resumed = folder.choose_folder(config, steps, report)
         plan = prediction(config, world.layout, gpus_of(world.device))
-        lock = folder.begin(run_folder, config, plan, resumed)
+        claim = folder.begin(run_folder, config, plan, resumed)
         place = run_folder, resumed
     run_folder, resumed = world.broadcast_object(place)
     missing = [
@@ -197,7 +196,7 @@ def claim_together(
             f"output = {config.output}: ranks {', '.join(map(str, missing[:8]))} don't see the run folder "
             f"{run_folder.path} that rank 0 made; name one on a file system that all machines share."
         )
-    return run_folder, resumed, lock
+    return run_folder, resumed, claim
 
 
 def model_spec(config: Config, attention: str, *, embeddings: int = 0) -> ModelSpec:

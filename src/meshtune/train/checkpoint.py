@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from meshtune.errors import UserError
+from meshtune.errors import UserError, explained
 from meshtune.model.pieces import Piece
 from meshtune.rundir import flush, write_atomically, write_text_atomically
 from meshtune.train.checkpoint_tables import Written, chunk, dealt, empty_here, metadata, write
@@ -51,6 +51,7 @@ from meshtune.train.unpickle import SafeReader
 from meshtune.units import human
 
 HASH = "xxh3_128"  # finds damage; sha256 takes 20 times as long where the CPU has no SHA instructions
+CANNOT_BE_READ = "cannot be read"  # unlike damage, this may pass: a network disk, permissions
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
@@ -367,12 +368,19 @@ class Checkpoints:
         return sorted(int(name) for name in names if name.isdecimal())
 
     def newest_good(self) -> int | None:
-        """The newest step whose files are all as they were written; newer, damaged ones are reported."""
+        """The newest step whose files are all as they were written; newer, damaged ones are reported.
+
+        Raises UserError if a file can't be read: it may be whole, and using an older checkpoint would end
+        in deleting it.
+        """
         self.wait()
         for step in reversed(self.steps()):
             problems = self.problems(step)
             if not problems:
                 return step
+            if unreadable := [sentence for sentence in problems if CANNOT_BE_READ in sentence]:
+                remedy = "Run the command again once the disk answers, or move that checkpoint elsewhere."
+                raise UserError([*unreadable, remedy])
             for sentence in problems:
                 self._report(f"{sentence} Step {step} is skipped.")
         return None
@@ -388,6 +396,7 @@ class Checkpoints:
         try:
             files = list(self._manifest(step)["files"].items())
             damages = [_damage(self._path(step) / name, facts) for name, facts in files[self._rank :: ranks]]
+            damages += [] if any(damages) else [self._misnamed(step)]
         except UserError as error:
             damages = list(error.problems)
         sentences = (sentence for part in self._gather(damages) for sentence in part if sentence)
@@ -395,6 +404,19 @@ class Checkpoints:
         if not problems:
             self._checked.add(step)
         return problems
+
+    def _misnamed(self, step: int) -> str | None:
+        """Sentence on a whole checkpoint whose values are not those of `step`; None if they are.
+
+        Whoever renames a folder, or writes one, may give it any name and any values.
+        """
+        file = self._path(step) / "values.json"
+        with explained(f"{file} is damaged"):
+            values = json.loads(file.read_text())
+        saved = values.get("step") if isinstance(values, dict) else None
+        if type(saved) is int and saved == step:
+            return None
+        return f"{self._path(step)} holds values of step {str(saved)[:40]}; its folder has another name."
 
     def values(self, step: int) -> dict[str, Any]:
         """The `values` passed to `save`, with `step`. Raises UserError unless the checkpoint is whole."""
@@ -453,6 +475,8 @@ class Checkpoints:
             steps = ", ".join(str(other) for other in self.steps()) or "none"
             raise UserError(f"{self._path(step)} does not exist. Checkpoints there: {steps}.")
         try:
+            if not stat.S_ISREG(path.lstat().st_mode):  # opening a pipe waits for ever
+                raise ValueError("no regular file")
             manifest = json.loads(path.read_text())
             files, tied = manifest["files"], manifest["tied"]
             plain = all(name == os.path.basename(name) and name not in ("", ".", "..") for name in files)
@@ -460,7 +484,7 @@ class Checkpoints:
             complete = {".metadata", "values.json"} <= files.keys() and manifest["hash"] == HASH
             if not (plain and sized and complete and all(isinstance(name, str) for name in tied.values())):
                 raise ValueError("not a manifest of this version")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{path} is missing or damaged ({error!r}).") from error
         return manifest
 
@@ -543,7 +567,7 @@ def _damage(path: Path, facts: dict[str, Any]) -> str | None:
     except FileNotFoundError:
         return f"{path} is missing."
     except OSError as error:
-        return f"{path} cannot be read: {error.strerror or error}."
+        return f"{path} {CANNOT_BE_READ}: {error.strerror or error}."
     return None
 
 

@@ -2,41 +2,48 @@
 
 the folder has                      then
 nothing                             it is taken
+the lock of a run without settings  it is taken: the run was killed, or had no disk, before its config.yaml
 an unfinished run, same settings    it is resumed from the newest whole checkpoint, in any layout
+... none of its checkpoints whole   refused, naming the damage; nothing is deleted
 an unfinished run, other settings   refused, naming the settings that differ (settings in FREE may)
 a finished run                      the next free name (runs/x-2): no trained model is overwritten
 """
 
 import fcntl
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from fnmatch import fnmatch
 from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
 from meshtune.config import Config, SourceConfig, load
 from meshtune.errors import UserError
-from meshtune.rundir import RunDir, write_text_atomically
+from meshtune.rundir import RunDir, aside_pattern, write_text_atomically
 from meshtune.train.checkpoint import Checkpoints
 
 # Settings that may change when a run is resumed. A longer or shorter run continues with the schedule of its
 # new length; the other settings do not change what a step computes.
 FREE = ("train.max_steps", "train.num_epochs", "train.device", "eval", "checkpoint", "log", "hub", "layout",
         "cluster", "output", "data.cache")  # fmt: skip
+LOCK = ".lock"
 
 
 def choose_folder(config: Config, steps: int, report: Callable[[str], None]) -> tuple[RunDir, int | None]:
     """Choose (the run folder, the step to resume from) as in the table above; writes nothing.
 
-    The step is None for a new run, and for an unfinished one without a whole checkpoint. With
+    The step is None for a new run, and for an unfinished one that saved no checkpoint. With
     checkpoint.resume=never every folder that holds a run is skipped. steps: updates of the whole run. report:
-    gets a sentence for each damaged checkpoint that is skipped. Raises UserError if `output` is a file, holds
-    something else, or an unfinished run with other settings.
+    gets a sentence for each damaged checkpoint that is skipped, and for rows that are missing. Raises
+    UserError if `output` is a file, holds something else, an unfinished run with other settings, or one
+    whose checkpoints are all damaged.
     """
     named = RunDir(Path(config.output).expanduser().absolute())
     if named.path.exists() and not named.path.is_dir():
         raise UserError(f"output = {config.output} is a file; name a folder.")
     for run in candidates(named):
-        if not run.path.exists() or not any(run.path.iterdir()):
+        if is_unused(run):
             return run, None
         if not run.config_file.exists():
             if run == named:
@@ -46,13 +53,14 @@ def choose_folder(config: Config, steps: int, report: Callable[[str], None]) -> 
             continue
         if config.checkpoint.resume == "never":
             continue
-        step = Checkpoints(run.checkpoints, report=report).newest_good()
         finished = [row for row in run.rows("end") if row.get("status") == "finished"]
-        if finished and (step is None or finished[-1]["step"] >= steps or finished[-1].get("early")):
+        if finished and (finished[-1]["step"] >= steps or finished[-1].get("early")):
             continue
         differing = list(differences(settings(config), settings_of(run)))
         if not differing:
-            return run, step
+            return run, step_to_resume(run, report, finished=bool(finished))
+        if finished and not Checkpoints(run.checkpoints).steps():
+            continue
         if run == named:
             raise UserError(
                 [
@@ -64,6 +72,72 @@ def choose_folder(config: Config, steps: int, report: Callable[[str], None]) -> 
     raise AssertionError("candidates never end")
 
 
+def without_report(config: Config) -> RunDir | None:
+    """The finished run of exactly these settings that was killed before its report.html; None if there is
+    none.
+
+    With checkpoint.resume=never there is none.
+    """
+    for run in candidates(RunDir(Path(config.output).expanduser().absolute())):
+        if config.checkpoint.resume == "never" or not run.config_file.exists():
+            return None
+        ended = [row.get("status") for row in run.rows("end")][-1:]
+        if ended == ["finished"] and not run.report_file.exists():
+            same = settings_of(run) | {"output": ""} == settings(config) | {"output": ""}
+            return run if same else None
+    return None
+
+
+def is_unused(run: RunDir) -> bool:
+    """True if the folder is missing, or empty but for what a run writes before its config.yaml."""
+    first = {LOCK, aside_pattern(run.config_file)}
+    return not run.path.exists() or all(
+        any(fnmatch(path.name, pattern) for pattern in first) for path in run.path.iterdir()
+    )
+
+
+def step_to_resume(run: RunDir, report: Callable[[str], None], *, finished: bool) -> int | None:
+    """The newest whole checkpoint's step; None if the run was killed before its first checkpoint.
+
+    report: gets a sentence for each damaged checkpoint that is skipped, for rows that are missing, and where
+    a run that has rows begins again. finished: True for a finished run that is to be made longer.
+
+    Raises UserError if no checkpoint is whole: starting again at step 1 would delete them and the rows. So
+    too if a file can't be read, or if a finished run has no checkpoint.
+    """
+    damage: list[str] = []
+    checkpoints = Checkpoints(run.checkpoints, report=damage.append)
+    there = checkpoints.steps()
+    step = checkpoints.newest_good()
+    rows = [row["step"] for row in run.rows("train")]
+    if step is None and (there or finished):
+        which = (
+            f"none of its checkpoints (steps {', '.join(map(str, there))}) is whole"
+            if there
+            else (f"it has no checkpoint in {run.checkpoints}")
+        )
+        state = "a finished run that would go on" if finished else "an unfinished run"
+        raise UserError(
+            [
+                f"{run.path} holds {state}, but {which}. Nothing was changed. Restore a checkpoint, or set "
+                "checkpoint.resume=never to train from step 1 in another folder.",
+                *damage,
+            ]
+        )
+    for sentence in damage:
+        report(sentence)
+    if step is None and rows:
+        report(
+            f"{run.path} has rows up to step {max(rows)} and no checkpoint: training begins again at step 1."
+        )
+    elif step is not None and "jsonl" in load(run.config_file).log.to and not rows:
+        report(
+            f"{run.metrics_file} has no rows of steps 1 to {step}, which were trained: the report begins at "
+            f"step {step + 1}."
+        )
+    return step
+
+
 def candidates(run: RunDir) -> Iterator[RunDir]:
     """Yield runs/x, runs/x-2, runs/x-3 … without end."""
     yield run
@@ -71,32 +145,72 @@ def candidates(run: RunDir) -> Iterator[RunDir]:
         yield RunDir(run.path.with_name(f"{run.path.name}-{number}"))
 
 
-def begin(run: RunDir, config: Config, plan: str, resumed: int | None) -> IO[str]:
-    """Lock the folder, write config.yaml and plan.yaml, and drop the rows of steps that are run again.
+class Claim:
+    """A run folder that this process trains in: its lock, and the files that make the folder a run.
+
+    Use as a context manager, which releases the lock; so does the end of the process.
+    """
+
+    def __init__(self, run: RunDir, texts: Mapping[Path, str]) -> None:
+        """Lock the folder, clear it of what killed processes left, and write `texts`, by file.
+
+        Raises UserError if another process has the lock.
+        """
+        self.run, self._texts = run, dict(texts)
+        self._lock = self._locked()
+        self.run.clear_leftovers()
+        self._write()
+
+    def renew(self) -> bool:
+        """Make the folder a run again if it was deleted or moved away; returns whether it was.
+
+        Raises UserError if another process has begun a run there.
+        """
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(self._lock.fileno()), (self.run.path / LOCK).stat()):
+                return False
+        self._lock.close()
+        self._lock = self._locked()
+        self._write()
+        return True
+
+    def _locked(self) -> IO[str]:
+        self.run.create()
+        lock = open(self.run.path / LOCK, "w")  # noqa: SIM115 - open as long as the run
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise UserError(
+                f"Another process is training in {self.run.path}; wait for it, or change `output`."
+            ) from None
+        return lock
+
+    def _write(self) -> None:
+        for file, text in self._texts.items():
+            write_text_atomically(file, text)
+
+    def __enter__(self) -> "Claim":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.close()
+
+
+def begin(run: RunDir, config: Config, plan: str, resumed: int | None) -> Claim:
+    """Claim the folder, write config.yaml and plan.yaml, and drop the rows of steps that are run again.
 
     plan: text of plan.yaml; resumed: step of the checkpoint that the run starts from. None: from the
-    beginning; an old metrics.jsonl and samples.jsonl are deleted.
-
-    Returns the lock: closing it, or the end of the process, releases it. Raises UserError if another process
-    has it.
+    beginning; an old metrics.jsonl and samples.jsonl are deleted. Raises UserError if another process trains
+    there.
     """
-    run.create()
-    lock = open(run.path / ".lock", "w")  # noqa: SIM115 - open as long as the run
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise UserError(
-            f"Another process is training in {run.path}; wait for it, or change `output`."
-        ) from None
-    write_text_atomically(run.config_file, resolved(config, run).to_yaml())
-    write_text_atomically(run.plan_file, plan)
+    claim = Claim(run, {run.config_file: resolved(config, run).to_yaml(), run.plan_file: plan})
     if resumed is not None:
         run.drop_after(resumed)
     else:  # rows of a run that was killed before its first checkpoint
         for file in (run.metrics_file, run.samples_file):
             file.unlink(missing_ok=True)
-    return lock
+    return claim
 
 
 def resolved(config: Config, run: RunDir) -> Config:

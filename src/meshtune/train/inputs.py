@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from meshtune.data.loader import Loader
 from meshtune.data.pack import Dataset
 from meshtune.data.prepare import Prepared, prepare, sentences
 from meshtune.data.stream import Stream
-from meshtune.errors import UserError
+from meshtune.errors import UserError, explained
 from meshtune.model.load import load_tokenizer, stop_tokens
 from meshtune.parallel.apply import width_multiple
 from meshtune.parallel.mesh import World
@@ -130,17 +131,21 @@ def loader_of(
 
     Raises UserError if the state belongs to other data or another seed.
     """
-    return Loader(
+    made = partial(
+        Loader,
         train,
         global_batch_size=config.global_batch_size,
         micro_batch_size=world.layout.micro_batch_size,
         seed=config.train.seed,
         data_rank=world.data_rank,
         data_ranks=world.data_ranks,
-        state=state,
         multiple=width_multiple(world.layout),
         uniform=world.pp.size > 1,
     )
+    if state is None:
+        return made()
+    with explained("The checkpoint has no usable position in the data", "Use one that a run wrote."):
+        return made(state=state)
 
 
 def stream_sentences(prepared: Prepared) -> list[str]:

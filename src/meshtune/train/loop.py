@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshtune.data.batch import Batch
 from meshtune.data.loader import Loader
-from meshtune.errors import Interrupted, NonFinite, UserError
+from meshtune.errors import Interrupted, NonFinite, UserError, explained
 from meshtune.parallel.mesh import World
 from meshtune.rundir import RunDir, disk_is_full
 from meshtune.train.heap import releasing
@@ -27,9 +27,13 @@ if TYPE_CHECKING:
     from meshtune.train.checkpoint import Checkpoints
     from meshtune.train.evaluate import Evaluation
     from meshtune.train.export import Exporter
+    from meshtune.train.folder import Claim
     from meshtune.train.signals import StopRequest
     from meshtune.train.step import Passes
     from meshtune.train.trackers import Metrics
+
+
+UNUSABLE = "Use a checkpoint that this version of meshtune wrote, or set checkpoint.resume=never."
 
 
 @dataclass
@@ -72,7 +76,7 @@ class Run:
     data_sentences: Callable[[], list[str]]  # what was cut, dropped or skipped while streaming
     exporter: Exporter
     stop: StopRequest
-    lock: IO[str] | None  # the main rank's: keeps other processes out of the folder
+    claim: Claim | None  # the main rank's: keeps other processes out of the folder
     progress: Progress = field(default_factory=Progress)
 
 
@@ -82,8 +86,8 @@ def train(run: Run) -> None:
     """
     now, nonfinite = run.progress, 0
     phase = releasing(run.memory.phase, run.world.device)
-    lock = run.lock or nullcontext()
-    with lock, run.metrics, run.stop, out_of_memory_explained(run), full_disk_explained(run):
+    claim = run.claim or nullcontext()
+    with claim, run.metrics, run.stop, out_of_memory_explained(run), full_disk_explained(run):
         if now.step == 0 and run.evaluation.at_start:
             evaluate(run)
         batches, first = iter(run.loader), now.step + 1
@@ -134,7 +138,7 @@ def train(run: Run) -> None:
                     f"Step {now.step} was not applied: loss {loss}, gradient norm {norm}. Batch: "
                     f"{batch.origin}."
                 )
-            if nonfinite >= run.max_nonfinite_steps:
+            if nonfinite >= run.max_nonfinite_steps or now.step == run.steps == nonfinite:  # none applied
                 run.checkpoints.wait()
                 run.metrics.end(step=now.step, status="stopped: loss or gradients were not finite")
                 raise NonFinite(stopped_nonfinite(run, nonfinite, batch))
@@ -188,11 +192,21 @@ def save(run: Run) -> None:
     now = run.progress
     if now.saved_step == now.step:
         return
+    keep_folder(run)
     now.saved_step = now.step
     protect = {now.best_step} if run.keep_best and now.best_step else set()
     values = vars(now) | {"axes": axis_sizes(run.world), "generators": list(random_state(run.world))}
     # Materialised: a parameter that was never stepped is asked for on resuming too.
     run.checkpoints.save(now.step, tensors_of(run, materialise=True), values, protect=protect)
+
+
+def keep_folder(run: Run) -> None:
+    """Write a run folder that was deleted or moved away anew, and say so; only the main rank does."""
+    if run.claim and run.claim.renew():
+        run.metrics.log_line(
+            f"The run folder {run.folder.path} was deleted or moved while this run was training. It was made "
+            f"anew at step {run.progress.step}; earlier rows and checkpoints are not in it."
+        )
 
 
 def restore(run: Run, step: int) -> None:
@@ -202,10 +216,13 @@ def restore(run: Run, step: int) -> None:
     Raises UserError if the checkpoint is damaged or does not fit.
     """
     values = run.checkpoints.values(step)
-    run.progress = Progress(**{key: values[key] for key in vars(run.progress)})
     generators = random_state(run.world)
-    # In another layout, or on another kind of device, dropout can't be drawn as before; nor need it be.
-    alike = values["axes"] == axis_sizes(run.world) and len(values["generators"]) == len(generators)
+    with explained(f"The checkpoint of step {step} has values that are no run's", UNUSABLE):
+        run.progress = Progress(**{key: values[key] for key in vars(run.progress)})
+        if not isinstance(run.progress.data, dict):  # None would begin the data again
+            raise ValueError("data is no position in the data")
+        # In another layout, or on another kind of device, dropout can't be drawn as before; nor need it be.
+        alike = values["axes"] == axis_sizes(run.world) and len(values["generators"]) == len(generators)
     wanted = run.as_pieces(run.optimizer.state(materialise=True)) | (generators if alike else {})
     run.checkpoints.load(step, wanted)
     run.passes.share_tied()
@@ -253,6 +270,7 @@ def finish(run: Run) -> None:
     """Write model/: the last step's weights, or the best evaluation's where asked."""
     now = run.progress
     run.checkpoints.wait()
+    keep_folder(run)
     steps = now.step
     if run.keep_best and now.best_step not in (0, now.step):
         steps = restore_best(run)

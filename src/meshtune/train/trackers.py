@@ -26,7 +26,7 @@ from rich.text import Text
 from meshtune.errors import UserError
 from meshtune.meter.rows import eval_row, train_row
 from meshtune.rundir import Row, RunDir, write_text_atomically
-from meshtune.units import count, duration, human
+from meshtune.units import count, duration, human, printable
 
 TRACKERS = {  # name in `log.to` -> (module it needs, how to get it)
     "console": ("rich", "pip install rich"),
@@ -167,7 +167,7 @@ class Metrics:
     def log_line(self, text: str) -> None:
         """Print a line on the terminal, above the progress bar; nothing on ranks other than 0."""
         if self.console is not None:
-            self.console.print(escape(text), soft_wrap=True, highlight=False)
+            self.console.print(escape(printable(text)), soft_wrap=True, highlight=False)
 
     def close(self, *, failed: bool = False) -> None:
         """Close every tracker, and print which can't be closed; safe to call twice."""

@@ -78,6 +78,15 @@ def test_the_terminal_shows_figures_bars_losses_and_samples(tmp_path, tokenizer)
         assert part in text
 
 
+def test_escapes_of_rows_are_shown_not_obeyed(tmp_path, tokenizer) -> None:
+    sample = {"place": "rows\x1b[2J.jsonl:1", "tokens": 2, "label_tokens": 1, "boundaries": []}
+    runs = [["a\x1b]0;title\x07", False], ["b\x9b31m", True]]
+    found = described(tmp_path, tokenizer, [("abc", "d")]) | {"samples": [sample | {"runs": runs}]}
+    console = Console(file=io.StringIO(), width=100)
+    show(found, console)
+    assert not set("\x1b\x07\x9b") & set(console.file.getvalue())  # type: ignore[attr-defined]
+
+
 def test_a_stream_is_described_by_its_first_window(tmp_path, tokenizer) -> None:
     found = described(tmp_path, tokenizer, numbered(40), streaming=True)
 

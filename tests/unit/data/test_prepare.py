@@ -374,18 +374,34 @@ def test_a_process_killed_while_writing_leaves_nothing_that_looks_whole(tmp_path
     assert len(texts(prepared.train)) == 8000
 
 
+def test_the_cache_has_the_modes_that_the_umask_gives(tmp_path) -> None:
+    old = os.umask(0o027)
+    try:
+        made(tmp_path, [rows_file(tmp_path)])
+    finally:
+        os.umask(old)
+    for path in (tmp_path / "cache").rglob("*"):
+        assert path.stat().st_mode & 0o777 == (0o750 if path.is_dir() else 0o640), path
+
+
 def test_what_a_killed_process_left_long_ago_is_removed(tmp_path) -> None:
     source = rows_file(tmp_path)
     made(tmp_path, [source])
     folder = folder_of(tmp_path)
     left = folder.parent / f".{folder.name}.abc"
     left.mkdir()
-    os.utime(left, (0, 0))
+    others = folder.parent / f".{'0' * 32}.abc", folder.parent / ".hashes.abc"
+    kept = folder.parent / ".user.settings"
+    for file in (*others, kept):
+        file.touch()
+    for path in (left, *others, kept):
+        os.utime(path, (0, 0))
     (folder / "tokens.npy").unlink()
 
     made(tmp_path, [source])
 
-    assert not left.exists()
+    assert not any(path.exists() for path in (left, *others))
+    assert kept.exists()
 
 
 def test_a_cache_folder_that_cannot_be_written_says_what_to_do(tmp_path) -> None:

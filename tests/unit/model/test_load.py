@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import meshtune.model.files as module
 from meshtune.errors import UserError
-from meshtune.model.load import load_config, load_tokenizer
+from meshtune.model.load import load_config, load_tokenizer, stop_tokens
 from meshtune.model.trainable import embeddings_needed, freeze, grow_embeddings
 from meshtune.train.model import ModelSpec, single_model
 
@@ -204,6 +204,39 @@ def test_missing_and_misshapen_tensors_are_errors(save):
         load(str(folder), dtype=torch.float32, attention="eager")
     assert "lacks 1 tensors" in caught.value.problems[0]
     assert "lm_head.weight has shape (8, 64)" in caught.value.problems[1]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(value, save):
+    from safetensors.torch import load_file, save_file
+
+    folder = save("llama")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"^1 of .* tensors have values that are NaN or infinite: model.norm"):
+        load(str(folder), dtype=torch.float32, attention="eager")
+
+
+def test_weights_stored_as_integers_are_named(save):
+    from safetensors.torch import load_file, save_file
+
+    folder = save("llama")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].to(torch.int32)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"stores 1 weights as I32.*model.embed_tokens.weight"):
+        load(str(folder), dtype=torch.float32, attention="eager")
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"eos_token_id": "end"}', '{"eos_token_id": [1, -2]}'])
+def test_a_broken_generation_config_is_named(text, save):
+    folder = save("llama")
+    (folder / "generation_config.json").write_text(text)
+    whole = lambda: load(str(folder), dtype=torch.float32, attention="eager")  # noqa: E731
+    for read in (lambda: stop_tokens(str(folder)), whole):
+        with pytest.raises(UserError, match=r"generation_config.json"):
+            read()
 
 
 CONFIGS = {

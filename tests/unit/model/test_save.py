@@ -1,4 +1,5 @@
 import json
+import os
 
 import peft
 import pytest
@@ -164,3 +165,14 @@ def test_adapters_that_are_more_than_plain_lora_or_a_pickle_are_refused(save, tm
         load_adapter(plain(base), tmp_path / "dora")
     with pytest.raises(UserError, match="is a LoRA adapter, not a model"):
         load(str(tmp_path / "dora"), dtype=torch.float32, attention="eager")
+
+
+def test_files_of_a_model_have_the_mode_that_the_umask_gives(save, tmp_path):
+    model = plain(save("llama"))
+    old = os.umask(0o027)
+    try:
+        save_model(tmp_path / "model", model, None)
+    finally:
+        os.umask(old)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()}
+    assert modes and set(modes.values()) == {0o640}, modes

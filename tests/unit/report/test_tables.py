@@ -55,3 +55,11 @@ def test_tables_show_what_they_are_given():
         "gpus",
         "0",
     ]
+
+
+def test_escapes_of_rows_do_not_reach_the_terminal(empty):
+    evil = "a\x1b]0;title\x07b\x9b31m\tc\r\n"
+    empty.append_sample({"step": 1, "prompt": evil, "expected": evil, "answer": evil})
+    shown_text = shown(samples_table(empty))
+    assert not set("\x1b\x07\x9b") & set(shown_text)
+    assert "a␛]0;title␇b" in shown_text

@@ -5,6 +5,7 @@ it.
 import json
 import math
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,7 @@ from meshtune.errors import Interrupted, NonFinite, NothingFits, UserError
 from meshtune.parallel.mesh import Axis
 from meshtune.rundir import RunDir
 from meshtune.train import build, loop
+from meshtune.train.checkpoint import _size_and_hash
 
 Train = Callable[..., loop.Run]
 
@@ -446,3 +448,57 @@ def test_max_grad_norm_zero_clips_nothing(train: Train, tmp_path: Path) -> None:
     free = train("train.max_grad_norm=0", f"output={tmp_path / 'free'}")
     loose = train("train.max_grad_norm=1e9", f"output={tmp_path / 'loose'}")
     assert losses(free) == losses(loose)
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_run_folder_that_is_gone_is_noticed_and_made_anew(
+    moved: bool,
+    settings: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    run = build.build(config.load(None, settings("checkpoint.every=2", "log.to=[console, jsonl]")))
+    update, path = run.optimizer.step, run.folder.path
+
+    def losing(rate: float) -> None:
+        update(rate)
+        if run.progress.step == 3:
+            run.checkpoints.wait()
+            path.rename(tmp_path / "elsewhere") if moved else shutil.rmtree(path)
+
+    monkeypatch.setattr(run.optimizer, "step", losing)
+    loop.train(run)
+    assert "was deleted or moved while this run was training" in " ".join(capsys.readouterr().err.split())
+    names = {file.name for file in path.iterdir()}
+    assert names >= {".lock", "config.yaml", "plan.yaml", "metrics.jsonl", "checkpoints", "model"}
+    assert [row["step"] for row in run.folder.rows("train")] == [3, 4]
+    assert run.checkpoints.newest_good() == 4
+
+
+def test_a_run_none_of_whose_steps_was_applied_writes_no_model(
+    settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = build.build(config.load(None, settings("train.max_steps=1")))
+    honest = run.passes.forward_backward
+    poisoned = lambda _, *args: honest(*args) * float("nan")  # noqa: E731
+    monkeypatch.setattr(type(run.passes), "forward_backward", poisoned)
+    with pytest.raises(NonFinite, match="not finite for 1 steps in a row, up to step 1"):
+        loop.train(run)
+    assert not run.folder.model.exists()
+    assert "stopped" in run.folder.rows("end")[-1]["status"]
+
+
+@pytest.mark.parametrize(
+    "change", [{"data": None}, {"data": {}}, {"data": {"epoch": "x"}}, {"generators": None}, {"axes": ...}]
+)
+def test_values_that_no_run_wrote_are_refused_with_a_sentence(change: dict[str, Any], train: Train) -> None:
+    run = train("train.max_steps=2")
+    folder = run.folder.checkpoints / "step-2"
+    values = json.loads((folder / "values.json").read_text()) | change
+    (folder / "values.json").write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["values.json"] = _size_and_hash(folder / "values.json")
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError):
+        train("train.max_steps=3")

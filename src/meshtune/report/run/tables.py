@@ -8,7 +8,7 @@ from rich.text import Text
 from meshtune.report.run.curve import curve
 from meshtune.report.run.summary import Summary, samples_of, summarise, values
 from meshtune.rundir import RunDir
-from meshtune.units import count, duration, human
+from meshtune.units import count, duration, human, printable
 
 
 def run_summary(run: RunDir, *, curve_width: int = 60) -> RenderableType:
@@ -85,6 +85,9 @@ def samples_table(run: RunDir, *, limit: int = 5) -> RenderableType:
         table.add_column(name, overflow="fold", ratio=1 if name != "prompt" else 2)
     for sample in samples:
         answers = (sample.before or "", sample.after) if twice else (sample.after,)
-        marked = (Text(answer, style="green" if sample.matches(answer) else "yellow") for answer in answers)
-        table.add_row(Text(sample.prompt), Text(sample.expected or ""), *marked)
+        marked = (
+            Text(printable(answer), style="green" if sample.matches(answer) else "yellow")
+            for answer in answers
+        )
+        table.add_row(Text(printable(sample.prompt)), Text(printable(sample.expected or "")), *marked)
     return Padding(table, (0, 0, 1, 0))
