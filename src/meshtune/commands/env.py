@@ -20,6 +20,7 @@ def env(
         show_json(description)
         return
     from rich.console import Console
+    from rich.markup import escape
 
     from meshtune.report.facts import capability_table, facts_table
 
@@ -27,7 +28,8 @@ def env(
     console.print(facts_table(description["versions"] | description["devices"], title="environment"))
     if model:
         rows = [(row["feature"], row["supported"], row["why"]) for row in description["features"]]
-        console.print(capability_table(rows, title=f"{model} ({description['type']})"))
+        title = escape(f"{model} ({description['type']})")
+        console.print(capability_table(rows, title=title))
 
 
 def environment(model: str | None) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from meshtune.commands.options import AsJson, TargetWords, show_json, split
 from meshtune.errors import UserError
 from meshtune.units import printable
 
+LOWEST_TEMPERATURE = 1e-5
+
 
 def generate(
     target: TargetWords,
@@ -47,6 +49,14 @@ def generated(
     """
     if not prompts:
         raise UserError("No prompt is given; use --prompt, or write prompts to stdin, one a line.")
+    if 0 < temperature < LOWEST_TEMPERATURE:
+        raise UserError(
+            f"--temperature {temperature:g} is below {LOWEST_TEMPERATURE:g}, and logits divided by it would "
+            "be infinite; use 0 for the likeliest token."
+        )
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in prompt):
+            raise UserError(f"Prompt {number} has bytes that are not UTF-8: {prompt[:40]!r}.")
     from meshtune.commands.target import open_model, target_of
     from meshtune.data.example import Example, Origin
     from meshtune.train.generate import answers

@@ -40,11 +40,18 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from meshtune.errors import UserError
+from meshtune.errors import UserError, explained
 from meshtune.model.files import SAFETENSORS_DTYPES, checked_weight_files, read_json, resolve
 from meshtune.model.pieces import StoredTensors, fill, materialise, whole_pieces
 
 logger = logging.getLogger(__name__)
+
+# Names of sizes in a configuration -> more than any model has of it.
+LARGEST = dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), 10_000)
+LARGEST |= dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"), 2**16)
+LARGEST |= dict.fromkeys(("hidden_size", "n_embd", "d_model"), 2**20)
+LARGEST |= {"intermediate_size": 2**24, "vocab_size": 2**28}
+TEXTS = ("dtype", "torch_dtype", "attn_implementation", "_attn_implementation")
 
 
 def quiet() -> None:
@@ -88,6 +95,8 @@ def read_config(file: Path, name: str, trust_remote_code: bool) -> PretrainedCon
             f"{file} names no `model_type`, so it is not the configuration of a transformers model; take the "
             "config.json that was published with the weights."
         )
+    if problems := [*_absurd(raw), *_absurd(raw.get("text_config"))]:
+        raise UserError([f"{file}: {problem}" for problem in problems])
     needs_code = "auto_map" in raw and raw.get("model_type") not in CONFIG_MAPPING
     if needs_code and not trust_remote_code:
         raise UserError(
@@ -121,20 +130,33 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
+def _absurd(raw: Any) -> Iterator[str]:
+    """Yield a sentence for each value of a configuration that no model has: building it would never end, or
+    fail far from its cause.
+    """
+    for name, value in raw.items() if isinstance(raw, dict) else ():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and name in LARGEST and not 1 <= value <= LARGEST[name]:
+            yield f"{name} is {reprlib.repr(value)}; it must be from 1 to {LARGEST[name]:,}."
+        if is_number and str(name).endswith(("dropout", "_pdrop")) and not 0 <= value <= 1:
+            yield f"{name} is {reprlib.repr(value)}; it must be from 0 to 1."
+        if name in TEXTS and not isinstance(value, str | dict | None):
+            yield f"{name} is {reprlib.repr(value)}; it must be text."
+
+
 def load_tokenizer(
     name: str, *, trust_remote_code: bool = False, revision: str | None = None
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a model (or of an adapter's folder). Raises UserError if it can't be read."""
     folder = resolve(name, revision=revision, weights=False, trust_remote_code=trust_remote_code)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (
-        Exception
-    ) as error:  # a missing file shows as OSError, ValueError, TypeError or ImportError, by family
-        raise UserError(
-            f"The tokenizer of {name} can't be loaded ({_first_line(error)}). A model's folder needs "
-            f"tokenizer.json and tokenizer_config.json (or the family's own vocabulary files)."
-        ) from error
+    remedy = "It needs tokenizer.json and tokenizer_config.json, or the family's own vocabulary files."
+    with explained(f"The tokenizer of {name} can't be loaded", remedy):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        except OSError as error:  # a missing file, in some families
+            raise UserError(
+                f"The tokenizer of {name} can't be loaded ({_first_line(error)}). {remedy}"
+            ) from error
     if len(tokenizer) == 0:
         raise UserError(f"The tokenizer of {name} is empty; the folder needs tokenizer.json.")
     return tokenizer
@@ -231,20 +253,17 @@ def _from_config(
 
     source: the model's name, which the model's config records, or the caller's own configuration.
     """
-    try:
+    with explained(f"{_named(source)} can't be built by transformers"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
-    except (ValueError, ImportError) as error:
-        raise _not_built(source, error) from error
     if isinstance(source, str):
         model.config.name_or_path = source  # not the cache's folder: adapters record it as their base
     return model
 
 
-def _not_built(source: str | PretrainedConfig, error: Exception) -> UserError:
-    name = source if isinstance(source, str) else f"A {source.model_type} model"
-    return UserError(f"{name} can't be built by transformers: {_first_line(error)}")
+def _named(source: str | PretrainedConfig) -> str:
+    return source if isinstance(source, str) else f"A {source.model_type} model"
 
 
 @contextmanager
@@ -291,12 +310,8 @@ def mapped(
     else:
         folder = resolve(source, revision=revision, weights=True, trust_remote_code=trust_remote_code)
         config = read_config(folder / "config.json", source, trust_remote_code)
-        try:
+        with explained(f"{_named(source)} can't be built by transformers"):
             model = _load_pretrained(folder, config, trust_remote_code)
-        except (ValueError, ImportError) as error:
-            if isinstance(error, UserError):
-                raise
-            raise _not_built(source, error) from error
     parameters = {key: p.detach() for key, p in model.named_parameters(remove_duplicate=False)}
     tensors = {**model.state_dict(), **parameters}
     for parameter in model.parameters():  # a cycle may keep the modules alive; they must not keep the bytes

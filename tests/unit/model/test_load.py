@@ -11,6 +11,7 @@ from model_folders import plain
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import meshtune.model.files as module
+import meshtune.model.load as load_module
 from meshtune.errors import UserError
 from meshtune.model.load import load_config, load_tokenizer, stop_tokens
 from meshtune.model.trainable import embeddings_needed, freeze, grow_embeddings
@@ -254,6 +255,39 @@ def test_bad_configurations_are_explained(message, tmp_path):
     (tmp_path / "code.py").write_text("raise SystemExit('the canary sang')")
     with pytest.raises(UserError, match=message):
         load_config(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("num_attention_heads", -1, "it must be from 1 to 65,536"),
+        ("vocab_size", -1, "it must be from 1 to"),
+        ("head_dim", 2**63, "it must be from 1 to"),
+        ("hidden_size", 10**9, "it must be from 1 to 1,048,576"),
+        ("num_hidden_layers", 10**9, "it must be from 1 to 10,000"),
+        ("attention_dropout", 1e9, "it must be from 0 to 1"),
+        ("dtype", True, "it must be text"),
+        ("_attn_implementation", [], "it must be text"),
+    ],
+)
+def test_absurd_values_of_a_configuration_are_named(name, value, said, tmp_path):
+    LlamaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+    with pytest.raises(UserError, match=f"{name} is .*; {said}"):
+        load_config(str(tmp_path))
+
+
+def test_a_tokenizer_whose_library_panics_is_explained(save, monkeypatch):
+    class PanicException(BaseException):
+        """Named as the exception with which a library in Rust fails."""
+
+    def panics(*_, **__):
+        raise PanicException("called `Option::unwrap()` on a `None` value")
+
+    monkeypatch.setattr(load_module.AutoTokenizer, "from_pretrained", panics)
+    with pytest.raises(UserError, match=r"tokenizer of .* can't be loaded: called .Option::unwrap"):
+        load_tokenizer(str(save("llama")))
 
 
 def test_a_folder_that_is_no_model_is_explained(tmp_path):
