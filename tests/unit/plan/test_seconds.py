@@ -177,6 +177,7 @@ def test_zero_speaks_as_often_as_its_stage_says() -> None:
         ("pp4-gpipe-mb1-ga8", 3 / 8),
         ("pp4-interleaved1f1b-v2-mb1-ga8", 3 / 16),
         ("pp4-zb-mb1-ga8", 3 / 8 / 3),
+        ("pp4-zbv-mb1-ga8", 3 / 8 / 6),
         ("mb1-ga8", 0),
     ],
 )

@@ -90,16 +90,16 @@ def _bubble(layouts: Columns, stage: Number, forward: Number, weights: Number) -
                                                                 (DeepSeek-AI 2024, arXiv:2412.19437, table 2),
                                                                 with no overlap inside a pair
 
-    Zero-bubble schedules wait at least half a forward, as F, B and W are never quite equal; torch's actions
-    of ZB-V wait (pp - 1)·F/2 where they are (test_plan_schedules.py). With fewer micro-batches than ranks,
-    each further stage of a rank waits pp - m stages for the first one to return.
+    Zero-bubble schedules wait at least half a stage's forward, as F, B and W are never quite equal; ZB-V a
+    whole one, as torch's actions do where they are (test_plan_schedules.py). With fewer micro-batches than
+    ranks, each further stage of a rank waits pp - m stages for the first one to return.
     """
     chunk = stage / layouts.virtual_stages
     saved = np.where(layouts.runs("zb"), 2 * weights, np.where(layouts.runs("zbv"), 3 * weights, 0.0))
     saved = np.where(layouts.runs("dualpipev"), 3 * weights + forward - stage, saved)
     saved = saved / layouts.virtual_stages
     per_rank = np.where(layouts.runs("gpipe", "1f1b"), stage, chunk)
-    at_least = forward / layouts.virtual_stages * 0.5
+    at_least = forward / layouts.virtual_stages * np.where(layouts.runs("zbv"), 1.0, 0.5)
     at_least = np.where(layouts.runs(*ZERO_BUBBLE), at_least, 0.0)
     missing = np.maximum(layouts.pp - layouts.gradient_accumulation_steps, 0.0)
     returning = missing * (layouts.virtual_stages - 1) * chunk
