@@ -213,7 +213,9 @@ def _schedules(pp: int, blocks: int, fixed: Given) -> list[Option]:
 
 @lru_cache(maxsize=1024)
 def divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+    """Divisors in ascending order, in the time of a loop to the square root: batches may be very large."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
 
 
 def _no_batch(workload: Workload, cluster: Cluster, fixed: Given) -> str:

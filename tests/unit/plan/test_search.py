@@ -799,3 +799,12 @@ def test_a_machine_without_the_drivers_tool_has_no_gpus(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(subprocess, "run", missing)
     assert gpus_here() == []
+
+
+@pytest.mark.parametrize("number", [1, 2, 12, 97, 100, 720_720])
+def test_divisors_are_all_of_them(number: int) -> None:
+    assert divisors(number) == [size for size in range(1, number + 1) if number % size == 0]
+
+
+def test_divisors_of_a_very_large_batch_end() -> None:
+    assert len(divisors(10**12)) == 13 * 13
