@@ -1,4 +1,4 @@
-"""What the pages name exists: scripts, tests, linked files; CITATION.cff is the package's."""
+"""Check that scripts, tests and files named in the pages exist, and CITATION.cff against the package."""
 
 import re
 from pathlib import Path

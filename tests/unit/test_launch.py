@@ -386,7 +386,7 @@ def slurm_task(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str
 
 @pytest.fixture
 def met_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Where `launch.run` would have waited for the other ranks."""
+    """Addresses at which `launch.run` would have waited for the other ranks."""
     addresses: list[str] = []
 
     @contextmanager

@@ -250,6 +250,7 @@ class Checkpoints:
             manifest = json.dumps({"hash": HASH, "files": files, "tied": tied}, indent=1)
             self._on_all_ranks(lambda: self._finish(step, temporary, manifest, protect))
         except _NotSaved as error:
+            self._written = None  # `_metadata` may not be of what was written
             if self._rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             earlier = ", ".join(str(other) for other in self.steps()) or "none"

@@ -18,7 +18,7 @@ from meshtune.layout import Layout
 from meshtune.model.anatomy import anatomy
 from meshtune.optim.optimizer import Optimizer
 from meshtune.parallel import zero
-from meshtune.parallel.mesh import join, parameter_mesh
+from meshtune.parallel.mesh import World, join, parameter_mesh
 
 register()
 
@@ -77,7 +77,7 @@ def one_rank(ranks: int) -> tuple[dict[str, torch.Tensor], float]:
     return gradients, float(torch.nn.utils.get_total_norm(gradients.values()))
 
 
-def sharded(layout: str) -> dict[str, Any]:
+def sharded_model(layout: str) -> tuple[Layout, World, Whole]:
     plan = Layout.parse(layout)
     world, root = join(plan, torch.device("cpu")), Whole()
     mesh = parameter_mesh(world)
@@ -86,6 +86,11 @@ def sharded(layout: str) -> dict[str, Any]:
         root, root.model.model.layers, mesh, plan.zero,
         embedding=root.model.model.embed_tokens, norm=root.model.model.norm, head=root.model.lm_head,
     )  # fmt: skip
+    return plan, world, root
+
+
+def sharded(layout: str) -> dict[str, Any]:
+    plan, world, root = sharded_model(layout)
     batches = micro_batches(plan.world)
     labels = sum(each.label_tokens for each in batches)
     own = batches[world.data_rank :: plan.world]
@@ -124,14 +129,7 @@ COLLECTIVES = {
 
 def reduced(layout: str) -> list[int]:
     """Elements of each reduce-scatter's input in a backward, in their order."""
-    plan = Layout.parse(layout)
-    world, root = join(plan, torch.device("cpu")), Whole()
-    mesh = parameter_mesh(world)
-    assert mesh is not None
-    zero.shard(
-        root, root.model.model.layers, mesh, plan.zero,
-        embedding=root.model.model.embed_tokens, norm=root.model.model.norm, head=root.model.lm_head,
-    )  # fmt: skip
+    _, _, root = sharded_model(layout)
     loss = root(micro_batches(1)[0])
     sizes: list[int] = []
 

@@ -470,3 +470,14 @@ def test_the_tables_of_512_ranks_are_made_once(tmp_path: Path) -> None:
     names = [name for name in os.listdir(tmp_path / "step-3") if name.endswith(".distcp")]
     read = read_metadata((tmp_path / "step-3" / ".metadata").read_bytes(), names, "")
     assert len(read.state_dict_metadata) == 7 and len(read.state_dict_metadata["tensor.0"].chunks) == 512
+
+
+def test_a_save_whose_table_was_not_written_leaves_no_old_table_to_the_next(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, asynchronous=False)
+    with patch.object(checkpoint, "metadata", side_effect=OSError(28, "No space left on device")):
+        (problem,) = checkpoints.save(1, state(1), {})
+    assert "step 1 was not saved: no space left" in problem
+    assert checkpoints.save(2, state(2), {}) == []
+    read = empty(state())
+    Checkpoints(tmp_path).load(2, read)
+    assert all(torch.equal(tensor, state(2)[name]) for name, tensor in read.items())

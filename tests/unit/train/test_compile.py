@@ -70,8 +70,8 @@ def test_a_mode_compiles_its_blocks_or_is_refused(mode: str, settings: Settings,
 def test_generating_at_an_evaluation_leaves_the_compiler_to_training(
     settings: Settings, graphs: Graphs, tiny: Path, tmp_path: Path
 ) -> None:
-    """With a KV cache a block's number is a constant to the compiler, so that ten blocks are beyond the eight
-    forms that it makes of one function.
+    """Ten blocks: with a KV cache a block's number is a constant to the compiler, which makes at most eight
+    forms of one function.
     """
     model = AutoConfig.from_pretrained(tiny / "model", num_hidden_layers=10)
     model.save_pretrained(tmp_path / "deep")
