@@ -19,7 +19,6 @@ checkpoint is not trusted either: see unpickle.py.
 import hashlib
 import json
 import logging
-import math
 import os
 import shutil
 import socket
@@ -37,16 +36,11 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from meshtune.errors import UserError, explained
 from meshtune.model.pieces import Piece
 from meshtune.rundir import flush, write_atomically, write_text_atomically
-from meshtune.train.checkpoint_tables import Written, chunk, dealt, empty_here, metadata, write
+from meshtune.train.checkpoint_tables import Written, dealt, empty_here, metadata, mismatch, read, write
 from meshtune.train.unpickle import SafeReader
 from meshtune.units import human
 
@@ -443,7 +437,7 @@ class Checkpoints:
             self._path(step), [name for name in manifest["files"] if name.endswith(".distcp")]
         )
         stored = reader.read_metadata().state_dict_metadata
-        mismatches = [_mismatch(name, piece, stored.get(source[name])) for name, piece in pieces.items()]
+        mismatches = [mismatch(name, piece, stored.get(source[name])) for name, piece in pieces.items()]
         problems = sorted({sentence for part in self._gather(mismatches) for sentence in part if sentence})
         if problems:
             raise UserError([f"{self._path(step)}: {sentence}" for sentence in problems])
@@ -452,13 +446,7 @@ class Checkpoints:
         for name, piece in pieces.items():
             wanted.setdefault(source[name], piece)
         try:
-            dcp_load(
-                {name: piece.tensor for name, piece in wanted.items()},
-                storage_reader=reader,
-                planner=_LoadPieces(wanted),
-                process_group=self._group,
-                no_dist=self._group is None,
-            )
+            read(reader, wanted, self._group)
         except CheckpointException as error:
             raise UserError(f"{self._path(step)} could not be read: {_reason(error)}.") from error
         for name, piece in pieces.items():  # tied when saved, two tensors now
@@ -490,29 +478,6 @@ class Checkpoints:
         return manifest
 
 
-class _LoadPieces(DefaultLoadPlanner):
-    """Plans to read the parts of stored pieces, of any cut, that overlap with this rank's pieces."""
-
-    def __init__(self, pieces: Mapping[str, Piece]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces = pieces
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        stored: Any = self.metadata.state_dict_metadata
-        return LoadPlan(
-            [
-                item
-                for name, piece in self._pieces.items()
-                if not empty_here(piece)
-                for item in create_read_items_for_chunk_list(name, stored[name], [chunk(piece)])
-            ]
-        )
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._pieces[index.fqn].tensor
-
-
 def _piece(tensor: Tensor | Piece) -> Piece:
     """The tensor as a Piece: a plain tensor is one piece, the whole."""
     if isinstance(tensor, Piece):
@@ -536,23 +501,6 @@ def _separate_tied(tensors: Mapping[str, Tensor | Piece]) -> tuple[dict[str, Pie
         else:
             tied[name] = first
     return pieces, tied
-
-
-def _mismatch(name: str, piece: Piece, stored: Any) -> str | None:
-    """Reason why `piece` of the tensor `name` can't be read; None if it can.
-
-    stored: the checkpoint's metadata of that tensor, None if it has no such tensor.
-    """
-    if not isinstance(stored, TensorStorageMetadata):
-        return f"it has no tensor {name!r}."
-    if tuple(stored.size) != tuple(piece.shape):
-        return f"{name!r} has shape {list(stored.size)} there and {list(piece.shape)} here."
-    saved, wanted = stored.properties.dtype, piece.tensor.dtype
-    if saved != wanted and not (saved.is_floating_point and wanted.is_floating_point):
-        return f"{name!r} is {saved} there and {wanted} here."
-    if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != math.prod(stored.size):
-        return f"{name!r} is incomplete there."
-    return None
 
 
 def _damage(path: Path, facts: dict[str, Any]) -> str | None:

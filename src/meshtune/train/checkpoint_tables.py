@@ -3,6 +3,7 @@
     sizes of each rank's pieces ─> dealt ─> the pieces that this rank writes
     this rank's pieces ─> write ─> Written ─┬─ all ranks' ─> metadata: the bytes of `.metadata`
                                             └─ as at the last save? then those bytes again
+    pieces of any cut <─ read ─ the parts of stored pieces that overlap with them
 
 At 512 ranks both tables have some 600,000 rows, and seconds of work; a layout is fixed for a run, so both are
 made once. Files have the format of torch.distributed.checkpoint.
@@ -14,12 +15,30 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 
 from meshtune.model.pieces import Piece
 
@@ -68,7 +87,34 @@ def metadata(folder: Path, parts: Sequence[Written]) -> bytes:
     return (folder / ".metadata").read_bytes()
 
 
-def chunk(piece: Piece) -> ChunkStorageMetadata:
+def read(reader: StorageReader, pieces: Mapping[str, Piece], group: dist.ProcessGroup | None) -> None:
+    """Copy what `reader` has of these pieces into them; a collective of the group, None for one process.
+
+    Raises CheckpointException if a file can't be read.
+    """
+    tensors = {name: piece.tensor for name, piece in pieces.items()}
+    planner = _LoadPieces(pieces)
+    load(tensors, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
+
+
+def mismatch(name: str, piece: Piece, stored: Any) -> str | None:
+    """Reason why `piece` of the tensor `name` can't be read; None if it can.
+
+    stored: the checkpoint's metadata of that tensor, None if it has no such tensor.
+    """
+    if not isinstance(stored, TensorStorageMetadata):
+        return f"it has no tensor {name!r}."
+    if tuple(stored.size) != tuple(piece.shape):
+        return f"{name!r} has shape {list(stored.size)} there and {list(piece.shape)} here."
+    saved, wanted = stored.properties.dtype, piece.tensor.dtype
+    if saved != wanted and not (saved.is_floating_point and wanted.is_floating_point):
+        return f"{name!r} is {saved} there and {wanted} here."
+    if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != math.prod(stored.size):
+        return f"{name!r} is incomplete there."
+    return None
+
+
+def _chunk(piece: Piece) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape)
 
 
@@ -90,9 +136,32 @@ class _Pieces(DefaultSavePlanner):
 
 def _write_item(name: str, piece: Piece) -> WriteItem:
     data = TensorWriteData(
-        chunk=chunk(piece),
+        chunk=_chunk(piece),
         properties=TensorProperties.create_from_tensor(piece.tensor),
         size=torch.Size(piece.shape),
     )
     index = MetadataIndex(name, torch.Size(piece.offsets))
     return WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)
+
+
+class _LoadPieces(DefaultLoadPlanner):
+    """Plans to read the parts of stored pieces, of any cut, that overlap with this rank's pieces."""
+
+    def __init__(self, pieces: Mapping[str, Piece]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._pieces = pieces
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        stored: Any = self.metadata.state_dict_metadata
+        return LoadPlan(
+            [
+                item
+                for name, piece in self._pieces.items()
+                if not empty_here(piece)
+                for item in create_read_items_for_chunk_list(name, stored[name], [_chunk(piece)])
+            ]
+        )
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._pieces[index.fqn].tensor
