@@ -1,4 +1,4 @@
-"""What the machinery of several ranks costs: meshtune's layouts against torch's own ways, on 2 CPU ranks.
+"""Measure meshtune's layouts beside torch's own ways of running several ranks, on 2 CPU ranks.
 
     python benchmarks/parallel.py            # everything
     python benchmarks/parallel.py --quick    # does it run? (its figures mean nothing)
@@ -267,7 +267,7 @@ def settings_words(work: Path, layout: Layout) -> list[str]:
 
 
 def once(work: Path, name: str, steps: int) -> dict[str, Any]:
-    """What one run of a contender measures, on fresh ranks: "seconds" of `steps` steps, "loss" and so on."""
+    """Run a contender on fresh ranks; returns "seconds" of `steps` steps, "loss" and so on."""
     layout = Layout.parse(CONTENDERS[name].layout)
     with tempfile.TemporaryDirectory(dir=work) as folder:
         words = [*settings_words(work, layout), "train.max_steps=1000", f"output={folder}/run"]

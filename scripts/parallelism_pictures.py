@@ -20,7 +20,8 @@ from meshtune.layout import SCHEDULES, VIRTUAL_SCHEDULES, Layout
 from meshtune.model.trace import census
 from meshtune.placement.census import Census
 from meshtune.placement.collectives import Collective
-from meshtune.placement.share import Share, piece, share
+from meshtune.placement.share import Share, share
+from meshtune.placement.split import piece
 from meshtune.rundir import write_text_atomically
 
 PICTURES = {  # name: (layout, title)

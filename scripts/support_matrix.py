@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from meshtune.errors import UserError
 from meshtune.layout import Layout
-from meshtune.model.anatomy import traits
+from meshtune.model.capabilities import traits
 from meshtune.placement.rules import Traits, refusals
 from meshtune.rundir import write_text_atomically
 
@@ -27,6 +27,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "ZeRO-3": {"dp_shard": 2, "zero": 3},
     "tp": {"tp": 2},
     "sp": {"tp": 2, "sp": True},
+    "sp, regather": {"tp": 2, "sp": True, "sp_regather": True},
     "cp": {"cp": 2, "cp_method": "allgather"},
     "ulysses": {"cp": 2, "cp_method": "ulysses"},
     "gpipe": {"pp": 2, "schedule": "gpipe", "virtual_stages": 1},
@@ -54,7 +55,8 @@ FAMILY_COLUMNS: dict[str, dict[str, Any]] = {
 FAMILIES = [
     "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "olmo", "olmo2",
     "starcoder2", "cohere", "cohere2", "granite", "glm4", "smollm3", "gpt_neox", "gpt2", "opt", "stablelm",
-    "bloom", "falcon", "gptj", "mixtral", "qwen3_moe", "olmoe", "mamba",
+    "bloom", "falcon", "gptj", "mixtral", "qwen3_moe", "olmoe", "mamba", "mamba2", "qwen3_next",
+    "granitemoehybrid",
 ]  # fmt: skip
 LLAMA = Traits("LlamaForCausalLM", blocks=32, heads=32, kv_heads=8, vocabulary=128256)
 
@@ -127,8 +129,11 @@ def refused(model: Traits, settings: Mapping[str, Any]) -> list[str]:
     """
     fields = {name: value for name, value in settings.items() if name in LAYOUT}
     others = {name: value for name, value in settings.items() if name not in LAYOUT}
-    layout = Layout(**{"gradient_accumulation_steps": 4, **fields})
-    attention = "meshtune" if model.attention else "eager"
+    try:
+        layout = Layout(**{"gradient_accumulation_steps": 4, **fields})
+    except UserError as error:
+        return error.problems
+    attention = "eager" if model.attention else "meshtune"
     return refusals(model, layout, **{"attention": attention, "packing": False, **others})
 
 

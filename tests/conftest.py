@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from tiny import make_rows, make_tokenizer, write_rows
+from tiny import make_folder, short_run
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -56,22 +56,7 @@ def gsm8k() -> Path:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny random Llama and its tokenizer (`model/`), train.jsonl and test.jsonl."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("tiny")
-    train, test = make_rows(120), make_rows(20, seed=1)
-    write_rows(folder / "train.jsonl", train)
-    write_rows(folder / "test.jsonl", test)
-    tokenizer = make_tokenizer([f"{row['prompt']}\n{row['completion']}" for row in train], 300)
-    tokenizer.save_pretrained(folder / "model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
-    return folder
+    return make_folder(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture
@@ -81,13 +66,7 @@ def settings(tiny: Path, tmp_path: Path) -> Callable[..., list[str]]:
     """
 
     def of(*overrides: str) -> list[str]:
-        return [
-            f"model.name={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}",
-            f"data.eval={tiny / 'test.jsonl'}", f"data.cache={tmp_path / 'cache'}", "data.seq_len=128",
-            "train.global_batch_size=4", "train.max_steps=4",
-            "train.precision=fp32", "train.learning_rate=1e-3", "log.to=[jsonl]", "checkpoint.every=0",
-            f"output={tmp_path / 'run'}", *overrides,
-        ]  # fmt: skip
+        return [*short_run(tiny, tmp_path / "cache", tmp_path / "run"), *overrides]
 
     return of
 

@@ -9,6 +9,7 @@ bites, so that a mask, window or cap that is not honoured shows. Windows are 8 t
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 from unittest.mock import patch
 
@@ -16,18 +17,26 @@ import torch
 from cases import cases
 from transformers import (
     CohereConfig,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
     LlamaConfig,
+    Mamba2Config,
     MistralConfig,
     Olmo2Config,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3NextConfig,
+    RecurrentGemmaConfig,
+    RwkvConfig,
     Starcoder2Config,
+    Zamba2Config,
 )
 
 WINDOW = 8  # tokens, of the families that have a sliding window
@@ -68,7 +77,7 @@ def _family(
     config_class: type[PretrainedConfig], base: dict[str, Any], **own: Any
 ) -> Callable[..., PretrainedConfig]:
     """Function(**changes) -> configuration. `changes` override `own`, and `own` overrides `base`."""
-    return lambda **changes: config_class(**{**base, **own, **changes})
+    return lambda **changes: config_class(**deepcopy({**base, **own, **changes}))
 
 
 FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
@@ -110,6 +119,47 @@ FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
     ),
 }
 
+LINEAR_LAYERS: dict[str, Any] = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+MAMBA2_LAYERS: dict[str, Any] = {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32, "shared_intermediate_size": 32,
+}  # fmt: skip
+ALTERNATING: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"]}
+
+# Families whose blocks, or some of them, are recurrent or convolutional.
+RECURRENT: dict[str, Callable[..., PretrainedConfig]] = {
+    "mamba2": _family(
+        Mamba2Config, COMMON, num_heads=8, head_dim=16, n_groups=1, state_size=16, chunk_size=16
+    ),
+    "rwkv": _family(RwkvConfig, COMMON, attention_hidden_size=64, context_length=256),
+    "lfm2": _family(Lfm2Config, COMMON, layer_types=["conv", "full_attention"]),
+    "falcon_h1": _family(FalconH1Config, COMMON | MAMBA2_LAYERS, mamba_d_ssm=128),
+    "qwen3_next": _family(Qwen3NextConfig, COMMON | HEAD_DIM | LINEAR_LAYERS | EXPERTS | ALTERNATING),
+    "granitemoehybrid": _family(
+        GraniteMoeHybridConfig, COMMON | MAMBA2_LAYERS | EXPERTS | ALTERNATING, position_embedding_type="rope"
+    ),
+    "zamba2": _family(
+        Zamba2Config,
+        COMMON | {"num_hidden_layers": 4, "num_key_value_heads": 4, "tie_word_embeddings": True},
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+        n_mamba_heads=8, mamba_d_state=16, adapter_rank=8, chunk_size=16,
+    ),
+    "recurrent_gemma": _family(
+        RecurrentGemmaConfig,
+        COMMON,
+        lru_width=64, attention_window_size=WINDOW, block_types=["recurrent", "attention"],
+    ),
+}  # fmt: skip
+
 UNLIKE = ["llama", "gemma2", "phi3", "gpt2", "starcoder2"]  # those that differ most from each other
 FAMILY_CASES = cases(FAMILIES, default=UNLIKE)
 
@@ -120,14 +170,19 @@ def exact() -> Iterator[None]:
 
     Hugging Face's norms would else compute in fp32. It patches Tensor.float and Tensor.to for all code.
     """
-    plain_float, plain_to = torch.Tensor.float, torch.Tensor.to
+    plain_float, plain_to, plain_matmul = torch.Tensor.float, torch.Tensor.to, torch.Tensor.__matmul__
 
     def to(x, *args, **kwargs):
         single = torch.float32 in (*args, *kwargs.values()) and x.dtype == torch.float64
         return x if single else plain_to(x, *args, **kwargs)
 
+    def matmul(x, other):  # frequencies that stayed fp64 with positions, in transformers 5.17
+        wide = torch.promote_types(x.dtype, other.dtype)
+        return plain_matmul(plain_to(x, wide), plain_to(other, wide))
+
     with (
         patch.object(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else plain_float(x)),
         patch.object(torch.Tensor, "to", to),
+        patch.object(torch.Tensor, "__matmul__", matmul),
     ):
         yield

@@ -1,4 +1,4 @@
-"""What tests train with: a small tokenizer, and rows of very unequal lengths."""
+"""Make what tests train with: a small tokenizer, and rows of very unequal lengths."""
 
 import json
 import random
@@ -44,6 +44,35 @@ def make_rows(number: int, seed: int = 0) -> list[dict[str, str]]:
 def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
+
+
+def make_folder(folder: Path) -> Path:
+    """Write a tiny random Llama with its tokenizer (`model/`), train.jsonl, test.jsonl; returns `folder`."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    train, test = make_rows(120), make_rows(20, seed=1)
+    write_rows(folder / "train.jsonl", train)
+    write_rows(folder / "test.jsonl", test)
+    tokenizer = make_tokenizer([f"{row['prompt']}\n{row['completion']}" for row in train], 300)
+    tokenizer.save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    return folder
+
+
+def short_run(folder: Path, cache: Path, output: Path) -> list[str]:
+    """section.key=value of a short fp32 run on what `make_folder` wrote into `folder`."""
+    return [
+        f"model.name={folder / 'model'}", f"data.train={folder / 'train.jsonl'}",
+        f"data.eval={folder / 'test.jsonl'}", f"data.cache={cache}", "data.seq_len=128",
+        "train.global_batch_size=4", "train.max_steps=4", "train.precision=fp32",
+        "train.learning_rate=1e-3", "log.to=[jsonl]", "checkpoint.every=0", f"output={output}",
+    ]  # fmt: skip
 
 
 def documents(*, seed: int, vocabulary: int, rows: int = 2, width: int = 32) -> Any:

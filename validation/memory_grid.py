@@ -3,8 +3,9 @@
     python validation/memory_grid.py [--layouts mb2-ga2,zero3x2-mb2-ga2] [--precision bf16] --out FILE.json
     python validation/memory_grid.py --of FILE.json     # compares what was measured before
 
-A small Llama is trained two steps per layout through the real engine, each rank watched by PhaseMemory. Every
-row is one full document with all tokens labelled, so the numbers are the same in every run. FILE.json:
+A small Llama, or the model that `--config CONFIG.json` describes, is trained two steps per layout through the
+real engine, each rank watched by PhaseMemory. Every row is one full document with all tokens labelled, so the
+numbers are the same in every run. FILE.json:
 
     {"<layout>": {"precision", "ranks": [{"rank", "steps": [{"step", "phase", "bytes", "parts"}],
                                           "states": {"weights", "gathered", "gradients", "optimizer"}}]}}
@@ -48,7 +49,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from meshtune import config, launch
 from meshtune.config import ClusterConfig, Config
@@ -56,7 +57,9 @@ from meshtune.launch import Rank
 from meshtune.layout import Layout
 from meshtune.meter.ledger import GATHERED, storage_bytes
 from meshtune.meter.phases import WATCHED_STEPS, PhaseMemory
-from meshtune.model.anatomy import traits
+from meshtune.model.capabilities import traits
+from meshtune.model.load import on_meta, read_config
+from meshtune.model.multimodal import auto_class
 from meshtune.model.trace import census_of
 from meshtune.parallel.pipeline import Pipeline
 from meshtune.placement.columns import Columns
@@ -84,11 +87,13 @@ GRID = {
         "dp2-mb2-ga1", "dp2-mb2-ga2",
         "zero1x2-mb2-ga2", "zero2x2-mb2-ga2", "zero3x2-mb2-ga2", "zero3x4-mb2-ga1-full",
         "dp2-zero3x2-mb1-ga2",
-        "tp2-mb2-ga2", "tp2-sp-mb2-ga2", "tp4-sp-mb2-ga1-full", "zero3x2-tp2-sp-mb2-ga1",
+        "tp2-mb2-ga2", "tp2-sp-mb2-ga2", "tp2-sp-regather-mb2-ga2", "tp4-sp-mb2-ga1-full",
+        "zero3x2-tp2-sp-mb2-ga1",
         "cp2-mb2-ga1", "ulysses2-mb2-ga2",
         "pp2-1f1b-mb1-ga4", "pp4-1f1b-mb1-ga8", "pp2-gpipe-mb1-ga4", "pp2-interleaved1f1b-v2-mb1-ga4",
         "pp2-zb-mb1-ga4", "pp2-zbv-mb1-ga4", "pp2-zbv-mb1-ga4-attention", "pp2-dualpipev-mb1-ga4",
         "zero1x2-pp2-1f1b-mb1-ga4", "dp2-tp2-sp-pp2-1f1b-mb1-ga4-full",
+        "tp2-sp-regather-pp2-1f1b-mb1-ga4",
     ),
     "fp32": ("mb2-ga2", "zero3x2-mb2-ga2", "tp2-sp-mb2-ga2"),
     "bf16-pure": ("mb2-ga2",),
@@ -156,8 +161,16 @@ def receive_buffers(run: loop.Run) -> list[Tensor]:
     return [info.buffer for info in infos if isinstance(getattr(info, "buffer", None), Tensor)]
 
 
-def make_data(folder: Path) -> None:
-    """Write model/ with a tokenizer of single bytes, and train.jsonl with documents longer than SEQ_LEN."""
+def model_of(file: Path | None) -> PretrainedConfig:
+    """The configuration in `file`; None: MODEL."""
+    return MODEL if file is None else read_config(file, str(file), trust_remote_code=False)
+
+
+def make_data(folder: Path, file: Path | None = None) -> None:
+    """Write model/ with a tokenizer of single bytes, and train.jsonl with documents longer than SEQ_LEN.
+
+    file: see `model_of`.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     tokens = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
@@ -169,7 +182,8 @@ def make_data(folder: Path) -> None:
     )
     tokenizer.save_pretrained(folder / "model")
     torch.manual_seed(0)
-    LlamaForCausalLM(MODEL).save_pretrained(folder / "model")
+    model = model_of(file)
+    auto_class(model).from_config(model).save_pretrained(folder / "model")
     draw = random.Random(0)
     texts = ("".join(draw.choices("abcdefghij klmnop", k=SEQ_LEN + 88)) for _ in range(MOST_ROWS))
     lines = [json.dumps({"text": text}) + "\n" for text in texts]
@@ -267,23 +281,25 @@ class Held(NamedTuple):
 
 
 @cache
-def workload(precision: str) -> Workload:
-    with torch.device("meta"):
-        model = LlamaForCausalLM(MODEL)
+def workload(precision: str, file: Path | None) -> Workload:
+    model = on_meta(model_of(file))
     return Workload(
         model="memory grid", work=Work.of(census_of(model)), traits=traits(model), seq_len=SEQ_LEN,
         global_batch_size=1, precision=precision,
     )  # fmt: skip
 
 
-def compare(name: str, found: Mapping[str, Any], step: int = WATCHED_STEPS) -> tuple[list[Row], list[Held]]:
+def compare(
+    name: str, found: Mapping[str, Any], step: int = WATCHED_STEPS, file: Path | None = None
+) -> tuple[list[Row], list[Held]]:
     """Peaks of a layout's measured step, and the states of the last one, beside the planner's.
 
     name: the layout, with its precision if that is not bf16. found: what `measure` returned for it. step:
-    whose peaks; from 1. One Row per kind of rank and phase, one Held per kind of rank.
+    whose peaks; from 1. file: of the model, see `model_of`. One Row per kind of rank and
+    phase, one Held per kind of rank.
     """
     layout = Layout.parse(name.split()[0])
-    model, layouts = workload(found["precision"]), Columns.of([layout])
+    model, layouts = workload(found["precision"], file), Columns.of([layout])
     accounting = accounting_of(model, cluster_of(ClusterConfig(gpu="cpu"), gpus=layout.world))
     stages = stages_of(model, layouts)
     predicted = timeline.step_timeline(model.work, layouts, accounting, SEQ_LEN, stages, first_step=step == 1)
@@ -317,17 +333,17 @@ def compare(name: str, found: Mapping[str, Any], step: int = WATCHED_STEPS) -> t
     return rows, states
 
 
-def report(found: Mapping[str, Any]) -> str:
-    """All layouts as Markdown."""
+def report(found: Mapping[str, Any], file: Path | None) -> str:
+    """All layouts as Markdown. file: of the model, see `model_of`."""
     rows, states = [], []
     for name, each in found.items():
-        own_rows, own_states = compare(name, each)
+        own_rows, own_states = compare(name, each, file=file)
         rows, states = rows + own_rows, states + own_states
     passes = [row for row in rows if row.phase != "optimizer"]
     first = [
         row.error
         for name, each in found.items()
-        for row in compare(name, each, step=1)[0]
+        for row in compare(name, each, step=1, file=file)[0]
         if row.phase != "optimizer"
     ]
     wrong = [f"{each.layout} {each.rank}".strip() for each in states if each.surplus]
@@ -373,6 +389,7 @@ def main() -> None:
     )
     parser.add_argument("--layouts", help="comma-separated; default: the whole grid")
     parser.add_argument("--precision", choices=[*PRECISIONS])
+    parser.add_argument("--config", type=Path, help="a config.json; default: a small Llama")
     files = parser.add_mutually_exclusive_group(required=True)
     files.add_argument("--out", type=Path, help="where the measured bytes go")
     files.add_argument("--of", type=Path, help="what --out wrote, to compare again")
@@ -380,13 +397,13 @@ def main() -> None:
     found: dict[str, Any] = json.loads(options.of.read_text()) if options.of else {}
     with tempfile.TemporaryDirectory() as folder:
         if options.out:
-            make_data(Path(folder))
+            make_data(Path(folder), options.config)
         for layout, precision in cases(options.layouts, options.precision) if options.out else ():
             name, started = layout if precision == "bf16" else f"{layout} {precision}", time.perf_counter()
             found[name] = measure(Path(folder), layout, precision)
             write_text_atomically(options.out, json.dumps(found, indent=1) + "\n")
             print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
-    print(report(found))
+    print(report(found, options.config))
 
 
 if __name__ == "__main__":

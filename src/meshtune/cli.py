@@ -16,7 +16,7 @@ from meshtune.commands.generate import generate
 from meshtune.commands.plan import plan
 from meshtune.commands.report import report
 from meshtune.commands.train import train
-from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError
+from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError, memory_explained
 from meshtune.rundir import disk_is_full
 from meshtune.units import printable
 
@@ -41,7 +41,8 @@ for command in (generate, export, report, env):
 def main() -> None:
     """Run the command; turn what ends it into an exit code (errors.py)."""
     try:
-        app()
+        with memory_explained():
+            app()
     except (UserError, NonFinite, Interrupted, RankFailed) as error:
         problems = error.problems if isinstance(error, UserError) else (str(error),)
         for problem in problems:

@@ -23,13 +23,14 @@ from pydantic import (
     model_validator,
 )
 
-from meshtune.errors import UserError
+from meshtune.errors import UserError, expanded
 from meshtune.layout import PartialLayout
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.precision import PRECISIONS, REDUCE_DTYPES
 from meshtune.setting_names import unknown_setting
 from meshtune.yaml_tree import merge, overridden, read_yaml
 
+MOST_GPUS = 10**6
 LARGEST = 10**12  # of a setting that counts: beyond it search and arithmetic take for ever
 Positive = Annotated[int, Field(ge=1, le=LARGEST)]
 NonNegative = Annotated[int, Field(ge=0, le=2**63 - 1)]
@@ -227,8 +228,8 @@ class ClusterConfig(Section):
     """The machines; a setting left out has the value of the GPU kind's usual machine (plan/hardware.toml)."""
 
     gpu: str | None = Field(default=None, description="a kind of the catalogue; null: this machine's GPUs")
-    gpus: Annotated[int, Field(ge=1, le=10**6)] | None = None
-    gpus_per_node: Annotated[int, Field(ge=1, le=10**6)] | None = None
+    gpus: Annotated[int, Field(ge=1, le=MOST_GPUS)] | None = None
+    gpus_per_node: Annotated[int, Field(ge=1, le=MOST_GPUS)] | None = None
     memory_gib: float | None = Field(default=None, gt=0, description="of each GPU")
     link: float | None = Field(default=None, gt=0, description="GB/s from a GPU to the others of its node")
     network: float | None = Field(default=None, gt=0, description="GB/s per GPU to other nodes")
@@ -400,9 +401,9 @@ def unusable(value: Any, key: str = "") -> Iterator[str]:
             yield f"{key} = {shown} has a character that is no text (NUL or a broken one); remove it."
         elif value.startswith("~") and key.startswith(PATHS):
             try:
-                Path(value).expanduser()
-            except RuntimeError:
-                yield f"{key} = {SHORT.repr(value)}: there is no such user; write the whole path."
+                expanded(value)
+            except UserError as error:
+                yield f"{key}: {error}"
 
 
 def unknown_key(path: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ Anything else that escapes is a bug of ours and exits with 1.
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 Row = TypeVar("Row")
@@ -48,12 +49,45 @@ def explained(subject: str, remedy: str = "") -> Iterator[None]:
         raise UserError(f"{subject}: {reason_of(error)} {remedy}".rstrip()) from error
 
 
+@contextmanager
+def memory_explained() -> Iterator[None]:
+    """Turn an allocation that failed in the block into NothingFits. A UserError passes unchanged."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        remedy = "Use fewer or smaller rows, a smaller model, or a machine with more memory."
+        raise NothingFits(f"Out of memory: {reason_of(error)} {remedy}") from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for Python's error, a GPU's, and the one of torch's allocator for CPUs."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
 def reason_of(error: BaseException) -> str:
     """One line that says why: the error's text, at most 300 characters, with a full stop."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply."
     text = " ".join(str(error).split()) or type(error).__name__
     return (text if len(text) <= 300 else f"{text[:297]}…").rstrip(".") + "."
+
+
+def expanded(path: str | Path) -> Path:
+    """A path that a user wrote, ~ and ~user replaced. Raises UserError for a user that does not exist."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UserError(f"{str(path)[:200]}: there is no such user; write the whole path.") from None
+
+
+def check_file(path: Path) -> None:
+    """Raise UserError for a folder, a pipe or a device, which may have no end. A missing file passes."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is no file: it is a folder, a pipe or a device.")
 
 
 class Table(dict[str, Row]):

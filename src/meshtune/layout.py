@@ -56,6 +56,7 @@ class Layout:
     cp_method: str = "allgather"
     tp: int = 1
     sp: bool = False
+    sp_regather: bool = False  # save this rank's tokens of what sp gathers, and gather again in the backward
     pp: int = 1
     schedule: str = "1f1b"
     virtual_stages: int = 1
@@ -129,6 +130,8 @@ TOKENS = (
           lambda x: f"{'ulysses' if x.cp_method == 'ulysses' else 'cp'}{x.cp}" if x.cp > 1 else ""),
     Token("tp2", r"tp(\d+)", lambda size: {"tp": int(size)}, lambda x: f"tp{x.tp}" if x.tp > 1 else ""),
     Token("sp", r"sp", lambda: {"sp": True}, lambda x: "sp" if x.sp else ""),
+    Token("regather", r"regather", lambda: {"sp_regather": True},
+          lambda x: "regather" if x.sp_regather else ""),
     Token("pp2", r"pp(\d+)", lambda size: {"pp": int(size)}, lambda x: f"pp{x.pp}" if x.pp > 1 else ""),
     Token("1f1b", "(" + "|".join(SCHEDULES) + ")", lambda name: {"schedule": name},
           lambda x: x.schedule if x.pp > 1 else ""),
@@ -193,6 +196,13 @@ def contradictions(layout: Layout) -> Iterator[str]:
             yield f"{name} is '{getattr(layout, name)}'; it must be one of {', '.join(allowed)}."
     if layout.sp and layout.tp == 1:
         yield "sp splits the sequence over the tensor-parallel ranks and needs tp > 1; add tp2, or drop sp."
+    if layout.sp_regather and not layout.sp:
+        yield "regather gathers again what sp gathers and needs sp; write tp2-sp-regather, or drop regather."
+    if layout.sp_regather and layout.recompute in RECOMPUTE and RECOMPUTATIONS[layout.recompute].block:
+        yield (
+            f"regather with recompute {layout.recompute}: a block that runs again gathers again anyway, so "
+            "it would change nothing; drop regather, or use recompute none or attention."
+        )
     if layout.cp == 1 and layout.cp_method != "allgather":
         yield f"cp_method={layout.cp_method} needs cp > 1; write ulysses2, or leave it out."
     if layout.pp == 1 and layout.schedule != "1f1b":
@@ -205,19 +215,20 @@ def contradictions(layout: Layout) -> Iterator[str]:
 
 
 AUTO = "auto"
-BELONGS = {  # axis -> what only has a meaning with it
+BELONGS = {  # field -> what only has a meaning with it
     "dp_shard": ("zero",),
     "cp": ("cp_method",),
-    "tp": ("sp",),
+    "tp": ("sp", "sp_regather"),
+    "sp": ("sp_regather",),
     "pp": ("schedule", "virtual_stages"),
 }
 
 
 def _undetermined(name: str, open_fields: Collection[str]) -> bool:
-    """True if the field `name` can't be validated before an axis has its size: itself, or the one that it
+    """True if the field `name` can't be validated before an open field is chosen: itself, or one that it
     belongs to (BELONGS). open_fields: names of the fields that are still to choose.
     """
-    return any(axis in open_fields and name in (axis, *dependent) for axis, dependent in BELONGS.items())
+    return any(owner in open_fields and name in (owner, *dependent) for owner, dependent in BELONGS.items())
 
 
 def _known(fixed: Mapping[str, Any], open_fields: Collection[str]) -> Layout:

@@ -8,8 +8,9 @@
       checkpoints/       step-<N>/
       model/             the final Hugging Face folder
       logs/              the trackers' files (TensorBoard's event files …), and rank-<n>.log: stdout and
-                         stderr of every rank but the first, since the last start; those of the
-                         start before are in logs/before/
+                         stderr of every rank but the first, since the last start, and of each rank the
+                         traceback behind the sentence that ended it; those of the start before are in
+                         logs/before/
       report.html
 
 A row is one line of strict JSON: NaN and infinities become null, because the parsers of browsers and of most
@@ -22,12 +23,13 @@ import json
 import math
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshtune.errors import UserError
+from meshtune.errors import UserError, check_file
 
 Row = dict[str, Any]
 
@@ -157,10 +159,11 @@ def append_line(file: Path, row: Mapping[str, Any]) -> None:
 def read_lines(file: Path) -> Iterator[Row]:
     """Yield the rows of a jsonl file, without an incomplete last line; nothing if the file is missing.
 
-    Raises UserError for any other line that is no JSON object.
+    Raises UserError for any other line that is no row (`fault_of`), and for what is no file.
     """
     if not file.exists():
         return
+    check_file(file)
     *lines, _incomplete = file.read_bytes().split(b"\n")  # after the last newline: nothing, or a torn line
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -173,9 +176,27 @@ def read_lines(file: Path) -> Iterator[Row]:
             ) from error
         if not isinstance(row, dict):
             raise UserError(f"{file}, line {number} is not a JSON object; mend or remove that line.")
-        if type(row.get("step", 0)) is not int and row["step"] is not None:
-            raise UserError(f"{file}, line {number}: its step is no whole number; mend or remove that line.")
+        if fault := fault_of(row):
+            raise UserError(f"{file}, line {number}: {fault}; mend or remove that line.")
         yield row
+
+
+def fault_of(row: Row) -> str | None:
+    """Clause on what no run writes in a row: a step, or a number of a train or eval row, that is none."""
+    kind, step = row.get("kind", ""), row.get("step")
+    if not isinstance(kind, str):
+        return "its kind is no text"
+    if (step is not None or kind in ("train", "eval", "end")) and (
+        type(step) is not int or not 0 <= step < 2**63
+    ):
+        return "its step is no whole number"
+    numbers = row.keys() - {"kind"} if kind in ("train", "eval") else row.keys() & {"world", "total_steps"}
+    for name in sorted(numbers):
+        value = row[name]
+        number = isinstance(value, int | float) and abs(value) <= sys.float_info.max
+        if value is not None and not number:
+            return f"its {name} is no number"
+    return None
 
 
 def flush(path: Path) -> None:

@@ -65,7 +65,7 @@ def unknown_setting(path: Sequence[str], settings: Sequence[str], sections: Sequ
     if exact := [setting for setting in settings if setting.rsplit(".", 1)[-1] == name]:
         return f"{key} is no setting; did you mean {exact[0]}?"
     section = ".".join(path[:-1])
-    siblings = [setting for setting in settings if section and setting.rsplit(".", 1)[0] == section]
+    siblings = [setting for setting in settings if section and setting.rpartition(".")[0] == section]
     near = difflib.get_close_matches(key, siblings or settings, n=1, cutoff=0.5)
     near = near or difflib.get_close_matches(key, [s for s in settings if not key.startswith(f"{s}.")], n=1)
     if near:

@@ -10,9 +10,9 @@ is blocked in gloo or NCCL. Two states are a hang:
             warning is printed, and the run is ended if it lasts. A slow forward, save or evaluation on some
             rank is no hang.
 
-A rank has a heartbeat before it joins the process group; of ranks started here the parent writes a first one,
-so that a rank that hangs in its start is silent too. Ranks whose torchrun is gone end as well: nobody would
-stop them.
+A rank has a heartbeat before it joins the process group. A first one is written for it by the process that
+started it, or, under torchrun and srun, by the next rank of its machine: so a rank that hangs in its start,
+before it could write any, is silent too. Ranks whose torchrun is gone end as well: nobody would stop them.
 
 Time is counted in the ticks of this thread: a machine that slept, or ranks stopped together and continued
 together, are no hang either.
@@ -29,7 +29,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
+
+from meshtune.errors import RankFailed
 
 # A main thread that waits for other ranks is blocked in one of these modules (of its innermost frame).
 WAITING_MODULES = (
@@ -85,13 +87,22 @@ class Watch:
     """
 
     def __init__(
-        self, rank: int, world: int, store: Any, *, limits: HangLimits, end: Callable[[str], None]
+        self,
+        rank: int,
+        world: int,
+        store: Any,
+        *,
+        limits: HangLimits,
+        tell: Callable[[str], None],
+        neighbour: Callable[[], tuple[int, int] | None] | None = None,
     ) -> None:
         """rank: this rank. world: number of ranks. store: a connection for this thread alone to the store of
-        all ranks (a shared one is locked while the main thread waits in it). end: called with the report of a
-        hang, from this thread; it must not return.
+        all ranks (a shared one is locked while the main thread waits in it). tell: called with the report of
+        a hang, from this thread, before this process is ended. neighbour: returns (rank, process id) of
+        another rank of this machine, which may not have written a heartbeat; called until it has. None: all
+        are announced.
         """
-        self.rank, self.world, self.store, self.limits, self.end = rank, world, store, limits, end
+        self.rank, self.world, self.store, self.limits, self.tell = rank, world, store, limits, tell
         self.progress: Callable[[], str] = str  # "step 12", for reports
         self.axes: Mapping[str, str] = {}  # name of a process group -> axis, where torch has another name
         self.spins = False  # True if a thread that waits may keep its core busy (CUDA)
@@ -101,10 +112,11 @@ class Watch:
         status = process_status("self")
         self._started = status.started if status else 0
         self._number = 0  # of this rank's last heartbeat
-        self._still = self._silent = self._failed = 0  # ticks: see HangLimits
+        self._still = self._failed = 0  # ticks: see HangLimits
         self._position: Any = None
         self._cpu_seconds = time.process_time()
-        self._previous: tuple[int, float] = (0, 0.0)  # of the previous rank: heartbeat number, CPU seconds
+        self._neighbour = neighbour
+        self._silences: dict[int, Silence] = {}  # of the ranks that this one checks
         self._warned = False
         self._parent = os.getppid()
         self._agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # the launcher has the store
@@ -125,14 +137,14 @@ class Watch:
         errors = 0
         while not self._stop.wait(self.limits.tick):
             if self._agent and (os.getppid() != self._parent or self._ticks_reach(errors, 10)):
-                self.end(
-                    f"what started rank {self.rank} is gone{self._progress_note()}: its process was killed."
-                )
+                started_by = f"what started rank {self.rank} is gone{self._progress_note()}"
+                end_process(self.tell, f"{started_by}: its process was killed.")
             if errors >= 10 and not self._agent:  # the rank that has the store has ended
                 return
             try:
                 self._write_heartbeat()
-                self._check_previous_rank()
+                self._check((self.rank - 1) % self.world)
+                self._check_neighbour()
                 if self.rank == 0 and self._ticks_reach(self._still, self.limits.stuck):
                     self._check_all_ranks()
                 self._failed += self.store.check([FAILED])
@@ -176,31 +188,35 @@ class Watch:
         progress = self.progress()
         return f" ({progress})" if progress else ""
 
-    def _check_previous_rank(self) -> None:
-        """End the run when the previous rank writes no heartbeats and computes nothing."""
-        rank = (self.rank - 1) % self.world
+    def _check_neighbour(self) -> None:
+        """Announce and check a rank of this machine until it has written a heartbeat itself."""
+        found = self._neighbour() if self._neighbour else None
+        if found is None:
+            return
+        rank, pid = found
+        announce(self.store, rank, pid)
+        heartbeat = self._read(rank)
+        if heartbeat is not None and heartbeat.number:
+            self._neighbour = None
+        elif rank != (self.rank - 1) % self.world:
+            self._check(rank)
+
+    def _check(self, rank: int) -> None:
+        """End the run when another rank writes no heartbeats and computes nothing."""
         heartbeat = self._read(rank)
         if heartbeat is None or heartbeat.done:
             return
         status = process_status(heartbeat.pid)
-        here = status is not None and status.started == heartbeat.started  # on this machine
-        signs = (heartbeat.number, status.cpu_seconds if here and status else 0.0)
-        if signs != self._previous or (here and status and status.state in "Dt"):  # t: a debugger holds it
-            self._previous, self._silent = signs, 0
+        if status is not None and status.started != heartbeat.started:  # on another machine
+            status = None
+        if status is None and not heartbeat.number:  # in its start there, where its next rank sees it
             return
-        self._silent += 1
-        if self._ticks_reach(self._silent, self.limits.silent * (1 if here else 1.5)):
-            if here and status:
-                why = "its process is stopped" if status.state == "T" else "its process does nothing"
-            else:
-                why = "its process or machine may be gone"
-            seconds = self._silent * self.limits.tick
+        silent = self._silences.setdefault(rank, Silence()).ticks(heartbeat.number, status)
+        if self._ticks_reach(silent, self.limits.silent * (1 if status else 1.5)):
             others = {n: other for n in range(self.world) if n != rank and (other := self._read(n))}
-            report = f"rank {rank} has not answered for {seconds:.0f} s ({why})"
+            report = silent_rank(rank, silent * self.limits.tick, status)
             report += f"{waiting_ranks(others)}{self._progress_note()}."
-            if here:  # whoever started it may not know that only SIGKILL ends a stopped process
-                os.kill(heartbeat.pid, signal.SIGKILL)
-            self.end(report)
+            end_process(self.tell, report, heartbeat.pid if status else None)
 
     def _check_all_ranks(self) -> None:
         """Warn that no rank makes progress, and after `limits.end` end the run; only the main rank checks."""
@@ -217,11 +233,46 @@ class Watch:
         report = f"{subject} moved for {seconds:.0f} s{f' ({where})' if where else ''}"
         report += f"{waiting_ranks(heartbeats)}{self._progress_note()}."
         if self._ticks_reach(still, self.limits.end):
-            self.end(report)
+            end_process(self.tell, report)
         elif not self._warned:
             self._warned = True
             left = self.limits.end - seconds
             print(f"meshtune: {report} The run is ended if this lasts {left:.0f} s more.", file=sys.stderr)
+
+
+def end_process(tell: Callable[[str], None], report: str, silent: int | None = None) -> NoReturn:
+    """Tell of a hang, then end this process with RankFailed's exit code, whatever its main thread does.
+
+    silent: process id of a rank of this machine, killed too: whoever started it may not know that only
+    SIGKILL ends a stopped process. It is killed after the report is out, since its end is seen as a failure
+    of its own.
+    """
+    try:
+        tell(report)
+    finally:  # also where the terminal is gone
+        if silent is not None:
+            with suppress(ProcessLookupError):
+                os.kill(silent, signal.SIGKILL)
+        os._exit(RankFailed.exit_code)
+
+
+class Silence:
+    """Counts the ticks in a row without a sign of life of a process."""
+
+    def __init__(self) -> None:
+        self._signs: tuple[int, float] | None = None
+        self._ticks = 0
+
+    def ticks(self, number: int, status: "ProcessStatus | None") -> int:
+        """Take this tick's signs and return the count.
+
+        number: of its last heartbeat. status: None for a process of another machine.
+        """
+        signs = number, status.cpu_seconds if status else 0.0
+        waits = status is not None and status.state in "Dt"  # for a disk; a debugger holds it
+        self._ticks = 0 if waits or signs != self._signs else self._ticks + 1
+        self._signs = signs
+        return self._ticks
 
 
 def announce(store: Any, rank: int, pid: int) -> None:
@@ -352,6 +403,14 @@ def waiting_ranks(heartbeats: Mapping[int, Heartbeat]) -> str:
         f"; {ranks_named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} for it in {collective}"
         for collective, ranks in ranks_by_collective.items()
     )
+
+
+def silent_rank(rank: int, seconds: float, status: ProcessStatus | None) -> str:
+    """Return `rank 3 has not answered for 30 s (its process is stopped)`."""
+    why = "its process or machine may be gone"
+    if status:
+        why = "its process is stopped" if status.state == "T" else "its process does nothing"
+    return f"rank {rank} has not answered for {seconds:.0f} s ({why})"
 
 
 def ranks_named(ranks: Iterable[int]) -> str:

@@ -7,10 +7,11 @@ from typing import Any
 
 import yaml
 
-from meshtune.errors import UserError, explained
+from meshtune.errors import UserError, check_file, explained
 
 MAX_DEPTH = 50  # levels of a config
 MAX_VALUES = 100_000  # in a config
+SHELL_INPUT = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")  # what `meshtune train <(command)` is called with
 
 
 def overridden(tree: dict[str, Any], override: str) -> dict[str, Any]:
@@ -37,11 +38,15 @@ def read_yaml(file: Path) -> dict[str, Any]:
     Raises UserError if it can't be read, is not YAML, writes a key twice or holds no mapping.
     """
     try:
+        if not str(file).startswith(SHELL_INPUT):
+            check_file(file)
         text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"Config {file} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise UserError(f"Config {file} is not UTF-8 text.") from None
+    except UserError:
+        raise
     except ValueError as error:  # a NUL in the name
         raise UserError(f"Config {str(file)!r} cannot be read: {error}.") from None
     with explained(f"Config {file} is not YAML"):

@@ -5,14 +5,14 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended: its exit code, and what it wrote."""
+    """The end of a command: its exit code, and what it wrote."""
 
     code: int
     out: str
@@ -27,10 +27,17 @@ class Ended:
 Command = Callable[..., Ended]
 
 
-def start(*words: object) -> "subprocess.Popen[str]":
-    """Start a command in a process of its own, one thread, so that sums are made in one order."""
+MESHTUNE = ("-m", "meshtune")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *MESHTUNE)
+
+
+def start(*words: object, python: Sequence[str] = MESHTUNE) -> "subprocess.Popen[str]":
+    """Start a command in a process of its own, one thread, so that sums are made in one order.
+
+    python: the options of the interpreter, TORCHRUN for two ranks.
+    """
     return subprocess.Popen(
-        [sys.executable, "-m", "meshtune", *map(str, words)],
+        [sys.executable, *python, *map(str, words)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -44,7 +51,9 @@ def fork(*words: object) -> "subprocess.Popen[str]":
 
     def command() -> None:  # in place of a program: it does not return
         os.closerange(3, 1024)  # so the parent is told that its child has started
-        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
+        # closefd: else a rank that replaces its stdout closes 1, which is then the store's socket.
+        files = [open(number, mode, closefd=False) for number, mode in enumerate(("r", "w", "w"))]  # noqa: SIM115
+        sys.stdin, sys.stdout, sys.stderr = files
         sys.argv = ["meshtune", *map(str, words)]
         code = 1
         try:

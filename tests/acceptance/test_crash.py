@@ -76,6 +76,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert weights(parts) == weights(whole)
 
 
+@pytest.mark.slow
 def test_sigterm_finishes_the_step_saves_and_exits_with_75(
     meshtune: Command, begin_fork: Any, settings: Settings, tmp_path: Path
 ) -> None:
@@ -101,6 +102,7 @@ def test_sigterm_finishes_the_step_saves_and_exits_with_75(
     assert weights(parts) == weights(whole)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(
     meshtune: Command, settings: Settings, tmp_path: Path
 ) -> None:
@@ -118,6 +120,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(
     assert weights(parts) == weights(whole)
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_report_gets_it_from_the_same_command(
     meshtune: Command, settings: Settings, tmp_path: Path
 ) -> None:
@@ -125,11 +128,12 @@ def test_a_run_killed_before_its_report_gets_it_from_the_same_command(
     run = tmp_path / "run"
     assert meshtune(*command).code == 0
     rows, model = losses(run), (run / "model" / "model.safetensors").stat()
-    (run / "report.html").unlink()
+    (run / "report.html").rename(run / ".report.html.77.tmp")
 
     again = meshtune(*command)
     assert again.code == 0, again.err
     assert (run / "report.html").exists()
+    assert not list(run.glob(".*.tmp"))
     assert "4 steps" in again.out
     assert (losses(run), (run / "model" / "model.safetensors").stat()) == (rows, model), "nothing was trained"
     assert not (tmp_path / "run-2").exists()
@@ -165,7 +169,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     ("room", "code", "layout"),
     [
         pytest.param(2.6, 0, "auto", id="for-two-checkpoints-and-the-model", marks=pytest.mark.slow),
-        pytest.param(2.2, 2, "auto", id="for-two-checkpoints"),
+        pytest.param(2.2, 2, "auto", id="for-two-checkpoints", marks=pytest.mark.slow),
         pytest.param(2.2, 2, "zero3x2-mb1-ga2", id="of-two-ranks", marks=pytest.mark.slow),
     ],
 )

@@ -26,7 +26,7 @@ def earlier(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", cases(RUNS, default=["zero3x2"]))
+@pytest.mark.parametrize("name", cases(RUNS, default=["one-rank"]))
 def test_a_run_of_an_earlier_version_goes_on_with_its_losses(
     name: str, earlier: Path, begin: Any, begin_fork: Any
 ) -> None:

@@ -31,7 +31,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where GSM8K's tokens are kept between the tests."""
+    """The cache of GSM8K's tokens, kept between the tests."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -56,6 +56,7 @@ def gsm8k_config(gsm8k: Path, gsm8k_model: Path, cache: Path, tmp_path: Path) ->
     return tmp_path / "gsm8k.yaml"
 
 
+@pytest.mark.slow
 def test_a_config_on_gsm8k_trains_a_model_that_transformers_loads_and_the_run_can_be_repeated(
     process: Command, meshtune: Command, gsm8k_config: Path, tmp_path: Path
 ) -> None:
@@ -244,6 +245,7 @@ def test_under_lora_the_new_tokens_are_trained_and_peft_gives_equal_logits(
 # Ways to train #
 
 
+@pytest.mark.slow
 def test_bf16_leaves_a_bf16_model(meshtune: Command, settings: Settings, tmp_path: Path) -> None:
     exact, rounded = tmp_path / "exact", tmp_path / "rounded"
     assert meshtune("train", *settings(f"output={exact}")).code == 0
@@ -285,6 +287,7 @@ def test_frozen_parameters_stay_as_they_are(
     assert row["trainable_parameters"] == sum(t.numel() for name, t in before.items() if name not in frozen)
 
 
+@pytest.mark.slow
 def test_random_weights_come_from_the_seed_not_from_the_folder(
     meshtune: Command, settings: Settings, tiny: Path, tmp_path: Path
 ) -> None:

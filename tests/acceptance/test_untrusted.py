@@ -23,7 +23,8 @@ from meshtune.data.encode import Encoder
 from meshtune.data.example import Example, Origin
 from meshtune.errors import UserError
 from meshtune.model.load import load_config, load_tokenizer
-from meshtune.train.checkpoint import Checkpoints, _size_and_hash
+from meshtune.train.checkpoint import Checkpoints
+from meshtune.train.checkpoint_files import size_and_hash
 
 CODE = """
 from pathlib import Path
@@ -43,7 +44,7 @@ class Canary:
 
 @pytest.fixture
 def sung(tmp_path):
-    """Where the canary writes; the test fails if it did."""
+    """The file that the canary writes; the test fails if it did."""
     path = tmp_path / "the-canary-sang"
     yield path
     assert not path.exists()
@@ -60,7 +61,7 @@ def checkpoint(tmp_path) -> Path:
 def sign(folder: Path) -> None:
     """Give the manifest the sizes and hashes of what is there now: whoever plants a canary can do that."""
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"] = {name: _size_and_hash(folder / name) for name in manifest["files"]}
+    manifest["files"] = {name: size_and_hash(folder / name) for name in manifest["files"]}
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 

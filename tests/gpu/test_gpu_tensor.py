@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def draw(index, sequence):
-    """What a block with dropout masks on tp rank `index`, forward and recomputed; and what comes after it."""
+    """The masks of a block with dropout on tp rank `index`, forward and recomputed; what comes after."""
     block = nn.Dropout(0.5)
     block.forward = partial(_seeded_forward, _TensorState(Axis("tp", 2, index), sequence), block)
     torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""What the parity tests share: a tiny model on the disk, and one rank's run with it."""
+"""Fixtures of the parity tests: a tiny model on the disk, and one rank's run with it."""
 
 from pathlib import Path
 

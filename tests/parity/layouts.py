@@ -26,7 +26,7 @@ TOLERANCES = {"fp32": (1e-6, 5e-5, 1e-3), "fp64": (1e-7, 1e-7, 1e-7)}
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run came to: losses and gradient norms by step, the exported tensors, the samples."""
+    """The result of a run: losses and gradient norms by step, the exported tensors, the samples."""
 
     losses: list[float]
     norms: list[float]
@@ -34,13 +34,18 @@ class Trained:
     folder: Path
 
 
-def make_folder(folder: Path, model: Any, *, rows: int = 150) -> Path:
-    """A folder with `model` and a tokenizer (model/), train.jsonl and test.jsonl of very unequal rows."""
+def make_folder(folder: Path, model: Any, *, rows: int = 150, tokens: int | None = None) -> Path:
+    """A folder with `model` and a tokenizer (model/), train.jsonl and test.jsonl of very unequal rows.
+
+    tokens: of the tokenizer; None: as many as the model has.
+    """
     train, test = make_rows(rows), make_rows(20, seed=1)
     write_rows(folder / "train.jsonl", train)
     write_rows(folder / "test.jsonl", test)
     texts = [f"{row['prompt']}\n{row['completion']}" for row in train]
-    make_tokenizer(texts, model.config.vocab_size).save_pretrained(folder / "model")
+    make_tokenizer(texts, tokens or model.config.get_text_config().vocab_size).save_pretrained(
+        folder / "model"
+    )
     model.save_pretrained(folder / "model")
     return folder
 

@@ -15,7 +15,7 @@ from layouts import Trained, differences, make_folder, trained
 from transformers import AutoModelForCausalLM
 
 from meshtune.optim.optimizer import Optimizer
-from meshtune.parallel import apply, context, exchange, mesh, tensor, zero
+from meshtune.parallel import apply, context, exchange, mesh, regather, tensor, zero
 from meshtune.parallel.pipeline import Pipeline
 from meshtune.parallel.replicas import InFlight, Replicas
 from meshtune.train import loss
@@ -78,6 +78,7 @@ MUTATIONS: dict[str, tuple[str, Any, str, Any]] = {
     "the largest logit of all words": ("tp2", loss, "dist", _Deaf(dist.ReduceOp.MAX)),
     "the sums over all words": ("tp2", loss, "dist", _Deaf(dist.ReduceOp.SUM)),
     "the tokens of the other ranks under sp": ("tp2-sp", tensor, "all_gather", _repeated),
+    "the tokens of the other ranks, gathered again": ("tp2-sp-regather", regather, "all_gather", _repeated),
     "keys of the other context ranks": ("cp2", context, "all_gather", _repeated),
     "heads of the other context ranks": ("ulysses2", context, "_all_to_all", _unsent),
     "gradients of gathered keys": ("cp2", context, "reduce_scatter", exchange.take_shard),

@@ -49,3 +49,17 @@ def test_both_copies_of_a_tied_embedding_go_on(layout: str, tmp_path: Path) -> N
     trained(tmp_path, tmp_path / "run", layout, "fp64", "train.max_steps=2")
     ours = trained(tmp_path, tmp_path / "run", layout, "fp64", "train.max_steps=4")
     check(ours, trained(tmp_path, tmp_path / "whole", ONE, "fp64", "train.max_steps=4"), "fp64")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [(), ("method=lora", "lora.r=4")], ids=["full", "lora"])
+def test_fused_projections_go_on_in_another_layout(method: tuple[str, ...], tmp_path: Path) -> None:
+    """A rank of zero3x2-tp2 has rows of keys and of values, which are far apart in the whole matrix."""
+    torch.manual_seed(0)
+    config = FAMILIES["phi3"](vocab_size=301)
+    make_folder(tmp_path, AutoModelForCausalLM.from_config(config))
+    whole = trained(tmp_path, tmp_path / "whole", ONE, "fp64", "train.max_steps=4", *method)
+    for before, after in (("zero3x2-tp2-sp", ONE), (ONE, "zero1x2-tp2"), ("tp2-pp2-1f1b", "zero3x2-tp2-sp")):
+        run = tmp_path / before.replace(ONE, "one")
+        trained(tmp_path, run, before, "fp64", "train.max_steps=2", *method)
+        check(trained(tmp_path, run, after, "fp64", "train.max_steps=4", *method), whole, "fp64")

@@ -1,11 +1,17 @@
 """Words of a command line that no command can take."""
 
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from meshtune.commands.env import env
+from meshtune.commands.evaluate import evaluated
+from meshtune.commands.export import export
 from meshtune.commands.generate import generated
+from meshtune.commands.plan import numbers, plan
+from meshtune.commands.report import report
 from meshtune.errors import UserError
 
 NOT_UTF8 = os.fsdecode(b"a\xff")
@@ -28,3 +34,30 @@ def test_a_models_name_is_no_markup(tmp_path, capsys: pytest.CaptureFixture[str]
     LlamaConfig(num_hidden_layers=1).save_pretrained(folder)
     env(model=str(folder))
     assert "b]m" in capsys.readouterr().out.replace("\n", "")
+
+
+NOBODY = "~nosuchuser/x"
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda run: evaluated(NOBODY, []),
+        lambda run: env(model=NOBODY),
+        lambda run: report(Path(NOBODY)),
+        lambda run: export(Path(NOBODY), run / "to"),
+        lambda run: export(run, Path(NOBODY)),
+        lambda run: plan(["model.name=llama-3.1-8b"], to=Path(NOBODY)),
+        lambda run: plan(["model.name=llama-3.1-8b"], plot=Path(f"{NOBODY}.png")),
+    ],
+    ids=["target", "env --model", "report", "export", "export to", "plan --to", "plan --plot"],
+)
+def test_a_user_who_does_not_exist_is_named(run: Callable[[Path], object], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^~nosuchuser/x.*: there is no such user; write the whole path"):
+        run(tmp_path)
+
+
+@pytest.mark.parametrize("words", ["8,0", "8,1000001", "9" * 5000, "x"])
+def test_numbers_of_gpus_are_bounded(words: str) -> None:
+    with pytest.raises(UserError, match="is no number of GPUs, 1 to 1,000,000"):
+        numbers(words, "--gpus")

@@ -1,5 +1,7 @@
 """The settings tree: strict, said all at once, replayable."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ def problems(*overrides: str, file: Path | None = None) -> str:
     [
         ("train.learning_rte=1", "did you mean train.learning_rate?"),
         ("train.micro_batch_size=1", "did you mean layout.micro_batch_size?"),
+        ("hub.zzzzzzzz=1", "hub.zzzzzzzz is no setting; hub has: push_to, private."),
         ("data.sequence_len=1", "did you mean data.seq_len?"),
         ("base_model=x", "did you mean model.name?"),
         ("data.lora_r=1", "did you mean lora.r?"),
@@ -126,7 +129,7 @@ BOMB = "\n".join(
         ("1: x\n", "the key 1 is no text"),
         ('model: {name: "a\\0b"}\n', "model.name = .* has a character that is no text"),
         ("model: {name: ~nosuchuser/x}\n", "there is no such user"),
-        ("model: {name: x}\noutput: ~nosuchuser/x\n", "output = '~nosuchuser/x': there is no such user"),
+        ("model: {name: x}\noutput: ~nosuchuser/x\n", "output: ~nosuchuser/x: there is no such user"),
         ("model: {name: x}\nlayout: dp99999999999999999999\n", "number of more than 7 digits"),
         ("model: {name: x}\ncluster: {gpus: 1000000000}\n", "cluster.gpus = 1000000000"),
         ("model: {name: x}\ntrain: {global_batch_size: 1000000000000000000000}\n", "train.global_batch_size"),
@@ -138,6 +141,13 @@ def test_settings_that_a_reader_can_not_take_are_sentences(text: str, message: s
     with pytest.raises(UserError, match=message) as raised:
         config.load(file)
     assert len(str(raised.value)) < 2000
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_a_config_without_end_is_refused(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / "run.yaml")
+    with pytest.raises(UserError, match=r"run.yaml is no file"):
+        config.load(tmp_path / "run.yaml")
 
 
 @pytest.mark.parametrize("value", ["2026-13-45", "!!int abc", "[" * 2000, "\0", "\ud800"])

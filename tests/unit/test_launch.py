@@ -2,7 +2,9 @@
 
 import gc
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +23,7 @@ import torch.distributed as dist
 
 from meshtune import launch
 from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError
-from meshtune.launch import Rank, scratch
+from meshtune.launch import Rank, scratch, start
 from meshtune.launch import rank as rank_module
 from meshtune.launch.rank import meet, open_store
 from meshtune.watch import HangLimits, position_and_wait
@@ -171,6 +173,24 @@ def test_a_stopped_rank_is_named_with_what_the_others_wait_in() -> None:
     assert report.endswith("(step 12).")
 
 
+def test_a_stopped_rank_is_named_by_a_rank_that_takes_long_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of the stopped rank is a failure too, and must not be the first that the parent sees."""
+    record = start.record_failure
+
+    def record_slowly(*args: Any) -> None:
+        time.sleep(QUICK.grace + 1)
+        record(*args)
+
+    def stop(rank: Rank) -> None:
+        if rank.number == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(torch.ones(1))
+
+    monkeypatch.setattr(start, "record_failure", record_slowly)
+    with pytest.raises(RankFailed, match=r"rank 1 has not answered for 1 s \(its process is stopped\)"):
+        launch.run(stop, ranks=2, limits=QUICK)
+
+
 def test_a_rank_that_never_comes_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     def leave_out(rank: Rank) -> None:
         if rank.number == 1:
@@ -232,6 +252,7 @@ def wait(rank, folder):
     def note(number, frame):
         raise Interrupted(f"stopped by {signal.Signals(number).name}")
     signal.signal(signal.SIGTERM, note)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     (folder / f"{rank.number}").write_text(str(os.getpid()))
     time.sleep(600)
 
@@ -269,6 +290,17 @@ def test_a_signal_reaches_every_rank_and_their_exit_code_comes_back(started: Any
     assert (process.returncode, out) == (75, "stopped by SIGTERM\n"), err
 
 
+def test_a_second_interrupt_kills_the_ranks(started: Any) -> None:
+    process, _ = started
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGINT
+    assert err.endswith("KeyboardInterrupt\n")
+
+
 def test_ranks_end_with_the_process_that_started_them(started: Any) -> None:
     process, ranks = started
     os.kill(ranks[1], signal.SIGSTOP)
@@ -302,15 +334,37 @@ def test_under_torchrun_the_ranks_are_joined_and_the_first_to_fail_speaks(tmp_pa
     assert "closed by peer" not in found.stderr
 
 
+@pytest.mark.timeout(60)
+def test_a_rank_that_is_killed_at_once_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(store: Any, rank: int, pid: int) -> None:
+        """Before the parent begins to wait for its ranks."""
+        if rank == 0:
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+    monkeypatch.setattr("meshtune.launch.start.announce", kill)
+    with pytest.raises(RankFailed, match="rank 0 of 2 was killed by SIGKILL"):
+        launch.run(lambda rank: None, ranks=2, limits=QUICK)
+
+
 @pytest.mark.slow
-def test_ranks_end_when_torchrun_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["in its imports", "in training"])
+def test_ranks_end_when_torchrun_is_killed(when: str, tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(
-        "import os, sys, time\nfrom pathlib import Path\nfrom meshtune import launch\n"
+        "import os, sys, time\nfrom pathlib import Path\n"
+        f"folder, imports = Path({str(tmp_path)!r}), {when == 'in its imports'}\n"
+        "def come(rank):\n"
+        "    (folder / str(rank)).write_text(str(os.getpid()))\n"
+        "    while not (folder / 'killed').exists():\n"
+        "        time.sleep(0.1)\n"
         "def work(rank):\n"
-        f"    (Path({str(tmp_path)!r}) / str(rank.number)).write_text(str(os.getpid()))\n"
+        "    come(rank.number)\n"
         "    time.sleep(600)\n"
-        "launch.run(work, ranks=2)\n"
+        "if imports:\n    come(os.environ['RANK'])\n"
+        "from meshtune import launch\n"
+        "from meshtune.watch import HangLimits\n"
+        "launch.run(work, ranks=2, limits=HangLimits(silent=3.0))\n"
     )
     agent = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
@@ -323,6 +377,7 @@ def test_ranks_end_when_torchrun_is_killed(tmp_path: Path) -> None:
     ranks = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
     agent.kill()
     agent.wait()
+    (tmp_path / "killed").touch()
     until = time.monotonic() + 60
     try:
         while any(Path(f"/proc/{rank}").exists() for rank in ranks):
@@ -332,6 +387,76 @@ def test_ranks_end_when_torchrun_is_killed(tmp_path: Path) -> None:
         for rank in ranks:
             with suppress(ProcessLookupError):
                 os.kill(rank, signal.SIGKILL)
+
+
+def test_other_ranks_of_this_machine_are_found_by_their_environment_from_their_first_instruction_on() -> None:
+    place = launch.Place(5, 8, 1, 4, "127.0.0.1", 29876)
+    tasks = {}
+    for rank, world in ((4, 8), (6, 8), (5, 8), (2, 7)):  # this rank itself, and one of another run
+        names = replace(place, rank=rank, world=world, local_rank=rank - 4).environment()
+        tasks[rank] = subprocess.Popen(["sleep", "600"], env=names)
+    try:
+        script = (
+            "import sys; from meshtune.launch import Place; from meshtune.launch.siblings import *\n"
+            f"place = {place!r}\nprint(siblings(place), rank_before(place))"
+        )
+        seen = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    finally:
+        for task in tasks.values():
+            task.kill()
+            task.wait()
+    wanted = {4: (0, tasks[4].pid), 6: (2, tasks[6].pid)}
+    assert seen.stdout.strip() == f"{wanted} {(4, tasks[4].pid)}"
+
+
+STOPS_BEFORE_ITS_IMPORTS = """
+import os, signal, sys
+if sys.argv[1] in (os.environ.get("RANK"), os.environ.get("SLURM_PROCID")):
+    os.kill(os.getpid(), signal.SIGSTOP)
+from meshtune import launch
+from meshtune.errors import RankFailed
+from meshtune.watch import HangLimits
+limits = HangLimits(silent=2.0, stuck=300.0, tick=0.2, grace=1.0)
+launch.run(lambda rank: None, ranks=1, limits=limits)
+"""
+SILENT = r"rank {} has not answered for \d s \(its process is stopped\)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1, 2])
+def test_a_task_of_srun_that_is_stopped_before_its_first_heartbeat_is_named(stopped: int) -> None:
+    """Rank 0 holds the store; without it the others have no watch yet. Rank 2 is checked by rank 0."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCH"))}
+    names = {"SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "3", "MASTER_ADDR": "127.0.0.1"}
+    words = [sys.executable, "-c", STOPS_BEFORE_ITS_IMPORTS, str(stopped)]
+    tasks = [
+        subprocess.Popen(
+            words, stderr=subprocess.PIPE, text=True,
+            env=clean | names | {"MASTER_PORT": str(port), "SLURM_PROCID": str(n), "SLURM_LOCALID": str(n)},
+        )
+        for n in range(3)
+    ]  # fmt: skip
+    try:
+        errors = [task.communicate(timeout=300)[1] for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+    assert re.search(SILENT.format(stopped), "".join(errors)), errors
+    codes = [task.returncode for task in tasks]
+    assert codes.pop(stopped) == -signal.SIGKILL
+    assert codes == [1, 1]
+
+
+@pytest.mark.slow
+def test_a_rank_of_torchrun_that_is_stopped_before_its_first_heartbeat_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(STOPS_BEFORE_ITS_IMPORTS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = subprocess.run([*torchrun, script, "1"], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert re.search(SILENT.format(1), ended.stderr), ended.stderr
 
 
 def test_temporary_folders_of_killed_processes_are_removed_and_no_others(
@@ -485,4 +610,4 @@ def test_ranks_that_do_not_come_are_asked_for(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(
         UserError, match=r"Rank 0 of 2 could not meet .* rank 1 did not come in 1 s. Start all 2"
     ):
-        meet(place, open_store(place))
+        meet(place, open_store(place, HangLimits(), pytest.fail))

@@ -54,6 +54,9 @@ def test_the_documented_example() -> None:
         ("tpp2-mb1", "did you mean 'tp2'"),
         ("tp2-tp4", "twice"),
         ("sp-mb1", "needs tp > 1"),
+        ("tp2-regather", "needs sp; write tp2-sp-regather"),
+        ("tp2-sp-regather-full", "gathers again anyway"),
+        ("tp2-sp-regather-selective", "gathers again anyway"),
         ("pp1-gpipe", "needs pp > 1"),
         ("pp2-1f1b-v2", "v2 needs"),
         ("tp0", "at least 1"),
@@ -107,6 +110,8 @@ def test_a_mapping_may_fix_some_fields_and_leave_others_auto() -> None:
         ({"dp_shard": 4, "zero": "auto", "dp_replicate": "auto"}, 8, "dp2-zero1x4-mb2-ga1"),
         ({"pp": 2, "schedule": "auto", "virtual_stages": 2}, 2, "pp2-interleaved1f1b-v2-mb4-ga4"),
         ({"tp": "auto", "sp": True}, 1, "mb4-ga4"),
+        ({"tp": "auto", "sp": "auto", "sp_regather": True}, 1, "mb4-ga4"),
+        ({"tp": 2, "sp": True, "sp_regather": True}, 2, "tp2-sp-regather-mb4-ga4"),
     ],
     ids=str,
 )
@@ -125,5 +130,5 @@ def test_a_size_is_a_whole_number() -> None:
 def test_every_field_has_a_token() -> None:
     from meshtune.layout import parse_fields
 
-    named = parse_fields("dp2-zero3x4-ulysses2-tp2-sp-pp2-zb-v2-mb2-ga8-full")
+    named = parse_fields("dp2-zero3x4-ulysses2-tp2-sp-regather-pp2-zb-v2-mb2-ga8-full")
     assert set(named) == {each.name for each in fields(Layout)}

@@ -1,6 +1,7 @@
 import json
 import math
 import os
+from pathlib import Path
 
 import pytest
 
@@ -75,6 +76,31 @@ def test_a_file_of_one_torn_line_starts_anew(run):
 def test_a_broken_line_inside_is_named(run):
     run.metrics_file.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl, line 2 is not JSON"):
+        run.rows()
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ('{"kind": "train", "step": "x"}', "its step is no whole number"),
+        ('{"kind": "train"}', "its step is no whole number"),
+        ('{"kind": "end", "step": -5}', "its step is no whole number"),
+        ('{"kind": "eval", "step": 1, "loss": [5.7]}', "its loss is no number"),
+        ('{"kind": "train", "step": 1, "mfu": "high"}', "its mfu is no number"),
+        ('{"kind": "train", "step": 1, "tokens": 1e999}', "its tokens is no number"),
+        ('{"kind": ["train"], "step": 1}', "its kind is no text"),
+    ],
+)
+def test_a_line_that_no_run_writes_is_named(run, line, fault):
+    run.metrics_file.write_text('{"kind": "run"}\n' + line + "\n")
+    with pytest.raises(UserError, match=rf"metrics\.jsonl, line 2: {fault}"):
+        run.rows()
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_rows_are_read_from_files_alone(run, make):
+    make(run.metrics_file)
+    with pytest.raises(UserError, match=r"metrics\.jsonl is no file"):
         run.rows()
 
 

@@ -3,7 +3,7 @@
     kernel   where                  what runs
     fused    CPU                    one fused call per document, into one output buffer (cpu.py)
     varlen   CUDA, 16 bit           one variable-length flash call for the micro-batch (cuda.py)
-    flex     CUDA with a softcap    flex attention with a block mask (cuda.py)
+    flex     CUDA, softcap, sinks   flex attention with a block mask (cuda.py)
     plain    anywhere               scaled_dot_product_attention per document, with plain autograd
 
 `plain` does what the others can't: dropout, fp32 on CUDA, head sizes that the kernels refuse. A kernel is a
@@ -24,16 +24,19 @@ from meshtune.attention.runs import Lengths, QueryRun, QueryRuns, additive_mask,
 Kernel = Literal["fused", "varlen", "flex", "plain"]
 
 
-def fastest_kernel(q: Tensor, v: Tensor, dropout: float, softcap: float | None) -> Kernel:
+def fastest_kernel(
+    q: Tensor, v: Tensor, dropout: float, softcap: float | None, sinks: Tensor | None = None
+) -> Kernel:
     """Name of the fastest kernel that can do it, for queries and values [batch, heads, seq, head_dim].
 
     dropout: probability, 0 for none. softcap: cap c in c · tanh(score / c) of the scaled scores; None: none.
+    sinks: as in `attend_documents`.
     """
     if dropout or q.shape[-1] != v.shape[-1]:
         return "plain"
     if not q.is_cuda:
         return "fused"
-    if softcap is not None:
+    if softcap is not None or sinks is not None:
         return "flex"
     fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     return "varlen" if fits else "plain"
@@ -41,7 +44,7 @@ def fastest_kernel(q: Tensor, v: Tensor, dropout: float, softcap: float | None) 
 
 def attend_documents(
     q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, dropout: float, softcap: float | None,
-    window: int | None, kernel: Kernel | None = None,
+    window: int | None, *, kernel: Kernel | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention inside each document: q [batch, heads, seq, head_dim] -> the same, zeros for padding.
 
@@ -49,47 +52,48 @@ def attend_documents(
     lengths from column 0 on; the rest of a row is padding. scale: factor of q · k. dropout, softcap: as in
     `fastest_kernel`. window: keys that a query sees at most, its own included; None: all earlier ones.
     kernel: None for the fastest; one that is named ignores what it can't do (only "plain" has dropout,
-    "varlen" no softcap).
+    "varlen" neither softcap nor sinks). sinks [heads]: score of one more key that every query of a head sees,
+    whose value is zero (gpt-oss, arXiv:2508.10925, section 2.3); None: none.
     """
-    match kernel or fastest_kernel(q, v, dropout, softcap):
+    match kernel or fastest_kernel(q, v, dropout, softcap, sinks):
         case "fused":
             padded = any(sum(row) < q.shape[2] for row in documents)
-            return fused(q, k, v, runs_of(documents, window), padded, scale, softcap)
+            return fused(q, k, v, runs_of(documents, window), padded, scale, softcap, sinks)
         case "varlen":
             return varlen(q, k, v, documents, scale, window)
         case "flex":
-            return flex(q, k, v, documents, scale, softcap, window)
+            return flex(q, k, v, documents, scale, softcap, window, sinks)
         case _:
-            return _one_by_one(q, k, v, documents, scale, dropout, softcap, window)
+            return _one_by_one(q, k, v, documents, scale, dropout, softcap, window, sinks)
 
 
 def attend_runs(
     q: Tensor, k: Tensor, v: Tensor, runs: QueryRuns, scale: float, dropout: float, softcap: float | None,
-    kernel: Kernel | None = None,
+    *, kernel: Kernel | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention where a rank's queries are other columns than its keys (context parallelism).
 
     q [batch, heads, queries, head_dim], k and v [batch, kv_heads, keys, head_dim] -> shaped as q. runs: which
-    queries see which keys, with the window; queries in no run get zeros. scale, dropout, softcap, kernel: as
-    in `attend_documents`.
+    queries see which keys, with the window; queries in no run get zeros. scale, dropout, softcap, kernel,
+    sinks: as in `attend_documents`.
     """
     if not runs.runs:
         # Padding alone. The other ranks gather in their backward, so this one needs a backward too, and
         # something saved, or recomputation would not gather again.
-        return fused(q, k, v, (), True, scale, softcap)
-    match kernel or fastest_kernel(q, v, dropout, softcap):
+        return fused(q, k, v, (), True, scale, softcap, sinks)
+    match kernel or fastest_kernel(q, v, dropout, softcap, sinks):
         case "fused":
-            return fused(q, k, v, tuple(blocks_of(runs)), True, scale, softcap)
+            return fused(q, k, v, tuple(blocks_of(runs)), True, scale, softcap, sinks)
         case "varlen":
             return varlen_runs(q, k, v, runs, scale)
         case "flex":
             mask = runs_mask(runs, q.shape[0], q.shape[2], k.shape[2], q.device)
-            return flex_with_mask(q, k, v, mask, scale, softcap)
+            return flex_with_mask(q, k, v, mask, scale, softcap, sinks)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     for run in blocks_of(runs):
         run_q = q[run.rows, :, run.queries]
         run_k, run_v = (x[run.rows, :, run.keys] for x in (k, v))
-        out[run.rows, :, run.queries] = _plain(run_q, run_k, run_v, scale, dropout, softcap, run)
+        out[run.rows, :, run.queries] = _plain(run_q, run_k, run_v, scale, dropout, softcap, run, sinks)
     return out
 
 
@@ -97,35 +101,44 @@ def attend_runs(
 
 
 def _plain(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float, softcap: float | None, run: QueryRun
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float, softcap: float | None, run: QueryRun,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Attention of one run, q [batch, heads, queries, head_dim] -> the same, under plain autograd.
 
-    q, k, v: the columns of this run alone; `run` is only read for its mask. With a softcap the scores
-    [queries, keys] are saved for the backward.
+    q, k, v: the columns of this run alone; `run` is only read for its mask. With a softcap, or sinks, the
+    scores [queries, keys] are saved for the backward.
     """
     mask = additive_mask(run, q.dtype, q.device)
     gqa = q.shape[1] != k.shape[1]
-    if gqa and (softcap is not None or q.is_cuda):  # the memory-efficient CUDA kernel knows no grouped heads
+    by_hand = softcap is not None or sinks is not None
+    if gqa and (by_hand or q.is_cuda):  # the memory-efficient CUDA kernel knows no grouped heads
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         gqa = False
-    if softcap is None:
+    if not by_hand:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=gqa
         )
-    scores = softcap * torch.tanh((q @ k.transpose(-1, -2)) * (scale / softcap))
+    scores = (q @ k.transpose(-1, -2)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if mask is None:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(later, float("-inf"))
     else:
         scores = scores + mask
-    weights = scores.to(torch.promote_types(q.dtype, torch.float32)).softmax(-1).to(q.dtype)
-    return F.dropout(weights, dropout) @ v
+    scores = scores.to(torch.promote_types(q.dtype, torch.float32))
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        last = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, last], -1).softmax(-1)[..., :-1]
+    return F.dropout(weights.to(q.dtype), dropout) @ v
 
 
 def _one_by_one(
     q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, dropout: float, softcap: float | None,
-    window: int | None,
+    window: int | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Same as `attend_documents`, by one `_plain` call per document.
 
@@ -142,7 +155,7 @@ def _one_by_one(
         for length, (part_q, part_k, part_v) in zip(lengths, slices, strict=False):
             whole = slice(0, length)
             run = QueryRun(whole, whole, whole, window if window is not None and window < length else None)
-            parts.append(_plain(part_q, part_k, part_v, scale, dropout, softcap, run))
+            parts.append(_plain(part_q, part_k, part_v, scale, dropout, softcap, run, sinks))
         last = rows[0].new_zeros(*rows[0].shape[:2], padding, rows[2].shape[-1])
         outs.append(torch.cat([*parts, last], dim=2))
     return torch.cat(outs)

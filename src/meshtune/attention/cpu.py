@@ -20,15 +20,16 @@ CAPPED_BLOCK = 256  # queries whose scores exist at a time in `capped_attention`
 
 def fused(
     q: Tensor, k: Tensor, v: Tensor, runs: tuple[QueryRun, ...], padded: bool, scale: float,
-    softcap: float | None,
+    softcap: float | None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention run by run: q [batch, heads, queries, head_dim] -> the same, with gradients.
 
     k, v: [batch, kv_heads, keys, head_dim]. padded: True if some queries are in no run: they get zeros; with
-    False they would be uninitialised memory. softcap: of the scaled scores; None: none.
+    False they would be uninitialised memory. softcap: of the scaled scores; None: none. sinks: as in
+    `core.attend_documents`.
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    return _PerRun.apply(q, k, v, runs, padded, scale, softcap)  # type: ignore[return-value]
+    return _PerRun.apply(q, k, v, runs, padded, scale, softcap, sinks)  # type: ignore[return-value]
 
 
 # One kernel call per run, into one output #
@@ -67,12 +68,17 @@ class _PerRun(torch.autograd.Function):
 
     Autograd over slices would instead save every document's output beside their concatenation and fill a
     gradient of the whole length for every slice.
+
+    A sink is one more key with a value of zero, which no kernel has: its score is added to the log-sum-exp
+    that the kernel returns, and the output scaled down. From these two the kernel's own backward gives the
+    right gradients of q, k and v, since it takes weights from the one and row sums from the other.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q, k, v, runs: tuple[QueryRun, ...], padded: bool, scale: float, softcap: float | None
-    ):
+        ctx: Any, q, k, v, runs: tuple[QueryRun, ...], padded: bool, scale: float, softcap: float | None,
+        sinks: Tensor | None,
+    ):  # fmt: skip
         batch, heads, seq = q.shape[:3]
         if _is_whole(runs, padded):
             out, lse = _kernel(q, k, v, None, scale, softcap)
@@ -81,7 +87,8 @@ class _PerRun(torch.autograd.Function):
             shape = (batch, seq, heads, v.shape[-1])
             out = (q.new_zeros if padded else q.new_empty)(shape).transpose(1, 2)
             lse_dtype = torch.promote_types(q.dtype, torch.float32)
-            lse = q.new_empty(batch, seq, heads, dtype=lse_dtype).transpose(1, 2)
+            empty = q.new_zeros if padded else q.new_empty
+            lse = empty(batch, seq, heads, dtype=lse_dtype).transpose(1, 2)
             for run in runs:
                 mask = additive_mask(run, q.dtype, q.device)
                 part = (
@@ -92,19 +99,27 @@ class _PerRun(torch.autograd.Function):
                 out[run.rows, :, run.queries], lse[run.rows, :, run.queries] = _kernel(
                     *part, mask, scale, softcap
                 )
-        ctx.save_for_backward(q, k, v, out, lse)
+        if sinks is not None:
+            plain, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+            out.mul_((plain - lse).exp_()[..., None])
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.runs, ctx.padded, ctx.scale, ctx.softcap = runs, padded, scale, softcap
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         runs, scale, softcap = ctx.runs, ctx.scale, ctx.softcap
         if grad.stride(-1) != 1:
             grad = grad.contiguous()
+        grad_sinks = None
+        if sinks is not None and ctx.needs_input_grad[7]:
+            row_sums = (grad.to(lse.dtype) * out).sum(-1)
+            weights = (sinks.to(lse.dtype)[:, None] - lse).exp_()
+            grad_sinks = (weights * row_sums).sum((0, 2)).neg_().to(sinks.dtype)
         if _is_whole(runs, ctx.padded):
             grads = _kernel_backward(grad, q, k, v, out, lse, None, scale, softcap)
-            return *grads, None, None, None, None
+            return *grads, None, None, None, None, grad_sinks
         # Blocks of one windowed document share keys: gradients add up. Otherwise each is written once.
         shared = any(run.masked for run in runs)
         grad_q = (torch.zeros_like if ctx.padded else torch.empty_like)(q)
@@ -129,7 +144,7 @@ class _PerRun(torch.autograd.Function):
             else:
                 grad_k[rows, :, keys] += gk
                 grad_v[rows, :, keys] += gv
-        return grad_q, grad_k, grad_v, None, None, None, None
+        return grad_q, grad_k, grad_v, None, None, None, None, grad_sinks
 
 
 # Softcap: scores exist for one block of queries at a time #

@@ -1,7 +1,7 @@
 """Attention on CUDA, a whole micro-batch in one call.
 
 varlen   16 bit, no softcap: the variable-length flash kernel over flattened tokens
-flex     with a softcap: flex attention with a block mask
+flex     with a softcap or sinks: flex attention with a block mask
 """
 
 from functools import cache, lru_cache
@@ -141,23 +141,41 @@ def runs_mask(runs: QueryRuns, batch: int, columns: int, keys: int, device: torc
     return create_block_mask(visible, batch, None, columns, keys, device=str(device))
 
 
-def flex(q, k, v, documents: Lengths, scale: float, softcap: float | None, window: int | None) -> Tensor:
+def flex(
+    q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, softcap: float | None,
+    window: int | None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Causal flex attention inside documents: [batch, heads, seq, head_dim] -> the same, zeros for padding.
 
     Arguments as those of `core.attend_documents`. Compiled at the first call.
     """
-    return flex_with_mask(q, k, v, _block_mask(documents, q.shape[2], window, q.device), scale, softcap)
+    mask = _block_mask(documents, q.shape[2], window, q.device)
+    return flex_with_mask(q, k, v, mask, scale, softcap, sinks)
 
 
-def flex_with_mask(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, softcap: float | None) -> Tensor:
+def flex_with_mask(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, softcap: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Flex attention under a block mask: q [batch, heads, queries, head_dim] -> the same.
 
-    k, v: [batch, kv_heads, keys, head_dim]. mask: a BlockMask, such as that of `runs_mask`.
+    k, v: [batch, kv_heads, keys, head_dim]. mask: a BlockMask, such as that of `runs_mask`. sinks: as in
+    `core.attend_documents`.
     """
 
     def capped(score, row, head, query, key):
         return score if softcap is None else softcap * torch.tanh(score / softcap)
 
-    return _compiled_flex()(
-        q, k, v, score_mod=capped, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    options = {"score_mod": capped, "block_mask": mask, "scale": scale}
+    grouped = q.shape[1] != k.shape[1]
+    if sinks is None:
+        return _compiled_flex()(q, k, v, enable_gqa=grouped, **options)
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    with_lse = AuxRequest(lse=True)
+    out, more = _compiled_flex()(q, k, v, enable_gqa=grouped, return_aux=with_lse, **options)
+    lse = more.lse
+    assert lse is not None
+    # A query that sees no key has -inf, whose gradient would be no number.
+    share = torch.sigmoid(lse.clamp(min=torch.finfo(lse.dtype).min / 2) - sinks.to(lse.dtype)[:, None])
+    return out * share[..., None].to(out.dtype)

@@ -26,24 +26,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from meshtune.attention.core import attend_documents
 from meshtune.attention.runs import checked_lengths
+from meshtune.model.attention_arguments import no_mask, unsupported
 from meshtune.model.body import ATTENTION_NAMES, Documents
-
-# Arguments that families pass besides and that change nothing here.
-HARMLESS = {
-    "position_ids",  # already in the rotary embedding; the documents say where positions restart
-    "position_embeddings",
-    "cache_position",
-    "num_items_in_batch",
-}
-# Arguments that change nothing only if they are False.
-MUST_BE_OFF = {
-    "use_cache",
-    "output_attentions",
-    "output_hidden_states",
-    "head_mask",
-    "past_key_values",
-    "return_dict",
-}
 
 
 @cache
@@ -69,6 +53,7 @@ def document_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
     recompute: bool = False,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -78,7 +63,8 @@ def document_attention(
     heads, head_dim], None for the weights). documents: each row's document lengths; under context parallelism
     those of whole rows, while seq is this rank's columns. scaling: None for 1/sqrt(head_dim). dropout:
     probability. sliding_window: keys that a query sees at most, its own included; None: all earlier ones.
-    softcap: of the scaled scores; None: none. recompute: save only query, key and value for the backward.
+    softcap: of the scaled scores; None: none. s_aux [heads]: attention sinks, of a module's own heads; None:
+    none. recompute: save only query, key and value for the backward.
 
     Raises ValueError without `documents`, or if they do not fit; NotImplementedError for an attention_mask
     and for arguments that would change the result and are not known here.
@@ -99,9 +85,9 @@ def document_attention(
     arguments = (query, key, value, lengths, scale, dropout, softcap, sliding_window)
     attend = context or attend_documents
     if recompute and torch.is_grad_enabled():
-        out = checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=dropout > 0)
+        out = checkpoint(attend, *arguments, sinks=s_aux, use_reentrant=False, preserve_rng_state=dropout > 0)
     else:
-        out = attend(*arguments)
+        out = attend(*arguments, sinks=s_aux)
     return out.transpose(1, 2), None
 
 
@@ -118,31 +104,9 @@ def _refuse_unknown(
     others: keyword arguments that `document_attention` does not know; None and the HARMLESS ones pass, and
     those in MUST_BE_OFF if they are False.
     """
-    problems = [
-        f"{name}={value!r}" if isinstance(value, bool | int | float | str) else name
-        for name, value in others.items()
-        if name not in HARMLESS and value is not None and not (name in MUST_BE_OFF and value is False)
-    ]
-    if attention_mask is not None:
-        problems.append("attention_mask (describe padding by `documents`)")
-    if is_causal is False:
-        problems.append("is_causal=False")
+    problems = unsupported(attention_mask, is_causal, others)
     if problems:
         raise NotImplementedError(
             f"{type(module).__name__} calls its attention with arguments that meshtune's does not support: "
-            f"{', '.join(problems)}. Use model.attention=sdpa, without packing."
-        )
-
-
-def no_mask(*, attention_mask: Tensor | None = None, use_vmap: bool = False, **_: Any) -> None:
-    """Build no mask: `documents`, the window and causality are all that the attention needs.
-
-    Raises NotImplementedError for what these can't express: a padding mask, or a model's own pattern laid
-    over the causal one (Hugging Face sets `use_vmap` exactly then).
-    """
-    if attention_mask is not None or use_vmap:
-        what = "an attention_mask" if attention_mask is not None else "a pattern over the causal one"
-        raise NotImplementedError(
-            f"meshtune's attention was given {what}: describe padding by `documents`, "
-            "or use model.attention=sdpa."
+            f"{', '.join(problems)}. Use model.attention=eager with data.packing=false."
         )

@@ -40,7 +40,7 @@ def environment(model: str | None) -> dict[str, Any]:
     import psutil
     import torch
 
-    from meshtune.model.anatomy import capabilities
+    from meshtune.model.capabilities import capabilities
     from meshtune.model.load import load_config
     from meshtune.train.build import versions
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from meshtune.commands.options import AsJson, show_json
-from meshtune.errors import UserError
+from meshtune.errors import UserError, expanded
 
 
 def export(
@@ -37,6 +37,7 @@ def exported(name: Path, to: Path, *, merge: bool, step: int | None, push_to: st
     Raises UserError if `to` exists and is not an empty folder, if `name` holds no model, if there is nothing
     to merge, and if the hub refuses (`to` stays).
     """
+    to = expanded(to)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"{to} exists and is not empty; name a new folder.")
     from meshtune.commands.target import open_model, target_of

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshtune.commands.options import AsJson, Settings, show, split
-from meshtune.errors import UserError
+from meshtune.errors import UserError, expanded
 
 if TYPE_CHECKING:
     from meshtune.config import Config
@@ -50,6 +50,7 @@ def plan(
         raise UserError(
             "--explain and --max answer one question; ask for --plot, --export and --gpus without them."
         )
+    plot, to = plot and expanded(plot), expanded(to)
     check_outputs(plot, export)
     resolved = config.load(file, overrides)
     workload = workload_of(resolved, numbers_of(resolved, log=notice))
@@ -154,9 +155,14 @@ def notice(text: str) -> None:
 def numbers(text: str | None, option: str) -> list[int]:
     """`8,16,32` -> [8, 16, 32], ascending, each once; None or "" -> [].
 
-    option: its name, for the message. Raises UserError for a word that is no number above 0.
+    option: its name, for the message. Raises UserError for a word that is no number from 1 to MOST_GPUS.
     """
+    from meshtune.config import MOST_GPUS
+
     words = [word.strip() for word in (text or "").split(",") if word.strip()]
-    if bad := [word for word in words if not word.isdecimal() or int(word) < 1]:
-        raise UserError(f"{option} {text}: '{bad[0]}' is no number of GPUs; write {option} 8,16,32.")
+    digits = len(str(MOST_GPUS))
+    if bad := [w for w in words if not w.isdecimal() or len(w) > digits or not 1 <= int(w) <= MOST_GPUS]:
+        raise UserError(
+            f"{option} {text}: '{bad[0]}' is no number of GPUs, 1 to {MOST_GPUS:,}; write {option} 8,16,32."
+        )
     return sorted({int(word) for word in words})

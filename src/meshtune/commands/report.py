@@ -6,13 +6,13 @@ from typing import Annotated
 import typer
 
 from meshtune.commands.options import AsJson, show_json
-from meshtune.errors import UserError
+from meshtune.errors import UserError, expanded
 from meshtune.rundir import RunDir
 
 
 def report(run: Annotated[Path, typer.Argument(help="a run folder")], as_json: AsJson = False) -> None:
     """Write the run's report.html again from what the run folder holds."""
-    folder = RunDir(run)
+    folder = RunDir(expanded(run))
     if not folder.config_file.exists() and not folder.metrics_file.exists():
         raise UserError(f"{run} holds no run: neither config.yaml nor metrics.jsonl is there.")
     from meshtune.report.run.report import write_report

@@ -19,7 +19,7 @@ from meshtune import config as settings
 from meshtune.attention.register import register
 from meshtune.config import Config
 from meshtune.data.encode import Encoder
-from meshtune.errors import UserError
+from meshtune.errors import UserError, expanded
 from meshtune.layout import Layout
 from meshtune.model.adapter import adapter_base, load_adapter
 from meshtune.model.anatomy import anatomy
@@ -62,7 +62,7 @@ def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = 
     are newer are printed on stderr). Raises UserError if a run has neither, or if `step` is given and `name`
     is no run folder.
     """
-    path = Path(name).expanduser() if name else None
+    path = expanded(name) if name else None
     if path and path.name == "model" and (path.parent / "config.yaml").exists():
         path = path.parent  # a run's model is prompted and evaluated as its run was
     if step is not None and not (path and (path / "config.yaml").exists()):

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshtune.commands.options import AsJson, Settings, show_json, split
-from meshtune.errors import UserError
+from meshtune.errors import UserError, memory_explained
 from meshtune.rundir import RunDir
 
 if TYPE_CHECKING:
     from meshtune.config import Config
     from meshtune.launch import Rank
     from meshtune.train.choose import Choice
+    from meshtune.train.loop import Run
 
 
 def train(
@@ -84,14 +85,25 @@ def train_rank(rank: "Rank", config: "Config", choice: "Choice | None", as_json:
 
     choice: the layout and attention; None: the ranks choose them together. as_json: as `show_run` takes it.
     """
-    from meshtune.train import build, loop
+    from meshtune.train import build
 
     if finished := completed(config):
         if rank.main:
             show_run(finished, as_json=as_json)
         return
-    run = build.build(config, choice)
-    rank.keep_log(run.folder.logs)
+    try:
+        with memory_explained():
+            run = build.build(config, choice, claimed=lambda folder: rank.keep_log(folder.logs))
+            train_watched(rank, run, as_json=as_json)
+    except UserError as error:
+        rank.log_cause(error)
+        raise
+
+
+def train_watched(rank: "Rank", run: "Run", *, as_json: bool) -> None:
+    """Train; if a rank hangs, the watch names step and axis. At the end the main rank prints the run."""
+    from meshtune.train import loop
+
     world = run.world
     axes = {str(axis.group.group_name): axis.name for axis in world.axes if axis.group is not None}
     axes |= {
@@ -119,9 +131,10 @@ def completed(config: "Config") -> RunDir | None:
 
     several = dist.is_initialized()
     result: list[RunDir | None] = [None]
-    if not several or dist.get_rank() == 0:
-        run = folder.without_report(config)
-        result = [run if run and not report.try_report(run) else None]
+    main = not several or dist.get_rank() == 0
+    if main and (run := folder.without_report(config)):
+        with folder.Claim(run, {}):  # clears what the killed process left
+            result = [run if not report.try_report(run) else None]
     if several:
         dist.broadcast_object_list(result)
     return result[0]

@@ -24,12 +24,22 @@ class MicroBatch:
     documents: tuple[tuple[int, ...], ...]  # of each row, the lengths of its documents from column 0 on
     tokens: int  # without padding
     label_tokens: int
+    columns: torch.Tensor | None = None  # [seq]: this rank's columns of the rows (cp); None: all of them
+
+    def document_tokens(self) -> torch.Tensor:
+        """Length of each column's document [batch, seq], on the CPU; padding has 0."""
+        columns = torch.arange(self.input_ids.shape[1]) if self.columns is None else self.columns.cpu()
+        rows = []
+        for row in self.documents:
+            lengths = torch.tensor([*row, 0])
+            rows.append(lengths[torch.bucketize(columns, lengths[:-1].cumsum(0), right=True)])
+        return torch.stack(rows)
 
     def to(self, device: torch.device | str) -> "MicroBatch":
         """The same micro-batch with its tensors on `device`."""
         tensors = (self.input_ids, self.labels, self.position_ids)
         ids, labels, positions = (tensor.to(device, non_blocking=True) for tensor in tensors)
-        return MicroBatch(ids, labels, positions, self.documents, self.tokens, self.label_tokens)
+        return replace(self, input_ids=ids, labels=labels, position_ids=positions)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from transformers import PreTrainedTokenizerBase
 
 from meshtune.data.example import SHOWN, BadRow, Dropped, Example, Ids, OnBadRow
 from meshtune.data.labels import Cut, End, Endings, endings_of
+from meshtune.data.limits import checked_text
 from meshtune.data.render import Chat, Renderer, TrainOn, not_written
 from meshtune.data.rows import last_answer
 from meshtune.data.template import apply_template, built_in_templates, check_variables
@@ -139,6 +140,8 @@ class Encoder:
         self._renderer = Renderer(
             tokenizer, self.train_on, self._tokens.special_texts, variables, split_turns=split_turns
         )
+        if self.templated:
+            self._renderer.try_template()
         eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]  # pyright: ignore[reportArgumentType]
         self._known_stops = tuple(dict.fromkeys([*eos, *stops]))
         self._bos = self._tokens.prefix
@@ -198,7 +201,19 @@ class Encoder:
         return [_unless_bad(self._document, row, table) for row in rows]
 
     def prompt_ids(self, example: Example) -> list[int]:
-        """The tokens that generation starts from: those before the last answer, or all of a plain text."""
+        """The tokens that generation starts from: those before the last answer, or all of a plain text.
+
+        Raises UserError if there are none.
+        """
+        try:
+            ids = self._prompt_ids(example)
+        except BadRow as bad:
+            raise UserError(f"{example.origin}: {bad}.") from bad
+        if ids:
+            return ids
+        raise UserError(f"{example.origin}: the prompt has no tokens, so there is nothing to answer.")
+
+    def _prompt_ids(self, example: Example) -> list[int]:
         if example.ids is not None:
             row = example.ids
             answer = next((i for i in range(1, len(row.ids)) if row.labelled[i]), len(row.ids))
@@ -274,7 +289,7 @@ class Encoder:
 
     def _plain(self, example: Example) -> _Plain:
         if example.text is not None:
-            return _Plain((example.text,))
+            return _Plain((checked_text(example.text),))
         if example.messages is not None:
             raise UserError(
                 f"{example.origin}: the row is a conversation, but the tokenizer has no chat template or "
@@ -283,7 +298,7 @@ class Encoder:
             )
         assert example.prompt is not None
         assert example.completion is not None
-        return _Plain((example.prompt + self.separator, example.completion))
+        return _Plain((checked_text(example.prompt + self.separator), checked_text(example.completion)))
 
     def _cut(self, chat: Chat, texts: list[str | BadRow]) -> Cut:
         """The rendered conversation, cut into the pieces that are tokenised. texts: see `rendered`."""

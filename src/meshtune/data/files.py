@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from meshtune.data.example import SUFFIXES, Source, is_url
-from meshtune.errors import UserError
+from meshtune.errors import UserError, expanded
 from meshtune.rundir import write_text_atomically
 
 SPLITS = {  # words in file names -> the split that they name
@@ -140,7 +140,7 @@ def files(source: Source) -> list[DataFile]:
         return [DataFile(source.path)]
     if is_url(source.path):
         return _remote(source)
-    path = Path(source.path).expanduser()
+    path = expanded(source.path)
     if path.is_file():
         return [_readable(DataFile(str(path), size=path.stat().st_size))]
     if not path.is_dir():

@@ -196,6 +196,10 @@ def _check_sizes(global_batch_size: int, micro_batch_size: int, data_ranks: int)
 
 
 def _check_state(state: dict[str, Any], identity: dict[str, Any]) -> None:
+    """Raise UserError for a state of other data or another seed, ValueError for one that no run wrote."""
+    place = {name: value for name, value in state.items() if name not in identity}
+    if not place.keys() >= {"epoch", "position"} or not _are_counts(place):
+        raise ValueError("epoch and position must be whole numbers from 0 on.")
     if state["seed"] != identity["seed"]:
         raise UserError(
             f"The checkpoint was written with train.seed = {state['seed']}, this run has {identity['seed']}: "
@@ -207,6 +211,13 @@ def _check_state(state: dict[str, Any], identity: dict[str, Any]) -> None:
             "its position in the data is not valid here. Use those settings, or start a new run in another "
             "folder."
         )
+
+
+def _are_counts(value: Any) -> bool:
+    """True if every number in a tree of lists and dicts is a whole one from 0 to 2**63, and nothing else."""
+    if isinstance(value, dict | list):
+        return all(map(_are_counts, value.values() if isinstance(value, dict) else value))
+    return type(value) is int and 0 <= value < 2**63
 
 
 def _places(picked: Sequence[Pick], most: int = 8) -> str:

@@ -28,7 +28,7 @@ from meshtune.data.pack import Dataset, pack, permutation, singles, stored
 from meshtune.data.progress import Progress
 from meshtune.data.readers import read
 from meshtune.data.stream import Stream
-from meshtune.errors import UserError
+from meshtune.errors import UserError, expanded
 
 if TYPE_CHECKING:
     from meshtune.data.encode import Encoder
@@ -74,7 +74,7 @@ def prepare(
         tuple(sources), tuple(eval_sources), encoder, seq_len, packing, overlong, seed, eval_split, on_bad_row
     )
     if not streaming:
-        return _cached(build, Path(cache_dir).expanduser())
+        return _cached(build, expanded(cache_dir))
     stream = Stream(tuple(sources), encoder, seq_len, packing, overlong, seed, on_bad_row)
     stats = _stats(stream.unused_columns(), build, {})
     if not eval_sources:

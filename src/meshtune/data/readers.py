@@ -24,6 +24,7 @@ from typing import Any
 from meshtune.data.example import BadRow, Dropped, Example, Notes, OnBadRow, Origin, Source
 from meshtune.data.files import DataFile, files, is_hub, is_saved
 from meshtune.data.hub import hub_rows, saved_rows, without_nulls
+from meshtune.data.limits import LINE_BYTES, TOO_LONG
 from meshtune.data.rows import RawRow, examples
 from meshtune.errors import UserError
 
@@ -126,12 +127,18 @@ def _lines(
     """
     number = -1
     with _opened(file) as (lines, place):
-        for number, line in enumerate(lines):
+        for number, line in enumerate(_bounded(lines)):
             if number % PLACED == 0:
                 place()
             if first + number < start:
                 continue
             origin = Origin(str(file), number + 1, first + number)
+            if line is None:
+                yield (
+                    origin,
+                    BadRow(TOO_LONG, f"it has more than {LINE_BYTES:,} bytes; split the row"),
+                )
+                continue
             if number == 0:
                 line = line.removeprefix(b"\xef\xbb\xbf")  # a byte order mark, as Windows editors write
             try:
@@ -146,6 +153,16 @@ def _lines(
                 continue
             yield origin, parse(text)
     return number + 1
+
+
+def _bounded(stream: Any) -> Iterator[bytes | None]:
+    """Yield the lines of a binary file object, None for each of more than LINE_BYTES."""
+    lines = io.BufferedReader(stream)
+    while line := lines.readline(LINE_BYTES + 1):
+        part = line
+        while part and not part.endswith(b"\n"):
+            part = lines.readline(LINE_BYTES)
+        yield line if len(line) <= LINE_BYTES else None
 
 
 def _json_value(text: str) -> Any:
@@ -251,13 +268,15 @@ def _csv(file: DataFile, first: int, start: int, delimiter: str = ",") -> Genera
     first, start, result: see `Reader`. Raises UserError if the file is empty or names a
     column twice.
     """
-    csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is shorter than some documents
+    csv.field_size_limit(LINE_BYTES)  # the default of 128 KiB is shorter than some documents
     with _opened(file) as (content, place):
         stream = io.TextIOWrapper(content, encoding="utf-8-sig", errors="surrogateescape", newline="")
         reader = csv.reader(stream, delimiter=delimiter, strict=True)  # an open quote would swallow rows
         header = next(reader, None)
         if header is None:
             raise UserError(f"{file} is empty; the first line of a .csv file names its columns.")
+        if any(map(_is_broken, header)):
+            raise UserError(f"{file} is not UTF-8 text in its first line, which names the columns.")
         if twice := [name for name, times in Counter(header).items() if times > 1]:
             raise UserError(f"{file} names {', '.join(twice)} more than once in its first line; rename one.")
         number = -1
@@ -267,6 +286,11 @@ def _csv(file: DataFile, first: int, start: int, delimiter: str = ",") -> Genera
             except StopIteration:
                 return number + 1
             except csv.Error as error:
+                if "field limit" in str(error):  # what follows may be inside the field, and no row
+                    raise UserError(
+                        f"{file}, line {reader.line_num}: a field has more than {LINE_BYTES:,} characters; "
+                        "close its quote, or split the row."
+                    ) from None
                 values = BadRow("broken CSV", f"broken CSV: {error}")
             if values == []:
                 continue
@@ -278,13 +302,18 @@ def _csv(file: DataFile, first: int, start: int, delimiter: str = ",") -> Genera
             origin = Origin(str(file), reader.line_num, first + number)
             if isinstance(values, BadRow):
                 yield origin, values
-            elif any(not value.isascii() and re.search("[\udc80-\udcff]", value) for value in values):
+            elif any(map(_is_broken, values)):
                 yield origin, BadRow("not UTF-8")
             elif len(values) != len(header):
                 detail = f"{len(values)} fields, but the header names {len(header)} columns"
                 yield origin, BadRow("wrong number of fields", detail)
             else:
                 yield origin, dict(zip(header, values, strict=True))
+
+
+def _is_broken(value: str) -> bool:
+    """True if a field was read from bytes that are not UTF-8."""
+    return not value.isascii() and re.search("[\udc80-\udcff]", value) is not None
 
 
 READERS: dict[str, Reader] = {

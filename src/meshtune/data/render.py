@@ -12,14 +12,18 @@ from typing import Any, Literal, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from meshtune.data.example import BadRow, Example, Mask
+from meshtune.data.limits import TOO_LONG, checked_text, render_limit
 from meshtune.data.probe import Writes, adapted, unwritten, writes
 from meshtune.data.rows import last_answer, no_answer
 from meshtune.data.thought import opened, thought_in, thought_of, with_thought
 from meshtune.data.tokens import common_prefix
+from meshtune.errors import UserError, reason_of
 
 TrainOn = Literal["assistant", "completion", "all"]
 
 Request = tuple[list[dict], bool, list | None]  # one rendering: messages, with the generation prompt?, tools
+
+TOGETHER = 100  # conversations in one call of transformers
 
 
 class Chat(NamedTuple):
@@ -101,6 +105,16 @@ class Renderer:
             raise no_answer(example.messages)
         return list(example.messages[: last + 1])
 
+    def try_template(self) -> None:
+        """Render one short conversation. Raises UserError if that takes seconds, or writes a million words.
+
+        Whole batches are rendered next. A template that refuses the conversation may still take others.
+        """
+        turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Yes"}]
+        text = self.render(turns, False, None)
+        if isinstance(text, BadRow) and text.reason == TOO_LONG:
+            raise UserError(f"The chat template makes too much of two words: {text}. See data.chat_template.")
+
     @cached_property
     def can(self) -> Writes:
         return writes(self.render)
@@ -176,36 +190,43 @@ class Renderer:
         """Render each request; those without tools in one call of transformers per kind of ending."""
         texts: list[str | BadRow | None] = [None] * len(requests)
         for ending in (False, True):
-            group = [i for i, (_, prompt, tools) in enumerate(requests) if prompt is ending and tools is None]
-            if not group:
-                continue
-            try:
-                rendered = self.tokenizer.apply_chat_template(
-                    [requests[i][0] for i in group],
-                    tokenize=False,
-                    add_generation_prompt=ending,
-                    **self.variables,
-                )
-            except Exception:
-                continue  # the template refuses some row: rendered one by one below, to find out which
-            for i, text in zip(group, rendered, strict=True):
-                texts[i] = text  # pyright: ignore[reportArgumentType, reportCallIssue]
+            every = [i for i, (_, prompt, tools) in enumerate(requests) if prompt is ending and tools is None]
+            for group in (every[start : start + TOGETHER] for start in range(0, len(every), TOGETHER)):
+                try:
+                    with render_limit(len(group)):
+                        rendered = self.tokenizer.apply_chat_template(
+                            [requests[i][0] for i in group],
+                            tokenize=False,
+                            add_generation_prompt=ending,
+                            **self.variables,
+                        )
+                except Exception:
+                    continue  # the template refuses some row: rendered one by one below, to find out which
+                for i, text in zip(group, rendered, strict=True):
+                    texts[i] = _checked(text)  # pyright: ignore[reportArgumentType]
         return [
             self.render(*request) if text is None else text
             for text, request in zip(texts, requests, strict=True)
         ]
 
     def render(self, messages: list[dict], generation: bool, tools: list | None) -> str | BadRow:
-        """Text of a conversation, with the generation prompt if `generation`; a BadRow if that fails."""
+        """Text of a conversation, with the generation prompt if `generation`; a BadRow if that fails.
+
+        Raises UserError if the template is too slow: it is so for every row.
+        """
         try:
-            return self.tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]
-                messages, tools=tools, tokenize=False, add_generation_prompt=generation, **self.variables
-            )
+            with render_limit():
+                text = self.tokenizer.apply_chat_template(
+                    messages, tools=tools, tokenize=False, add_generation_prompt=generation, **self.variables
+                )
+        except UserError:
+            raise
         except Exception as error:  # a template is a program of its own: it may fail in any way
             return BadRow(
                 "refused by the chat template",
-                f"the chat template refuses it: {type(error).__name__}: {error}",
+                f"the chat template refuses it: {type(error).__name__}: {reason_of(error)[:-1]}",
             )
+        return _checked(text)  # pyright: ignore[reportArgumentType]
 
     def rendered(self, chat: Chat, texts: list[str | BadRow]) -> Rendered:
         """Check that the beginnings of a conversation are those of its text; raise BadRow if one is not.
@@ -295,6 +316,13 @@ class Renderer:
         """`text` without white space after a final special token: its tokens depend on what follows."""
         stripped = text.rstrip()
         return stripped if stripped.endswith(self.special) else text
+
+
+def _checked(text: str) -> str | BadRow:
+    try:
+        return checked_text(text)
+    except BadRow as bad:
+        return bad
 
 
 def _raise_bad(text: str | BadRow) -> str:

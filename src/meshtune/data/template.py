@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from meshtune.data.training import training_template
-from meshtune.errors import UserError
+from meshtune.errors import UserError, check_file, expanded
 
 BUILT_IN = Path(__file__).parent / "templates"
 
@@ -84,8 +84,9 @@ def check_variables(variables: Mapping[str, Any], template: str | None) -> None:
 def _template_text(chat_template: str) -> str:
     if chat_template in built_in_templates():
         return (BUILT_IN / f"{chat_template}.jinja").read_text(encoding="utf-8")
-    file = Path(chat_template).expanduser()
+    file = expanded(chat_template)
     try:
+        check_file(file)
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise UserError(f"The chat template {file} is not UTF-8 text.") from None

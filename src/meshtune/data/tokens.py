@@ -10,6 +10,7 @@ The ids of a beginning of the text are those of its whole pieces and of what it 
 tokens at which that does not hold (found by trying each) cut nothing.
 """
 
+import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
+
+from meshtune.data.limits import GROWTH, growth
+from meshtune.errors import UserError
 
 PROBES = ("Hello  world", " a\n\nb", "x", "\n", "▁1 ")  # texts beside which a special token is tried
 
@@ -43,6 +47,7 @@ class TextTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
+        _refuse_growth(tokenizer)
         added = tokenizer.added_tokens_decoder
         self.special = {id for id, token in added.items() if token.special} | set(tokenizer.all_special_ids)
         self.special_texts = tuple(tokenizer.convert_ids_to_tokens(sorted(self.special)))
@@ -135,6 +140,23 @@ class TextTokenizer:
         return frozenset(
             str(token) for token in tokens if not any(str(token) + after in bad for after in PROBES)
         )
+
+
+def _refuse_growth(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError if a tokenizer's rules make a text so much longer that tokenizing it never ends."""
+    if not tokenizer.is_fast:
+        return
+    backend: Any = tokenizer.backend_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+    for name in ("normalizer", "decoder"):
+        component = getattr(backend, name)
+        if component is None:
+            continue
+        most = growth(json.loads(component.__getstate__()))
+        if most > GROWTH:
+            raise UserError(
+                f"The tokenizer's {name} makes up to {most:,.0f} characters of one, and at most {GROWTH} are "
+                "sensible; mend its Replace and Prepend rules in tokenizer.json."
+            )
 
 
 def common_prefix(one: Sequence, other: Sequence) -> int:

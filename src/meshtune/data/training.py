@@ -7,9 +7,9 @@ conversation that ends with its only assistant turn, and keeps what was said bef
 
 import re
 
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from meshtune.data.limits import render_limit
 from meshtune.errors import UserError
 
 # Each rule: a pattern in the source of a template, and what stands there in the changed one.
@@ -65,8 +65,11 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _written(tokenizer: PreTrainedTokenizerBase, messages: list[dict], template: str) -> str:
-    """The rendering of a conversation; why it failed if the template refuses it."""
+    """The rendering of a conversation; why it failed if the template refuses it. Raises UserError if slow."""
     try:
-        return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
-    except TemplateError as error:
+        with render_limit():
+            return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
+    except UserError:
+        raise
+    except Exception as error:  # a template is a program of its own
         return str(error)

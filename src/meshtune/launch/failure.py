@@ -106,18 +106,19 @@ def end_of_log(folder: Path, rank: int, lines: int = 20) -> str:
 
 
 def failures_of(processes: list[BaseProcess], ended: Mapping[int, float], folder: Path) -> Iterator[Failure]:
-    """Yield the failures of the ranks that ended by themselves: recorded in `folder`, else by exit code.
+    """Yield the failures of the ranks: those recorded in `folder`, else by exit code.
 
-    A rank with exit code 0 and no record yields none. processes: of all ranks, in rank order. ended: rank ->
-    when its process ended, in seconds since the epoch; ranks that are not in it are passed over.
+    processes: of all ranks, in rank order. ended: rank -> when its process ended by itself, in seconds since
+    the epoch. A rank without a record yields none if its exit code is 0 or it was killed here; one with a
+    record may have been killed here before it could end.
     """
-    for rank, seconds in ended.items():
-        file, code = folder / f"failed-{rank}", processes[rank].exitcode
+    for rank, process in enumerate(processes):
+        file, code = folder / f"failed-{rank}", process.exitcode
         if file.exists():
             yield pickle.loads(file.read_bytes())
-        elif code:
+        elif code and rank in ended:
             text = f"rank {rank} of {len(processes)} {how_it_ended(code)}{end_of_log(folder, rank)}"
-            yield Failure(seconds, text, killed=max(0, -code))
+            yield Failure(ended[rank], text, killed=max(0, -code))
 
 
 def how_it_ended(code: int) -> str:

@@ -3,17 +3,22 @@
 import io
 import os
 import shutil
+import socket
 import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from meshtune.errors import UserError
 from meshtune.launch.place import Place
-from meshtune.watch import HangLimits, Watch, ranks_named
+from meshtune.launch.siblings import rank_before, siblings
+from meshtune.watch import HangLimits, Silence, Watch, end_process, process_status, ranks_named, silent_rank
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=5)  # until every rank has come
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # long, since the main rank may prepare data, or save, meanwhile
@@ -26,6 +31,7 @@ class Rank:
         """log: None if this rank writes to the terminal. watch: None for a world of one."""
         self.number = number
         self._log, self._watch = log, watch
+        self._logs: Path | None = None  # the folder of `keep_log`
 
     @property
     def main(self) -> bool:
@@ -33,9 +39,21 @@ class Rank:
         return self.number == 0
 
     def keep_log(self, folder: Path) -> None:
-        """Move this rank's log to `folder`/rank-<n>.log and go on there; the main rank has no log."""
+        """Move this rank's log to `folder`/rank-<n>.log and go on there; the main rank gets one only by
+        `log_cause`.
+        """
+        self._logs = folder
         if self._log is not None:
             self._log.move(folder / f"rank-{self.number}.log")
+
+    def log_cause(self, error: UserError) -> None:
+        """Append to this rank's log the traceback of what a sentence was made of, once it has a folder."""
+        if self._logs is None or error.__cause__ is None:
+            return
+        with suppress(OSError):  # the sentence itself is shown whatever the disk does
+            self._logs.mkdir(exist_ok=True)
+            with open(self._logs / f"rank-{self.number}.log", "a", errors="backslashreplace") as log:
+                log.write("".join(traceback.format_exception(error)))
 
     def set_hang_facts(
         self, progress: Callable[[], str], axes: Mapping[str, str], *, spins: bool = False
@@ -110,7 +128,13 @@ def flush_output() -> None:
 
 @contextmanager
 def process_group(
-    place: Place, device: str, *, log: RankLog | None, limits: HangLimits, end: Callable[[str], None]
+    place: Place,
+    device: str,
+    *,
+    log: RankLog | None,
+    limits: HangLimits,
+    tell: Callable[[str], None],
+    announced: bool = False,
 ) -> Iterator[Rank]:
     """Open the watch and then torch's default process group, once all ranks have come; yields the Rank.
 
@@ -118,8 +142,10 @@ def process_group(
     the local rank. The group is closed at the end of the block, but not if the block raises.
 
     place: of this rank. device: cpu (gloo) or cuda (NCCL for what is on the GPU, gloo for the rest). log:
-    None if this rank writes to the terminal. end: called with the report of a hang, from another thread; it
-    must not return. Raises UserError if ranks don't come in time or there are fewer GPUs than ranks.
+    None if this rank writes to the terminal. tell: called with the report of a hang, also from another
+    thread, before this process is ended. announced: True if the process that started the ranks
+    announces them to the watch. Raises UserError if ranks don't come in time or there are fewer GPUs than
+    ranks.
     """
     os.environ.update(place.environment())
     threads = int(os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // place.local_world))))
@@ -132,8 +158,10 @@ def process_group(
         index = place.local_rank % gpus_for(place.local_world)  # srun may show each task its own GPU alone
         torch.cuda.set_device(index)
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", index)}
-    store = open_store(place)  # before the watch: on rank 0 of srun it is the store itself
-    with Watch(place.rank, place.world, connect(place), limits=limits, end=end) as watch:
+    store = open_store(place, limits, tell)  # before the watch: on rank 0 of srun it is the store itself
+    neighbour = None if announced else partial(rank_before, place)
+    connection = connect(place)
+    with Watch(place.rank, place.world, connection, limits=limits, tell=tell, neighbour=neighbour) as watch:
         meet(place, store)
         dist.init_process_group(
             store=store, rank=place.rank, world_size=place.world, timeout=COLLECTIVE_TIMEOUT, **options
@@ -154,18 +182,55 @@ def gpus_for(ranks: int) -> int:
     return gpus
 
 
-def open_store(place: Place) -> Any:
+def open_store(place: Place, limits: HangLimits, tell: Callable[[str], None]) -> Any:
     """Connect to the store of the rendezvous, which rank 0 holds unless torchrun or the parent does.
 
-    Raises UserError if it can't be reached in time.
+    limits, tell: of a hang of rank 0 before it has made the store. Raises UserError if the store can't be
+    reached in time.
     """
     from torch.distributed import DistError
 
-    held_elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    holds = place.rank == 0 and not held_elsewhere()
+    if not holds:
+        wait_for_store(place, limits, tell)
     try:
-        return connect(place, is_master=place.rank == 0 and not held_elsewhere, timeout=RENDEZVOUS_TIMEOUT)
+        return connect(place, is_master=holds, timeout=RENDEZVOUS_TIMEOUT)
     except DistError as error:
         raise not_met(place, str(error).splitlines()[0]) from error
+
+
+def held_elsewhere() -> bool:
+    """True if no rank holds the store: torchrun does, or the parent."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def wait_for_store(place: Place, limits: HangLimits, tell: Callable[[str], None]) -> None:
+    """Wait until something listens at the address of the store, for at most RENDEZVOUS_TIMEOUT.
+
+    Without a store there is no watch, so what it would end is ended here after `limits.silent`: a rank 0 of
+    this machine that is stopped or does nothing before it has made the store, and ranks whose torchrun, which
+    made it before it started them, is gone. Raises UserError if rank 0 of this machine has ended.
+    """
+    silence, until = Silence(), time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
+    ticks, seen = 0, False
+    while time.monotonic() < until:
+        with suppress(OSError), socket.create_connection((place.address, place.port), limits.silent):
+            return
+        ticks += 1
+        if held_elsewhere():
+            if ticks * limits.tick >= limits.silent:
+                end_process(tell, f"what started rank {place.rank} is gone: its process was killed.")
+        else:
+            _, pid = siblings(place).get(0, (0, 0))
+            status = process_status(pid) if pid else None
+            if seen and status is None:
+                raise UserError(f"Rank 0 has ended before rank {place.rank} could meet it.")
+            seen = status is not None
+            silent = silence.ticks(0, status) * limits.tick
+            if status and silent >= limits.silent:
+                report = f"{silent_rank(0, silent, status)}, and the others can't meet without it."
+                end_process(tell, report, pid)
+        time.sleep(limits.tick)
 
 
 def meet(place: Place, store: Any) -> None:

@@ -74,16 +74,13 @@ def run_joined(
         raise
     log = RankLog() if place.rank else None
 
-    def end(report: str) -> None:
-        try:
-            if log:
-                log.restore_terminal()
-            print(f"meshtune: {report}", file=sys.stderr, flush=True)
-        finally:  # also where the terminal is gone with torchrun
-            os._exit(RankFailed.exit_code)
+    def tell(report: str) -> None:
+        if log:
+            log.restore_terminal()
+        print(f"meshtune: {report}", file=sys.stderr, flush=True)
 
     try:
-        with process_group(place, device, log=log, limits=limits, end=end) as rank:
+        with process_group(place, device, log=log, limits=limits, tell=tell) as rank:
             function(rank, *args)
     except Exception as error:
         if not claims_failure(place, error, limits.grace / 2):
@@ -159,19 +156,17 @@ def rank_process(
     if log:
         faulthandler.enable()  # a crash in native code leaves its stack in the log
 
-    def leave(error: BaseException) -> None:
+    def tell(report: str) -> None:
+        record_failure(folder, place, RankFailed(report))
+        flush_output()
+
+    try:
+        with process_group(place, device, log=log, limits=limits, tell=tell, announced=True) as rank:
+            function(rank, *args)
+    except BaseException as error:
         record_failure(folder, place, error)
         flush_output()
         os._exit(exit_code(error))  # no clean-up of what the parent owns, or that waits for other ranks
-
-    def end(report: str) -> None:
-        leave(RankFailed(report))
-
-    try:
-        with process_group(place, device, log=log, limits=limits, end=end) as rank:
-            function(rank, *args)
-    except BaseException as error:
-        leave(error)
     flush_output()
     os._exit(0)
 
@@ -217,7 +212,9 @@ def wait_for(processes: list[BaseProcess], grace: float) -> dict[int, float]:
     no_failure = (0, NonFinite.exit_code, Interrupted.exit_code)
     ended: dict[int, float] = {}
     deadline = None
-    while running := {process.sentinel: rank for rank, process in enumerate(processes) if process.is_alive()}:
+    # Not those that are alive now: one that has just ended would never be looked at.
+    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    while running:
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         if timeout == 0:
             for rank in running.values():
@@ -225,7 +222,7 @@ def wait_for(processes: list[BaseProcess], grace: float) -> dict[int, float]:
                 processes[rank].join()
             break
         for sentinel in wait(list(running), timeout=timeout):
-            rank = running[sentinel]  # type: ignore[index]
+            rank = running.pop(sentinel)  # type: ignore[arg-type]
             processes[rank].join()
             ended[rank] = time.time()
             if deadline is None and processes[rank].exitcode not in no_failure:

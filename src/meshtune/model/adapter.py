@@ -13,13 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from meshtune.errors import UserError
+from meshtune.model.files import read_json
+from meshtune.model.generation import generation_config
 from meshtune.model.lora import add_lora, lora_layers
-from meshtune.model.save import (
-    ADAPTER_CONFIG,
-    complete_folder,
-    generation_config,
-    write_tokenizer_and_card,
-)
+from meshtune.model.save import ADAPTER_CONFIG, complete_folder, write_tokenizer_and_card
 from meshtune.model.trainable import resize_to, tables
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -146,10 +143,7 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
     """Read adapter_config.json. Raises UserError if it is missing or no JSON."""
     if not (folder / ADAPTER_CONFIG).is_file():
         raise UserError(f"{folder} has no {ADAPTER_CONFIG}, so it is not a peft adapter.")
-    try:
-        return json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{folder / ADAPTER_CONFIG} can't be read as JSON: {error}") from error
+    return read_json(folder / ADAPTER_CONFIG)
 
 
 def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

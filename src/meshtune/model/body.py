@@ -1,5 +1,5 @@
-"""Run a Hugging Face model's body, embeddings, blocks and last norm, on a packed micro-batch: no head, no
-cache.
+"""Run the body of a Hugging Face model, embeddings, blocks and last norm, on a packed micro-batch, or its
+head on hidden states: no cache.
 
 The lengths of the documents go down to meshtune's attention as the keyword argument `documents`. With any
 other attention Hugging Face itself keeps documents apart, by the positions that restart (only without a
@@ -8,14 +8,20 @@ cache and a mask).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from meshtune.model import mixers, rope
+from meshtune.model.anatomy import Anatomy, anatomy, head_runner
+from meshtune.model.multimodal import aside_of
 
 if TYPE_CHECKING:
     from meshtune.data.batch import MicroBatch
-    from meshtune.model.anatomy import Anatomy
 
 
 # Names of meshtune's attention in a model's config: as it is, and recomputed in the backward.
@@ -45,4 +51,74 @@ def body_forward(
     ours = body.config._attn_implementation in ATTENTION_NAMES
     packed = {"documents": Documents(micro_batch.documents)} if ours else {}
     begin = {"input_ids": micro_batch.input_ids} if hidden is None else {"inputs_embeds": hidden}
-    return body(**begin, position_ids=micro_batch.position_ids, use_cache=False, **packed).last_hidden_state
+    with rope.documents_of(model, micro_batch), mixers.documents_of(micro_batch.documents):
+        positions = micro_batch.position_ids + anatomy.first_position
+        return body(**begin, position_ids=positions, use_cache=False, **packed).last_hidden_state
+
+
+def text_forward(model: PreTrainedModel, **inputs: Tensor) -> None:
+    """Run one forward on text alone, without a cache: the whole model's, or, where parts of it were set
+    aside, that of its body and then of its head.
+    """
+    if not aside_of(model):
+        model(**inputs, use_cache=False)
+        return
+    parts = anatomy(model)
+    hidden = model.get_submodule(parts.body)(**inputs, use_cache=False).last_hidden_state
+    with head_only(model, parts) as logits_of:
+        logits_of(hidden.flatten(0, 1))
+
+
+class _BodyOutput(BaseModelOutputWithPast):
+    """Hidden states and nothing else: what some bodies return besides (cross attentions, ...) is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class _Stub(nn.Module):
+    """Stands for the body while the model's forward runs only its head."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.hidden: Tensor | None = None
+        vars(self)["body"] = body  # not a part of this module
+
+    def __getattr__(self, name: str) -> Any:
+        """Some heads call a part of the body (OPT its decoder), which is the stub too; some read a factor of
+        the logits there (Falcon-H1).
+        """
+        found = getattr(vars(self)["body"], name)
+        return self if isinstance(found, nn.Module) else found
+
+    def forward(self, *_: Any, **__: Any) -> _BodyOutput:
+        return _BodyOutput(last_hidden_state=self.hidden)  # type: ignore[arg-type]
+
+
+@contextmanager
+def head_only(model: nn.Module, anatomy: Anatomy) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Yield a function: hidden [tokens, hidden] -> logits [tokens, vocabulary], by the model's own forward.
+
+    A head split by tp gives the logits of its vocabulary entries alone. While the context is open, the body
+    of `model` is replaced by a stub, in a model that also sees or hears with all that lies around it.
+
+    `forward` and not a call: hooks on the model, such as those of a sharded root, have run or will run around
+    all of this.
+    """
+    runner_path, body_path = head_runner(anatomy)
+    runner: Any = model.get_submodule(runner_path)
+    name = body_path.rpartition(".")[2]
+    body = runner.get_submodule(name)
+    stub = _Stub(body)
+
+    def logits_of(hidden: Tensor) -> Tensor:
+        stub.hidden = hidden[None]
+        # Some families read the shape of their inputs before they call the body (Gemma 4).
+        return runner.forward(inputs_embeds=stub.hidden, use_cache=False, return_dict=True).logits[0]
+
+    runner._modules[name] = stub
+    try:
+        yield logits_of
+    finally:
+        runner._modules[name] = body

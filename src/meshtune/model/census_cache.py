@@ -17,7 +17,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from meshtune.config import Config
-from meshtune.errors import UserError
+from meshtune.errors import expanded
 from meshtune.model.hub import hub_errors, local_path
 from meshtune.placement.census import Census
 from meshtune.placement.numbers import ModelNumbers
@@ -49,7 +49,7 @@ def numbers_of(config: Config, *, log: Callable[[str], None] = lambda _: None) -
         trust_remote_code=model.trust_remote_code,
         freeze=model.freeze,
         lora=shape if config.method == "lora" else None,
-        cache_dir=Path(config.data.cache).expanduser(),
+        cache_dir=expanded(config.data.cache),
         log=log,
     )
 
@@ -122,7 +122,7 @@ def _key(file: Path, freeze: tuple[str, ...], lora: LoraShape | None) -> str | N
     """
     try:
         content = json.loads(file.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     versions = [version(package) for package in ("meshtune", "transformers", "torch")]
     inputs = [content, versions, freeze, lora and asdict(lora)]
@@ -143,23 +143,16 @@ def _build_and_count(
     file: its configuration, config.json. name: as the user wrote it, for errors. Writes nothing. Raises
     UserError as `model_numbers`.
     """
-    import torch
-    from transformers import AutoModelForCausalLM
-
     from meshtune.model import trainable
-    from meshtune.model.anatomy import auto_attention, traits
-    from meshtune.model.load import read_config
+    from meshtune.model.capabilities import auto_attention, traits
+    from meshtune.model.load import on_meta, read_config
     from meshtune.model.lora import add_lora
     from meshtune.model.trace import census_of
 
     config = read_config(file, name, trust_remote_code)
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except Exception as error:  # each family's model class checks its configuration in its own way
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise UserError(f"{name} can't be built by transformers: {reason}; mend {file}.") from error
-    model_traits, attention = traits(model), auto_attention(model)  # of the model without adapters
+    model = on_meta(config, name=name, trust_remote_code=trust_remote_code)
+    model_traits = traits(model)  # of the model without adapters
+    attention = auto_attention(model, model_traits)
     if lora:
         targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
         add_lora(model, lora_rank=lora.r, alpha=1, target_modules=targets)

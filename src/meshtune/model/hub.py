@@ -4,16 +4,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from meshtune.errors import UserError
+from meshtune.errors import UserError, check_file, expanded
 
 
 def local_path(name: str) -> Path | None:
     """Return the local path `name` if it exists; None if it may be an id of the hub.
 
-    Raises UserError for a name that can be neither.
+    Raises UserError for a name that can be neither, and for a folder with pipes or devices in it.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.exists():
+        for file in path.iterdir() if path.is_dir() else [path]:
+            if not file.is_dir():
+                check_file(file)
         return path
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise UserError(f"There is no folder {name}.")

@@ -2,6 +2,7 @@
 
     skeleton(name)  the unchanged Hugging Face model, its parameters on meta, its buffers right
     mapped(name)    its tensors, whole, as a mapping of the safetensors files
+    drawn(name)     random ones, handed over one after the other (draw.py)
     fill_whole      copies them into it on one device; ranks of a layout take their slices instead (pieces.py)
 
 transformers' own `from_pretrained` does the reading: it builds on meta, renames keys where a family has
@@ -29,19 +30,20 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from meshtune.errors import UserError, explained
+from meshtune.families import see
+from meshtune.model.draw import Receive, draw
 from meshtune.model.files import SAFETENSORS_DTYPES, checked_weight_files, read_json, resolve
+from meshtune.model.generation import read_generation_config
+from meshtune.model.multimodal import auto_class, set_aside
 from meshtune.model.pieces import StoredTensors, fill, materialise, whole_pieces
 
 logger = logging.getLogger(__name__)
@@ -90,20 +92,20 @@ def read_config(file: Path, name: str, trust_remote_code: bool) -> PretrainedCon
             "holds one."
         )
     raw = read_json(file)
-    if "model_type" not in raw and "auto_map" not in raw:
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) and "auto_map" not in raw:
         raise UserError(
             f"{file} names no `model_type`, so it is not the configuration of a transformers model; take the "
             "config.json that was published with the weights."
         )
     if problems := [*_absurd(raw), *_absurd(raw.get("text_config"))]:
         raise UserError([f"{file}: {problem}" for problem in problems])
-    needs_code = "auto_map" in raw and raw.get("model_type") not in CONFIG_MAPPING
+    needs_code = "auto_map" in raw and not (isinstance(kind, str) and kind in CONFIG_MAPPING)
     if needs_code and not trust_remote_code:
         raise UserError(
             f"{name} brings its own Python code, which is not run unless you say so; if you have read and "
             f"trust it, set model.trust_remote_code=true."
         )
-    kind = raw.get("model_type")
     if not needs_code and kind not in CONFIG_MAPPING:
         near = difflib.get_close_matches(str(kind), CONFIG_MAPPING.keys(), n=1)
         raise UserError(
@@ -117,11 +119,13 @@ def read_config(file: Path, name: str, trust_remote_code: bool) -> PretrainedCon
         raise UserError(f"transformers can't read {file}: {_first_line(error)}") from error
     if config.is_encoder_decoder:
         raise UserError(
-            f"{name} ({config.model_type}) is an encoder-decoder; meshtune trains causal language models."
+            f"{name} ({config.model_type}) is an encoder-decoder; meshtune trains causal language models. "
+            f"{see('encoder')}"
         )
-    if not needs_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if not needs_code and type(config) not in auto_class(config)._model_mapping:
         raise UserError(
-            f"{name} ({config.model_type}) is not a causal language model that transformers knows."
+            f"{name} ({config.model_type}) is not a causal language model that transformers knows. "
+            f"{see('not-built')}"
         )
     return config
 
@@ -149,6 +153,8 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a model (or of an adapter's folder). Raises UserError if it can't be read."""
     folder = resolve(name, revision=revision, weights=False, trust_remote_code=trust_remote_code)
+    if (folder / "tokenizer.json").is_file():
+        _refuse_far_ids(folder / "tokenizer.json")
     remedy = "It needs tokenizer.json and tokenizer_config.json, or the family's own vocabulary files."
     with explained(f"The tokenizer of {name} can't be loaded", remedy):
         try:
@@ -162,30 +168,17 @@ def load_tokenizer(
     return tokenizer
 
 
-def stop_tokens(name: str, *, trust_remote_code: bool = False, revision: str | None = None) -> list[int]:
-    """The ids that a model's generation_config.json names as eos_token_id; [] without such a file."""
-    folder = resolve(name, revision=revision, weights=False, trust_remote_code=trust_remote_code)
-    if not (folder / "generation_config.json").is_file():
-        return []
-    eos = read_generation_config(folder).eos_token_id
-    return [eos] if isinstance(eos, int) else list(eos or [])
-
-
-def read_generation_config(folder: Path) -> GenerationConfig:
-    """The generation settings in a model's folder. Raises UserError if its file is damaged."""
-    file = folder / "generation_config.json"
-    read_json(file)  # its own check, in our words
-    try:
-        generation = GenerationConfig.from_pretrained(folder)
-    except Exception as error:  # it checks itself in many ways
-        raise UserError(f"transformers can't read {file}: {_first_line(error)}") from error
-    eos = generation.eos_token_id
-    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if not all(type(number) is int and number >= 0 for number in ids):
-        raise UserError(
-            f"{file}: eos_token_id is {reprlib.repr(eos)}; it must be a token's id, or a list of them."
-        )
-    return generation
+def _refuse_far_ids(file: Path) -> None:
+    """Raise UserError for a token whose id is far beyond the others: those between would take the memory."""
+    tree = read_json(file)
+    model, added = tree.get("model"), tree.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
+    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    tokens = len(ids) + (len(vocabulary) if isinstance(vocabulary, list) else 0)  # Unigram
+    most = max((number for number in ids if isinstance(number, int)), default=0)
+    if most > 2 * tokens + 100_000:
+        raise UserError(f"{file} has {tokens:,} tokens, and one with the id {most:,}; mend it.")
 
 
 def fill_whole(model: PreTrainedModel, values: Mapping[str, Tensor], device: torch.device) -> None:
@@ -212,7 +205,8 @@ def skeleton(
     """The model of a hub id, a folder or a configuration, in training mode with every parameter on meta: no
     bytes, no values, nothing drawn.
 
-    Its buffers are real and right, in the family's own dtype (rotary frequencies stay fp32 under bf16), those
+    Of a model that also sees or hears, the language part and its head; the others are set aside. Its buffers
+    are real and right, in the family's own dtype (rotary frequencies stay fp32 under bf16), those
     too that no file holds (Gemma's scale of the embeddings), so that nothing has to be restored once the
     parameters get memory.
 
@@ -226,7 +220,18 @@ def skeleton(
     model.tie_weights()
     if folder and init == "pretrained" and (folder / "generation_config.json").is_file():
         model.generation_config = read_generation_config(folder)
-    return model.train()
+    return set_aside(model).train()
+
+
+def on_meta(config: PretrainedConfig, *, name: str = "", trust_remote_code: bool = False) -> PreTrainedModel:
+    """The language part of a configuration's model, parameters and buffers on meta. Raises UserError if it
+    can't be built.
+
+    name: of the model as the user wrote it, for the error; "": its type stands there.
+    """
+    subject = f"{name or _named(config)} can't be built by transformers"
+    with explained(subject, f"Mend its config.json. {see('not-built')}"), torch.device("meta"):
+        return set_aside(auto_class(config).from_config(config, trust_remote_code=trust_remote_code))
 
 
 def _folder_and_config(
@@ -254,7 +259,7 @@ def _from_config(
     source: the model's name, which the model's config records, or the caller's own configuration.
     """
     with explained(f"{_named(source)} can't be built by transformers"):
-        model = AutoModelForCausalLM.from_config(
+        model = auto_class(config).from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
     if isinstance(source, str):
@@ -319,6 +324,41 @@ def mapped(
     return tensors
 
 
+def drawn(
+    source: str | PretrainedConfig,
+    receive: Receive,
+    *,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """Draw random weights in `dtype` and hand each whole parameter to `receive`, which keeps its part of it;
+    return the buffers by name.
+
+    The values are those of `mapped` with init="random", but one module's parameters are in memory at a time;
+    all of them in a family whose initialisation does not allow it (draw.py), with a warning. Raises UserError
+    as `skeleton`.
+    """
+    _, config = _folder_and_config(source, trust_remote_code, revision)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = draw(
+            lambda: _from_config(copy.deepcopy(config), source, dtype, "eager", trust_remote_code),
+            _parameters_on_meta,
+            receive,
+        )
+    if model is not None:
+        return {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
+    logger.warning("Random weights of %s are drawn whole on every rank.", _named(source))
+    tensors = mapped(
+        source, init="random", dtype=dtype, trust_remote_code=trust_remote_code, revision=revision, seed=seed
+    )
+    for name, tensor in tensors.items():
+        receive((name,), tensor)
+    return tensors
+
+
 def _load_pretrained(folder: Path, config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
     """Load the model in `folder` on the CPU, its weights mapped from the files if all have one dtype,
     otherwise in the dtype that those stored promote to.
@@ -331,7 +371,7 @@ def _load_pretrained(folder: Path, config: PretrainedConfig, trust_remote_code: 
         words = _stored_dtypes(files)
         integers = sorted(words.keys() & {"I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64", "BOOL"})
         stored = [key for key, word in SAFETENSORS_DTYPES.items() if word in words and key.is_floating_point]
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(config).from_pretrained(
             folder,
             config=config,
             dtype=reduce(torch.promote_types, stored or [torch.float32]),

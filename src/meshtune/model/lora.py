@@ -40,6 +40,7 @@ class LoraConv1D(_Lora, Conv1D):
     """GPT-2's Conv1D with an adapter; weight [in, out]."""
 
 
+READ = ".dt_proj"  # a linear layer of Mamba's mixers that is never called: they read its weight
 ADAPTED = {nn.Linear: LoraLinear, Conv1D: LoraConv1D}
 
 
@@ -83,7 +84,7 @@ def _targets(model: PreTrainedModel, target_modules: str | list[str]) -> tuple[l
     head = model.get_output_embeddings()
     linears = {name: module for name, module in model.named_modules() if type(module) in ADAPTED}
     if target_modules == "all-linear" or target_modules == ["all-linear"]:
-        return [name for name, module in linears.items() if module is not head], []
+        return [n for n, module in linears.items() if module is not head and not n.endswith(READ)], []
     targets = [target_modules] if isinstance(target_modules, str) else target_modules
     problems, selected = [], set()
     for target in targets:
@@ -95,6 +96,11 @@ def _targets(model: PreTrainedModel, target_modules: str | list[str]) -> tuple[l
             problems.append(
                 f"lora.target_modules: no linear layer is called {target!r}; "
                 f"there are {', '.join(leaves)}{hint}"
+            )
+        if unused := [name for name in matches if name.endswith(READ)]:
+            problems.append(
+                f"lora.target_modules: {unused[0]} is never called, only its weight is read, so that an "
+                "adapter would have no effect; leave it out."
             )
         selected.update(matches)
     tied = head.weight is model.get_input_embeddings().weight if head is not None else False
@@ -148,7 +154,15 @@ def lora_layers(model: nn.Module) -> dict[str, _Lora]:
 @torch.no_grad()
 def merge_lora(model: nn.Module) -> None:
     """Add every adapter to its layer's weight, in at least fp32, and remove the adapter, in place."""
-    for layer in lora_layers(model).values():
+    layers = lora_layers(model)
+    owners: dict[int, str] = {}
+    for name, layer in layers.items():
+        if (owner := owners.setdefault(id(layer.weight), name)) != name:
+            raise UserError(
+                f"The adapters can't be merged: {owner} and {name} share one weight, and each has an adapter "
+                "of its own. Use the adapters as they are, with PEFT."
+            )
+    for layer in layers.values():
         module: Any = layer  # pyright does not see that it is a Linear or Conv1D too
         wide = torch.promote_types(module.lora_A.dtype, torch.float32)
         delta = module.lora_B.to(wide) @ module.lora_A.to(wide) * module.lora_scale  # [out, in]

@@ -131,6 +131,7 @@ class DispatchedMatmuls(TorchDispatchMode):
         self.parameter_flops = 0  # of recorded matmuls
         self.bare: list[BareMatmul] = []
         self.unknown: set[str] = set()  # other operations that cost FLOPs
+        self.apart = False  # while a recurrent mixer runs, whose work with activations is counted by itself
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one ATen operator; count it if it is a matmul."""
@@ -141,9 +142,9 @@ class DispatchedMatmuls(TorchDispatchMode):
             batch = first.shape[0] if first.ndim == 3 else 1
             if self.recorded.inside:
                 self.parameter_flops += 2 * batch * m * k * n
-            elif k > 1:  # else an outer product, as of positions and frequencies
+            elif k > 1 and not self.apart:  # else an outer product, as of positions and frequencies
                 last = self.recorded.matrices[-1].name if self.recorded.matrices else ""
                 self.bare.append(BareMatmul(last, (batch, m, k, n), self.recorded.gradients))
-        elif packet in flop_registry:
+        elif packet in flop_registry and not self.apart:
             self.unknown.add(str(packet))
         return func(*args, **(kwargs or {}))

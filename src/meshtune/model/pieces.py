@@ -1,6 +1,7 @@
 """Piece: one rank's part of a tensor that is sharded over ranks, and how it is filled from a model's files.
 
-    mapped(folder) ─> StoredTensors ─> fill: this rank's slices of each parameter, read and cast in place
+    mapped(folder), or one that is drawn ─> StoredTensors ─> fill: this rank's slices of each parameter, read
+                                                             and cast in place
 
 The files are memory-mapped: only the pages of a rank's own slices are read, into the page cache instead of
 the process's own memory. Adapters are passed in as tensors; rows of added tokens are computed.
@@ -21,14 +22,25 @@ MEAN_CHUNK_ROWS = 1024  # rows of an embedding that are summed in fp64 at a time
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's block of a tensor, as DTensor's checkpoints describe it: shape, offsets, local tensor."""
+    """This rank's part of a tensor: one block, or several blocks of rows, one after the other."""
 
     shape: tuple[int, ...]  # of the whole tensor
-    offsets: tuple[int, ...]  # where the block begins in each dimension of the whole tensor
-    tensor: Tensor  # the block
+    offsets: tuple[int, ...]  # where the (first) block begins in each dimension of the whole tensor
+    tensor: Tensor  # the part
+    rows: tuple[range, ...] = ()  # of the whole tensor, of each block; (): it is one block
+
+    def blocks(self) -> "Iterator[Piece]":
+        """Yield each block as a piece of its own, sharing memory."""
+        if not self.rows:
+            yield self
+            return
+        tensors = self.tensor.split([len(rows) for rows in self.rows])
+        for rows, tensor in zip(self.rows, tensors, strict=True):
+            yield Piece(self.shape, (rows.start, *self.offsets[1:]), tensor)
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return a view of the same block of `whole`, another tensor of that shape."""
+        """Return a view of the same block of `whole`, another tensor of that shape. For one block alone."""
+        assert not self.rows
         for dim, (start, size) in enumerate(zip(self.offsets, self.tensor.shape, strict=True)):
             whole = whole.narrow(dim, min(start, whole.shape[dim]), size)
         return whole
@@ -62,7 +74,8 @@ class StoredTensors:
         """
         stored = self._tensors[name]
         if tuple(stored.shape) == piece.shape:
-            piece.tensor.copy_(piece.of(stored))
+            for block in piece.blocks():
+                block.tensor.copy_(block.of(stored))
             return
         first, rows = piece.offsets[0], len(stored)
         old = max(0, min(len(piece.tensor), rows - first))

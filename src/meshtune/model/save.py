@@ -23,15 +23,22 @@ from typing import Any
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from meshtune.errors import UserError
 from meshtune.model.files import INDEX, SAFETENSORS_DTYPES, WEIGHTS
+from meshtune.model.generation import generation_config
 from meshtune.model.lora import lora_layers
+from meshtune.model.multimodal import put_back
 from meshtune.model.pieces import Piece
 from meshtune.rundir import flush
 
 ADAPTER_CONFIG = "adapter_config.json"
+PROCESSOR_FILES = (  # of a model that also sees or hears; AutoProcessor reads them beside the tokenizer's
+    "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
+    "audio_tokenizer_config.json",
+)  # fmt: skip
+OLD_PROCESSOR_TEMPLATE = "chat_template.json"
 
 
 @contextmanager
@@ -82,7 +89,8 @@ def save_model(
     stop_ids: Sequence[int] = (),
     max_shard_size: str = "5GB",
 ) -> None:
-    """Write the folder that `AutoModelForCausalLM.from_pretrained` loads.
+    """Write the folder that `AutoModelForCausalLM.from_pretrained` loads, or, of a model that also sees or
+    hears, `AutoModelForMultimodalLM.from_pretrained`, with the parts that were set aside.
 
     Weights keep their dtype, which config.json names. tokenizer: None for no tokenizer files. card: text of
     README.md; None for no file. stop_ids: the tokens that the model was trained to end an answer with;
@@ -91,7 +99,7 @@ def save_model(
     """
     assert not lora_layers(model), "merge_lora or save_adapter first: a plain model has no place for adapters"
     config, generation = model.config, model.generation_config
-    with complete_folder(Path(folder)) as aside:
+    with complete_folder(Path(folder)) as aside, put_back(model):
         try:  # the live model keeps its own
             model.config, model.generation_config = copy.deepcopy(config), generation_config(model, stop_ids)
             if stop_ids:
@@ -123,8 +131,8 @@ def save_pieces(
     the rank that writes everything but parameters. max_shard_bytes: of a file, unless one tensor is larger.
     Others: see `save_model`. Raises on all ranks if one can't write.
     """
-    files = _weight_files(model, dtype, max_shard_bytes)
-    with ExitStack() as stack:
+    with ExitStack() as stack, put_back(model):
+        files = _weight_files(model, dtype, max_shard_bytes)
 
         def create() -> Path:
             aside = stack.enter_context(complete_folder(Path(folder)))
@@ -149,7 +157,8 @@ def stored_differently(model: PreTrainedModel) -> bool:
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    return bool(get_model_conversion_mapping(model, add_legacy=False))
+    with put_back(model):
+        return bool(get_model_conversion_mapping(model, add_legacy=False))
 
 
 @dataclass(frozen=True)
@@ -268,29 +277,30 @@ def _write_pieces(
         descriptor = os.open(aside / file.name, os.O_WRONLY)
         try:
             for name in names:
-                _write_piece(descriptor, file.offsets[name], pieces[name], dtype)
+                for block in pieces[name].blocks():
+                    _write_block(descriptor, file.offsets[name], block, dtype)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
 
-def _write_piece(descriptor: int, offset: int, piece: Piece, dtype: torch.dtype | None) -> None:
-    """Write a piece of the tensor that begins at byte `offset` of an open file.
+def _write_block(descriptor: int, offset: int, block: Piece, dtype: torch.dtype | None) -> None:
+    """Write a block of the tensor that begins at byte `offset` of an open file.
 
     Whole rows are contiguous in the file and written at once, parts of rows one by one. Only the first two
     dimensions may be sharded. dtype: to cast to; None leaves it as it is.
     """
-    tensor = piece.tensor.detach().to("cpu", dtype).contiguous()
+    tensor = block.tensor.detach().to("cpu", dtype).contiguous()
     if not tensor.numel():
         return
-    assert tensor.shape[2:] == piece.shape[2:], "only the first two dimensions can be sharded"
+    assert tensor.shape[2:] == block.shape[2:], "only the first two dimensions can be sharded"
     itemsize, data = tensor.element_size(), tensor.reshape(-1).view(torch.uint8).numpy()
-    runs = 1 if tensor.shape[1:] == piece.shape[1:] else tensor.shape[0]
+    runs = 1 if tensor.shape[1:] == block.shape[1:] else tensor.shape[0]
     run_bytes = len(data) // runs
-    row_elements = math.prod(piece.shape[1:])
-    column = piece.offsets[1] * math.prod(piece.shape[2:]) if tensor.ndim > 1 else 0  # elements into the row
+    row_elements = math.prod(block.shape[1:])
+    column = block.offsets[1] * math.prod(block.shape[2:]) if tensor.ndim > 1 else 0  # elements into the row
     for run in range(runs):
-        at = offset + ((piece.offsets[0] + run) * row_elements + column) * itemsize if tensor.ndim else offset
+        at = offset + ((block.offsets[0] + run) * row_elements + column) * itemsize if tensor.ndim else offset
         rest: Any = memoryview(data[run * run_bytes : (run + 1) * run_bytes])  # pyright: ignore[reportArgumentType]
         while rest:
             written = os.pwrite(descriptor, rest, at)
@@ -325,39 +335,19 @@ def _write_configs(
         (aside / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def generation_config(model: PreTrainedModel, stop_ids: Sequence[int]) -> GenerationConfig:
-    """Return a copy of the model's generation settings whose end tokens are `stop_ids`, then the old ones.
-
-    do_sample becomes True where settings of sampling differ from transformers' defaults.
-    """
-    generation = copy.deepcopy(model.generation_config or GenerationConfig())
-    if generation.do_sample is not True and _uses_sampling(generation):
-        # As the base model's author meant it; without it transformers refuses to save.
-        generation.do_sample = True
-    if stop_ids:
-        old = generation.eos_token_id
-        ends = list(dict.fromkeys([*stop_ids, *([old] if isinstance(old, int) else old or [])]))
-        generation.eos_token_id = ends if len(ends) > 1 else ends[0]
-    return generation
-
-
-def _uses_sampling(generation: GenerationConfig) -> bool:
-    """True if a setting of sampling differs from transformers' default."""
-    return any(
-        value is not None and value != default
-        for value, default in (
-            (generation.temperature, 1.0),
-            (generation.top_p, 1.0),
-            (generation.top_k, 50),
-        )
-    )
-
-
 def write_tokenizer_and_card(
     folder: Path, tokenizer: PreTrainedTokenizerBase | None, card: str | None
 ) -> None:
-    """Write the tokenizer's files and README.md with the text `card`, each unless it is None."""
+    """Write the tokenizer's files, with those of the processor that lie where it was read, and README.md with
+    the text `card`, each unless it is None.
+    """
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)  # with its chat template
+        processor = [*PROCESSOR_FILES]
+        if not (folder / "chat_template.jinja").exists():  # a processor would prefer the old one
+            processor.append(OLD_PROCESSOR_TEMPLATE)
+        for file in (Path(tokenizer.name_or_path) / name for name in processor):
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)
     if card is not None:
         (folder / "README.md").write_text(card, encoding="utf-8")

@@ -6,7 +6,8 @@ Bytes are those of whole storages, as the allocator counts them: values that are
 keep all of it in memory.
 """
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, PreTrainedModel
 
 from meshtune.model.anatomy import Anatomy, anatomy
+from meshtune.model.body import text_forward
 from meshtune.model.lora import adapt
 from meshtune.placement.census import SavedBytes
 
@@ -33,14 +35,14 @@ def saved_by_block(
     model: PreTrainedModel,
     frozen: Collection[str],
     adapters: Mapping[str, int],
-    inputs: Mapping[str, Tensor],
+    inputs: Callable[[int], Mapping[str, Tensor]],
 ) -> dict[str, tuple[tuple[int, SavedBytes], ...]]:
     """Return, by the block's path, a (element size, bytes saved per token) for each element size.
 
     The element size is that of the compute dtype, from DTYPES; one that the forward refuses is left out. The
     model is on meta, built with the attention STAND_IN, and is changed: it gets `adapters` (LoRA rank by
     module), only parameters named in `frozen` lose their gradient, and it stays in the last dtype. inputs: of
-    its forward, TOKENS long. Raises as `anatomy`.
+    its forward, with as many tokens as are asked for. Raises as `anatomy`.
     """
     parts = anatomy(model)
     for module, rank in adapters.items():
@@ -49,22 +51,51 @@ def saved_by_block(
         parameter.requires_grad_(name not in frozen)
     sizes_by_block: dict[str, list[tuple[int, SavedBytes]]] = {}
     for size, dtype in DTYPES.items():
-        model.to(dtype)  # pyright: ignore[reportArgumentType]
+        cast_parameters(model, dtype)
         try:
-            saved = _saved_bytes(model, parts, inputs)
+            per_token = _saved_per_token(model, parts, inputs)
         except Exception:  # each family has its own ways to refuse a type
             continue
         for block, _ in model.get_submodule(parts.blocks).named_children():
             path = f"{parts.blocks}.{block}"
-            per_token = SavedBytes(**{part: saved[path, part] / TOKENS for part in PARTS})
-            sizes_by_block.setdefault(path, []).append((size, per_token))
+            saved = SavedBytes(**{part: per_token[path, part] for part in PARTS})
+            sizes_by_block.setdefault(path, []).append((size, saved))
     return {path: tuple(sizes) for path, sizes in sizes_by_block.items()}
 
 
-def _saved_bytes(
-    model: PreTrainedModel, parts: Anatomy, inputs: Mapping[str, Tensor]
-) -> Counter[tuple[str, str]]:
-    """Run one forward of TOKENS tokens; return the bytes that it saves, by (path of block, part of PARTS).
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the parameters and leave the buffers as they are, as training does."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def _saved_per_token(
+    model: PreTrainedModel, parts: Anatomy, inputs: Callable[[int], Mapping[str, Tensor]]
+) -> defaultdict[tuple[str, str], float]:
+    """Bytes saved per token, by (path of block, part of PARTS).
+
+    Recurrent mixers pad to whole chunks: two forwards of whole chunks then tell what a token adds. Not of one
+    chunk: a dimension of size 1 lets transformers' scan keep views where it copies otherwise.
+    """
+    if not parts.mixers:
+        saved = _saved_storages(model, parts, inputs(TOKENS)).bytes(TOKENS)
+        return defaultdict(float, {key: size / TOKENS for key, size in saved.items()})
+    chunk = _chunk(model)
+    few, many = (_saved_storages(model, parts, inputs(count * chunk)).bytes(1) for count in (2, 4))
+    return defaultdict(float, {key: (size - few[key]) / (2 * chunk) for key, size in many.items()})
+
+
+def _chunk(model: PreTrainedModel) -> int:
+    """Tokens of the chunks that recurrent mixers compute in, or a multiple; 64 where none is configured."""
+    settings = model.config.get_text_config().to_dict()
+    sizes = [
+        size for name, size in settings.items() if "chunk_size" in name and isinstance(size, int) and size
+    ]
+    return math.lcm(64, *sizes)
+
+
+def _saved_storages(model: PreTrainedModel, parts: Anatomy, inputs: Mapping[str, Tensor]) -> "SavedTensors":
+    """Run one forward and record what it saves.
 
     Registers the attention function STAND_IN anew.
     """
@@ -76,8 +107,8 @@ def _saved_bytes(
         torch.device("meta"),
         FusedDropout(),
     ):
-        model(**inputs, use_cache=False)
-    return recorder.bytes()
+        text_forward(model, **inputs)
+    return recorder
 
 
 class SavedTensors:
@@ -92,11 +123,11 @@ class SavedTensors:
         self.alive: dict[int, torch.UntypedStorage] = {}  # an id is only unique among living objects
         self.shared = {self._key(tensor) for tensor in (*model.parameters(), *model.buffers())}  # not counted
 
-    def bytes(self) -> Counter[tuple[str, str]]:
-        """Sum the saved bytes that scale with the tokens, by (block, part)."""
+    def bytes(self, tokens: int) -> Counter[tuple[str, str]]:
+        """Sum the saved bytes of storages that `tokens` divides, by (block, part)."""
         total = Counter({(block, "core"): size for block, size in self.log_sum_bytes.items()})
         for block, part, size in self.saved.values():
-            if size % TOKENS == 0:
+            if size % tokens == 0:
                 total[block, part] += size
         return total
 

@@ -14,27 +14,32 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from meshtune.errors import UserError
-from meshtune.model.anatomy import (
+from meshtune.model.anatomy import Anatomy, anatomy, attention_heads
+from meshtune.model.attention_arguments import attention_kinds, attention_layers
+from meshtune.model.body import text_forward
+from meshtune.model.matmuls import TOKENS, BareMatmul, DispatchedMatmuls, ParameterMatmuls
+from meshtune.model.multimodal import auto_class, set_aside
+from meshtune.model.recurrence import mixers_apart, recurrent_matrices
+from meshtune.model.saved_tensors import STAND_IN, cast_parameters, saved_by_block
+from meshtune.model.tensor_plan import (
     TENSOR_STYLES,
     TensorStyle,
-    anatomy,
-    attention_heads,
+    fused_projections,
+    head_parameters,
     repeated_heads,
     tensor_plan,
 )
-from meshtune.model.matmuls import TOKENS, BareMatmul, DispatchedMatmuls, ParameterMatmuls
-from meshtune.model.saved_tensors import STAND_IN, saved_by_block
-from meshtune.model.saved_tensors import TOKENS as SAVED_TOKENS
 from meshtune.placement.census import Attention, Block, Census, Matrix, Parameter, SavedBytes
 
 ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(\..+)?")  # the names of LoRA's parameters
@@ -74,7 +79,8 @@ def census(
     """
 
     def build(attention: str) -> PreTrainedModel:
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention)
+        whole = auto_class(config).from_config(copy.deepcopy(config), attn_implementation=attention)
+        return set_aside(whole)
 
     return trace(build, frozenset(frozen), dict(adapters or {}))
 
@@ -109,7 +115,9 @@ def _traced_census(model: PreTrainedModel) -> Census:
             adapters[adapter["module"]] = parameter.shape[0]
 
     def build(attention: str) -> PreTrainedModel:
-        fresh = type(model)._from_config(copy.deepcopy(model.config), attn_implementation=attention)
+        fresh = set_aside(
+            type(model)._from_config(copy.deepcopy(model.config), attn_implementation=attention)
+        )
         same = {name: tuple(parameter.shape) for name, parameter in fresh.named_parameters()} == shapes
         assert same, "census_of needs the model as its config builds it"
         return fresh
@@ -142,13 +150,13 @@ def trace(
 def _on_meta(
     build: Callable[[str], PreTrainedModel], attention: str, frozen: frozenset[str]
 ) -> PreTrainedModel:
-    """Build the model on meta, in bf16 and training mode; only parameters in `frozen` have no gradient."""
+    """Build the model on meta, parameters in bf16, in training mode; only those `frozen` have no gradient."""
     with torch.device("meta"):
         model = build(attention)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
-    model.train()
-    return model.bfloat16()  # pyright: ignore[reportCallIssue]
+    cast_parameters(model, torch.bfloat16)
+    return model.train()
 
 
 def _forward(
@@ -186,17 +194,35 @@ def _forward(
     model = _on_meta(build, attention, frozen)
     paths |= {module: name for name, module in model.named_modules()}
     recorded = ParameterMatmuls(model, frozen, adapters)
-    with torch.device("meta"), DispatchedMatmuls(recorded) as dispatched, recorded:
-        model(**_inputs(TOKENS, with_mask), use_cache=False)
+    parts = _recurrent_parts(model)
+    with ExitStack() as stack:
+        stack.enter_context(torch.device("meta"))
+        dispatched = stack.enter_context(DispatchedMatmuls(recorded))
+        if parts:
+            stack.enter_context(mixers_apart(model, parts, dispatched))
+        with recorded:
+            text_forward(model, **_inputs(TOKENS, with_mask))
     written_out, unexplained = _attention_written_out(dispatched.bare)
     cores += written_out
-    reason = _unsupported_reason(model, dispatched, cores, unexplained, written_out=bool(written_out))
+    reason = _unsupported_reason(model, dispatched, cores, unexplained, parts, written_out=bool(written_out))
+    recurrent = recurrent_matrices(model, parts) if parts and reason is None else []
+    if isinstance(recurrent, str):
+        reason, recurrent = recurrent, []
     saved = {}
     if reason is None and attention == STAND_IN and not written_out:
         with suppress(UserError):  # a model that we count but can't train
-            inputs = _inputs(SAVED_TOKENS, with_mask)
+            inputs = partial(_inputs, with_mask=with_mask)
             saved = saved_by_block(copy.deepcopy(model), frozen, adapters, inputs)
-    return Traced(model, frozen, adapters, reason, recorded.matrices, cores, saved)
+    return Traced(model, frozen, adapters, reason, [*recorded.matrices, *recurrent], cores, saved)
+
+
+def _recurrent_parts(model: PreTrainedModel) -> Anatomy | None:
+    """Return the anatomy of a model with recurrent or convolutional mixers; None for any other."""
+    try:
+        parts = anatomy(model)
+    except UserError:  # a model that we count but can't train
+        return None
+    return parts if parts.mixers else None
 
 
 def _inputs(tokens: int, with_mask: bool) -> dict[str, Tensor]:
@@ -230,13 +256,14 @@ def _unsupported_reason(
     dispatched: DispatchedMatmuls,
     cores: list[AttentionCore],
     unexplained: list[BareMatmul],
+    parts: Anatomy | None,
     *,
     written_out: bool,
 ) -> str | None:
     """Return why the FLOPs of a traced forward can't be trusted; None if they can.
 
-    unexplained: matmuls that belong to no parameter and no core. written_out: True if the family computes
-    attention itself, so that no window was recorded.
+    unexplained: matmuls that belong to no parameter and no core. parts: of a model with recurrent mixers.
+    written_out: True if the family computes attention itself, so that no window was recorded.
     """
     if dispatched.unknown:
         return f"it uses operations that the census cannot count: {', '.join(sorted(dispatched.unknown))}"
@@ -247,9 +274,10 @@ def _unsupported_reason(
     if dispatched.parameter_flops != TOKENS * sum(matrix.forward for matrix in base):
         return "its matmuls with parameters are not those of its matrices"
     config = model.config.get_text_config(decoder=True)
-    kinds: list[str] = config.layer_types if hasattr(config, "layer_types") and config.layer_types else []
-    if len(cores) != config.num_hidden_layers:
-        return f"{len(cores)} attention cores were traced in {config.num_hidden_layers} layers"
+    kinds = attention_kinds(config)
+    layers = attention_layers(model, parts) if parts else config.num_hidden_layers
+    if len(cores) != layers:
+        return f"{len(cores)} attention cores were traced in {layers} layers"
     if written_out and any("window" in key and value for key, value in config.to_dict().items()):
         return "its attention has a window that only its configuration names"
     windows = ["full_attention" if core.attention.window is None else "sliding_attention" for core in cores]
@@ -270,7 +298,7 @@ def _census(traced: Traced) -> Census:
     matrices, kinds = _matrices_by_block(traced, head_name=names.get(id(head_weight)))
     cores: dict[str, list[Attention]] = defaultdict(list)
     for core in traced.cores:
-        block, _ = _in_block(core.path)
+        block, _ = _in_block(core.path, _blocks_path(model))
         assert block and block in matrices, f"{core.path} is in no block"
         cores[block].append(core.attention)
     parameters = _parameters_by_block(traced, kinds)
@@ -298,10 +326,23 @@ def _census(traced: Traced) -> Census:
     )
 
 
-def _in_block(name: str) -> tuple[str, str]:
-    """Split the name of a module or parameter into (path of its block, name inside it); else ("", "")."""
+def _in_block(name: str, blocks: str | None) -> tuple[str, str]:
+    """Split the name of a module or parameter into (path of its block, name inside it); else ("", "").
+
+    blocks: path of the list of blocks; None: any list, in a model whose parts are not known.
+    """
     match = IN_BLOCK.fullmatch(name)
-    return (f"{match['blocks']}.{match['index']}", match["name"]) if match else ("", "")
+    if match is None or (blocks or match["blocks"]) != match["blocks"]:
+        return "", ""
+    return f"{match['blocks']}.{match['index']}", match["name"]
+
+
+def _blocks_path(model: PreTrainedModel) -> str | None:
+    """Return the path of the blocks; None in a model that we count but can't train."""
+    try:
+        return anatomy(model).blocks
+    except UserError:
+        return None
 
 
 def _matrices_by_block(
@@ -311,12 +352,13 @@ def _matrices_by_block(
 
     head_name: name of the head's weight; None if there is no head.
     """
+    blocks = _blocks_path(traced.model)
     in_attention = tuple({core.path + "." for core in traced.cores})
     matrices: dict[str, list[Matrix]] = {}
     kinds: dict[str, str] = {}
     for matrix in traced.matrices:
         module = matrix.name.rpartition(".")[0]
-        block, name = _in_block(matrix.name)
+        block, name = _in_block(matrix.name, blocks)
         if matrix.name == head_name:
             matrices.setdefault("head", []).append(replace(matrix, kind="head"))
             kinds.setdefault(module, "head")
@@ -338,18 +380,24 @@ def _parameters_by_block(traced: Traced, kinds: Mapping[str, str]) -> dict[str, 
 
     kinds: of parameters, by module path; in other modules vectors are norms, the rest "other".
     """
-    styles, after_blocks = _tensor_styles(traced.model)
+    styles, fused, after_blocks = _tensor_styles(traced.model)
+    blocks = _blocks_path(traced.model)
+    of_heads = head_parameters(traced.model) if styles else frozenset()
     parameters: dict[str, list[Parameter]] = {}
 
     def add(module: str, leaf: str, kind: str, shape: Sequence[int], trainable: bool) -> None:
         """Append the parameter `leaf` (weight, bias, lora_A …) of a module; shape: whole."""
-        block, inside = _in_block(f"{module}.{leaf}")
+        block, inside = _in_block(f"{module}.{leaf}", blocks)
         name = inside or f"{module}.{leaf}"
-        style, heads = styles.get(name.rpartition(".")[0], (TensorStyle(None), 0))
+        path = name.rpartition(".")[0]
+        style, heads = styles.get(path, (TensorStyle(None), 0))
         dim = {"weight": style.dim, "bias": 0, "lora_A": 1, "lora_B": 0}.get(leaf)
-        cut = style.dim if dim == style.dim else None
+        cut = 0 if name in of_heads else style.dim if dim == style.dim else None
         whole = style.whole and leaf == "weight"
-        entry = Parameter(name, kind, tuple(shape), trainable, cut, heads, whole, module in after_blocks)
+        entry = Parameter(
+            name, kind, tuple(shape), trainable, cut, heads, whole,
+            fused=fused.get(path, ()), last=module in after_blocks,
+        )  # fmt: skip
         parameters.setdefault(block, []).append(entry)
 
     shapes: dict[str, torch.Size] = {}
@@ -367,8 +415,11 @@ def _parameters_by_block(traced: Traced, kinds: Mapping[str, str]) -> dict[str, 
     return parameters
 
 
-def _tensor_styles(model: PreTrainedModel) -> tuple[dict[str, tuple[TensorStyle, int]], set[str]]:
-    """Return how tensor parallelism shards each module, and the paths of the modules after the blocks.
+def _tensor_styles(
+    model: PreTrainedModel,
+) -> tuple[dict[str, tuple[TensorStyle, int]], dict[str, tuple[int, ...]], set[str]]:
+    """Return how tensor parallelism shards each module, `Parameter.fused` of the modules where it is set, and
+    the paths of the modules after the blocks.
 
     The first is (style, key-value heads in the module's output or 0) by the path inside a block or, outside
     of blocks, by the whole path; empty for a model that can't be sharded.
@@ -376,14 +427,17 @@ def _tensor_styles(model: PreTrainedModel) -> tuple[dict[str, tuple[TensorStyle,
     try:
         parts, plan = anatomy(model), tensor_plan(model)
     except UserError:  # a model that we count but can't train
-        return {}, set()
+        return {}, {}, set()
     after_blocks = {parts.norm, parts.head}
     if isinstance(plan, str):
-        return {}, after_blocks
+        return {}, {}, after_blocks
     kv_heads = attention_heads(model)[1]
     repeated = repeated_heads(model, plan, kv_heads + 1)
     inside = {path: (TENSOR_STYLES[word], kv_heads if path in repeated else 0) for path, word in plan.items()}
-    return inside | dict.fromkeys((parts.embed, parts.head), (TensorStyle(0), 0)), after_blocks
+    ends = dict.fromkeys((parts.embed, parts.head), (TensorStyle(0), 0))
+    pairs = fused_projections(model, plan)
+    fused = {path: pair.units for pair in pairs for path in (pair.rows, pair.columns)}
+    return inside | ends, fused, after_blocks
 
 
 def _path_and_index(block: str) -> tuple[str, int]:

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from meshtune.errors import UserError
+from meshtune.model.multimodal import aside_names
 
 
 def embeddings_needed(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -52,15 +53,17 @@ def tables(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
 def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
     """Freeze the parameters whose names match a glob (`model.layers.0.*`, `*norm*`); return their names.
 
-    `*` matches dots too; tied parameters match under all their names. Raises UserError for every pattern that
+    `*` matches dots too; tied parameters match under all their names; parts that were set aside are frozen
+    already. Raises UserError for every pattern that
     matches nothing, naming near ones, before any is frozen, and afterwards if nothing is left to train.
     """
     names = dict(model.named_parameters(remove_duplicate=False))  # a tied head is found under both its names
+    aside = aside_names(model)
     frozen: set[str] = set()
     problems = []
     for pattern in patterns:
         matches = fnmatch.filter(names, pattern)
-        if not matches:
+        if not matches and not fnmatch.filter(aside, pattern):
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or list(names)[:3]
             problems.append(
                 f"The pattern {pattern!r} matches no parameter; globs match names such as {', '.join(near)}."

@@ -33,7 +33,7 @@ from meshtune.parallel.pipeline import Finish, Pipeline, Stage
 from meshtune.parallel.recompute import recompute_blocks
 from meshtune.parallel.replicas import Replicas
 from meshtune.parallel.zero import local
-from meshtune.placement.share import Split, piece
+from meshtune.placement.split import Split, piece, pieces, within
 
 
 @dataclass
@@ -80,16 +80,22 @@ class Parallel:
         """
         whole = self.tied.get(name, name)
         shape, split = self.shapes[whole], self.splits.get(whole, Split())
-        offsets = [0] * len(shape)
-        if split.dim is not None:
-            offsets[split.dim], _ = piece(shape[split.dim], self.world.tp.size, self.world.tp.index)
+        offsets, tp = [0] * len(shape), self.world.tp
+        runs: tuple[range, ...] = ()  # of rows, where those of this tp rank are not consecutive
+        if split.parts:
+            runs = pieces(split.parts, tp.size, tp.index)
+        elif split.dim is not None:
+            offsets[split.dim], _ = piece(shape[split.dim], tp.size, tp.index)
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             for dim, placement in enumerate(parameter.placements):
                 if placement.is_shard():
                     start, _ = piece(parameter.shape[0], mesh.size(dim), mesh.get_local_rank(dim))
                     offsets[0] += start
-        return Piece(shape, tuple(offsets), values)
+        if not runs:
+            return Piece(shape, tuple(offsets), values)
+        rows = within(runs, offsets[0], offsets[0] + len(values))
+        return Piece(shape, (rows[0].start, *offsets[1:]), values, rows)
 
     def named_pieces(self) -> Iterator[tuple[str, Piece]]:
         """This rank's shard of each of its parameters, sharing memory, by name in the whole model."""
@@ -194,7 +200,7 @@ def apply(
         model = make()
         parts = anatomy(model)
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        splits = tensor.split_model(model, parts, world.tp, sequence=layout.sp)
+        splits = tensor.split_model(model, parts, world.tp, sequence=layout.sp, regather=layout.sp_regather)
         if world.cp.size > 1:
             context.attach(model, parts, world.cp, layout.cp_method)
         stage = Stage(model, parts, numbers, index=index, of=layout.stages, finish=finish)

@@ -75,6 +75,7 @@ def split(micro_batch: MicroBatch, cp: Axis, method: str) -> MicroBatch:
         position_ids=micro_batch.position_ids[:, index],
         tokens=tokens,
         label_tokens=int((labels != IGNORE).sum()),
+        columns=index,
     )
 
 
@@ -87,7 +88,8 @@ def attach(model: nn.Module, anatomy: Anatomy, cp: Axis, method: str) -> None:
         return
     attend = {"allgather": AllGather, "ulysses": Ulysses}[method](cp)
     for block in model.get_submodule(anatomy.blocks).children():
-        block.get_submodule(anatomy.attention).context = attend  # type: ignore[assignment]
+        for module in block.get_submodule(anatomy.attention).modules():  # BERT's calls it one level below
+            module.context = attend  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class AllGather:
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, dropout: float,
-        softcap: float | None, window: int | None,
+        softcap: float | None, window: int | None, *, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Attention of this rank's queries: [batch, heads, seq / cp, head_dim], as q.
 
@@ -107,7 +109,7 @@ class AllGather:
         """
         k, v = self._whole(torch.cat((k, v), -1)).split((k.shape[-1], v.shape[-1]), -1)
         runs = _runs_of_rank(documents, q.shape[SEQ], self.axis.size, self.axis.index, window)
-        return attend_runs(q, k, v, runs, scale, dropout, softcap)
+        return attend_runs(q, k, v, runs, scale, dropout, softcap, sinks=sinks)
 
     def _whole(self, x: Tensor) -> Tensor:
         """All-gather the ranks' columns, into the order of the whole row; gradients are reduce-scattered."""
@@ -150,7 +152,7 @@ class Ulysses:
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, dropout: float,
-        softcap: float | None, window: int | None,
+        softcap: float | None, window: int | None, *, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Attention of this rank's queries: [batch, heads, seq / cp, head_dim], as q.
 
@@ -161,7 +163,8 @@ class Ulysses:
         if times > 1:
             k, v = (x.repeat_interleave(times, HEADS) for x in (k, v))
         q, k, v = (_AllToAll.apply(x, self.axis, HEADS, SEQ) for x in (q, k, v))
-        out = attend_documents(q, k, v, documents, scale, dropout, softcap, window)
+        own = None if sinks is None else sinks.chunk(self.axis.size)[self.axis.index]
+        out = attend_documents(q, k, v, documents, scale, dropout, softcap, window, sinks=own)
         return _AllToAll.apply(out, self.axis, SEQ, HEADS)  # type: ignore[return-value]
 
     def _repeats(self, heads: int, kv_heads: int) -> int:

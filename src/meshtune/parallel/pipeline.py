@@ -63,6 +63,7 @@ class Stage(nn.Module):
         self.index, self.of, self.finish = index, of, finish
         self.tied: tuple[str, str] | None = None  # a copy's name here, and its original's in the whole model
         self.shares_embedding = False  # an embedding with the stage at the other end
+        self.received: Tensor | None = None  # hidden states of the stage before, during a forward
         if of > 1:
             self._cut()
 
@@ -85,7 +86,18 @@ class Stage(nn.Module):
         others += [] if self.first else [parts.embed]
         others += [] if self.last else [path for path in (parts.norm, parts.head) if path]
         for path in others:
-            model.set_submodule(path, StandIn())
+            model.set_submodule(path, StandIn(model.get_submodule(path)))
+        if not self.first:
+            block = model.get_submodule(f"{parts.blocks}.{self.blocks[0]}")
+            block.register_forward_pre_hook(self._received, with_kwargs=True)
+
+    def _received(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+        """Hook before the first block of a later stage: its input is what the stage before has sent, without
+        what the body does to embeddings (a scale, positions), which the first stage has done.
+        """
+        if args:
+            return (self.received, *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": self.received}
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch, finish: Finish | None = None) -> Tensor:
         """Hidden states for the next stage; on the last one the output of `finish`.
@@ -93,7 +105,11 @@ class Stage(nn.Module):
         hidden [batch, seq, hidden]: output of the stage before, of this rank's columns (cp, sp); the first
         stage ignores it. micro_batch: this rank's columns (cp). finish: None for the stage's own, the loss.
         """
-        out = body_forward(self.model, self.anatomy, micro_batch, None if self.first else hidden)
+        self.received = hidden
+        out = body_forward(
+            self.model, self.anatomy, micro_batch, None if self.first or hidden is None else hidden.detach()
+        )
+        self.received = None
         if not self.last:
             return out
         return (finish or self.finish)(self.model, self.anatomy, out, micro_batch)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from meshtune.model.anatomy import Anatomy
 from meshtune.model.body import ATTENTION_NAMES
+from meshtune.model.mixers import Lengths, current_documents, documents_of
 from meshtune.recomputation import RECOMPUTATIONS
 
 # Operators whose outputs `selective` keeps, by name: some exist only once their module is imported. Attention
@@ -86,4 +87,11 @@ def _checkpointed(forward: Callable[..., Any], options: dict[str, Any], *args: A
     """Call `forward` under torch's checkpoint with its `options`; without gradients, call it plainly."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **options, **kwargs)
+    again = partial(_with_documents, current_documents(), forward)
+    return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=True, **options, **kwargs)
+
+
+def _with_documents(lengths: Lengths | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `forward` with the documents of its own micro-batch, also later, in a backward."""
+    with documents_of(lengths):
+        return forward(*args, **kwargs)

@@ -7,6 +7,8 @@ parallelism (sp): the activations between them are cut along the sequence.
     ⊢  enter   sp: all-gather along the sequence        else identity       backward: ⊕
     ⊕  leave   sp: reduce-scatter along the sequence    else all-reduce     backward: ⊢
 
+`enter` is saved whole for the backward, or gathered again in it (regather.py).
+
 (Shoeybi et al. 2019, arXiv:1909.08053; sp: Korthikanti et al. 2022, arXiv:2205.05198.) A matrix before `│` is
 cut by its rows, one after it by its columns. Which module is which comes from the family's own plan in
 transformers (`anatomy.tensor_plan`); embedding and head are cut along the vocabulary.
@@ -33,16 +35,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from meshtune.errors import UserError
-from meshtune.model.anatomy import (
-    TENSOR_STYLES,
-    Anatomy,
+from meshtune.model.anatomy import Anatomy, attention_heads, draws_random_numbers
+from meshtune.model.capabilities import traits
+from meshtune.model.tensor_plan import (
     TensorStyle,
-    attention_heads,
     cuts_heads,
-    draws_random_numbers,
+    head_parameters,
     repeated_heads,
+    take_heads,
     tensor_plan,
-    traits,
+    tensor_styles,
 )
 from meshtune.parallel.exchange import (
     all_gather,
@@ -53,8 +55,9 @@ from meshtune.parallel.exchange import (
     take_shard,
 )
 from meshtune.parallel.mesh import Axis
+from meshtune.parallel.regather import saving_shards
 from meshtune.placement.rules import tensor_problems
-from meshtune.placement.share import Split, piece
+from meshtune.placement.split import Split, piece, pieces
 
 SEQUENCE, FEATURES = 1, 2  # dimensions of hidden states [batch, seq, hidden]
 
@@ -85,6 +88,7 @@ class _TensorState:
 
     tp: Axis
     sequence: bool  # sequence parallelism
+    regather: bool = False  # save own tokens of what `enter` gathers for attention and mlp
     seed: int | None = None  # of the running block, where it draws; equal on all tp ranks
     reseeds: int = 0  # calls of `reseed` in that block so far
     blocks_done: bool = False  # the last block has run: the next output of the final norm leaves the body
@@ -117,6 +121,15 @@ def _enter_part(
     if args:
         return (state.enter(args[0]), *args[1:]), kwargs
     return args, kwargs | {"hidden_states": state.enter(kwargs["hidden_states"])}
+
+
+def _regathering_forward(state: _TensorState, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Forward of attention or mlp that enters by itself, and saves its input as this rank's tokens alone."""
+    shard = args[0] if args else kwargs["hidden_states"]
+    args, kwargs = _enter_part(state, part, args, kwargs)
+    whole = args[0] if args else kwargs["hidden_states"]
+    with saving_shards(whole, shard, state.tp, SEQUENCE):
+        return type(part).forward(part, *args, **kwargs)
 
 
 def _after_blocks(state: _TensorState, block: nn.Module, args: tuple, out: Any) -> None:
@@ -255,9 +268,11 @@ def _restore(states: Sequence[Tensor]) -> None:
 # Cutting a model #
 
 
-def split_model(model: PreTrainedModel, anatomy: Anatomy, tp: Axis, *, sequence: bool) -> dict[str, Split]:
+def split_model(
+    model: PreTrainedModel, anatomy: Anatomy, tp: Axis, *, sequence: bool, regather: bool = False
+) -> dict[str, Split]:
     """Cut `model` for this rank of `tp`, in place; returns how each parameter is cut, by name (a tied one by
-    each of its names). sequence: with sequence parallelism.
+    each of its names). sequence: with sequence parallelism. regather: as `Layout.sp_regather`.
 
     Parameters may lie on meta or have values. Afterwards the body returns the hidden states of all tokens,
     while those between blocks are this rank's own tokens if `sequence`; position_ids and documents are always
@@ -274,18 +289,19 @@ def split_model(model: PreTrainedModel, anatomy: Anatomy, tp: Axis, *, sequence:
         raise UserError(problems)
     plan = tensor_plan(model)
     assert not isinstance(plan, str)
-    state = _TensorState(tp, sequence)
-    repeated = repeated_heads(model, plan, tp.size)
+    state, of_heads = _TensorState(tp, sequence, regather), head_parameters(model)
+    styles, repeated = tensor_styles(model, plan, tp.size), repeated_heads(model, plan, tp.size)
     splits = dict.fromkeys(named, Split(partial=sequence))  # outside attention and mlp: whole, own tokens
     for path, block in model.get_submodule(anatomy.blocks).named_children():
-        inside = _block_splits(block, anatomy, plan, repeated, sequence)
+        inside = _block_splits(block, anatomy, styles, repeated, sequence)
+        inside |= dict.fromkeys(of_heads & inside.keys(), Split(0))
         splits |= {f"{anatomy.blocks}.{path}.{name}": split for name, split in inside.items()}
     for path in (anatomy.embed, anatomy.head):
         splits |= _named_splits(path, model.get_submodule(path), _linear_splits(TensorStyle(0), sequence))
 
     _cut_vocabulary(model, anatomy, state)
     for block in model.get_submodule(anatomy.blocks).children():
-        _cut_block(block, anatomy, plan, repeated, state, attention_heads(model))
+        _cut_block(block, anatomy, styles, repeated, state, attention_heads(model))
     _cut_parameters(model, splits, tp)
     return splits
 
@@ -296,7 +312,8 @@ def _linear_splits(style: TensorStyle, sequence: bool) -> dict[str, Split]:
     style: one whose dim is 0 or 1. sequence: with sequence parallelism.
     """
     if style.dim == 0:
-        return {"weight": Split(0), "bias": Split(0), "lora_A": Split(partial=True), "lora_B": Split(0)}
+        own = Split(0, parts=style.parts)
+        return {"weight": own, "bias": own, "lora_A": Split(partial=True), "lora_B": own}
     bias = Split(partial=sequence)  # added after the sum: to own tokens, or to all on every rank
     return {"weight": Split(1), "bias": bias, "lora_A": Split(1), "lora_B": Split(partial=True)}
 
@@ -307,19 +324,23 @@ def _named_splits(path: str, module: nn.Module, splits: Mapping[str, Split]) -> 
 
 
 def _block_splits(
-    block: nn.Module, anatomy: Anatomy, plan: Mapping[str, str], repeated: frozenset[str], sequence: bool
+    block: nn.Module,
+    anatomy: Anatomy,
+    styles: Mapping[str, TensorStyle],
+    repeated: frozenset[str],
+    sequence: bool,
 ) -> dict[str, Split]:
     """Splits of the parameters of a block's attention and mlp, by name inside the block.
 
-    plan: path of a module -> word of transformers' tensor-parallel plan; repeated: paths of modules that stay
-    whole because tp is larger than the number of key-value heads; sequence: with sequence parallelism.
+    styles: of modules, by path; repeated: paths of modules that stay whole because tp is larger than the
+    number of key-value heads; sequence: with sequence parallelism.
     """
     parts = (f"{anatomy.attention}.", f"{anatomy.mlp}.")
     # Modules that the plan does not name run where all ranks have the same whole activations.
     splits = {name: Split() for name, _ in block.named_parameters() if name.startswith(parts)}
     for path, module in block.named_modules():
-        if path in plan:
-            style = TENSOR_STYLES[plan[path]]
+        if path in styles:
+            style = styles[path]
             if style.dim is None or path in repeated:
                 splits |= {f"{path}.{name}": Split(partial=True) for name, _ in module.named_parameters()}
             else:
@@ -354,29 +375,34 @@ def _cut_vocabulary(model: PreTrainedModel, anatomy: Anatomy, state: _TensorStat
 def _cut_block(
     block: nn.Module,
     anatomy: Anatomy,
-    plan: Mapping[str, str],
+    styles: Mapping[str, TensorStyle],
     repeated: frozenset[str],
     state: _TensorState,
     heads: tuple[int, int],
 ) -> None:
     """Make a block's modules work with this rank's shards, in place, by new forwards and hooks.
 
-    plan, repeated: as in `_block_splits`. heads: (query heads, key-value heads) of the whole model. The
+    styles, repeated: as in `_block_splits`. heads: (query heads, key-value heads) of the whole model. The
     parameters are cut later, by `_cut_parameters`.
     """
     query_heads, kv_heads = heads
     for path, module in block.named_modules():
         if path in repeated:
             module.forward = partial(_repeated_forward, state, kv_heads, module)
-        elif path in plan:
-            style = TENSOR_STYLES[plan[path]]
+        elif path in styles:
+            style = styles[path]
             if style.dim is not None:
                 module.forward = partial((_row_forward, _column_forward)[style.dim], state, style, module)
     attention: Any = block.get_submodule(anatomy.attention)
     for part in (attention, block.get_submodule(anatomy.mlp)):
-        part.register_forward_pre_hook(partial(_enter_part, state), with_kwargs=True)
-    if cuts_heads(plan, anatomy) and "num_key_value_groups" in vars(attention):
+        if state.regather:
+            part.forward = partial(_regathering_forward, state, part)
+        else:
+            part.register_forward_pre_hook(partial(_enter_part, state), with_kwargs=True)
+    if cuts_heads(styles, anatomy) and "num_key_value_groups" in vars(attention):
         attention.num_key_value_groups = query_heads // state.tp.size // max(1, kv_heads // state.tp.size)
+    if any(style.parts for path, style in styles.items() if path.startswith(f"{anatomy.attention}.")):
+        take_heads(attention, state.tp.size)
     if draws_random_numbers(block.modules()):
         block.forward = partial(_seeded_forward, state, block)
 
@@ -394,8 +420,9 @@ def _cut_parameters(model: nn.Module, splits: Mapping[str, Split], tp: Axis) -> 
             if dim is None:
                 continue
             if parameter not in shards:
-                start, stop = piece(parameter.shape[dim], tp.size, tp.index)
-                shard = parameter.detach().narrow(dim, start, stop - start)
+                runs = pieces(splits[name].parts or (parameter.shape[dim],), tp.size, tp.index)
+                values = [parameter.detach().narrow(dim, run.start, len(run)) for run in runs]
+                shard = torch.cat(values, dim) if len(values) > 1 else values[0]
                 shard = shard.clone(memory_format=torch.contiguous_format)
                 shards[parameter] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
             module._parameters[name.rpartition(".")[2]] = shards[parameter]

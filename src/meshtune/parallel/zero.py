@@ -7,17 +7,18 @@
     3     shard       shard      shard            2 all-gathers, 1 reduce-scatter a micro-batch
 
 (Rajbhandari et al. 2020, arXiv:1910.02054; "whole" while the step's passes run, shards in between.) A group
-is a block, the last one with the last norm; the embedding; and all else, which is the head. Its collectives
-are over one flat buffer and overlap with the next group's computation. The backward needs neither the
-embedding's weights nor the head's, whose gradient the loss has made in the forward: they are gathered once a
-micro-batch, and the head's gradient is reduced while the blocks' backward runs. An embedding that is tied to
-the head is in its group. With dp_replicate > 1 shards are also all-reduced over the replicas, once a step.
+is a block (or those that share parameters), the last one with the last norm; the embedding; and all else,
+which is the head. Its collectives are over one flat buffer and overlap with the next group's computation. The
+backward needs neither the embedding's weights nor the head's, whose gradient the loss has made in the
+forward: they are gathered once a micro-batch, and the head's gradient is reduced while the blocks' backward
+runs. An embedding that is tied to the head is in its group. With dp_replicate > 1 shards are also all-reduced
+over the replicas, once a step.
 
 Context ranks see other tokens with the same parameters, so here they are data ranks. Gradients are summed,
 not averaged: each micro-batch's loss is already divided by the label tokens of the global batch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,24 +57,40 @@ def shard(
     policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False)
     blocks, options = list(blocks), {"mesh": mesh, "reshard_after_forward": zero == 3, "mp_policy": policy}
     tied = embedding is not None and head is not None and _share(embedding, head)
-    *others, last = blocks
-    for block in others:
-        fully_shard(block, **options)
-    fully_shard(last if norm is None else [last, norm], **options)
+    for together in _sharing(blocks):
+        if norm is not None and blocks[-1] in together:
+            together.append(norm)
+        fully_shard(together, **options)
     if embedding is not None and not tied:
         fully_shard(embedding, **options)
-        _sharded(embedding).set_unshard_in_backward(False)
+        _sharded(embedding).set_unshard_in_backward(not _is_table(embedding))
     fully_shard(root, **options)
     if embedding is not None and not tied:  # else it would prefetch the last block of an earlier micro-batch
         _sharded(embedding).set_modules_to_backward_prefetch([_sharded(root)])
     for module in groups(root):  # neither setter is recursive
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # else PREMUL_SUM, which gloo doesn't support
-    known = {p for module in (embedding, norm, head, *blocks) if module for p in module.parameters()}
+    table = embedding if embedding is not None and _is_table(embedding) else None
+    known = {p for module in (table, norm, head, *blocks) if module for p in module.parameters()}
     if all(parameter in known for parameter in root.parameters()):
         _sharded(root).set_unshard_in_backward(False)
         if norm is not None and head is not None and not tied:
             norm.register_forward_pre_hook(partial(_reduce_behind, _sharded(root)))
+
+
+def _is_table(embedding: nn.Module) -> bool:
+    """True if an embedding's backward reads no parameters: there is no norm inside it, as Inkling's has."""
+    return all(parameter is embedding.weight for parameter in embedding.parameters())
+
+
+def _sharing(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Split blocks into groups: those that share a parameter (Zamba's) are in the same one."""
+    groups: list[list[nn.Module]] = []
+    for block in blocks:
+        sharing = [group for group in groups if any(_share(block, other) for other in group)]
+        groups = [group for group in groups if group not in sharing]
+        groups.append([*(other for group in sharing for other in group), block])
+    return groups
 
 
 def _share(one: nn.Module, other: nn.Module) -> bool:

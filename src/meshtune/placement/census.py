@@ -80,7 +80,9 @@ class Parameter:
 
     cut: the dimension that tensor parallelism cuts; None: each rank holds the whole tensor. heads: key-value
     heads along that dimension, 0: none; with tp > heads each rank holds the whole tensor. whole: its output
-    (cut 0) or its input's gradient (cut 1) is all-gathered over the tp ranks. last: it lies after the blocks.
+    (cut 0) or its input's gradient (cut 1) is all-gathered over the tp ranks, unless tp divides each of
+    `fused`, if there are any: heads, or features, of the projections that are fused there. last: it lies
+    after the blocks.
     """
 
     name: str  # inside its block, such as self_attn.q_proj.weight
@@ -91,11 +93,16 @@ class Parameter:
     heads: int = 0
     whole: bool = False
     last: bool = False
+    fused: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
         """Elements."""
         return math.prod(self.shape)
+
+    def gathered(self, tp: int) -> bool:
+        """True if features are all-gathered over `tp` ranks for it."""
+        return self.whole and not (self.fused and all(units % tp == 0 for units in self.fused))
 
 
 @dataclass(frozen=True)

@@ -140,9 +140,11 @@ def tensor_collectives(
     ends = (0 in stages) + (layout.stages - 1 in stages)  # after the lookup, before the head
     # Attention and mlp are entered and left, forward and backward. What runs again ends with the last matrix:
     # the sum of its outputs is not needed (but by families that normalise it, such as Olmo2 and Gemma2).
+    # regather enters both once more, alone.
     again = RECOMPUTATIONS[layout.recompute].block
     if layout.sp:
-        for op, times in (("all_gather", 4 + 2 * again), ("reduce_scatter", 4 + again)):
+        gathers = 4 + 2 * (again or layout.sp_regather)
+        for op, times in (("all_gather", gathers), ("reduce_scatter", 4 + again)):
             count = steps * (count_of_blocks * times + ends)
             yield Collective("tp", op, "hidden states", count, count * hidden)
     else:
@@ -152,7 +154,7 @@ def tensor_collectives(
         p.shape[cut]
         for unit in units
         for _, p in unit.parameters
-        if p.whole and (cut := p.cut) is not None
+        if p.gathered(layout.tp) and (cut := p.cut) is not None
         for _ in range(2 if again and cut == 0 else 1)
     ]
     if widths:

@@ -3,7 +3,7 @@
     Traits, settings ──> rules ─┬─> refuses(columns): which of tens of thousands of layouts, for a search
                                 └─> sentence(layout): why one can't be, with what works, in `refusals`
 
-anatomy.traits(model) makes the Traits. A run, `meshtune env`, `meshtune plan --explain` and the tables of
+model/capabilities.py makes the Traits. A run, `meshtune env`, `meshtune plan --explain` and the tables of
 docs/parallelism.md ask `refusals`.
 """
 
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshtune.families import see
 from meshtune.layout import MODEL_AXES, ZERO_BUBBLE, Layout
 from meshtune.placement.columns import Columns, Number
 
@@ -28,11 +29,13 @@ class Traits:
     heads: int
     kv_heads: int
     vocabulary: int
-    heads_cut: bool = True  # tp shards the heads; False: every rank computes all of them
+    heads_cut: bool = True  # tp shards the heads; False: every rank computes all of them, but `heads_fused`
     cuts: tuple[tuple[int, str], ...] = ()  # (size, name) of each dimension that tp must divide
-    attention: bool = True  # it calls a registered attention function, so it can have ours
+    attention: str | None = None  # why it can't have meshtune's attention, "it …"; None: it can
     tensor: str | None = None  # why its matrices can't be cut; None: they can
     pipeline: str | None = None  # why its blocks can't run apart; None: they can
+    context: str | None = None  # why a sequence can't be on several ranks, "carries …"; None: it can
+    heads_fused: bool = False  # their projections are one matrix: tp shards them if it divides both numbers
 
 
 class Rule(NamedTuple):
@@ -67,7 +70,10 @@ def rules(
         )
     yield from _attention(traits, attention, packing)
     yield from _tensor(traits)
-    yield _ulysses(traits)
+    if traits.context:
+        yield _whole_sequences(traits, traits.context)
+    else:
+        yield _ulysses(traits)
     yield from _pipeline(traits)
     if compile:
         yield from _COMPILED
@@ -124,25 +130,27 @@ def _attention(traits: Traits, attention: str, packing: bool) -> Iterator[Rule]:
         return layouts.world > 0
 
     if attention == "meshtune":
-        if not traits.attention:
+        if traits.attention:
             yield Rule(
-                f"{traits.name} computes its attention inside the model",
+                f"{traits.name} can't have meshtune's attention: {traits.attention}",
                 everywhere,
                 lambda _: (
-                    f"model.attention = meshtune: {traits.name} computes its attention inside the model; use "
-                    "model.attention=auto with data.packing=false."
+                    f"model.attention = meshtune: {traits.name} can't have it: {traits.attention}; use "
+                    f"model.attention=auto with data.packing=false. {see('attention')}"
                 ),
             )
         return
     other = f"the attention {attention} of {traits.name}"
-    auto = "use model.attention=auto" if traits.attention else None
+    why = f" (it can't have meshtune's: {traits.attention})" if traits.attention else ""
+    auto = None if traits.attention else "use model.attention=auto"
+    more = f" {see('attention')}" if traits.attention else ""
     if packing:
         yield Rule(
             f"{other} can't keep packed documents apart (data.packing=false)",
             everywhere,
             lambda _: (
-                f"data.packing = true: {other} can't keep packed documents apart; "
-                f"{auto or 'set data.packing=false'}."
+                f"data.packing = true: {other} can't keep packed documents apart{why}; "
+                f"{auto or 'set data.packing=false'}.{more}"
             ),
         )
     yield Rule(
@@ -157,7 +165,7 @@ def _attention(traits: Traits, attention: str, packing: bool) -> Iterator[Rule]:
         lambda layouts: layouts.cp > 1,
         lambda layout: (
             f"cp={layout.cp}: {other} sees the tokens of its own rank only; "
-            f"{auto or 'leave cp out: dp, zero and pp work for it'}."
+            f"{auto or _without_cp(traits)}.{more}"
         ),
     )
     if auto:
@@ -210,17 +218,37 @@ def _tensor(traits: Traits) -> list[Rule]:
     return every
 
 
+def _whole_sequences(traits: Traits, why: str) -> Rule:
+    """Context parallelism cuts sequences, which not every model can have."""
+    return Rule(
+        f"{traits.name} {why}, so no cp",
+        lambda layouts: layouts.cp > 1,
+        lambda layout: (
+            f"cp={layout.cp}: {traits.name} {why}, so a rank can't have a part of a sequence; "
+            f"{_without_cp(traits)}. {see('context')}"
+        ),
+    )
+
+
+def _without_cp(traits: Traits) -> str:
+    return f"leave cp out: dp{' and zero' if traits.pipeline else ', zero and pp'} work for it"
+
+
 def _ulysses(traits: Traits) -> Rule:
     """Ulysses gives each rank some of the heads; all-gather takes any number."""
 
+    def of_rank(tp: Number) -> Number:
+        divides = (traits.heads % tp == 0) & (traits.kv_heads % tp == 0)
+        cut = traits.heads_cut | (traits.heads_fused & divides)
+        return np.where(cut, np.floor(traits.heads / tp), traits.heads)
+
     def refuses(layouts: Columns) -> Number:
-        heads = np.floor(traits.heads / layouts.tp) if traits.heads_cut else traits.heads
-        return (layouts.cp > 1) & layouts.ulysses & (heads % layouts.cp != 0)
+        return (layouts.cp > 1) & layouts.ulysses & (of_rank(layouts.tp) % layouts.cp != 0)
 
     def sentence(layout: Layout) -> str:
         near = _nearest([rule], layout, "cp", range(2, layout.cp))
         remedy = f"try ulysses{near}, or cp{layout.cp}" if near else f"try cp{layout.cp}"
-        heads = traits.heads // layout.tp if traits.heads_cut else traits.heads
+        heads = int(of_rank(layout.tp))
         which = f"each tensor-parallel rank's {heads}" if layout.tp > 1 else str(heads)
         return (
             f"ulysses{layout.cp} does not divide {which} attention heads; {remedy}, which takes any number."
@@ -268,6 +296,15 @@ def _pipeline(traits: Traits) -> Iterator[Rule]:
             f"The schedule {layout.schedule} with recompute {layout.recompute}: it goes through a block's "
             "backward once for its input and again for each group of its weights, and would run the block's "
             "forward every time; use attention or none, or 1f1b."
+        ),
+    )
+    yield Rule(
+        "zero-bubble schedules would gather sp's inputs again twice",
+        lambda layouts: layouts.runs(*ZERO_BUBBLE) & (layouts.sp_regather > 0),
+        lambda layout: (
+            f"The schedule {layout.schedule} with regather: it goes through a block's backward once for its "
+            "input and again for its weights, and would gather the same tokens each time; drop regather, or "
+            "use 1f1b."
         ),
     )
 

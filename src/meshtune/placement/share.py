@@ -25,25 +25,8 @@ from meshtune.placement.collectives import (
     tensor_collectives,
 )
 from meshtune.placement.columns import Columns
+from meshtune.placement.split import piece
 from meshtune.placement.states import Copies, Elements, States, copies_of, held_states
-
-
-@dataclass(frozen=True)
-class Split:
-    """How tensor parallelism cuts one parameter."""
-
-    dim: int | None = None  # the tensor dimension that is cut; None: every rank holds all of it
-    partial: bool = False  # each rank's gradient is a part of the sum over the tp ranks
-
-
-def piece(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Return (start, stop) of piece `index` of `parts`, from 0, by torch.chunk's rule.
-
-    All pieces have ceil(size / parts) elements, the last ones fewer or none (start == stop).
-    """
-    longest = -(-size // parts)
-    return min(index * longest, size), min((index + 1) * longest, size)
-
 
 # ranks #
 

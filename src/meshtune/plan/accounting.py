@@ -87,7 +87,7 @@ class Accounting:
     flat_buffers: float = 0.0
     flat_shard_buffers: float = 0.0
 
-    regathers_inputs: bool = False  # under sp, a block saves its part of matmul inputs, gathered in backward
+    regathers_inputs: bool = False  # the stack always runs sp as sp_regather does
     saved: Saved = EAGER  # by a block, where the model was not traced
     selected: Saved | None = None  # by a block under selective recomputation; None: all matmul outputs
 
@@ -114,6 +114,10 @@ class Accounting:
     def gathers_shards(self, layouts: Columns) -> Number:
         """True where weights are gathered from shards, as FSDP does."""
         return (layouts.zero > 0) & self.shards_masters
+
+    def regathers(self, layouts: Columns) -> Number:
+        """True where the inputs of attention and MLP are saved split by sp and gathered in the backward."""
+        return (layouts.sp > 0) & ((layouts.sp_regather > 0) | self.regathers_inputs)
 
     def gradient_replicas(self, layouts: Columns) -> Number:
         """Ranks that all-reduce each block's gradients; 1 where FSDP reduces them."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from meshtune.errors import UserError
 from meshtune.layout import AXES, CP_METHODS, MODEL_AXES, SCHEDULES, V_SCHEDULES, VIRTUAL_SCHEDULES, Layout
-from meshtune.placement.columns import ENCODINGS, Columns, Number
+from meshtune.placement.columns import ENCODINGS, Columns, Number, rows
 from meshtune.plan.cluster import Cluster
 from meshtune.recomputation import RECOMPUTATIONS
 
@@ -58,7 +58,8 @@ def micro_batches(workload: Workload, data_ranks: int, fixed: Given) -> list[Opt
     if rest:
         return []
     micro, accumulation = fixed.get("micro_batch_size"), fixed.get("gradient_accumulation_steps")
-    modes = [name for name, mode in RECOMPUTATIONS.items() if mode.searched]
+    regather = fixed.get("sp_regather", False)
+    modes = [name for name, mode in RECOMPUTATIONS.items() if mode.searched and not (regather and mode.block)]
     return [
         {
             "micro_batch_size": size, "gradient_accumulation_steps": sequences // size, "recompute": mode
@@ -77,6 +78,12 @@ def with_micro_batches(layouts: Columns, options: Mapping[int, Sequence[Option]]
     order = np.argsort(layouts.data_ranks, kind="stable")
     columns = {name: column[order] for name, column in vars(layouts).items()}
     return Columns(**crossed(columns, layouts.data_ranks[order], options.__getitem__))
+
+
+def with_regathering(layouts: Columns) -> Columns:
+    """Layouts that sp_regather would change, with it: the same matmuls, less memory, more time."""
+    changed = rows(layouts, (layouts.sp > layouts.sp_regather) & ~layouts.recomputation("block"))
+    return changed.replace(sp_regather=changed.sp)
 
 
 def crossed(
@@ -132,6 +139,8 @@ def _outer(workload: Workload, cluster: Cluster, fixed: Given) -> dict[str, Numb
         return {}
     columns = crossed(columns, columns["cp"], lambda cp: _methods(cp, fixed))
     columns = crossed(columns, columns["tp"], lambda tp: _sequence_parallel(tp, fixed))
+    if not len(columns["pp"]):
+        return {}
     columns = crossed(columns, columns["pp"], lambda pp: _schedules(pp, blocks, fixed))
     return columns if len(columns["pp"]) else {}
 
@@ -184,8 +193,13 @@ def _methods(cp: int, fixed: Given) -> list[Option]:
 
 
 def _sequence_parallel(tp: int, fixed: Given) -> list[Option]:
-    """Options for sp: on if tp > 1, unless fixed. With sp as many bytes are sent and fewer stored."""
-    return [{"sp": sp} for sp in (_allowed(fixed, "sp", (True,)) if tp > 1 else (False,))]
+    """Options for sp: on if tp > 1, unless fixed. With sp as many bytes are sent and fewer stored.
+
+    Without sp_regather, unless it is fixed: `with_regathering` adds it where it is needed.
+    """
+    regather = fixed.get("sp_regather", False)
+    values = _allowed(fixed, "sp", (True,)) if tp > 1 else (False,)
+    return [{"sp": sp, "sp_regather": regather} for sp in values if sp or not regather]
 
 
 def _schedules(pp: int, blocks: int, fixed: Given) -> list[Option]:

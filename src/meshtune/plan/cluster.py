@@ -14,13 +14,12 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from meshtune.config import ClusterConfig, Config
-from meshtune.errors import UserError
+from meshtune.errors import UserError, check_file, expanded
 from meshtune.plan.hardware import GIGA, Gpu, catalogue, gpu_of, named
 from meshtune.units import GIB
 
@@ -163,12 +162,13 @@ def _kinds_of_file(settings: ClusterConfig) -> dict[str, Gpu]:
     """
     if settings.hardware is None:
         return {}
-    file = Path(settings.hardware).expanduser()
+    file = expanded(settings.hardware)
     try:
+        check_file(file)
         tables: dict[str, Any] = tomllib.loads(file.read_text("utf-8"))
     except OSError as error:
         raise UserError(f"cluster.hardware = {file} cannot be read: {error.strerror}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"cluster.hardware = {file} is not TOML: {error}.") from None
     kinds, problems = {}, []
     for name, table in tables.items():

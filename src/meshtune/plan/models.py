@@ -34,4 +34,4 @@ def _known_model(name: str, table: Mapping[str, Any]) -> KnownModel:
     work = Work.of_shape(**{number: table[number] for number in SHAPE}, tied=float(table.get("tied", False)))
     cuts = ((table["ffn"], "features of the MLP"),)
     layers, heads, kv_heads, vocabulary = (table[n] for n in ("layers", "heads", "kv_heads", "vocabulary"))
-    return KnownModel(work, Traits(name, layers, heads, kv_heads, vocabulary, True, cuts))
+    return KnownModel(work, Traits(name, layers, heads, kv_heads, vocabulary, cuts=cuts))

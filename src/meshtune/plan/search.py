@@ -21,7 +21,13 @@ from meshtune.placement.columns import Columns, Number, at, joined, layout_at, r
 from meshtune.placement.rules import rules
 from meshtune.placement.share import stage_blocks, stage_of_rank
 from meshtune.plan.accounting import accounting_of
-from meshtune.plan.candidates import candidates, columns_of, micro_batches, with_micro_batches
+from meshtune.plan.candidates import (
+    candidates,
+    columns_of,
+    micro_batches,
+    with_micro_batches,
+    with_regathering,
+)
 from meshtune.plan.cluster import MARGIN, Cluster
 from meshtune.plan.machine import machine_of, rates
 from meshtune.plan.memory import timeline
@@ -149,9 +155,12 @@ def search(
         workload, layouts, weights=np.ones(len(layouts.tp)), examples=layouts, others=others
     )
     rejected, layouts = rejected + later, rows(layouts, allowed)
-    layouts = rows(layouts, np.argsort(layouts.pp > 1, kind="stable"))
-    memory = joined([peak(workload, cluster, chunk) for chunk in chunks(layouts)])
     room = cluster.memory * (1 - margin)
+    layouts, memory = _by_memory(workload, cluster, layouts)
+    regathering = _regathering(workload, rows(layouts, memory.peak > room), fixed)
+    if added := len(regathering.tp):
+        regathering, less = _by_memory(workload, cluster, regathering)
+        layouts, memory = joined([layouts, regathering]), joined([memory, less])
     fits = memory.peak <= room
     rejected += _too_large(room, layouts, memory, fits)
     tight = np.flatnonzero(~fits)
@@ -159,11 +168,27 @@ def search(
     fitting = rows(layouts, fits)
     seconds = joined([times(workload, cluster, chunk) for chunk in chunks(fitting)])
     order = _ranked(seconds.total, memory.peak[fits] / cluster.memory, fitting.recompute)
-    considered = int(alternatives.sum())
+    considered = int(alternatives.sum()) + added
     return Plan(
         workload, cluster, considered, tuple(rejected), rows(fitting, order), rows(seconds, order),
         rows(rows(memory, fits), order), rows(layouts, tight), fixed,
     )  # fmt: skip
+
+
+def _by_memory(workload: Workload, cluster: Cluster, layouts: Columns) -> tuple[Columns, Memory]:
+    """(the layouts, those without a pipeline first, which are quicker to predict; their peaks)."""
+    layouts = rows(layouts, np.argsort(layouts.pp > 1, kind="stable"))
+    return layouts, joined([peak(workload, cluster, chunk) for chunk in chunks(layouts)])
+
+
+def _regathering(workload: Workload, too_large: Columns, fixed: Mapping[str, Any]) -> Columns:
+    """Layouts that do not fit, with sp_regather where that changes them and a run can have it.
+
+    It saves memory and costs time, so a layout that fits does not need it. None where it is fixed.
+    """
+    added = with_regathering(too_large)
+    _, allowed = _refused(workload, added, weights=np.ones(len(added.tp)), examples=added, others={})
+    return rows(added, allowed & ("sp_regather" not in fixed))
 
 
 def _ranked(seconds: Number, occupied: Number, recompute: Number) -> Number:

@@ -16,7 +16,9 @@ from meshtune.data.prepare import sentences
 from meshtune.errors import UserError
 from meshtune.meter.mfu import flops_of, peak_flops
 from meshtune.meter.phases import PhaseMemory
+from meshtune.model.anatomy import left_out_of_loss
 from meshtune.model.load import quiet
+from meshtune.model.multimodal import parts_kept
 from meshtune.model.trainable import embeddings_needed
 from meshtune.optim.schedule import learning_rate, warmup
 from meshtune.parallel.apply import Parallel
@@ -37,12 +39,14 @@ from meshtune.train.signals import StopRequest
 from meshtune.train.trackers import Metrics, tracker_problems
 
 
-def build(config: Config, choice: Choice | None = None) -> Run:
+def build(
+    config: Config, choice: Choice | None = None, *, claimed: Callable[[RunDir], None] = lambda _: None
+) -> Run:
     """Everything that `loop.train` needs on this rank, put where its newest good checkpoint left it.
 
     Every rank calls it; it seeds torch's generators. choice: of `choose`, the same on all ranks; None: chosen
-    here, by rank 0. Raises UserError for settings, data, models and layouts that can't work, before the run
-    folder is touched.
+    here, by rank 0. claimed: called with the run folder once it is chosen. Raises UserError for settings,
+    data, models and layouts that can't work, before the run folder is touched.
     """
     if problems := tracker_problems(config.log.to):
         raise UserError(problems)
@@ -59,18 +63,21 @@ def build(config: Config, choice: Choice | None = None) -> Run:
         tokens_per_sequence=config.data.seq_len,
     )
     seed_dropout(world, config.train.seed)
-    return assemble(config, world, model, inputs)
+    return assemble(config, world, model, inputs, claimed)
 
 
-def assemble(config: Config, world: World, model: RankModel, inputs: Inputs) -> Run:
+def assemble(
+    config: Config, world: World, model: RankModel, inputs: Inputs, claimed: Callable[[RunDir], None]
+) -> Run:
     """Claim the run folder, put the parts together, and restore the newest good checkpoint, if there is one.
 
-    Every rank calls it. world, model, inputs: made from the same config; the model on this rank. Raises
-    UserError as `claim_together`, and for trackers that can't start.
+    Every rank calls it. world, model, inputs: made from the same config; the model on this rank. claimed: see
+    `build`. Raises UserError as `claim_together`, and for trackers that can't start.
     """
     prepared, damaged = inputs.prepared, []
     steps = steps_of(config, prepared.train)
     run_folder, resumed, claim = claim_together(config, world, steps, damaged.append)
+    claimed(run_folder)
     metrics = Metrics.open(
         run_folder,
         config.log.to,
@@ -98,13 +105,7 @@ def assemble(config: Config, world: World, model: RankModel, inputs: Inputs) -> 
         evaluate_every=config.eval.every,
         keep_best=config.eval.keep_best,
         early_stopping=config.eval.early_stopping,
-        checkpoints=Checkpoints(
-            run_folder.checkpoints,
-            keep=config.checkpoint.keep,
-            asynchronous=config.checkpoint.async_save,
-            process_group=world.checkpoint_group,
-            report=metrics.log_line,
-        ),
+        checkpoints=checkpoints_of(config, world, run_folder, metrics),
         checkpoint_every=config.checkpoint.every,
         metrics=metrics,
         memory=PhaseMemory(
@@ -134,6 +135,17 @@ def assemble(config: Config, world: World, model: RankModel, inputs: Inputs) -> 
     return run
 
 
+def checkpoints_of(config: Config, world: World, run_folder: RunDir, metrics: Metrics) -> Checkpoints:
+    """The run's checkpoints, by the `checkpoint` settings; what they report is printed."""
+    return Checkpoints(
+        run_folder.checkpoints,
+        keep=config.checkpoint.keep,
+        asynchronous=config.checkpoint.async_save,
+        process_group=world.checkpoint_group,
+        report=metrics.log_line,
+    )
+
+
 def announce(config: Config, run: Run, model: RankModel, resumed: int | None, notices: list[str]) -> None:
     """Write the start row, and print what a user must know before the first step; rank 0 alone does both.
 
@@ -159,6 +171,8 @@ def announce(config: Config, run: Run, model: RankModel, resumed: int | None, no
     )
     if caution := PRECISIONS[config.train.precision].caution:
         metrics.log_line(caution)
+    for sentence in filter(None, (parts_kept(model.whole), left_out_of_loss(model.whole))):
+        metrics.log_line(sentence)
     for sentence in notices:
         metrics.log_line(sentence)
     if model.added_embeddings:

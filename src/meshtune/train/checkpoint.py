@@ -16,36 +16,52 @@ The hashes find damage, not malice: whoever can change a file can change the man
 checkpoint is not trusted either: see unpickle.py.
 """
 
-import hashlib
 import json
 import logging
 import os
 import shutil
 import socket
-import stat
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from meshtune.errors import UserError, explained
+from meshtune.errors import UserError
 from meshtune.model.pieces import Piece
 from meshtune.rundir import flush, write_atomically, write_text_atomically
-from meshtune.train.checkpoint_tables import Written, dealt, empty_here, metadata, mismatch, read, write
+from meshtune.train.checkpoint_files import (
+    CANNOT_BE_READ,
+    HASH,
+    damage,
+    free_bytes,
+    misnamed,
+    read_manifest,
+    reason_of,
+    saved_steps,
+    size_and_hash,
+)
+from meshtune.train.checkpoint_tables import (
+    Written,
+    dealt,
+    empty_here,
+    metadata,
+    mismatch,
+    piece_of,
+    read,
+    separate_tied,
+    write,
+)
+from meshtune.train.host_copies import HostCopies
 from meshtune.train.unpickle import SafeReader
 from meshtune.units import human
 
-HASH = "xxh3_128"  # finds damage; sha256 takes 20 times as long where the CPU has no SHA instructions
-CANNOT_BE_READ = "cannot be read"  # unlike damage, this may pass: a network disk, permissions
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
@@ -80,7 +96,7 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[str | None] | None = None
         self._reserving: Future[str | None] | None = None
-        self._buffers: dict[str, Tensor] = {}
+        self._copies = HostCopies()
         self._checked: set[int] = set()  # steps whose files this object has hashed and found whole
         # Tables of all ranks, which are made once (checkpoint_tables.py), with what they were made of.
         self._sizes: dict[Any, int] | None = None  # bytes of this rank's pieces
@@ -116,9 +132,9 @@ class Checkpoints:
         pieces, tied = self._assigned(tensors)
         self._checked.discard(step)
         if self._asynchronous:
-            problems += self._stop_copying(self._allocate(pieces))
+            problems += self._stop_copying(self._copies.allocate(pieces))
         if self._asynchronous:
-            pieces = self._copy_to_host(pieces)
+            pieces = self._copies.copy(pieces)
             self._writing = self._thread.submit(self._write, step, pieces, tied, text, protect)
             return problems
         return problems + self._reported(self._write(step, pieces, tied, text, protect))
@@ -143,14 +159,14 @@ class Checkpoints:
             if self._bytes_on_host(sum(piece.tensor.nbytes for piece in pieces.values())) > free / 2:
                 self._stop_copying(f"only {human(free)} are free")
             else:
-                self._reserving = self._thread.submit(self._allocate, pieces, touch=True)
+                self._reserving = self._thread.submit(self._copies.allocate, pieces, touch=True)
 
     def _assigned(self, tensors: Mapping[str, Tensor | Piece]) -> tuple[dict[str, Piece], dict[str, str]]:
-        """(pieces that this rank copies and writes, tied names of `_separate_tied`), by name.
+        """(pieces that this rank copies and writes, tied names of `separate_tied`), by name.
 
         A collective of the group. Pieces are dealt anew only if those of a rank have changed.
         """
-        pieces, tied = _separate_tied(tensors)
+        pieces, tied = separate_tied(tensors)
         keys = {name: (name, tuple(piece.offsets)) for name, piece in pieces.items()}
         sizes = {keys[name]: piece.tensor.nbytes for name, piece in pieces.items() if not empty_here(piece)}
         if not all(self._gather(sizes == self._sizes)):
@@ -165,7 +181,7 @@ class Checkpoints:
         return sum(size for name, size in self._gather((host, size_bytes)) if name == host)
 
     def clear_leftovers(self) -> None:
-        """Remove half-written checkpoints of killed runs. Only the run that writes may call it; saves do."""
+        """Remove half-written checkpoints of killed runs; only the run that writes may call it."""
         for path in self.folder.glob(".tmp-*"):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -181,39 +197,11 @@ class Checkpoints:
         if reason is None:
             return []
         self._asynchronous = False
-        self._buffers.clear()
+        self._copies = HostCopies()
         return self._reported(
             f"There is no host memory for copies of the tensors in checkpoints ({reason}), so training waits "
             "while each is written (as with checkpoint.async_save: false)."
         )
-
-    def _allocate(self, pieces: Mapping[str, Piece], *, touch: bool = False) -> str | None:
-        """Make `_buffers` have host memory for each piece, by its name, and for no others.
-
-        touch: write to it too, so that the system provides it now. Returns the reason if the memory can't be
-        allocated, else None.
-        """
-        for name in self._buffers.keys() - pieces.keys():
-            del self._buffers[name]
-        for name, tensor in ((name, piece.tensor) for name, piece in pieces.items()):
-            old = self._buffers.get(name)
-            if old is None or (old.shape, old.dtype) != (tensor.shape, tensor.dtype):
-                pinned = tensor.is_cuda and tensor.numel() > 0  # page-locked: copied at the bus's speed
-                try:
-                    fresh = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-                except (RuntimeError, MemoryError) as error:
-                    return str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
-                self._buffers[name] = fresh.zero_() if touch else fresh
-        return None
-
-    @torch.no_grad()
-    def _copy_to_host(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
-        """Copy this rank's pieces into `_buffers`, which the next save uses again."""
-        for name, piece in pieces.items():
-            self._buffers[name].copy_(piece.tensor, non_blocking=True)
-        if any(piece.tensor.is_cuda for piece in pieces.values()):
-            torch.cuda.current_stream().synchronize()
-        return {name: replace(piece, tensor=self._buffers[name]) for name, piece in pieces.items()}
 
     def _write(
         self,
@@ -248,7 +236,7 @@ class Checkpoints:
             if self._rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             earlier = ", ".join(str(other) for other in self.steps()) or "none"
-            free = human(_free_bytes(self.folder))
+            free = human(free_bytes(self.folder))
             return (
                 f"The checkpoint of step {step} was not saved: {error}. "
                 f"It needs about {human(size_bytes)}, and {free} are free in {self.folder}. "
@@ -266,7 +254,7 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.clear_leftovers()
             temporary.mkdir()
-        if _free_bytes(self.folder) < size_bytes:
+        if free_bytes(self.folder) < size_bytes:
             raise OSError("no space left on the disk")
 
     def _write_tensors(self, temporary: Path, pieces: dict[str, Piece]) -> None:
@@ -300,7 +288,7 @@ class Checkpoints:
             write_atomically(temporary / ".metadata", self._metadata)
             write_text_atomically(temporary / "values.json", values)
             names += [".metadata", "values.json"]
-        return {name: _size_and_hash(temporary / name) for name in sorted(names)}
+        return {name: size_and_hash(temporary / name) for name in sorted(names)}
 
     def _finish(self, step: int, temporary: Path, manifest: str, protect: Collection[int]) -> None:
         """Rename the whole checkpoint to its final name, and only then delete others, as `_write` says.
@@ -316,12 +304,22 @@ class Checkpoints:
         temporary.rename(self._path(step))
         flush(self.folder)
         # Later steps belong to a run that this one did not resume: resuming from them would mix two runs.
-        stale = [other for other in self.steps() if other > step]
-        old = [other for other in self.steps() if other <= step][: -self._keep]
-        for other in stale + old:
-            if other not in protect:
+        for other in self.steps():
+            if other > step and other not in protect:
                 self._discard(other)
-        self.clear_leftovers()
+        self.prune(step, protect)
+
+    def prune(self, step: int, protect: Collection[int] = ()) -> None:
+        """Delete the steps beyond the newest `keep` up to `step`, but none in `protect`, and leftovers.
+
+        Rank 0 alone does. Saves call it; so does a run that resumes, since the process before may have been
+        killed in between.
+        """
+        if self._rank == 0:
+            for other in [other for other in self.steps() if other <= step][: -self._keep]:
+                if other not in protect:
+                    self._discard(other)
+            self.clear_leftovers()
 
     def _discard(self, step: int) -> None:
         """Rename a checkpoint that is to be deleted: a kill while deleting must not leave half of one."""
@@ -332,7 +330,7 @@ class Checkpoints:
         try:
             outcome = (work(), None)
         except (OSError, RuntimeError) as error:  # torch's writer raises both for the same full disk
-            outcome = (None, _reason(error))
+            outcome = (None, reason_of(error))
         outcomes = self._gather(outcome)
         for _, reason in outcomes:
             if reason:
@@ -359,8 +357,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, oldest first."""
-        names = (path.name.removeprefix("step-") for path in self.folder.glob("step-*") if path.is_dir())
-        return sorted(int(name) for name in names if name.isdecimal())
+        return saved_steps(self.folder)
 
     def newest_good(self) -> int | None:
         """The newest step whose files are all as they were written; newer, damaged ones are reported.
@@ -389,9 +386,9 @@ class Checkpoints:
             return []
         ranks = dist.get_world_size(self._group) if self._group else 1
         try:
-            files = list(self._manifest(step)["files"].items())
-            damages = [_damage(self._path(step) / name, facts) for name, facts in files[self._rank :: ranks]]
-            damages += [] if any(damages) else [self._misnamed(step)]
+            files = list(read_manifest(self._path(step))["files"].items())
+            damages = [damage(self._path(step) / name, facts) for name, facts in files[self._rank :: ranks]]
+            damages += [] if any(damages) else [misnamed(self._path(step), step)]
         except UserError as error:
             damages = list(error.problems)
         sentences = (sentence for part in self._gather(damages) for sentence in part if sentence)
@@ -399,19 +396,6 @@ class Checkpoints:
         if not problems:
             self._checked.add(step)
         return problems
-
-    def _misnamed(self, step: int) -> str | None:
-        """Sentence on a whole checkpoint whose values are not those of `step`; None if they are.
-
-        Whoever renames a folder, or writes one, may give it any name and any values.
-        """
-        file = self._path(step) / "values.json"
-        with explained(f"{file} is damaged"):
-            values = json.loads(file.read_text())
-        saved = values.get("step") if isinstance(values, dict) else None
-        if type(saved) is int and saved == step:
-            return None
-        return f"{self._path(step)} holds values of step {str(saved)[:40]}; its folder has another name."
 
     def values(self, step: int) -> dict[str, Any]:
         """The `values` passed to `save`, with `step`. Raises UserError unless the checkpoint is whole."""
@@ -430,8 +414,8 @@ class Checkpoints:
         and, when some may be changed, if the disk fails while they are read.
         """
         values = self.values(step)
-        manifest = self._manifest(step)
-        pieces = {name: _piece(tensor) for name, tensor in tensors.items()}
+        manifest = read_manifest(self._path(step))
+        pieces = {name: piece_of(tensor) for name, tensor in tensors.items()}
         source = {name: manifest["tied"].get(name, name) for name in pieces}
         reader = SafeReader(
             self._path(step), [name for name in manifest["files"] if name.endswith(".distcp")]
@@ -448,7 +432,7 @@ class Checkpoints:
         try:
             read(reader, wanted, self._group)
         except CheckpointException as error:
-            raise UserError(f"{self._path(step)} could not be read: {_reason(error)}.") from error
+            raise UserError(f"{self._path(step)} could not be read: {reason_of(error)}.") from error
         for name, piece in pieces.items():  # tied when saved, two tensors now
             if wanted[source[name]] is not piece:
                 piece.tensor.copy_(wanted[source[name]].tensor)
@@ -456,91 +440,3 @@ class Checkpoints:
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
-
-    def _manifest(self, step: int) -> dict[str, Any]:
-        """The manifest of a checkpoint: {"hash", "files": {name: {"size", "hash"}}, "tied": {name: name}}."""
-        path = self._path(step) / "manifest.json"
-        if not self._path(step).is_dir():
-            steps = ", ".join(str(other) for other in self.steps()) or "none"
-            raise UserError(f"{self._path(step)} does not exist. Checkpoints there: {steps}.")
-        try:
-            if not stat.S_ISREG(path.lstat().st_mode):  # opening a pipe waits for ever
-                raise ValueError("no regular file")
-            manifest = json.loads(path.read_text())
-            files, tied = manifest["files"], manifest["tied"]
-            plain = all(name == os.path.basename(name) and name not in ("", ".", "..") for name in files)
-            sized = all(facts.keys() == {"size", "hash"} for facts in files.values())
-            complete = {".metadata", "values.json"} <= files.keys() and manifest["hash"] == HASH
-            if not (plain and sized and complete and all(isinstance(name, str) for name in tied.values())):
-                raise ValueError("not a manifest of this version")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(f"{path} is missing or damaged ({error!r}).") from error
-        return manifest
-
-
-def _piece(tensor: Tensor | Piece) -> Piece:
-    """The tensor as a Piece: a plain tensor is one piece, the whole."""
-    if isinstance(tensor, Piece):
-        return tensor
-    return Piece(tuple(tensor.shape), (0,) * tensor.ndim, tensor.detach())
-
-
-def _separate_tied(tensors: Mapping[str, Tensor | Piece]) -> tuple[dict[str, Piece], dict[str, str]]:
-    """Separate tied tensors: (pieces by name, name of each piece with the memory of an earlier one -> its
-    name).
-    """
-    first_names: dict[Any, str] = {}
-    pieces: dict[str, Piece] = {}
-    tied: dict[str, str] = {}
-    for name, piece in ((name, _piece(tensor)) for name, tensor in tensors.items()):
-        data = piece.tensor
-        memory = (data.device, data.data_ptr(), data.dtype, data.shape, data.stride(), piece.shape)
-        first = name if data.numel() == 0 or data.is_meta else first_names.setdefault(memory, name)
-        if first == name:
-            pieces[name] = piece
-        else:
-            tied[name] = first
-    return pieces, tied
-
-
-def _damage(path: Path, facts: dict[str, Any]) -> str | None:
-    """Sentence on the damage of one file; None if it is whole. facts: its `_size_and_hash` when written."""
-    try:
-        status = path.lstat()
-        if not stat.S_ISREG(status.st_mode):
-            return f"{path} is damaged: it is no regular file."
-        if status.st_size != facts["size"]:
-            return f"{path} is damaged: it has {status.st_size} bytes, {facts['size']} were written."
-        if _size_and_hash(path) != facts:
-            return f"{path} is damaged: its content is not what was written ({HASH} differs)."
-    except FileNotFoundError:
-        return f"{path} is missing."
-    except OSError as error:
-        return f"{path} {CANNOT_BE_READ}: {error.strerror or error}."
-    return None
-
-
-def _size_and_hash(path: Path) -> dict[str, Any]:
-    """{"size": bytes, "hash": hexadecimal digest by HASH} of a file."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
-        return {"size": file.tell(), "hash": digest}
-
-
-def _free_bytes(folder: Path) -> int:
-    """Free bytes of the disk that holds the folder, or would hold it."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
-
-
-def _reason(error: BaseException) -> str:
-    """Text of the disk's error behind `error`: torch wraps failures of ranks, and raises its own."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError):
-            return cause.strerror.lower() if cause.strerror else str(cause)
-        cause = cause.__context__
-    return f"{type(error).__name__}: {error}".strip().rstrip(".")

@@ -1,5 +1,6 @@
 """The tables of a checkpoint that several ranks write: who writes what, and what is where.
 
+    tensors ─> separate_tied ─> this rank's pieces
     sizes of each rank's pieces ─> dealt ─> the pieces that this rank writes
     this rank's pieces ─> write ─> Written ─┬─ all ranks' ─> metadata: the bytes of `.metadata`
                                             └─ as at the last save? then those bytes again
@@ -10,7 +11,7 @@ made once. Files have the format of torch.distributed.checkpoint.
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,31 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 
 from meshtune.model.pieces import Piece
+
+
+def piece_of(tensor: Tensor | Piece) -> Piece:
+    """The tensor as a Piece: a plain tensor is one piece, the whole."""
+    if isinstance(tensor, Piece):
+        return tensor
+    return Piece(tuple(tensor.shape), (0,) * tensor.ndim, tensor.detach())
+
+
+def separate_tied(tensors: Mapping[str, Tensor | Piece]) -> tuple[dict[str, Piece], dict[str, str]]:
+    """Separate tied tensors: (pieces by name, name of each piece with the memory of an earlier one -> its
+    name).
+    """
+    first_names: dict[Any, str] = {}
+    pieces: dict[str, Piece] = {}
+    tied: dict[str, str] = {}
+    for name, piece in ((name, piece_of(tensor)) for name, tensor in tensors.items()):
+        data = piece.tensor
+        memory = (data.device, data.data_ptr(), data.dtype, data.shape, data.stride(), piece.shape)
+        first = name if data.numel() == 0 or data.is_meta else first_names.setdefault(memory, name)
+        if first == name:
+            pieces[name] = piece
+        else:
+            tied[name] = first
+    return pieces, tied
 
 
 def dealt(sizes_by_rank: Sequence[Mapping[Hashable, int]], rank: int) -> set[Hashable]:
@@ -74,7 +100,7 @@ def write(folder: Path, pieces: Mapping[str, Piece], rank: int) -> Written:
     torch's RuntimeError because of it.
     """
     writer = FileSystemWriter(folder)
-    items = [_write_item(name, piece) for name, piece in pieces.items() if not empty_here(piece)]
+    items = [_write_item(name, block) for name, block in _blocks(pieces)]
     # The writer names files by the place of a plan among all ranks'.
     plans = writer.prepare_global_plan([SavePlan([])] * rank + [SavePlan(items)])
     return Written(items, writer.write_data(plans[rank], _Pieces(pieces)).value())
@@ -114,8 +140,8 @@ def mismatch(name: str, piece: Piece, stored: Any) -> str | None:
     return None
 
 
-def _chunk(piece: Piece) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape)
+def _chunk(block: Piece) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(block.offsets), block.tensor.shape)
 
 
 def empty_here(piece: Piece) -> bool:
@@ -123,25 +149,36 @@ def empty_here(piece: Piece) -> bool:
     return piece.tensor.numel() == 0 and math.prod(piece.shape) > 0
 
 
+def _blocks(pieces: Mapping[str, Piece]) -> Iterator[tuple[str, Piece]]:
+    """Yield (name, block) for each block of this rank's pieces that has an element."""
+    for name, piece in pieces.items():
+        for block in piece.blocks():
+            if not empty_here(block):
+                yield name, block
+
+
+def _index(name: str, block: Piece) -> MetadataIndex:
+    return MetadataIndex(name, torch.Size(block.offsets))
+
+
 class _Pieces(DefaultSavePlanner):
-    """Finds the tensors of this rank's pieces for torch's writer."""
+    """Finds the tensors of this rank's blocks for torch's writer."""
 
     def __init__(self, pieces: Mapping[str, Piece]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces = pieces
+        self._tensors = {_index(name, block): block.tensor for name, block in _blocks(pieces)}
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self._pieces[index.fqn].tensor
+        return self._tensors[index]
 
 
-def _write_item(name: str, piece: Piece) -> WriteItem:
+def _write_item(name: str, block: Piece) -> WriteItem:
     data = TensorWriteData(
-        chunk=_chunk(piece),
-        properties=TensorProperties.create_from_tensor(piece.tensor),
-        size=torch.Size(piece.shape),
+        chunk=_chunk(block),
+        properties=TensorProperties.create_from_tensor(block.tensor),
+        size=torch.Size(block.shape),
     )
-    index = MetadataIndex(name, torch.Size(piece.offsets))
-    return WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)
+    return WriteItem(index=_index(name, block), type=WriteItemType.SHARD, tensor_data=data)
 
 
 class _LoadPieces(DefaultLoadPlanner):
@@ -149,7 +186,8 @@ class _LoadPieces(DefaultLoadPlanner):
 
     def __init__(self, pieces: Mapping[str, Piece]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces = pieces
+        self._blocks = list(_blocks(pieces))
+        self._tensors = {_index(name, block): block.tensor for name, block in self._blocks}
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
@@ -157,11 +195,10 @@ class _LoadPieces(DefaultLoadPlanner):
         return LoadPlan(
             [
                 item
-                for name, piece in self._pieces.items()
-                if not empty_here(piece)
-                for item in create_read_items_for_chunk_list(name, stored[name], [_chunk(piece)])
+                for name, block in self._blocks
+                for item in create_read_items_for_chunk_list(name, stored[name], [_chunk(block)])
             ]
         )
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._pieces[index.fqn].tensor
+        return self._tensors[index]

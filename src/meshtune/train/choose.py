@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
 
 from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.layout import Layout
-from meshtune.model.anatomy import auto_attention, traits
+from meshtune.model.capabilities import auto_attention, traits
 from meshtune.model.census_cache import numbers_of
-from meshtune.model.load import load_config
+from meshtune.model.load import load_config, on_meta
 from meshtune.placement.rules import refusals
 from meshtune.plan import fits
 from meshtune.plan.cluster import cluster_here
@@ -119,11 +118,12 @@ def attention_and_refusals(config: Config, layout: Layout, ranks: int | None) ->
     """
     settings, trust = config.model, config.model.trust_remote_code
     family = load_config(settings.name, trust_remote_code=trust, revision=settings.revision)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(family, trust_remote_code=trust)
-    attention = auto_attention(model) if settings.attention == "auto" else settings.attention
+    model = on_meta(family, name=settings.name, trust_remote_code=trust)
+    model_traits = traits(model)
+    auto = settings.attention == "auto"
+    attention = auto_attention(model, model_traits) if auto else settings.attention
     return attention, refusals(
-        traits(model),
+        model_traits,
         layout,
         attention=attention,
         packing=config.data.packing,

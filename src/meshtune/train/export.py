@@ -1,7 +1,7 @@
 """Export of a trained model: a Hugging Face folder, or an adapter, that loads anywhere, with a model card."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import meshtune
 from meshtune.config import Config
 from meshtune.data.encode import Encoder
-from meshtune.errors import UserError
+from meshtune.errors import UserError, expanded
 from meshtune.model.adapter import save_adapter
 from meshtune.model.pieces import Piece
 from meshtune.model.save import save_model, save_pieces, stored_differently
@@ -84,7 +84,7 @@ class Exporter:
             if self.adapter is not None and not parameter.requires_grad:
                 continue
             piece = pieces.get(name)
-            sent = piece and Piece(piece.shape, piece.offsets, piece.tensor.detach().to("cpu", self.dtype))
+            sent = piece and replace(piece, tensor=piece.tensor.detach().to("cpu", self.dtype))
             parts = [part for part in world.gather_object(sent) if part is not None]
             if world.main:
                 value = nn.Parameter(joined(parts), parameter.requires_grad)
@@ -117,8 +117,8 @@ def joined(parts: Sequence[Piece]) -> Tensor:
     if len(parts) == 1 and tuple(parts[0].tensor.shape) == parts[0].shape:
         return parts[0].tensor
     whole = torch.empty(parts[0].shape, dtype=parts[0].tensor.dtype)
-    for part in parts:
-        part.of(whole).copy_(part.tensor)
+    for block in (block for part in parts for block in part.blocks()):
+        block.of(whole).copy_(block.tensor)
     return whole
 
 
@@ -188,7 +188,7 @@ def recipe(config: Config) -> dict[str, str]:
 
 def shown(name: str) -> str:
     """A hub id as it is; only the last part of a local path, since the rest is private to the machine."""
-    return Path(name).name if Path(name).expanduser().exists() else name
+    return Path(name).name if expanded(name).exists() else name
 
 
 def push(folder: Path, repository: str, *, private: bool) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from meshtune.config import Config, SourceConfig, load
-from meshtune.errors import UserError
+from meshtune.errors import UserError, check_file, expanded
 from meshtune.rundir import RunDir, aside_pattern, write_text_atomically
 from meshtune.train.checkpoint import Checkpoints
 
@@ -39,7 +39,7 @@ def choose_folder(config: Config, steps: int, report: Callable[[str], None]) -> 
     UserError if `output` is a file, holds something else, an unfinished run with other settings, or one
     whose checkpoints are all damaged.
     """
-    named = RunDir(Path(config.output).expanduser().absolute())
+    named = RunDir(expanded(config.output).absolute())
     if named.path.exists() and not named.path.is_dir():
         raise UserError(f"output = {config.output} is a file; name a folder.")
     for run in candidates(named):
@@ -78,7 +78,7 @@ def without_report(config: Config) -> RunDir | None:
 
     With checkpoint.resume=never there is none.
     """
-    for run in candidates(RunDir(Path(config.output).expanduser().absolute())):
+    for run in candidates(RunDir(expanded(config.output).absolute())):
         if config.checkpoint.resume == "never" or not run.config_file.exists():
             return None
         ended = [row.get("status") for row in run.rows("end")][-1:]
@@ -176,6 +176,7 @@ class Claim:
 
     def _locked(self) -> IO[str]:
         self.run.create()
+        check_file(self.run.path / LOCK)
         lock = open(self.run.path / LOCK, "w")  # noqa: SIM115 - open as long as the run
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -201,10 +202,11 @@ def begin(run: RunDir, config: Config, plan: str, resumed: int | None) -> Claim:
     """Claim the folder, write config.yaml and plan.yaml, and drop the rows of steps that are run again.
 
     plan: text of plan.yaml; resumed: step of the checkpoint that the run starts from. None: from the
-    beginning; an old metrics.jsonl and samples.jsonl are deleted. Raises UserError if another process trains
-    there.
+    beginning; an old metrics.jsonl and samples.jsonl are deleted. So is report.html, which would not be of
+    this start. Raises UserError if another process trains there.
     """
     claim = Claim(run, {run.config_file: resolved(config, run).to_yaml(), run.plan_file: plan})
+    run.report_file.unlink(missing_ok=True)  # a finished run that has one is not touched again
     if resumed is not None:
         run.drop_after(resumed)
     else:  # rows of a run that was killed before its first checkpoint
@@ -233,7 +235,7 @@ def resolved(config: Config, run: RunDir) -> Config:
 
 def absolute(name: str) -> str:
     """The absolute path of a local file or folder; any other name (a hub id, a built-in) unchanged."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     return str(path.absolute()) if path.exists() else name
 
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,9 +23,11 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from meshtune.compat import is_compiled
 from meshtune.data.batch import MicroBatch, micro_batch
+from meshtune.errors import UserError
+from meshtune.model.anatomy import anatomy
+from meshtune.model.body import head_only
 from meshtune.parallel import context
 from meshtune.parallel.tensor import vocabulary_of
-from meshtune.train.loss import head_only
 
 if TYPE_CHECKING:
     from meshtune.model.anatomy import Anatomy
@@ -90,13 +93,16 @@ def answers(
     temperature: 0 is greedy; above, tokens are sampled from the whole distribution, with one rank only.
     """
     with uncompiled(parallel.modules):
-        if parallel.world.size == 1:
+        # transformers' generate counts positions from 0, which is not where every family begins.
+        cached = parallel.world.size == 1 and not parallel.anatomy.first_position
+        if temperature and not cached:
+            raise UserError("Tokens are sampled by one rank with a KV cache alone; set the temperature to 0.")
+        if cached:
             new_ids = cached_answers(
                 parallel.stages[0].model, tokenizer, prompts, max_new_tokens=max_new_tokens,
                 stop_ids=stop_ids, temperature=temperature,
             )  # fmt: skip
         else:
-            assert not temperature, "several ranks generate greedily"
             new_ids = forward_answers(parallel, prompts, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
     return [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in new_ids]
 
@@ -129,8 +135,7 @@ def cached_answers(
     new_ids: list[list[int]] = [[] for _ in prompts]
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     with generating(model):
-        for start in range(0, len(order), PROMPTS_AT_ONCE):
-            chosen = order[start : start + PROMPTS_AT_ONCE]
+        for chosen in _batches(order, prompts, padded=not anatomy(model).mixers):
             width = max(len(prompts[i]) for i in chosen)
             rows = [[pad] * (width - len(prompts[i])) + list(prompts[i]) for i in chosen]
             mask = [[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in chosen]
@@ -144,6 +149,20 @@ def cached_answers(
                 end = next((n for n, token in enumerate(row) if token in stop_ids), len(row))
                 new_ids[i] = row[:end]
     return new_ids
+
+
+def _batches(
+    order: Sequence[int], prompts: Sequence[Sequence[int]], *, padded: bool
+) -> Iterator[Sequence[int]]:
+    """Yield the numbers of prompts of similar length, at most PROMPTS_AT_ONCE; unless `padded`, of equal
+    length: a recurrent layer's state would begin with the padding.
+    """
+    runs = (
+        [order] if padded else [list(run) for _, run in groupby(order, lambda number: len(prompts[number]))]
+    )
+    for run in runs:
+        for start in range(0, len(run), PROMPTS_AT_ONCE):
+            yield run[start : start + PROMPTS_AT_ONCE]
 
 
 def forward_answers(

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -15,8 +14,9 @@ from meshtune.data.loader import Loader
 from meshtune.data.pack import Dataset
 from meshtune.data.prepare import Prepared, prepare, sentences
 from meshtune.data.stream import Stream
-from meshtune.errors import UserError, explained
-from meshtune.model.load import load_tokenizer, stop_tokens
+from meshtune.errors import UserError, expanded, explained
+from meshtune.model.generation import stop_tokens
+from meshtune.model.load import load_tokenizer
 from meshtune.parallel.apply import width_multiple
 from meshtune.parallel.mesh import World
 
@@ -92,7 +92,7 @@ def data_of(data: DataConfig, encoder: Encoder, *, seed: int) -> Prepared:
         eval_split=data.eval_split,
         eval_sources=[source_of(source, data, "test") for source in data.eval],
         on_bad_row=data.on_bad_row,
-        cache_dir=Path(data.cache).expanduser(),
+        cache_dir=expanded(data.cache),
         streaming=data.streaming,
     )
 
@@ -103,7 +103,7 @@ def source_of(source: SourceConfig, data: DataConfig, split: str) -> Source:
     roles = data.roles if source.roles is None else source.roles
     where = data.where if source.where is None else source.where
     return Source(
-        path=str(Path(source.path).expanduser()) if source.path.startswith("~") else source.path,
+        path=str(expanded(source.path)) if source.path.startswith("~") else source.path,
         weight=source.weight,
         split=source.split or split,
         format=source.format or data.format,

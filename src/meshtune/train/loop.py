@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshtune.data.batch import Batch
 from meshtune.data.loader import Loader
-from meshtune.errors import Interrupted, NonFinite, UserError, explained
+from meshtune.errors import Interrupted, NonFinite, UserError, explained, is_out_of_memory
 from meshtune.parallel.mesh import World
 from meshtune.rundir import RunDir, disk_is_full
 from meshtune.train.heap import releasing
@@ -194,10 +194,14 @@ def save(run: Run) -> None:
         return
     keep_folder(run)
     now.saved_step = now.step
-    protect = {now.best_step} if run.keep_best and now.best_step else set()
     values = vars(now) | {"axes": axis_sizes(run.world), "generators": list(random_state(run.world))}
     # Materialised: a parameter that was never stepped is asked for on resuming too.
-    run.checkpoints.save(now.step, tensors_of(run, materialise=True), values, protect=protect)
+    run.checkpoints.save(now.step, tensors_of(run, materialise=True), values, protect=protected(run))
+
+
+def protected(run: Run) -> set[int]:
+    """The steps whose checkpoints are kept beside the newest ones."""
+    return {run.progress.best_step} if run.keep_best and run.progress.best_step else set()
 
 
 def keep_folder(run: Run) -> None:
@@ -219,12 +223,17 @@ def restore(run: Run, step: int) -> None:
     generators = random_state(run.world)
     with explained(f"The checkpoint of step {step} has values that are no run's", UNUSABLE):
         run.progress = Progress(**{key: values[key] for key in vars(run.progress)})
-        if not isinstance(run.progress.data, dict):  # None would begin the data again
+        now = run.progress
+        if not isinstance(now.data, dict):  # None would begin the data again
             raise ValueError("data is no position in the data")
+        if any(type(n) is not int or n < 0 for n in (now.step, now.best_step, now.stale, now.saved_step)):
+            raise ValueError("a step is no whole number")
+        now.best_loss = float(now.best_loss)
         # In another layout, or on another kind of device, dropout can't be drawn as before; nor need it be.
         alike = values["axes"] == axis_sizes(run.world) and len(values["generators"]) == len(generators)
     wanted = run.as_pieces(run.optimizer.state(materialise=True)) | (generators if alike else {})
     run.checkpoints.load(step, wanted)
+    run.checkpoints.prune(step, protected(run))
     run.passes.share_tied()
     run.optimizer.publish()
     if alike:
@@ -355,9 +364,7 @@ def out_of_memory_explained(run: Run) -> Iterator[None]:
     """Turn the allocator's refusal into what was largest and what would fit."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise run.memory.out_of_memory_error(str(error)) from error
     except RuntimeError as error:
-        if "can't allocate memory" not in str(error):  # how the CPU allocator says it
+        if not is_out_of_memory(error):
             raise
         raise run.memory.out_of_memory_error(str(error)) from error

@@ -17,18 +17,17 @@ Under tensor parallelism a rank's head gives the logits of its part of the vocab
 three numbers a token, never logits (`_shared_cross_entropy`), and each has the whole loss.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from meshtune.data.batch import IGNORE, MicroBatch
 from meshtune.model.anatomy import Anatomy
+from meshtune.model.body import head_only
 from meshtune.parallel.tensor import Vocabulary, vocabulary_of
 from meshtune.placement.states import LOSS_CHUNK_TOKENS
 
@@ -202,54 +201,3 @@ def _head_parameters(model: nn.Module, anatomy: Anatomy) -> list[Tensor]:
     inside = f"{anatomy.body}."
     named = model.named_parameters(remove_duplicate=False)
     return list({p: None for name, p in named if p.requires_grad and not name.startswith(inside)})
-
-
-class _BodyOutput(BaseModelOutputWithPast):
-    """Hidden states and nothing else: what some bodies return besides (cross attentions, ...) is None."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-
-class _Stub(nn.Module):
-    """Stands for the body while the model's forward runs only its head."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.hidden: Tensor | None = None
-        self.parts = {name for name, _ in body.named_children()}
-
-    def __getattr__(self, name: str) -> Any:
-        """Some heads call a part of the body (OPT its decoder): that is the stub too."""
-        parts = self.__dict__.get("parts", ())
-        return self if name in parts else super().__getattr__(name)
-
-    def forward(self, *_: Any, **__: Any) -> _BodyOutput:
-        return _BodyOutput(last_hidden_state=self.hidden)  # type: ignore[arg-type]
-
-
-@contextmanager
-def head_only(model: nn.Module, anatomy: Anatomy) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Yield a function: hidden [tokens, hidden] -> logits [tokens, vocabulary], by the model's own forward.
-
-    A head split by tp gives the logits of its vocabulary entries alone. While the context is open, the body
-    of `model` is replaced by a stub.
-
-    `forward` and not a call: hooks on the model, such as those of a sharded root, have run or will run around
-    all of this.
-    """
-    parent_path, _, name = anatomy.body.rpartition(".")
-    parent = model.get_submodule(parent_path)
-    body = parent.get_submodule(name)
-    stub = _Stub(body)
-
-    def logits_of(hidden: Tensor) -> Tensor:
-        stub.hidden = hidden[None]
-        return model.forward(use_cache=False, return_dict=True).logits[0]
-
-    parent._modules[name] = stub
-    try:
-        yield logits_of
-    finally:
-        parent._modules[name] = body

@@ -1,28 +1,31 @@
 """From plain values to this rank's parallel model, optimizer and passes: one path for any number of ranks.
 
     ModelSpec ─> skeleton (parameters on meta) ─> apply: this rank's stages, split and sharded, with memory
-                 mapped files, drawn adapters  ─> fill: this rank's slices of each parameter
+                 mapped files or drawn values  ─> fill: this rank's slices of each parameter
                  OptimizerSpec                 ─> Optimizer over them ─> Passes
 
 Takes no settings, tokenizer, run folder or tracker.
 """
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtune.attention.register import register
-from meshtune.errors import UserError
 from meshtune.layout import ZERO_BUBBLE, Layout
-from meshtune.model.anatomy import mask_only_pattern
+from meshtune.model.anatomy import anatomy
 from meshtune.model.census_cache import LoraShape
-from meshtune.model.load import fill_whole, mapped, skeleton
+from meshtune.model.load import drawn, mapped, skeleton
 from meshtune.model.lora import add_lora, initial_adapters
-from meshtune.model.pieces import Piece, StoredTensors, fill
+from meshtune.model.mixers import keep_weights, separate_documents
+from meshtune.model.multimodal import aside_names, fill_aside
+from meshtune.model.pieces import Piece, StoredTensors, fill, materialise, whole_pieces
+from meshtune.model.rope import follow_documents
 from meshtune.model.trace import census_of
 from meshtune.model.trainable import freeze, grow_embeddings, tables
 from meshtune.optim.optimizer import Optimizer, key_of, parts_of
@@ -125,8 +128,6 @@ def rank_model(
     layout = world.layout
     whole, added = trainable_skeleton(spec)
     census = census_of(whole)
-    if spec.attention == "meshtune":
-        check_pattern(whole, census)
     stage_blocks = census_stages(census, layout, tokens_per_sequence)
     stages = stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, world.pp.index)
     parallel = apply(
@@ -138,10 +139,8 @@ def rank_model(
         reduce_dtype=spec.sum_dtype,
         compile=spec.compile,
     )
-    weights = StoredTensors(stored_values(spec) | initial_adapters(whole))
-    fill(parallel.named_pieces(), weights, free=True)
-    for model in (whole, *(stage.model for stage in parallel.stages)):
-        weights.copy_buffers(model)
+    models = [whole, *(stage.model for stage in parallel.stages)]
+    fill_values(spec, parallel.named_pieces(), models, initial_adapters(whole), export=world.main)
     trained = optimizer_of(spec, optimizer, parallel)
     return RankModel(spec, whole, census, parallel, trained, Passes(parallel, trained), added)
 
@@ -151,7 +150,9 @@ def single_model(spec: ModelSpec, device: torch.device) -> PreTrainedModel:
     and without an optimizer: for commands that generate, evaluate or export. Adapters are drawn anew.
     """
     model, _ = trainable_skeleton(spec)
-    fill_whole(model, stored_values(spec) | initial_adapters(model), device)
+    adapters = initial_adapters(model)
+    materialise(model, device)
+    fill_values(spec, whole_pieces(model), [model], adapters, export=True)
     return model
 
 
@@ -168,6 +169,9 @@ def trainable_skeleton(spec: ModelSpec) -> tuple[PreTrainedModel, int]:
         trust_remote_code=spec.trust_remote_code,
         revision=spec.revision,
     )
+    follow_documents(model)
+    separate_documents(model, anatomy(model).mixers)
+    keep_weights(model)
     added = grow_embeddings(model, spec.embeddings)
     if spec.lora:
         targets = spec.lora.target_modules
@@ -190,16 +194,41 @@ def trainable_skeleton(spec: ModelSpec) -> tuple[PreTrainedModel, int]:
     return model, added
 
 
-def stored_values(spec: ModelSpec) -> dict[str, Tensor]:
-    """The parameters and buffers that the model's files hold, or that are drawn, by name."""
-    return mapped(
-        spec.source,
-        init=spec.init,
-        dtype=spec.loading_dtype,
-        trust_remote_code=spec.trust_remote_code,
-        revision=spec.revision,
-        seed=spec.seed,
-    )
+def fill_values(
+    spec: ModelSpec,
+    pieces: Iterable[tuple[str, Piece]],
+    models: Sequence[PreTrainedModel],
+    adapters: Mapping[str, Tensor],
+    *,
+    export: bool,
+) -> None:
+    """Overwrite pieces of parameters, and the buffers of `models`, with the values of the model's files or
+    with drawn ones. A drawn parameter is freed before the next one is drawn.
+
+    pieces: (name of the parameter, its piece), with those of adapters. adapters: their values, by name.
+    export: True to give the first of `models` the values of the parts that were set aside.
+    """
+    aside, kept = set(aside_names(models[0])), {}
+    source: dict[str, Any] = {
+        "dtype": spec.loading_dtype, "trust_remote_code": spec.trust_remote_code, "revision": spec.revision
+    }  # fmt: skip
+    if spec.init == "random":
+        pieces = [*pieces]
+
+        def receive(names: Sequence[str], whole: Tensor) -> None:
+            kept.update({name: whole for name in names if export and name in aside})
+            own = [(name, piece) for name, piece in pieces if name in names]
+            fill(own, StoredTensors(dict.fromkeys(names, whole)))
+
+        values = drawn(spec.source, receive, seed=spec.seed, **source)
+        pieces = [(name, piece) for name, piece in pieces if name in adapters]
+    else:
+        values = mapped(spec.source, **source)
+    fill_aside(models[0], {**values, **kept}, keep=export)
+    weights = StoredTensors({**values, **adapters})
+    fill(pieces, weights, free=True)
+    for model in models:
+        weights.copy_buffers(model)
 
 
 def loss_of(layout: Layout) -> Finish:
@@ -230,15 +259,3 @@ def optimizer_of(spec: ModelSpec, values: OptimizerSpec, parallel: Parallel) -> 
         sum_dtype=spec.sum_dtype if several and spec.sum_dtype.itemsize > compute.itemsize else None,
         copies=parallel.copies(),
     )
-
-
-def check_pattern(model: PreTrainedModel, census: Census) -> None:
-    """Raise UserError for a family that applies part of its attention pattern by its mask alone, which
-    meshtune's attention does not get. census: of this model.
-    """
-    windows = [attention.window for block in census.blocks for attention in block.attention]
-    if hidden := mask_only_pattern(model.config, windows):
-        raise UserError(
-            f"{type(model).__name__} has {hidden}, which it does not pass to its attention function, so "
-            "packed documents can't be kept apart. Set model.attention=eager and data.packing=false."
-        )

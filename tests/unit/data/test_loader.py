@@ -251,6 +251,14 @@ def test_a_state_of_another_seed_or_other_data_is_refused(change: dict, says: st
         run(dataset, 1, state=state | change)
 
 
+@pytest.mark.parametrize("change", [{"position": "*"}, {"position": -1}, {"epoch": None}, {"epoch": 2**64}])
+def test_a_position_that_no_run_wrote_is_refused(change):
+    dataset = memory([3] * 8, seq_len=4)
+    *_, state = run(dataset, 1)
+    with pytest.raises(ValueError, match="epoch and position must be whole numbers"):
+        run(dataset, 1, state=state | change)
+
+
 def test_the_origin_names_epoch_place_and_rows() -> None:
     _, (batch,), _ = run(memory(LENGTHS, seq_len=64, packed=False), 1, gbs=4)
 

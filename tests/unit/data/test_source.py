@@ -301,6 +301,7 @@ def test_keys_that_arrow_filled_with_null_are_taken_out(tmp_path):
         ("a.json", b"[" + b"7" * 5000 + b"]", "more than 4,300 digits"),
         ("a.json", b"[" * 100_000, "nested too deeply"),
         ("a.csv", b"", "is empty"),
+        ("a.csv", b"prompt,\xff\n1,2\n", "not UTF-8 text in its first line"),
         ("a.csv", b"prompt,completion,prompt\n1,2,3\n", "names prompt more than once"),
         ("a.xlsx", b"", "has an unknown suffix"),
     ],

@@ -1,4 +1,4 @@
-"""What the tests of this room compare with."""
+"""Make the models that the tests beside it compare with."""
 
 from pathlib import Path
 

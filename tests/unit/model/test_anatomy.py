@@ -2,19 +2,16 @@ import re
 
 import pytest
 import torch
+from cases import OPT_WITHOUT_MASK
 from families import FAMILIES
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
 from meshtune.errors import UserError
-from meshtune.model.anatomy import (
-    anatomy,
-    capabilities,
-    mask_only_pattern,
-    tensor_plan,
-    traits,
-    uses_attention_interface,
-)
+from meshtune.model.anatomy import anatomy, left_out_of_loss
+from meshtune.model.attention_arguments import attention_problem, mask_only_pattern
+from meshtune.model.capabilities import capabilities, traits
+from meshtune.model.tensor_plan import tensor_plan
 
 DENSE = [
     "opt",
@@ -34,14 +31,7 @@ DENSE = [
     "arcee",
 ]
 EXPERTS = ["qwen3_moe", "mixtral", "olmoe"]
-REFUSED = {
-    "bert": "embedding is at",
-    "mamba": "recurrent",
-    "jamba": "recurrent",
-    "qwen3_next": "recurrent",
-    "xlnet": "not causal",
-    "falcon_h1": "recurrent",
-}
+REFUSED = {"bert": "not causal", "xlnet": "not causal"}
 
 
 def build(config):
@@ -80,6 +70,38 @@ def test_models_that_are_built_otherwise_are_refused_with_the_reason(model_type)
         anatomy(build(AutoConfig.for_model(model_type)))
 
 
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("nanochat", "runs model.norm more than once"),
+        ("ctrl", "changes its embeddings in place"),
+        ("gpt2", "needs more than hidden states"),
+        ("zamba2", "hidden states besides"),
+        ("granite", None),
+        ("xglm", None),
+    ],
+)
+def test_a_body_that_does_more_than_pass_hidden_states_on_is_refused_for_pipelines(model_type, why):
+    changes = {"embedding_multiplier": 12.0} if model_type == "granite" else {}
+    if (
+        model_type == "zamba2"
+    ):  # with one block that is given the embeddings too, so that none share parameters
+        changes = {"layers_block_type": ["mamba", "hybrid"], "num_hidden_layers": 2}
+    problem = traits(build(AutoConfig.for_model(model_type, **changes))).pipeline
+    assert (why in problem) if why else problem is None
+
+
+def test_a_loss_that_is_not_added_is_said():
+    small = {
+        name: value for name, value in SMALL.items() if name in AutoConfig.for_model("mixtral").to_dict()
+    }
+    plain, balanced = (
+        build(AutoConfig.for_model("mixtral", **small, output_router_logits=on)) for on in (False, True)
+    )
+    assert left_out_of_loss(plain) is None
+    assert "router_aux_loss_coef 0.001" in str(left_out_of_loss(balanced))
+
+
 def test_capabilities_say_whether_documents_can_be_packed():
     rows = {row.feature: row for row in capabilities(FAMILIES["llama"]())}
     assert rows["packing"].supported
@@ -108,7 +130,7 @@ SMALL = {
 @pytest.mark.parametrize(
     "model_type",
     [
-        "opt",
+        pytest.param("opt", marks=OPT_WITHOUT_MASK),
         "phi",
         "granite",
         "smollm3",
@@ -134,16 +156,34 @@ def test_documents_reach_the_attention_of_every_block_where_packing_is_promised(
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(model_type, **changes), attn_implementation="probe"
     )
-    assert uses_attention_interface(model)
+    assert attention_problem(model, anatomy(model)) is None
     CALLS.clear()
     ids = torch.arange(8)[None]
     model(ids, position_ids=ids, documents=((5, 3),), use_cache=False)
     assert CALLS == [((5, 3),)] * 2
 
 
-@pytest.mark.parametrize("model_type", ["bloom", "gptj", "falcon"])
-def test_families_that_compute_attention_themselves_are_not_promised_packing(model_type):
-    assert not uses_attention_interface(build(AutoConfig.for_model(model_type)))
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("bloom", "computes its attention inside"),
+        ("gptj", "computes its attention inside"),
+        ("nemotron", "do not pass keyword arguments on"),
+        ("doge", "attention_mask"),
+        ("llama4_text", "chunked_attention"),
+        ("deepseek_v32", "reads its attention mask"),
+        ("gpt_oss", None),
+    ],
+)
+def test_packing_is_promised_where_each_layer_is_given_what_it_needs(model_type, why):
+    """Before anything starts: of nemotron and doge a flag says that they take any attention function."""
+    heads = {"num_key_value_heads": 16} if model_type == "nemotron" else {}
+    config = AutoConfig.for_model(model_type, num_hidden_layers=2, **heads)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:2]
+    (row,) = [row for row in capabilities(config) if row.feature == "packing"]
+    assert row.supported == (why is None)
+    assert why is None or why in row.why
 
 
 @pytest.mark.parametrize(
@@ -211,10 +251,3 @@ def test_blocks_run_apart_where_the_body_adds_nothing_to_them(family: str, apart
     reason = traits(model).pipeline
     assert (reason is None) == apart
     assert reason is None or "data parallel (dp) and ZeRO (zero)" in reason
-
-
-def test_a_scale_of_the_embeddings_in_the_body_keeps_blocks_together() -> None:
-    config = AutoConfig.for_model("granite", hidden_size=64, num_hidden_layers=2, embedding_multiplier=12.0)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    assert "a scale" in str(traits(model).pipeline)

@@ -13,8 +13,8 @@ from transformers import (
     BloomConfig,
     GPTJConfig,
     GPTNeoConfig,
-    MambaConfig,
     Qwen3MoeConfig,
+    RwkvConfig,
 )
 
 from meshtune.model import trace as trace_module
@@ -144,7 +144,7 @@ def test_frozen_adapters_are_not_trained(frozen):
 @pytest.mark.parametrize(
     "config",
     [
-        MambaConfig(num_hidden_layers=2),
+        RwkvConfig(num_hidden_layers=2),
         GPTNeoConfig(num_layers=2, attention_types=[[["global", "local"], 1]]),
     ],
     ids=lambda c: c.model_type,

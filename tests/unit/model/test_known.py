@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, BloomConfig
 import meshtune.model.trace
 from meshtune import config
 from meshtune.errors import UserError
-from meshtune.model.anatomy import traits
+from meshtune.model.capabilities import traits
 from meshtune.model.census_cache import LoraShape, ModelNumbers, from_json, model_numbers, numbers_of
 from meshtune.model.hub import hub_errors
 from meshtune.model.lora import add_lora
@@ -73,7 +73,7 @@ def test_a_family_with_its_own_attention_keeps_it(tmp_path, cache):
     )
     found = model_numbers(str(folder), cache_dir=cache)
     assert found.attention == "eager"
-    assert not found.traits.attention
+    assert found.traits.attention == "it computes its attention inside the model"
 
 
 def test_adapters_and_frozen_parameters_are_the_engines(folder, cache, monkeypatch):
@@ -223,8 +223,8 @@ BAD = {
     "knows no model_type 'llamma'; did you mean llama": {"model_type": "llamma"},
     "is an encoder-decoder": {"model_type": "t5"},
     "not a causal language model": {"model_type": "clip"},
-    "can't be trained": {"model_type": "mamba", "num_hidden_layers": 2},
-    "mend ": {"model_type": "llama", "num_hidden_layers": 2, "hidden_act": "zork"},
+    "can't be trained": {"model_type": "xlnet", "n_layer": 2},
+    "Mend its config.json": {"model_type": "llama", "num_hidden_layers": 2, "hidden_act": "zork"},
     "can't read .*config.json": {"model_type": "llama", "num_hidden_layers": "many"},
     "set model.trust_remote_code=true": {"model_type": "zork", "auto_map": {"AutoConfig": "code.Config"}},
 }

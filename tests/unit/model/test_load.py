@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -8,12 +9,14 @@ import torch
 from families import FAMILIES, FAMILY_CASES
 from loading import load
 from model_folders import plain
+from tiny import make_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import meshtune.model.files as module
 import meshtune.model.load as load_module
 from meshtune.errors import UserError
-from meshtune.model.load import load_config, load_tokenizer, stop_tokens
+from meshtune.model.generation import generation_config, stop_tokens
+from meshtune.model.load import load_config, load_tokenizer
 from meshtune.model.trainable import embeddings_needed, freeze, grow_embeddings
 from meshtune.train.model import ModelSpec, single_model
 
@@ -230,7 +233,10 @@ def test_weights_stored_as_integers_are_named(save):
         load(str(folder), dtype=torch.float32, attention="eager")
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"eos_token_id": "end"}', '{"eos_token_id": [1, -2]}'])
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "{", '{"eos_token_id": "end"}', '{"eos_token_id": [1, -2]}', '{"output_attentions": true}'],
+)
 def test_a_broken_generation_config_is_named(text, save):
     folder = save("llama")
     (folder / "generation_config.json").write_text(text)
@@ -240,8 +246,22 @@ def test_a_broken_generation_config_is_named(text, save):
             read()
 
 
+@pytest.mark.parametrize(
+    "text",
+    ['{"min_p": 0.05}', '{"typical_p": 0.9}', '{"epsilon_cutoff": 3e-4, "do_sample": false}', '{"top_k": 5}'],
+)
+def test_a_generation_config_that_is_read_can_be_written(text, save):
+    """The settings that an export writes after the last step are checked before the first."""
+    folder = save("llama")
+    (folder / "generation_config.json").write_text(text)
+    model = load(str(folder), dtype=torch.float32, attention="eager")
+    generation_config(model, [5]).save_pretrained(folder)
+    assert json.loads((folder / "generation_config.json").read_text())["do_sample"] is True
+
+
 CONFIGS = {
     "no `model_type`": {"hidden_size": 64},
+    "names no `model_type`": {"model_type": ["llama"]},
     "can't read": {"model_type": "zork"},
     "brings its own Python code": {"model_type": "zork", "auto_map": {"AutoConfig": "code.Config"}},
     "encoder-decoder": {"model_type": "t5"},
@@ -288,6 +308,40 @@ def test_a_tokenizer_whose_library_panics_is_explained(save, monkeypatch):
     monkeypatch.setattr(load_module.AutoTokenizer, "from_pretrained", panics)
     with pytest.raises(UserError, match=r"tokenizer of .* can't be loaded: called .Option::unwrap"):
         load_tokenizer(str(save("llama")))
+
+
+def test_a_large_vocabulary_that_is_a_list_has_no_far_ids(save):
+    """Unigram's tokens have their places as ids, and special tokens the ids behind them."""
+    folder = save("llama")
+    vocabulary = [["<unk>", 0.0], *([f"t{number}", -float(number)] for number in range(120_000))]
+    model = {"type": "Unigram", "unk_id": 0, "vocab": vocabulary, "byte_fallback": False}
+    last = {"id": 120_001, "content": "<end>", "single_word": False, "lstrip": False, "rstrip": False,
+            "normalized": False, "special": True}  # fmt: skip
+    plain = dict.fromkeys(
+        ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    )
+    tree = {"version": "1.0", **plain, "added_tokens": [last], "model": model}
+    (folder / "tokenizer.json").write_text(json.dumps(tree))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    assert len(load_tokenizer(str(folder))) == 120_002
+
+
+def test_an_id_far_beyond_the_vocabulary_is_named(save):
+    folder = save("llama")
+    make_tokenizer(["a"], 270).save_pretrained(folder)
+    tree = json.loads((folder / "tokenizer.json").read_text())
+    tree["model"]["vocab"]["a"] = 2**31 - 1
+    (folder / "tokenizer.json").write_text(json.dumps(tree))
+    with pytest.raises(UserError, match=r"has 262 tokens, and one with the id 2,147,483,647"):
+        load_tokenizer(str(folder))
+
+
+def test_a_pipe_in_a_models_folder_is_named(save):
+    folder = save("llama")
+    (folder / "generation_config.json").unlink()
+    os.mkfifo(folder / "generation_config.json")
+    with pytest.raises(UserError, match=r"generation_config.json is no file"):
+        load_config(str(folder))
 
 
 def test_a_folder_that_is_no_model_is_explained(tmp_path):

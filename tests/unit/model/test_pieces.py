@@ -21,7 +21,7 @@ from meshtune.model.load import mapped, skeleton
 from meshtune.model.lora import add_lora, initial_adapters
 from meshtune.model.pieces import Piece, StoredTensors, fill
 from meshtune.model.save import save_model, save_pieces
-from meshtune.placement.share import piece
+from meshtune.placement.split import piece
 
 FP32 = torch.float32
 

@@ -5,11 +5,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import cases
-from families import FAMILIES, FAMILY_CASES, WINDOW
+from families import COMMON, FAMILIES, FAMILY_CASES, WINDOW
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
+from meshtune.attention import cuda
 from meshtune.attention.core import attend_documents
 from meshtune.attention.register import document_attention, register
 from meshtune.model.body import ATTENTION_NAMES
@@ -64,7 +66,45 @@ def test_packed_documents_equal_each_document_alone_through_eager(family, implem
         assert (own.grad - theirs.grad).norm() <= 3e-6 * theirs.grad.norm(), name
 
 
-def explicit(q, k, v, documents, scale, window=None, softcap=None):
+SINKS = {
+    "gpt_oss": {"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16,
+                "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    "granite_swa": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", SINKS)
+def test_packed_documents_of_families_with_sinks_equal_each_document_alone(model_type):
+    """Against eager attention, whose softmax is in fp32."""
+    torch.manual_seed(1)
+    eager, ours = (
+        AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(model_type, **COMMON | SINKS[model_type]), attn_implementation=implementation
+        ).to(torch.float32 if model_type == "gpt_oss" else torch.float64)  # its experts have no fp64
+        for implementation in ("eager", "meshtune")
+    )
+    for name, parameter in eager.named_parameters():
+        if "sinks" in name:
+            nn.init.normal_(parameter, std=2.0)
+    ours.load_state_dict(eager.state_dict())
+    ids = torch.randint(3, 256, (len(DOCUMENTS), SEQ))
+    out = ours(input_ids=ids, position_ids=positions(), documents=DOCUMENTS, use_cache=False).logits
+    expected = [
+        eager(input_ids=part[None], use_cache=False).logits[0]
+        for row, lengths in zip(ids, DOCUMENTS, strict=True)
+        for part in row[: sum(lengths)].split(list(lengths))
+    ]
+    found = torch.cat([row[: sum(lengths)] for row, lengths in zip(out, DOCUMENTS, strict=True)])
+    expected = torch.cat(expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=3e-6 * float(expected.abs().max()))
+    weights = torch.randn_like(found)
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for (name, theirs), own in zip(eager.named_parameters(), ours.parameters(), strict=True):
+        assert (own.grad - theirs.grad).norm() <= 2e-5 * theirs.grad.norm(), name
+
+
+def explicit(q, k, v, documents, scale, window=None, softcap=None, sinks=None):
     """The definition, with a full mask: what each token sees, written out."""
     batch, heads, seq, _ = q.shape
     ids = torch.full((batch, seq), -1)
@@ -78,7 +118,10 @@ def explicit(q, k, v, documents, scale, window=None, softcap=None):
     scores = q @ k.transpose(-1, -2) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1).nan_to_num(0)
+    scores = scores.masked_fill(~seen[:, None], float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(batch, heads, seq, 1)], -1)
+    weights = scores.softmax(-1).nan_to_num(0)[..., :seq]
     return (weights @ v).transpose(1, 2)
 
 
@@ -119,12 +162,48 @@ def test_windows_and_softcaps_over_several_blocks_equal_the_definition(window, s
 @pytest.mark.parametrize("documents", [((SEQ,),), ((13, SEQ - 13),), ((30,), (SEQ,))])
 def test_every_kernel_for_the_cpu_equals_the_definition(documents, window, kernel):
     q, k, v = tensors(SEQ, documents=documents)
-    out = attend_documents(q, k, v, documents, 0.3, 0.0, None, window, kernel).transpose(1, 2)
+    out = attend_documents(q, k, v, documents, 0.3, 0.0, None, window, kernel=kernel).transpose(1, 2)
     expected = explicit(q, k, v, documents, 0.3, window)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     got = torch.autograd.grad(out.square().sum(), (q, k, v))
     for ours, theirs in zip(got, torch.autograd.grad(expected.square().sum(), (q, k, v)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "recompute"),
+    [("fused", False), ("plain", False), (None, True)],
+    ids=["fused", "plain", "again"],
+)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (WINDOW, None), (None, 1.5)])
+@pytest.mark.parametrize("documents", [((SEQ,),), DOCUMENTS])
+def test_a_sink_takes_its_share_of_every_query(documents, window, softcap, kernel, recompute):
+    q, k, v = tensors(SEQ, documents=documents)
+    sinks = torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=q.dtype, requires_grad=True)
+    if recompute:
+        out, _ = document_attention(
+            nn.Module(), q, k, v, None, documents=documents, scaling=0.3, sliding_window=window,
+            softcap=softcap, s_aux=sinks, recompute=True,
+        )  # fmt: skip
+    else:
+        settings = (documents, 0.3, 0.0, softcap, window)
+        out = attend_documents(q, k, v, *settings, kernel=kernel, sinks=sinks).transpose(1, 2)
+    expected = explicit(q, k, v, documents, 0.3, window, softcap, sinks)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    inputs = (q, k, v, sinks)
+    got = torch.autograd.grad(out.square().sum(), inputs)
+    for ours, theirs in zip(got, torch.autograd.grad(expected.square().sum(), inputs), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
+
+
+def test_flex_attention_takes_sinks_into_account(monkeypatch):
+    """Forward alone, uncompiled: on a CPU flex attention has no backward."""
+    monkeypatch.setattr(cuda, "_compiled_flex", lambda: flex_attention)
+    q, k, v = (x.detach().float() for x in tensors(SEQ))
+    sinks = torch.tensor([0.5, -2.0, 3.0, 0.0])
+    out = cuda.flex(q, k, v, DOCUMENTS, 0.3, None, WINDOW, sinks).transpose(1, 2)
+    expected = explicit(q, k, v, DOCUMENTS, 0.3, WINDOW, None, sinks)
+    torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -223,7 +302,6 @@ def test_the_kernel_under_a_private_name_still_equals_scaled_dot_product_attenti
     "bad",
     [
         {"attention_mask": torch.zeros(1)},
-        {"s_aux": torch.zeros(4)},
         {"is_causal": False},
         {"head_mask": torch.ones(4)},
         {"output_attentions": True},

@@ -3,13 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
-from families import FAMILIES, exact
+from cases import cases
+from families import COMMON, FAMILIES, exact
 from forward import summed_loss
 from ranks import run_ranks
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GraniteSWAConfig
 
 from meshtune.attention import cuda, runs
 from meshtune.attention.core import attend_documents
@@ -211,7 +212,7 @@ def test_dropout_is_repeated_by_recomputation(documents, method):
 def varlen_stand_in(
     q, k, v, query_boundaries, key_boundaries, longest_query, longest_key, *, scale, window_size
 ):
-    """What flash-attention says it computes: a run's last query stands at its last key."""
+    """Attention as flash-attention documents it: a run's last query stands at its last key."""
     outs, ends = [], zip(query_boundaries[1:].tolist(), key_boundaries[1:].tolist(), strict=True)
     start_q = start_k = 0
     for stop_q, stop_k in ends:
@@ -264,8 +265,17 @@ def test_kernels_of_cuda_are_given_the_keys_that_queries_see(window, ranks, monk
 
 def build(family):
     torch.manual_seed(1)
-    config = FAMILIES[family]()
-    return AutoModelForCausalLM.from_config(config, attn_implementation="meshtune").double().train()
+    if family == "granite_swa":  # with attention sinks
+        config = GraniteSWAConfig(
+            **COMMON, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
+        )
+    else:
+        config = FAMILIES[family]()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="meshtune").double().train()
+    for name, parameter in model.named_parameters():
+        if "sinks" in name:
+            nn.init.normal_(parameter)
+    return model
 
 
 def one_rank(family):
@@ -321,7 +331,9 @@ def assert_same_model(ranks, family, expected, loss, gradients, recompute=("none
 
 
 @TWO_AND_FOUR
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize(
+    "family", cases(["llama", "mistral", "gemma2", "granite_swa"], default=["gemma2", "granite_swa"])
+)
 def test_models_have_the_loss_and_gradients_of_one_rank(family, ranks):
     assert_same_model(ranks, family, one_rank(family), 1e-12, 1e-10)
 

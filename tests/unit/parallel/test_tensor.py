@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from cases import cases
 from families import COMMON, FAMILIES, exact
 from forward import summed_loss
 from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GraniteSWAConfig
 
 from meshtune.attention.register import register
 from meshtune.data.batch import MicroBatch
@@ -22,7 +23,7 @@ from meshtune.model.lora import add_lora
 from meshtune.parallel.mesh import Axis
 from meshtune.parallel.recompute import recompute_blocks
 from meshtune.parallel.tensor import reduce_partial, split_model, vocabulary_of
-from meshtune.placement.share import Split, piece
+from meshtune.placement.split import Split, piece
 
 register()
 
@@ -75,7 +76,11 @@ def reference(config, lora=None):
 
 
 def own_piece(whole, split, tp):
-    return whole if split.dim is None else whole.narrow(split.dim, *span(whole.shape[split.dim], tp))
+    """The part of a whole tensor that this rank has. Fused projections divide evenly."""
+    if split.dim is None:
+        return whole
+    parts = whole.split(list(split.parts or (whole.shape[split.dim],)), split.dim)
+    return torch.cat([part.narrow(split.dim, *span(part.shape[split.dim], tp)) for part in parts], split.dim)
 
 
 def span(size, tp):
@@ -122,7 +127,10 @@ def assert_same(ranks, config, lora=None, recompute="none"):
 TENSOR_FAMILIES = [family for family in FAMILIES if family != "gpt2"]
 
 
-@pytest.mark.parametrize("family", TENSOR_FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    cases(TENSOR_FAMILIES, default=["llama", "gemma3", "phi3", "gpt_neox"]),
+)
 def test_two_ranks_give_the_loss_and_gradients_of_one(family):
     assert_same(2, FAMILIES[family]())
 
@@ -131,16 +139,21 @@ OTHERS = {
     "fewer_heads_than_ranks": lambda: FAMILIES["llama"](vocab_size=250, attention_bias=True),
     "fewer_normed_heads_than_ranks": lambda: FAMILIES["qwen3"](vocab_size=250),
     "whole_heads": lambda: FAMILIES["phi3"](vocab_size=250, tie_word_embeddings=True),
+    "sinks": lambda: GraniteSWAConfig(
+        **COMMON | {"vocab_size": 250, "num_key_value_heads": 4},
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     "padding_on_the_last_rank": lambda: FAMILIES["gemma3"](vocab_size=250, pad_token_id=249),
 }
 
 
-@pytest.mark.parametrize("case", OTHERS)
+@pytest.mark.parametrize("case", cases(OTHERS, default=["fewer_heads_than_ranks", "sinks"]))
 def test_four_ranks_give_the_loss_and_gradients_of_one(case):
     assert_same(4, OTHERS[case]())
 
 
-@pytest.mark.parametrize("family", ["starcoder2", "olmo2", "llama"])
+@pytest.mark.parametrize("family", cases(["starcoder2", "olmo2", "llama"], default=["starcoder2"]))
 def test_adapters_have_the_gradients_of_one_rank(family):
     targets = ["q_proj", "k_proj", "o_proj", "lm_head", "c_proj" if family == "starcoder2" else "down_proj"]
     if family == "starcoder2":
@@ -210,6 +223,27 @@ def test_each_part_of_a_block_talks_once_on_entry_and_once_on_exit():
     assert step == {}
 
 
+def query_heads(config):
+    """Query heads that this rank's attention computes, in the first block."""
+    model, tp = build(config), tensor_axis()
+    parts = anatomy(model)
+    split_model(model, parts, tp, sequence=False)
+    attention = model.get_submodule(f"{parts.blocks}.0.{parts.attention}")
+    seen = []
+    attention.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[-1]))
+    with torch.no_grad():
+        summed_loss(model, parts, micro_batch())
+    return seen[0] // attention.head_dim
+
+
+def test_fused_projections_are_cut_by_head_and_nothing_is_gathered():
+    config = FAMILIES["phi3"]()
+    micro, _ = run_ranks(2, collectives, config, False)[0]
+    assert micro == {"allreduce_": 10 + 2}
+    assert run_ranks(2, query_heads, config) == [2, 2]  # of 4
+    assert run_ranks(4, query_heads, config) == [4] * 4  # 2 key-value heads: every rank has all
+
+
 def placed(config):
     """On one rank: shapes on meta and of real parameters, and how they are cut."""
     found = []
@@ -249,7 +283,7 @@ def test_parameters_on_meta_are_cut_like_real_ones_and_tied_ones_stay_one():
 
 @contextmanager
 def recorded():
-    """What each dropout, in the order of the calls, has set to zero."""
+    """The masks of zeros of each dropout, in the order of the calls."""
     seen, plain = [], F.dropout
 
     def dropout(x, *args, **kwargs):
@@ -302,7 +336,7 @@ DROPOUT = {
 }
 
 
-@pytest.mark.parametrize("family", DROPOUT)
+@pytest.mark.parametrize("family", cases(DROPOUT, default=["phi3", "starcoder2"]))
 def test_masks_are_equal_where_activations_are_and_differ_elsewhere(family):
     changes, whole, cut = DROPOUT[family]
     config = FAMILIES[family](**changes)

@@ -45,6 +45,7 @@ def test_what_fits_is_taken(layout):
         ("zero3x2-pp2-zb-ga4", "the gradients of weights later", "zero1x2-pp2-zb-ga4"),
         ("zero2x2-pp2-zbv-ga4", "ZeRO-2", "zero2x2-pp2-1f1b-ga4"),
         ("pp2-zb-ga4-selective", "run the block's forward every time", "pp2-zb-ga4-attention"),
+        ("tp2-sp-regather-pp2-zb-ga4", "gather the same tokens each time", "tp2-sp-regather-pp2-1f1b-ga4"),
         ("pp2-zbv-ga4-full", "run the block's forward every time", "pp2-1f1b-ga4-full"),
     ],
 )  # fmt: skip
@@ -70,11 +71,12 @@ def test_an_mlp_width_is_a_reason_of_its_own():
 
 
 def test_a_family_that_computes_attention_itself_is_told_what_works():
-    own = replace(LLAMA, name="BloomForCausalLM", attention=False, tensor="BloomForCausalLM can't be cut.")
+    inside, uncut = "it computes its attention inside the model", "BloomForCausalLM can't be cut."
+    own = replace(LLAMA, name="BloomForCausalLM", attention=inside, tensor=uncut)
 
     assert refused("dp2-zero3x2", own, attention="eager", packing=False) == []
     packed, context, tensor = refused("cp2-tp2", own, attention="eager")
-    assert "set data.packing=false" in packed
+    assert "set data.packing=false" in packed and inside in packed
     assert "leave cp out: dp, zero and pp work" in context
     assert tensor == own.tensor
 

@@ -1,4 +1,4 @@
-"""Who holds what: against counts by hand, torch's own rules, and what real ranks hold."""
+"""Compare what each rank holds with counts by hand, torch's own rules, and what real ranks hold."""
 
 import math
 import sys
@@ -24,15 +24,8 @@ from meshtune.model.trace import census, census_of
 from meshtune.parallel.mesh import Axis, join
 from meshtune.parallel.recompute import recompute_blocks
 from meshtune.parallel.tensor import split_model
-from meshtune.placement.share import (
-    coordinates,
-    group,
-    piece,
-    rank_at,
-    share,
-    stage_blocks,
-    stage_of_rank,
-)
+from meshtune.placement.share import coordinates, group, rank_at, share, stage_blocks, stage_of_rank
+from meshtune.placement.split import piece, pieces, within
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 import zero_memory
@@ -46,6 +39,19 @@ def test_pieces_are_those_of_torch_chunk(size, parts):
     expected = chunks + [[]] * (parts - len(chunks))
 
     assert [list(range(*piece(size, parts, index))) for index in range(parts)] == expected
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 4))
+def test_fused_parts_are_cut_each_by_itself_and_their_shards_have_every_element_once(sizes, tp, shards):
+    parts = torch.arange(sum(sizes)).split(sizes)
+    for index in range(tp):
+        rows = pieces(sizes, tp, index)
+        expected = [part[slice(*piece(len(part), tp, index))].tolist() for part in parts]
+        assert [list(run) for run in rows] == expected
+        local = [element for part in expected for element in part]
+        for shard in range(shards):
+            start, stop = piece(len(local), shards, shard)
+            assert [row for run in within(rows, start, stop) for row in run] == local[start:stop]
 
 
 COSTS = st.lists(st.integers(0, 9), min_size=1, max_size=9)
@@ -166,7 +172,7 @@ def test_neighbours_in_the_world_are_neighbours_in_tp():
     "family",
     cases(
         ["llama", "qwen2", "qwen3", "phi3", "olmo2", "starcoder2", "gemma3", "cohere"],
-        default=["llama", "phi3", "starcoder2"],
+        default=["llama", "phi3"],
     ),
 )
 def test_a_tensor_parallel_rank_holds_what_split_model_leaves_it(family, tp, lora):
@@ -182,8 +188,12 @@ def test_a_tensor_parallel_rank_holds_what_split_model_leaves_it(family, tp, lor
         assert found.bytes.gradients == sum(2 * p.numel() for p in model.parameters() if p.requires_grad)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])  # the last two are tied
-@pytest.mark.parametrize("text", ["pp2-1f1b", "pp2-interleaved1f1b-v2", "pp2-zbv", "pp4-gpipe"])
+@pytest.mark.parametrize(
+    "family", cases(["llama", "gpt2", "gemma2"], default=["llama", "gpt2"])
+)  # 2 are tied
+@pytest.mark.parametrize(
+    "text", cases(["pp2-1f1b", "pp2-interleaved1f1b-v2", "pp2-zbv", "pp4-gpipe"], default=["pp2-zbv"])
+)
 def test_stages_hold_the_whole_model_and_a_tied_embedding_twice(family, text):
     layout = Layout.parse(text)
     model = census(
@@ -205,7 +215,7 @@ LAYERS = {"llama": {}, "gpt2": {}, "gemma2": {"layer_types": ["sliding_attention
     "text",
     cases(
         ["mb1-ga4", "dp2-ga4", "zero1x2-ga4", "zero2x2-ga4", "zero3x2-ga4"],
-        default=["mb1-ga4", "zero1x2-ga4", "zero3x2-ga4"],
+        default=["zero1x2-ga4"],
     ),
 )
 def test_real_ranks_keep_exactly_the_bytes_of_their_shares(text):
@@ -232,6 +242,7 @@ def test_real_ranks_keep_exactly_the_bytes_of_their_shares(text):
         ("dp2-ulysses2-attention-ga2", {"all_reduce": 5, "all_to_all": 2 * 4 * 11}),
         ("tp2-ga4", {"all_reduce": 4 * 18}),
         ("tp2-sp-ga4", {"all_gather": 4 * 18, "reduce_scatter": 4 * 18}),
+        ("tp2-sp-regather-ga4", {"all_gather": 4 * (18 + 8), "reduce_scatter": 4 * 18}),
     ],
 )
 def test_messages_are_those_that_were_counted(text, expected):
@@ -259,7 +270,8 @@ def a_pass(family, text):
     config = FAMILIES[family]()
     model = AutoModelForCausalLM.from_config(config, attn_implementation="meshtune").train()
     parts, ids = anatomy(model), torch.arange(32)[None]
-    split_model(model, parts, join(layout, torch.device("cpu")).tp, sequence=layout.sp)
+    tp = join(layout, torch.device("cpu")).tp
+    split_model(model, parts, tp, sequence=layout.sp, regather=layout.sp_regather)
     recompute_blocks(model, parts, layout.recompute)
     with Messages() as messages:
         body = model.get_submodule(parts.body)
@@ -268,7 +280,9 @@ def a_pass(family, text):
     return messages.count
 
 
-@pytest.mark.parametrize(("family", "text"), [("llama", "tp2-full"), ("phi3", "tp2-sp-selective")])
+@pytest.mark.parametrize(
+    ("family", "text"), [("llama", "tp2-full"), ("phi3", "tp2-sp-selective"), ("llama", "tp2-sp-regather")]
+)
 def test_tensor_parallel_messages_are_those_of_a_real_pass(family, text):
     counted = run_ranks(2, a_pass, family, text)[0]
     expected = Counter()

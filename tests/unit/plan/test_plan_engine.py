@@ -1,4 +1,4 @@
-"""What the planner counts is what the engine does: its closed forms against the engine's own arithmetic,
+"""Compare what the planner counts with what the engine does: closed forms with the engine's own arithmetic,
 which the engine's tests hold to what real ranks have.
 """
 
@@ -177,7 +177,7 @@ def test_states_of_the_pipelines_ends_are_the_shares(family: str, method: str, t
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_states_of_all_ranks_are_the_shares_in_sum(family: str) -> None:
-    """Of alternating blocks a planner's average is no rank's, but the sum over all is the same."""
+    """Blocks alternate: the planner's average is no rank's, but the sum over all ranks is the same."""
     model = AutoModelForCausalLM.from_config(config_of(family, 6))
     for index, parameter in enumerate(model.parameters()):
         parameter.requires_grad_(index % 3 > 0 or model.config.tie_word_embeddings)

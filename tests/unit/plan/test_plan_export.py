@@ -88,7 +88,7 @@ def exported(tool: str, text: str, *settings: str) -> Exported:
 
 
 class Understood(NamedTuple):
-    """What a tool's own parser makes of its files."""
+    """Read a tool's files by its own parser."""
 
     sizes: dict[str, int]  # dp_replicate, dp_shard, cp, tp, pp
     micro_batch_size: int
@@ -868,6 +868,9 @@ SAID = [
     ("deepspeed", "dp2-mb1-ga1", ["train.compile=true"], "engine.compile()"),
     ("torchtitan", "mb1-ga1", [], "a local copy of Qwen/Qwen3-0.6B"),
     ("torchtitan", "tp2-mb1-ga1", [], "the layout runs with sp"),
+    ("torchtitan", "tp2-sp-regather-mb1-ga1", [], "regather is left out"),
+    ("megatron", "tp2-sp-mb1-ga1", [], "as the layout does with tp2-sp-regather"),
+    ("accelerate", "tp2-sp-regather-mb1-ga1", [], "sp and regather are left out"),
     ("torchtitan", "mb1-ga1-selective", [], "every second matmul"),
     ("torchtitan", "pp2-1f1b-mb1-ga2", [], "meshtune's cut may differ"),
     ("torchtitan", "mb1-ga1", ["train.reduce_dtype=bf16"], "reduces gradients in fp32"),

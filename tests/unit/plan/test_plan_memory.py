@@ -61,7 +61,11 @@ def kept(text: str, s=MEGATRON, work: Work = GPT3, seq_len: int = 2048) -> float
     tokens = layout.micro_batch_size * seq_len / layout.cp
     columns = Columns.of([layout])
     found, _ = saved_by_block(
-        s.per_token(work, seq_len), work, columns, tokens, regathers_inputs=s is MEGATRON
+        s.per_token(work, seq_len),
+        work,
+        columns,
+        tokens,
+        regathers_inputs=(s is MEGATRON) | (columns.sp_regather > 0),
     )
     return float(found[0]) / (layout.micro_batch_size * seq_len)
 
@@ -98,6 +102,16 @@ def test_sequence_parallel_here_keeps_gathered_inputs() -> None:
     work = Work.of_shape(layers=4, hidden=512, ffn=1408, heads=8, kv_heads=4, vocabulary=1000)
     rest = 20 * 512 - 4 * 512 + 4 * 256 + 8 * 1408 + 4 * 8
     assert kept("tp2-sp-mb1-ga1", EAGER, work) == 4 * 512 + (rest + 8) / 2
+    assert kept("tp2-sp-regather-mb1-ga1", EAGER, work) == (4 * 512 + rest + 8) / 2
+
+
+def test_a_stack_regathers_by_itself_or_as_the_layout_says() -> None:
+    layouts = Columns.of(
+        [Layout.parse(text) for text in ("tp2-mb1-ga1", "tp2-sp-mb1-ga1", "tp2-sp-regather")]
+    )
+    ours, megatron = engine_accounting("bf16"), engine_accounting("bf16", regathers_inputs=True)
+    assert ours.regathers(layouts).tolist() == [False, False, True]
+    assert megatron.regathers(layouts).tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize(

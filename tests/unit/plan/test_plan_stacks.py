@@ -1,4 +1,4 @@
-"""How other software keeps memory (stacks.toml), against what was published of it."""
+"""Compare how other software keeps memory (stacks.toml) with what was published of it."""
 
 from typing import Any
 

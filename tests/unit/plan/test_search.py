@@ -17,7 +17,15 @@ import pytest
 
 from meshtune.config import ClusterConfig
 from meshtune.errors import NothingFits, UserError
-from meshtune.layout import RECOMPUTE, SCHEDULES, V_SCHEDULES, VIRTUAL_SCHEDULES, Layout, PartialLayout
+from meshtune.layout import (
+    RECOMPUTE,
+    SCHEDULES,
+    V_SCHEDULES,
+    VIRTUAL_SCHEDULES,
+    ZERO_BUBBLE,
+    Layout,
+    PartialLayout,
+)
 from meshtune.placement.columns import Columns, layout_at
 from meshtune.placement.rules import Traits, refusals
 from meshtune.plan import advice, fits
@@ -127,7 +135,7 @@ def test_a_layout_in_a_column_is_predicted_as_it_is_alone(plan: Plan) -> None:
 
 
 def test_what_is_rejected_adds_up_to_what_was_considered(plan: Plan) -> None:
-    """What does not fit is counted once, by its largest part; what is refused, once for every reason."""
+    """A layout that does not fit counts once, by its largest part; a refused one, once for every reason."""
     large = [each for each in plan.rejected if each.reason.startswith("needs more than")]
     refused = [each for each in plan.rejected if each not in large]
     out = plan.considered - len(plan) - sum(each.count for each in large)
@@ -226,7 +234,7 @@ def test_the_front_of_speed_and_memory_is_beaten_by_nothing(name: str) -> None:
 
 
 def spread(layout: Layout) -> Iterator[Layout]:
-    """With fewer ranks to a sequence, as many more data ranks, and as much less accumulation."""
+    """Layouts with fewer ranks to a sequence, as many more data ranks, and as much less accumulation."""
     inner = layout.tp * layout.cp
     for tp in divisors(layout.tp):
         for cp in divisors(layout.cp):
@@ -359,11 +367,29 @@ def test_the_choice_is_the_best_of_all_that_keep_what_is_fixed() -> None:
         & (free.columns.cp == 1)
         & (free.columns.pp == 1)
         & (free.columns.recompute == 0)
+        & (free.columns.sp_regather == 0)
     )
     places = np.flatnonzero(kept)
     assert part.choice(0).layout in [layout_at(free.columns, int(place)) for place in places]
     assert part.choice(0).seconds.total <= free.seconds.total[places].min() * math.exp(TIE)
     assert len(part) == kept.sum()
+
+
+def test_inputs_are_gathered_again_only_where_they_do_not_fit_otherwise() -> None:
+    w, cluster = workload("llama-3.1-70b", 256, 8192), machines(64)
+    plan = search(w, cluster)
+    with_it = [choice for choice in plan.best(len(plan)) if choice.layout.sp_regather]
+    assert with_it
+    for choice in with_it:
+        plain = explained(w, cluster, replace(choice.layout, sp_regather=False))
+        assert not plain.fits
+        assert plain.seconds.total < choice.seconds.total
+        assert choice.layout.schedule not in ZERO_BUBBLE
+    fixed = search(w, cluster, fixed=given(ALL_AUTO | {"sp_regather": True}))
+    assert len(fixed) > len(with_it)
+    assert fixed.columns.sp_regather.all()
+    without = search(w, cluster, fixed=given(ALL_AUTO | {"sp_regather": False}))
+    assert without.considered < plan.considered and not without.columns.sp_regather.any()
 
 
 @pytest.mark.parametrize(
@@ -530,7 +556,7 @@ def test_where_only_what_is_fixed_does_not_fit_a_free_layout_is_named() -> None:
 
 
 def test_a_model_that_no_layout_takes_is_refused_with_the_reasons() -> None:
-    plan = search(little(8, attention=False), machines(4))
+    plan = search(little(8, attention="it computes its attention inside the model"), machines(4))
     assert not len(plan) and not len(plan.near.tp)
     error = fits.empty_plan_error(plan)
     assert isinstance(error, fits.Refused) and error.exit_code == 2

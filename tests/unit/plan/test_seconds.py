@@ -113,7 +113,7 @@ def test_rings_by_hand() -> None:
 
 
 def test_rows_that_are_not_whole_loads_are_slowest() -> None:
-    """Of logits over 50257 entries all three products are, the one of weights too."""
+    """A head of 50257 rows slows all three products, the one of weights too."""
     m = replace(IDEAL, misaligned=1.5, unloaded=3.0)
     aligned, mild, odd = (matmul(m, 4096, cols, 4096) / cols for cols in (50304, 50264, 50257))
     assert mild == pytest.approx(1.5 * aligned) and odd == pytest.approx(3 * aligned)
@@ -149,6 +149,13 @@ def test_tensor_parallel_sums_four_times_a_block_and_six_times_with_full_recompu
     one = tree_all_reduce(IDEAL, 2 * SEQ_LEN * 4096, 4, 4)
     assert seconds("tp4-mb1-ga1").tensor == pytest.approx(32 * 4 * one)
     assert seconds("tp4-mb1-ga1-full").tensor == pytest.approx(32 * 6 * one)
+
+
+def test_regathering_costs_two_all_gathers_of_hidden_states_in_each_block() -> None:
+    once = ring_collectives(IDEAL, 2 * SEQ_LEN * 4096, 8.0, 8.0)
+    plain, again = seconds("tp8-sp-mb1-ga4"), seconds("tp8-sp-regather-mb1-ga4")
+    assert again.tensor - plain.tensor == pytest.approx(4 * 32 * 2 * once)
+    assert again.total - plain.total == pytest.approx(4 * 32 * 2 * once)
 
 
 def test_tensor_parallel_beyond_the_node_pays_the_networks_price() -> None:

@@ -4,13 +4,15 @@ import io
 import json
 import re
 
+import pytest
+
 from meshtune.report.run.report import report_page, write_report
 
 NASTY = '</script><script>alert(1)</script><img src=x onerror=alert(2)> & "quoted"'
 
 
 class Elements(html.parser.HTMLParser):
-    """What a browser would make of a page: elements, their attributes, the text between them."""
+    """A page as a browser reads it: elements, their attributes, the text between them."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -66,6 +68,7 @@ def test_the_plots_hold_the_numbers_of_the_rows(run):
     assert [int(row["x"]) for row in rows if row["y1"]] == [0, 2, 4]
 
 
+@pytest.mark.slow
 def test_a_page_of_20_000_steps_is_small_and_its_lines_keep_their_extremes(empty, train, evaluation):
     losses = [3 + (step * 7919 % 1000) / 1000 for step in range(1, 20_001)]
     losses[4_321], losses[15_432] = 99.5, 0.125

@@ -1,4 +1,4 @@
-"""What the terminal shows of a plan, at several widths, with and without colours."""
+"""Check a plan in the terminal, at several widths, with and without colours."""
 
 import io
 from dataclasses import replace

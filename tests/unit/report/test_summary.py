@@ -1,5 +1,8 @@
 import json
 
+import pytest
+
+from meshtune.errors import UserError
 from meshtune.report.run.summary import samples_of, summarise
 
 
@@ -58,3 +61,9 @@ def test_a_sample_has_the_first_and_the_last_answer(run):
     first, second = samples_of(run)
     assert (first.prompt, first.expected, first.before, first.after) == ("2+2=", "4", "?", "4")
     assert (second.before, second.after) == ("!", "7")
+
+
+def test_a_sample_without_its_texts_is_named(empty):
+    empty.append_sample({"step": 1, "prompt": "2+2=", "answer": 4})
+    with pytest.raises(UserError, match=r"samples\.jsonl, row 1 lacks a prompt or an answer"):
+        samples_of(empty)

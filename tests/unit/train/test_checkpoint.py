@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from meshtune.errors import UserError
 from meshtune.model.pieces import Piece
-from meshtune.placement.share import piece
+from meshtune.placement.split import piece, pieces
 from meshtune.train import checkpoint
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.unpickle import read_metadata
@@ -119,10 +120,10 @@ def test_memory_is_taken_once_for_all_saves(tmp_path):
     checkpoints, tensors = Checkpoints(tmp_path), state()
     checkpoints.reserve(tensors)
     checkpoints.wait()
-    reserved = {name: buffer.data_ptr() for name, buffer in checkpoints._buffers.items()}
+    reserved = {name: buffer.data_ptr() for name, buffer in checkpoints._copies.buffers.items()}
     checkpoints.save(1, tensors, {})
     checkpoints.save(2, tensors, {})
-    assert {name: buffer.data_ptr() for name, buffer in checkpoints._buffers.items()} == reserved
+    assert {name: buffer.data_ptr() for name, buffer in checkpoints._copies.buffers.items()} == reserved
     assert reserved.keys() == tensors.keys()
 
 
@@ -144,7 +145,7 @@ def test_without_memory_for_copies_the_checkpoint_is_written_at_once_and_that_is
         checkpoints.save(1, state(1.0), {})
         assert checkpoints._writing is None
     checkpoints.save(2, state(2.0), {})
-    assert checkpoints._buffers == {}
+    assert checkpoints._copies.buffers == {}
     assert len(told) == 1
     assert "(DefaultCPUAllocator: can't allocate memory), so training waits" in told[0]
     for step in (1, 2):
@@ -208,6 +209,13 @@ def test_a_protected_step_is_never_pruned(tmp_path):
         checkpoints.save(step, state(), {}, protect={2})
     checkpoints.wait()
     assert checkpoints.steps() == [2, 4]
+
+
+def test_what_a_kill_after_a_save_left_is_pruned_by_the_run_that_resumes(tmp_path):
+    saved(tmp_path, 1, 2, 3, 4, 9, keep=9)
+    (tmp_path / "step-1").rename(tmp_path / ".tmp-gone-step-1")
+    Checkpoints(tmp_path, keep=1).prune(4, {2})
+    assert names(tmp_path) == {"step-2", "step-4", "step-9"}
 
 
 def test_steps_are_ordered_as_numbers(tmp_path):
@@ -384,10 +392,22 @@ def cut(dim: int) -> Piece:
     return Piece((7, 3), offsets, tensor.narrow(dim, start, stop - start).contiguous())
 
 
+def fused(sizes: Sequence[int]) -> Piece:
+    """This rank's rows of whole() as if matrices of these sizes were fused in it: a block of each."""
+    rows = pieces(sizes, dist.get_world_size(), dist.get_rank())
+    tensor = torch.cat([whole()[run.start : run.stop] for run in rows])
+    return Piece((7, 3), (rows[0].start, 0), tensor, rows)
+
+
 def sharded_state() -> dict[str, Tensor | Piece]:
     rank = dist.get_rank()
     one = Piece((1,), (min(rank, 1),), torch.ones(1 - min(rank, 1)))  # empty but on one rank, and tied
-    tensors: dict[str, Tensor | Piece] = {"rows": cut(0), "columns": cut(1), "all": whole()}
+    tensors: dict[str, Tensor | Piece] = {
+        "rows": cut(0),
+        "columns": cut(1),
+        "all": whole(),
+        "fused": fused((4, 2, 1)),
+    }
     return tensors | {"one": one, "the same one": one, f"of rank {rank}": torch.full((2,), rank)}
 
 
@@ -401,23 +421,23 @@ def save_sharded(folder: Path) -> None:
             checkpoints.save(step, tensors, {"seen": step})
         assert checkpoints.wait() == []
         assert checkpoints.newest_good() == 2
-        across = cut(1)
-        expected = across.tensor.clone()
-        across.tensor.zero_()
-        assert checkpoints.load(2, {"rows": across}) == {"step": 2, "seen": 2}, "cut otherwise than written"
-        assert torch.equal(across.tensor, expected)
+        for name, across in (("rows", cut(1)), ("rows", fused((3, 4))), ("fused", fused((1, 6)))):
+            expected = across.tensor.clone()
+            across.tensor.zero_()
+            assert checkpoints.load(2, {name: across}) == {"step": 2, "seen": 2}, "cut otherwise than written"
+            assert torch.equal(across.tensor, expected)
 
 
 def test_what_ranks_saved_together_one_process_reads_whole(tmp_path):
     run_ranks(2, save_sharded, tmp_path)
     for name in ("beside", "plain"):
-        read = {key: torch.zeros(7, 3) for key in ("rows", "columns", "all")}
+        read = {key: torch.zeros(7, 3) for key in ("rows", "columns", "all", "fused")}
         read |= {"one": torch.zeros(1), "the same one": torch.zeros(1)}
         read |= {f"of rank {rank}": torch.full((2,), -1) for rank in (0, 1)}
         checkpoints = Checkpoints(tmp_path / name)
         assert checkpoints.steps() == [2]
         checkpoints.load(2, read)
-        assert all(torch.equal(read[key], whole()) for key in ("rows", "columns", "all"))
+        assert all(torch.equal(read[key], whole()) for key in ("rows", "columns", "all", "fused"))
         assert [read["one"].item(), read["the same one"].item()] == [1.0, 1.0]
         assert [read[f"of rank {rank}"].tolist() for rank in (0, 1)] == [[0, 0], [1, 1]]
 

@@ -54,7 +54,7 @@ def calls_a_micro_batch(words: list[str], graphs: Graphs) -> float:
     return graphs.calls / (run.steps * run.world.layout.gradient_accumulation_steps)
 
 
-@pytest.mark.parametrize("mode", cases(list(RECOMPUTATIONS), default=["none", "selective", "full"]))
+@pytest.mark.parametrize("mode", cases(list(RECOMPUTATIONS), default=["selective", "full"]))
 def test_a_mode_compiles_its_blocks_or_is_refused(mode: str, settings: Settings, graphs: Graphs) -> None:
     words = settings(f"layout={{recompute: {mode}}}")
     if RECOMPUTATIONS[mode].block:

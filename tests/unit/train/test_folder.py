@@ -152,6 +152,16 @@ def test_a_row_whose_step_is_text_is_named(unfinished: RunDir, settings: Setting
         choose(settings)
 
 
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_a_lock_that_is_no_file_is_named(
+    make: Callable[[Path], None], unfinished: RunDir, settings: Settings
+) -> None:
+    (unfinished.path / ".lock").unlink()
+    make(unfinished.path / ".lock")
+    with pytest.raises(UserError, match=r"\.lock is no file"):
+        folder.begin(unfinished, wanted(settings), "", 6)
+
+
 def test_leftovers_of_killed_processes_go_and_logs_are_those_of_one_start(
     unfinished: RunDir, settings: Settings
 ) -> None:
@@ -160,6 +170,7 @@ def test_leftovers_of_killed_processes_go_and_logs_are_those_of_one_start(
     (unfinished.path / ".report.html.77.tmp").touch()
     (unfinished.path / ".samples.jsonl.77.tmp").touch()
     (unfinished.path / ".model.old-77").mkdir()
+    unfinished.report_file.touch()
     for start in ("first", "second"):
         log = unfinished.logs / "rank-1.log"
         log.parent.mkdir(exist_ok=True)
@@ -168,6 +179,6 @@ def test_leftovers_of_killed_processes_go_and_logs_are_those_of_one_start(
         assert not log.exists()
         assert (unfinished.logs / "before" / "rank-1.log").read_text() == f"{start} start"
     names = {path.name for path in unfinished.path.iterdir()}
-    assert names == {
+    assert names == {  # and no report of the start before: a run is finished with its own
         ".lock", "config.yaml", "plan.yaml", "metrics.jsonl", "checkpoints", "logs", "model",
     }, "a model that was being replaced has its name back"  # fmt: skip

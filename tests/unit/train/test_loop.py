@@ -24,7 +24,7 @@ from meshtune.errors import Interrupted, NonFinite, NothingFits, UserError
 from meshtune.parallel.mesh import Axis
 from meshtune.rundir import RunDir
 from meshtune.train import build, loop
-from meshtune.train.checkpoint import _size_and_hash
+from meshtune.train.checkpoint_files import size_and_hash
 
 Train = Callable[..., loop.Run]
 
@@ -261,6 +261,7 @@ def test_lora_checkpoints_and_optimizer_hold_only_what_is_trained(train: Train) 
     assert (run.folder.model / "adapter_config.json").exists()
 
 
+@pytest.mark.slow
 def test_lora_with_dropout_resumes_bit_for_bit(train: Train, tmp_path: Path) -> None:
     lasting = ("train.lr_scheduler=constant", "method=lora", "lora.dropout=0.2", "lora.r=4")
     whole = train("train.max_steps=6", f"output={tmp_path / 'whole'}", *lasting)
@@ -344,6 +345,19 @@ def test_rows_after_the_restored_checkpoint_are_removed(train: Train, tmp_path: 
     more = train("train.max_steps=6", "train.lr_scheduler=constant")
     assert [row["step"] for row in more.folder.rows("train")] == [1, 2, 3, 4, 5, 6]
     assert more.folder.rows("train")[4]["loss"] != 1.0
+
+
+def test_checkpoints_that_a_kill_kept_from_being_removed_go_on_resuming(train: Train) -> None:
+    words = ("checkpoint.every=4", "checkpoint.keep=1")
+    run = train(*words)
+    run.folder.drop_after(3)  # as if killed in the save of the last step: neither finished nor pruned
+    RunDir(run.folder.path).append({"kind": "train", "step": 4, "loss": 1.0})
+    folder = run.checkpoints.folder
+    shutil.copytree(folder / "step-4", folder / "step-2")
+    (folder / ".tmp-gone-step-1").mkdir()
+    again = train(*words)
+    assert again.folder == run.folder
+    assert [path.name for path in folder.iterdir()] == ["step-4"]
 
 
 def interrupt_after(run: loop.Run, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -498,7 +512,7 @@ def test_values_that_no_run_wrote_are_refused_with_a_sentence(change: dict[str, 
     values = json.loads((folder / "values.json").read_text()) | change
     (folder / "values.json").write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"]["values.json"] = _size_and_hash(folder / "values.json")
+    manifest["files"]["values.json"] = size_and_hash(folder / "values.json")
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError):
         train("train.max_steps=3")

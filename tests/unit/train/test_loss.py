@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, GraniteConfig, OPTConfig
 from meshtune.attention.register import register
 from meshtune.data.batch import MicroBatch
 from meshtune.model.anatomy import anatomy
-from meshtune.train.loss import head_loss, head_only
+from meshtune.model.body import head_only
+from meshtune.train.loss import head_loss
 
 register()
 

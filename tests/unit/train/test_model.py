@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from tiny import documents
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from meshtune.data.batch import Batch
 from meshtune.layout import Layout
@@ -75,3 +75,25 @@ def test_two_ranks_make_a_model_and_step_from_a_config_alone(layout: str, tmp_pa
         assert loss == pytest.approx(one[0], rel=1e-10)
         assert norm == pytest.approx(one[1], rel=1e-8)
         assert parameters == one[2] if "dp2" in layout else parameters < one[2]
+
+
+def random_pieces(folder: str, layout: str) -> list[tuple[str, tuple[int, ...], torch.Tensor]]:
+    """(Name, offsets, values) of this rank's pieces of a model with random weights."""
+    spec = ModelSpec(source=AutoConfig.from_pretrained(folder), init="random", precision="fp32", seed=3)
+    model = rank_model(spec, join(Layout.parse(layout), torch.device("cpu")), optimizer=OptimizerSpec())
+    return [(name, piece.offsets, piece.tensor.clone()) for name, piece in model.parallel.named_pieces()]
+
+
+@pytest.mark.parametrize("layout", ["tp2-sp", "zero3x2", "pp2-1f1b-ga2"])
+def test_random_weights_are_one_devices_under_any_layout(layout: str, tmp_path: Path) -> None:
+    LlamaConfig(**SHAPE, tie_word_embeddings=True).save_pretrained(tmp_path)
+    torch.manual_seed(3)
+    config = AutoConfig.from_pretrained(tmp_path)
+    whole = dict(AutoModelForCausalLM.from_config(config, dtype=torch.float32).named_parameters())
+    found = set()
+    for pieces in run_ranks(2, random_pieces, str(tmp_path), layout):
+        for name, offsets, values in pieces:
+            block = tuple(slice(at, at + size) for at, size in zip(offsets, values.shape, strict=True))
+            assert torch.equal(values, whole[name][block]), name
+            found.add(name)
+    assert found == whole.keys()

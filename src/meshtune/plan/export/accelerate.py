@@ -17,6 +17,7 @@ from meshtune.plan.export.exported import (
     not_carried_over,
     refuse,
     whole_blocks,
+    without_sequence_parallelism,
 )
 
 TOOL = "accelerate"
@@ -147,7 +148,6 @@ def fsdp_differences(tool: str, config: Config, layout: Layout) -> Iterator[str]
         )
     if layout.zero == 0 and layout.cp > 1:
         yield f"{tool} shards over the {layout.cp} context ranks, as ZeRO-2 does; the layout replicates."
-    if layout.sp:
-        yield f"{tool} splits no sequences over tensor-parallel ranks: sp is left out, activations grow."
+    yield from without_sequence_parallelism(tool, layout)
     if sharded(layout) and config.train.precision == "bf16" and config.train.reduce_dtype == "fp32":
         yield f"{tool}'s FSDP reduces gradients in bf16; train.reduce_dtype=fp32 has no key."

@@ -6,7 +6,14 @@ from typing import Any
 
 from meshtune.config import Config
 from meshtune.layout import Layout
-from meshtune.plan.export.exported import Exported, nodes, not_carried_over, refuse, warmup_steps
+from meshtune.plan.export.exported import (
+    Exported,
+    nodes,
+    not_carried_over,
+    refuse,
+    warmup_steps,
+    without_sequence_parallelism,
+)
 
 TOOL = "DeepSpeed"
 SCHEDULERS = {"cosine": "WarmupCosineLR", "linear": "WarmupDecayLR", "constant": "WarmupLR"}
@@ -134,8 +141,7 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
 
 def engine_differences(config: Config, layout: Layout) -> Iterator[str]:
     """Sentences on what DeepSpeed's engine runs differently, whichever tool starts it."""
-    if layout.sp:
-        yield "AutoTP splits no sequences over tensor-parallel ranks: sp is left out, activations grow."
+    yield from without_sequence_parallelism("AutoTP", layout)
     if layout.cp > 1:
         yield (
             "The script registers UlyssesSPAttentionHF and wraps its loader in UlyssesSPDataLoaderAdapter "

@@ -129,6 +129,16 @@ def no_attention_recompute(tool: str) -> str:
     )
 
 
+# Sequence parallelism ----------------------------------------------------------------------------------
+
+
+def without_sequence_parallelism(tool: str, layout: Layout) -> Iterator[str]:
+    """The sentence for a tool that has none, if the layout has it. tool: its name, for the sentence."""
+    if layout.sp:
+        left_out = "sp and regather are" if layout.sp_regather else "sp is"
+        yield f"{tool} splits no sequences over tensor-parallel ranks: {left_out} left out, activations grow."
+
+
 # The workload -------------------------------------------------------------------------------------------
 
 

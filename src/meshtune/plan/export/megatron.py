@@ -14,6 +14,7 @@ from meshtune.plan.export.exported import (
     row_format,
     torchrun,
 )
+from meshtune.recomputation import RECOMPUTATIONS
 
 TOOL = "Megatron-LM"
 Flags = dict[str, str | int | float | bool]  # flag -> value; True: the flag alone
@@ -185,6 +186,11 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
             )
         else:
             yield f"cp{layout.cp} over --sft's packed rows is written as ring attention (--cp-comm-type p2p)."
+    if layout.sp and not layout.sp_regather and not RECOMPUTATIONS[layout.recompute].block:
+        yield (
+            "With --sequence-parallel the backward always gathers the inputs of attention and MLP again, as "
+            f"the layout does with tp{layout.tp}-sp-regather: less memory, two more all-gathers in a block."
+        )
     if layout.recompute == "attention":
         yield (
             "recompute=attention is --recompute-modules core_attn; a fused attention kernel keeps no scores "

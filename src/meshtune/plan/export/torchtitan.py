@@ -280,6 +280,11 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
         yield f"{TOOL} shards over the {layout.cp} context ranks, as ZeRO-2 does; the layout replicates."
     if layout.tp > 1 and not layout.sp:
         yield f"{TOOL}'s Transformers backend always splits sequences with tp: the layout runs with sp."
+    if layout.sp_regather:
+        yield (
+            f"{TOOL} keeps what it gathers for attention and MLP until their backward: regather is left out, "
+            "activations grow."
+        )
     if layout.recompute == "attention":
         yield no_attention_recompute(TOOL)
     if layout.recompute == "selective":

@@ -25,7 +25,7 @@ def saved_by_block(
     tokens: Number,
     *,
     element: float = 2,
-    regathers_inputs: bool = False,
+    regathers_inputs: Number = False,
     selective: Kept | None = None,
 ) -> tuple[Number, Number]:
     """Return (saved, recomputed) bytes of an average block for one micro-batch.
@@ -36,9 +36,9 @@ def saved_by_block(
 
     per_token: bytes per token that it saves if nothing is recomputed. tokens: of the micro-batch on this
     rank (after cp). element: bytes of an element of activations. regathers_inputs: under sp, matmul inputs
-    are saved split and gathered again in the backward. selective: bytes per token that selective
-    recomputation saves; None: all matmul outputs, output and statistics of the attention core, and the
-    block's input.
+    are saved split and gathered again in the backward (`Accounting.regathers`). selective: bytes per token
+    that selective recomputation saves; None: all matmul outputs, output and statistics of the attention core,
+    and the block's input.
 
     Korthikanti et al. 2022 (arXiv:2205.05198), sections 4.2 (tp, sp) and 5 (recomputation).
     """
@@ -50,7 +50,7 @@ def saved_by_block(
     core = core + np.where(layouts.cp > 1, exchanged / layouts.tp, 0.0)
 
     def of_tokens(parts: Kept, core: Number) -> Number:
-        entering = parts.entering / (sequence_shards if regathers_inputs else 1.0)
+        entering = parts.entering / np.where(regathers_inputs, sequence_shards, 1.0)
         return tokens * (parts.outside / sequence_shards + entering + parts.inside / layouts.tp + core)
 
     everything = of_tokens(per_token, core)
@@ -176,10 +176,13 @@ def block_backward(work: Work, layouts: Columns, accounting: Accounting, sizes: 
     """Bytes of temporaries of one block's backward on a rank for one micro-batch, beside what it saved.
 
     The output's gradient [tokens, hidden], split by sp; two tensors [tokens, widest matmul input], split by
-    tp; under selective recomputation two more [tokens, hidden], split by sp.
+    tp; under selective recomputation two more [tokens, hidden], split by sp; with regather the gathered input
+    [tokens, hidden].
     """
     widths = [np.broadcast_to(matrix.cols, np.shape(sizes.tokens)) for matrix in work.matrices]
     widest = np.max(widths, axis=0)
     output_gradient = sizes.hidden_bytes / sizes.sequence_shards
     recomputed = np.where(layouts.recomputation("by_operation"), 2 * output_gradient, 0.0)
-    return output_gradient + 2 * accounting.element * sizes.tokens * widest / layouts.tp + recomputed
+    gathered = np.where(accounting.regathers(layouts), sizes.hidden_bytes, 0.0)
+    inside = 2 * accounting.element * sizes.tokens * widest / layouts.tp
+    return output_gradient + inside + recomputed + gathered

@@ -166,7 +166,7 @@ def activations_in_flight(
     selective = None if accounting.selected is None else accounting.selected.per_token(work, seq_len)
     saved_block, recomputed = saved_by_block(
         traced or accounting.saved.per_token(work, seq_len), work, layouts, sizes.tokens,
-        element=accounting.element, regathers_inputs=accounting.regathers_inputs, selective=selective,
+        element=accounting.element, regathers_inputs=accounting.regathers(layouts), selective=selective,
     )  # fmt: skip
     micro_batches = in_flight(layouts, stages.rank)
     virtual = layouts.virtual_stages

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshtune.plan.seconds.collectives import context_collectives, shard_collectives, tensor_collectives
+from meshtune.plan.seconds.collectives import (
+    context_collectives,
+    regathering,
+    shard_collectives,
+    tensor_collectives,
+)
 from meshtune.plan.seconds.gpu import BlockCompute, block_compute, launched
 from meshtune.units import Number
 
@@ -40,23 +45,26 @@ class Block:
 def block_seconds(
     work: Work, layouts: Columns, machine: Machine, seq_len: Number, document_tokens: Number
 ) -> Block:
-    """Seconds of one block and one micro-batch; half of the tp and cp collectives fall to each pass.
+    """Seconds of one block and one micro-batch; half of the tp and cp collectives fall to each pass,
+    those of `sp_regather` to the backward.
 
     document_tokens: mean length of the documents that tokens attend in, at most seq_len.
     """
     compute = block_compute(work, layouts, machine, seq_len, document_tokens)
     backward_launches = np.where(layouts.recomputation("block"), 3, 2) * machine.host_block
     forward = launched(compute.forward, machine.host_block, machine)
-    backward = launched(compute.backward + compute.recomputation, backward_launches, machine)
+    computing_backward = launched(compute.backward + compute.recomputation, backward_launches, machine)
     tensor = tensor_collectives(work, layouts, machine, seq_len)
     context = context_collectives(work, layouts, machine, seq_len)
     per_pass = (tensor + context) / 2
+    again = regathering(work, layouts, machine, seq_len)
+    backward = computing_backward + per_pass + again
     return Block(
         compute=compute,
         forward=forward + per_pass,
-        backward=backward + per_pass,
-        launches=forward + backward - compute.total,
-        tensor=tensor,
+        backward=backward,
+        launches=forward + computing_backward - compute.total,
+        tensor=tensor + again,
         context=context,
-        sharding=shard_collectives(work, layouts, machine, forward + per_pass, backward + per_pass),
+        sharding=shard_collectives(work, layouts, machine, forward + per_pass, backward),
     )

@@ -101,6 +101,16 @@ def tensor_collectives(work: Work, layouts: Columns, machine: Machine, seq_len: 
     return 2 * all_reduce * (2 + repeated) * (1 - machine.tensor_overlap)
 
 
+def regathering(work: Work, layouts: Columns, machine: Machine, seq_len: Number) -> Number:
+    """Exposed seconds to gather the inputs of attention and MLP again (`sp_regather`) in one block's backward
+    for one micro-batch: two all-gathers, which the matmuls that need them wait for.
+    """
+    hidden_bytes = 2 * machine.element * layouts.rank_tokens(seq_len) * work.hidden
+    in_node = ranks_in_node(layouts.tp, 1.0, machine)
+    gathers = ring_collectives(machine, hidden_bytes, layouts.tp, in_node, count=2.0)
+    return np.where(layouts.sp_regather > 0, gathers, 0.0)
+
+
 def context_collectives(work: Work, layouts: Columns, machine: Machine, seq_len: Number) -> Number:
     """Exposed seconds of context parallelism in one block for one micro-batch; nothing of them is hidden.
 

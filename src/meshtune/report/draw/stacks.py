@@ -70,7 +70,7 @@ def _mark(mark: Mark, x: alt.X) -> list[alt.Chart]:
 
 
 def _starts(panel: Stacks, row: int) -> list[float]:
-    """Where each part of one bar begins, in the order of panel.parts: all at 0 unless panel.stacked.
+    """The beginning of each part of one bar, in the order of panel.parts: all at 0 unless panel.stacked.
 
     row: index of the bar in panel.names.
     """

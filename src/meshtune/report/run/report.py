@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshtune.errors import UserError
+from meshtune.errors import UserError, check_file
 from meshtune.report.draw.page import page, text
 from meshtune.report.draw.picture import write
 from meshtune.report.draw.vega import NotDrawn
@@ -180,6 +180,7 @@ def _settings(run: RunDir) -> str:
     if not run.config_file.exists():
         return ""
     again = f"meshtune train {run.config_file}"
+    check_file(run.config_file)
     settings = run.config_file.read_text(encoding="utf-8", errors="replace")
     return (
         f"<section><h2>Settings</h2><p>Run it again with <code>{text(again)}</code></p>"

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from meshtune.errors import UserError
 from meshtune.rundir import Row, RunDir
 
 
@@ -99,9 +100,14 @@ def summarise(run: RunDir) -> Summary:
 
 
 def samples_of(run: RunDir) -> list[Sample]:
-    """Each sampled prompt once, in the order of first answers, with its first and its last answer."""
+    """Each sampled prompt once, in the order of first answers, with its first and its last answer.
+
+    Raises UserError for a row without the two texts.
+    """
     rows_of_prompt: dict[str, list[Row]] = {}
-    for row in run.samples():
+    for number, row in enumerate(run.samples(), 1):
+        if not isinstance(row.get("prompt"), str) or not isinstance(row.get("answer"), str):
+            raise UserError(f"{run.samples_file}, row {number} lacks a prompt or an answer; remove it.")
         rows_of_prompt.setdefault(row["prompt"], []).append(row)
     return [
         Sample(

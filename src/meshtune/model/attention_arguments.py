@@ -1,0 +1,206 @@
+"""Find out what a family gives to its attention function, and whether meshtune's attention can take it.
+
+    attention_problem(model)   asked of a forward on meta, in which each layer's attention reports
+
+transformers' flag `_supports_attention_backend` alone is not enough: some families that have it drop keyword
+arguments on the way, pass a mask of their own, or add arguments that change the result.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel, masking_utils
+from transformers.masking_utils import AttentionMaskInterface
+
+from meshtune.model.anatomy import Anatomy
+from meshtune.model.mixers import find_attentions, separate_documents
+
+PROBE = "meshtune_probe"
+
+# Arguments that families pass besides and that change nothing here.
+HARMLESS = {
+    "position_ids",  # already in the rotary embedding; the documents say where positions restart
+    "position_embeddings",
+    "cache_position",
+    "num_items_in_batch",
+    "output_router_logits",
+}
+# Arguments that change nothing only if they are False.
+MUST_BE_OFF = {
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "head_mask",
+    "past_key_values",
+    "return_dict",
+}
+# Arguments of meshtune's attention itself.
+KNOWN = {"documents", "scaling", "dropout", "sliding_window", "softcap", "s_aux", "is_causal"}
+
+
+def unsupported(attention_mask: Any, is_causal: bool | None, others: Mapping[str, Any]) -> list[str]:
+    """Return the arguments that would change the result and that meshtune's attention does not know.
+
+    others: keyword arguments beside those in KNOWN; None and the HARMLESS ones pass, and those in MUST_BE_OFF
+    if they are False.
+    """
+    found = [
+        f"{name}={value!r}" if isinstance(value, bool | int | float | str) else name
+        for name, value in others.items()
+        if name not in HARMLESS and value is not None and not (name in MUST_BE_OFF and value is False)
+    ]
+    if attention_mask is not None:
+        found.append("attention_mask (describe padding by `documents`)")
+    if is_causal is False:
+        found.append("is_causal=False")
+    return found
+
+
+def no_mask(*, attention_mask: Tensor | None = None, use_vmap: bool = False, **_: Any) -> None:
+    """Build no mask: `documents`, the window and causality are all that the attention needs.
+
+    Raises NotImplementedError for what these can't express: a padding mask, or a model's own pattern laid
+    over the causal one (Hugging Face sets `use_vmap` exactly then).
+    """
+    if attention_mask is not None or use_vmap:
+        what = "an attention_mask" if attention_mask is not None else "a pattern over the causal one"
+        raise NotImplementedError(
+            f"meshtune's attention was given {what}: describe padding by `documents`, "
+            "or use model.attention=sdpa."
+        )
+
+
+# The attention in layers of other kinds (`layer_types`); None: there is none.
+ATTENTION_OF = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+ATTENTION_OF |= dict.fromkeys(("linear_attention", "conv", "mamba", "recurrent", "mlp", "moe"))
+
+
+INSIDE = "it computes its attention inside the model"
+
+
+class _Given:
+    """The arguments of each layer's attention in one forward."""
+
+    def __init__(self) -> None:
+        self.documents = object()  # the sentinel that must reach every layer
+        self.windows: list[int | None] = []
+        self.dropped = False
+        self.problems: dict[str, None] = {}
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        **given: Any,
+    ) -> tuple[Tensor, None]:
+        """Record one call, and return an output of the right shape."""
+        others = {name: argument for name, argument in given.items() if name not in KNOWN}
+        self.problems |= dict.fromkeys(unsupported(attention_mask, given.get("is_causal"), others))
+        self.dropped |= given.get("documents") is not self.documents
+        self.windows.append(given.get("sliding_window"))
+        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+def attention_problem(model: PreTrainedModel, parts: Anatomy) -> str | None:
+    """Return why meshtune's attention can't be that of `model`, as "it …"; None if it can, also where `model`
+    has no attention.
+    """
+    language: Any = model.get_submodule(parts.body)
+    if outside := _mixing_outside(model, parts):
+        return outside
+    given = _Given()
+    AttentionInterface.register(PROBE, given.attend)
+    AttentionMaskInterface.register(PROBE, no_mask)
+    probe: Any = copy.deepcopy(model)
+    probe.to(device="meta", dtype=torch.bfloat16)  # experts on meta have no fp32
+    probe.config._attn_implementation = PROBE
+    separate_documents(probe, parts.mixers)  # they get no arguments of attention
+    try:
+        _forward(probe.get_submodule(parts.body), given)
+    except Exception as error:  # each family fails in its own way on another attention function
+        inside = None if language._supports_attention_backend else INSIDE
+        if given.problems:
+            return f"it gives its attention function {', '.join(given.problems)}"
+        if "meta tensor" in str(error) or "register_meta" in str(error):
+            return inside  # it reads values, such as a router's: its flag has to do
+        if inside is None and _runs_with_a_mask(probe.get_submodule(parts.body)):
+            return "it reads its attention mask, such as to select tokens, and meshtune's attention has none"
+        reason = " ".join(str(error).split())[:120]
+        return inside or f"it can't run with another attention function ({type(error).__name__}: {reason})"
+    layers = attention_layers(probe, parts)
+    if not given.windows and layers:
+        return INSIDE
+    if len(given.windows) != layers:
+        return f"{len(given.windows)} of its {layers} layers call the registered attention function"
+    if given.problems:
+        return f"it gives its attention function {', '.join(given.problems)}"
+    if given.dropped:
+        return "its blocks do not pass keyword arguments on to their attention"
+    hidden = mask_only_pattern(model.config, given.windows)
+    return f"it has {hidden}, which it does not pass to its attention function" if hidden else None
+
+
+def _forward(body: Any, given: _Given) -> None:
+    """Run a body on meta, its layers reporting to `given`."""
+    ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
+    # transformers looks at values of positions for packed rows, and there are none on meta.
+    unpacked = patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
+    with unpacked, torch.no_grad():
+        body(input_ids=ids, use_cache=False, documents=given.documents)
+
+
+def _runs_with_a_mask(body: Any) -> bool:
+    """True if a body that failed without an attention mask runs with that of eager attention."""
+    AttentionMaskInterface.register(PROBE, masking_utils.eager_mask)
+    try:
+        _forward(body, _Given())
+    except Exception:  # it fails for another reason
+        return False
+    return True
+
+
+def _mixing_outside(model: PreTrainedModel, parts: Anatomy) -> str | None:
+    """Return what mixes tokens in the blocks of `model` besides attention and the mixers that were found."""
+    language: Any = model.get_submodule(parts.body)
+    if (model._is_stateful or language._is_stateful) and not parts.mixers:
+        return "its attention carries a state besides keys and values"
+    inside = tuple(f"{path}." for path in parts.mixers)
+    for path, module in model.get_submodule(parts.blocks).named_modules(prefix=parts.blocks):
+        if isinstance(module, nn.Conv1d) and not path.startswith(inside):
+            return f"it mixes neighbouring tokens by a convolution ({path})"
+    return None
+
+
+def attention_layers(model: PreTrainedModel, parts: Anatomy) -> int:
+    """Calls of attention in a forward: one a block, or, among recurrent ones, one a module of attention."""
+    blocks = model.get_submodule(parts.blocks)
+    return len(find_attentions(blocks)) if parts.mixers else len(list(blocks.children()))
+
+
+def mask_only_pattern(config: PretrainedConfig, windows: Sequence[int | None]) -> str | None:
+    """Return the attention pattern that a model applies only through its mask; None if there is none.
+
+    Such a pattern is named in the configuration but does not show in `windows`, the sliding_window argument
+    (tokens, or None) that the attention function gets in each layer. An attention implementation that builds
+    no mask would ignore it, and the model would be silently wrong.
+    """
+    text = config.get_text_config(decoder=True)
+    if kinds := attention_kinds(text):
+        passed = ["full_attention" if window is None else "sliding_attention" for window in windows]
+        return None if passed == kinds else f"layers of {', '.join(sorted(set(kinds)))}"
+    window = text.sliding_window if hasattr(text, "sliding_window") else None
+    return f"a sliding window of {window}" if window and not any(windows) else None
+
+
+def attention_kinds(text: PretrainedConfig) -> list[str]:
+    """Kind of each layer's attention, of those that have one; empty if the configuration names none."""
+    kinds = text.layer_types if hasattr(text, "layer_types") else None
+    found = (ATTENTION_OF.get(kind, kind) for kind in kinds or ())
+    return [kind for kind in found if kind is not None]

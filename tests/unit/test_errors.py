@@ -1,0 +1,47 @@
+"""Errors that others raise become ours, and their causes can be read."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshtune import config
+from meshtune.commands import train as command
+from meshtune.errors import NothingFits, UserError, memory_explained
+from meshtune.launch import Rank
+from meshtune.rundir import RunDir
+from meshtune.train import build
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 274877906944 bytes."),
+    ],
+)
+def test_an_allocation_that_fails_is_a_sentence(error: Exception) -> None:
+    with pytest.raises(NothingFits, match="Out of memory"), memory_explained():
+        raise error
+
+
+def test_other_errors_are_bugs_of_ours() -> None:
+    with pytest.raises(RuntimeError, match="shape"), memory_explained():
+        raise RuntimeError("shape")
+
+
+def test_the_traceback_behind_a_sentence_is_in_the_runs_log(
+    settings: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, claimed: Callable[[RunDir], None]) -> None:
+        claimed(RunDir(tmp_path / "run").create())
+        try:
+            {}["axes"]
+        except KeyError as error:
+            raise UserError("The checkpoint has no axes.") from error
+
+    monkeypatch.setattr(build, "build", fails)
+    with pytest.raises(UserError, match="no axes"):
+        command.train_rank(Rank(), config.load(None, settings()), None, False)
+    log = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    assert "KeyError: 'axes'" in log and "The checkpoint has no axes." in log
