@@ -410,12 +410,17 @@ def test_other_ranks_of_this_machine_are_found_by_their_environment_from_their_f
 
 
 STOPS_BEFORE_ITS_IMPORTS = """
-import os, signal, sys
+import os, pathlib, signal, sys, time
 if sys.argv[1] in (os.environ.get("RANK"), os.environ.get("SLURM_PROCID")):
     os.kill(os.getpid(), signal.SIGSTOP)
 from meshtune import launch
 from meshtune.errors import RankFailed
 from meshtune.watch import HangLimits
+if len(sys.argv) > 2:  # rank 0 waits: had it ended before another rank looks for it, that one would wait for long
+    folder, ranks = pathlib.Path(sys.argv[2]), int(os.environ["SLURM_NTASKS"])
+    (folder / os.environ["SLURM_PROCID"]).touch()
+    while len(list(folder.iterdir())) < ranks - 1:
+        time.sleep(0.05)
 limits = HangLimits(silent=2.0, stuck=300.0, tick=0.2, grace=1.0)
 launch.run(lambda rank: None, ranks=1, limits=limits)
 """
@@ -424,13 +429,15 @@ SILENT = r"rank {} has not answered for \d s \(its process is stopped\)"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [0, 1, 2])
-def test_a_task_of_srun_that_is_stopped_before_its_first_heartbeat_is_named(stopped: int) -> None:
+def test_a_task_of_srun_that_is_stopped_before_its_first_heartbeat_is_named(
+    stopped: int, tmp_path: Path
+) -> None:
     """Rank 0 holds the store; without it the others have no watch yet. Rank 2 is checked by rank 0."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCH"))}
     names = {"SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "3", "MASTER_ADDR": "127.0.0.1"}
-    words = [sys.executable, "-c", STOPS_BEFORE_ITS_IMPORTS, str(stopped)]
+    words = [sys.executable, "-c", STOPS_BEFORE_ITS_IMPORTS, str(stopped), str(tmp_path)]
     tasks = [
         subprocess.Popen(
             words, stderr=subprocess.PIPE, text=True,
