@@ -416,7 +416,7 @@ if sys.argv[1] in (os.environ.get("RANK"), os.environ.get("SLURM_PROCID")):
 from meshtune import launch
 from meshtune.errors import RankFailed
 from meshtune.watch import HangLimits
-if len(sys.argv) > 2:  # rank 0 waits: had it ended before another rank looks for it, that one would wait for long
+if len(sys.argv) > 2:  # had rank 0 ended before another rank looks for it, that one would wait for minutes
     folder, ranks = pathlib.Path(sys.argv[2]), int(os.environ["SLURM_NTASKS"])
     (folder / os.environ["SLURM_PROCID"]).touch()
     while len(list(folder.iterdir())) < ranks - 1:
