@@ -7,11 +7,11 @@ import statistics
 import sys
 import time
 
-from meshtune.config import ClusterConfig
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.models import models
 from meshtune.plan.search import search
 from meshtune.plan.workload import Workload
+from meshtune.sections import ClusterConfig
 
 ROUNDS = 5
 

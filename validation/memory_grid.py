@@ -52,7 +52,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from meshtune import config, launch
-from meshtune.config import ClusterConfig, Config
+from meshtune.config import Config
 from meshtune.launch import Rank
 from meshtune.layout import Layout
 from meshtune.meter.ledger import GATHERED, storage_bytes
@@ -73,6 +73,7 @@ from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
 from meshtune.precision import PRECISIONS
 from meshtune.rundir import write_text_atomically
+from meshtune.sections import ClusterConfig
 from meshtune.train import build, loop
 
 SEQ_LEN = 512

@@ -7,164 +7,79 @@ the nearest setting, or with our name of what another trainer calls so (setting_
 train/build.py: below it functions take the values they use.
 """
 
-import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from meshtune.errors import UserError, expanded
+from meshtune.errors import UserError
 from meshtune.layout import PartialLayout
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.precision import PRECISIONS, REDUCE_DTYPES
+from meshtune.sections import ClusterConfig, DataConfig, LoraConfig, ModelConfig
 from meshtune.setting_names import unknown_setting
+from meshtune.setting_types import SHORT, Fraction, NonNegative, Positive, Section, sentences, unusable
 from meshtune.yaml_tree import merge, overridden, read_yaml
 
-MOST_GPUS = 10**6
-LARGEST = 10**12  # of a setting that counts: beyond it search and arithmetic take for ever
-Positive = Annotated[int, Field(ge=1, le=LARGEST)]
-NonNegative = Annotated[int, Field(ge=0, le=2**63 - 1)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-PATHS = ("model.name", "data.train", "data.eval", "data.cache", "data.chat_template", "cluster", "output")
-SHORT = reprlib.Repr()  # of a value in an error
-SHORT.maxstring = SHORT.maxother = 200
 TABLES = {
     "precision": PRECISIONS,
     "reduce_dtype": REDUCE_DTYPES,
     "optimizer": OPTIMIZERS,
 }  # of train
-Format = Literal["auto", "text", "prompt-completion", "alpaca", "messages", "sharegpt", "tokens"]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-
-class ModelConfig(Section):
-    """The model to train, and how it is loaded."""
-
-    name: str = Field(min_length=1, description="hub id or local folder")
-    init: Literal["pretrained", "random"] = "pretrained"
-    attention: Literal["auto", "meshtune", "sdpa", "eager"] = "auto"
-    revision: str | None = None
-    trust_remote_code: bool = False
-    freeze: tuple[str, ...] = Field(
-        default=(), description="patterns of parameter names, such as model.embed_tokens.*"
-    )
-
-
-class LoraConfig(Section):
-    r: Positive = 16
-    alpha: float = Field(default=32, gt=0)
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-
-
-class SourceConfig(Section):
-    """One source of rows.
-
-    None: format, columns, roles and where are those of the data section; split is train in data.train,
-    test in data.eval.
-    """
-
-    path: str = Field(min_length=1)
-    weight: float = Field(default=1.0, gt=0, description="passes through this source per epoch")
-    split: str | None = None
-    format: Format | None = None
-    columns: dict[str, str] | None = None
-    roles: dict[str, str] | None = None
-    where: dict[str, bool | int | float | str] | None = None
-
-
-Sources = tuple[SourceConfig, ...]
-
-
-class DataConfig(Section):
-    train: Sources = ()
-    eval: Sources = ()
-    eval_split: float = Field(
-        default=0, ge=0, description="held-out documents: below 1 a fraction of all, else their number"
-    )
-    format: Format = "auto"
-    columns: dict[str, str] = {}
-    roles: dict[str, str] = Field(default={}, description="their role: ours, such as bot: assistant")
-    where: dict[str, bool | int | float | str] = Field(
-        default={}, description="rows to train on, by a column's value; the others are left out and counted"
-    )
-    chat_template: str | None = Field(
-        default=None,
-        description="none, a built-in's name, training or a file; null: the tokenizer's own",
-    )
-    chat_template_kwargs: dict[str, bool | int | float | str] = Field(
-        default={}, description="variables of the chat template, such as enable_thinking: false"
-    )
-    separator: str = Field(
-        default="\n", description="between prompt and completion where no chat template is in force"
-    )
-    seq_len: Annotated[int, Field(ge=2)] = 2048
-    mean_document_tokens: float | None = Field(
-        default=None, gt=0, description="length of a token's document, averaged over tokens; null: seq_len"
-    )
-    packing: bool = True
-    train_on: Literal["assistant", "completion", "all"] = "completion"
-    split_turns: bool = Field(
-        default=False, description="each assistant turn is a row, rendered as when it is generated"
-    )
-    overlong: Literal["cut", "drop", "error"] = "cut"
-    on_bad_row: Literal["error", "skip"] = "error"
-    streaming: bool = False
-    cache: str = Field(default="~/.cache/meshtune", description="folder of the tokenised, packed data")
-
-    @field_validator("train", "eval", mode="before")
-    @classmethod
-    def _sources(cls, value: Any) -> Any:
-        """Accept a path, a mapping, or a list of either."""
-        sources = value if isinstance(value, list | tuple) else [] if value is None else [value]
-        return tuple({"path": source} if isinstance(source, str) else source for source in sources)
-
-    @model_validator(mode="after")
-    def _split_one_answer(self) -> "DataConfig":
-        if self.split_turns and self.train_on == "all":
-            raise UserError(
-                "data.split_turns labels the last answer of each row, data.train_on=all everything; give one."
-            )
-        return self
 
 
 class TrainConfig(Section):
+    """Batch, length, learning rate, precision and optimizer."""
+
     global_batch_size: Annotated[int, Field(ge=1, le=10**7)] | None = Field(
-        default=None, description="sequences per optimizer step; default 64"
+        default=None, description="Sequences per optimizer step, in every layout; null: 64."
     )
-    global_batch_tokens: Positive | None = Field(default=None, description="the same in tokens: / seq_len")
-    max_steps: Positive | None = None
-    num_epochs: float | None = Field(default=None, gt=0)
-    learning_rate: float = Field(default=1.0e-5, gt=0)
-    lr_scheduler: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_ratio: Fraction = 0.03
-    warmup_steps: NonNegative | None = Field(default=None, description="instead of warmup_ratio")
-    weight_decay: float = Field(default=0.0, ge=0)
-    max_grad_norm: float = Field(default=1.0, ge=0, description="0: no clipping")
-    precision: str = "bf16"
-    reduce_dtype: str = Field(default="fp32", description="gradients of several micro-batches add up in it")
-    optimizer: str = "adamw"
-    adam_betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    adam_eps: float = Field(default=1.0e-8, gt=0)
-    seed: NonNegative = 42
-    compile: bool = False
+    global_batch_tokens: Positive | None = Field(
+        default=None, description="The same in tokens, a multiple of data.seq_len."
+    )
+    max_steps: Positive | None = Field(default=None, description="Optimizer steps of the run.")
+    num_epochs: float | None = Field(default=None, gt=0, description="Passes through the data.")
+    learning_rate: float = Field(default=1.0e-5, gt=0, description="Peak learning rate.")
+    lr_scheduler: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="Course of the learning rate after warm-up."
+    )
+    warmup_ratio: Fraction = Field(
+        default=0.03, description="Share of the steps in which the learning rate rises to its peak."
+    )
+    warmup_steps: NonNegative | None = Field(
+        default=None, description="The same in steps, instead of warmup_ratio."
+    )
+    weight_decay: float = Field(
+        default=0.0, ge=0, description="Decoupled weight decay of matrices; norms and biases have none."
+    )
+    max_grad_norm: float = Field(
+        default=1.0, ge=0, description="Norm that gradients are clipped to; 0: no clipping."
+    )
+    precision: str = Field(
+        default="bf16",
+        description="Compute and master dtypes: fp32, bf16 (fp32 master weights), bf16-pure or fp64.",
+    )
+    reduce_dtype: str = Field(
+        default="fp32", description="Dtype that gradients of several micro-batches add up in."
+    )
+    optimizer: str = Field(default="adamw", description="Rule of the update.")
+    adam_betas: tuple[Fraction, Fraction] = Field(
+        default=(0.9, 0.999), description="Decay of AdamW's two moments."
+    )
+    adam_eps: float = Field(default=1.0e-8, gt=0, description="Term in AdamW's denominator.")
+    seed: NonNegative = Field(
+        default=42, description="Seed of the order of samples, dropout and random weights."
+    )
+    compile: bool = Field(default=False, description="Compile the blocks with torch.compile.")
     max_nonfinite_steps: Positive = Field(
-        default=5, description="in a row, then the run stops with exit code 4"
+        default=5,
+        description="Steps in a row without a finite loss, after which the run stops with exit code 4.",
     )
-    device: Literal["auto", "cuda", "cpu"] = "auto"
+    device: Literal["auto", "cuda", "cpu"] = Field(
+        default="auto", description="Device to train on; auto: CUDA if there is one."
+    )
 
     @field_validator("precision", "reduce_dtype", "optimizer")
     @classmethod
@@ -194,73 +109,79 @@ class TrainConfig(Section):
 
 
 class EvalConfig(Section):
-    every: NonNegative = Field(default=0, description="in steps; 0: at the end only")
-    at_start: bool = False
-    samples: NonNegative = Field(default=0, description="held-out prompts answered greedily and shown")
+    """Evaluation on held-out rows."""
+
+    every: NonNegative = Field(default=0, description="Steps between evaluations; 0: at the end only.")
+    at_start: bool = Field(default=False, description="Evaluate before the first step too.")
+    samples: NonNegative = Field(
+        default=0, description="Held-out prompts that are answered greedily and shown."
+    )
     exact_match: NonNegative = Field(
-        default=0, description="held-out prompts whose greedy answer is compared word for word"
+        default=0, description="Held-out prompts whose greedy answer is compared word for word."
     )
-    max_new_tokens: Positive = 64
+    max_new_tokens: Positive = Field(default=64, description="Longest answer, in tokens.")
     keep_best: bool = Field(
-        default=False, description="model/ is the checkpoint with the lowest evaluation loss"
+        default=False, description="Export the checkpoint with the lowest evaluation loss as model/."
     )
-    early_stopping: NonNegative = Field(default=0, description="evaluations without a better loss; 0: never")
+    early_stopping: NonNegative = Field(
+        default=0, description="Evaluations without a lower loss, after which the run stops; 0: never."
+    )
 
 
 class CheckpointConfig(Section):
-    every: NonNegative = Field(default=100, description="in steps; 0: at the end only")
-    keep: Positive = 3
-    async_save: bool = True
-    save_on_signal: bool = True
-    resume: Literal["auto", "never"] = "auto"
+    """Checkpoints, and going on from them."""
 
-
-class LogConfig(Section):
-    every: Positive = 1
-    to: tuple[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"], ...] = (
-        "console",
-        "jsonl",
-        "tensorboard",
+    every: NonNegative = Field(default=100, description="Steps between checkpoints; 0: at the end only.")
+    keep: Positive = Field(default=3, description="Newest checkpoints that are kept.")
+    async_save: bool = Field(
+        default=True, description="Write while training goes on, from a copy in host memory."
+    )
+    save_on_signal: bool = Field(
+        default=True, description="On SIGTERM or SIGINT finish the step, save, and exit with 75."
+    )
+    resume: Literal["auto", "never"] = Field(
+        default="auto", description="Continue the unfinished run in the output folder."
     )
 
 
-class ClusterConfig(Section):
-    """The machines; a setting left out has the value of the GPU kind's usual machine (plan/hardware.toml)."""
+class LogConfig(Section):
+    """Rows of the run, and the dashboards that get them."""
 
-    gpu: str | None = Field(default=None, description="a kind of the catalogue; null: this machine's GPUs")
-    gpus: Annotated[int, Field(ge=1, le=MOST_GPUS)] | None = None
-    gpus_per_node: Annotated[int, Field(ge=1, le=MOST_GPUS)] | None = None
-    memory_gib: float | None = Field(default=None, gt=0, description="of each GPU")
-    link: float | None = Field(default=None, gt=0, description="GB/s from a GPU to the others of its node")
-    network: float | None = Field(default=None, gt=0, description="GB/s per GPU to other nodes")
-    network_share: Fraction | None = Field(default=None, description="of that, what collectives reach")
-    price_per_gpu_hour: float | None = Field(default=None, gt=0)
-    hardware: str | None = Field(default=None, description="a TOML file with more kinds of GPUs")
-    efficiency: dict[str, float] = Field(
-        default={}, description="measured efficiencies (0 to 1), by hardware.toml's names"
+    every: Positive = Field(default=1, description="Steps between two rows.")
+    to: tuple[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"], ...] = Field(
+        default=("console", "jsonl", "tensorboard"), description="Receivers of the rows."
     )
 
 
 class HubConfig(Section):
-    push_to: str | None = Field(default=None, description="hub id that model/ is uploaded to at the end")
-    private: bool = True
+    """Upload of the trained model."""
+
+    push_to: str | None = Field(default=None, description="Hub id that model/ is uploaded to at the end.")
+    private: bool = Field(default=True, description="Create the hub repository as a private one.")
 
 
 class Config(Section):
     """Every setting of a run."""
 
     model: ModelConfig
-    method: Literal["full", "lora"] = "full"
+    method: Literal["full", "lora"] = Field(
+        default="full", description="Train all weights, or low-rank adapters beside them."
+    )
     lora: LoraConfig = LoraConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
-    layout: Any = "auto"  # auto, a layout string, or a mapping of layout.Layout's fields
-    cluster: ClusterConfig | str = "auto"  # auto, a YAML file that has the section, or the section
+    layout: Any = Field(
+        default="auto",
+        description="Parallel layout: auto, a layout string, or a mapping of its fields, each may be auto.",
+    )
+    cluster: ClusterConfig | str = Field(
+        default="auto", description="Machines: auto, a YAML file that has the section, or the section."
+    )
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     hub: HubConfig = HubConfig()
-    output: str = "runs/run"
+    output: str = Field(default="runs/run", description="Run folder.")
 
     @field_validator("layout")
     @classmethod
@@ -322,7 +243,7 @@ def _cluster_config(tree: Mapping[str, Any]) -> ClusterConfig:
     try:
         return ClusterConfig.model_validate(tree)
     except ValidationError as error:
-        raise UserError(sentences(error, "cluster")) from None
+        raise UserError(sentences(error, unknown_key, "cluster")) from None
 
 
 def load(
@@ -351,59 +272,7 @@ def load(
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise UserError(sentences(error)) from None
-
-
-def sentences(error: ValidationError, section: str = "") -> Iterator[str]:
-    """Yield pydantic's problems as sentences with a remedy; a UserError of a validator yields its own.
-
-    section: dotted path of the section that was validated; "" for the whole tree.
-    """
-    for problem in error.errors():
-        path = [section] if section else []
-        path += [
-            str(part)
-            for part in problem["loc"]
-            if part not in ("str", "tuple[str, ...]", "literal['all-linear']")
-        ]
-        key, cause = ".".join(path), problem.get("ctx", {}).get("error")
-        if isinstance(cause, UserError):
-            yield from cause.problems
-        elif problem["type"] == "extra_forbidden":
-            yield unknown_key(path)
-        elif problem["type"] == "missing":
-            yield f"{key} is missing."
-        elif isinstance(cause, ValueError):
-            yield str(cause)
-        else:
-            message = problem["msg"][0].lower() + problem["msg"][1:]
-            yield f"{key} = {SHORT.repr(problem['input'])}: {message}."
-
-
-def unusable(value: Any, key: str = "") -> Iterator[str]:
-    """Yield a sentence for each key or text of a tree that no file name, model or encoding can take.
-
-    key: dotted name of `value`.
-    """
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            if isinstance(name, str):
-                yield from unusable(name, f"the key {name!r}")
-                yield from unusable(item, f"{key}.{name}".lstrip("."))
-            else:
-                yield f"{f'{key}: ' if key else ''}the key {name!r} is no text; write it in quotes."
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from unusable(item, f"{key}.{number}")
-    elif isinstance(value, str):
-        if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in value):
-            shown = SHORT.repr(value)
-            yield f"{key} = {shown} has a character that is no text (NUL or a broken one); remove it."
-        elif value.startswith("~") and key.startswith(PATHS):
-            try:
-                expanded(value)
-            except UserError as error:
-                yield f"{key}: {error}"
+        raise UserError(sentences(error, unknown_key)) from None
 
 
 def unknown_key(path: Sequence[str]) -> str:

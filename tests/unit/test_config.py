@@ -1,13 +1,17 @@
 """The settings tree: strict, said all at once, replayable."""
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
 from meshtune import config
+from meshtune.config import Config
 from meshtune.errors import UserError
 
 
@@ -154,3 +158,24 @@ def test_a_config_without_end_is_refused(make: Callable[[Path], None], tmp_path:
 def test_a_value_that_a_reader_can_not_take_is_a_sentence(value: str) -> None:
     with pytest.raises(UserError):
         config.load(None, ["model.name=x", f"method={value}"])
+
+
+def described(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, description) of each setting of `section` and of the sections in it."""
+    for name, info in section.model_fields.items():
+        kinds = [info.annotation, *get_args(info.annotation)]
+        kinds += [inner for kind in kinds for inner in get_args(kind)]
+        sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if info.description is not None or not sections:
+            yield f"{prefix}{name}", info.description or ""
+        for inner in sections:
+            assert inner.__doc__, inner
+            yield from described(inner, f"{prefix}{name}.")
+
+
+def test_every_setting_is_described_in_one_sentence() -> None:
+    texts = dict(described(Config))
+    assert {key for key in config.keys(Config) if key not in texts} == {
+        "model", "lora", "data", "train", "eval", "checkpoint", "log", "hub"
+    }  # fmt: skip
+    assert [key for key, text in texts.items() if not re.fullmatch(r"[A-Z][^.]*(\.\S[^.]*)*\.", text)] == []

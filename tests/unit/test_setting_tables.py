@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from meshtune import config
-from meshtune.config import ClusterConfig
 from meshtune.errors import Table, UserError
 from meshtune.layout import Layout
 from meshtune.optim.optimizer import Optimizer
@@ -21,6 +20,7 @@ from meshtune.plan.search import explained
 from meshtune.plan.workload import Workload
 from meshtune.precision import DTYPE_BYTES, PRECISIONS, REDUCE_DTYPES, narrower
 from meshtune.recomputation import RECOMPUTATIONS
+from meshtune.sections import ClusterConfig
 from meshtune.train.model import ModelSpec
 
 TABLES: list[Table] = [PRECISIONS, REDUCE_DTYPES, OPTIMIZERS]  # settings of train

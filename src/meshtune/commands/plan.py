@@ -157,7 +157,7 @@ def numbers(text: str | None, option: str) -> list[int]:
 
     option: its name, for the message. Raises UserError for a word that is no number from 1 to MOST_GPUS.
     """
-    from meshtune.config import MOST_GPUS
+    from meshtune.setting_types import MOST_GPUS
 
     words = [word.strip() for word in (text or "").split(",") if word.strip()]
     digits = len(str(MOST_GPUS))

@@ -18,9 +18,10 @@ from typing import Any
 
 import psutil
 
-from meshtune.config import ClusterConfig, Config
+from meshtune.config import Config
 from meshtune.errors import UserError, check_file, expanded
 from meshtune.plan.hardware import GIGA, Gpu, catalogue, gpu_of, named
+from meshtune.sections import ClusterConfig
 from meshtune.units import GIB
 
 MARGIN = 0.04  # share of a GPU's memory that a plan leaves free

@@ -18,9 +18,10 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
-from meshtune.config import Config, SourceConfig, load
+from meshtune.config import Config, load
 from meshtune.errors import UserError, check_file, expanded
 from meshtune.rundir import RunDir, aside_pattern, write_text_atomically
+from meshtune.sections import SourceConfig
 from meshtune.train.checkpoint import Checkpoints
 
 # Settings that may change when a run is resumed. A longer or shorter run continues with the schedule of its

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from meshtune.config import Config, DataConfig, ModelConfig, SourceConfig
+from meshtune.config import Config
 from meshtune.data.encode import Encoder
 from meshtune.data.example import Source
 from meshtune.data.loader import Loader
@@ -19,6 +19,7 @@ from meshtune.model.generation import stop_tokens
 from meshtune.model.load import load_tokenizer
 from meshtune.parallel.apply import width_multiple
 from meshtune.parallel.mesh import World
+from meshtune.sections import DataConfig, ModelConfig, SourceConfig
 
 
 class Inputs(NamedTuple):

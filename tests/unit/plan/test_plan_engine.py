@@ -14,7 +14,6 @@ from cases import cases
 from families import FAMILIES
 from transformers import AutoModelForCausalLM, OPTConfig
 
-from meshtune.config import ClusterConfig
 from meshtune.errors import UserError
 from meshtune.layout import CP_METHODS, RECOMPUTE, SCHEDULES, VIRTUAL_SCHEDULES, Layout
 from meshtune.model.lora import add_lora
@@ -32,6 +31,7 @@ from meshtune.plan.memory.timeline import step_timeline
 from meshtune.plan.search import stages_of
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
+from meshtune.sections import ClusterConfig
 
 CPU = cluster_of(ClusterConfig(gpu="cpu"), gpus=64)
 SEQ_LEN = 64

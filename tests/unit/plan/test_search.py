@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshtune.config import ClusterConfig
 from meshtune.errors import NothingFits, UserError
 from meshtune.layout import (
     RECOMPUTE,
@@ -42,6 +41,7 @@ from meshtune.plan.search import Choice, Plan, explained, search
 from meshtune.plan.seconds.step import TIE, Seconds, compute_parts
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
+from meshtune.sections import ClusterConfig
 
 EVERYTHING = -1e6  # a margin that lets every layout fit
 

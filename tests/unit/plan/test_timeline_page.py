@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshtune.config import ClusterConfig
 from meshtune.layout import Layout
 from meshtune.placement.columns import Columns
 from meshtune.plan.accounting import accounting_of
@@ -15,6 +14,7 @@ from meshtune.plan.memory.timeline import EVENTS, step_timeline
 from meshtune.plan.models import models
 from meshtune.plan.search import stages_of
 from meshtune.plan.workload import Workload
+from meshtune.sections import ClusterConfig
 
 GIB = 2**30
 PAGE = Path(__file__).parents[3] / "docs" / "memory.md"

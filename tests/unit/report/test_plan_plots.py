@@ -10,7 +10,6 @@ import sys
 import numpy as np
 import pytest
 
-from meshtune.config import ClusterConfig
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.placement.rules import Traits
@@ -26,6 +25,7 @@ from meshtune.report.draw.picture import specification as picture_of
 from meshtune.report.draw.theme import LIGHT, config
 from meshtune.report.plan.panels import MOST_LAYOUTS, NO_LAYOUT, distinct, panels, short, spread
 from meshtune.report.plan.pictures import rows, write
+from meshtune.sections import ClusterConfig
 from meshtune.units import GIB
 
 SHAPE = {"layers": 16, "hidden": 2048, "ffn": 8192, "heads": 32, "kv_heads": 8, "vocabulary": 128256}

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from meshtune.config import ClusterConfig
 from meshtune.layout import Layout
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.memory.timeline import CATEGORIES, Memory
@@ -16,6 +15,7 @@ from meshtune.report.draw.colours import COLOURS, MEMORY, TIME
 from meshtune.report.plan.bars import LETTERS, Bar, blocks
 from meshtune.report.plan.numbers import seconds
 from meshtune.report.plan.tables import explanation, layouts_table, sizes_table
+from meshtune.sections import ClusterConfig
 from meshtune.units import GIB
 
 CLUSTER = cluster_of(ClusterConfig(gpu="h100-sxm", gpus=8))

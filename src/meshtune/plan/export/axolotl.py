@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from meshtune.config import Config, SourceConfig
+from meshtune.config import Config
 from meshtune.layout import Layout
 from meshtune.plan.export.accelerate import fsdp_differences, problems, sharded
 from meshtune.plan.export.arguments import SCHEDULERS, evaluation, trackers
@@ -22,6 +22,7 @@ from meshtune.plan.export.exported import (
     refuse,
     row_format,
 )
+from meshtune.sections import SourceConfig
 
 TOOL = "axolotl"
 PRECISION = {

@@ -4,11 +4,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from meshtune.config import Config, DataConfig, SourceConfig
+from meshtune.config import Config
 from meshtune.data.example import SUFFIXES, is_url
 from meshtune.data.formats import FORMATS
 from meshtune.errors import UserError
 from meshtune.layout import AXES, Layout
+from meshtune.sections import DataConfig, SourceConfig
 
 # The export to every tool writes these or refuses them itself. Anything else is refused for all, so that none
 # can leave out what it doesn't know.

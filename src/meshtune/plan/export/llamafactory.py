@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from meshtune.config import Config, SourceConfig
+from meshtune.config import Config
 from meshtune.layout import Layout
 from meshtune.plan.export import deepspeed
 from meshtune.plan.export.arguments import training_arguments
@@ -22,6 +22,7 @@ from meshtune.plan.export.exported import (
     row_format,
     whole_blocks,
 )
+from meshtune.sections import SourceConfig
 
 TOOL = "LLaMA-Factory"
 OPENAI_TAGS = {

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from textwrap import indent
 from typing import Any
 
-from meshtune.config import Config, SourceConfig
+from meshtune.config import Config
 from meshtune.layout import TORCH_SCHEDULES, V_SCHEDULES, VIRTUAL_SCHEDULES, Layout
 from meshtune.plan.export.exported import (
     Exported,
@@ -23,6 +23,7 @@ from meshtune.plan.export.exported import (
     torchrun,
     warmup_steps,
 )
+from meshtune.sections import SourceConfig
 
 TOOL = "torchtitan"
 LOOPED = (*VIRTUAL_SCHEDULES, *V_SCHEDULES)  # cut into two stages a rank

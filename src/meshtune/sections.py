@@ -1,0 +1,166 @@
+"""Sections of the settings tree that describe what is trained, on what and where; config.py has the tree."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from meshtune.errors import UserError
+from meshtune.setting_types import Format, Fraction, GpuCount, Positive, Section
+
+
+class ModelConfig(Section):
+    """The model to train, and how it is loaded."""
+
+    name: str = Field(min_length=1, description="Hub id or local folder of the model.")
+    init: Literal["pretrained", "random"] = Field(
+        default="pretrained", description="Start from the model's weights, or from random ones."
+    )
+    attention: Literal["auto", "meshtune", "sdpa", "eager"] = Field(
+        default="auto",
+        description="Attention code: ours, which packs documents, or one of transformers'; auto takes ours "
+        "where the model can.",
+    )
+    revision: str | None = Field(default=None, description="Branch, tag or commit of a hub model.")
+    trust_remote_code: bool = Field(
+        default=False, description="Run Python code that the model's repository brings."
+    )
+    freeze: tuple[str, ...] = Field(
+        default=(),
+        description="Patterns of the names of parameters that are not trained, such as model.embed_tokens.*.",
+    )
+
+
+class LoraConfig(Section):
+    """Low-rank adapters, for `method: lora`."""
+
+    r: Positive = Field(default=16, description="Rank of the two matrices beside each weight.")
+    alpha: float = Field(default=32, gt=0, description="The adapter's output is scaled by alpha / r.")
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="Share of the adapter's inputs that are dropped."
+    )
+    target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
+        default="all-linear",
+        description="Names of the linear layers that get an adapter, such as [q_proj, v_proj].",
+    )
+
+
+class SourceConfig(Section):
+    """One source of rows.
+
+    None: format, columns, roles and where are those of the data section; split is train in data.train,
+    test in data.eval.
+    """
+
+    path: str = Field(
+        min_length=1,
+        description="File, folder, pattern, URL, or hub data set (its configuration after a colon).",
+    )
+    weight: float = Field(default=1.0, gt=0, description="Passes through this source per epoch.")
+    split: str | None = Field(default=None, description="Split of a hub data set.")
+    format: Format | None = Field(default=None, description="As data.format, of this source.")
+    columns: dict[str, str] | None = Field(default=None, description="As data.columns, of this source.")
+    roles: dict[str, str] | None = Field(default=None, description="As data.roles, of this source.")
+    where: dict[str, bool | int | float | str] | None = Field(
+        default=None, description="As data.where, of this source."
+    )
+
+
+Sources = tuple[SourceConfig, ...]
+
+
+class DataConfig(Section):
+    """The rows, how they become tokens, and which of them are trained on."""
+
+    train: Sources = Field(
+        default=(), description="Training rows: a path, a source with its settings, or a list of either."
+    )
+    eval: Sources = Field(default=(), description="Held-out rows, written as data.train.")
+    eval_split: float = Field(
+        default=0,
+        ge=0,
+        description="Documents of data.train held out: below 1 a fraction of all, else their number.",
+    )
+    format: Format = Field(default="auto", description="Form of the rows; auto finds it from their columns.")
+    columns: dict[str, str] = Field(default={}, description="Column of each field, such as prompt: question.")
+    roles: dict[str, str] = Field(
+        default={}, description="Our role for each role of the rows, such as bot: assistant."
+    )
+    where: dict[str, bool | int | float | str] = Field(
+        default={},
+        description="Rows to train on, by a column's value; the others are left out and counted.",
+    )
+    chat_template: str | None = Field(
+        default=None,
+        description="One of none, a built-in's name, training, or a file; null: the tokenizer's own.",
+    )
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(
+        default={}, description="Variables of the chat template, such as enable_thinking: false."
+    )
+    separator: str = Field(
+        default="\n",
+        description="Text between prompt and completion where no chat template is in force.",
+    )
+    seq_len: Annotated[int, Field(ge=2)] = Field(default=2048, description="Length of a sequence in tokens.")
+    mean_document_tokens: float | None = Field(
+        default=None,
+        gt=0,
+        description="Length of a token's document, averaged over tokens, for the planner; null: seq_len.",
+    )
+    packing: bool = Field(
+        default=True, description="Put several documents into one sequence; they do not see each other."
+    )
+    train_on: Literal["assistant", "completion", "all"] = Field(
+        default="completion", description="Tokens whose loss counts."
+    )
+    split_turns: bool = Field(
+        default=False,
+        description="Make a row of each assistant turn, rendered as when it is generated.",
+    )
+    overlong: Literal["cut", "drop", "error"] = Field(
+        default="cut", description="Treatment of a document that is longer than seq_len."
+    )
+    on_bad_row: Literal["error", "skip"] = Field(
+        default="error", description="Treatment of a row that can't be read or rendered; skip counts them."
+    )
+    streaming: bool = Field(
+        default=False, description="Tokenise rows as they are read, without a copy on the disk."
+    )
+    cache: str = Field(default="~/.cache/meshtune", description="Folder of the tokenised, packed data.")
+
+    @field_validator("train", "eval", mode="before")
+    @classmethod
+    def _sources(cls, value: Any) -> Any:
+        """Accept a path, a mapping, or a list of either."""
+        sources = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        return tuple({"path": source} if isinstance(source, str) else source for source in sources)
+
+    @model_validator(mode="after")
+    def _split_one_answer(self) -> "DataConfig":
+        if self.split_turns and self.train_on == "all":
+            raise UserError(
+                "data.split_turns labels the last answer of each row, data.train_on=all everything; give one."
+            )
+        return self
+
+
+class ClusterConfig(Section):
+    """The machines; a setting left out has the value of the GPU kind's usual machine (plan/hardware.toml)."""
+
+    gpu: str | None = Field(
+        default=None, description="A GPU kind of the catalogue; null: this machine's GPUs."
+    )
+    gpus: GpuCount | None = Field(default=None, description="Number of GPUs.")
+    gpus_per_node: GpuCount | None = Field(default=None, description="GPUs of a node.")
+    memory_gib: float | None = Field(default=None, gt=0, description="Memory of each GPU, in GiB.")
+    link: float | None = Field(default=None, gt=0, description="GB/s from a GPU to the others of its node.")
+    network: float | None = Field(default=None, gt=0, description="GB/s per GPU to other nodes.")
+    network_share: Fraction | None = Field(
+        default=None, description="Share of `network` that collectives reach."
+    )
+    price_per_gpu_hour: float | None = Field(
+        default=None, gt=0, description="Price of a GPU for an hour, in any currency."
+    )
+    hardware: str | None = Field(default=None, description="A TOML file with more kinds of GPUs.")
+    efficiency: dict[str, float] = Field(
+        default={}, description="Measured efficiencies (0 to 1), by hardware.toml's names."
+    )
