@@ -71,8 +71,8 @@ def import_everything() -> None:
     import vl_convert  # noqa: F401
     from transformers import GPT2LMHeadModel, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3ForCausalLM  # noqa: F401
 
+    import meshtune.api.target
     import meshtune.cli
-    import meshtune.commands.target
     import meshtune.data.inspect
     import meshtune.launch
     import meshtune.model.census_cache

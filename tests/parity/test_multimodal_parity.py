@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForMultimodalLM
 
 from meshtune import config
-from meshtune.commands.export import exported
+from meshtune.api.export import exported
 from meshtune.data.batch import Batch
 from meshtune.train import build, loop
 

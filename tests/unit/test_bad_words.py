@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from meshtune.api.evaluate import evaluated
+from meshtune.api.generate import generated
 from meshtune.commands.env import env
-from meshtune.commands.evaluate import evaluated
 from meshtune.commands.export import export
-from meshtune.commands.generate import generated
 from meshtune.commands.plan import numbers, plan
 from meshtune.commands.report import report
 from meshtune.errors import UserError

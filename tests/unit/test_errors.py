@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from meshtune import config
-from meshtune.commands import train as command
+from meshtune.api import train as command
 from meshtune.errors import NothingFits, UserError, memory_explained
 from meshtune.launch import Rank
 from meshtune.rundir import RunDir
@@ -42,6 +42,6 @@ def test_the_traceback_behind_a_sentence_is_in_the_runs_log(
 
     monkeypatch.setattr(build, "build", fails)
     with pytest.raises(UserError, match="no axes"):
-        command.train_rank(Rank(), config.load(None, settings()), None, False)
+        command.train_rank(Rank(), config.load(None, settings()), None, lambda run: None)
     log = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
     assert "KeyError: 'axes'" in log and "The checkpoint has no axes." in log

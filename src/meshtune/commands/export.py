@@ -1,14 +1,11 @@
 """`meshtune export`: write a run's model as a Hugging Face folder."""
 
-import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from meshtune.commands.options import AsJson, show_json
-from meshtune.errors import UserError, expanded
 
 
 def export(
@@ -22,50 +19,7 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a Hugging Face folder from a run: the final model or a checkpoint, an adapter or merged."""
+    from meshtune.api.export import exported
+
     folder = exported(run, to, merge=merge, step=step, push_to=push_to)
     show_json({"folder": str(folder)}) if as_json else print(folder)
-
-
-def exported(name: Path, to: Path, *, merge: bool, step: int | None, push_to: str | None) -> Path:
-    """Write the folder `to` from `name`, a run or an adapter folder, upload it if asked, and return it.
-
-    merge: add the LoRA adapter to the base model's weights; else an adapter is written as an adapter. step:
-    the checkpoint to take instead of model/; None: model/, or, if there is none, the newest whole checkpoint.
-    push_to: a hub id; None: no upload. A run's model/ and an adapter folder are copied as they are, anything
-    else is loaded on the CPU.
-
-    Raises UserError if `to` exists and is not an empty folder, if `name` holds no model, if there is nothing
-    to merge, and if the hub refuses (`to` stays).
-    """
-    to = expanded(to)
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise UserError(f"{to} exists and is not empty; name a new folder.")
-    from meshtune.commands.target import open_model, target_of
-    from meshtune.layout import Layout
-    from meshtune.model.lora import merge_lora
-    from meshtune.model.pieces import whole_pieces
-    from meshtune.parallel.mesh import join
-    from meshtune.train.export import exporter_of, push
-
-    target = target_of(str(name), (), step=step)
-    config = target.config
-    adapted = target.adapted or (target.step is not None and config.method == "lora")
-    if merge and not adapted:
-        raise UserError(f"--merge: {name} holds no LoRA adapter; leave it out.")
-    if target.folder and not merge:  # as it is
-        shutil.copytree(target.folder, to, dirs_exist_ok=True)
-    else:
-        # in host memory: what several GPUs trained may fit on none of them
-        model, tokenizer, encoder = open_model(target, "cpu")
-        if merge:
-            merge_lora(model)
-        ended = target.run.rows("end") if target.run else []
-        exporter = exporter_of(
-            config, model, tokenizer, encoder, pieces=lambda: dict(whole_pieces(model)),
-            world=join(Layout(), model.device), dtype=model.dtype,
-        )  # fmt: skip
-        steps = target.step or (ended[-1].get("model_step", 0) if ended else 0)
-        replace(exporter, adapter=None if merge else exporter.adapter).write(to, steps=steps)
-    if push_to:
-        push(to, push_to, private=config.hub.private)
-    return to

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +13,6 @@ from meshtune.errors import UserError, expanded
 if TYPE_CHECKING:
     from meshtune.config import Config
     from meshtune.plan.answer import Answer
-    from meshtune.plan.workload import Workload
 
 
 def plan(
@@ -43,8 +41,6 @@ def plan(
     """
     file, overrides = split(settings)
     from meshtune import config
-    from meshtune.model.census_cache import numbers_of
-    from meshtune.plan.workload import workload_of
 
     if (explain or most) and (plot or export or gpus):
         raise UserError(
@@ -53,33 +49,27 @@ def plan(
     plot, to = plot and expanded(plot), expanded(to)
     check_outputs(plot, export)
     resolved = config.load(file, overrides)
-    workload = workload_of(resolved, numbers_of(resolved, log=notice))
     if explain:
-        explain_layout(resolved, workload, explain, as_json=as_json)
+        explain_layout(resolved, explain, as_json=as_json)
     elif most:
-        show_largest(resolved, workload, most, as_json=as_json)
+        show_largest(resolved, most, as_json=as_json)
     else:
-        best = compare_layouts(resolved, workload, numbers(gpus, "--gpus"), goal, top=top, as_json=as_json)
+        best = compare_layouts(resolved, numbers(gpus, "--gpus"), goal, top=top, as_json=as_json)
         if plot:
             draw(best, plot, compare_sizes=bool(gpus))
         if export:
             write_export(resolved, best, export, to)
 
 
-def compare_layouts(
-    config: "Config", workload: "Workload", sizes: Sequence[int], goal: str, *, top: int, as_json: bool
-) -> "Answer":
+def compare_layouts(config: "Config", gpus: Sequence[int], goal: str, *, top: int, as_json: bool) -> "Answer":
     """Print the `top` best layouts by `goal` with the reasons, and return the whole answer.
 
-    sizes: numbers of GPUs to compare; empty: the config's. Raises NothingFits if no layout fits.
+    gpus: numbers of GPUs to compare; empty: the config's. Raises NothingFits if no layout fits.
     """
-    from meshtune.model.census_cache import numbers_of
-    from meshtune.plan import answer
-    from meshtune.plan.workload import lighter_workloads
+    from meshtune.api.plan import compared
     from meshtune.report.plan import terminal
 
-    lighter = partial(lighter_workloads, config, numbers_of)
-    best = answer.ask(config, workload, sizes=sizes, goal=goal, lighter=lighter)
+    best = compared(config, gpus=gpus, goal=goal, log=notice)
     show(best.as_dict(top), terminal.answer(best, top), as_json=as_json)
     return best
 
@@ -99,28 +89,28 @@ def check_outputs(plot: Path | None, export: str | None) -> None:
         check_tool(export)
 
 
-def explain_layout(config: "Config", workload: "Workload", layout: str, *, as_json: bool) -> None:
+def explain_layout(config: "Config", layout: str, *, as_json: bool) -> None:
     """Print memory and time of one layout, part by part, and the reasons against it.
 
     layout: as text; what it leaves open, the planner chooses. Raises UserError for a text that is no layout.
     """
-    from meshtune.plan import answer
+    from meshtune.api.plan import explained
     from meshtune.report.plan import terminal
 
-    choice, against = answer.explain(config, workload, layout)
+    choice, against = explained(config, layout, log=notice)
     facts = choice.as_dict() | {"against": against}
     show(facts, terminal.explained(choice, against), as_json=as_json)
 
 
-def show_largest(config: "Config", workload: "Workload", quantity: str, *, as_json: bool) -> None:
+def show_largest(config: "Config", quantity: str, *, as_json: bool) -> None:
     """Print the largest `quantity` (model, seq_len or batch) that fits, with its best layout.
 
     Raises NothingFits if not even the smallest fits.
     """
-    from meshtune.plan import answer
+    from meshtune.api.plan import largest
     from meshtune.report.plan import terminal
 
-    value, choice = answer.largest(config, workload, quantity)
+    value, choice = largest(config, quantity, log=notice)
     facts = {quantity: value} | choice.as_dict()
     show(facts, terminal.largest(quantity, value, choice), as_json=as_json)
 

@@ -1,4 +1,4 @@
-"""A target, the model that a command works on: a run folder, a model or adapter folder, a hub id, a config.
+"""A target, the model that something works on: a run folder, a model or adapter folder, a hub id, a config.
 
 runs/x        its config.yaml, with the weights of model/ (or of a checkpoint)
 an adapter    the base model that it names, with the adapter on it

@@ -1,0 +1,61 @@
+"""Evaluate: held-out loss of a target."""
+
+from typing import Any
+
+from meshtune.errors import UserError
+
+
+def evaluated(name: str | None, overrides: list[str]) -> dict[str, Any]:
+    """The row of `eval_row`, without kind and step: held-out loss, perplexity and, if asked for, exact match.
+
+    name, overrides: as `target_of` takes them. Held-out data are data.eval, else a part of data.train
+    (data.eval_split). Raises UserError without either, and where `name` holds no model.
+    """
+    from meshtune.api.target import open_model, target_of
+    from meshtune.data.pack import Dataset
+    from meshtune.model.body import ATTENTION_NAMES
+    from meshtune.train import inputs
+    from meshtune.train.evaluate import Evaluation
+    from meshtune.train.trackers import Metrics
+
+    target = target_of(name, overrides)
+    config = target.config
+    if not config.data.eval and not config.data.eval_split:
+        raise UserError(
+            "There is nothing to evaluate on; add data.eval=FILE (or data.eval_split) to the command."
+        )
+    opened = open_model(target)
+    data = config.data
+    if opened.model.config._attn_implementation not in ATTENTION_NAMES:
+        data = data.model_copy(update={"packing": False})
+    if data.eval:  # held-out data of its own: what was trained on may be gone
+        data = data.model_copy(update={"train": data.eval, "eval": (), "eval_split": 0, "streaming": False})
+        held_out = inputs.data_of(data, opened.encoder, seed=config.train.seed).train
+        assert isinstance(held_out, Dataset), "only streaming gives a stream"
+    else:
+        held_out = inputs.data_of(data, opened.encoder, seed=config.train.seed).eval
+    evaluation = Evaluation(
+        parallel=opened.parallel,
+        tokenizer=opened.tokenizer,
+        dataset=held_out,
+        micro_batch_size=4,
+        max_new_tokens=config.eval.max_new_tokens,
+        exact_match=config.eval.exact_match,
+        stop_ids=opened.encoder.stop_ids,
+    )
+    rows = Rows()
+    evaluation.run(target.step or 0, Metrics([rows]))
+    return {key: value for key, value in rows.last.items() if key not in ("kind", "step")}
+
+
+class Rows:
+    """A tracker that keeps the last row that was logged, in `last`; {} before any."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, Any] = {}
+
+    def log(self, row: dict[str, Any]) -> None:
+        self.last = row
+
+    def close(self, *, failed: bool = False) -> None:
+        """Do nothing: there is no file or connection to close."""

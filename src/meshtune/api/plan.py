@@ -1,0 +1,43 @@
+"""Plan: predict every layout, one layout, or the largest workload that fits. Needs no GPU and no data."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from meshtune.config import Config
+from meshtune.model.census_cache import numbers_of
+from meshtune.plan import answer
+from meshtune.plan.answer import Answer
+from meshtune.plan.search import Choice
+from meshtune.plan.workload import Workload, lighter_workloads, workload_of
+
+Log = Callable[[str], None]  # gets a sentence while a model's numbers are derived
+
+
+def silent(_: str) -> None:
+    """Take a sentence that nobody wants."""
+
+
+def compared(config: Config, *, gpus: Sequence[int] = (), goal: str = "speed", log: Log = silent) -> Answer:
+    """Predict every layout on the config's cluster, or on clusters of these numbers of GPUs; choose by the
+    goal.
+
+    Raises NothingFits if no layout fits, and else as `answer.ask`.
+    """
+    lighter = partial(lighter_workloads, config, numbers_of)
+    return answer.ask(config, workload(config, log), sizes=gpus, goal=goal, lighter=lighter)
+
+
+def explained(config: Config, layout: str, *, log: Log = silent) -> tuple[Choice, list[str]]:
+    """Predict one layout; return the prediction, and reasons why it can't run. See `answer.explain`."""
+    return answer.explain(config, workload(config, log), layout)
+
+
+def largest(config: Config, quantity: str, *, log: Log = silent) -> tuple[int | str, Choice]:
+    """The largest `quantity` (model, seq_len or batch) that fits, and its best layout. Raises NothingFits if
+    not even the smallest fits.
+    """
+    return answer.largest(config, workload(config, log), quantity)
+
+
+def workload(config: Config, log: Log) -> Workload:
+    return workload_of(config, numbers_of(config, log=log))
