@@ -9,9 +9,8 @@ import pytest
 from rich.console import Console
 
 from meshtune.errors import UserError
-from meshtune.meter.rows import train_row
 from meshtune.rundir import RunDir
-from meshtune.train.trackers import ConsoleTracker, Metrics
+from meshtune.train.trackers import Metrics
 
 NUMBERS = {
     "loss": 2.5,
@@ -196,60 +195,6 @@ def test_mlflow_gets_settings_and_rows_and_a_resumed_run_goes_on(run, monkeypatc
     assert {name: value for part in params for name, value in part.items()}["train.seed"] == 1
     assert mlflow.named("start_run") == [((), {"run_name": "run"}), ((), {"run_id": "abc"})]
     assert [kwargs["step"] for _, kwargs in mlflow.named("log_metrics")] == [1, 2]
-
-
-# The terminal #
-
-
-def test_plain_lines_come_at_most_one_a_second_with_the_first_and_the_last():
-    out = console()
-    tracker = ConsoleTracker(out, total_steps=500)
-    for step in range(1, 501):  # takes some milliseconds
-        tracker.log(train_row(step=step, **NUMBERS))
-    lines = text(out).splitlines()
-    assert len(lines) <= 3
-    assert lines[0].startswith("step 1/500  loss 2.5000 · 2,000 tokens/s")
-    assert lines[-1].startswith("step 500/500")
-
-
-def test_plain_lines_hold_no_control_characters_and_stay_on_one_line():
-    out = console()
-    out.width = 30
-    ConsoleTracker(out, total_steps=1).log(train_row(step=1, **NUMBERS, peak_memory_bytes=2**30))
-    assert text(out).count("\n") == 1
-    assert text(out).strip().isprintable()
-
-
-def test_a_terminal_gets_a_bar_with_loss_speed_and_time_left_and_lines_above_it(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    out = console(terminal=True)
-    with Metrics([ConsoleTracker(out, total_steps=4)], console=out) as metrics:
-        for step in (1, 2):
-            metrics.train(step=step, **NUMBERS)
-        metrics.log_line("Saved [checkpoints] step-2.")
-        metrics.evaluate(step=2, loss=2.0, label_tokens=10, exact_match=0.25)
-    shown = text(out)
-    assert "2/4" in shown
-    assert "loss 2.5000 · 2,000 tokens/s" in shown
-    assert "left" in shown
-    assert "Saved [checkpoints] step-2.\n" in shown
-    assert "eval at step 2: loss 2.0000 · perplexity 7.389 · exact match 25.0%\n" in shown
-
-
-def test_speed_is_per_gpu_once_there_are_several():
-    out = console()
-    ConsoleTracker(out, total_steps=1, world=8).log(train_row(step=1, **NUMBERS, world=8))
-    assert "250 tokens/s/GPU" in text(out)
-
-
-def test_time_left_does_not_count_the_steps_before_a_resume(monkeypatch):
-    clock = iter([100.0, 102.0])
-    monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    out = console()
-    tracker = ConsoleTracker(out, total_steps=112, start_step=100)
-    tracker.log(train_row(step=101, **NUMBERS))
-    tracker.log(train_row(step=102, **NUMBERS))
-    assert text(out).splitlines()[-1].endswith("20 s left")  # ten steps of 2 s
 
 
 def test_metrics_import_neither_torch_nor_any_tracker(tmp_path):
