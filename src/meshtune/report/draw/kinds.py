@@ -25,6 +25,7 @@ class Series:
     role: Role  # main: full; raw: faint, behind its smoothed version; other: second colour, with dots if few
     x: tuple[float, ...]  # ascending
     y: tuple[float, ...]  # as many as x
+    colour: str | None = None  # "#rrggbb", on light and dark pages; None: the role's
 
 
 @dataclass(frozen=True)

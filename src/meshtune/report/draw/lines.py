@@ -30,9 +30,9 @@ def lines(panel: Lines) -> alt.LayerChart:
     )
     up = alt.Scale(zero=panel.from_zero, nice=5)
     names = [one.name for one in panel.series]
-    roles = [alt.ExprRef("other" if one.role == "other" else "main") for one in panel.series]
+    colours = [one.colour or alt.ExprRef("other" if one.role == "other" else "main") for one in panel.series]
     legend = alt.Legend(symbolType="stroke") if len(names) > 1 else None
-    colour = alt.Color("series:O", scale=alt.Scale(domain=names, range=roles), legend=legend)
+    colour = alt.Color("series:O", scale=alt.Scale(domain=names, range=colours), legend=legend)
     strength = alt.Opacity(
         "series:O",
         scale=alt.Scale(

@@ -1,0 +1,186 @@
+"""Several runs as one value: final figures, settings that differ, answers to the same prompts.
+
+The page, the terminal and `--json` all show this value.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshtune.errors import UserError
+from meshtune.report.draw.theme import OTHERS
+from meshtune.report.run.summary import Sample, Summary, facts_of, samples_of, summarise
+from meshtune.rundir import RunDir
+from meshtune.units import count, duration, human
+from meshtune.yaml_tree import read_yaml
+
+MOST_RUNS = len(OTHERS)  # one colour each
+NONE = "–"  # where a run has no value
+ALWAYS_DIFFERS = ("output",)  # settings
+# Facts of the "run" row that a setting says already, or that only tell how a run was started.
+KNOWN_FACTS = ("model", "method", "precision", "global_batch_size", "seq_len", "data", "resumed_from")
+# Settings that choose the held-out labels: where one differs, losses are means over other tokens.
+HELD_OUT = (
+    "model.name", "data.eval", "data.format", "data.columns", "data.chat_template", "data.train_on",
+    "data.seq_len",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Line:
+    """One figure or setting of all runs."""
+
+    name: str
+    cells: tuple[str, ...]  # a text per run; NONE where it has no value
+    best: tuple[bool, ...] = ()  # per run; (): no value is better than another
+
+
+@dataclass(frozen=True)
+class Answers:
+    """One held-out prompt with each run's last answer."""
+
+    prompt: str
+    expected: str | None
+    answers: tuple[Sample | None, ...]  # per run; None where it was not asked
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs beside each other; every tuple of cells is in the order of `names`."""
+
+    names: tuple[str, ...]
+    runs: tuple[RunDir, ...]
+    summaries: tuple[Summary, ...]
+    figures: tuple[Line, ...]
+    settings: tuple[Line, ...]  # that differ, by dotted key
+    environment: tuple[Line, ...]  # facts of the "run" rows that differ
+    samples: tuple[Answers, ...]
+    caution: str  # a sentence on figures that do not compare; "" where they do
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "runs": [{"name": n, **s.as_dict()} for n, s in zip(self.names, self.summaries, strict=True)],
+            "settings": {line.name: list(line.cells) for line in self.settings},
+            "environment": {line.name: list(line.cells) for line in self.environment},
+            "caution": self.caution,
+        }
+
+
+def compare(paths: Sequence[Path]) -> Comparison:
+    """Read two to MOST_RUNS run folders. Raises UserError for more, for fewer, and for one named twice."""
+    if not 2 <= len({path.resolve() for path in paths}) == len(paths) <= MOST_RUNS:
+        raise UserError(f"A comparison takes 2 to {MOST_RUNS} different run folders; {len(paths)} are named.")
+    runs = tuple(RunDir(path) for path in paths)
+    summaries = tuple(map(summarise, runs))
+    settings = differing([_config(run) for run in runs], leave_out=ALWAYS_DIFFERS)
+    facts = [dict(leaves(facts_of(run))) for run in runs]
+    chosen = [line.name for line in settings if line.name.startswith(HELD_OUT)]
+    compared = any(summary.last_eval_loss is not None for summary in summaries)
+    caution = (
+        f"{', '.join(chosen)} differ{'s' if len(chosen) == 1 else ''}: losses are means over different "
+        "tokens, and do not compare."
+        if chosen and compared
+        else ""
+    )
+    return Comparison(
+        names=names_of(paths),
+        runs=runs,
+        summaries=summaries,
+        figures=tuple(figures(summaries, losses_compare=not chosen)),
+        settings=tuple(settings),
+        environment=tuple(differing(facts, leave_out=KNOWN_FACTS)),
+        samples=tuple(answers_of(runs)),
+        caution=caution,
+    )
+
+
+def names_of(paths: Sequence[Path]) -> tuple[str, ...]:
+    """Names of the folders; where two have the same name, all paths as they were written."""
+    names = tuple(path.resolve().name for path in paths)
+    return names if len(set(names)) == len(names) else tuple(map(str, paths))
+
+
+def figures(summaries: Sequence[Summary], *, losses_compare: bool) -> Iterator[Line]:
+    """Yield the final figures that any run has, the most important first, with the best value of each.
+
+    losses_compare: False marks no loss and no exact match as the best.
+    """
+    low, high = (min, max) if losses_compare else (None, None)
+    rows: tuple[tuple[str, str, Callable[[Any], str], Callable[..., Any] | None], ...] = (
+        ("status", "status", str, None),
+        ("exact match", "last_exact_match", "{:.1%}".format, high),
+        ("held-out loss", "last_eval_loss", "{:.4f}".format, low),
+        ("best held-out loss", "best_eval_loss", "{:.4f}".format, low),
+        ("training loss", "last_loss", "{:.4f}".format, low),
+        ("steps", "steps", "{:,}".format, None),
+        ("steps not applied", "skipped", "{:,}".format, None),
+        ("tokens", "tokens", count, None),
+        ("time of training steps", "seconds", duration, None),
+        (_speed(summaries), "tokens_per_second_per_gpu", "{:,.0f}".format, max),
+        ("MFU", "mfu", "{:.1%}".format, max),
+        ("peak memory", "peak_memory_bytes", human, min),
+    )
+    for name, column, form, better in rows:
+        values = [getattr(summary, column) for summary in summaries]
+        known = [value for value in values if value is not None]
+        if not any(known):  # measured by no run; no step was skipped
+            continue
+        best = better(known) if better and len(set(known)) > 1 else None
+        yield Line(
+            name,
+            tuple(NONE if value is None else form(value) for value in values),
+            tuple(best is not None and value == best for value in values),
+        )
+
+
+def _speed(summaries: Sequence[Summary]) -> str:
+    """Unit of the runs' speed: per GPU if any run has several, of which tokens/s is the case of one."""
+    return max((summary.speed_unit for summary in summaries), key=len)
+
+
+def differing(trees: Sequence[Mapping[str, Any]], *, leave_out: Sequence[str]) -> list[Line]:
+    """Lines of the keys whose values are not the same in all trees. leave_out: names at the top."""
+    keys = dict.fromkeys(key for tree in trees for key in tree)
+    missing = object()
+    lines = []
+    for key in keys:
+        values = [tree.get(key, missing) for tree in trees]
+        if key.partition(".")[0] not in leave_out and any(value != values[0] for value in values):
+            lines.append(Line(key, tuple(NONE if value is missing else _written(value) for value in values)))
+    return lines
+
+
+def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, value) of each leaf of a tree of mappings and lists of mappings.
+
+    The only mapping of a list has the list's name; of several, each has its number from 1. prefix: of all
+    names, without its dot at the end.
+    """
+    if isinstance(tree, list) and tree and all(isinstance(one, Mapping) for one in tree):
+        tree = {str(number): one for number, one in enumerate(tree, 1)} if len(tree) > 1 else tree[0]
+    if isinstance(tree, Mapping) and (tree or not prefix):
+        for key, value in tree.items():
+            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, tree
+
+
+def answers_of(runs: Sequence[RunDir]) -> Iterator[Answers]:
+    """Yield each prompt that any run was asked, in the order of the first run that has it."""
+    samples = [{sample.prompt: sample for sample in samples_of(run)} for run in runs]
+    for prompt in dict.fromkeys(prompt for by_prompt in samples for prompt in by_prompt):
+        each = [by_prompt.get(prompt) for by_prompt in samples]
+        expected = next((one.expected for one in each if one and one.expected is not None), None)
+        yield Answers(prompt, expected, tuple(each))
+
+
+def _config(run: RunDir) -> dict[str, Any]:
+    """The resolved settings by dotted key; {} for a run without config.yaml."""
+    return dict(leaves(read_yaml(run.config_file))) if run.config_file.exists() else {}
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,142 @@
+"""`meshtune report A B`: what differs, which figure is best, one page."""
+
+import json
+import re
+
+import pytest
+
+from meshtune.commands.report import report
+from meshtune.errors import UserError
+from meshtune.report.compare.page import comparison_page, comparison_tables, panels
+from meshtune.report.compare.runs import compare
+from meshtune.rundir import RunDir
+
+CONFIG = """\
+model: {{name: tiny}}
+data:
+  train:
+  - {{path: a.jsonl}}
+  seq_len: {seq_len}
+train: {{learning_rate: {rate}}}
+output: runs/{rate}
+"""
+
+
+@pytest.fixture
+def other(tmp_path, train, evaluation, run) -> RunDir:
+    """A second run: twice the rate, better losses, slower, on newer versions; one of its prompts is new."""
+    run.config_file.write_text(CONFIG.format(rate=0.1, seq_len=64))
+    other = RunDir(tmp_path / "faster <b>").create()
+    other.config_file.write_text(CONFIG.format(rate=0.2, seq_len=64))
+    other.append({"kind": "run", "model": "tiny", "world": 1, "versions": {"torch": "10.0"}})
+    for row in (
+        *(train(step, loss=3.0 / step, tokens_per_second_per_gpu=50.0) for step in (1, 2, 3)),
+        evaluation(3, 1.25),
+    ):
+        other.append(row)
+    for prompt, answer in (("3+3=", "6"), ("5+5=", "11")):
+        other.append_sample({"step": 3, "prompt": prompt, "expected": None, "answer": answer})
+    return other
+
+
+def lines(of) -> dict:
+    return {line.name: line for line in of}
+
+
+def test_figures_stand_beside_each_other_and_the_best_is_marked(run, other):
+    figures = lines(compare([run.path, other.path]).figures)
+    assert figures["held-out loss"].cells == ("2.0000", "1.2500")
+    assert figures["held-out loss"].best == (False, True)
+    assert figures["tokens/s"].cells == ("200", "50")
+    assert figures["tokens/s"].best == (True, False)  # more is better
+    assert figures["exact match"].cells == ("75.0%", "–")
+    assert figures["steps"].best == (False, False)
+    assert figures["status"].cells == ("finished", "running")
+
+
+def test_settings_and_versions_that_differ_are_listed_and_no_others(run, other):
+    compared = compare([run.path, other.path])
+    assert {n: line.cells for n, line in lines(compared.settings).items()} == {
+        "train.learning_rate": ("0.1", "0.2")
+    }
+    assert lines(compared.environment)["versions.torch"].cells == ("9.9", "10.0")
+    assert not compared.caution
+
+
+def test_losses_of_other_held_out_tokens_are_not_ranked(run, other):
+    other.config_file.write_text(CONFIG.format(rate=0.1, seq_len=128))
+    compared = compare([run.path, other.path])
+    assert compared.caution.startswith("data.seq_len differs: losses are means over different tokens")
+    assert lines(compared.figures)["held-out loss"].best == (False, False)
+    assert lines(compared.figures)["tokens/s"].best == (True, False)
+
+
+def test_each_run_has_a_curve_of_its_own_colour(run, other):
+    drawn = {panel.key: panel for panel in panels(compare([run.path, other.path]))}
+    first, second = drawn["loss"].series
+    assert (first.name, second.name) == ("run", "faster <b>")
+    assert first.colour != second.colour
+    assert second.y == (3.0, 1.5, 1.0)
+    assert [one.name for one in drawn["exact_match"].series] == ["run"]
+    assert {"loss", "eval", "learning_rate", "speed"} <= drawn.keys()
+
+
+def test_long_runs_are_drawn_as_running_means(run, other, train):
+    for step in range(4, 101):
+        other.append(train(step))
+    loss = next(panel for panel in panels(compare([run.path, other.path])) if panel.key == "loss")
+    assert loss.unit == "per label token, running mean"
+    assert [len(one.x) for one in loss.series] == [4, 100]
+
+
+def test_answers_to_a_prompt_stand_side_by_side(run, other):
+    samples = {one.prompt: one for one in compare([run.path, other.path]).samples}
+    assert list(samples) == ["2+2=", "3+3=", "5+5="]
+    assert [one and one.after for one in samples["3+3="].answers] == ["7", "6"]
+    assert samples["5+5="].answers[0] is None
+    assert samples["3+3="].expected == "6"
+
+
+def test_the_page_is_whole_and_what_comes_from_runs_is_escaped(run, other):
+    text = comparison_page(compare([run.path, other.path]))
+    assert text.count("window.vegaEmbed=") == 1
+    assert "<b>" not in text
+    charts = json.loads(re.search(r"^const CHARTS = (\{.*\});$", text, re.MULTILINE)[1])
+    colour = next(
+        layer["encoding"]["color"] for layer in charts["loss"]["layer"] if "color" in layer["encoding"]
+    )
+    assert colour["scale"] == {"domain": ["run", "faster <b>"], "range": ["#0072b2", "#d55e00"]}
+    for shown in ("Settings that differ", "train.learning_rate", "versions.torch", "3+3="):
+        assert shown in text
+
+
+def test_the_command_writes_the_page_and_prints_the_figures(run, other, tmp_path, capsys):
+    report([run.path, other.path])
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1] == str(tmp_path / "comparison.html")
+    assert "train.learning_rate" in out
+    report([run.path, other.path], out=tmp_path / "here.html", as_json=True)
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["report"] == str(tmp_path / "here.html")
+    assert facts["settings"] == {"train.learning_rate": ["0.1", "0.2"]}
+    assert facts["runs"][1]["last_eval_loss"] == 1.25
+
+
+def test_runs_that_can_not_be_compared_are_refused(run, tmp_path):
+    with pytest.raises(UserError) as caught:
+        report([run.path, tmp_path / "a", tmp_path / "b"])
+    assert [problem.split(" holds")[0] for problem in caught.value.problems] == [
+        str(tmp_path / "a"), str(tmp_path / "b"),
+    ]  # fmt: skip
+    with pytest.raises(UserError, match="2 to 8 different run folders; 2 are named"):
+        compare([run.path, run.path])
+    with pytest.raises(UserError, match="--out names the page of a comparison"):
+        report([run.path], out=tmp_path / "x.html")
+
+
+def test_folders_of_the_same_name_are_told_apart_by_their_paths(run, tmp_path):
+    twin = RunDir(tmp_path / "twin" / "run").create()
+    twin.append({"kind": "run", "world": 1})
+    compared = compare([run.path, twin.path])
+    assert compared.names == (str(run.path), str(twin.path))
+    comparison_tables(compared)
