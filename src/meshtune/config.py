@@ -18,6 +18,7 @@ from meshtune.errors import UserError
 from meshtune.layout import PartialLayout
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.precision import PRECISIONS, REDUCE_DTYPES
+from meshtune.schedules import SCHEDULES, schedule_problems
 from meshtune.sections import ClusterConfig, DataConfig, LoraConfig, ModelConfig
 from meshtune.setting_names import unknown_setting
 from meshtune.setting_types import SHORT, Fraction, NonNegative, Positive, Section, sentences, unusable
@@ -27,7 +28,10 @@ TABLES = {
     "precision": PRECISIONS,
     "reduce_dtype": REDUCE_DTYPES,
     "optimizer": OPTIMIZERS,
+    "lr_scheduler": SCHEDULES,
 }  # of train
+# Adapters start at zero and are few: they take a rate at which all weights would diverge.
+LEARNING_RATES = {"full": 1e-5, "lora": 2e-4}  # default peak, by method
 
 
 class TrainConfig(Section):
@@ -41,9 +45,17 @@ class TrainConfig(Section):
     )
     max_steps: Positive | None = Field(default=None, description="Optimizer steps of the run.")
     num_epochs: float | None = Field(default=None, gt=0, description="Passes through the data.")
-    learning_rate: float = Field(default=1.0e-5, gt=0, description="Peak learning rate.")
-    lr_scheduler: Literal["cosine", "linear", "constant"] = Field(
-        default="cosine", description="Course of the learning rate after warm-up."
+    learning_rate: float | None = Field(
+        default=None, gt=0, description="Peak learning rate; null: 1e-5 for method full, 2e-4 for lora."
+    )
+    lr_scheduler: str = Field(
+        default="cosine", description="Course of the learning rate, a name of transformers' get_scheduler."
+    )
+    min_lr_ratio: float | None = Field(
+        default=None, ge=0, lt=1, description="Last learning rate as a share of the peak; null: 0."
+    )
+    lr_scheduler_kwargs: dict[str, int | float | str] = Field(
+        default={}, description="Further arguments of the schedule, by transformers' names, such as power: 2."
     )
     warmup_ratio: Fraction = Field(
         default=0.03, description="Share of the steps in which the learning rate rises to its peak."
@@ -81,7 +93,7 @@ class TrainConfig(Section):
         default="auto", description="Device to train on; auto: CUDA if there is one."
     )
 
-    @field_validator("precision", "reduce_dtype", "optimizer")
+    @field_validator("precision", "reduce_dtype", "optimizer", "lr_scheduler")
     @classmethod
     def _in_its_table(cls, value: str, info: ValidationInfo) -> str:
         """Return `value`. Raises UserError, with the nearest name, if the setting's table lacks it."""
@@ -103,6 +115,13 @@ class TrainConfig(Section):
             )
         if self.max_steps and self.num_epochs:
             problems.append("train.max_steps and train.num_epochs both set how long to train; keep one.")
+        problems += schedule_problems(
+            self.lr_scheduler,
+            min_ratio=self.min_lr_ratio,
+            arguments=self.lr_scheduler_kwargs,
+            warms_up=bool(self.warmup_steps)
+            or self.warmup_ratio not in (0, TrainConfig.model_fields["warmup_ratio"].default),
+        )
         if problems:
             raise UserError(problems)
         return self
@@ -233,6 +252,11 @@ class Config(Section):
                 )
             return size
         return self.train.global_batch_size or 64
+
+    @property
+    def learning_rate(self) -> float:
+        """Peak learning rate."""
+        return self.train.learning_rate or LEARNING_RATES[self.method]
 
     def to_yaml(self) -> str:
         """Write the whole resolved tree as YAML; a run from that file repeats this one."""

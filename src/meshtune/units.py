@@ -23,6 +23,12 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
+def scientific(number: float) -> str:
+    """Format a small number as settings write it: `scientific(0.0002) == "2e-4"`."""
+    mantissa, exponent = f"{number:e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
 def duration(seconds: float, *, like: float | None = None) -> str:
     """Format seconds: `duration(192) == "3 min 12 s"`.
 

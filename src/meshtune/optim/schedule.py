@@ -1,38 +1,43 @@
-"""Learning-rate schedules: transformers' `get_scheduler` formulas as one pure function of the step."""
+"""The learning rate of each update: transformers' `get_scheduler` as a pure function of the step."""
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from meshtune.errors import Table
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
 
-# Share of the peak rate, from the share of the updates after warm-up that are done.
-SCHEDULES: Table[Callable[[float], float]] = Table(
-    "train.lr_scheduler",
-    {
-        "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
-        "linear": lambda progress: 1 - progress,
-        "constant": lambda progress: 1.0,
-    },
-)
+from meshtune.errors import explained
+from meshtune.schedules import transformers_schedule
 
 
-def learning_rate(step: int, *, peak: float, kind: str, warmup_steps: int, total_steps: int) -> float:
-    """The learning rate of update `step` (1-based) out of `total_steps`.
+def learning_rates(
+    kind: str,
+    *,
+    peak: float,
+    warmup_steps: int,
+    total_steps: int,
+    min_ratio: float | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> Callable[[int], float]:
+    """Function: number of an update, from 1 -> its learning rate; a resumed run needs no more than the step.
 
-    As in `transformers.get_scheduler`: it rises linearly from 0 at update 1 to `peak` at update
-    `warmup_steps` + 1; then `kind` "cosine" falls along half a cosine, "linear" along a line, so that update
-    `total_steps` + 1 would have 0, and "constant" stays at `peak`. Raises UserError for a `kind` that is not
-    in SCHEDULES.
+    kind: a key of schedules.SCHEDULES. peak: the rate after warm-up. min_ratio, arguments: see
+    `transformers_schedule`. Raises UserError for arguments that transformers can't compute with.
     """
-    share_of_peak, updates_before = SCHEDULES[kind], step - 1
-    if updates_before < warmup_steps:
-        return peak * updates_before / max(1, warmup_steps)
-    progress = (updates_before - warmup_steps) / max(1, total_steps - warmup_steps)
-    return peak * max(0.0, share_of_peak(progress))
-
-
-def warmup(total_steps: int, *, ratio: float, steps: int | None) -> int:
-    """Number of warm-up steps: `steps` unless it is None, else total_steps · ratio, rounded up as in
-    transformers.
-    """
-    return steps if steps is not None else math.ceil(total_steps * ratio)
+    name, options = transformers_schedule(
+        kind, peak=peak, total_steps=total_steps, min_ratio=min_ratio, arguments=arguments or {}
+    )
+    with explained(f"train.lr_scheduler = {kind} with {options}", "Change train.lr_scheduler_kwargs."):
+        scheduler = get_scheduler(
+            name,
+            torch.optim.SGD([torch.zeros(1)], lr=peak),  # only its rate is read
+            num_warmup_steps=warmup_steps,
+            num_training_steps=total_steps,
+            scheduler_specific_kwargs=options,
+        )
+        assert isinstance(scheduler, LambdaLR)
+        share_of_peak = scheduler.lr_lambdas[0]
+        for step in {0, min(warmup_steps, total_steps - 1), total_steps - 1}:
+            float(share_of_peak(step))
+    return lambda step: peak * share_of_peak(step - 1)

@@ -20,7 +20,6 @@ from meshtune.model.anatomy import left_out_of_loss
 from meshtune.model.load import quiet
 from meshtune.model.multimodal import parts_kept
 from meshtune.model.trainable import embeddings_needed
-from meshtune.optim.schedule import learning_rate, warmup
 from meshtune.parallel.apply import Parallel
 from meshtune.parallel.mesh import World, join
 from meshtune.plan.hardware import datasheet_flops
@@ -37,6 +36,7 @@ from meshtune.train.model import LoraSpec, ModelSpec, OptimizerSpec, RankModel, 
 from meshtune.train.predict import out_of_memory, prediction
 from meshtune.train.signals import StopRequest
 from meshtune.train.trackers import Metrics, tracker_problems
+from meshtune.train.updates import few_updates, rate_in_words, schedule_of
 
 
 def build(
@@ -131,7 +131,8 @@ def assemble(
     if resumed is not None:
         restore(run, resumed)
         run.loader = loader_of(config, prepared.train, world, state=run.progress.data)
-    announce(config, run, model, resumed, [*sentences(prepared.stats), *damaged])
+    few = few_updates(config, prepared.train, steps)
+    announce(config, run, model, resumed, [*sentences(prepared.stats), *filter(None, [few]), *damaged])
     return run
 
 
@@ -164,11 +165,13 @@ def announce(config: Config, run: Run, model: RankModel, resumed: int | None, no
         global_batch_size=config.global_batch_size,
         seq_len=config.data.seq_len,
         total_steps=run.steps,
+        learning_rate=rate_in_words(config),
         device=device_name(world.device),
         resumed_from=resumed,
         data=[source.path for source in config.data.train],
         **versions(),
     )
+    metrics.log_line(f"Learning rate: {rate_in_words(config)}.")
     if caution := PRECISIONS[config.train.precision].caution:
         metrics.log_line(caution)
     for sentence in filter(None, (parts_kept(model.whole), left_out_of_loss(model.whole))):
@@ -258,18 +261,6 @@ def evaluation_of(config: Config, parallel: Parallel, inputs: Inputs, run_folder
         exact_match=config.eval.exact_match,
         stop_ids=inputs.encoder.stop_ids,
         folder=run_folder,
-    )
-
-
-def schedule_of(config: Config, steps: int) -> Callable[[int], float]:
-    """Function: number of an update, from 1 -> its learning rate. steps: updates of the whole run."""
-    train = config.train
-    return partial(
-        learning_rate,
-        peak=train.learning_rate,
-        kind=train.lr_scheduler,
-        warmup_steps=warmup(steps, ratio=train.warmup_ratio, steps=train.warmup_steps),
-        total_steps=steps,
     )
 
 

@@ -18,6 +18,7 @@ from meshtune.model.pieces import Piece
 from meshtune.model.save import save_model, save_pieces, stored_differently
 from meshtune.parallel.mesh import World
 from meshtune.train.folder import absolute
+from meshtune.units import scientific
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +180,7 @@ def recipe(config: Config) -> dict[str, str]:
         "labelled": data.train_on,
         "sequence length": f"{data.seq_len}{', packed' if data.packing else ''}",
         "global batch": f"{config.global_batch_size} sequences",
-        "learning rate": f"{train.learning_rate:g}, {train.lr_scheduler}",
+        "learning rate": f"{scientific(config.learning_rate)}, {train.lr_scheduler}",
         "optimizer": f"{train.optimizer}, betas {train.adam_betas}, weight decay {train.weight_decay:g}",
         "precision": train.precision,
         "seed": str(train.seed),

@@ -231,7 +231,8 @@ def resolved(config: Config, run: RunDir) -> Config:
         }
     )
     model = config.model.model_copy(update={"name": absolute(config.model.name)})
-    return config.model_copy(update={"data": data, "model": model, "output": str(run.path)})
+    train = config.train.model_copy(update={"learning_rate": config.learning_rate})
+    return config.model_copy(update={"data": data, "model": model, "train": train, "output": str(run.path)})
 
 
 def absolute(name: str) -> str:

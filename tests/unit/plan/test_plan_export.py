@@ -479,7 +479,8 @@ def test_deepspeed_reads_back_the_stage(text: str, stage: int, monkeypatch: pyte
     [
         ("cosine", "WarmupCosineLR", {"total_num_steps": 100, "warmup_num_steps": 3}),
         ("linear", "WarmupDecayLR", {"total_num_steps": 100, "warmup_max_lr": 1e-5}),
-        ("constant", "WarmupLR", {"warmup_max_lr": 1e-5}),
+        ("constant", "WarmupLR", {"warmup_max_lr": 1e-5, "warmup_num_steps": 1}),
+        ("constant_with_warmup", "WarmupLR", {"warmup_max_lr": 1e-5, "warmup_num_steps": 3}),
     ],
 )
 def test_deepspeed_takes_the_learning_rate_schedule(name: str, schedule: str, needed: dict) -> None:
@@ -951,3 +952,24 @@ def test_exporting_needs_no_torch() -> None:
         "import sys, meshtune.plan.export; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("tool", ["llamafactory", "axolotl"])
+def test_tools_of_transformers_get_its_schedule_and_the_methods_learning_rate(tool: str) -> None:
+    floor = ("train.lr_scheduler=linear", "train.min_lr_ratio=0.1", "method=lora")
+    files = exported(tool, "zero3x8-mb1-ga1", *floor).files
+    written = yaml.safe_load(next(text for name, text in files.items() if name.endswith(".yaml")))
+    name = written["lr_scheduler_type" if tool == "llamafactory" else "lr_scheduler"]
+    assert name == "polynomial" and written["learning_rate"] == 2e-4
+    assert written["lr_scheduler_kwargs"] == {"lr_end": pytest.approx(2e-5)}
+
+
+@pytest.mark.parametrize("tool", ["deepspeed", "megatron", "torchtitan"])
+def test_a_schedule_that_a_tool_lacks_is_refused(tool: str) -> None:
+    with pytest.raises(UserError, match=r"train.lr_scheduler=inverse_sqrt can't be exported.*use cosine"):
+        exported(tool, "zero2x8-mb1-ga1", "train.lr_scheduler=inverse_sqrt")
+    text = "".join(exported(tool, "zero2x8-mb1-ga1", "train.min_lr_ratio=0.1").files.values())
+    assert any(part in text for part in ('"cos_min_ratio": 0.1', "--min-lr 1e-06", "min_lr_factor=0.1"))
+    if tool == "deepspeed":
+        with pytest.raises(UserError, match=r"train.min_lr_ratio can't be exported to DeepSpeed"):
+            exported(tool, "zero2x8-mb1-ga1", "train.lr_scheduler=linear", "train.min_lr_ratio=0.1")

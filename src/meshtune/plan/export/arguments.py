@@ -4,8 +4,7 @@ from typing import Any
 
 from meshtune.config import Config
 from meshtune.layout import Layout
-
-SCHEDULERS = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
+from meshtune.schedules import transformers_schedule
 
 
 def training_arguments(config: Config, layout: Layout) -> dict[str, Any]:
@@ -18,8 +17,8 @@ def training_arguments(config: Config, layout: Layout) -> dict[str, Any]:
         "output_dir": config.output,
         "per_device_train_batch_size": layout.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,
-        "learning_rate": train.learning_rate,
-        "lr_scheduler_type": SCHEDULERS[train.lr_scheduler],
+        "learning_rate": config.learning_rate,
+        "lr_scheduler_type": schedule(config)[0],
         "warmup_steps": train.warmup_ratio if train.warmup_steps is None else train.warmup_steps,
         "weight_decay": train.weight_decay,
         "max_grad_norm": train.max_grad_norm,
@@ -36,6 +35,8 @@ def training_arguments(config: Config, layout: Layout) -> dict[str, Any]:
         "report_to": trackers(config) or "none",
         **evaluation(config),
     }
+    if options := schedule(config)[1]:
+        arguments["lr_scheduler_kwargs"] = options
     if checkpoint.every:
         arguments["save_steps"] = checkpoint.every
     if train.max_steps:
@@ -49,6 +50,18 @@ def training_arguments(config: Config, layout: Layout) -> dict[str, Any]:
             "hub_private_repo": config.hub.private,
         }
     return arguments
+
+
+def schedule(config: Config) -> tuple[str, dict[str, Any]]:
+    """(lr_scheduler_type, lr_scheduler_kwargs) of the learning-rate schedule."""
+    train = config.train
+    return transformers_schedule(
+        train.lr_scheduler,
+        peak=config.learning_rate,
+        total_steps=train.max_steps or 0,
+        min_ratio=train.min_lr_ratio,
+        arguments=train.lr_scheduler_kwargs,
+    )
 
 
 def evaluation(config: Config) -> dict[str, Any]:

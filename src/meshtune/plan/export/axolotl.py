@@ -8,7 +8,7 @@ import yaml
 from meshtune.config import Config
 from meshtune.layout import Layout
 from meshtune.plan.export.accelerate import fsdp_differences, problems, sharded
-from meshtune.plan.export.arguments import SCHEDULERS, evaluation, trackers
+from meshtune.plan.export.arguments import evaluation, schedule, trackers
 from meshtune.plan.export.exported import (
     Exported,
     column_name,
@@ -150,8 +150,8 @@ def training(config: Config, layout: Layout) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "micro_batch_size": layout.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,
-        "learning_rate": train.learning_rate,
-        "lr_scheduler": SCHEDULERS[train.lr_scheduler],
+        "learning_rate": config.learning_rate,
+        "lr_scheduler": schedule(config)[0],
         "optimizer": "adamw_torch_fused",
         "adam_beta1": train.adam_betas[0],
         "adam_beta2": train.adam_betas[1],
@@ -167,6 +167,8 @@ def training(config: Config, layout: Layout) -> dict[str, Any]:
         **PRECISION[train.precision],
         **{f"use_{name}": True for name in trackers(config)},
     }
+    if options := schedule(config)[1]:
+        settings["lr_scheduler_kwargs"] = options
     if config.hub.push_to:
         settings["hub_model_id"] = config.hub.push_to
     if train.max_steps:

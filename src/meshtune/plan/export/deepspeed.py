@@ -11,12 +11,18 @@ from meshtune.plan.export.exported import (
     nodes,
     not_carried_over,
     refuse,
+    schedule_refusals,
     warmup_steps,
     without_sequence_parallelism,
 )
 
 TOOL = "DeepSpeed"
-SCHEDULERS = {"cosine": "WarmupCosineLR", "linear": "WarmupDecayLR", "constant": "WarmupLR"}
+SCHEDULERS = {
+    "cosine": "WarmupCosineLR",
+    "linear": "WarmupDecayLR",
+    "constant": "WarmupLR",
+    "constant_with_warmup": "WarmupLR",
+}
 
 
 def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
@@ -24,7 +30,13 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
 
     Raises UserError, with every reason, if it can't run them.
     """
-    refuse(TOOL, config, layout, gpus_per_node, problems(layout))
+    refuse(
+        TOOL,
+        config,
+        layout,
+        gpus_per_node,
+        [*problems(layout), *schedule_refusals(TOOL, config, with_floor=["cosine"])],
+    )
     settings = {**engine(config, layout), "optimizer": optimizer(config)}
     if config.train.max_steps:
         settings["scheduler"] = scheduler(config, config.train.max_steps)
@@ -70,7 +82,7 @@ def optimizer(config: Config) -> dict[str, Any]:
     return {
         "type": "AdamW",
         "params": {
-            "lr": train.learning_rate,
+            "lr": config.learning_rate,
             "betas": list(train.adam_betas),
             "eps": train.adam_eps,
             "weight_decay": train.weight_decay,
@@ -90,10 +102,10 @@ def scheduler(config: Config, steps: int) -> dict[str, Any]:
         "warmup_type": "linear",
     }
     if train.lr_scheduler == "cosine":
-        settings |= {"warmup_min_ratio": 0.0, "cos_min_ratio": 0.0}
+        settings |= {"warmup_min_ratio": 0.0, "cos_min_ratio": train.min_lr_ratio or 0.0}
     else:
-        settings |= {"warmup_min_lr": 0.0, "warmup_max_lr": train.learning_rate}
-    if train.lr_scheduler != "constant":
+        settings |= {"warmup_min_lr": 0.0, "warmup_max_lr": config.learning_rate}
+    if not train.lr_scheduler.startswith("constant"):
         settings["total_num_steps"] = steps
     return {"type": SCHEDULERS[train.lr_scheduler], "params": settings}
 

@@ -9,6 +9,7 @@ from meshtune.data.example import SUFFIXES, is_url
 from meshtune.data.formats import FORMATS
 from meshtune.errors import UserError
 from meshtune.layout import AXES, Layout
+from meshtune.schedules import SCHEDULES
 from meshtune.sections import DataConfig, SourceConfig
 
 # The export to every tool writes these or refuses them itself. Anything else is refused for all, so that none
@@ -16,6 +17,12 @@ from meshtune.sections import DataConfig, SourceConfig
 EXPORTED_RECOMPUTATIONS = ("none", "attention", "selective", "full")
 EXPORTED_PRECISIONS = ("fp32", "bf16", "bf16-pure")
 EXPORTED_OPTIMIZERS = ("adamw",)
+EXPORTED_SCHEDULES = (
+    "cosine",
+    "linear",
+    "constant",
+    "constant_with_warmup",
+)  # that DeepSpeed and others have
 EXPORTED_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
@@ -52,6 +59,8 @@ def problems_of_all_tools(tool: str, config: Config, layout: Layout, gpus_per_no
             f"train.optimizer={config.train.optimizer} can't be exported to {tool}; use "
             f"{' or '.join(EXPORTED_OPTIMIZERS)}."
         )
+    if config.train.lr_scheduler == "warmup_stable_decay" and not config.train.max_steps:
+        yield f"train.lr_scheduler=warmup_stable_decay can't be exported to {tool} without train.max_steps."
     sources = (*config.data.train, *config.data.eval)
     if config.data.where or any(source.where for source in sources):
         yield f"data.where can't be exported to {tool}; write the chosen rows to a file of their own."
@@ -216,9 +225,26 @@ def file_kind(source: SourceConfig) -> str:
     return next((kind for suffix, kind in kinds.items() if suffix in suffixes), "json")
 
 
+def schedule_refusals(tool: str, config: Config, *, with_floor: Iterable[str]) -> Iterator[str]:
+    """Yield why the learning-rate schedule can't be written for a tool with schedules of its own.
+
+    tool: its name, for the sentences. with_floor: the schedules that take train.min_lr_ratio there.
+    """
+    train = config.train
+    if train.lr_scheduler not in EXPORTED_SCHEDULES or train.lr_scheduler_kwargs:
+        yield (
+            f"train.lr_scheduler={train.lr_scheduler} can't be exported to {tool}; use "
+            f"{' or '.join(EXPORTED_SCHEDULES)}, without train.lr_scheduler_kwargs."
+        )
+    elif train.min_lr_ratio is not None and train.lr_scheduler not in with_floor:
+        yield f"train.min_lr_ratio can't be exported to {tool} with train.lr_scheduler={train.lr_scheduler}."
+
+
 def warmup_steps(config: Config) -> int | None:
     """Warm-up in optimizer steps; None: it is a ratio, and train.max_steps is not set."""
     train = config.train
+    if not SCHEDULES[train.lr_scheduler].warmup:
+        return 0
     if train.warmup_steps is not None:
         return train.warmup_steps
     return round(train.warmup_ratio * train.max_steps) if train.max_steps else None

@@ -12,9 +12,12 @@ from meshtune.plan.export.exported import (
     not_carried_over,
     refuse,
     row_format,
+    schedule_refusals,
     torchrun,
+    warmup_steps,
 )
 from meshtune.recomputation import RECOMPUTATIONS
+from meshtune.schedules import SCHEDULES
 
 TOOL = "Megatron-LM"
 Flags = dict[str, str | int | float | bool]  # flag -> value; True: the flag alone
@@ -34,7 +37,8 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
 
     Raises UserError, with every reason, if it can't run them.
     """
-    refuse(TOOL, config, layout, gpus_per_node, problems(config, layout))
+    schedules = schedule_refusals(TOOL, config, with_floor=["cosine", "linear"])
+    refuse(TOOL, config, layout, gpus_per_node, [*problems(config, layout), *schedules])
     flags = "".join(
         f"\n    --{name}" + ("" if value is True else f" {value}")
         for name, value in (arguments(config, layout) | RECOMPUTE[layout.recompute]).items()
@@ -87,9 +91,9 @@ def arguments(config: Config, layout: Layout) -> Flags:
         "split": "100,0,0",
         "eval-iters": 0,
         "train-iters": train.max_steps or '"$TRAIN_STEPS"',
-        "lr": train.learning_rate,
-        "min-lr": 0.0,
-        "lr-decay-style": train.lr_scheduler,
+        "lr": config.learning_rate,
+        "min-lr": float(f"{config.learning_rate * (train.min_lr_ratio or 0.0):.12g}"),
+        "lr-decay-style": train.lr_scheduler.removesuffix("_with_warmup"),
         "optimizer": "adam",
         "adam-beta1": train.adam_betas[0],
         "adam-beta2": train.adam_betas[1],
@@ -105,10 +109,10 @@ def arguments(config: Config, layout: Layout) -> Flags:
         "save-interval": config.checkpoint.every or train.max_steps or '"$TRAIN_STEPS"',
         "use-distributed-optimizer": layout.zero > 0,
     }
-    if train.warmup_steps is None:
+    if train.warmup_steps is None and SCHEDULES[train.lr_scheduler].warmup:
         flags["lr-warmup-fraction"] = train.warmup_ratio
     else:
-        flags["lr-warmup-iters"] = train.warmup_steps
+        flags["lr-warmup-iters"] = warmup_steps(config) or 0
     if "tensorboard" in config.log.to:
         flags["tensorboard-dir"] = shlex.quote(f"{config.output}/tensorboard")
     if layout.cp > 1:

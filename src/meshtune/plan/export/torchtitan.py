@@ -20,6 +20,7 @@ from meshtune.plan.export.exported import (
     not_carried_over,
     refuse,
     row_format,
+    schedule_refusals,
     torchrun,
     warmup_steps,
 )
@@ -95,7 +96,8 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
 
     Raises UserError, with every reason, if it can't run them.
     """
-    refuse(TOOL, config, layout, gpus_per_node, problems(config, layout))
+    schedules = schedule_refusals(TOOL, config, with_floor=["cosine", "linear"])
+    refuse(TOOL, config, layout, gpus_per_node, [*problems(config, layout), *schedules])
     program = "-m torchtitan.train --module meshtune_torchtitan --config run"
     command = "PYTHONPATH=. " + torchrun(layout, gpus_per_node, program)
     if not config.train.max_steps:
@@ -140,7 +142,7 @@ def fields(config: Config, layout: Layout, source: SourceConfig) -> dict[str, st
         "dataloader": loader,
         "optimizer": call(
             "default_adamw",
-            lr=train.learning_rate,
+            lr=config.learning_rate,
             betas=train.adam_betas,
             eps=train.adam_eps,
             weight_decay=train.weight_decay,
@@ -151,7 +153,7 @@ def fields(config: Config, layout: Layout, source: SourceConfig) -> dict[str, st
             if warmup_steps(config) is None
             else warmup_steps(config),
             decay_type="cosine" if train.lr_scheduler == "cosine" else "linear",
-            min_lr_factor=1.0 if train.lr_scheduler == "constant" else 0.0,
+            min_lr_factor=1.0 if train.lr_scheduler.startswith("constant") else train.min_lr_ratio or 0.0,
         ),
         "training": call("TrainingConfig", **training(config, layout)),
         "parallelism": call("ParallelismConfig", **parallelism(layout)),

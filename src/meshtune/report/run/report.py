@@ -28,6 +28,7 @@ LABELS = {  # facts of the "run" row about what was run; the others are its envi
     "global_batch_size": "Global batch",
     "seq_len": "Sequence length",
     "total_steps": "Steps",
+    "learning_rate": "Learning rate",
     "precision": "Precision",
 }
 ALL_SAMPLES_CHARACTERS = 60_000  # of prompts and answers on a page, so that it stays small

@@ -1,0 +1,49 @@
+"""How many updates a run makes and with which learning rates, from the settings and the data's length."""
+
+import math
+from collections.abc import Callable
+
+from meshtune.config import Config
+from meshtune.data.pack import Dataset
+from meshtune.data.stream import Stream
+from meshtune.optim.schedule import learning_rates
+from meshtune.schedules import warmup
+from meshtune.units import scientific
+
+FEW_UPDATES = 20  # with fewer, a run ends before its learning rate has done much
+
+
+def schedule_of(config: Config, steps: int) -> Callable[[int], float]:
+    """Function: number of an update, from 1 -> its learning rate. steps: updates of the whole run."""
+    train = config.train
+    return learning_rates(
+        train.lr_scheduler,
+        peak=config.learning_rate,
+        warmup_steps=warmup(steps, ratio=train.warmup_ratio, steps=train.warmup_steps),
+        total_steps=steps,
+        min_ratio=train.min_lr_ratio,
+        arguments=train.lr_scheduler_kwargs,
+    )
+
+
+def rate_in_words(config: Config) -> str:
+    """The peak learning rate and its schedule, as "2e-4 (default for method=lora), cosine"."""
+    default = f" (default for method={config.method})" if config.train.learning_rate is None else ""
+    return f"{scientific(config.learning_rate)}{default}, {config.train.lr_scheduler}"
+
+
+def few_updates(config: Config, train: Dataset | Stream, steps: int) -> str:
+    """Sentence if the data and the global batch leave the run under FEW_UPDATES of its `steps`; else ""."""
+    if isinstance(train, Stream) or steps >= FEW_UPDATES or steps == config.train.max_steps:
+        return ""
+    sequences, size, epochs = len(train), config.global_batch_size, config.train.num_epochs or 1
+    if size > 1:
+        smaller = max(1, math.floor(sequences * epochs / FEW_UPDATES))
+        remedy = f"Set train.global_batch_size={smaller}, or "
+    else:
+        remedy = "Set "
+    return (
+        f"The run has only {steps} updates: {sequences} sequences x {epochs:g} epochs in global batches of "
+        f"{size}. {remedy}train.num_epochs={math.ceil(FEW_UPDATES * size / sequences)}, for {FEW_UPDATES} or "
+        "more."
+    )

@@ -1,0 +1,141 @@
+"""Number and learning rates of a run's updates, as the settings and the data's length give them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshtune import config
+from meshtune.config import Config
+from meshtune.data.pack import Dataset
+from meshtune.errors import UserError
+from meshtune.optim.schedule import learning_rates
+from meshtune.rundir import RunDir
+from meshtune.schedules import SCHEDULES
+from meshtune.train import folder
+from meshtune.train.updates import few_updates, rate_in_words, schedule_of
+from meshtune.units import scientific
+
+
+def load(*overrides: str) -> Config:
+    return config.load(None, ["model.name=x", *overrides])
+
+
+class Sequences(Dataset):
+    """A data set of which only the length is read."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rate", "words"),
+    [
+        ([], 1e-5, "1e-5 (default for method=full), cosine"),
+        (["method=lora"], 2e-4, "2e-4 (default for method=lora), cosine"),
+        (["method=lora", "train.learning_rate=1e-5"], 1e-5, "1e-5, cosine"),
+        (["train.learning_rate=3.5e-4", "train.lr_scheduler=linear"], 3.5e-4, "3.5e-4, linear"),
+    ],
+)
+def test_the_default_learning_rate_is_the_methods_and_is_called_default(
+    overrides: list[str], rate: float, words: str
+) -> None:
+    read = load(*overrides, "train.warmup_steps=2")
+    assert read.learning_rate == rate and rate_in_words(read) == words
+    assert schedule_of(read, 50)(3) == pytest.approx(rate)  # the first after warm-up
+
+
+def test_the_run_folder_records_the_resolved_rate_and_is_the_same_run(tmp_path: Path) -> None:
+    read = load("method=lora", f"output={tmp_path}")
+    recorded = folder.resolved(read, RunDir(tmp_path))
+    assert recorded.train.learning_rate == 2e-4
+    assert list(folder.differences(folder.settings(read), folder.settings(recorded))) == []
+    other = load("method=lora", "train.learning_rate=1e-5", f"output={tmp_path}")
+    assert len(list(folder.differences(folder.settings(other), folder.settings(recorded)))) == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps", "sentence"),
+    [
+        (["train.global_batch_size=64"], 6, (
+            "The run has only 6 updates: 384 sequences x 1 epochs in global batches of 64. Set "
+            "train.global_batch_size=19, or train.num_epochs=4, for 20 or more."
+        )),
+        (["train.global_batch_size=64", "train.num_epochs=3"], 18, "Set train.global_batch_size=57, or"),
+        (["train.global_batch_size=64", "train.num_epochs=4"], 24, None),
+        (["train.global_batch_size=64", "train.max_steps=5"], 5, None),  # asked for
+        (["train.global_batch_size=1", "train.num_epochs=0.05"], 20, None),
+    ],
+)  # fmt: skip
+def test_a_global_batch_that_leaves_few_updates_is_named_with_figures_and_the_remedy(
+    overrides: list[str], steps: int, sentence: str | None
+) -> None:
+    said = few_updates(load(*overrides), Sequences(384), steps)
+    assert (sentence in said) if sentence else said == ""
+
+
+def test_the_remedies_for_few_updates_give_twenty() -> None:
+    for sequences in (1, 7, 100, 384):
+        for size in (1, 8, 64, 500):
+            read = load(f"train.global_batch_size={size}")
+            if said := few_updates(read, Sequences(sequences), -(-sequences // size)):
+                epochs = int(said.split("num_epochs=")[1].split(",")[0])
+                assert -(-epochs * sequences // size) >= 20
+                if "batch_size=" in said:
+                    smaller = int(said.split("batch_size=")[1].split(",")[0])
+                    assert -(-sequences // smaller) >= min(20, sequences)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["lr_scheduler=cosin"], "train.lr_scheduler = 'cosin'.*did you mean cosine"),
+        (["lr_scheduler=cosine_with_min_lr"], "cosine_with_min_lr needs train.min_lr_ratio"),
+        (["lr_scheduler=inverse_sqrt", "min_lr_ratio=0.1"], "no effect on train.lr_scheduler=inverse_sqrt"),
+        (["lr_scheduler=constant", "warmup_steps=5"], "has no warm-up.*or use constant_with_warmup"),
+        (["lr_scheduler=constant", "warmup_ratio=0.1"], "has no warm-up"),
+        (["lr_scheduler=linear", "lr_scheduler_kwargs={power: 2}"], "linear takes no power; it takes none"),
+        (["min_lr_ratio=1.0"], "train.min_lr_ratio = 1.0: .*less than 1"),
+    ],
+)
+def test_a_setting_that_the_schedule_does_not_use_is_refused(overrides: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        load(*(f"train.{override}" for override in overrides))
+
+
+def test_the_settings_reach_the_schedule() -> None:
+    read = load("train.lr_scheduler=warmup_stable_decay", "train.min_lr_ratio=0.5", "train.warmup_steps=3",
+                "train.lr_scheduler_kwargs={num_decay_steps: 8, decay_type: linear}")  # fmt: skip
+    made, expected = schedule_of(read, 30), learning_rates(
+        "warmup_stable_decay", peak=1e-5, warmup_steps=3, total_steps=30, min_ratio=0.5,
+        arguments={"num_decay_steps": 8, "decay_type": "linear"},
+    )  # fmt: skip
+    assert [made(step) for step in range(1, 31)] == [expected(step) for step in range(1, 31)]
+    assert made(30) == pytest.approx(1e-5 * (0.5 + 0.5 / 8))
+
+
+def test_a_schedule_with_defaults_alone_is_taken() -> None:
+    for kind, row in SCHEDULES.items():
+        more = ["train.min_lr_ratio=0.1"] if row.needs_floor else []
+        rates = schedule_of(load(f"train.lr_scheduler={kind}", *more), 40)
+        assert max(rates(step) for step in range(1, 41)) == pytest.approx(1e-5)
+
+
+def test_small_numbers_are_written_as_in_settings() -> None:
+    assert [scientific(n) for n in (2e-4, 1e-5, 1.25e-6, 0.3)] == ["2e-4", "1e-5", "1.25e-6", "3e-1"]
+
+
+def test_the_first_line_and_the_report_name_the_learning_rate(
+    settings: Callable[..., list[str]], capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    from meshtune.train import build
+
+    made = [word for word in settings("log.to=[console, jsonl]") if "train.learning_rate" not in word]
+    build.build(config.load(None, made))
+    out = capsys.readouterr()
+    assert "Learning rate: 1e-5 (default for method=full), cosine." in out.out + out.err
+    rows = RunDir(tmp_path / "run").rows("run")
+    assert rows[0]["learning_rate"] == "1e-5 (default for method=full), cosine"
