@@ -5,9 +5,11 @@ A command imports what it needs inside its function, so that `meshtune --help` a
 
 import errno
 import sys
+from typing import Annotated
 
 import typer
 
+from meshtune import __version__
 from meshtune.commands.data import data
 from meshtune.commands.env import env
 from meshtune.commands.evaluate import evaluate
@@ -25,9 +27,7 @@ BAD_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno
 
 app = typer.Typer(
     name="meshtune",
-    help="Plan, train and measure the fine-tuning of Hugging Face language models.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -38,11 +38,28 @@ for command in (generate, export, report, env):
     app.command()(command)
 
 
+def print_version(asked: bool) -> None:
+    """Print the version and end the command, if it is asked for."""
+    if asked:
+        print(f"meshtune {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def shared(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and exit.", callback=print_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Plan, train and measure the fine-tuning of Hugging Face language models."""
+
+
 def main() -> None:
     """Run the command; turn what ends it into an exit code (errors.py)."""
     try:
         with memory_explained():
-            app()
+            app(prog_name="meshtune")  # also as `python -m meshtune`, so that completion has one name
     except (UserError, NonFinite, Interrupted, RankFailed) as error:
         problems = error.problems if isinstance(error, UserError) else (str(error),)
         for problem in problems:

@@ -5,15 +5,24 @@ from typing import Annotated, Any
 
 import typer
 
+from meshtune.commands.complete import complete_settings
 from meshtune.errors import UserError
 
 Settings = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="a config file, section.key=value, or both"),
+    typer.Argument(
+        metavar="[CONFIG] [KEY=VALUE]...",
+        help="a config file, section.key=value, or both",
+        autocompletion=complete_settings,
+    ),
 ]
 TargetWords = Annotated[
     list[str],
-    typer.Argument(metavar="TARGET [KEY=VALUE]...", help="a run folder, a model folder or a config file"),
+    typer.Argument(
+        metavar="TARGET [KEY=VALUE]...",
+        help="a run folder, a model folder or a config file",
+        autocompletion=complete_settings,
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout, all else on stderr")]
 
