@@ -27,7 +27,7 @@ def complete(monkeypatch, capsys):
 
 
 def test_a_setting_is_completed_with_its_equals_sign(complete):
-    assert complete("train", "train.lea") == ["train.learning_rate=", "train.learning_rate=1e-05"]
+    assert complete("train", "train.weight_d") == ["train.weight_decay=", "train.weight_decay=0.0"]
     assert {"train.max_steps=", "train.seed="} < set(complete("train", "config.yaml", "train."))
     assert complete("generate", "runs/a", "data.chat_t")[0] == "data.chat_template="
 
