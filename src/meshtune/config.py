@@ -21,7 +21,17 @@ from meshtune.precision import PRECISIONS, REDUCE_DTYPES
 from meshtune.schedules import SCHEDULES, schedule_problems
 from meshtune.sections import ClusterConfig, DataConfig, LoraConfig, ModelConfig
 from meshtune.setting_names import unknown_setting
-from meshtune.setting_types import SHORT, Fraction, NonNegative, Positive, Section, sentences, unusable
+from meshtune.setting_types import (
+    SHORT,
+    Fraction,
+    Interval,
+    NonNegative,
+    Positive,
+    Section,
+    epochs_of,
+    sentences,
+    unusable,
+)
 from meshtune.yaml_tree import merge, overridden, read_yaml
 
 TABLES = {
@@ -130,7 +140,9 @@ class TrainConfig(Section):
 class EvalConfig(Section):
     """Evaluation on held-out rows."""
 
-    every: NonNegative = Field(default=0, description="Steps between evaluations; 0: at the end only.")
+    every: Interval = Field(
+        default=0, description="Steps, or epochs (0.5 epoch), between evaluations; 0: at the end only."
+    )
     at_start: bool = Field(default=False, description="Evaluate before the first step too.")
     samples: NonNegative = Field(
         default=0, description="Held-out prompts that are answered greedily and shown."
@@ -150,7 +162,9 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints, and going on from them."""
 
-    every: NonNegative = Field(default=100, description="Steps between checkpoints; 0: at the end only.")
+    every: Interval = Field(
+        default=100, description="Steps, or epochs (0.5 epoch), between checkpoints; 0: at the end only."
+    )
     keep: Positive = Field(default=3, description="Newest checkpoints that are kept.")
     async_save: bool = Field(
         default=True, description="Write while training goes on, from a copy in host memory."
@@ -224,6 +238,18 @@ class Config(Section):
                 "{gpu: h100-sxm, gpus: 64}."
             )
         return value
+
+    @model_validator(mode="after")
+    def _epochs_have_a_length(self) -> "Config":
+        """Raise UserError for epochs of a stream, whose length is known at its end only."""
+        every = {"eval.every": self.eval.every, "checkpoint.every": self.checkpoint.every}
+        if self.data.streaming and (unknown := [name for name in every if epochs_of(every[name])]):
+            raise UserError(
+                f"{name} = {every[name]}, but with data.streaming the length of an epoch is unknown; give it "
+                f"in steps, such as {name}=200."
+                for name in unknown
+            )
+        return self
 
     @property
     def cluster_config(self) -> ClusterConfig:

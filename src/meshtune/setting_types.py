@@ -1,10 +1,13 @@
 """Types of settings, and sentences for values that do not fit them."""
 
+import math
+import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from meshtune.errors import UserError, expanded
 
@@ -14,6 +17,28 @@ Positive = Annotated[int, Field(ge=1, le=LARGEST)]
 NonNegative = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 GpuCount = Annotated[int, Field(ge=1, le=MOST_GPUS)]
+INTERVAL = r"^(\d*\.?\d+ epochs?|\d+( steps?)?)$"
+
+
+def interval(value: Any) -> Any:
+    """Return a number of steps as an int, "200 steps" too, and a number of epochs as "0.5 epoch"."""
+    steps = value
+    if isinstance(value, str) and re.fullmatch(INTERVAL, value):
+        number = value.split()[0]
+        if "epoch" in value and 0 < float(number) < math.inf:
+            return f"{float(number):g} epoch"
+        steps = None if "epoch" in value else int(number)
+    if type(steps) is not int or not 0 <= steps < 2**63:
+        raise PydanticCustomError("interval", "Write a number of steps, or of epochs such as 0.5 epoch")
+    return steps
+
+
+def epochs_of(interval: int | str) -> float | None:
+    """Number of epochs of an Interval; None where it is a number of steps."""
+    return float(interval.split()[0]) if isinstance(interval, str) else None
+
+
+Interval = Annotated[NonNegative | Annotated[str, Field(pattern=INTERVAL)], BeforeValidator(interval)]
 Format = Literal["auto", "text", "prompt-completion", "alpaca", "messages", "sharegpt", "tokens"]
 PATHS = ("model.name", "data.train", "data.eval", "data.cache", "data.chat_template", "cluster", "output")
 SHORT = reprlib.Repr()  # of a value in an error

@@ -36,7 +36,7 @@ from meshtune.train.model import LoraSpec, ModelSpec, OptimizerSpec, RankModel, 
 from meshtune.train.predict import out_of_memory, prediction
 from meshtune.train.signals import StopRequest
 from meshtune.train.trackers import Metrics, tracker_problems
-from meshtune.train.updates import few_updates, rate_in_words, schedule_of
+from meshtune.train.updates import few_updates, rate_in_words, schedule_of, steps_between
 
 
 def build(
@@ -102,11 +102,11 @@ def assemble(
         max_grad_norm=config.train.max_grad_norm,
         max_nonfinite_steps=config.train.max_nonfinite_steps,
         evaluation=evaluation_of(config, model.parallel, inputs, run_folder),
-        evaluate_every=config.eval.every,
+        evaluate_every=steps_between(config.eval.every, config, prepared.train),
         keep_best=config.eval.keep_best,
         early_stopping=config.eval.early_stopping,
         checkpoints=checkpoints_of(config, world, run_folder, metrics),
-        checkpoint_every=config.checkpoint.every,
+        checkpoint_every=steps_between(config.checkpoint.every, config, prepared.train),
         metrics=metrics,
         memory=PhaseMemory(
             model.parallel.modules,

@@ -8,6 +8,7 @@ from meshtune.data.pack import Dataset
 from meshtune.data.stream import Stream
 from meshtune.optim.schedule import learning_rates
 from meshtune.schedules import warmup
+from meshtune.setting_types import epochs_of
 from meshtune.units import scientific
 
 FEW_UPDATES = 20  # with fewer, a run ends before its learning rate has done much
@@ -30,6 +31,15 @@ def rate_in_words(config: Config) -> str:
     """The peak learning rate and its schedule, as "2e-4 (default for method=lora), cosine"."""
     default = f" (default for method={config.method})" if config.train.learning_rate is None else ""
     return f"{scientific(config.learning_rate)}{default}, {config.train.lr_scheduler}"
+
+
+def steps_between(every: int | str, config: Config, train: Dataset | Stream) -> int:
+    """Steps of the Interval `every`, a part of one rounded up; 0 for 0."""
+    epochs = epochs_of(every)
+    if epochs is None:
+        return int(every)
+    assert isinstance(train, Dataset)  # refused with the settings: a stream has no known length
+    return math.ceil(epochs * len(train) / config.global_batch_size)
 
 
 def few_updates(config: Config, train: Dataset | Stream, steps: int) -> str:

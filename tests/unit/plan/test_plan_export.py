@@ -973,3 +973,9 @@ def test_a_schedule_that_a_tool_lacks_is_refused(tool: str) -> None:
     if tool == "deepspeed":
         with pytest.raises(UserError, match=r"train.min_lr_ratio can't be exported to DeepSpeed"):
             exported(tool, "zero2x8-mb1-ga1", "train.lr_scheduler=linear", "train.min_lr_ratio=0.1")
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_intervals_in_epochs_are_refused(tool: str) -> None:
+    with pytest.raises(UserError, match=r"eval.every=0\.5 epoch can't be exported to .*; give it in steps"):
+        exported(tool, "zero2x8-mb1-ga1", "eval.every=0.5 epoch")

@@ -1,9 +1,13 @@
 """Number and learning rates of a run's updates, as the settings and the data's length give them."""
 
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from meshtune import config
 from meshtune.config import Config
@@ -13,7 +17,7 @@ from meshtune.optim.schedule import learning_rates
 from meshtune.rundir import RunDir
 from meshtune.schedules import SCHEDULES
 from meshtune.train import folder
-from meshtune.train.updates import few_updates, rate_in_words, schedule_of
+from meshtune.train.updates import few_updates, rate_in_words, schedule_of, steps_between
 from meshtune.units import scientific
 
 
@@ -139,3 +143,49 @@ def test_the_first_line_and_the_report_name_the_learning_rate(
     assert "Learning rate: 1e-5 (default for method=full), cosine." in out.out + out.err
     rows = RunDir(tmp_path / "run").rows("run")
     assert rows[0]["learning_rate"] == "1e-5 (default for method=full), cosine"
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"),
+    [("200", 200), ("200 steps", 200), ("1 step", 1), ("0", 0), ("1 epoch", 6), ("0.5 epoch", 3),
+     (".25 epochs", 2), ("2 epochs", 12), ("0.001 epoch", 1)],
+)  # fmt: skip
+def test_intervals_are_steps_or_epochs_of_the_data(every: str, steps: int) -> None:
+    read = load(f"eval.every={every}", f"checkpoint.every={every}", "train.global_batch_size=64")
+    assert read.eval.every == read.checkpoint.every
+    assert steps_between(read.eval.every, read, Sequences(384)) == steps
+    again = Config.model_validate(yaml.safe_load(read.to_yaml()))
+    assert again.eval.every == read.eval.every and type(again.eval.every) is type(read.eval.every)
+
+
+@pytest.mark.parametrize(
+    "every", ["0 epoch", "-1", "-0.5 epoch", "half an epoch", "0.5", "true", "[]", "1e400 epoch", "null"]
+)
+def test_an_interval_that_is_none_is_refused_with_an_example(every: str) -> None:
+    with pytest.raises(UserError, match=r"eval\.every = .*: write a number of steps, or .* 0\.5 epoch\."):
+        load(f"eval.every={every}")
+
+
+def test_epochs_of_a_stream_are_refused_before_anything_loads() -> None:
+    stream = ["data.streaming=true", "train.max_steps=9"]
+    with pytest.raises(
+        UserError, match=r"eval\.every = 0\.5 epoch.*length of an epoch is unknown"
+    ) as refused:
+        load(*stream, "eval.every=0.5 epoch", "checkpoint.every=1 epoch")
+    assert len(refused.value.problems) == 2
+    assert load(*stream, "eval.every=200 steps").eval.every == 200
+
+
+def test_an_editor_is_told_both_forms_of_an_interval() -> None:
+    pydantic = Config.model_json_schema()["$defs"]["EvalConfig"]["properties"]["every"]["anyOf"]
+    assert [form["type"] for form in pydantic] == ["integer", "string"]
+    assert re.search(pydantic[1]["pattern"], "0.5 epoch") and re.search(pydantic[1]["pattern"], "200 steps")
+
+
+def test_a_run_evaluates_and_saves_at_parts_of_an_epoch(train: Callable[..., Any]) -> None:
+    run = train("eval.every=0.5 epoch", "checkpoint.every=1 epoch", "train.max_steps=8")
+    sequences = len(run.loader.dataset) / 4
+    half, whole = math.ceil(sequences / 2), math.ceil(sequences)
+    assert 1 < half < whole < 8
+    assert [row["step"] for row in run.folder.rows("eval")] == [*range(half, 8, half), 8]
+    assert set(range(whole, 8, whole)) < set(run.checkpoints.steps())

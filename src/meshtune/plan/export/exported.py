@@ -11,6 +11,7 @@ from meshtune.errors import UserError
 from meshtune.layout import AXES, Layout
 from meshtune.schedules import SCHEDULES
 from meshtune.sections import DataConfig, SourceConfig
+from meshtune.setting_types import epochs_of
 
 # The export to every tool writes these or refuses them itself. Anything else is refused for all, so that none
 # can leave out what it doesn't know.
@@ -61,6 +62,9 @@ def problems_of_all_tools(tool: str, config: Config, layout: Layout, gpus_per_no
         )
     if config.train.lr_scheduler == "warmup_stable_decay" and not config.train.max_steps:
         yield f"train.lr_scheduler=warmup_stable_decay can't be exported to {tool} without train.max_steps."
+    for name, every in (("eval", config.eval.every), ("checkpoint", config.checkpoint.every)):
+        if epochs_of(every):
+            yield f"{name}.every={every} can't be exported to {tool}; give it in steps."
     sources = (*config.data.train, *config.data.eval)
     if config.data.where or any(source.where for source in sources):
         yield f"data.where can't be exported to {tool}; write the chosen rows to a file of their own."
