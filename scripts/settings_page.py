@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "settings.md"
 SINCE = ROOT / "tests" / "data" / "settings.txt"  # settings below the version that they came in
 UNITS = {  # of numbers; "": a number without one
-    "steps": "train.max_steps train.warmup_steps train.max_nonfinite_steps eval.every checkpoint.every log.every",
+    "steps": "train.max_steps train.warmup_steps train.max_nonfinite_steps eval.every checkpoint.every "
+    "log.every",
     "epochs": "train.num_epochs data.train.weight data.eval.weight",
     "tokens": "train.global_batch_tokens data.seq_len data.mean_document_tokens eval.max_new_tokens",
     "sequences": "train.global_batch_size layout.micro_batch_size",
@@ -29,8 +30,9 @@ UNITS = {  # of numbers; "": a number without one
     "GB/s": "cluster.link cluster.network",
     "ranks": "layout.dp_replicate layout.dp_shard layout.cp layout.tp layout.pp",
     "stages": "layout.virtual_stages",
-    "": "train.learning_rate train.min_lr_ratio train.warmup_ratio train.weight_decay train.max_grad_norm train.adam_eps train.seed "
-    "lora.r lora.alpha lora.dropout cluster.network_share cluster.price_per_gpu_hour layout.zero",
+    "": "train.learning_rate train.min_lr_ratio train.warmup_ratio train.weight_decay train.max_grad_norm "
+    "train.adam_eps train.seed lora.r lora.alpha lora.dropout layout.zero "
+    "cluster.network_share cluster.price_per_gpu_hour",
 }
 TYPES = {
     "string": "text",
@@ -47,9 +49,9 @@ INTRODUCTION = """# All settings
 
 <!-- Written by `python scripts/settings_page.py`. -->
 
-A config file has these settings, as sections (`train: {max_steps: 100}`) or as dotted keys (`train.max_steps: 100`); on
-the command line each is `train.max_steps=100`. A setting that is left out has its default. `meshtune config` prints a
-commented file to start from, and `meshtune schema` the JSON schema with which an editor completes and checks one.
+A config file has these settings: `train: {max_steps: 100}` in the file, `train.max_steps=100` on the command
+line. A setting that is left out has its default. `meshtune schema` prints the JSON schema with which an
+editor completes and checks a file.
 """
 
 
@@ -62,7 +64,9 @@ def page() -> str:
     if missing := [key for key in numbers if key not in units]:
         raise SystemExit(f"Add the unit of {', '.join(missing)} to UNITS in scripts/settings_page.py.")
     if gone := units.keys() - numbers:
-        raise SystemExit(f"{', '.join(sorted(gone))} of UNITS in scripts/settings_page.py is no number setting.")
+        raise SystemExit(
+            f"{', '.join(sorted(gone))} of UNITS in scripts/settings_page.py is no number setting."
+        )
     parts = [INTRODUCTION]
     plain = [setting for setting in every if "." not in setting.key and not is_section(setting)]
     parts.append(table("Top level", "", plain, units, since))
@@ -80,13 +84,15 @@ def table(
 ) -> str:
     """A heading, a sentence, and the table of one section's settings."""
     lines = [f"## {heading}", "", *([" ".join(introduction.split()), ""] if introduction else [])]
-    lines += ["| setting | type or choices | default | unit | meaning | since |", "| --- | --- | --- | --- | --- | --- |"]
+    lines += [
+        "| setting | type or choices | default | unit | meaning | since |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for key, _, form in rows:
-        default = f"`{json.dumps(form['default'], ensure_ascii=False)}`" if "default" in form else "required"
         cells = (
             f"`{key}`",
             " or ".join(forms(form)),
-            default.replace('"', "") if isinstance(form.get("default"), str) and form["default"].strip() else default,
+            default_of(form),
             units.get(key, ""),
             form["description"],
             since.get(key) or since[key.partition(".")[0]],  # fields of a layout have that of `layout`
@@ -95,16 +101,22 @@ def table(
     return "\n".join(lines) + "\n"
 
 
+def default_of(form: Mapping[str, Any]) -> str:
+    if "default" not in form:
+        return "required"
+    text = json.dumps(form["default"], ensure_ascii=False)
+    bare = isinstance(form["default"], str) and form["default"].strip()
+    return f"`{form['default'] if bare else text}`"
+
+
 def is_section(setting: Setting) -> bool:
     return "$ref" in setting.schema
 
 
 def is_number(form: Mapping[str, Any]) -> bool:
     kinds = [form, *form.get("anyOf", ())]
-    return any(
-        kind.get("type") in ("integer", "number") or any(type(choice) is int for choice in kind.get("enum", ()))
-        for kind in kinds
-    )
+    choices = [choice for kind in kinds for choice in kind.get("enum", ())]
+    return int in map(type, choices) or any(kind.get("type") in ("integer", "number") for kind in kinds)
 
 
 def forms(form: Mapping[str, Any]) -> Iterator[str]:
@@ -117,13 +129,14 @@ def forms(form: Mapping[str, Any]) -> Iterator[str]:
     elif "const" in form:
         yield f"`{form['const']}`"
     elif "$ref" in form:
-        yield "section"
+        yield "mapping"
     elif form["type"] == "array" and "items" in form:
         yield f"list of {' or '.join(forms(form['items']))}"
     elif form["type"] == "array":
         yield "[" + ", ".join(" or ".join(forms(item)) for item in form["prefixItems"]) + "]"
     elif form["type"] == "object":
-        yield f"mapping to {' or '.join(forms(form['additionalProperties']))}"
+        kinds = [*forms(form["additionalProperties"])]
+        yield f"mapping to {kinds[0]}" if len(kinds) == 1 else "mapping"
     else:
         limits = [
             f"{sign} {form[bound]:g}"

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import grimp
 import pytest
 
+from meshtune import __version__
 from meshtune.config import Config, keys
 
 SRC = Path(__file__).parents[1] / "src" / "meshtune"
@@ -245,6 +247,11 @@ def imported_at_once(graph: grimp.ImportGraph, module: str) -> set[str]:
 
 
 def test_the_settings_are_these() -> None:
-    """A new setting is a decision: add it here too."""
-    listed = (Path(__file__).parent / "data" / "settings.txt").read_text().split()
-    assert sorted(keys(Config)) == listed
+    """A new setting is a decision: add it here too, below the version that it comes in."""
+    lines = (Path(__file__).parent / "data" / "settings.txt").read_text().splitlines()
+    assert lines[0].startswith("# ") and lines.count(f"# {__version__}") <= 1
+    assert sorted(keys(Config)) == sorted(line for line in lines if not line.startswith("# "))
+
+
+def test_the_pages_written_from_the_settings_are_up_to_date() -> None:
+    assert not runpy.run_path("scripts/settings_page.py")["stale"](), "run python scripts/settings_page.py"

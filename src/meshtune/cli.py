@@ -17,6 +17,7 @@ from meshtune.commands.export import export
 from meshtune.commands.generate import generate
 from meshtune.commands.plan import plan
 from meshtune.commands.report import report
+from meshtune.commands.schema import schema
 from meshtune.commands.train import train
 from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError, memory_explained
 from meshtune.rundir import disk_is_full
@@ -34,7 +35,7 @@ app = typer.Typer(
 for command in (train, plan, data):
     app.command()(command)
 app.command("eval")(evaluate)
-for command in (generate, export, report, env):
+for command in (generate, export, report, schema, env):
     app.command()(command)
 
 

@@ -184,6 +184,9 @@ def contradictions(layout: Layout) -> Iterator[str]:
             yield f"{name} is {value}; it must be at least 1."
         elif value >= 10**7:
             yield f"{name} is {str(value)[:40]}; it must be below 10,000,000."
+    for row in fields(layout):
+        if row.type in (bool, "bool") and type(value := getattr(layout, row.name)) is not bool:
+            yield f"{row.name} is {str(value)[:40]!r}; it must be true or false."
     if layout.zero not in (0, 1, 2, 3):
         yield f"zero is {layout.zero}; it must be 0, 1, 2 or 3."
     elif (layout.zero == 0) != (layout.dp_shard == 1):

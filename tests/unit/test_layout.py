@@ -132,3 +132,9 @@ def test_every_field_has_a_token() -> None:
 
     named = parse_fields("dp2-zero3x4-ulysses2-tp2-sp-regather-pp2-zb-v2-mb2-ga8-full")
     assert set(named) == {each.name for each in fields(Layout)}
+
+
+@pytest.mark.parametrize("value", [None, 1, "no"])
+def test_a_switch_of_a_layout_is_true_or_false(value: object) -> None:
+    with pytest.raises(UserError, match="sp is .* it must be true or false"):
+        PartialLayout.parse({"tp": 2, "sp": value})
