@@ -136,5 +136,5 @@ def test_every_field_has_a_token() -> None:
 
 @pytest.mark.parametrize("value", [None, 1, "no"])
 def test_a_switch_of_a_layout_is_true_or_false(value: object) -> None:
-    with pytest.raises(UserError, match="sp is .* it must be true or false"):
+    with pytest.raises(UserError, match=r"sp is .* it must be true or false"):
         PartialLayout.parse({"tp": 2, "sp": value})
