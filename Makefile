@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart quickstart-lora test test-default test-slow test-oldest test-cases fuzz families kill-loop style lint benchmark gpu-check clean
+.PHONY: quickstart quickstart-lora test test-default test-slow test-oldest test-migrate test-cases fuzz families kill-loop style lint benchmark gpu-check clean
 
 # The main job on the embedded model and data: fine-tune, evaluate, write a Hugging Face folder and a report.
 quickstart: $(STAMP)
@@ -31,6 +31,11 @@ test-slow: $(STAMP)
 # The unit tests with torch 2.11 and transformers 5.17; skipped, with the reason, where these can't be installed.
 test-oldest:
 	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) OLDEST_TORCH=$(OLDEST_TORCH) scripts/test_oldest
+
+# The keys of the newest wheels of other trainers, against the tables of src/meshtune/trainers. Without a network it is
+# skipped, with the reason; with CI=true it fails.
+test-migrate: $(STAMP)
+	$(BIN)/python scripts/trainer_keys.py
 
 # Is every test case of an earlier version still there? `make test-cases SINCE=359a444`
 test-cases: $(STAMP)

@@ -3,7 +3,7 @@
     config = load("run.yaml", ["train.max_steps=100"])
 
 Defaults < file < command line. All unknown keys and wrong values are reported at once, an unknown key with
-the nearest setting, or with our name of what another trainer calls so (setting_names.py). The tree stops at
+the nearest setting, or with our name of what another trainer calls so (trainers/). The tree stops at
 train/build.py: below it functions take the values they use.
 """
 
@@ -20,7 +20,6 @@ from meshtune.optimizers import OPTIMIZERS
 from meshtune.precision import PRECISIONS, REDUCE_DTYPES
 from meshtune.schedules import SCHEDULES, schedule_problems
 from meshtune.sections import ClusterConfig, DataConfig, LoraConfig, ModelConfig
-from meshtune.setting_names import unknown_setting
 from meshtune.setting_types import (
     SHORT,
     Fraction,
@@ -32,6 +31,7 @@ from meshtune.setting_types import (
     sentences,
     unusable,
 )
+from meshtune.trainers.pasted import unknown_setting
 from meshtune.yaml_tree import merge, overridden, read_yaml
 
 TABLES = {

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from meshtune.errors import UserError
 from meshtune.recomputation import RECOMPUTATIONS
+from meshtune.trainers.pasted import unknown_setting
 
 CP_METHODS = ("allgather", "ulysses")
 TORCH_SCHEDULES = {  # ours -> what torch.distributed.pipelining calls them
@@ -271,16 +272,8 @@ class PartialLayout:
             fixed = parse_fields(value)
         else:
             if unknown := sorted(name for name in value if name not in every):
-                near = {name: difflib.get_close_matches(name, every, n=1, cutoff=0.4) for name in unknown}
-                raise UserError(
-                    f"layout.{name} is no field of a layout; "
-                    + (
-                        f"did you mean {near[name][0]}?"
-                        if near[name]
-                        else f"fields: {', '.join(sorted(every))}."
-                    )
-                    for name in unknown
-                )
+                settings = [f"layout.{row.name}" for row in fields(Layout)]
+                raise UserError(unknown_setting(["layout", name], settings, []) for name in unknown)
             fixed = {name: entry for name, entry in value.items() if entry != AUTO}
             open_fields = {name for name, entry in value.items() if entry == AUTO}
             dependent = {name for axis in open_fields for name in BELONGS.get(axis, ())}

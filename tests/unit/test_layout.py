@@ -97,7 +97,7 @@ def test_a_product_that_is_not_the_global_batch_is_refused_with_one_that_is() ->
 def test_a_mapping_may_fix_some_fields_and_leave_others_auto() -> None:
     partial = PartialLayout.parse({"dp_replicate": "auto", "recompute": "full"})
     assert str(partial.complete(devices=2, global_batch_size=4)) == "dp2-mb2-ga1-full"
-    with pytest.raises(UserError, match="did you mean micro_batch_size"):
+    with pytest.raises(UserError, match=r"did you mean layout.micro_batch_size"):
         PartialLayout.parse({"micro_batch": 2})
 
 

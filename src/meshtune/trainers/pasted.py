@@ -1,0 +1,63 @@
+"""The sentence about a key that is no setting: another trainer's name of one, or a misspelt one."""
+
+from collections.abc import Iterator, Sequence
+
+from meshtune.trainers.table import TOOLS, Entry, entry_of, table
+
+SOURCES = ("data.train", "data.eval")  # lists of sources: the keys in them are those of axolotl's datasets
+
+
+def unknown_setting(path: Sequence[str], settings: Sequence[str], sections: Sequence[str]) -> str:
+    """Return a sentence that says what to write instead of the unknown key at `path`.
+
+    That is its counterpart if another trainer has the key, why it has none, or else the nearest setting, if
+    it is at most two edits away. path: ["train", "lr"]. settings: every key of the tree, dotted. sections:
+    the keys of its top level, which the sentence lists if no setting is near.
+    """
+    name, key = path[-1], ".".join(path)
+    section = ".".join(part for part in path[:-1] if not part.isdigit())  # data.train.0.path: no list indices
+    known = [*theirs(path)]
+    if counterparts := dict.fromkeys(entry.setting for entry in known if entry.setting):
+        return f"{key} is no setting; did you mean {' or '.join(counterparts)}?"
+    if exact := [setting for setting in settings if setting.rsplit(".", 1)[-1] == name]:
+        return f"{key} is no setting; did you mean {' or '.join(exact)}?"
+    for entry in sorted(known, key=lambda entry: entry.ignored):
+        if entry.ignored:
+            return f"{key} is no setting, and not needed: {entry.why}."
+        return f"{key} is not supported: {entry.reason}."
+    siblings = [each for each in settings if each.rpartition(".")[0] == section] if section else [*sections]
+    for names in (siblings, settings):
+        near = {each: edits(name, each.rsplit(".", 1)[-1]) for each in names}
+        least = min(near.values(), default=len(name))
+        if least <= min(2, len(name) // 3):
+            nearest = [each for each, distance in near.items() if distance == least]
+            return f"{key} is no setting; did you mean {' or '.join(nearest)}?"
+    if section and siblings:
+        names = ", ".join(setting.rsplit(".", 1)[1] for setting in siblings)
+        return f"{key} is no setting; {section} has: {names}."
+    return f"{key} is no setting; sections: {', '.join(sections)}."
+
+
+def theirs(path: Sequence[str]) -> Iterator[Entry]:
+    """Yield the entry of each tool that has the key: at `path`, or at the end of it."""
+    names = [".".join(path[start:]) for start in range(len(path))]
+    if ".".join(path[:2]) in SOURCES:
+        names.append(f"datasets.{path[-1]}")
+    for tool in (*TOOLS, "other"):
+        found = (entry_of(table(tool).own, name) for name in names)
+        if entry := next(filter(None, found), None):
+            yield entry
+
+
+def edits(first: str, second: str) -> int:
+    """Count the letters to insert, remove, replace or swap with the next that make `second` of `first`."""
+    before: list[int] = []
+    row = list(range(len(second) + 1))
+    for i, letter in enumerate(first, 1):
+        before, previous, row = row, before, [i]
+        for j, other in enumerate(second, 1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other))
+            if i > 1 and j > 1 and letter == second[j - 2] and first[i - 2] == other:
+                cost = min(cost, previous[j - 2] + 1)
+            row.append(cost)
+    return row[-1]

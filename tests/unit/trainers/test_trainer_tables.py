@@ -1,0 +1,109 @@
+"""Keys of other trainers: each is in a table, each counterpart is a setting, and no answer is a guess."""
+
+import importlib.util
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import transformers
+import trl
+
+from meshtune import config
+from meshtune.config import Config, keys, unknown_key
+from meshtune.errors import UserError
+from meshtune.layout import Layout, PartialLayout
+from meshtune.trainers.pasted import edits
+from meshtune.trainers.table import TOOLS, table
+
+ROOT = Path(__file__).parents[3]
+LISTED = json.loads((ROOT / "tests" / "data" / "trainer_keys.json").read_text())
+SETTINGS = {*keys(Config), *(f"layout.{row.name}" for row in fields(Layout))}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_every_key_of_the_newest_wheel_is_in_the_table(tool: str) -> None:
+    listed = LISTED[tool]
+    assert len(listed["keys"]) > 60
+    missing = [key for key in listed["keys"] if table(tool).entry(key) is None]
+    assert missing == [], f"{tool}.toml lacks these of {listed['distribution']} {listed['version']}"
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_every_key_of_a_table_is_one_of_the_tool_or_named_as_an_earlier_one(tool: str) -> None:
+    listed = LISTED[tool]["keys"]
+    wild = [key for key in table(tool).own if key.endswith(".*")]
+    named = {key for key in table(tool).own if key not in wild}
+    assert named - {*listed} == table(tool).beyond
+    sections = [key.removesuffix(".*") for key in wild]
+    assert [name for name in sections if not any(f"{key}.".startswith(f"{name}.") for key in listed)] == []
+
+
+@pytest.mark.parametrize("tool", [*TOOLS, "other"])
+def test_every_counterpart_is_a_setting(tool: str) -> None:
+    entries = table(tool).own
+    assert {entry.setting for entry in entries.values() if entry.setting} - SETTINGS == set()
+    assert [key for key, entry in entries.items() if not entry.setting and len(entry.why.split()) < 4] == []
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_every_default_is_one_of_the_tools_keys(tool: str) -> None:
+    assert [key for key in table(tool).defaults if table(tool).entry(key) is None] == []
+
+
+def test_the_script_reads_the_fields_that_the_classes_have() -> None:
+    """The list is parsed from wheels; the installed transformers and TRL say themselves what they take."""
+    spec = importlib.util.spec_from_file_location("trainer_keys", ROOT / "scripts" / "trainer_keys.py")
+    assert spec and spec.loader
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    for tool, package, classes in (
+        ("transformers", transformers, [transformers.Seq2SeqTrainingArguments]),
+        ("trl", trl, [trl.SFTConfig, trl.ModelConfig, trl.ScriptArguments]),
+    ):
+        source = script.Folder(Path(package.__file__).parents[1])
+        read = {*script.keys_of(tool, source), *(LISTED["transformers"]["keys"] if tool == "trl" else ())}
+        assert {row.name for each in classes for row in fields(each)} <= read
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("load_in_4bit", "load_in_4bit is not supported: weights are not quantised; use method: lora"),
+        ("train.hub_model_id", "did you mean hub.push_to?"),
+        ("train.use_cpu", "did you mean train.device?"),
+        ("model.load_in_8bit", "is not supported: weights are not quantised"),
+        ("use_liger_kernel", "not needed: the forward"),
+        ("vllm.host", "is not supported: training is supervised"),
+        ("train.per_device_train_batch_size", "did you mean layout.micro_batch_size?"),
+        ("data.train.0.ds_type", "did you mean data.train.path?"),
+        ("data.train.0.pth", "did you mean data.train.path?"),
+        ("trian", "did you mean train?"),
+        ("every", "did you mean eval.every or checkpoint.every or log.every?"),
+        ("hub.zzzzzzzz", "hub has: push_to, private."),
+        ("lora.q", "lora has: r,"),
+        ("zzzzzzzz", "sections: model, method"),
+    ],
+)
+def test_a_pasted_key_gets_its_counterpart_or_the_reason_and_never_a_guess(key: str, said: str) -> None:
+    assert said in unknown_key(key.split("."))
+
+
+def test_what_is_more_than_two_edits_away_is_not_suggested() -> None:
+    assert "did you mean" not in unknown_key(["train", "learning_speed"])
+    assert "did you mean train.learning_rate" in unknown_key(["train", "lerning_rte"])
+
+
+def test_the_layouts_fields_are_answered_alike() -> None:
+    with pytest.raises(UserError, match=r"did you mean layout.recompute"):
+        PartialLayout.parse({"gradient_checkpointing": True})
+    with pytest.raises(UserError, match=r"layout.load_in_4bit is not supported"):
+        config.load(None, ["model.name=x", "layout={load_in_4bit: true}"])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "count"),
+    [("trian", "train", 1), ("", "ab", 2), ("same", "same", 0), ("abc", "xyz", 3)],
+)
+def test_edits_are_counted(first: str, second: str, count: int) -> None:
+    assert edits(first, second) == edits(second, first) == count
