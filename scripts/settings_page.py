@@ -22,6 +22,7 @@ UNITS = {  # of numbers; "": a number without one
     "sequences": "train.global_batch_size layout.micro_batch_size",
     "micro-batches": "layout.gradient_accumulation_steps",
     "documents": "data.eval_split",
+    "rows": "data.max_samples",
     "prompts": "eval.samples eval.exact_match",
     "evaluations": "eval.early_stopping",
     "checkpoints": "checkpoint.keep",

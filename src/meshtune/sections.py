@@ -119,6 +119,9 @@ class DataConfig(Section):
     overlong: Literal["cut", "drop", "error"] = Field(
         default="cut", description="Treatment of a document that is longer than seq_len."
     )
+    max_samples: Positive | None = Field(
+        default=None, description="Read only the first rows of each source, at most so many; null: all."
+    )
     on_bad_row: Literal["error", "skip"] = Field(
         default="error", description="Treatment of a row that can't be read or rendered; skip counts them."
     )

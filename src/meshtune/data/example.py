@@ -28,6 +28,7 @@ class Source:
     columns: tuple[tuple[str, str], ...] = ()  # our name -> theirs: (("prompt", "question"),)
     where: tuple[tuple[str, Any], ...] = ()  # rows to train on, by a column's value: (("label", True),)
     roles: tuple[tuple[str, str], ...] = ()  # their role -> ours: (("bot", "assistant"),)
+    max_samples: int | None = None  # only that many rows, the first ones; None: all
 
     @property
     def on_purpose(self) -> bool:

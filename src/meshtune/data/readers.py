@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,17 @@ def read(
     dropped: Dropped | None = None,
     notes: Notes | None = None,
 ) -> Iterator[Example]:
-    """Yield the examples of a source, in order.
+    """Yield the examples of a source's rows, of its first `max_samples` rows if it has a number, in order.
 
     start: index of the first row wanted (`Origin.row`). Parquet, json and map-style hub data sets seek there;
     in jsonl and csv files the rows before it are read but not checked. data_files, streaming: see `raw_rows`.
     The other arguments are those of `rows.examples`, which also says what is raised.
     """
+    rows = raw_rows(source, files(source) if data_files is None else data_files, streaming, start)
+    if source.max_samples is not None:
+        rows = islice(rows, max(0, source.max_samples - start))
     return examples(
-        raw_rows(source, files(source) if data_files is None else data_files, streaming, start),
+        rows,
         source,
         on_bad_row=on_bad_row,
         needs_answer=needs_answer,

@@ -111,6 +111,7 @@ def source_of(source: SourceConfig, data: DataConfig, split: str) -> Source:
         columns=tuple(columns.items()),
         where=tuple(where.items()),
         roles=tuple(roles.items()),
+        max_samples=data.max_samples,
     )
 
 

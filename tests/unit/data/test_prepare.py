@@ -253,6 +253,7 @@ def test_everything_that_decides_the_data_decides_the_folder(tmp_path) -> None:
         {"on_bad_row": "skip"},
         {"encoder": other_encoder},
         {"sources": [Source(source.path, weight=2)]},
+        {"sources": [Source(source.path, max_samples=20)]},
         {"sources": [Source(source.path, format="prompt_completion")]},
         {"eval_sources": [source]},
     ):
@@ -572,3 +573,35 @@ def test_a_folder_of_llama_factory_is_a_folder_of_files(tmp_path) -> None:
     (folder / "dataset_info.json").write_text('{"mine": {"file_name": "rows.json"}}')
     (folder / "rows.json").write_text('[{"prompt": "1?", "completion": "1"}]')
     assert made(tmp_path, [Source(str(folder))]).stats["rows"] == 1
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_max_samples_are_the_first_rows_of_each_source(tmp_path, streaming: bool) -> None:
+    one = replace(rows_file(tmp_path, 50, "one.jsonl"), max_samples=3)
+    two = replace(rows_file(tmp_path, 2, "two.jsonl", start=100), max_samples=3)  # it has fewer
+    prepared = made(tmp_path, [one, two], packing=False, streaming=streaming, eval_sources=[one])
+    train = next(prepared.train.windows(prepared.train.start()))[0] if streaming else prepared.train
+    assert sorted({text.split("?")[0] for text in texts(train)}) == ["0", "1", "100", "101", "2"]
+    assert len(prepared.eval) == 3
+
+
+def test_a_stream_of_max_samples_goes_on_inside_them_and_begins_again(tmp_path) -> None:
+    source = replace(rows_file(tmp_path), max_samples=5)
+    stream = replace(made(tmp_path, [source], packing=False, streaming=True).train, window=2)
+    place, read = stream.start(), []
+    for _ in range(4):
+        windows = stream.windows(place)  # opened anew, as by a run that goes on
+        dataset, _, place = next(windows)
+        windows.close()
+        read.append(sorted(text.split("?")[0] for text in texts(dataset)))
+    assert read == [["0", "1"], ["2", "3"], ["4"], ["0", "1"]] and place["passes"] == [1]
+    assert stream.digest != replace(stream, sources=(replace(source, max_samples=6),)).digest
+
+
+def test_a_bad_row_behind_max_samples_is_not_read(tmp_path) -> None:
+    source = rows_file(tmp_path, 5)
+    with Path(source.path).open("a") as file:
+        file.write("broken\n")
+    with pytest.raises(UserError, match=r"not JSON|broken"):
+        made(tmp_path, [source])
+    assert made(tmp_path, [replace(source, max_samples=5)]).stats["rows"] == 5

@@ -68,7 +68,7 @@ def problems_of_all_tools(tool: str, config: Config, layout: Layout, gpus_per_no
     sources = (*config.data.train, *config.data.eval)
     if config.data.where or any(source.where for source in sources):
         yield f"data.where can't be exported to {tool}; write the chosen rows to a file of their own."
-    for name in ("split_turns", "chat_template_kwargs", "roles"):
+    for name in ("split_turns", "chat_template_kwargs", "roles", "max_samples"):
         if getattr(config.data, name) or any(getattr(source, name, None) for source in sources):
             yield f"data.{name} can't be exported to {tool}; leave it out."
     if any(row_format(config.data, source) == "tokens" for source in sources):
