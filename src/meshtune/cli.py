@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from meshtune import __version__
+from meshtune.commands.config import config
 from meshtune.commands.data import data
 from meshtune.commands.env import env
 from meshtune.commands.evaluate import evaluate
@@ -32,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (train, plan, data):
+for command in (config, data, plan, train):
     app.command()(command)
 app.command("eval")(evaluate)
 for command in (generate, export, report, schema, env):

@@ -6,7 +6,6 @@ completed; other shells pass the whole word.
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import typer
@@ -38,20 +37,11 @@ def complete_settings(context: typer.Context, incomplete: str) -> list[Word]:
 
 
 def settings() -> dict[str, dict[str, Any]]:
-    """The JSON schema of each setting by its dotted key; of a section only the settings in it."""
-    from meshtune.config import Config
+    """The JSON schema of each setting by its dotted key; sections are left out."""
+    from meshtune.reference import schema
 
-    whole = Config.model_json_schema()
-
-    def leaves(section: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        for name, option in section["properties"].items():
-            inner = whole["$defs"].get(option.get("$ref", "").rpartition("/")[2])
-            if inner and "properties" in inner:
-                yield from leaves(inner, f"{prefix}{name}.")
-            else:
-                yield prefix + name, option
-
-    return dict(leaves(whole, ""))
+    every = schema.settings(schema.schema())
+    return {setting.key: setting.schema for setting in every if "$ref" not in setting.schema}
 
 
 def values(key: str, start: str, option: dict[str, Any]) -> list[Word]:

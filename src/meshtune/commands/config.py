@@ -1,0 +1,34 @@
+"""`meshtune config`: a commented config file to start from."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+
+def config(
+    method: Annotated[Literal["full", "lora"], typer.Option(help="train all weights, or adapters")] = "full",
+    size: Annotated[
+        str | None, typer.Option(help="size of the model, such as 0.6b (the default), 8b")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="a hub id or folder, instead of a size")] = None,
+    out: Annotated[Path | None, typer.Option(help="a new file to write it to, instead of stdout")] = None,
+) -> None:
+    """Print a commented config file to start from.
+
+    Batch per GPU, recomputation and the parallel layout are left to the planner.
+    """
+    from meshtune.errors import UserError
+    from meshtune.reference.starter import SIZES, starter
+    from meshtune.rundir import write_text_atomically
+
+    if size and model:
+        raise UserError(f"--size {size} and --model {model} both name the model; keep one.")
+    if out and out.exists():
+        raise UserError(f"{out} exists; name another file, or remove it first.")
+    text = starter(method, model or SIZES[(size or "0.6b").lower()], str(out or "run.yaml"))
+    if out:
+        write_text_atomically(out, text)
+        print(f"Wrote {out}; its header has the next commands.")
+    else:
+        print(text, end="")
