@@ -184,6 +184,10 @@ class LogConfig(Section):
     to: tuple[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"], ...] = Field(
         default=("console", "jsonl", "tensorboard"), description="Receivers of the rows."
     )
+    memory: bool = Field(
+        default=False,
+        description="Print a table of the memory of the first two steps, by phase and category.",
+    )
 
 
 class HubConfig(Section):

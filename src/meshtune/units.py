@@ -1,5 +1,6 @@
 """Binary units, and numbers and text formatted for people."""
 
+import textwrap
 from typing import Any
 
 Number = Any  # float | np.ndarray, in any mixture that numpy broadcasts
@@ -8,10 +9,11 @@ TERA = 10**12
 
 
 def human(size: float) -> str:
-    """Format bytes: `human(1.25 * GIB) == "1.25 GiB"`."""
+    """Format bytes in three digits: `human(1.25 * GIB) == "1.25 GiB"`, `human(78.13 * GIB) == "78.1 GiB"`."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(size) >= unit:
-            return f"{size / unit:.2f} {name}"
+            number = abs(size) / unit
+            return f"{size / unit:,.{(number < 99.95) + (number < 9.995)}f} {name}"
     return f"{size:.0f} B"
 
 
@@ -46,6 +48,28 @@ def duration(seconds: float, *, like: float | None = None) -> str:
         return f"{minutes} min {rest} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min"
+
+
+def at_words(text: str, width: int | None) -> str:
+    """Break lines longer than `width` columns between words; a longer word keeps a line of its own.
+
+    width: None breaks nothing, as for a log file, whose lines are searched.
+    """
+    if width is None:
+        return text
+    wrap = textwrap.TextWrapper(
+        width, break_long_words=False, break_on_hyphens=False, replace_whitespace=False, drop_whitespace=True
+    )
+    return "\n".join(wrap.fill(line) for line in text.splitlines())
+
+
+def speed_unit(devices: int, kind: str) -> str:
+    """Unit of one device's tokens per second: per GPU, or on a processor per rank, where there are several.
+
+    kind: torch's device type, cuda or cpu.
+    """
+    per = "GPU" if kind == "cuda" else "rank"
+    return "tokens/s" if devices == 1 else f"tokens/s/{per}"
 
 
 # A terminal obeys them: ESC ] 0 ; sets its title. C0 but tab and newline, DEL, C1.

@@ -79,6 +79,12 @@ class Loader:
         order = streamed if isinstance(dataset, Stream) else shuffled
         self._order = partial(order, dataset, seed, group=group)
 
+    def epochs_at(self, state: State) -> float | None:
+        """Passes through the data up to a state; None for a stream, whose length is unknown."""
+        if isinstance(self.dataset, Stream):
+            return None
+        return state["epoch"] + state["position"] / len(self.dataset)
+
     def __iter__(self) -> Iterator[tuple[Batch, State]]:
         state = self._start
         with closing(self._order(state)) as order:

@@ -11,7 +11,7 @@ optimizer state exists, looks smaller than all later ones; hence two.
 import resource
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -37,7 +37,9 @@ from meshtune.meter.ledger import (
     Ledger,
     storages_of,
 )
-from meshtune.units import MIB, human
+from meshtune.meter.rows import memory_row
+from meshtune.rundir import Row
+from meshtune.units import human
 
 WATCHED_STEPS = 2
 
@@ -213,9 +215,17 @@ class PhaseMemory:
             return max(self._cuda_peak, torch.cuda.max_memory_allocated(self.device))
         return peak_resident_bytes()
 
-    def line(self, step: int) -> str | None:
-        """The peaks of the last watched step in one line of text; None if `step` is another one."""
-        return summary_line(step, self.peaks.values()) if step == self.step and self.peaks else None
+    def row(self, step: int) -> Row | None:
+        """The row of the last watched step's peaks; None if `step` is another one."""
+        if step != self.step or not self.peaks:
+            return None
+        return memory_row(
+            step,
+            {
+                peak.phase: (peak.bytes, {name: peak.parts.get(name, 0) for name in CATEGORIES})
+                for peak in self.peaks.values()
+            },
+        )
 
     def out_of_memory_error(self, message: str) -> NothingFits:
         """The error to raise when memory ran out: phase, bytes by category now, and what needs less memory.
@@ -250,25 +260,6 @@ def sharded_parameters(model: nn.Module) -> list[Any]:
 def label(category: str) -> str:
     """The category as people read it."""
     return category.replace("_", " ")
-
-
-def summary_line(step: int, peaks: Iterable[Peak]) -> str:
-    """`step 1 memory: forward 412 MiB (weights 107, activations 305) · backward …`, in MiB.
-
-    peaks: at least one. Parts that round to 0 are left out.
-    """
-    peaks = list(peaks)
-    digits = 0 if max(peak.bytes for peak in peaks) >= 10 * MIB else 2
-
-    def one(peak: Peak) -> str:
-        parts = [
-            f"{label(name)} {peak.parts[name] / MIB:,.{digits}f}"
-            for name in CATEGORIES
-            if peak.parts.get(name, 0) >= 0.5 * MIB / 10**digits
-        ]
-        return f"{peak.phase} {peak.bytes / MIB:,.{digits}f} MiB ({', '.join(parts)})"
-
-    return f"step {step} memory: " + " · ".join(one(peak) for peak in peaks)
 
 
 def peak_resident_bytes() -> int:

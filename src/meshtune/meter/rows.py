@@ -4,8 +4,10 @@ Pure arithmetic on plain numbers: neither torch nor a tracker is needed.
 """
 
 import math
+from collections.abc import Mapping, Sequence
 
 from meshtune.rundir import Row
+from meshtune.units import MIB
 
 
 def train_row(
@@ -23,6 +25,7 @@ def train_row(
     flops_6n: float | None = None,
     peak_flops_per_second: float | None = None,
     peak_memory_bytes: int | None = None,
+    epoch: float | None = None,
     skipped: bool = False,
 ) -> Row:
     """The row of one update of the optimizer, of kind "train".
@@ -31,7 +34,8 @@ def train_row(
     `label_tokens`, `flops` and `flops_6n` are of the global batch; `step_seconds` is the wall time of the
     whole step, the `data_seconds` it waited for data included. Per GPU are `tokens_per_second_per_gpu`,
     `tflops_per_second`, `mfu` and `peak_flops_per_second` (of one device; None when unknown, as on any CPU;
-    then `mfu` and `mfu_6n` are null, as they are without `flops` and `flops_6n`). `skipped` marks a step that
+    then `mfu` and `mfu_6n` are null, as they are without `flops` and `flops_6n`). `epoch` counts passes
+    through the data up to the end of the step (None: unknown, as for a stream). `skipped` marks a step that
     was not applied because loss or gradients were not finite.
 
         mfu    = flops    / (step_seconds · world · peak_flops_per_second)
@@ -58,6 +62,7 @@ def train_row(
         "mfu": possible(share_of_peak(flops, step_seconds, world, peak_flops_per_second)),
         "mfu_6n": share_of_peak(flops_6n, step_seconds, world, peak_flops_per_second),
         "peak_memory_bytes": peak_memory_bytes,
+        "epoch": epoch,
     }
     return {**row, "skipped": True} if skipped else row
 
@@ -87,6 +92,32 @@ def eval_row(
     }
     extra = {"tokens": tokens, "seconds": seconds, "exact_match": exact_match, "prompts": prompts}
     return {**row, **{key: value for key, value in extra.items() if value is not None}}
+
+
+def memory_row(step: int, phases: Mapping[str, tuple[int, Mapping[str, int]]]) -> Row:
+    """The row of a step whose memory was measured, on the main rank.
+
+    phases: name, in the order of the step -> (most bytes allocated at once, bytes by category at that time).
+    """
+    sizes = {name: {"peak": peak, **parts} for name, (peak, parts) in phases.items()}
+    return {"kind": "memory", "step": step, "phases": sizes}
+
+
+def memory_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Peak memory in MiB as text: (heads of the columns, lines of a category each; the peak is the last one).
+
+    rows: of `memory_row`, of one run. Categories that are 0 everywhere are left out.
+    """
+    columns = [(row["step"], name, sizes) for row in rows for name, sizes in row["phases"].items()]
+    most = max((sizes["peak"] for _, _, sizes in columns), default=0)
+    digits = 0 if most >= 10 * MIB else 2
+    names = [*dict.fromkeys(name for _, _, sizes in columns for name in sizes if name != "peak"), "peak"]
+    lines = [
+        [name.replace("_", " "), *(f"{sizes.get(name, 0) / MIB:,.{digits}f}" for _, _, sizes in columns)]
+        for name in names
+        if any(sizes.get(name, 0) >= 0.5 * MIB / 10**digits for _, _, sizes in columns)
+    ]
+    return ["", *(f"step {step}\n{name}" for step, name, _ in columns)], lines
 
 
 def share_of_peak(

@@ -30,7 +30,7 @@ from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.choose import Choice, choose_together, device_of, gpus_of
 from meshtune.train.evaluate import Evaluation
 from meshtune.train.export import exporter_of
-from meshtune.train.inputs import Inputs, inputs_of, loader_of, steps_of, stream_sentences
+from meshtune.train.inputs import Inputs, course_of, inputs_of, loader_of, steps_of, stream_sentences
 from meshtune.train.loop import Run, restore, seed_dropout
 from meshtune.train.model import LoraSpec, ModelSpec, OptimizerSpec, RankModel, rank_model
 from meshtune.train.predict import out_of_memory, prediction
@@ -83,9 +83,10 @@ def assemble(
         config.log.to,
         rank=world.rank,
         every=config.log.every,
-        total_steps=steps,
-        start_step=resumed or 0,
+        course=course_of(config, prepared, steps, resumed or 0),
         world=world.size,
+        device=world.device.type,
+        memory=config.log.memory,
         peak_flops_per_second=peak_flops(world.device, config.train.precision, datasheet_flops),
         settings=config.model_dump(mode="json"),
     )
@@ -167,6 +168,7 @@ def announce(config: Config, run: Run, model: RankModel, resumed: int | None, no
         total_steps=run.steps,
         learning_rate=rate_in_words(config),
         device=device_name(world.device),
+        device_type=world.device.type,
         resumed_from=resumed,
         data=[source.path for source in config.data.train],
         **versions(),

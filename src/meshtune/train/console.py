@@ -1,97 +1,234 @@
-"""The rows of a run on the terminal: a bar with its numbers, or plain lines."""
+"""The rows of a run on the terminal: a bar with its numbers, or plain lines in a log file."""
 
 import math
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
+from meshtune.meter.rows import memory_table
 from meshtune.rundir import Row
-from meshtune.units import count, duration, human
+from meshtune.units import at_words, count, duration, human
+
+BAR_WIDTH = 20  # columns of the terminal
+MEMORY_ROWS = 2  # watched steps (meter/phases.py), shown in one table
+RECENT = 0.02  # least weight of a new value in a `Pace`
+
+
+@dataclass(frozen=True)
+class Course:
+    """Steps of a run, and after which of them it evaluates and saves."""
+
+    steps: int  # of the whole run
+    start: int = 0  # step resumed from, 0 for a new run
+    evaluate_every: int = 0  # in steps; 0: after the last one only
+    save_every: int = 0  # in steps; 0: after the last one only
+    held_out_tokens: int = 0  # that one evaluation reads; 0: there is none
+
+    def evaluations_from(self, step: int) -> int:
+        """Evaluations after `step` and all later steps."""
+        return due_from(step, self.evaluate_every, self.steps) if self.held_out_tokens else 0
+
+    def saves_from(self, step: int) -> int:
+        """Checkpoints after `step` and all later steps."""
+        return due_from(step, self.save_every, self.steps)
+
+
+def due_from(step: int, every: int, last: int) -> int:
+    """Number of steps from `step` to `last` that are multiples of `every` (0: none) or the last."""
+    multiples = last // every - (step - 1) // every if every else 0
+    return multiples + bool(not every or last % every)
+
+
+class Pace:
+    """Mean seconds of something that happens again and again; the newest values count most.
+
+    The n-th of N values has a weight in proportion to n, so that slow first ones are soon forgotten; from
+    100 values on the weights fall off by RECENT a value.
+    """
+
+    def __init__(self) -> None:
+        self.values, self.mean = 0, 0.0
+
+    def add(self, seconds: float) -> None:
+        self.values += 1
+        self.mean += (seconds - self.mean) * max(RECENT, 2 / (self.values + 1))
+
+
+class TimeLeft:
+    """Predicts the seconds that a run still takes: its steps, evaluations and checkpoints.
+
+    `train`, `evaluated` and `saved` are called as these happen. An evaluation that has not happened yet is
+    taken to need a third of the time of training on as many tokens, the forward's share; a checkpoint none.
+    """
+
+    def __init__(self, course: Course) -> None:
+        self.course = course
+        self._step, self._evaluation, self._save = Pace(), Pace(), Pace()
+        self._last: tuple[int, float] | None = None  # step and time of the last row
+        self._beside = 0.0  # seconds of evaluations and checkpoints since then
+
+    def evaluated(self, seconds: float) -> None:
+        self._evaluation.add(seconds)
+        self._beside += seconds
+
+    def saved(self, seconds: float) -> None:
+        self._save.add(seconds)
+        self._beside += seconds
+
+    def train(self, step: int, tokens: int, now: float) -> float | None:
+        """Seconds from `now` to the end of the run; None at the first row. tokens: of the step's batch."""
+        if self._last is not None and step > self._last[0]:
+            self._step.add((now - self._last[1] - self._beside) / (step - self._last[0]))
+        self._last, self._beside = (step, now), 0.0
+        if not self._step.values:
+            return None
+        evaluation = self._evaluation.mean
+        if not self._evaluation.values:
+            evaluation = self._step.mean * self.course.held_out_tokens / max(1, tokens) / 3
+        return (
+            self._step.mean * (self.course.steps - step)
+            + evaluation * self.course.evaluations_from(step)
+            + self._save.mean * self.course.saves_from(step)
+        )
 
 
 class ConsoleTracker:
-    """Shows a progress bar on a terminal, else plain lines; an evaluation always gets a line.
+    """Shows a bar with the last row's numbers on a terminal, else plain lines; an evaluation always gets one.
 
     Plain lines (a log file, a pipe) come at most once a second; as the run goes on, once per 1 % of the
     elapsed time, at least once a minute. The first and the last step always have one.
 
-    start_step: the step resumed from, 0 for a new run; world: number of ranks, speed is per GPU if several.
+    speed_unit: of a row's tokens per second and device. memory: print the memory of the first steps.
     """
 
-    def __init__(self, console: Console, *, total_steps: int, start_step: int = 0, world: int = 1) -> None:
+    def __init__(
+        self, console: Console, *, course: Course, speed_unit: str = "tokens/s", memory: bool = False
+    ) -> None:
         self.console = console
-        self.total_steps = total_steps
-        self.start_step = start_step
-        self.speed_unit = "tokens/s" if world == 1 else "tokens/s/GPU"
+        self.course = course
+        self.speed_unit = speed_unit
+        self.memory = memory
+        self._left = TimeLeft(course)
         # Bar and clock start with the first row: earlier lines print without a bar, and compilation in the
         # first step does not count in the time left.
-        self._progress: Progress | None = None
-        self._task = TaskID(0)
+        self._live: Live | None = None
         self._began: float | None = None
-        self._first_step = start_step
         self._last_line = -math.inf
+        self._shown: tuple[Row, float | None] | None = None  # the last row, and when the run will end
+        self._memory: list[Row] = []
 
     def log(self, row: Row) -> None:
         match row["kind"]:
             case "train":
                 self._train(row)
             case "eval":
-                self._line(eval_line(row))
+                self._left.evaluated(row.get("seconds", 0.0))
+                self._line(" · ".join(eval_parts(row)))
+            case "save":
+                self._left.saved(row["seconds"])
+            case "memory" if self.memory:
+                self._memory.append(row)
+                if len(self._memory) == MEMORY_ROWS or row["step"] == self.course.steps:
+                    self.console.print(memory_shown(self._memory))
 
     def close(self, *, failed: bool = False) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        if self._live is not None:
+            self._live.stop()
 
     def _train(self, row: Row) -> None:
         now, step = time.monotonic(), row["step"]
-        if self._began is None:
-            self._began, self._first_step = now, step
-        pace = (now - self._began) / max(1, step - self._first_step)
-        left = pace * (self.total_steps - step) if step > self._first_step else None
+        self._began = now if self._began is None else self._began
+        left = self._left.train(step, row["tokens"], now)
         pause = min(60.0, max(1.0, 0.01 * (now - self._began)))
         if self.console.is_interactive:
-            self._progress = self._progress or self._bar()
-            self._progress.update(self._task, completed=step, numbers=train_line(row, left, self.speed_unit))
-        elif now - self._last_line >= pause or step == self.total_steps:
+            self._shown = row, None if left is None else now + left
+            if self._live is None:
+                self._live = Live(
+                    get_renderable=self._renderable, console=self.console, transient=True,
+                    refresh_per_second=4,
+                )  # fmt: skip
+                self._live.start()
+        elif now - self._last_line >= pause or step == self.course.steps:
             self._last_line = now
-            self._line(f"step {step}/{self.total_steps}  {train_line(row, left, self.speed_unit)}")
+            place = [f"step {step}/{self.course.steps}", *epoch_parts(row)]
+            self._line(" · ".join([*place, *train_parts(row, self.speed_unit), *left_parts(left)]))
 
-    def _bar(self) -> Progress:
-        columns = (
-            TextColumn("[bold]train"),
-            BarColumn(bar_width=24, complete_style="blue", finished_style="blue"),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
-        )
-        progress = Progress(*columns, console=self.console, transient=True, refresh_per_second=5)
-        self._task = progress.add_task("train", total=self.total_steps, completed=self.start_step, numbers="")
-        progress.start()
-        return progress
+    def _renderable(self) -> RenderableType:
+        """The bar with what is left, and below it the last row's numbers."""
+        assert self._shown is not None
+        row, end = self._shown
+        left = None if end is None else max(0.0, end - time.monotonic())
+        bar = Table.grid(padding=(0, 1))
+        done = ProgressBar(self.course.steps, row["step"], width=BAR_WIDTH, complete_style="blue")
+        place = [f"{row['step']:,}/{self.course.steps:,}", *epoch_parts(row), *left_parts(left)]
+        bar.add_row(Text("train", "bold"), done, Text(" · ".join(place)))
+        return Group(bar, Text(joined(train_parts(row, self.speed_unit), self.console.width)))
 
     def _line(self, text: str) -> None:
-        self.console.print(Text(text), soft_wrap=True)
+        width = self.console.width if self.console.is_terminal else None
+        self.console.print(Text(at_words(text, width)), soft_wrap=True)
 
 
-def train_line(row: Row, seconds_left: float | None, speed_unit: str = "tokens/s") -> str:
-    """A train row as text: loss, speed, and MFU, memory and time left where known (not None).
+def train_parts(row: Row, speed_unit: str = "tokens/s") -> list[str]:
+    """The numbers of a train row as text; those that are not known (None) are left out.
 
-    speed_unit: printed after the row's tokens per second and GPU.
+    speed_unit: printed after the row's tokens per second and device.
     """
-    parts = [f"loss {row['loss']:.4f}", f"{count(row['tokens_per_second_per_gpu'])} {speed_unit}"]
+    parts = [f"loss {row['loss']:.4f}", f"lr {row['learning_rate']:.2e}"]
+    if row["grad_norm"] is not None:
+        parts.append(f"grad norm {row['grad_norm']:#.3g}")
+    parts.append(f"{count(row['tokens_per_second_per_gpu'])} {speed_unit}")
     if row["mfu"] is not None:
         parts.append(f"MFU {row['mfu']:.1%}")
     if row["peak_memory_bytes"] is not None:
-        parts.append(human(row["peak_memory_bytes"]))
-    if seconds_left is not None:
-        parts.append(f"{duration(seconds_left)} left")
-    return " · ".join(parts)
+        parts.append(f"memory {human(row['peak_memory_bytes'])}")
+    return parts
 
 
-def eval_line(row: Row) -> str:
+def epoch_parts(row: Row) -> list[str]:
+    """The epochs done as text; [] if they are not known."""
+    return [] if row.get("epoch") is None else [f"epoch {row['epoch']:.2f}"]
+
+
+def left_parts(seconds: float | None) -> list[str]:
+    """The time left as text, in whole seconds; [] if it is None."""
+    if seconds is None:
+        return []
+    whole = max(1, round(seconds))
+    return [f"{whole} s left" if whole < 60 else f"{duration(whole)} left"]
+
+
+def eval_parts(row: Row) -> list[str]:
     """An eval row as text: loss, perplexity, and exact match where measured."""
     parts = [f"eval at step {row['step']}: loss {row['loss']:.4f}", f"perplexity {row['perplexity']:.4g}"]
     if "exact_match" in row:
         parts.append(f"exact match {row['exact_match']:.1%}")
-    return " · ".join(parts)
+    return parts
+
+
+def joined(parts: Sequence[str], width: int) -> str:
+    """The parts with a dot between, in as many lines of at most `width` as they need; no part is cut."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + 3 + len(part) <= width:
+            lines[-1] += f" · {part}"
+        else:
+            lines.append(part)
+    return "\n".join(lines)
+
+
+def memory_shown(rows: Sequence[Row]) -> Table:
+    """Table of the peak memory of each phase, by category, in MiB. rows: of kind "memory", at least one."""
+    head, lines = memory_table(rows)
+    table = Table(title="Peak memory of each phase, MiB", title_justify="left", box=None, padding=(0, 1))
+    for place, name in enumerate(head):
+        table.add_column(name, justify="right" if place else "left")
+    for line in lines:
+        table.add_row(*line)
+    return table

@@ -126,10 +126,10 @@ def train(run: Run) -> None:
                 step=now.step, loss=loss, grad_norm=norm, learning_rate=rate, tokens=batch.tokens,
                 label_tokens=batch.label_tokens, step_seconds=step_seconds, data_seconds=data_seconds,
                 peak_memory_bytes=round(peak_bytes), skipped=not finite,
-                flops=known(flops), flops_6n=known(flops_6n),
+                flops=known(flops), flops_6n=known(flops_6n), epoch=run.loader.epochs_at(now.data),
             )  # fmt: skip
-            if line := run.memory.line(now.step):
-                run.metrics.log_line(line)
+            if row := run.memory.row(now.step):
+                run.metrics.log(row)
             if now.step == first and run.checkpoint_every:
                 run.checkpoints.reserve(tensors_of(run))
             nonfinite = 0 if finite else nonfinite + 1
@@ -194,9 +194,11 @@ def save(run: Run) -> None:
         return
     keep_folder(run)
     now.saved_step = now.step
+    started = time.perf_counter()
     values = vars(now) | {"axes": axis_sizes(run.world), "generators": list(random_state(run.world))}
     # Materialised: a parameter that was never stepped is asked for on resuming too.
     run.checkpoints.save(now.step, tensors_of(run, materialise=True), values, protect=protected(run))
+    run.metrics.log({"kind": "save", "step": now.step, "seconds": time.perf_counter() - started})
 
 
 def protected(run: Run) -> set[int]:

@@ -23,8 +23,8 @@ from rich.markup import escape
 from meshtune.errors import UserError
 from meshtune.meter.rows import eval_row, train_row
 from meshtune.rundir import Row, RunDir, write_text_atomically
-from meshtune.train.console import ConsoleTracker
-from meshtune.units import printable
+from meshtune.train.console import ConsoleTracker, Course
+from meshtune.units import at_words, printable, speed_unit
 
 TRACKERS = {  # name in `log.to` -> (module it needs, how to get it)
     "console": ("rich", "pip install rich"),
@@ -50,7 +50,7 @@ class Tracker(Protocol):
 class Metrics:
     """Makes the rows of one run and hands them to its trackers.
 
-    with Metrics.open(run, ["console", "jsonl"], rank=rank, total_steps=500, world=world) as metrics:
+    with Metrics.open(run, ["console", "jsonl"], rank=rank, course=Course(500), world=world) as metrics:
         metrics.start(model="…", method="full", …)
         metrics.train(step=1, loss=2.5, …)         # train_row's numbers, less world and peak
         metrics.evaluate(step=1, loss=2.4, …)      # eval_row's numbers
@@ -87,38 +87,40 @@ class Metrics:
         *,
         rank: int = 0,
         every: int = 1,
-        total_steps: int,
-        start_step: int = 0,
+        course: Course,
         world: int = 1,
+        device: str = "cuda",
+        memory: bool = False,
         peak_flops_per_second: float | None = None,
         settings: Mapping[str, Any] | None = None,
         console: Console | None = None,
     ) -> "Metrics":
         """Start the trackers named in `to` (names of TRACKERS, each once), on rank 0; on other ranks none.
 
-        `start_step` is the step resumed from, 0 for a new run; `settings` the resolved config as plain
-        values, which some trackers show; `console` is None for stderr. The rest is as in the class. Raises
-        UserError when a tracker is unknown, its library is missing, or it can't start.
+        `course`: the steps to come; `device`: torch's type, cuda or cpu; `memory`: print the memory of the
+        first steps; `settings`: the resolved config as plain values, which some trackers show; `console` is
+        None for stderr. The rest is as in the class. Raises UserError when a tracker is unknown, its library
+        is missing, or it can't start.
         """
         if rank != 0:
-            return cls((), every=every, total_steps=total_steps, world=world)
+            return cls((), every=every, total_steps=course.steps, world=world)
         names = list(dict.fromkeys(to))
         if problems := tracker_problems(names):
             raise UserError(problems)
         console = console or Console(stderr=True)
         start = {
             "console": lambda: ConsoleTracker(
-                console, total_steps=total_steps, start_step=start_step, world=world
+                console, course=course, speed_unit=speed_unit(world, device), memory=memory
             ),
             "jsonl": lambda: JsonlTracker(run),
-            "tensorboard": lambda: TensorBoardTracker(run.logs / "tensorboard", start_step=start_step),
+            "tensorboard": lambda: TensorBoardTracker(run.logs / "tensorboard", start_step=course.start),
             "wandb": lambda: WandbTracker(run, settings or {}),
             "mlflow": lambda: MlflowTracker(run, settings or {}),
         }
         metrics = cls(
             (),
             every=every,
-            total_steps=total_steps,
+            total_steps=course.steps,
             world=world,
             peak_flops_per_second=peak_flops_per_second,
             console=console,
@@ -145,27 +147,28 @@ class Metrics:
 
     def start(self, **facts: Any) -> None:
         """Log a row of kind "run" before the first step: model, method, layout, device, versions …"""
-        self._log({"kind": "run", **facts})
+        self.log({"kind": "run", **facts})
 
     def train(self, **numbers: Any) -> None:
         """Log one update's row, if due or skipped; `numbers` are train_row's, less `world` and the peak."""
         if self.trackers and (numbers.get("skipped") or self.due(numbers["step"])):
             row = train_row(**numbers, world=self.world, peak_flops_per_second=self.peak_flops_per_second)
             self._warn_of_impossible(row)
-            self._log(row)
+            self.log(row)
 
     def evaluate(self, **numbers: Any) -> None:
         """Log one evaluation's row; `numbers` are eval_row's."""
-        self._log(eval_row(**numbers))
+        self.log(eval_row(**numbers))
 
     def end(self, **facts: Any) -> None:
         """Log a row of kind "end": the step, and whether the run finished or what stopped it."""
-        self._log({"kind": "end", **facts})
+        self.log({"kind": "end", **facts})
 
     def log_line(self, text: str) -> None:
         """Print a line on the terminal, above the progress bar; nothing on ranks other than 0."""
         if self.console is not None:
-            self.console.print(escape(printable(text)), soft_wrap=True, highlight=False)
+            width = self.console.width if self.console.is_terminal else None
+            self.console.print(escape(at_words(printable(text), width)), soft_wrap=True, highlight=False)
 
     def close(self, *, failed: bool = False) -> None:
         """Close every tracker, and print which can't be closed; safe to call twice."""
@@ -176,7 +179,8 @@ class Metrics:
             except Exception as error:  # the others must still flush
                 self.log_line(f"{type(tracker).__name__} could not be closed: {error}")
 
-    def _log(self, row: Row) -> None:
+    def log(self, row: Row) -> None:
+        """Hand a row to every tracker."""
         for tracker in self.trackers:
             try:
                 tracker.log(row)

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshtune.attention.register import register
 from meshtune.layout import Layout
-from meshtune.meter.phases import Peak, PhaseMemory, peak_resident_bytes, summary_line
+from meshtune.meter.phases import PhaseMemory, peak_resident_bytes
 from meshtune.model.anatomy import anatomy
 from meshtune.optim.optimizer import Optimizer
 from meshtune.parallel import zero
@@ -135,17 +135,18 @@ def test_watching_changes_no_number():
     assert torch.equal(*found)
 
 
-def test_only_the_first_two_steps_are_watched_and_have_a_line():
+def test_only_the_first_two_steps_are_watched_and_have_a_row():
     model = Model()
     memory, _ = watched(model)
-    lines = []
+    rows = []
     for step in (5, 6, 7):  # as after a resume
         with memory.watching(step), memory.phase("forward"):
             model(torch.ones(16, 30))
-        lines.append(memory.line(step))
-    assert lines[0].startswith("step 5 memory: forward")
-    assert lines[1].startswith("step 6 memory: forward")
-    assert lines[2] is None
+        rows.append(memory.row(step))
+    assert [(row["kind"], row["step"], [*row["phases"]]) for row in rows[:2]] == [
+        ("memory", 5, ["forward"]), ("memory", 6, ["forward"])
+    ]  # fmt: skip
+    assert rows[2] is None
 
 
 def test_a_phase_keeps_its_highest_micro_batch():
@@ -264,16 +265,6 @@ def test_the_resident_peak_grows_with_what_is_touched():
     filled = torch.ones(before // 4 + 64 * MIB // 4)
     assert peak_resident_bytes() >= before + 32 * MIB
     assert filled.numel()
-
-
-def test_the_line_names_each_phases_parts():
-    parts = {"weights": 107 * MIB, "gradients": 0, "optimizer": 0, "activations": 305 * MIB}
-    after = {"weights": 107 * MIB, "gradients": 107 * MIB, "optimizer": 214 * MIB, "temporary": 3 * MIB}
-    line = summary_line(1, [Peak("forward", 412 * MIB, parts), Peak("optimizer", 431 * MIB, after)])
-    assert line == (
-        "step 1 memory: forward 412 MiB (weights 107, activations 305) · "
-        "optimizer 431 MiB (weights 107, gradients 107, optimizer 214, temporary 3)"
-    )
 
 
 def test_an_error_carries_where_it_happened_and_exit_code_3():

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from meshtune.meter.rows import memory_row
 from meshtune.report.run.report import report_page, write_report
 
 NASTY = '</script><script>alert(1)</script><img src=x onerror=alert(2)> & "quoted"'
@@ -66,6 +67,16 @@ def test_the_plots_hold_the_numbers_of_the_rows(run):
     rows = rows_of(charts_of(report_page(run))["loss"])
     assert [float(row["y0"]) for row in rows if row["y0"]] == [4.0, 2.0, 1.33333, 1.0]
     assert [int(row["x"]) for row in rows if row["y1"]] == [0, 2, 4]
+
+
+def test_the_report_has_the_memory_of_the_last_start_as_a_table(run):
+    assert "Memory of the first steps" not in report_page(run)
+    for step, activations in ((1, 10), (2, 20), (3, 30), (4, 40)):  # resumed after step 2
+        sizes = {"weights": 5 * 2**20, "gathered_weights": 0, "activations": activations * 2**20}
+        run.append(memory_row(step, {"forward": ((5 + activations) * 2**20, sizes)}))
+    text = Elements(report_page(run)).text
+    assert "step 3forward" in text and "step 4forward" in text and "step 2forward" not in text
+    assert "activations3040" in text and "peak3545" in text and "gathered" not in text
 
 
 @pytest.mark.slow

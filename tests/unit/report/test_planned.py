@@ -110,14 +110,14 @@ def test_a_layout_that_does_not_fit_is_red_and_its_bar_goes_beyond_the_capacity(
     text = shown(layouts_table([choice(gib=100)]), 160, "truecolor")
     assert "\x1b[31m100.0 / 79.1 GiB" in text
     plain = shown(explanation(choice(gib=100)))
-    assert f"does not fit: {100 - CLUSTER.memory / GIB:.2f} GiB more than a GPU has" in plain
+    assert f"does not fit: {100 - CLUSTER.memory / GIB:.1f} GiB more than a GPU has" in plain
 
 
 def test_an_explanation_sums_to_the_peak_and_the_step():
     text = shown(explanation(CHOICES[2]), 120)
     rows = {line.split()[1]: line.split() for line in text.splitlines() if len(line.split()) > 3}
-    assert rows["weights"][2:5] == ["30.00", "GiB", "50.0%"]
-    assert rows["60.00"][:4] == ["peak", "60.00", "GiB", "100.0%"]
+    assert rows["weights"][2:5] == ["30.0", "GiB", "50.0%"]
+    assert rows["60.0"][:4] == ["peak", "60.0", "GiB", "100.0%"]
     assert rows["compute"][2:5] == ["7.50", "s", "75.0%"]
     assert rows["10.00"][:4] == ["step", "10.00", "s", "100.0%"]
     assert "at the peak: backward of a block, on the first pipeline rank" in text

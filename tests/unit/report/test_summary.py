@@ -52,9 +52,18 @@ def test_a_resumed_run_is_running_again(run):
     assert summarise(run).status == "running"
 
 
-def test_speed_is_called_per_gpu_once_there_are_several(empty):
-    empty.append({"kind": "run", "world": 8})
-    assert summarise(empty).speed_unit == "tokens/s/GPU"
+@pytest.mark.parametrize(
+    ("world", "device", "unit"),
+    [
+        (1, "cuda", "tokens/s"),
+        (8, "cuda", "tokens/s/GPU"),
+        (1, "cpu", "tokens/s"),
+        (2, "cpu", "tokens/s/rank"),
+    ],
+)
+def test_speed_is_per_gpu_or_per_rank_once_there_are_several(empty, world, device, unit):
+    empty.append({"kind": "run", "world": world, "device_type": device})
+    assert summarise(empty).speed_unit == unit
 
 
 def test_a_sample_has_the_first_and_the_last_answer(run):

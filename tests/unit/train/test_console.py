@@ -1,12 +1,17 @@
-"""The rows of a run on a terminal and in a log file."""
+"""The rows of a run on a terminal and in a log file, and the time that is left."""
 
 import io
+import random
+import re
 
+import pytest
 from rich.console import Console
 
-from meshtune.meter.rows import train_row
-from meshtune.train.console import ConsoleTracker
+from meshtune.meter.rows import eval_row, memory_row, train_row
+from meshtune.train.console import ConsoleTracker, Course, TimeLeft, due_from
+from meshtune.train.loop import due
 from meshtune.train.trackers import Metrics
+from meshtune.units import MIB
 
 NUMBERS = {
     "loss": 2.5,
@@ -17,12 +22,12 @@ NUMBERS = {
     "step_seconds": 0.5,
     "data_seconds": 0.01,
 }
+FULL = NUMBERS | {"epoch": 1.25, "peak_memory_bytes": 463 * MIB, "grad_norm": 1.3125}
 
 
-def console(*, terminal: bool = False) -> Console:
-    return Console(
-        file=io.StringIO(), width=110, force_terminal=terminal, force_interactive=terminal, color_system=None
-    )
+def console(*, terminal: bool = False, width: int = 110) -> Console:
+    options = {"force_terminal": terminal, "force_interactive": terminal, "color_system": None}
+    return Console(file=io.StringIO(), width=width, **options)
 
 
 def text(of: Console) -> str:
@@ -32,19 +37,29 @@ def text(of: Console) -> str:
 
 def test_plain_lines_come_at_most_one_a_second_with_the_first_and_the_last():
     out = console()
-    tracker = ConsoleTracker(out, total_steps=500)
+    tracker = ConsoleTracker(out, course=Course(500))
     for step in range(1, 501):  # takes some milliseconds
         tracker.log(train_row(step=step, **NUMBERS))
     lines = text(out).splitlines()
     assert len(lines) <= 3
-    assert lines[0].startswith("step 1/500  loss 2.5000 · 2,000 tokens/s")
+    assert lines[0].startswith("step 1/500 · loss 2.5000 · lr 1.00e-04 · grad norm 1.25 · 2,000 tokens/s")
     assert lines[-1].startswith("step 500/500")
+
+
+def test_a_plain_line_has_every_number_with_its_name():
+    out = console()
+    tracker = ConsoleTracker(out, course=Course(400))
+    tracker.log(train_row(step=1, **FULL))
+    assert text(out) == (
+        "step 1/400 · epoch 1.25 · loss 2.5000 · lr 1.00e-04 · grad norm 1.31 · 2,000 tokens/s · "
+        "memory 463 MiB\n"
+    )
 
 
 def test_plain_lines_hold_no_control_characters_and_stay_on_one_line():
     out = console()
     out.width = 30
-    ConsoleTracker(out, total_steps=1).log(train_row(step=1, **NUMBERS, peak_memory_bytes=2**30))
+    ConsoleTracker(out, course=Course(1)).log(train_row(step=1, **NUMBERS, peak_memory_bytes=2**30))
     assert text(out).count("\n") == 1
     assert text(out).strip().isprintable()
 
@@ -52,30 +67,148 @@ def test_plain_lines_hold_no_control_characters_and_stay_on_one_line():
 def test_a_terminal_gets_a_bar_with_loss_speed_and_time_left_and_lines_above_it(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     out = console(terminal=True)
-    with Metrics([ConsoleTracker(out, total_steps=4)], console=out) as metrics:
+    with Metrics([ConsoleTracker(out, course=Course(4))], console=out) as metrics:
         for step in (1, 2):
             metrics.train(step=step, **NUMBERS)
         metrics.log_line("Saved [checkpoints] step-2.")
         metrics.evaluate(step=2, loss=2.0, label_tokens=10, exact_match=0.25)
     shown = text(out)
     assert "2/4" in shown
-    assert "loss 2.5000 · 2,000 tokens/s" in shown
+    assert "loss 2.5000 · lr 1.00e-04 · grad norm 1.25 · 2,000 tokens/s" in shown
     assert "left" in shown
     assert "Saved [checkpoints] step-2.\n" in shown
     assert "eval at step 2: loss 2.0000 · perplexity 7.389 · exact match 25.0%\n" in shown
 
 
-def test_speed_is_per_gpu_once_there_are_several():
-    out = console()
-    ConsoleTracker(out, total_steps=1, world=8).log(train_row(step=1, **NUMBERS, world=8))
-    assert "250 tokens/s/GPU" in text(out)
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("no_color", [False, True])
+def test_no_line_of_a_terminal_is_longer_than_it_or_cut_in_a_word(width, no_color, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    notice = "Columns that are not used: " + ", ".join(f"column-{n}" for n in range(40)) + "."
+    out = console(terminal=True, width=width)
+    course = Course(40_000, evaluate_every=100, save_every=100, held_out_tokens=10)
+    with Metrics([ConsoleTracker(out, course=course, speed_unit="tokens/s/GPU")], console=out) as metrics:
+        for step in (12_000, 12_001):
+            metrics.train(step=step, **FULL, flops=1e12)
+        metrics.log_line(notice)
+        metrics.evaluate(step=12_001, loss=2.0, label_tokens=10)
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text(out)).replace("\r", "\n").splitlines()
+    assert max(map(len, lines)) <= width
+    words = {word for line in lines for word in line.split()}
+    assert set(notice.split()) <= words
+    assert {"epoch", "loss", "lr", "grad", "norm", "tokens/s/GPU", "memory", "12,001/40,000"} <= words
+
+
+def test_the_memory_of_the_first_steps_is_one_table_where_asked():
+    phases = {
+        "forward": (412 * MIB, {"weights": 107 * MIB, "gradients": 0, "activations": 305 * MIB}),
+        "optimizer": (431 * MIB, {"weights": 107 * MIB, "gradients": 107 * MIB, "temporary": 3 * MIB}),
+    }
+    rows = [memory_row(step, phases) for step in (7, 8)]
+    for memory in (False, True):
+        out = console(width=80)
+        tracker = ConsoleTracker(out, course=Course(100, 6), memory=memory)
+        for row in rows:
+            tracker.log(row)
+        lines = [line.split() for line in text(out).splitlines()]
+        assert lines == ([
+            ["Peak", "memory", "of", "each", "phase,", "MiB"],
+            ["step", "7", "step", "7", "step", "8", "step", "8"],
+            ["forward", "optimizer"] * 2,
+            ["weights", *["107"] * 4],
+            ["gradients", *["0", "107"] * 2],
+            ["activations", *["305", "0"] * 2],
+            ["temporary", *["0", "3"] * 2],
+            ["peak", *["412", "431"] * 2],
+        ] if memory else [])  # fmt: skip
+
+
+# The time left #
+
+
+@pytest.mark.parametrize("every", [0, 1, 7, 10, 30, 50])
+@pytest.mark.parametrize("last", [1, 29, 30])
+def test_what_is_still_to_come_is_counted_as_the_loop_counts_it(every, last):
+    for step in range(1, last + 1):
+        assert due_from(step, every, last) == sum(due(n, every, last) for n in range(step, last + 1))
+
+
+def simulated(course: Course, *, seconds, evaluation, save, tokens: int = 1000) -> dict[int, float]:
+    """Step -> time left as predicted over the true one, in a run whose steps, evaluations and saves take what
+    the three functions return for a step.
+    """
+    now, predicted, left = 0.0, {}, TimeLeft(course)
+    for step in range(course.start + 1, course.steps + 1):
+        now += seconds(step)
+        predicted[step] = now, left.train(step, tokens, now)
+        if course.held_out_tokens and due(step, course.evaluate_every, course.steps):
+            took = evaluation(step)
+            now, _ = now + took, left.evaluated(took)
+        if due(step, course.save_every, course.steps):
+            took = save(step)
+            now, _ = now + took, left.saved(took)
+    return {step: time / (now - at) for step, (at, time) in predicted.items() if time and now > at}
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("steps", "evaluate_every", "save_every"), [(400, 10, 20), (1000, 50, 100), (60, 3, 6), (2000, 200, 50)]
+)
+def test_after_a_tenth_of_a_run_the_time_left_is_right_to_a_fifth(seed, steps, evaluate_every, save_every):
+    """Evaluations and saves of differing length take about half of the run; the first two steps are slow."""
+    chance = random.Random(seed)
+    ratios = simulated(
+        Course(steps, 0, evaluate_every, save_every, held_out_tokens=1000 * evaluate_every),
+        seconds=lambda step: (5.0 if step <= 2 else 1.0) * chance.uniform(0.8, 1.2),
+        evaluation=lambda step: evaluate_every / 3 * chance.uniform(0.6, 1.4),
+        save=lambda step: save_every / 3 * chance.uniform(0.6, 1.4),
+    )
+    late = {step: ratio for step, ratio in ratios.items() if steps / 10 < step <= 0.9 * steps}
+    assert all(0.8 < ratio < 1.2 for ratio in late.values()), late
+
+
+def test_an_evaluation_that_did_not_happen_yet_counts_as_a_forward_pass():
+    ratios = simulated(
+        Course(100, evaluate_every=50, held_out_tokens=60_000),
+        seconds=lambda step: 1.0, evaluation=lambda step: 20.0, save=lambda step: 0.0,
+    )  # fmt: skip
+    assert ratios[10] == pytest.approx(1)
 
 
 def test_time_left_does_not_count_the_steps_before_a_resume(monkeypatch):
     clock = iter([100.0, 102.0])
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     out = console()
-    tracker = ConsoleTracker(out, total_steps=112, start_step=100)
+    tracker = ConsoleTracker(out, course=Course(112, 100))
     tracker.log(train_row(step=101, **NUMBERS))
     tracker.log(train_row(step=102, **NUMBERS))
     assert text(out).splitlines()[-1].endswith("20 s left")  # ten steps of 2 s
+
+
+def test_time_left_of_a_terminal_counts_down_and_is_whole_seconds(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    clock = [100.0]
+    monkeypatch.setattr("meshtune.train.console.time.monotonic", lambda: clock[0])
+    out = console(terminal=True)
+    tracker = ConsoleTracker(out, course=Course(112))
+    for step, clock[0] in ((1, 100.0), (2, 101.5)):
+        tracker.log(train_row(step=step, **NUMBERS))
+    for clock[0], left in ((101.5, "2 min 45 s left"), (141.5, "2 min 5 s left"), (900.0, "1 s left")):
+        shown = console()
+        shown.print(tracker._renderable())
+        assert left in text(shown)
+    tracker.close()
+
+
+def test_evaluations_and_saves_reach_the_time_left():
+    out = console()
+    tracker = ConsoleTracker(out, course=Course(11, evaluate_every=1, held_out_tokens=1))
+    tracker.log(train_row(step=9, **NUMBERS))
+    tracker.log(eval_row(step=9, loss=1.0, label_tokens=1, seconds=50.0))
+    tracker.log({"kind": "save", "step": 9, "seconds": 7.0})
+    tracker._left._last = (9, tracker._left._last[1] - 60)  # a minute has passed: 3 s are the step's
+    tracker._last_line = 0.0
+    tracker.log(train_row(step=10, **NUMBERS))
+    assert text(out).splitlines()[-1].endswith("1 min 50 s left")  # 3 + 2 x 50 + 7

@@ -287,15 +287,26 @@ def test_bf16_follows_fp32(precision: str, train: Train, tmp_path: Path) -> None
     assert state == {torch.float32 if precision == "bf16" else torch.bfloat16}
 
 
-def test_memory_of_the_first_two_steps_is_said(
-    settings: Callable[..., list[str]], capsys: pytest.CaptureFixture
+@pytest.mark.parametrize("asked", ["false", "true"])
+def test_memory_of_the_first_two_steps_is_in_the_rows_and_printed_once_where_asked(
+    asked: str, settings: Callable[..., list[str]], capsys: pytest.CaptureFixture
 ) -> None:
-    run = build.build(config.load(None, settings("log.to=[console]")))
+    run = build.build(config.load(None, settings("log.to=[console,jsonl]", f"log.memory={asked}")))
     loop.train(run)
+    rows = run.folder.rows("memory")
+    assert [(row["step"], [*row["phases"]]) for row in rows] == [
+        (step, ["forward", "backward", "optimizer"]) for step in (1, 2)
+    ]
     said = capsys.readouterr().err
-    for step in (1, 2):
-        assert f"step {step} memory: forward" in said
-    assert "step 3 memory" not in said
+    assert said.count("Peak memory of each phase") == said.count("activations") == (asked == "true")
+
+
+def test_a_row_counts_epochs_and_each_save_has_one(train: Train) -> None:
+    run = train("checkpoint.every=2")
+    epochs = [row["epoch"] for row in run.folder.rows("train")]
+    assert epochs == pytest.approx([epochs[0] * step for step in range(1, 5)]) and epochs[0] > 0
+    assert [row["step"] for row in run.folder.rows("save")] == [2, 4]
+    assert all(row["seconds"] > 0 for row in run.folder.rows("save"))
 
 
 def test_out_of_memory_names_the_largest_part_and_what_would_fit(

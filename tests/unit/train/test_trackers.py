@@ -10,6 +10,7 @@ from rich.console import Console
 
 from meshtune.errors import UserError
 from meshtune.rundir import RunDir
+from meshtune.train.console import Course
 from meshtune.train.trackers import Metrics
 
 NUMBERS = {
@@ -96,14 +97,14 @@ class Broken(Kept):
 
 
 def test_rows_are_in_the_file_as_soon_as_logged(run):
-    with Metrics.open(run, ["jsonl"], total_steps=2, console=console()) as metrics:
+    with Metrics.open(run, ["jsonl"], course=Course(2), console=console()) as metrics:
         metrics.start(model="m", method="full")
         metrics.train(step=1, **NUMBERS)
         assert [row["kind"] for row in run.rows()] == ["run", "train"]
 
 
 def test_ranks_other_than_0_write_nothing(run, capsys):
-    with Metrics.open(run, ["console", "jsonl", "tensorboard"], rank=1, total_steps=1) as metrics:
+    with Metrics.open(run, ["console", "jsonl", "tensorboard"], rank=1, course=Course(1)) as metrics:
         metrics.start(model="m")
         metrics.train(step=1, **NUMBERS)
         metrics.log_line("hello")
@@ -139,7 +140,7 @@ def test_trackers_learn_that_a_run_failed():
 def test_every_unknown_or_missing_tracker_is_named_at_once_with_the_remedy(run, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # nothing is installed
     with pytest.raises(UserError) as raised:
-        Metrics.open(run, ["wandb", "comet", "mlflow"], total_steps=1)
+        Metrics.open(run, ["wandb", "comet", "mlflow"], course=Course(1))
     assert len(raised.value.problems) == 3
     assert "pip install wandb" in str(raised.value)
     assert "no tracker 'comet'" in str(raised.value)
@@ -151,13 +152,13 @@ def test_a_tracker_that_cannot_start_is_a_user_error_and_closes_the_others(run, 
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "mlflow", types.ModuleType("mlflow"))  # has no set_experiment
     with pytest.raises(UserError, match="mlflow could not start"):
-        Metrics.open(run, ["wandb", "mlflow"], total_steps=1, console=console())
+        Metrics.open(run, ["wandb", "mlflow"], course=Course(1), console=console())
     assert wandb.named("finish") == [((), {"exit_code": 1})]
 
 
 def test_tensorboard_gets_the_scalars_of_rows(run):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with Metrics.open(run, ["tensorboard"], total_steps=2, console=console()) as metrics:
+    with Metrics.open(run, ["tensorboard"], course=Course(2), console=console()) as metrics:
         metrics.start(model="m")
         metrics.train(step=1, **NUMBERS)
         metrics.evaluate(step=1, loss=2.0, label_tokens=10)
@@ -173,7 +174,7 @@ def test_wandb_gets_settings_and_rows_and_a_resumed_run_goes_on(run, monkeypatch
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for start in (0, 1):
         settings = {"train": {"seed": 1}}
-        with Metrics.open(run, ["wandb"], total_steps=2, start_step=start, settings=settings) as metrics:
+        with Metrics.open(run, ["wandb"], course=Course(2, start), settings=settings) as metrics:
             metrics.start(model="m")
             metrics.train(step=start + 1, **NUMBERS)
     first, second = (kwargs for _, kwargs in wandb.named("init"))
@@ -188,7 +189,7 @@ def test_mlflow_gets_settings_and_rows_and_a_resumed_run_goes_on(run, monkeypatc
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     settings = {"train": {"seed": 1, "adam_betas": [0.9, 0.999]}} | {f"k{i}": i for i in range(120)}
     for start in (0, 1):
-        with Metrics.open(run, ["mlflow"], total_steps=2, start_step=start, settings=settings) as metrics:
+        with Metrics.open(run, ["mlflow"], course=Course(2, start), settings=settings) as metrics:
             metrics.train(step=start + 1, **NUMBERS)
     params = [args[0] for args, _ in mlflow.named("log_params")]
     assert [len(part) for part in params] == [100, 22]  # at most 100 a request, and once only

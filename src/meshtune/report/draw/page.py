@@ -167,6 +167,8 @@ th { text-align: left; font-weight: 500; color: var(--soft); font-size: 13px; }
 .facts th { white-space: nowrap; }
 .compared th { width: auto; }
 .compared .best { color: var(--right); font-weight: 600; }
+.facts.numbers th { width: auto; }
+.facts.numbers td, .facts.numbers thead th { text-align: right; }
 .facts.left-out th, .facts.left-out td { width: auto; }
 .facts.left-out td:first-child { text-align: right; white-space: nowrap; }
 pre { background: var(--card); border-radius: 8px; padding: 14px 16px; overflow-x: auto; line-height: 1.5; }

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtune.errors import UserError, check_file
+from meshtune.meter.rows import memory_table
 from meshtune.report.draw.page import page, text
 from meshtune.report.draw.picture import write
 from meshtune.report.draw.vega import NotDrawn
@@ -76,7 +77,13 @@ def report_page(run: RunDir) -> str:
     summary, facts = summarise(run), facts_of(run)
     shown = [(label, _fact(facts[key])) for key, label in LABELS.items() if facts.get(key) is not None]
     environment = _leaves({key: value for key, value in facts.items() if key not in LABELS})
-    after = [_samples(run), _facts("What was run", shown), _settings(run), _facts("Environment", environment)]
+    after = [
+        _samples(run),
+        _memory(run.rows("memory")),
+        _facts("What was run", shown),
+        _settings(run),
+        _facts("Environment", environment),
+    ]
     return page(
         name=summary.name,
         kind="",
@@ -168,6 +175,23 @@ def _sample_row(sample: Sample, *, twice: bool) -> str:
     for answer in answers:
         cells.append(f"<td class='{'right' if sample.matches(answer) else 'wrong'}'>{text(answer)}</td>")
     return f"<tr>{''.join(cells)}</tr>"
+
+
+def _memory(rows: list[Row]) -> str:
+    """HTML of the peak memory of each phase of the last two watched steps; "" without any."""
+    if not rows:
+        return ""
+    head, lines = memory_table(rows[-2:])
+    titles = "".join(f"<th>{text(name).replace(chr(10), '<br>')}</th>" for name in head)
+    cells = "".join(
+        f"<tr><th>{text(name)}</th>{''.join(f'<td>{value}</td>' for value in sizes)}</tr>"
+        for name, *sizes in lines
+    )
+    return (
+        "<section><h2>Memory of the first steps <small>MiB on rank 0, at the peak of each phase</small>"
+        f"</h2><div class='wide'><table class='facts numbers'><thead><tr>{titles}</tr></thead>"
+        f"<tbody>{cells}</tbody></table></div></section>"
+    )
 
 
 def _facts(title: str, facts: Iterable[tuple[str, str]]) -> str:

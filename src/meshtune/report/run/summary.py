@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from meshtune import units
 from meshtune.errors import UserError
 from meshtune.rundir import Row, RunDir
 
@@ -24,7 +25,7 @@ class Summary:
     status: str  # running | finished | what the last "end" row says
     steps: int  # optimizer steps done
     skipped: int  # of these, not applied because loss or gradients were not finite
-    speed_unit: str  # tokens/s, or tokens/s/GPU
+    speed_unit: str  # tokens/s, tokens/s/GPU, or on a processor tokens/s/rank
     first_loss: float | None
     last_loss: float | None
     first_eval_loss: float | None
@@ -126,9 +127,9 @@ def facts_of(run: RunDir) -> Row:
 
 
 def speed_unit(rows: Sequence[Row]) -> str:
-    """Unit of `tokens_per_second_per_gpu` in words: per GPU only where there are several."""
-    world = max((row.get("world", 1) for row in of_kind(rows, "run")), default=1)
-    return "tokens/s" if world == 1 else "tokens/s/GPU"
+    """Unit of `tokens_per_second_per_gpu` in words, by the last start of the run."""
+    facts = ([{}, *of_kind(rows, "run")])[-1]
+    return units.speed_unit(facts.get("world", 1), facts.get("device_type", "cuda"))
 
 
 def of_kind(rows: Sequence[Row], kind: str) -> list[Row]:
