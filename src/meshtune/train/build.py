@@ -30,13 +30,13 @@ from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.choose import Choice, choose_together, device_of, gpus_of
 from meshtune.train.evaluate import Evaluation
 from meshtune.train.export import exporter_of
-from meshtune.train.inputs import Inputs, course_of, inputs_of, loader_of, steps_of, stream_sentences
+from meshtune.train.inputs import Inputs, inputs_of, loader_of, steps_of, stream_sentences
 from meshtune.train.loop import Run, restore, seed_dropout
 from meshtune.train.model import LoraSpec, ModelSpec, OptimizerSpec, RankModel, rank_model
 from meshtune.train.predict import out_of_memory, prediction
 from meshtune.train.signals import StopRequest
 from meshtune.train.trackers import Metrics, tracker_problems
-from meshtune.train.updates import few_updates, rate_in_words, schedule_of, steps_between
+from meshtune.train.updates import course_of, few_updates, rate_in_words, schedule_of, steps_between
 
 
 def build(

@@ -20,7 +20,6 @@ from meshtune.model.load import load_tokenizer
 from meshtune.parallel.apply import width_multiple
 from meshtune.parallel.mesh import World
 from meshtune.sections import DataConfig, ModelConfig, SourceConfig
-from meshtune.train.console import Course
 
 
 class Inputs(NamedTuple):
@@ -125,18 +124,6 @@ def steps_of(config: Config, train: Dataset | Stream) -> int:
     if isinstance(train, Stream):
         raise UserError("data.streaming = true: the length of an epoch is unknown; set train.max_steps.")
     return math.ceil((config.train.num_epochs or 1) * len(train) / config.global_batch_size)
-
-
-def course_of(config: Config, prepared: Prepared, steps: int, start: int) -> Course:
-    """The steps to come, for the time left. steps: of the whole run; start: resumed from, 0 for a new run."""
-    held_out = prepared.eval
-    return Course(
-        steps=steps,
-        start=start,
-        evaluate_every=config.eval.every,
-        save_every=config.checkpoint.every,
-        held_out_tokens=held_out.token_count if held_out is not None else 0,
-    )
 
 
 def loader_of(

@@ -5,10 +5,12 @@ from collections.abc import Callable
 
 from meshtune.config import Config
 from meshtune.data.pack import Dataset
+from meshtune.data.prepare import Prepared
 from meshtune.data.stream import Stream
 from meshtune.optim.schedule import learning_rates
 from meshtune.schedules import warmup
 from meshtune.setting_types import epochs_of
+from meshtune.train.console import Course
 from meshtune.units import scientific
 
 FEW_UPDATES = 20  # with fewer, a run ends before its learning rate has done much
@@ -40,6 +42,18 @@ def steps_between(every: int | str, config: Config, train: Dataset | Stream) -> 
         return int(every)
     assert isinstance(train, Dataset)  # refused with the settings: a stream has no known length
     return math.ceil(epochs * len(train) / config.global_batch_size)
+
+
+def course_of(config: Config, prepared: Prepared, steps: int, start: int) -> Course:
+    """The steps to come, for the time left. steps: of the whole run; start: resumed from, 0 for a new run."""
+    held_out = prepared.eval
+    return Course(
+        steps=steps,
+        start=start,
+        evaluate_every=steps_between(config.eval.every, config, prepared.train),
+        save_every=steps_between(config.checkpoint.every, config, prepared.train),
+        held_out_tokens=held_out.token_count if held_out is not None else 0,
+    )
 
 
 def few_updates(config: Config, train: Dataset | Stream, steps: int) -> str:
