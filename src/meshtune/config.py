@@ -79,6 +79,12 @@ class TrainConfig(Section):
     max_grad_norm: float = Field(
         default=1.0, ge=0, description="Norm that gradients are clipped to; 0: no clipping."
     )
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of the target spread over the vocabulary; training alone, evaluation has none.",
+    )
     precision: str = Field(
         default="bf16",
         description="Compute and master dtypes: fp32, bf16 (fp32 master weights), bf16-pure or fp64.",

@@ -69,6 +69,7 @@ class Vocabulary:
     tp: Axis
     start: int  # token id
     stop: int  # token id, exclusive
+    total: int  # tokens of all ranks
 
 
 def vocabulary_of(head: nn.Module) -> Vocabulary | None:
@@ -356,9 +357,8 @@ def _cut_vocabulary(model: PreTrainedModel, anatomy: Anatomy, state: _TensorStat
     embed: Any = model.get_submodule(anatomy.embed)
     head: Any = model.get_submodule(anatomy.head)
     for module in (embed, head):
-        module.vocabulary = Vocabulary(
-            state.tp, *piece(module.weight.shape[0], state.tp.size, state.tp.index)
-        )
+        rows = module.weight.shape[0]
+        module.vocabulary = Vocabulary(state.tp, *piece(rows, state.tp.size, state.tp.index), rows)
     part, padding = embed.vocabulary, embed.padding_idx
     if padding is not None:  # the row without a gradient
         embed.padding_idx = padding - part.start if part.start <= padding < part.stop else None

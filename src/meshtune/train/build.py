@@ -238,6 +238,7 @@ def model_spec(config: Config, attention: str, *, embeddings: int = 0) -> ModelS
         else None,
         freeze=tuple(config.model.freeze),
         embeddings=embeddings,
+        label_smoothing=train.label_smoothing,
         compile=train.compile,
         seed=train.seed,
     )

@@ -14,10 +14,12 @@ Gradients of 16-bit weights are summed over the chunks in fp32 and cast once: a 
 bf16 would lose those below 1/256 of it. One chunk needs no such buffer.
 
 Under tensor parallelism a rank's head gives the logits of its part of the vocabulary. Ranks then exchange
-three numbers a token, never logits (`_shared_cross_entropy`), and each has the whole loss.
+three numbers a token (four with label smoothing), never logits (`_shared_cross_entropy`), and each has the
+whole loss.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +42,7 @@ def head_loss(
     *,
     chunk_tokens: int = LOSS_CHUNK_TOKENS,
     single_backward: bool = True,
+    smoothing: float = 0.0,
 ) -> Tensor:
     """Sum of the token losses of a micro-batch from its last hidden states [batch, seq, hidden]: a scalar in
     fp32 (fp64 for an fp64 model).
@@ -49,7 +52,7 @@ def head_loss(
     RuntimeError; with single_backward=False again, as zero-bubble schedules want (first for the hidden
     states' gradient, then for the head's), at the price of a second copy of the head's gradient. Without any
     label the loss is 0 and the gradients are zeros, so that ranks that share parameters still agree on which
-    of them have one.
+    of them have one. smoothing: see `_cross_entropy`.
     """
     label_tokens = micro_batch.label_tokens  # given with the batch, so that a GPU need not be waited for
     flat = micro_batch.labels.flatten()
@@ -63,15 +66,16 @@ def head_loss(
     size = -(-label_tokens // chunks) if chunks else 1  # equal chunks: the smallest peak for their number
     parameters = _head_parameters(model, anatomy)
     vocabulary = vocabulary_of(model.get_submodule(anatomy.head))
+    cross_entropy = partial(_cross_entropy, vocabulary=vocabulary, smoothing=smoothing)
     with head_only(model, anatomy) as logits_of:
         if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
             return _ChunkedLoss.apply(
-                hidden, logits_of, rows, targets, size, vocabulary, single_backward, *parameters
+                hidden, logits_of, rows, targets, size, cross_entropy, single_backward, *parameters
             )
         total = _zero(hidden)
         for chunk_rows, chunk_targets in zip(rows.split(size), targets.split(size), strict=True):
             logits = logits_of(hidden.flatten(0, 1)[chunk_rows])
-            loss, _ = _cross_entropy(logits, chunk_targets, vocabulary, gradient=False)
+            loss, _ = cross_entropy(logits, chunk_targets, gradient=False)
             total += loss
         return total
 
@@ -80,7 +84,8 @@ class _ChunkedLoss(torch.autograd.Function):
     """Loss and, already in the forward, the gradients of the hidden states and of the head's parameters.
 
     rows: indices of labelled tokens in hidden.flatten(0, 1); targets: their token ids, parallel; size: rows
-    of a chunk; parameters: the trained ones that logits_of uses. The others are those of `head_loss`.
+    of a chunk; cross_entropy: as `_cross_entropy`; parameters: the trained ones that logits_of uses. The
+    others are those of `head_loss`.
     """
 
     @staticmethod
@@ -91,7 +96,7 @@ class _ChunkedLoss(torch.autograd.Function):
         rows: Tensor,
         targets: Tensor,
         size: int,
-        vocabulary: Vocabulary | None,
+        cross_entropy: Callable[..., tuple[Tensor, Tensor]],
         single_backward: bool,
         *parameters: Tensor,
     ) -> Tensor:
@@ -104,7 +109,7 @@ class _ChunkedLoss(torch.autograd.Function):
             with torch.enable_grad():
                 chunk = source[chunk_rows].detach().requires_grad_(hidden_grad is not None)
                 logits = logits_of(chunk)
-            loss, logits_grad = _cross_entropy(logits.detach(), chunk_targets, vocabulary, gradient=True)
+            loss, logits_grad = cross_entropy(logits.detach(), chunk_targets, gradient=True)
             total += loss
             inputs = [*parameters] if hidden_grad is None else [*parameters, chunk]
             grads = list(torch.autograd.grad(logits, inputs, logits_grad, allow_unused=True))
@@ -142,35 +147,41 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _cross_entropy(
-    logits: Tensor, targets: Tensor, vocabulary: Vocabulary | None, *, gradient: bool
+    logits: Tensor, targets: Tensor, *, vocabulary: Vocabulary | None, smoothing: float, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(cross entropy summed over the tokens, a scalar in fp32 or fp64; its gradient, softmax − onehot, shaped
-    as the logits and in their dtype, or None unless `gradient`).
+    """(cross entropy summed over the tokens, a scalar in fp32 or fp64; its gradient, softmax − target
+    distribution, shaped as the logits and in their dtype, or None unless `gradient`).
 
     logits [tokens, vocabulary entries of this rank]; targets [tokens]: token ids. vocabulary: the part of the
-    vocabulary that this tp rank has; None: all of it.
+    vocabulary that this tp rank has; None: all of it. smoothing: share of the target distribution that is
+    uniform over the vocabulary, the rest is on the target (torch's label_smoothing).
     """
     if vocabulary is not None:
-        return _shared_cross_entropy(logits, targets, vocabulary, gradient=gradient)
+        return _shared_cross_entropy(logits, targets, vocabulary, smoothing=smoothing, gradient=gradient)
     log_probabilities = torch.log_softmax(
         logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32)
     )
     loss = -log_probabilities.gather(1, targets[:, None]).sum()
+    if smoothing:
+        loss = (1 - smoothing) * loss - smoothing * log_probabilities.mean(1).sum()
     if not gradient:
         return loss, None
     logits_grad = log_probabilities.exp_()
-    logits_grad.scatter_add_(1, targets[:, None], logits_grad.new_full((len(targets), 1), -1.0))
+    logits_grad.scatter_add_(1, targets[:, None], logits_grad.new_full((len(targets), 1), smoothing - 1.0))
+    if smoothing:
+        logits_grad -= smoothing / logits.shape[1]
     return loss, logits_grad.to(logits.dtype)
 
 
 def _shared_cross_entropy(
-    logits: Tensor, targets: Tensor, vocabulary: Vocabulary, *, gradient: bool
+    logits: Tensor, targets: Tensor, vocabulary: Vocabulary, *, smoothing: float, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return `_cross_entropy` where logits are [tokens, vocabulary entries of this tp rank].
 
     The loss is that of the whole vocabulary, summed over the tokens and equal on all tp ranks; the gradient
     is that of this rank's logits. Two all-reduces: the MAX of [tokens], each token's largest logit; the SUM
-    of [2, tokens], the sum of its exponentials and its target's logit, which is 0 on all ranks but one.
+    of [2, tokens], the sum of its exponentials and its target's logit, which is 0 on all ranks but one; with
+    smoothing of [3, tokens], its mean logit too.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     largest = wide.amax(1)
@@ -179,14 +190,17 @@ def _shared_cross_entropy(
     here = (targets >= vocabulary.start) & (targets < vocabulary.stop)
     columns = torch.where(here, targets - vocabulary.start, 0)[:, None]
     target = torch.where(here, shifted.gather(1, columns)[:, 0], 0)
+    mean = [shifted.sum(1) / vocabulary.total] if smoothing else []
     weights = shifted.exp_()
-    sums = torch.stack([weights.sum(1), target])
+    sums = torch.stack([weights.sum(1), target, *mean])
     dist.all_reduce(sums, group=vocabulary.tp.group)
-    loss = (sums[0].log() - sums[1]).sum()
+    loss = (sums[0].log() - (1 - smoothing) * sums[1] - (smoothing * sums[2] if smoothing else 0)).sum()
     if not gradient:
         return loss, None
     logits_grad = weights.div_(sums[0][:, None])
-    logits_grad.scatter_add_(1, columns, -here[:, None].to(logits_grad.dtype))
+    logits_grad.scatter_add_(1, columns, (smoothing - 1) * here[:, None].to(logits_grad.dtype))
+    if smoothing:
+        logits_grad -= smoothing / vocabulary.total
     return loss, logits_grad.to(logits.dtype)
 
 

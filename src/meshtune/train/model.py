@@ -70,6 +70,7 @@ class ModelSpec:
     lora: LoraSpec | None = None  # None: all parameters are trained
     freeze: tuple[str, ...] = ()  # globs of parameter names
     embeddings: int = 0  # rows that the embedding must have at least: the tokenizer's tokens
+    label_smoothing: float = 0.0  # of the training loss; evaluation has none
     compile: bool = False  # block by block
     seed: int = 0  # of random weights
 
@@ -134,7 +135,7 @@ def rank_model(
         lambda: trainable_skeleton(spec)[0],
         world,
         {stage: stage_blocks[stage] for stage in stages},
-        finish=loss_of(layout),
+        finish=loss_of(layout, spec.label_smoothing),
         compute_dtype=spec.compute_dtype,
         reduce_dtype=spec.sum_dtype,
         compile=spec.compile,
@@ -231,11 +232,11 @@ def fill_values(
         weights.copy_buffers(model)
 
 
-def loss_of(layout: Layout) -> Finish:
+def loss_of(layout: Layout, smoothing: float) -> Finish:
     """The summed loss of a micro-batch from its last hidden states. Zero-bubble schedules run its backward
     twice.
     """
-    return partial(head_loss, single_backward=layout.schedule not in ZERO_BUBBLE)
+    return partial(head_loss, single_backward=layout.schedule not in ZERO_BUBBLE, smoothing=smoothing)
 
 
 def optimizer_of(spec: ModelSpec, values: OptimizerSpec, parallel: Parallel) -> Optimizer:

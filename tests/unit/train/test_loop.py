@@ -527,3 +527,15 @@ def test_values_that_no_run_wrote_are_refused_with_a_sentence(change: dict[str, 
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError):
         train("train.max_steps=3")
+
+
+def test_label_smoothing_is_of_the_training_loss_and_not_of_the_evaluations(
+    train: Train, tmp_path: Path
+) -> None:
+    found = []
+    for number, smoothing in enumerate(("0", "0.3")):
+        still = ("train.learning_rate=1e-30", "train.max_steps=1", f"output={tmp_path / str(number)}")
+        run = train(*still, f"train.label_smoothing={smoothing}")
+        found.append((losses(run)[0], run.folder.rows("eval")[-1]["loss"]))
+    (plain, held_out), (smoothed, held_out_too) = found
+    assert held_out_too == held_out and abs(smoothed - plain) > 1e-3

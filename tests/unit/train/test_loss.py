@@ -43,10 +43,12 @@ def models(family, dtype=torch.float32, implementation="meshtune"):
     return plain, ours
 
 
-def reference(model, batch):
+def reference(model, batch, smoothing=0.0):
     logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
+    return F.cross_entropy(
+        logits.flatten(0, 1), batch.labels.flatten(), reduction="sum", label_smoothing=smoothing
+    )
 
 
 def assert_same_gradients(plain, ours, tolerance):
@@ -101,6 +103,21 @@ def test_the_head_in_fp64_is_exact_for_every_chunk_size(family):
             ours.get_submodule(own_anatomy.head).weight.grad, theirs[0], rtol=1e-9, atol=1e-12
         )
         torch.testing.assert_close(own.grad, theirs[1], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 25, 4096])
+def test_label_smoothing_is_torchs(chunk_tokens):
+    plain, ours = models("llama", torch.float64)
+    batch = micro_batch()
+    expected = reference(plain, batch, 0.1)
+    expected.backward()
+    loss = summed_loss(ours, anatomy(ours), batch, chunk_tokens=chunk_tokens, smoothing=0.1)
+    loss.backward()
+    assert abs(loss - expected) <= 2e-8 * expected and loss != summed_loss(ours, anatomy(ours), batch)
+    assert_same_gradients(plain, ours, 2e-6)
+    with torch.no_grad():
+        again = summed_loss(ours, anatomy(ours), batch, chunk_tokens=chunk_tokens, smoothing=0.1)
+    assert torch.equal(again, loss)
 
 
 def test_without_our_attention_the_documents_are_kept_apart_as_well():
