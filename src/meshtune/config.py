@@ -67,6 +67,10 @@ class TrainConfig(Section):
     lr_scheduler_kwargs: dict[str, int | float | str] = Field(
         default={}, description="Further arguments of the schedule, by transformers' names, such as power: 2."
     )
+    lr_decay_steps: Positive | None = Field(
+        default=None,
+        description="Steps that the schedule spans, after which the learning rate stays; null: max_steps.",
+    )
     warmup_ratio: Fraction = Field(
         default=0.03, description="Share of the steps in which the learning rate rises to its peak."
     )
@@ -225,6 +229,11 @@ class Config(Section):
     log: LogConfig = LogConfig()
     hub: HubConfig = HubConfig()
     output: str = Field(default="runs/run", description="Run folder.")
+    output_exists: Literal["new", "extend", "replace"] | None = Field(
+        default=None,
+        description="Start where output holds a run that is not to be continued: write the next free name, "
+        "make that run longer, or delete it; null: refused.",
+    )
 
     @field_validator("layout")
     @classmethod
@@ -295,7 +304,7 @@ class Config(Section):
         return self.train.learning_rate or LEARNING_RATES[self.method]
 
     def to_yaml(self) -> str:
-        """Write the whole resolved tree as YAML; a run from that file repeats this one."""
+        """Write the whole resolved tree as YAML, which `load` reads back."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 

@@ -1,7 +1,7 @@
 """The run folder: names of its files, and how rows are written and read.
 
     runs/my-run/
-      config.yaml        every resolved setting; `meshtune train runs/my-run/config.yaml` repeats the run
+      config.yaml        every resolved setting; `meshtune train …/config.yaml output=NEW` repeats the run
       plan.yaml          layout and prediction
       metrics.jsonl      one row a line, {"kind": "run" | "train" | "eval" | "end", "step": …}
       samples.jsonl      answers of the model to held-out prompts: {"step", "prompt", "expected", "answer"}
@@ -12,6 +12,8 @@
                          traceback behind the sentence that ended it; those of the start before are in
                          logs/before/
       report.html
+
+    runs/.my-run.replaced  a run that is being replaced, until the new one has done a step
 
 A row is one line of strict JSON: NaN and infinities become null, because the parsers of browsers and of most
 languages refuse them. A line is a row once its newline is written: readers skip the incomplete last line of a
@@ -75,6 +77,11 @@ class RunDir:
     def report_file(self) -> Path:
         return self.path / "report.html"
 
+    @property
+    def replaced(self) -> Path:
+        """Name of a run that was here, while the one that replaces it has done no step."""
+        return self.path.with_name(f".{self.path.name}.replaced")
+
     def create(self) -> "RunDir":
         """Make the folder and its parents. Raises UserError if that is not possible."""
         try:
@@ -120,11 +127,16 @@ class RunDir:
     def drop_after(self, step: int) -> None:
         """Remove the rows and samples of steps after `step`, for a run that resumes from its checkpoint.
 
-        Rows without a step (kind "run") stay. Files are written aside and renamed.
+        So is the row that says that the run has finished. Rows without a step (kind "run") stay. Files are
+        written aside and renamed.
         """
         for file in (self.metrics_file, self.samples_file):
             if file.exists():
-                rows = [row for row in read_lines(file) if row.get("step") is None or row["step"] <= step]
+                rows = [
+                    row
+                    for row in read_lines(file)
+                    if (row.get("step") is None or row["step"] <= step) and row.get("status") != "finished"
+                ]
                 write_text_atomically(file, "".join(map(json_line, rows)))
 
 

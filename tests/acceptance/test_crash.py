@@ -137,7 +137,9 @@ def test_a_run_killed_before_its_report_gets_it_from_the_same_command(
     assert "4 steps" in again.out
     assert (losses(run), (run / "model" / "model.safetensors").stat()) == (rows, model), "nothing was trained"
     assert not (tmp_path / "run-2").exists()
-    assert meshtune(*command).code == 0
+    refused = meshtune(*command)
+    assert refused.code == 2 and "output_exists=new" in refused.err
+    assert meshtune(*command, "output_exists=new").code == 0
     assert (tmp_path / "run-2" / "report.html").exists()
 
 

@@ -101,10 +101,12 @@ def test_a_config_on_gsm8k_trains_a_model_that_transformers_loads_and_the_run_ca
     ids = tokenizer("How many apples?\n", return_tensors="pt").input_ids
     assert model.generate(input_ids=ids, max_new_tokens=5, do_sample=False).shape[1] > ids.shape[1]
 
-    again = meshtune("train", run.config_file)
+    refused = meshtune("train", run.config_file)
+    assert refused.code == 2 and "holds a finished run of 4 steps" in refused.err
+    again = meshtune("train", run.config_file, f"output={tmp_path / 'runs' / 'y'}")
     assert again.code == 0, again.err
-    assert losses(tmp_path / "runs" / "x-2") == losses(run.path)
-    assert (tmp_path / "runs" / "x-2" / "model" / "model.safetensors").read_bytes() == (
+    assert losses(tmp_path / "runs" / "y") == losses(run.path)
+    assert (tmp_path / "runs" / "y" / "model" / "model.safetensors").read_bytes() == (
         run.model / "model.safetensors"
     ).read_bytes()
 

@@ -2,9 +2,10 @@
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from meshtune.errors import UserError, memory_explained
+from meshtune.errors import UserError, expanded, memory_explained
 from meshtune.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -24,6 +25,10 @@ def train_here(config: "Config", nproc: int | None, show: Show) -> None:
     """
     from meshtune import launch
 
+    if not launch.joined():  # before anything is loaded; of joined ranks the main one decides
+        config, finished = settled(config)
+        if finished:
+            return show(RunDir(config.output))
     # Before ranks are forked: they share what is imported. And what can't run is refused.
     from meshtune.train import build, choose, loop  # noqa: F401
 
@@ -77,10 +82,10 @@ def train_rank(rank: "Rank", config: "Config", choice: "Choice | None", show: Sh
     """
     from meshtune.train import build
 
-    if finished := completed(config):
-        if rank.main:
-            show(finished)
-        return
+    if choice is None:
+        config, finished = settled_together(config)
+        if finished:
+            return show(RunDir(config.output)) if rank.main else None
     try:
         with memory_explained():
             run = build.build(config, choice, claimed=lambda folder: rank.keep_log(folder.logs))
@@ -109,22 +114,49 @@ def train_watched(rank: "Rank", run: "Run", show: Show) -> None:
             show(run.folder)
 
 
-def completed(config: "Config") -> RunDir | None:
-    """The finished run of these settings whose missing report was drawn now; None if there is none.
+def settled(config: "Config") -> tuple["Config", bool]:
+    """(The settings with the folder that the run writes as `output`, True if only its report was missing,
+    which is drawn now).
 
-    Every rank calls it; the main rank draws. A run is trained again only if its report can't be drawn.
+    A line on stderr says what becomes of a run that is there. Raises UserError as output.decide.
     """
+    from rich.console import Console
+    from rich.text import Text
+
+    from meshtune.train import output
+
+    tell = partial(Console(stderr=True).print, soft_wrap=True)
+    named = RunDir(expanded(config.output).absolute())
+    if named.replaced.exists():
+        from meshtune.train.folder import put_back
+
+        if put_back(named):
+            tell(Text(f"{named.path} is the earlier run again: the one that was to replace it did no step."))
+    decision = output.decide(config)
+    if decision.line:
+        tell(Text(decision.line, style="bold"))
+    if decision.start == "report":
+        from meshtune.report.run import report
+        from meshtune.train.folder import Claim
+
+        with Claim(decision.run):  # clears what the killed process left
+            report.try_report(decision.run)
+    return config.model_copy(update={"output": str(decision.run.path)}), decision.start == "report"
+
+
+def settled_together(config: "Config") -> tuple["Config", bool]:
+    """Do `settled` on the main rank, for all ranks; every rank calls it. Raises as `settled`."""
     import torch.distributed as dist
 
-    from meshtune.report.run import report
-    from meshtune.train import folder
-
-    several = dist.is_initialized()
-    result: list[RunDir | None] = [None]
-    main = not several or dist.get_rank() == 0
-    if main and (run := folder.without_report(config)):
-        with folder.Claim(run, {}):  # clears what the killed process left
-            result = [run if not report.try_report(run) else None]
-    if several:
-        dist.broadcast_object_list(result)
+    if not dist.is_initialized():
+        return settled(config)
+    result: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            result = [settled(config)]
+        except UserError as error:
+            result = [error]
+    dist.broadcast_object_list(result)
+    if isinstance(result[0], UserError):
+        raise result[0]
     return result[0]

@@ -130,6 +130,7 @@ def assemble(
         claim=claim,
     )
     if resumed is not None:
+        damaged += filter(None, [folder.rate_change(run_folder, resumed, steps, run.learning_rate)])
         restore(run, resumed)
         run.loader = loader_of(config, prepared.train, world, state=run.progress.data)
     few = few_updates(config, prepared.train, steps)
@@ -167,6 +168,7 @@ def announce(config: Config, run: Run, model: RankModel, resumed: int | None, no
         seq_len=config.data.seq_len,
         total_steps=run.steps,
         learning_rate=rate_in_words(config),
+        schedule_steps=config.train.lr_decay_steps or run.steps,
         device=device_name(world.device),
         device_type=world.device.type,
         resumed_from=resumed,
@@ -200,10 +202,10 @@ def claim_together(
     """
     claim, place = None, None
     if world.main:
-        run_folder, resumed = folder.choose_folder(config, steps, report)
+        chosen, resumed = folder.choose_folder(config, steps, report)
         plan = prediction(config, world.layout, gpus_of(world.device))
-        claim = folder.begin(run_folder, config, plan, resumed)
-        place = run_folder, resumed
+        claim = folder.begin(chosen.run, config, plan, resumed, replace=chosen.start == "replace")
+        place = chosen.run, resumed
     run_folder, resumed = world.broadcast_object(place)
     missing = [
         rank

@@ -17,7 +17,7 @@ from meshtune.model.adapter import save_adapter
 from meshtune.model.pieces import Piece
 from meshtune.model.save import save_model, save_pieces, stored_differently
 from meshtune.parallel.mesh import World
-from meshtune.train.folder import absolute
+from meshtune.train.output import absolute
 from meshtune.units import scientific
 
 

@@ -1,100 +1,39 @@
-"""Choose a run's folder: an empty one, or that of an unfinished run, which is resumed.
-
-the folder has                      then
-nothing                             it is taken
-the lock of a run without settings  it is taken: the run was killed, or had no disk, before its config.yaml
-an unfinished run, same settings    it is resumed from the newest whole checkpoint, in any layout
-... none of its checkpoints whole   refused, naming the damage; nothing is deleted
-an unfinished run, other settings   refused, naming the settings that differ (settings in FREE may)
-a finished run                      the next free name (runs/x-2): no trained model is overwritten
-"""
+"""Claim the run folder that output.py chose: lock it, begin or go on in it, set a replaced run aside."""
 
 import fcntl
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from fnmatch import fnmatch
-from itertools import count
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from meshtune.config import Config, load
-from meshtune.errors import UserError, check_file, expanded
-from meshtune.rundir import RunDir, aside_pattern, write_text_atomically
-from meshtune.sections import SourceConfig
+from meshtune.errors import UserError, check_file
+from meshtune.rundir import RunDir, write_text_atomically
 from meshtune.train.checkpoint import Checkpoints
+from meshtune.train.output import LOCK, Decision, decide, resolved
 
-# Settings that may change when a run is resumed. A longer or shorter run continues with the schedule of its
-# new length; the other settings do not change what a step computes.
-FREE = ("train.max_steps", "train.num_epochs", "train.device", "eval", "checkpoint", "log", "hub", "layout",
-        "cluster", "output", "data.cache")  # fmt: skip
-LOCK = ".lock"
+HEADER = """\
+# Settings of the run in this folder. `meshtune train config.yaml output=NEW` repeats it in the folder NEW;
+# without output=NEW the command goes on with this run, or refuses if it has finished.
+"""
 
 
-def choose_folder(config: Config, steps: int, report: Callable[[str], None]) -> tuple[RunDir, int | None]:
-    """Choose (the run folder, the step to resume from) as in the table above; writes nothing.
+def choose_folder(config: Config, steps: int, report: Callable[[str], None]) -> tuple[Decision, int | None]:
+    """(What output.decide chooses, the step to resume from); writes nothing.
 
-    The step is None for a new run, and for an unfinished one that saved no checkpoint. With
-    checkpoint.resume=never every folder that holds a run is skipped. steps: updates of the whole run. report:
-    gets a sentence for each damaged checkpoint that is skipped, and for rows that are missing. Raises
-    UserError if `output` is a file, holds something else, an unfinished run with other settings, or one
-    whose checkpoints are all damaged.
+    The step is None for a run that begins, and for an unfinished one that saved no checkpoint. steps: updates
+    of the whole run. report: gets a sentence for each damaged checkpoint that is skipped, for rows that are
+    missing, and on a folder that was not named. Raises UserError as output.decide, and if the run's
+    checkpoints are all damaged.
     """
-    named = RunDir(expanded(config.output).absolute())
-    if named.path.exists() and not named.path.is_dir():
-        raise UserError(f"output = {config.output} is a file; name a folder.")
-    for run in candidates(named):
-        if is_unused(run):
-            return run, None
-        if not run.config_file.exists():
-            if run == named:
-                raise UserError(
-                    f"output = {config.output} is not empty and holds no run; name another folder."
-                )
-            continue
-        if config.checkpoint.resume == "never":
-            continue
-        finished = [row for row in run.rows("end") if row.get("status") == "finished"]
-        if finished and (finished[-1]["step"] >= steps or finished[-1].get("early")):
-            continue
-        differing = list(differences(settings(config), settings_of(run)))
-        if not differing:
-            return run, step_to_resume(run, report, finished=bool(finished))
-        if finished and not Checkpoints(run.checkpoints).steps():
-            continue
-        if run == named:
-            raise UserError(
-                [
-                    f"{run.path} holds an unfinished run with other settings; change `output`, or set "
-                    "checkpoint.resume=never:",
-                    *differing,
-                ]
-            )
-    raise AssertionError("candidates never end")
-
-
-def without_report(config: Config) -> RunDir | None:
-    """The finished run of exactly these settings that was killed before its report.html; None if there is
-    none.
-
-    With checkpoint.resume=never there is none.
-    """
-    for run in candidates(RunDir(expanded(config.output).absolute())):
-        if config.checkpoint.resume == "never" or not run.config_file.exists():
-            return None
-        ended = [row.get("status") for row in run.rows("end")][-1:]
-        if ended == ["finished"] and not run.report_file.exists():
-            same = settings_of(run) | {"output": ""} == settings(config) | {"output": ""}
-            return run if same else None
-    return None
-
-
-def is_unused(run: RunDir) -> bool:
-    """True if the folder is missing, or empty but for what a run writes before its config.yaml."""
-    first = {LOCK, aside_pattern(run.config_file)}
-    return not run.path.exists() or all(
-        any(fnmatch(path.name, pattern) for pattern in first) for path in run.path.iterdir()
-    )
+    decision = decide(config, steps)
+    if decision.line and decision.start != "replace" and str(decision.run.path) != config.output:
+        report(decision.line)
+    if decision.start in ("begin", "replace"):
+        return decision, None
+    return decision, step_to_resume(decision.run, report, finished=decision.start == "extend")
 
 
 def step_to_resume(run: RunDir, report: Callable[[str], None], *, finished: bool) -> int | None:
@@ -121,7 +60,7 @@ def step_to_resume(run: RunDir, report: Callable[[str], None], *, finished: bool
         raise UserError(
             [
                 f"{run.path} holds {state}, but {which}. Nothing was changed. Restore a checkpoint, or set "
-                "checkpoint.resume=never to train from step 1 in another folder.",
+                "checkpoint.resume=never and output_exists=new to train from step 1 in another folder.",
                 *damage,
             ]
         )
@@ -139,28 +78,28 @@ def step_to_resume(run: RunDir, report: Callable[[str], None], *, finished: bool
     return step
 
 
-def candidates(run: RunDir) -> Iterator[RunDir]:
-    """Yield runs/x, runs/x-2, runs/x-3 … without end."""
-    yield run
-    for number in count(2):
-        yield RunDir(run.path.with_name(f"{run.path.name}-{number}"))
-
-
 class Claim:
     """A run folder that this process trains in: its lock, and the files that make the folder a run.
 
     Use as a context manager, which releases the lock; so does the end of the process.
     """
 
-    def __init__(self, run: RunDir, texts: Mapping[Path, str]) -> None:
-        """Lock the folder, clear it of what killed processes left, and write `texts`, by file.
+    def __init__(self, run: RunDir) -> None:
+        """Lock the folder and clear it of what killed processes left.
 
         Raises UserError if another process has the lock.
         """
-        self.run, self._texts = run, dict(texts)
+        self.run = run
+        self._texts: dict[Path, str] = {}
         self._lock = self._locked()
+        self._replaced = run.replaced.exists()
         self.run.clear_leftovers()
-        self._write()
+
+    def write(self, texts: Mapping[Path, str]) -> None:
+        """Write the files that make the folder a run, by their text."""
+        self._texts = dict(texts)
+        for file, text in self._texts.items():
+            write_text_atomically(file, text)
 
     def renew(self) -> bool:
         """Make the folder a run again if it was deleted or moved away; returns whether it was.
@@ -172,8 +111,14 @@ class Claim:
                 return False
         self._lock.close()
         self._lock = self._locked()
-        self._write()
+        self.write(self._texts)
         return True
+
+    def drop_replaced(self) -> None:
+        """Delete the run that this one has replaced, if there is one."""
+        if self._replaced:
+            shutil.rmtree(self.run.replaced)
+            self._replaced = False
 
     def _locked(self) -> IO[str]:
         self.run.create()
@@ -188,10 +133,6 @@ class Claim:
             ) from None
         return lock
 
-    def _write(self) -> None:
-        for file, text in self._texts.items():
-            write_text_atomically(file, text)
-
     def __enter__(self) -> "Claim":
         return self
 
@@ -199,68 +140,77 @@ class Claim:
         self._lock.close()
 
 
-def begin(run: RunDir, config: Config, plan: str, resumed: int | None) -> Claim:
-    """Claim the folder, write config.yaml and plan.yaml, and drop the rows of steps that are run again.
+def begin(run: RunDir, config: Config, plan: str, resumed: int | None, *, replace: bool = False) -> Claim:
+    """Claim the folder, drop the rows of steps that are run again, and write config.yaml and plan.yaml.
 
     plan: text of plan.yaml; resumed: step of the checkpoint that the run starts from. None: from the
     beginning; an old metrics.jsonl and samples.jsonl are deleted. So is report.html, which would not be of
-    this start. Raises UserError if another process trains there.
+    this start. replace: set the run that is there aside first. Raises UserError if another process trains
+    there, or if the folder can't be renamed.
     """
-    claim = Claim(run, {run.config_file: resolved(config, run).to_yaml(), run.plan_file: plan})
+    if replace:
+        set_aside(run)
+    claim = Claim(run)
     run.report_file.unlink(missing_ok=True)  # a finished run that has one is not touched again
-    if resumed is not None:
+    if resumed is not None:  # before config.yaml: killed in between, it is an unfinished run of before
         run.drop_after(resumed)
     else:  # rows of a run that was killed before its first checkpoint
         for file in (run.metrics_file, run.samples_file):
             file.unlink(missing_ok=True)
+    claim.write({run.config_file: HEADER + resolved(config, run).to_yaml(), run.plan_file: plan})
     return claim
 
 
-def resolved(config: Config, run: RunDir) -> Config:
-    """The settings with absolute paths, so that the file works from any folder; output is `run`'s path."""
+def set_aside(run: RunDir) -> None:
+    """Rename the folder of a run that is to be replaced.
 
-    def absolute_sources(sources: Iterable[SourceConfig]) -> tuple[SourceConfig, ...]:
-        return tuple(source.model_copy(update={"path": absolute(source.path)}) for source in sources)
-
-    template = config.data.chat_template  # a folder may have the name of a built-in one
-    data = config.data.model_copy(
-        update={
-            "train": absolute_sources(config.data.train),
-            "eval": absolute_sources(config.data.eval),
-            "chat_template": absolute(template) if template and Path(template).is_file() else template,
-        }
-    )
-    model = config.model.model_copy(update={"name": absolute(config.model.name)})
-    train = config.train.model_copy(update={"learning_rate": config.learning_rate})
-    return config.model_copy(update={"data": data, "model": model, "train": train, "output": str(run.path)})
-
-
-def absolute(name: str) -> str:
-    """The absolute path of a local file or folder; any other name (a hub id, a built-in) unchanged."""
-    path = expanded(name)
-    return str(path.absolute()) if path.exists() else name
-
-
-def settings(config: Config) -> dict[str, Any]:
-    """The settings with absolute paths, as plain values."""
-    return resolved(config, RunDir(config.output)).model_dump(mode="json")
-
-
-def settings_of(run: RunDir) -> dict[str, Any]:
-    """The settings in a run folder's config.yaml, as plain values."""
-    return load(run.config_file).model_dump(mode="json")
-
-
-def differences(now: Any, before: Any, key: str = "") -> Iterator[str]:
-    """Yield a sentence for each setting that differs and is not FREE.
-
-    now, before: settings of this run and of the folder's, as plain values; key: their dotted name, "" for all
-    settings. A setting that one of them lacks counts as None.
+    One that was set aside before is deleted: the run there now did a step (`put_back`).
     """
-    if key in FREE:
-        return
-    if isinstance(now, dict) and isinstance(before, dict):
-        for name in {**before, **now}:
-            yield from differences(now.get(name), before.get(name), f"{key}.{name}".lstrip("."))
-    elif now != before:
-        yield f"{key} is {now!r} here and {before!r} there."
+    with Claim(run) as claim:
+        claim.drop_replaced()
+        try:
+            if run.path.is_symlink():
+                raise OSError(0, "it is a link")
+            run.path.rename(run.replaced)
+        except OSError as error:
+            raise UserError(
+                f"output_exists=replace: {run.path} can't be renamed ({error.strerror}); name another "
+                "`output`, or empty it yourself."
+            ) from error
+
+
+def put_back(run: RunDir) -> bool:
+    """Give a run that was set aside its name again if the one that was to replace it did no step; returns
+    whether it did.
+
+    Raises UserError if another process trains there.
+    """
+    stepped = any(not row.get("skipped") for row in run.rows("train"))
+    if stepped or not run.replaced.exists():
+        return False
+    with Claim(run):
+        shutil.rmtree(run.path)
+    run.replaced.rename(run.path)
+    return True
+
+
+def rate_change(run: RunDir, resumed: int, steps: int, rate: Callable[[int], float]) -> str | None:
+    """Sentence on a learning rate that does not go on where the earlier start of a run left it; None if it
+    does.
+
+    resumed: step of the checkpoint that the run starts from; steps: updates of the whole run; rate: learning
+    rate of an update, from 1.
+    """
+    starts, rows = run.rows("run"), [row for row in run.rows("train") if row["step"] <= resumed]
+    if not starts or not rows:
+        return None
+    step, before = rows[-1]["step"], rows[-1].get("learning_rate")
+    spanned = starts[-1].get("schedule_steps", starts[-1]["total_steps"])
+    if not before or abs(rate(step) / before - 1) < 0.01:
+        return None
+    return (
+        f"The learning rate was {before:.2g} at step {step} and is {rate(resumed + 1):.2g} at step "
+        f"{resumed + 1}: the schedule spanned {spanned} steps and now spans {steps}. "
+        f"train.lr_decay_steps={spanned} keeps the rate: it follows the schedule of {spanned} steps, then "
+        "stays at its last value."
+    )

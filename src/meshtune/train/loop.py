@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from meshtune.train.trackers import Metrics
 
 
-UNUSABLE = "Use a checkpoint that this version of meshtune wrote, or set checkpoint.resume=never."
+UNUSABLE = (
+    "Use a checkpoint that this version of meshtune wrote, or set checkpoint.resume=never and "
+    "output_exists=new."
+)
 
 
 @dataclass
@@ -130,8 +133,7 @@ def train(run: Run) -> None:
             )  # fmt: skip
             if row := run.memory.row(now.step):
                 run.metrics.log(row)
-            if now.step == first and run.checkpoint_every:
-                run.checkpoints.reserve(tensors_of(run))
+            after_step(run, finite=finite, first=now.step == first)
             nonfinite = 0 if finite else nonfinite + 1
             if not finite:
                 run.metrics.log_line(
@@ -150,6 +152,16 @@ def train(run: Run) -> None:
             if stopping:
                 raise interrupted(run)
         finish(run)
+
+
+def after_step(run: Run, *, finite: bool, first: bool) -> None:
+    """Make room for copies of the checkpoints after the first step, and delete the run that this one replaces
+    once a step was finite.
+    """
+    if first and run.checkpoint_every:
+        run.checkpoints.reserve(tensors_of(run))
+    if finite and run.claim:
+        run.claim.drop_replaced()
 
 
 def known(count: float) -> float | None:

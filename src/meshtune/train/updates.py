@@ -19,14 +19,16 @@ FEW_UPDATES = 20  # with fewer, a run ends before its learning rate has done muc
 def schedule_of(config: Config, steps: int) -> Callable[[int], float]:
     """Function: number of an update, from 1 -> its learning rate. steps: updates of the whole run."""
     train = config.train
-    return learning_rates(
+    spanned = train.lr_decay_steps or steps
+    rate = learning_rates(
         train.lr_scheduler,
         peak=config.learning_rate,
-        warmup_steps=warmup(steps, ratio=train.warmup_ratio, steps=train.warmup_steps),
-        total_steps=steps,
+        warmup_steps=warmup(spanned, ratio=train.warmup_ratio, steps=train.warmup_steps),
+        total_steps=spanned,
         min_ratio=train.min_lr_ratio,
         arguments=train.lr_scheduler_kwargs,
     )
+    return lambda step: rate(min(step, spanned))
 
 
 def rate_in_words(config: Config) -> str:

@@ -37,8 +37,8 @@ def wanted(settings: Settings, *more: str) -> config.Config:
 def choose(settings: Settings, *more: str) -> tuple[Path, int | None, list[str]]:
     """(folder, step to resume from, sentences) of the same command."""
     told: list[str] = []
-    run, step = folder.choose_folder(wanted(settings, *more), 9, told.append)
-    return run.path, step, told
+    decision, step = folder.choose_folder(wanted(settings, *more), 9, told.append)
+    return decision.run.path, step, told
 
 
 def files(run: RunDir) -> dict[str, bytes]:
@@ -76,7 +76,8 @@ def test_without_a_whole_checkpoint_an_unfinished_run_is_refused_and_kept(
     assert "Nothing was changed" in first and "checkpoint.resume=never" in first
     assert any("step-6" in sentence for sentence in rest)
     assert files(unfinished) == before
-    assert choose(settings, "checkpoint.resume=never")[0] == unfinished.path.with_name("run-2")
+    anew = choose(settings, "checkpoint.resume=never", "output_exists=new")
+    assert anew[0] == unfinished.path.with_name("run-2")
 
 
 def test_a_checkpoint_that_can_not_be_read_is_not_taken_for_damaged(
@@ -122,7 +123,8 @@ def test_a_finished_run_without_checkpoints_is_not_made_longer(
         path.rename(unfinished.path / f"{path.name}-away")
     with pytest.raises(UserError, match=r"finished run that would go on, but it has no checkpoint"):
         choose(settings)
-    assert choose(settings, "train.learning_rate=2e-3")[0] == unfinished.path.with_name("run-2")
+    other = choose(settings, "train.learning_rate=2e-3", "output_exists=new")
+    assert other[0] == unfinished.path.with_name("run-2")
 
 
 def test_a_checkpoint_in_a_folder_of_another_step_is_no_good_one(

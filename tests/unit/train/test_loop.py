@@ -137,10 +137,31 @@ def test_resuming_equals_never_stopping_bit_for_bit(train: Train, tmp_path: Path
 
 def test_a_finished_run_is_not_overwritten_and_its_config_repeats_it(train: Train, tmp_path: Path) -> None:
     first = train()
-    again = build.build(config.load(first.folder.config_file))
+    with pytest.raises(UserError, match="holds a finished run of 4 steps"):
+        build.build(config.load(first.folder.config_file))
+    again = build.build(config.load(first.folder.config_file, [f"output={tmp_path / 'again'}"]))
     loop.train(again)
-    assert again.folder.path == tmp_path / "run-2"
+    assert again.folder.path == tmp_path / "again"
     assert losses(first) == losses(again)
+
+
+def test_a_replaced_run_is_gone_after_the_first_step_of_the_new_one(
+    train: Train, settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = train()
+    before = losses(first)
+    anew = build.build(config.load(None, settings("train.learning_rate=2e-3", "output_exists=replace")))
+    assert anew.folder == first.folder and (anew.folder.replaced / "model").exists()
+    there, update = [], anew.optimizer.step
+
+    def watched(rate: float) -> None:
+        there.append(anew.folder.replaced.exists())
+        update(rate)
+
+    monkeypatch.setattr(anew.optimizer, "step", watched)
+    loop.train(anew)
+    assert there == [True, False, False, False]
+    assert losses(anew) != before
 
 
 def test_an_unfinished_run_with_other_settings_is_refused_naming_them(
@@ -389,13 +410,13 @@ def test_a_second_run_that_was_interrupted_goes_on_too(
     train: Train, settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     train()
-    second = build.build(config.load(None, settings()))
+    second = build.build(config.load(None, settings("output_exists=new")))
     assert second.folder.path == tmp_path / "run-2"
     interrupt_after(second, 2, monkeypatch)
-    again = train()
+    again = train("output_exists=new")
     assert again.folder.path == tmp_path / "run-2"
     assert again.folder.rows("run")[-1]["resumed_from"] == 2
-    assert train().folder.path == tmp_path / "run-3"
+    assert train("output_exists=new").folder.path == tmp_path / "run-3"
 
 
 def test_a_best_checkpoint_that_could_not_be_saved_costs_the_best_not_the_model(

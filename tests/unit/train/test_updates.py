@@ -16,7 +16,7 @@ from meshtune.errors import UserError
 from meshtune.optim.schedule import learning_rates
 from meshtune.rundir import RunDir
 from meshtune.schedules import SCHEDULES
-from meshtune.train import folder
+from meshtune.train import output
 from meshtune.train.updates import few_updates, rate_in_words, schedule_of, steps_between
 from meshtune.units import scientific
 
@@ -54,11 +54,11 @@ def test_the_default_learning_rate_is_the_methods_and_is_called_default(
 
 def test_the_run_folder_records_the_resolved_rate_and_is_the_same_run(tmp_path: Path) -> None:
     read = load("method=lora", f"output={tmp_path}")
-    recorded = folder.resolved(read, RunDir(tmp_path))
+    recorded = output.resolved(read, RunDir(tmp_path))
     assert recorded.train.learning_rate == 2e-4
-    assert list(folder.differences(folder.settings(read), folder.settings(recorded))) == []
+    assert list(output.differences(output.settings(read), output.settings(recorded))) == []
     other = load("method=lora", "train.learning_rate=1e-5", f"output={tmp_path}")
-    assert len(list(folder.differences(folder.settings(other), folder.settings(recorded)))) == 1
+    assert len(list(output.differences(output.settings(other), output.settings(recorded)))) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,215 @@
+"""Decide which folder a run writes, and whether it begins, goes on or replaces another one there.
+
+`output` holds                     output_exists: unset     new          extend       replace
+nothing, or a lock alone           begun                    begun        begun        begun
+an unfinished run, same settings   continued                continued    continued    continued
+an unfinished run, other settings  refused                  next name    refused      replaced
+a finished run, asked to be longer extended                 next name    extended     replaced
+... stopped only before its report the report is drawn, with every choice
+any other finished run             refused                  next name    refused      replaced
+
+Settings in FREE may differ. The next name is the first of runs/x-2, runs/x-3 … of which the table says that
+it is begun or continued. checkpoint.resume=never takes every run for one that can't be continued.
+
+A replaced run is renamed, and deleted once the new one has done a step (folder.py). Nothing here needs torch,
+so that the decision is made before anything is loaded, and once more when the folder is claimed.
+"""
+
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from meshtune.config import Config, load
+from meshtune.errors import UserError, expanded
+from meshtune.rundir import Row, RunDir, aside_pattern
+from meshtune.sections import SourceConfig
+
+# Settings that may change when a run goes on. A longer or shorter run continues with the schedule of its new
+# length; the other settings do not change what a step computes.
+FREE = ("train.max_steps", "train.num_epochs", "train.lr_decay_steps", "train.device", "eval", "checkpoint",
+        "log", "hub", "layout", "cluster", "output", "output_exists", "data.cache")  # fmt: skip
+LOCK = ".lock"
+
+
+class Decision(NamedTuple):
+    """The folder of a run, and how the run starts there."""
+
+    run: RunDir
+    start: Literal["begin", "continue", "extend", "replace", "report"]
+    line: str | None = None  # on a run that was there before; the first line that the user sees
+
+
+def decide(config: Config, steps: int | None = None) -> Decision:
+    """Choose the folder by the table above; writes nothing.
+
+    steps: updates of the whole run; None: not known yet, then a finished run that may become longer is
+    "extend", and one without its report "report". Raises UserError where the table refuses, with the choices
+    and the settings that differ, and if `output` is a file or holds something else.
+    """
+    named = RunDir(expanded(config.output).absolute())
+    if named.path.exists() and not named.path.is_dir():
+        raise UserError(f"output = {config.output} is a file; name a folder.")
+    for run in candidates(named):
+        decision = decision_at(run, config, steps, first=run == named)
+        if decision is None:
+            continue
+        if run != named:
+            verb = "begins" if decision.start == "begin" else "goes on"
+            there = f"{named.path} holds {state_of(named)}"
+            return decision._replace(line=f"output_exists=new: {there}; this run {verb} in {run.path}.")
+        return decision
+    raise AssertionError("candidates never end")
+
+
+def decision_at(run: RunDir, config: Config, steps: int | None, *, first: bool) -> Decision | None:
+    """Decide on one folder; None: the next name is to be tried. first: it is `output` itself."""
+    if is_unused(run):
+        return Decision(run, "begin")
+    if not run.config_file.exists():
+        if first:
+            raise UserError(f"output = {config.output} is not empty and holds no run; name another folder.")
+        return None
+    choice, never = config.output_exists, config.checkpoint.resume == "never"
+    before, ended = load(run.config_file), end_of(run)
+    differing = list(differences(settings(config), before.model_dump(mode="json")))
+    continues = not never and not differing
+    if ended is None and continues:
+        return Decision(run, "continue")
+    longer = bool(ended) and not differing and may_be_longer(config, before, ended, steps)
+    if longer and continues and choice in (None, "extend"):
+        return Decision(run, "extend", f"{run.path} holds {state_of(run)}; this run makes it longer.")
+    anew = longer or (never and choice)
+    if ended and not differing and not anew and steps is None and not run.report_file.exists():
+        return Decision(run, "report", f"{run.path} holds {state_of(run)}; it gets its report.")
+    if choice == "new":
+        return None
+    if choice == "replace":
+        return Decision(
+            run,
+            "replace",
+            f"output_exists=replace: {state_of(run)} in {run.path} is replaced; it is kept as {run.replaced} "
+            "until the new run has done a step.",
+        )
+    raise UserError(refusal(run, config, differing))
+
+
+def refusal(run: RunDir, config: Config, differing: list[str]) -> list[str]:
+    """Sentences on the run that is there, the choices, and the settings that differ."""
+    state, ended = state_of(run), end_of(run)
+    other = next(other for other in candidates(run) if not other.path.exists())
+    longer = "with its own settings it goes on"
+    if ended:
+        stopped = " and eval.early_stopping=0, since it stopped early" if ended.get("early") else ""
+        longer = f"with a train.max_steps above {ended['step']}{stopped} it is made longer"
+    elif differing:
+        state += " with other settings"
+    never = (
+        ", and checkpoint.resume=never keeps it from going on" if config.checkpoint.resume == "never" else ""
+    )
+    asked = f" output_exists={config.output_exists} can't go on with it." if config.output_exists else ""
+    return [
+        f"{run.path} holds {state}{never}.{asked} Choose: another `output`; output_exists=new, which writes "
+        f"{other.path}; output_exists=replace, which deletes it once the new run has done a step; or extend "
+        f"it ({longer}).",
+        *differing,
+    ]
+
+
+def state_of(run: RunDir) -> str:
+    """Noun phrase on a run that is there: "a finished run of 400 steps"."""
+    if ended := end_of(run):
+        return f"a finished run of {ended['step']} steps{', stopped early' if ended.get('early') else ''}"
+    return "an unfinished run"
+
+
+def end_of(run: RunDir) -> Row | None:
+    """The row that says that the run has finished; None if it has not, or if it goes on."""
+    finished = [row for row in run.rows("end") if row.get("status") == "finished"]
+    return finished[-1] if finished else None
+
+
+def may_be_longer(config: Config, before: Config, ended: Row, steps: int | None) -> bool:
+    """True unless the finished run surely has as many steps as the settings ask for.
+
+    before: settings of the finished run; ended: its last row. steps: as `decide` takes it.
+    """
+    now, then, patience = config.train, before.train, config.eval.early_stopping
+    early = ended.get("early")
+    if early and 0 < patience <= before.eval.early_stopping:
+        return False
+    if steps is not None:
+        return steps > ended["step"]
+    if now.max_steps and now.max_steps <= ended["step"]:
+        return False
+    if early or (now.max_steps and not now.num_epochs):
+        return True
+    if then.max_steps:  # steps of an epoch are not known here
+        return (now.max_steps, now.num_epochs) != (then.max_steps, then.num_epochs)
+    return (now.num_epochs or 1) > (then.num_epochs or 1)
+
+
+def is_unused(run: RunDir) -> bool:
+    """True if the folder is missing, or empty but for what a run writes before its config.yaml."""
+    first = {LOCK, aside_pattern(run.config_file)}
+    return not run.path.exists() or all(
+        any(fnmatch(path.name, pattern) for pattern in first) for path in run.path.iterdir()
+    )
+
+
+def candidates(run: RunDir) -> Iterator[RunDir]:
+    """Yield runs/x, runs/x-2, runs/x-3 … without end."""
+    yield run
+    for number in count(2):
+        yield RunDir(run.path.with_name(f"{run.path.name}-{number}"))
+
+
+def resolved(config: Config, run: RunDir) -> Config:
+    """The settings with absolute paths, so that the file works from any folder; output is `run`'s path.
+
+    output_exists is left out: it says how the run was started, and a file that repeats `replace` by itself
+    would delete the run that it describes.
+    """
+
+    def absolute_sources(sources: Iterable[SourceConfig]) -> tuple[SourceConfig, ...]:
+        return tuple(source.model_copy(update={"path": absolute(source.path)}) for source in sources)
+
+    template = config.data.chat_template  # a folder may have the name of a built-in one
+    data = config.data.model_copy(
+        update={
+            "train": absolute_sources(config.data.train),
+            "eval": absolute_sources(config.data.eval),
+            "chat_template": absolute(template) if template and Path(template).is_file() else template,
+        }
+    )
+    model = config.model.model_copy(update={"name": absolute(config.model.name)})
+    train = config.train.model_copy(update={"learning_rate": config.learning_rate})
+    changed = {"data": data, "model": model, "train": train, "output": str(run.path), "output_exists": None}
+    return config.model_copy(update=changed)
+
+
+def absolute(name: str) -> str:
+    """The absolute path of a local file or folder; any other name (a hub id, a built-in) unchanged."""
+    path = expanded(name)
+    return str(path.absolute()) if path.exists() else name
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """The settings with absolute paths, as plain values."""
+    return resolved(config, RunDir(config.output)).model_dump(mode="json")
+
+
+def differences(now: Any, before: Any, key: str = "") -> Iterator[str]:
+    """Yield a sentence for each setting that differs and is not FREE.
+
+    now, before: settings of this run and of the folder's, as plain values; key: their dotted name, "" for all
+    settings. A setting that one of them lacks counts as None.
+    """
+    if key in FREE:
+        return
+    if isinstance(now, dict) and isinstance(before, dict):
+        for name in {**before, **now}:
+            yield from differences(now.get(name), before.get(name), f"{key}.{name}".lstrip("."))
+    elif now != before:
+        yield f"{key} is {now!r} here and {before!r} there."

@@ -1,0 +1,248 @@
+"""The table of output.py: which folder a run writes when `output` holds one; how a run is replaced."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshtune import config
+from meshtune.errors import UserError
+from meshtune.rundir import RunDir
+from meshtune.train import folder, output
+
+Settings = Callable[..., list[str]]
+Make = Callable[..., RunDir]
+LEARNING_RATE = "train.learning_rate=2e-3"
+
+
+@pytest.fixture
+def make(settings: Settings, tmp_path: Path) -> Make:
+    """Function(*overrides, finished=None, early=False) that makes a run of 9 steps in the run folder."""
+
+    def made(*overrides: str, finished: int | None = None, early: bool = False, name: str = "run") -> RunDir:
+        run = RunDir(tmp_path / name)
+        length = () if any("num_epochs" in word for word in overrides) else ("train.max_steps=9",)
+        wanted = config.load(None, settings("train.max_steps=null", *length, *overrides))
+        folder.begin(run, wanted, "layout: mb1-ga4\n", None).__exit__()
+        run.append({"kind": "run", "total_steps": 9})
+        run.append({"kind": "train", "step": finished or 5, "loss": 1.0, "learning_rate": 1e-5})
+        if finished:
+            run.append({"kind": "end", "step": finished, "status": "finished", "early": early})
+            run.report_file.touch()
+        return run
+
+    return made
+
+
+@pytest.fixture
+def decide(settings: Settings) -> Callable[..., tuple[str, str]]:
+    """Function(*overrides, steps=None) -> (name of the folder, how the run starts there)."""
+
+    def decided(*overrides: str, steps: int | None = None) -> tuple[str, str]:
+        length = (
+            () if any(word.startswith("train.num_epochs") for word in overrides) else ("train.max_steps=9",)
+        )
+        words = settings("train.max_steps=null", *length, *overrides)
+        decision = output.decide(config.load(None, words), steps)
+        return decision.run.path.name, decision.start
+
+    return decided
+
+
+def test_an_unfinished_run_of_the_same_settings_is_continued_whatever_output_exists_says(
+    make, decide
+) -> None:
+    make()
+    for choice in ("null", "new", "extend", "replace"):
+        assert decide(f"output_exists={choice}") == ("run", "continue")
+
+
+@pytest.mark.parametrize("words", [("checkpoint.resume=never",), (LEARNING_RATE,)])
+def test_an_unfinished_run_that_can_not_be_continued_follows_output_exists(words, make, decide) -> None:
+    make()
+    assert decide(*words, "output_exists=new") == ("run-2", "begin")
+    assert decide(*words, "output_exists=replace") == ("run", "replace")
+    for choice in ("null", "extend"):
+        if words == ("checkpoint.resume=never",) and choice == "extend":
+            continue  # the settings contradict each other
+        with pytest.raises(UserError, match="holds an unfinished run") as refused:
+            decide(*words, f"output_exists={choice}")
+        differing = "train.learning_rate is 0.002 here and 0.001 there."
+        assert (differing in refused.value.problems) == (words == (LEARNING_RATE,))
+
+
+def test_a_finished_run_is_refused_with_the_three_choices(make, decide, tmp_path: Path) -> None:
+    make(finished=9)
+    for steps in (None, 9):
+        with pytest.raises(UserError) as refused:
+            decide(steps=steps)
+        (sentence,) = refused.value.problems
+        assert f"{tmp_path / 'run'} holds a finished run of 9 steps" in sentence
+        assert (
+            "another `output`" in sentence
+            and f"output_exists=new, which writes {tmp_path / 'run-2'}" in sentence
+        )
+        assert "output_exists=replace" in sentence and "train.max_steps above 9" in sentence
+        assert decide("output_exists=new", steps=steps) == ("run-2", "begin")
+        assert decide("output_exists=replace", steps=steps) == ("run", "replace")
+        with pytest.raises(UserError, match="output_exists=extend can't go on with it"):
+            decide("output_exists=extend", steps=steps)
+
+
+def test_the_choices_of_a_run_with_other_settings_name_what_differs(make, decide) -> None:
+    make(finished=9)
+    with pytest.raises(UserError) as refused:
+        decide("train.max_steps=12", LEARNING_RATE)
+    assert refused.value.problems[1:] == ("train.learning_rate is 0.002 here and 0.001 there.",)
+
+
+def test_more_steps_make_a_finished_run_longer_without_asking(make, decide) -> None:
+    make(finished=9)
+    for choice, expected in (("null", ("run", "extend")), ("extend", ("run", "extend")),
+                             ("new", ("run-2", "begin")), ("replace", ("run", "replace"))):  # fmt: skip
+        assert decide("train.max_steps=12", f"output_exists={choice}") == expected
+    with pytest.raises(UserError, match="finished run of 9 steps"):
+        decide("train.max_steps=8")
+
+
+def test_more_epochs_do_too_and_are_counted_once_the_data_is_known(make, decide) -> None:
+    make("train.num_epochs=1", finished=9)
+    assert decide("train.num_epochs=2") == ("run", "extend")
+    assert decide("train.num_epochs=2", steps=18) == ("run", "extend")
+    for words in ({"steps": None}, {"steps": 9}):
+        with pytest.raises(UserError, match="finished run of 9 steps"):
+            decide("train.num_epochs=1", **words)
+    with pytest.raises(UserError, match="finished run of 9 steps"):
+        decide("train.num_epochs=1.001", steps=9)
+    assert decide("train.max_steps=12") == ("run", "extend")
+
+
+def test_a_run_of_steps_is_judged_by_epochs_once_the_data_is_known(make, decide) -> None:
+    make(finished=9)
+    assert decide("train.num_epochs=1") == ("run", "extend")  # perhaps
+    with pytest.raises(UserError, match="finished run of 9 steps"):
+        decide("train.num_epochs=1", steps=7)
+
+
+def test_a_run_that_stopped_early_goes_on_only_with_more_patience(make, decide) -> None:
+    make("eval.every=1", "eval.early_stopping=2", finished=6, early=True)
+    patient = ("eval.every=1", "eval.early_stopping=2")
+    with pytest.raises(UserError, match=r"stopped early.*and eval.early_stopping=0"):
+        decide("train.max_steps=12", *patient)
+    assert decide("train.max_steps=12", "eval.every=1") == ("run", "extend")
+    assert decide("train.max_steps=12", "eval.every=1", "eval.early_stopping=3") == ("run", "extend")
+
+
+def test_a_finished_run_without_a_report_gets_its_report_unless_it_is_to_be_trained_anew(
+    make, decide
+) -> None:
+    make(finished=9).report_file.unlink()
+    for choice in ("null", "new", "extend", "replace"):
+        assert decide(f"output_exists={choice}") == ("run", "report")
+    assert decide("checkpoint.resume=never") == ("run", "report")
+    assert decide("checkpoint.resume=never", "output_exists=replace") == ("run", "replace")
+    with pytest.raises(UserError, match="finished run of 9 steps"):
+        decide(LEARNING_RATE)
+
+
+def test_new_goes_on_with_the_second_run_and_then_takes_a_third_name(make, decide) -> None:
+    make(finished=9)
+    second = make(name="run-2")
+    assert decide("output_exists=new") == ("run-2", "continue")
+    second.append({"kind": "end", "step": 9, "status": "finished"})
+    second.report_file.touch()
+    assert decide("output_exists=new") == ("run-3", "begin")
+
+
+def test_a_run_that_goes_on_is_unfinished_until_it_ends_again(make, decide) -> None:
+    """Killed in an extension, the run is not taken for a finished one of fewer steps."""
+    run = make("train.num_epochs=1", finished=9)
+    run.drop_after(9)
+    assert decide("train.num_epochs=2") == ("run", "continue")
+    assert [row["kind"] for row in run.rows()] == ["run", "train"]
+
+
+def test_a_runs_own_config_repeats_it_only_in_another_folder(make, tmp_path: Path) -> None:
+    run = make("output_exists=replace", finished=9)
+    text = run.config_file.read_text()
+    assert "`meshtune train config.yaml output=NEW` repeats it" in text
+    with pytest.raises(UserError, match="finished run of 9 steps"):  # the file does not say replace
+        output.decide(config.load(run.config_file))
+    decision = output.decide(config.load(run.config_file, [f"output={tmp_path / 'new'}"]))
+    assert (decision.run.path, decision.start) == (tmp_path / "new", "begin")
+
+
+def replaced(run: RunDir) -> folder.Claim:
+    return folder.begin(run, config.load(run.config_file, ["output_exists=replace"]), "", None, replace=True)
+
+
+def test_a_replaced_run_is_deleted_only_once_the_new_one_has_done_a_step(make) -> None:
+    run = make(finished=9)
+    with replaced(run) as claim:
+        assert not run.rows() and run.config_file.exists()
+        assert len(RunDir(run.replaced).rows("end")) == 1
+        run.append({"kind": "train", "step": 1, "loss": 1.0})
+        claim.drop_replaced()
+    assert not run.replaced.exists() and run.config_file.exists()
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_a_replaced_run_gets_its_folder_back_if_the_new_one_was_killed_before_a_step(
+    skipped: bool, make
+) -> None:
+    run = make(finished=9)
+    before = run.metrics_file.read_bytes()
+    replaced(run).__exit__()
+    if skipped:
+        run.append({"kind": "train", "step": 1, "loss": None, "skipped": True})
+    assert folder.put_back(run) and not run.replaced.exists()
+    assert run.metrics_file.read_bytes() == before
+    assert not folder.put_back(run)
+
+
+def test_a_replaced_run_stays_away_once_the_new_one_has_done_a_step(make) -> None:
+    """Killed before the old run is deleted, the new one deletes it with its next step."""
+    run = make(finished=9)
+    replaced(run).__exit__()
+    run.append({"kind": "train", "step": 1, "loss": 1.0})
+    assert not folder.put_back(run)
+    with replaced(run):  # and a third run replaces the second
+        assert [row["step"] for row in RunDir(run.replaced).rows("train")] == [1]
+
+
+def test_a_run_that_is_being_trained_is_not_replaced(make) -> None:
+    run = make(finished=9)
+    with folder.Claim(run), pytest.raises(UserError, match="Another process is training"):
+        replaced(run)
+    assert run.rows("end")
+
+
+def test_a_link_is_not_renamed(make, tmp_path: Path) -> None:
+    link = RunDir(tmp_path / "link")
+    link.path.symlink_to(make(finished=9).path)
+    with pytest.raises(UserError, match="can't be renamed"):
+        replaced(link)
+
+
+@pytest.mark.parametrize(("kept", "said"), [("null", True), ("9", False)])
+def test_a_longer_run_says_that_its_learning_rate_jumps_and_how_to_keep_it(
+    kept: str, said: bool, make, settings: Settings
+) -> None:
+    from meshtune.train.updates import schedule_of
+
+    def rate(*words: str, steps: int) -> Callable[[int], float]:
+        return schedule_of(
+            config.load(None, settings("train.lr_scheduler=cosine", "train.warmup_steps=0", *words)), steps
+        )
+
+    run = make(finished=9)
+    last = rate(steps=9)(9)
+    run.append({"kind": "train", "step": 9, "loss": 1.0, "learning_rate": last})
+    longer = rate(f"train.lr_decay_steps={kept}", steps=18)
+    sentence = folder.rate_change(run, 9, 18, longer)
+    assert (sentence is not None) == said
+    if sentence:
+        assert f"was {last:.2g} at step 9 and is {longer(10):.2g} at step 10" in sentence
+        assert "train.lr_decay_steps=9 keeps the rate" in sentence
+    else:
+        assert [longer(step) for step in (9, 10, 18)] == [last] * 3
