@@ -74,6 +74,10 @@ def test_two_ranks_train_as_one_started_here_or_by_torchrun(
     for run in ("here", "torchrun"):
         assert losses(tmp_path / run) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
         assert [file.name for file in (tmp_path / run / "logs").iterdir()] == ["rank-1.log"]
+    again = subprocess.run(
+        [*torchrun, "-m", "meshtune", "train", *words], capture_output=True, text=True, timeout=200
+    )
+    assert again.returncode != 0 and again.stderr.count("holds a finished run of 4 steps") == 1
 
 
 @pytest.mark.slow
