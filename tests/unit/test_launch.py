@@ -1,6 +1,7 @@
 """Ranks that fail, hang or are stopped, started here or by others; and what a process' environment says."""
 
 import gc
+import multiprocessing
 import os
 import re
 import signal
@@ -70,6 +71,32 @@ def test_one_rank_runs_in_this_process() -> None:
     seen: list[int] = []
     launch.run(lambda rank: seen.append(os.getpid()), ranks=1)
     assert seen == [os.getpid()]
+
+
+def test_what_rank_0_returns_is_returned() -> None:
+    assert launch.run(lambda rank: rank.number + 7, ranks=2) == 7
+    assert launch.run(lambda rank: rank.number + 7, ranks=1) == 7
+
+
+def multiply(_: Rank | None = None) -> None:
+    """Compute with two OpenMP threads."""
+    torch.set_num_threads(2)
+    torch.randn(500, 500).matmul(torch.randn(500, 500)).exp().sum()
+
+
+def multiply_here_and_on_ranks() -> None:
+    multiply()
+    launch.run(multiply, ranks=2)
+
+
+def test_ranks_compute_with_threads_where_the_process_that_starts_them_has_done_so() -> None:
+    process = multiprocessing.get_context("fork").Process(target=multiply_here_and_on_ranks)
+    process.start()
+    process.join(30)
+    try:
+        assert process.exitcode == 0, "a rank waits for threads that the fork did not copy"
+    finally:
+        process.kill()
 
 
 def test_ranks_have_the_environment_that_torchrun_gives(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 import faulthandler
 import os
+import pickle
 import signal
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import get_context
@@ -26,40 +28,47 @@ from meshtune.launch.scratch import scratch_folder
 from meshtune.watch import HangLimits, announce
 
 LOCALHOST = "127.0.0.1"
+RESULT = "result"  # file of the scratch folder: what rank 0 returned, pickled
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def run(
-    function: Callable[..., object],
+    function: Callable[..., Any],
     *args: Any,
     ranks: int,
     device: str = "cpu",
     limits: HangLimits = HangLimits(),  # noqa: B008 - a frozen value
-) -> None:
-    """Run `function(rank, *args)`, its first argument a Rank, on each of `ranks` ranks.
+) -> Any:
+    """Run `function(rank, *args)`, its first argument a Rank, on each of `ranks` ranks; return what it
+    returned: on rank 0 of those that are started here, on this rank under torchrun or srun.
 
     ranks: 1 runs the function in this process, without a process group. Not used on a rank that torchrun or
     srun started: there the function runs here, once. device: cpu, or cuda with a GPU for each rank; there the
-    function and `args` must be picklable.
+    function and `args` must be picklable (`spawns`), and with several ranks what is returned.
 
     Raises what the first rank to fail raised: UserError, NonFinite, Interrupted and OSError as they are,
     anything else, and hangs, as RankFailed with the rank's traceback. Where the function runs in this
     process, all its errors are raised as they are; if another rank failed first, SystemExit is raised.
     """
     if place := place_of(os.environ):
-        run_joined(place, function, args, device, limits)
-    elif ranks == 1:
-        function(Rank(), *args)
-    else:
-        run_here(ranks, function, args, device, limits)
+        return run_joined(place, function, args, device, limits)
+    if ranks == 1:
+        return function(Rank(), *args)
+    return run_here(ranks, function, args, device, limits)
+
+
+def spawns(device: str) -> bool:
+    """True if ranks started here are spawned: CUDA survives no fork, neither in use nor just initialised."""
+    torch = sys.modules.get("torch")
+    return device == "cuda" or (torch is not None and torch.cuda.is_initialized())
 
 
 # A rank that torchrun or srun started #
 
 
 def run_joined(
-    place: Place, function: Callable[..., object], args: tuple[Any, ...], device: str, limits: HangLimits
-) -> None:
+    place: Place, function: Callable[..., Any], args: tuple[Any, ...], device: str, limits: HangLimits
+) -> Any:
     """Run the function in this process as the rank `place`, started by torchrun or srun; see `run`.
 
     The first rank to fail raises its error. The others write theirs to their logs and raise SystemExit; a
@@ -81,7 +90,7 @@ def run_joined(
 
     try:
         with process_group(place, device, log=log, limits=limits, tell=tell) as rank:
-            function(rank, *args)
+            return function(rank, *args)
     except Exception as error:
         if not claims_failure(place, error, limits.grace / 2):
             if log:
@@ -96,16 +105,21 @@ def run_joined(
 
 
 def run_here(
-    ranks: int, function: Callable[..., object], args: tuple[Any, ...], device: str, limits: HangLimits
-) -> None:
-    """Start the ranks on this machine, wait for them, and raise what the first to fail raised; see `run`.
+    ranks: int, function: Callable[..., Any], args: tuple[Any, ...], device: str, limits: HangLimits
+) -> Any:
+    """Start the ranks on this machine, wait for them, and raise what the first to fail raised, or return what
+    rank 0 returned; see `run`.
 
     Ranks still alive when this function is left are killed.
     """
-    context: Any = get_context("spawn" if device == "cuda" else "fork")
+    context: Any = get_context("spawn" if spawns(device) else "fork")
     with (
         scratch_folder() as folder,
         socket.create_server((LOCALHOST, 0)) as door,
+        # Forked from a thread of their own: a thread that has computed with OpenMP (a notebook's) has a pool
+        # of threads that a fork does not copy, and the rank would wait for it for ever. The thread lives as
+        # long as the ranks, which the kernel kills with it (`die_with_parent`).
+        ThreadPoolExecutor(1) as starter,
     ):
         port = door.getsockname()[1]
         places = [Place(rank, ranks, rank, ranks, LOCALHOST, port) for rank in range(ranks)]
@@ -116,7 +130,7 @@ def run_here(
         ]
         try:
             for process in processes:
-                process.start()
+                starter.submit(process.start).result()
             # After the forks, which must not copy the store's thread; until then the socket queues the ranks.
             store = connect(places[0], is_master=True, master_listen_fd=door.detach())
             for rank, process in enumerate(processes):  # so that a rank that never comes is missed
@@ -130,13 +144,14 @@ def run_here(
                     process.kill()
                     process.join()
         failures = list(failures_of(processes, ended, folder))
-    if failures:
-        raise_first(failures, received)
+        if not failures:
+            return pickle.loads((folder / RESULT).read_bytes())
+    raise_first(failures, received)
 
 
 def rank_process(
     place: Place,
-    function: Callable[..., object],
+    function: Callable[..., Any],
     args: tuple[Any, ...],
     *,
     device: str,
@@ -162,7 +177,9 @@ def rank_process(
 
     try:
         with process_group(place, device, log=log, limits=limits, tell=tell, announced=True) as rank:
-            function(rank, *args)
+            result = function(rank, *args)
+        if rank.main:
+            (folder / RESULT).write_bytes(pickle.dumps(result))
     except BaseException as error:
         record_failure(folder, place, error)
         flush_output()
