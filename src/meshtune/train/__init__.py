@@ -1,0 +1,5 @@
+import sys
+
+from meshtune import CallablePackage
+
+sys.modules[__name__].__class__ = CallablePackage  # meshtune.train(…), docs/python.md

@@ -1,0 +1,65 @@
+"""Rows that a Python program holds, written to a file: the rest of meshtune reads files alone.
+
+    [{"prompt": …}, …]      ─> CACHE/rows/train_data-<digest>.jsonl
+    datasets.Dataset        ─> CACHE/rows/train_data-<digest>.parquet
+
+The name holds the digest of the rows: the same rows are the same file in every process, other rows have
+another name, which a run that goes on compares with the one in its config.yaml.
+"""
+
+import hashlib
+import io
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from meshtune.errors import UserError, expanded
+from meshtune.rundir import write_atomically
+
+FOLDER = "rows"  # in the data cache
+
+
+def store_rows(rows: Any, name: str, cache: str) -> Path:
+    """Write `rows` to a file of the data cache, unless they are there, and return its path.
+
+    rows: mappings of plain values, or a datasets.Dataset. name: of the argument that gave them. cache: the
+    folder. Raises UserError if they are neither, if there are none, or if a row can't be written as JSON.
+    """
+    suffix, content = _content(rows, name)
+    digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+    file = (expanded(cache) / FOLDER / f"{name}-{digest}{suffix}").absolute()
+    if not file.exists():
+        write_atomically(file, content)
+    return file
+
+
+def _content(rows: Any, name: str) -> tuple[str, bytes]:
+    """(Suffix, content) of the file that holds the rows. Raises as `store_rows`."""
+    if hasattr(rows, "to_parquet"):  # datasets.Dataset
+        table = io.BytesIO()
+        rows.to_parquet(table)
+        suffix, content, count = ".parquet", table.getvalue(), len(rows)
+    elif isinstance(rows, Mapping | str | bytes) or not isinstance(rows, Iterable):
+        raise UserError(
+            f"{name} is of type {type(rows).__name__}; give a list of rows (a dict each), a "
+            "datasets.Dataset, or name files in data.train of the config."
+        )
+    else:
+        lines = [_line(row, f"{name}, row {number}") for number, row in enumerate(rows)]
+        suffix, content, count = ".jsonl", "".join(lines).encode(), len(lines)
+    if not count:
+        raise UserError(f"{name} has no rows.")
+    return suffix, content
+
+
+def _line(row: Any, place: str) -> str:
+    """One row as a line of JSON. place: its name in an error."""
+    if not isinstance(row, Mapping):
+        raise UserError(f"{place} is of type {type(row).__name__}; a row is a dict, such as {{'text': '…'}}.")
+    try:
+        line = json.dumps(dict(row), ensure_ascii=False, allow_nan=False)
+        line.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{place} holds what is no JSON value: {error}.") from None
+    return f"{line}\n"
