@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshtune.api.evaluate import evaluated
-from meshtune.api.generate import generated
+from meshtune.api.generate import generate
 from meshtune.commands.env import env
 from meshtune.commands.export import export
 from meshtune.commands.plan import numbers, plan
@@ -19,12 +19,12 @@ NOT_UTF8 = os.fsdecode(b"a\xff")
 
 def test_a_prompt_that_is_not_utf8_is_named() -> None:
     with pytest.raises(UserError, match="Prompt 2 has bytes that are not UTF-8"):
-        generated(None, [], ["fine", NOT_UTF8], max_new_tokens=1, temperature=0.0)
+        generate(None, ["fine", NOT_UTF8])
 
 
 def test_a_temperature_that_is_nearly_zero_is_refused() -> None:
     with pytest.raises(UserError, match="use 0 for the likeliest token"):
-        generated(None, [], ["fine"], max_new_tokens=1, temperature=1e-320)
+        generate(None, ["fine"], temperature=1e-320)
 
 
 def test_a_models_name_is_no_markup(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:

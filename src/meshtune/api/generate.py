@@ -1,5 +1,6 @@
 """Generate: answer prompts with a target."""
 
+import os
 from collections.abc import Sequence
 
 from meshtune.errors import UserError
@@ -7,21 +8,22 @@ from meshtune.errors import UserError
 LOWEST_TEMPERATURE = 1e-5
 
 
-def generated(
-    name: str | None,
-    overrides: list[str],
-    prompts: Sequence[str],
+def generate(
+    model: str | os.PathLike[str] | None,
+    prompts: str | Sequence[str],
     *,
-    max_new_tokens: int,
-    temperature: float,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    overrides: Sequence[str] = (),
 ) -> list[str]:
-    """Answers in the order of the prompts, by a target's model, without the prompts and the stop token.
+    """Answers in the order of the prompts, without the prompts and the stop token.
 
-    name: a run, model or adapter folder, a hub id or a config file; None: `overrides` (key=value) alone name
-    the model. Prompts are wrapped as in training: by the chat template, or followed by the separator, which a
-    model that was trained on whole texts does not get. temperature: 0 is greedy. Raises UserError without
-    prompts, and where `name` holds no model.
+    model: a run, model or adapter folder, a hub id or a config file; None: `overrides` (section.key=value,
+    as in train.device=cpu) alone name the model. Prompts are wrapped as in training: by the chat template, or
+    followed by the separator, which a model that was trained on whole texts does not get. temperature: 0 is
+    greedy. Raises UserError without prompts, and where `model` holds none.
     """
+    prompts = [prompts] if isinstance(prompts, str) else prompts
     if not prompts:
         raise UserError("No prompt is given; use --prompt, or write prompts to stdin, one a line.")
     if 0 < temperature < LOWEST_TEMPERATURE:
@@ -36,7 +38,7 @@ def generated(
     from meshtune.data.example import Example, Origin
     from meshtune.train.generate import answers
 
-    opened = open_model(target_of(name, overrides))
+    opened = open_model(target_of(None if model is None else str(model), overrides))
     encoder = opened.encoder
     if not encoder.templated and encoder.train_on == "all":  # trained to go on with a text, not to answer
         encoder.separator = ""

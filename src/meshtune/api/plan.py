@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from meshtune.api.settings import Settings, config_of
 from meshtune.config import Config
 from meshtune.model.census_cache import numbers_of
 from meshtune.plan import answer
@@ -17,14 +18,19 @@ def silent(_: str) -> None:
     """Take a sentence that nobody wants."""
 
 
-def compared(config: Config, *, gpus: Sequence[int] = (), goal: str = "speed", log: Log = silent) -> Answer:
+def plan(
+    config: Settings, *, gpus: int | Sequence[int] = (), goal: str = "speed", log: Log = silent
+) -> Answer:
     """Predict every layout on the config's cluster, or on clusters of these numbers of GPUs; choose by the
-    goal.
+    goal: speed, cost, gpus or memory.
 
-    Raises NothingFits if no layout fits, and else as `answer.ask`.
+    config: a Config, a mapping of its sections, or a YAML file. `Answer.choice` is the chosen layout with its
+    memory (bytes) and step time (seconds), `Answer.best(n)` the n best. Raises UserError for bad settings,
+    NothingFits if no layout fits.
     """
+    config, sizes = config_of(config), [gpus] if isinstance(gpus, int) else gpus
     lighter = partial(lighter_workloads, config, numbers_of)
-    return answer.ask(config, workload(config, log), sizes=gpus, goal=goal, lighter=lighter)
+    return answer.ask(config, workload(config, log), sizes=sizes, goal=goal, lighter=lighter)
 
 
 def explained(config: Config, layout: str, *, log: Log = silent) -> tuple[Choice, list[str]]:

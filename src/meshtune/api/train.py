@@ -1,15 +1,22 @@
 """Train: start the ranks, or be one of them; train; draw the report."""
 
 import os
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshtune.api.settings import Settings, config_of
+from meshtune.config import Config
+from meshtune.data.given import Rows, store_rows
 from meshtune.errors import UserError, expanded, memory_explained
-from meshtune.rundir import RunDir
+from meshtune.layout import Layout
+from meshtune.report.run.summary import Summary, summarise
+from meshtune.rundir import Row, RunDir
 
 if TYPE_CHECKING:
-    from meshtune.config import Config
     from meshtune.launch import Rank
     from meshtune.train.choose import Choice
     from meshtune.train.loop import Run
@@ -17,9 +24,64 @@ if TYPE_CHECKING:
 Show = Callable[[RunDir], None]  # called with the run folder on the main rank at the end, also after an error
 
 
-def train_here(config: "Config", nproc: int | None, show: Show) -> None:
-    """Train on the ranks that the settings ask for: they are started here, or this process is one of those
-    that torchrun or srun started.
+@dataclass(frozen=True)
+class Result:
+    """A run that has finished."""
+
+    folder: Path  # of the run: config.yaml, metrics.jsonl, checkpoints/, report.html …
+    model: Path  # a Hugging Face folder: the model, or the adapter of method=lora
+    summary: Summary  # headline numbers: losses, speed, status
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows of metrics.jsonl, each with its "kind": run, train, eval or end."""
+        return RunDir(self.folder).rows()
+
+
+def train(
+    config: Settings,
+    *,
+    train_data: Rows | None = None,
+    eval_data: Rows | None = None,
+    layout: Layout | str | None = None,
+    nproc: int | None = None,
+) -> Result:
+    """Train as `meshtune train` does, and return the finished run. A run folder that holds an unfinished run
+    of these settings and rows goes on.
+
+    config: a Config, a mapping of its sections, or a YAML file. train_data, eval_data: rows in a form that
+    data.format knows, a list of dicts or a datasets.Dataset; instead of data.train and data.eval. layout:
+    instead of config's. nproc: ranks to start here; None: as many as the layout has, or as there are GPUs.
+
+    Raises UserError (every problem, as sentences), NothingFits, NonFinite, Interrupted, and RankFailed for a
+    bug on one of several ranks. A process that torchrun or srun started is one rank: all call this alike.
+    """
+    settings = config_of(config, None if layout is None else {"layout": layout})
+    run = train_here(with_rows(settings, train_data, eval_data), nproc, keep_quiet)
+    return Result(run.path, run.model, summarise(run))
+
+
+def with_rows(config: Config, train_data: Rows | None, eval_data: Rows | None) -> Config:
+    """The config with in-memory rows as files of the data cache. Raises UserError as `store_rows`, and if the
+    config names data of the same purpose.
+    """
+    given = {"train": train_data, "eval": eval_data}
+    given = {name: rows for name, rows in given.items() if rows is not None}
+    if twice := [name for name in given if getattr(config.data, name)]:
+        raise UserError(
+            f"{name}_data and data.{name} of the config both name rows; keep one." for name in twice
+        )
+    files = {name: str(store_rows(rows, f"{name}_data", config.data.cache)) for name, rows in given.items()}
+    return config_of(config, {"data": files}) if files else config
+
+
+def keep_quiet(run: RunDir) -> None:
+    """Show nothing of the run: Python's caller has the Result."""
+
+
+def train_here(config: Config, nproc: int | None, show: Show) -> RunDir:
+    """Train on the ranks that the settings ask for, and return the run: they are started here, or this
+    process is one of those that torchrun or srun started.
 
     nproc: as `ranks_of` takes it. show: must be picklable. Raises as `launch.run`.
     """
@@ -28,16 +90,16 @@ def train_here(config: "Config", nproc: int | None, show: Show) -> None:
     if not launch.joined():  # before anything is loaded; of joined ranks the main one decides
         config, finished = settled(config)
         if finished:
-            return show(RunDir(config.output))
+            return shown(RunDir(config.output), show)
     # Before ranks are forked: they share what is imported. And what can't run is refused.
     from meshtune.train import build, choose, loop  # noqa: F401
 
     ranks, device = ranks_of(config, nproc)
     choice = None if launch.joined() else choose.choose(config, ranks)
-    launch.run(train_rank, config, choice, show, ranks=ranks, device=device)
+    return launch.run(train_rank, config, choice, show, ranks=ranks, device=device)
 
 
-def ranks_of(config: "Config", nproc: int | None) -> tuple[int, str]:
+def ranks_of(config: Config, nproc: int | None) -> tuple[int, str]:
     """(Number of ranks, "cpu" or "cuda").
 
     The number is that of torchrun or srun if one of them started this process, else the layout's; if the
@@ -75,8 +137,9 @@ def ranks_of(config: "Config", nproc: int | None) -> tuple[int, str]:
     return world, device
 
 
-def train_rank(rank: "Rank", config: "Config", choice: "Choice | None", show: Show) -> None:
-    """Train on one rank; at the end, also after an error, the main rank shows the run.
+def train_rank(rank: "Rank", config: Config, choice: "Choice | None", show: Show) -> RunDir:
+    """Train on one rank, and return the run; at the end, also after an error, the main rank draws its report
+    and shows it.
 
     choice: the layout and attention; None: the ranks choose them together.
     """
@@ -85,11 +148,12 @@ def train_rank(rank: "Rank", config: "Config", choice: "Choice | None", show: Sh
     if choice is None:
         config, finished = settled_together(config)
         if finished:
-            return show(RunDir(config.output)) if rank.main else None
+            return shown(RunDir(config.output), show, main=rank.main)
     try:
         with memory_explained():
             run = build.build(config, choice, claimed=lambda folder: rank.keep_log(folder.logs))
             train_watched(rank, run, show)
+        return run.folder
     except UserError as error:
         rank.log_cause(error)
         raise
@@ -111,10 +175,27 @@ def train_watched(rank: "Rank", run: "Run", show: Show) -> None:
         loop.train(run)
     finally:
         if rank.main:
+            draw(run.folder)
             show(run.folder)
+    world.broadcast_object(None)  # no rank returns the run before rank 0 has written its last row
 
 
-def settled(config: "Config") -> tuple["Config", bool]:
+def shown(run: RunDir, show: Show, *, main: bool = True) -> RunDir:
+    """Show the run on the main rank; return it."""
+    if main:
+        show(run)
+    return run
+
+
+def draw(run: RunDir) -> None:
+    """Write report.html; where that is not possible, print why on stderr: the model is on the disk."""
+    from meshtune.report.run import report
+
+    if reason := report.try_report(run):
+        print(f"meshtune: {reason}", file=sys.stderr)
+
+
+def settled(config: Config) -> tuple[Config, bool]:
     """(The settings with the folder that the run writes as `output`, True if only its report was missing,
     which is drawn now).
 
@@ -144,12 +225,21 @@ def settled(config: "Config") -> tuple["Config", bool]:
     return config.model_copy(update={"output": str(decision.run.path)}), decision.start == "report"
 
 
-def settled_together(config: "Config") -> tuple["Config", bool]:
-    """Do `settled` on the main rank, for all ranks; every rank calls it. Raises as `settled`."""
+def settled_together(config: Config) -> tuple[Config, bool]:
+    """Do `settled` on the main rank, for all ranks; every rank calls it. Raises as `settled`, and if a rank
+    was given other settings or rows than the main one.
+    """
     import torch.distributed as dist
+
+    from meshtune.train.output import differences
 
     if not dist.is_initialized():
         return settled(config)
+    trees: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(trees, config.model_dump(mode="json"))
+    for rank, tree in enumerate(trees):
+        if differing := list(differences(tree, trees[0])):
+            raise UserError([f"Rank {rank} was started with other settings than rank 0:", *differing])
     result: list[Any] = [None]
     if dist.get_rank() == 0:
         try:

@@ -19,10 +19,13 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Answer prompts, wrapped as in training (chat template, or prompt and separator)."""
-    from meshtune.api.generate import generated
+    from meshtune.api import generate as api
 
     prompts = prompt or [line.rstrip("\n") for line in sys.stdin]
-    texts = generated(*split(target), prompts, max_new_tokens=max_new_tokens, temperature=temperature)
+    name, overrides = split(target)
+    texts = api.generate(
+        name, prompts, max_new_tokens=max_new_tokens, temperature=temperature, overrides=overrides
+    )
     if as_json:
         show_json([{"prompt": p, "answer": a} for p, a in zip(prompts, texts, strict=True)])
     else:

@@ -66,10 +66,10 @@ def compare_layouts(config: "Config", gpus: Sequence[int], goal: str, *, top: in
 
     gpus: numbers of GPUs to compare; empty: the config's. Raises NothingFits if no layout fits.
     """
-    from meshtune.api.plan import compared
+    from meshtune.api import plan as api
     from meshtune.report.plan import terminal
 
-    best = compared(config, gpus=gpus, goal=goal, log=notice)
+    best = api.plan(config, gpus=gpus, goal=goal, log=notice)
     show(best.as_dict(top), terminal.answer(best, top), as_json=as_json)
     return best
 

@@ -1,6 +1,5 @@
 """`meshtune train`: train, show the run."""
 
-import sys
 from functools import partial
 from typing import Annotated
 
@@ -31,16 +30,11 @@ def train(
 
 
 def show_run(run: RunDir, *, as_json: bool) -> None:
-    """Write the run's report.html and print its headline numbers on stdout, also when it was stopped.
-
-    as_json: print them as one JSON document. A report that can't be written is only a line on stderr.
-    """
+    """Print a run's headline numbers on stdout, also when it was stopped. as_json: as one JSON document."""
     from rich.console import Console
 
-    from meshtune.report.run import report, summary, tables
+    from meshtune.report.run import summary, tables
 
-    if reason := report.try_report(run):  # the model is on the disk; the report can be drawn later
-        print(f"meshtune: {reason}", file=sys.stderr)
     if as_json:
         show_json(summary.summarise(run).as_dict())
     else:

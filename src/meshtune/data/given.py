@@ -10,17 +10,24 @@ another name, which a run that goes on compares with the one in its config.yaml.
 import hashlib
 import io
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshtune.errors import UserError, expanded
 from meshtune.rundir import write_atomically
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    Rows = Iterable[Mapping[str, Any]] | Dataset
+else:  # a program without a Dataset need not import the library
+    Rows = Iterable[Mapping[str, Any]]
 FOLDER = "rows"  # in the data cache
 
 
-def store_rows(rows: Any, name: str, cache: str) -> Path:
+def store_rows(rows: Rows, name: str, cache: str) -> Path:
     """Write `rows` to a file of the data cache, unless they are there, and return its path.
 
     rows: mappings of plain values, or a datasets.Dataset. name: of the argument that gave them. cache: the
@@ -34,16 +41,22 @@ def store_rows(rows: Any, name: str, cache: str) -> Path:
     return file
 
 
+def rows_name(path: Any) -> str | None:
+    """Name of the file, with the digest of its rows, if `store_rows` wrote `path`; else None."""
+    stored = isinstance(path, str) and re.search(rf"/{FOLDER}/(\w+_data-[0-9a-f]{{16}}\.\w+)$", path)
+    return stored.group(1) if stored else None
+
+
 def _content(rows: Any, name: str) -> tuple[str, bytes]:
     """(Suffix, content) of the file that holds the rows. Raises as `store_rows`."""
-    if hasattr(rows, "to_parquet"):  # datasets.Dataset
+    if hasattr(rows, "to_parquet") and not isinstance(rows, Mapping):  # datasets.Dataset
         table = io.BytesIO()
         rows.to_parquet(table)
         suffix, content, count = ".parquet", table.getvalue(), len(rows)
     elif isinstance(rows, Mapping | str | bytes) or not isinstance(rows, Iterable):
         raise UserError(
-            f"{name} is of type {type(rows).__name__}; give a list of rows (a dict each), a "
-            "datasets.Dataset, or name files in data.train of the config."
+            f"{name} is of type {type(rows).__name__}; give a list of rows (a dict each) or a "
+            "datasets.Dataset (of a DatasetDict one split), or name files in the config."
         )
     else:
         lines = [_line(row, f"{name}, row {number}") for number, row in enumerate(rows)]

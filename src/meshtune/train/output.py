@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from meshtune.config import Config, load
+from meshtune.data.given import rows_name
 from meshtune.errors import UserError, expanded
 from meshtune.rundir import Row, RunDir, aside_pattern
 from meshtune.sections import SourceConfig
@@ -211,5 +212,12 @@ def differences(now: Any, before: Any, key: str = "") -> Iterator[str]:
     if isinstance(now, dict) and isinstance(before, dict):
         for name in {**before, **now}:
             yield from differences(now.get(name), before.get(name), f"{key}.{name}".lstrip("."))
+    elif isinstance(now, list) and isinstance(before, list) and len(now) == len(before):
+        for number, pair in enumerate(zip(now, before, strict=True)):
+            yield from differences(*pair, f"{key}.{number}")
+    elif (mine := rows_name(now)) and (theirs := rows_name(before)):  # wherever the data cache is
+        if mine != theirs:
+            argument = mine.partition("-")[0]
+            yield f"{argument} has other rows here ({mine}) than there ({theirs})."
     elif now != before:
         yield f"{key} is {now!r} here and {before!r} there."

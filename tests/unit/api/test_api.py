@@ -1,0 +1,140 @@
+"""`from meshtune import Config, Layout, generate, plan, train`: in-memory rows, results, errors."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+import meshtune
+from meshtune import Config, Layout, config, generate, plan, train
+from meshtune.api.settings import config_of
+from meshtune.data.given import store_rows
+from meshtune.errors import UserError
+from meshtune.train.output import differences
+
+ROWS = [{"prompt": f"{number} + 1 =", "completion": f" {number + 1}"} for number in range(24)]
+
+
+@pytest.fixture
+def tree(settings: Callable[..., list[str]]) -> Callable[..., dict[str, Any]]:
+    """Function(*overrides) -> the settings of a short run without data, as a tree of sections."""
+
+    def of(*overrides: str) -> dict[str, Any]:
+        words = settings("data.train=null", "data.eval=null", "train.max_steps=2", *overrides)
+        return config.load(None, words).model_dump(mode="json", exclude_unset=True)
+
+    return of
+
+
+def test_importing_meshtune_imports_nothing_else() -> None:
+    code = (
+        "import sys, meshtune\n"
+        "assert not {'torch', 'transformers', 'pydantic', 'rich'} & sys.modules.keys()\n"
+        "assert {'Config', 'train'} <= {*dir(meshtune)}\n"
+        "from meshtune import Layout, train, plan\n"
+        "assert callable(train) and callable(plan) and train is meshtune.train\n"
+        "assert str(Layout(dp_replicate=2)) == 'dp2-mb1-ga1'\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_there_are_no_other_names() -> None:
+    with pytest.raises(AttributeError, match="tune"):
+        getattr(meshtune, "tune")  # noqa: B009
+    stub = Path(meshtune.__file__).with_suffix(".pyi").read_text()
+    exported = {*dir(meshtune)} - {*vars(meshtune)} | {"plan", "train"}
+    assert exported > {"Config", "Layout"} and all(f" {name}\n" in stub for name in exported)
+
+
+def test_settings_are_a_config_a_tree_or_a_file(tmp_path: Path) -> None:
+    tree = {"model": {"name": "org/name"}, "train": {"max_steps": 3}, "output": tmp_path}
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: {{name: org/name}}\ntrain: {{max_steps: 3}}\noutput: {tmp_path}\n")
+    config = config_of(tree)
+    assert isinstance(config, Config)
+    assert config == config_of(file) == config_of(str(file)) == config_of(config)
+    changed = config_of(config, {"layout": Layout(dp_replicate=2)})
+    assert changed.layout == "dp2-mb1-ga1" and changed.train == config.train
+    assert changed.model_dump(exclude_unset=True) == config.model_dump(exclude_unset=True) | {
+        "layout": "dp2-mb1-ga1"
+    }
+    with pytest.raises(UserError, match="max_stepz"):
+        config_of({"model": {"name": "org/name"}, "train": {"max_stepz": 3}})
+
+
+def test_rows_in_memory_train_as_a_file_does(tree: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    result = train(tree(), train_data=ROWS, eval_data=ROWS[:4])
+    assert result.folder == tmp_path / "run" and (result.model / "config.json").exists()
+    assert result.summary.status == "finished" and result.summary.steps == 2
+    assert [row["step"] for row in result.rows if row["kind"] == "train"] == [1, 2]
+    assert (result.folder / "report.html").exists()
+    table = train(tree(f"output={tmp_path}/table"), train_data=datasets.Dataset.from_list(ROWS))
+    assert table.summary.last_loss == result.summary.last_loss
+    answers = generate(result.folder, ["1 + 1 =", "2 + 1 ="], max_new_tokens=2)
+    assert len(answers) == 2 and answers[:1] == generate(str(result.model), "1 + 1 =", max_new_tokens=2)
+
+
+def test_other_rows_are_named_wherever_the_cache_is(tmp_path: Path) -> None:
+    def settings_with(rows: Any, cache: str) -> dict[str, Any]:
+        return {"data": {"train": [{"path": str(store_rows(rows, "train_data", str(tmp_path / cache)))}]}}
+
+    ours, same = settings_with(ROWS, "one"), settings_with(iter(ROWS), "two")
+    assert ours != same and list(differences(ours, same)) == []
+    (sentence,) = differences(ours, settings_with(ROWS[1:], "one"))
+    assert sentence.startswith("train_data has other rows here (train_data-")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_rows_it_began_with_alone(
+    tree: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from meshtune.train import loop
+
+    def interrupted(run: Any) -> None:
+        run.checkpoints.wait()
+        raise UserError("Interrupted.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "finish", interrupted)
+        with pytest.raises(UserError, match="Interrupted"):
+            train(tree(), train_data=ROWS)
+    other = [*ROWS[:-1], {"prompt": "2 + 2 =", "completion": " 4"}]
+    with pytest.raises(UserError, match="train_data has other rows here"):
+        train(tree(), train_data=other)
+    result = train(tree("train.max_steps=3"), train_data=ROWS)
+    assert result.summary.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ("rows.jsonl", "train_data is of type str; give a list of rows"),
+        ({"prompt": ["a"]}, "train_data is of type dict"),
+        ([], "train_data has no rows."),
+        (["a text"], r"train_data, row 0 is of type str; a row is a dict"),
+        ([{"text": "a"}, {"text": {1, 2}}], "train_data, row 1 holds what is no JSON value"),
+        ([{"text": float("nan")}], "train_data, row 0 holds what is no JSON value"),
+    ],
+)
+def test_what_is_no_row_is_named(rows: Any, sentence: str, tree: Callable[..., dict[str, Any]]) -> None:
+    with pytest.raises(UserError, match=sentence):
+        train(tree(), train_data=rows)
+
+
+def test_rows_beside_files_are_refused(settings: Callable[..., list[str]]) -> None:
+    both = config.load(None, settings())
+    with pytest.raises(UserError, match=r"train_data and data\.train of the config both name rows"):
+        train(both, train_data=ROWS)
+
+
+def test_a_plan_is_values(tiny: Path, tmp_path: Path) -> None:
+    eight = {"model": {"name": tiny / "model"}, "cluster": {"gpu": "h100-sxm"}, "data": {"cache": tmp_path}}
+    answer = plan(eight, gpus=16)
+    assert answer.gpus == 16 and answer.choice.layout.world == 16
+    assert answer.best(3)[0] is answer.choice and answer.choice.seconds.total > 0
+    assert plan(eight, gpus=[8, 16]).plans.keys() == {8, 16}
