@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart quickstart-lora test test-default test-slow test-oldest test-migrate test-cases fuzz families kill-loop style lint benchmark gpu-check clean
+.PHONY: quickstart quickstart-lora test test-default test-slow test-oldest test-migrate test-cases fuzz families kill-loop style lint docs benchmark gpu-check clean
 
 # The main job on the embedded model and data: fine-tune, evaluate, write a Hugging Face folder and a report.
 quickstart: $(STAMP)
@@ -66,6 +66,14 @@ style: $(STAMP)
 lint: style
 	$(BIN)/pyright
 
+# The documentation as a site, in site/: every link is checked. No network once installed.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
+	touch $@
+
 # Speed and memory on one device against the hand-written loop, transformers.Trainer and TRL.
 benchmark: $(STAMP)
 	$(BIN)/pip install -q -c constraints.txt -e ".[bench]"
@@ -85,4 +93,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .venv-oldest build dist src/*.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest build dist site src/*.egg-info .pytest_cache .ruff_cache

@@ -13,8 +13,11 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[1]
 # Files beside docs/ that pages link to; those not in the navigation are reached by links.
-OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "LICENSE", "quickstart/README.md", "examples/*.yaml",
-           "src/meshtune/plan/*.toml", "validation/*", "benchmarks/**/*.md", "benchmarks/results/*")  # fmt: skip
+OUTSIDE = (
+    *("CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "LICENSE", "quickstart/README.md"),
+    *("examples/*.yaml", "src/meshtune/plan/*.toml", "validation/*"),
+    *("benchmarks/**/*.md", "benchmarks/results/*"),
+)
 LINK = re.compile(r"(\]\()([^)#:\s]+)((?:#[^)\s]*)?\))")
 FOLDERS = {"examples": "examples.md"}  # pages that stand for a folder; others have a README.md
 

@@ -51,8 +51,8 @@ INTRODUCTION = """# All settings
 <!-- Written by `python scripts/settings_page.py`. -->
 
 A config file has these settings: `train: {max_steps: 100}` in the file, `train.max_steps=100` on the command
-line. A setting that is left out has its default. `meshtune schema` prints the JSON schema with which an
-editor completes and checks a file.
+line. A setting that is left out has its default. `meshtune config` prints a commented file to start
+from, `meshtune schema` the JSON schema with which an editor completes and checks one.
 """
 
 
