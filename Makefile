@@ -8,10 +8,10 @@ STAMP := $(VENV)/.installed
 
 # The main job on the embedded model and data: fine-tune, evaluate, write a Hugging Face folder and a report.
 quickstart: $(STAMP)
-	$(BIN)/meshtune train examples/quickstart.yaml
+	$(BIN)/meshtune train examples/quickstart.yaml output_exists=replace
 
 quickstart-lora: $(STAMP)
-	$(BIN)/meshtune train examples/quickstart-lora.yaml
+	$(BIN)/meshtune train examples/quickstart-lora.yaml output_exists=replace
 
 # The house's style and the default tests: 5 minutes on 2 cores. `make lint` checks the types too, which takes
 # a core for half of that time.

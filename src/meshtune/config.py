@@ -192,7 +192,8 @@ class LogConfig(Section):
 
     every: Positive = Field(default=1, description="Steps between two rows.")
     to: tuple[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"], ...] = Field(
-        default=("console", "jsonl", "tensorboard"), description="Receivers of the rows."
+        default=("console", "jsonl", "tensorboard"),
+        description="Receivers of the rows; metrics.jsonl (jsonl) is always written.",
     )
     memory: bool = Field(
         default=False,

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from meshtune.config import Config, load
+from meshtune.config import Config
 from meshtune.errors import UserError, check_file
 from meshtune.rundir import RunDir, write_text_atomically
 from meshtune.train.checkpoint import Checkpoints
@@ -70,7 +70,7 @@ def step_to_resume(run: RunDir, report: Callable[[str], None], *, finished: bool
         report(
             f"{run.path} has rows up to step {max(rows)} and no checkpoint: training begins again at step 1."
         )
-    elif step is not None and "jsonl" in load(run.config_file).log.to and not rows:
+    elif step is not None and not rows:
         report(
             f"{run.metrics_file} has no rows of steps 1 to {step}, which were trained: the report begins at "
             f"step {step + 1}."

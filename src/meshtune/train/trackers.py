@@ -95,7 +95,8 @@ class Metrics:
         settings: Mapping[str, Any] | None = None,
         console: Console | None = None,
     ) -> "Metrics":
-        """Start the trackers named in `to` (names of TRACKERS, each once), on rank 0; on other ranks none.
+        """Start the trackers named in `to` (names of TRACKERS), on rank 0; on other ranks none. metrics.jsonl
+        is written whatever `to` says: the result of the run is read from it.
 
         `course`: the steps to come; `device`: torch's type, cuda or cpu; `memory`: print the memory of the
         first steps; `settings`: the resolved config as plain values, which some trackers show; `console` is
@@ -125,7 +126,7 @@ class Metrics:
             peak_flops_per_second=peak_flops_per_second,
             console=console,
         )
-        for name in names:
+        for name in dict.fromkeys(["jsonl", *names]):
             try:
                 metrics.trackers += (start[name](),)
             except Exception as error:  # no network, no login, a full disk

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from meshtune import config
 from meshtune.errors import Interrupted, NonFinite, NothingFits, UserError
 from meshtune.parallel.mesh import Axis
+from meshtune.report.run.summary import summarise
 from meshtune.rundir import RunDir
 from meshtune.train import build, loop
 from meshtune.train.checkpoint_files import size_and_hash
@@ -133,6 +134,11 @@ def test_resuming_equals_never_stopping_bit_for_bit(train: Train, tmp_path: Path
     assert losses(whole) == losses(resumed)
     for name, tensor in weights(whole).items():
         assert torch.equal(tensor, weights(resumed)[name]), name
+
+
+def test_a_run_that_logs_to_the_console_alone_has_its_result(train: Train) -> None:
+    run = train("log.to=[console]")
+    assert len(losses(run)) == 4 and summarise(run.folder).status == "finished"
 
 
 def test_a_finished_run_is_not_overwritten_and_its_config_repeats_it(train: Train, tmp_path: Path) -> None:

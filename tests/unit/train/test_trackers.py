@@ -96,8 +96,9 @@ class Broken(Kept):
         raise ConnectionError("server is away")
 
 
-def test_rows_are_in_the_file_as_soon_as_logged(run):
-    with Metrics.open(run, ["jsonl"], course=Course(2), console=console()) as metrics:
+@pytest.mark.parametrize("to", [["jsonl"], ["console"], []])
+def test_rows_are_in_the_file_as_soon_as_logged_whatever_log_to_names(to, run):
+    with Metrics.open(run, to, course=Course(2), console=console()) as metrics:
         metrics.start(model="m", method="full")
         metrics.train(step=1, **NUMBERS)
         assert [row["kind"] for row in run.rows()] == ["run", "train"]
