@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from meshtune import __version__
+from meshtune.commands.chat import chat
 from meshtune.commands.config import config
 from meshtune.commands.data import data
 from meshtune.commands.env import env
@@ -36,7 +37,7 @@ app = typer.Typer(
 for command in (config, data, plan, train):
     app.command()(command)
 app.command("eval")(evaluate)
-for command in (generate, export, report, schema, env):
+for command in (generate, chat, export, report, schema, env):
     app.command()(command)
 
 

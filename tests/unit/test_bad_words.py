@@ -18,7 +18,7 @@ NOT_UTF8 = os.fsdecode(b"a\xff")
 
 
 def test_a_prompt_that_is_not_utf8_is_named() -> None:
-    with pytest.raises(UserError, match="Prompt 2 has bytes that are not UTF-8"):
+    with pytest.raises(UserError, match=r"^Prompt 2: its text is not UTF-8"):
         generate(None, ["fine", NOT_UTF8])
 
 

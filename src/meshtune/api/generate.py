@@ -1,66 +1,44 @@
 """Generate: answer prompts with a target."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
 from meshtune.errors import UserError
 
-LOWEST_TEMPERATURE = 1e-5
+if TYPE_CHECKING:
+    from meshtune.data.prompts import Prompt
 
 
 def generate(
     model: str | os.PathLike[str] | None,
-    prompts: str | Sequence[str],
+    prompts: "Prompt | Sequence[Prompt]",
     *,
     max_new_tokens: int = 256,
     temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int | None = None,
     overrides: Sequence[str] = (),
 ) -> list[str]:
     """Answers in the order of the prompts, without the prompts and the stop token.
 
     model: a run, model or adapter folder, a hub id or a config file; None: `overrides` (section.key=value,
-    as in train.device=cpu) alone name the model. Prompts are wrapped as in training: by the chat template, or
-    followed by the separator, which a model that was trained on whole texts does not get. temperature: 0 is
-    greedy. Raises UserError without prompts, and where `model` holds none.
+    as in train.device=cpu) alone name the model. prompts: texts, conversations (lists of messages {role,
+    content}), or one of these. A text is wrapped as in training: by the chat template, or followed by the
+    separator, which a model that was trained on whole texts does not get. temperature: 0 is greedy. top_p,
+    seed: see `Sampling`. Raises UserError without prompts, for those that the model can't take, and where
+    `model` holds none.
     """
-    prompts = [prompts] if isinstance(prompts, str) else prompts
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Mapping)):
+        prompts = cast("list[Prompt]", [prompts])
     if not prompts:
         raise UserError("No prompt is given; use --prompt, or write prompts to stdin, one a line.")
-    if 0 < temperature < LOWEST_TEMPERATURE:
-        raise UserError(
-            f"--temperature {temperature:g} is below {LOWEST_TEMPERATURE:g}, and logits divided by it would "
-            "be infinite; use 0 for the likeliest token."
-        )
-    for number, prompt in enumerate(prompts, 1):
-        if not prompt.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in prompt):
-            raise UserError(f"Prompt {number} has bytes that are not UTF-8: {prompt[:40]!r}.")
-    from meshtune.api.target import open_model, target_of
-    from meshtune.data.example import Example, Origin
-    from meshtune.train.generate import answers
+    from meshtune.api.answer import open_answerer
+    from meshtune.data.prompts import prompts_of
+    from meshtune.train.generate import Sampling
 
-    opened = open_model(target_of(None if model is None else str(model), overrides))
-    encoder = opened.encoder
-    if not encoder.templated and encoder.train_on == "all":  # trained to go on with a text, not to answer
-        encoder.separator = ""
-    origin = Origin("prompt", 1)
-    examples = [
-        Example(
-            origin,
-            messages=({"role": "user", "content": prompt},),
-            tools=None,
-            prompt=None,
-            completion=None,
-            text=None,
-        )
-        if encoder.templated
-        else Example(origin, messages=None, tools=None, prompt=prompt, completion="", text=None)
-        for prompt in prompts
-    ]
-    return answers(
-        opened.parallel,
-        opened.tokenizer,
-        [encoder.prompt_ids(example) for example in examples],
-        max_new_tokens=max_new_tokens,
-        stop_ids=encoder.stop_ids,
-        temperature=temperature,
-    )
+    sampling = Sampling(temperature, top_p, seed)
+    examples = prompts_of(cast("Sequence[Prompt]", prompts))
+    answerer = open_answerer(None if model is None else str(model), overrides)
+    ids = [answerer.prompt_ids(example) for example in examples]
+    return answerer.answers(ids, max_new_tokens=max_new_tokens, sampling=sampling)

@@ -19,6 +19,7 @@ from meshtune import config as settings
 from meshtune.attention.register import register
 from meshtune.config import Config
 from meshtune.data.encode import Encoder
+from meshtune.data.template import apply_template
 from meshtune.errors import UserError, expanded
 from meshtune.layout import Layout
 from meshtune.model.adapter import adapter_base, load_adapter
@@ -133,6 +134,7 @@ def open_model(target: Target, device: str | None = None) -> Opened:
     spec = build.model_spec(config, attention)
     if target.step is not None and target.run is not None:
         tokenizer = inputs.tokenizer_of(config.model, config.data)
+        apply_template(tokenizer, config.data.chat_template)
         model = single_model(replace(spec, embeddings=embeddings_needed(tokenizer)), place)
         weights = {f"model.{name}": p.data for name, p in model.named_parameters() if p.requires_grad}
         Checkpoints(target.run.checkpoints).load(target.step, weights)
@@ -142,6 +144,7 @@ def open_model(target: Target, device: str | None = None) -> Opened:
         tokenizer = load_tokenizer(
             str(target.folder or config.model.name), trust_remote_code=config.model.trust_remote_code
         )
+        apply_template(tokenizer, config.data.chat_template)  # its tokens need rows of the embedding
         precision = UNMIXED[PRECISIONS[spec.precision].compute]
         spec = replace(spec, precision=precision, lora=None, freeze=())
         if target.folder and target.adapted:  # it brings the rows that were added with it

@@ -1,6 +1,9 @@
 """Options and output that several commands share."""
 
+import io
 import json
+import sys
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -24,6 +27,12 @@ TargetWords = Annotated[
         autocompletion=complete_settings,
     ),
 ]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="tokens of an answer at most")]
+Temperature = Annotated[float, typer.Option(min=0, help="0: the likeliest token; above 0: drawn by chance")]
+TopP = Annotated[
+    float, typer.Option(help="draw from the fewest tokens with this probability; needs a temperature")
+]
+Seed = Annotated[int | None, typer.Option(help="of the drawing; needs a temperature")]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout, all else on stderr")]
 
 
@@ -40,6 +49,16 @@ def split(settings: list[str] | None) -> tuple[str | None, list[str]]:
             "section.key=value."
         )
     return (files[0] if files else None), [word for word in words if "=" in word]
+
+
+def stdin_lines() -> Iterator[str]:
+    """Yield the lines of stdin as they come, without their ends. Bytes that are not UTF-8 become surrogates,
+    which are refused by name where the line is used.
+    """
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    for line in sys.stdin:
+        yield line.rstrip("\r\n")
 
 
 def show(facts: Any, renderable: Any, *, as_json: bool) -> None:

@@ -220,10 +220,14 @@ class Encoder:
             return list(row.ids[:answer])
         if example.text is not None or not self.templated:
             return self._bos + self._tokens.ids([self._plain(example).parts[0]])[0]
-        messages = self._renderer.adapt(example.messages or self._renderer.messages(example))
-        text = self._renderer.render(messages[: last_answer(messages)], True, example.tools)
+        messages = example.messages or self._renderer.messages(example)
+        return self.turn_ids(messages[: last_answer(messages)], example.tools)
+
+    def turn_ids(self, messages: Sequence[dict], tools: list | None = None) -> list[int]:
+        """The tokens that the assistant's next turn after `messages` starts from. Raises BadRow."""
+        text = self._renderer.render(self._renderer.adapt(messages), True, tools)
         if isinstance(text, BadRow):
-            raise UserError(f"{example.origin}: {text}.")
+            raise text
         return self._tokens.ids([text])[0]
 
     def answer(self, example: Example) -> str:

@@ -67,7 +67,7 @@ def checked_text(text: str) -> str:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise BadRow("not UTF-8", "its text has half of a surrogate pair") from None
+            raise BadRow("not UTF-8", "its text is not UTF-8: it has half of a surrogate pair") from None
     return text
 
 

@@ -1,11 +1,13 @@
-"""Settings of generation: read from generation_config.json, checked, and written as an export has them."""
+"""Settings of generation: read from generation_config.json, checked, and written as an export has them; the
+length of the context.
+"""
 
 import copy
 import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from meshtune.errors import UserError, reason_of
 from meshtune.model.files import read_json, resolve
@@ -18,6 +20,12 @@ def stop_tokens(name: str, *, trust_remote_code: bool = False, revision: str | N
         return []
     eos = read_generation_config(folder).eos_token_id
     return [eos] if isinstance(eos, int) else list(eos or [])
+
+
+def context_of(config: PreTrainedConfig) -> int | None:
+    """Tokens of prompt and answer together that a model has positions for; None without such a limit."""
+    size = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return size if isinstance(size, int) and size > 0 else None
 
 
 def read_generation_config(folder: Path) -> GenerationConfig:

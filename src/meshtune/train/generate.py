@@ -1,4 +1,4 @@
-"""Generate answers to prompts: greedy by default, several prompts at a time.
+"""Generate answers to prompts: greedy by default, several prompts at a time, or one as its tokens come.
 
 One rank uses Hugging Face's generation, with a KV cache. Training's attention keeps no cache, so the model
 generates with scaled-dot-product attention and gets its own back. Several ranks, in any layout, run the
@@ -9,8 +9,9 @@ evaluation.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from meshtune.compat import is_compiled
 from meshtune.data.batch import MicroBatch, micro_batch
@@ -36,6 +38,88 @@ if TYPE_CHECKING:
 
 
 PROMPTS_AT_ONCE = 64
+LOWEST_TEMPERATURE = 1e-5
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The choice of the next token. Raises UserError for values that choose none or would have no effect."""
+
+    temperature: float = 0.0  # 0: the likeliest token
+    top_p: float = 1.0  # draw from the fewest tokens that have this probability together
+    seed: int | None = None  # of the drawing; None: another one each time
+
+    def __post_init__(self) -> None:
+        if problems := list(self._problems()):
+            raise UserError(problems)
+
+    def _problems(self) -> Iterator[str]:
+        if not 0 <= self.temperature < math.inf:
+            yield f"temperature {self.temperature:g} is no temperature; use 0 or more."
+        elif 0 < self.temperature < LOWEST_TEMPERATURE:
+            yield (
+                f"temperature {self.temperature:g} is below {LOWEST_TEMPERATURE:g}, and logits divided by it "
+                "would be infinite; use 0 for the likeliest token."
+            )
+        if not 0 < self.top_p <= 1:
+            yield f"top-p {self.top_p:g} is no probability; use more than 0, at most 1."
+        elif self.top_p < 1 and not self.temperature:
+            yield f"top-p {self.top_p:g} has no effect at temperature 0; set a temperature, or leave it out."
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            yield f"seed {self.seed} is no seed; use a whole number from 0 to 2^63 - 1."
+        elif self.seed is not None and not self.temperature:
+            yield f"seed {self.seed} has no effect at temperature 0; set a temperature, or leave it out."
+
+    @contextmanager
+    def seeded(self, device: torch.device) -> Iterator[None]:
+        """Draw from `seed` in the block, and leave the random numbers of others as they were."""
+        if self.seed is None:
+            yield
+            return
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(self.seed)
+            yield
+
+
+GREEDY = Sampling()
+
+
+class TextStream(BaseStreamer):
+    """Pass an answer's text to `write` while its tokens are generated.
+
+    A character is passed on once all its tokens are there. The text is that of all tokens decoded together,
+    since a token's text may depend on those before it.
+    """
+
+    def __init__(self, write: Callable[[str], object]) -> None:
+        self.write = write
+        self.ids: list[int] = []  # of the answer so far, without a stop token
+        self.text = ""  # passed on so far
+        self._prompt_passed = False
+
+    def begin(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> None:
+        """Take an answer's tokens from here on."""
+        self._tokenizer, self._stop_ids = tokenizer, stop_ids
+        self.ids, self.text, self._prompt_passed = [], "", False
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompt, which transformers passes first, or the next token."""
+        if not self._prompt_passed:
+            self._prompt_passed = True
+        elif (token := int(value)) not in self._stop_ids:
+            self.ids.append(token)
+            self._pass_on(whole=False)
+
+    def end(self) -> None:
+        """Pass on what is left: half a character, where the answer was cut in it."""
+        self._pass_on(whole=True)
+
+    def _pass_on(self, *, whole: bool) -> None:
+        text = str(self._tokenizer.decode(self.ids, skip_special_tokens=True))
+        if whole or not text.endswith("\ufffd"):
+            new, self.text = text[len(self.text) :], text
+            if new:
+                self.write(new)
 
 
 @contextmanager
@@ -85,25 +169,35 @@ def answers(
     *,
     max_new_tokens: int,
     stop_ids: Sequence[int],
-    temperature: float = 0.0,
+    sampling: Sampling = GREEDY,
+    context: int | None = None,
+    stream: TextStream | None = None,
 ) -> list[str]:
     """The text that follows each prompt (token ids), in their order, up to a stop token or `max_new_tokens`
     tokens, without special tokens. All ranks call it with the same prompts, and each gets all answers.
 
-    temperature: 0 is greedy; above, tokens are sampled from the whole distribution, with one rank only.
+    sampling: beyond greedy with one rank only. context: tokens of prompt and answer together, which end an
+    answer earlier; None: no limit. stream: gets the text of the only prompt's answer as it is generated.
     """
+    limits = [
+        max_new_tokens if context is None else max(0, min(max_new_tokens, context - len(prompt)))
+        for prompt in prompts
+    ]
+    if stream:
+        stream.begin(tokenizer, stop_ids)
     with uncompiled(parallel.modules):
         # transformers' generate counts positions from 0, which is not where every family begins.
         cached = parallel.world.size == 1 and not parallel.anatomy.first_position
-        if temperature and not cached:
+        if sampling.temperature and not cached:
             raise UserError("Tokens are sampled by one rank with a KV cache alone; set the temperature to 0.")
         if cached:
-            new_ids = cached_answers(
-                parallel.stages[0].model, tokenizer, prompts, max_new_tokens=max_new_tokens,
-                stop_ids=stop_ids, temperature=temperature,
-            )  # fmt: skip
+            with sampling.seeded(parallel.world.device):
+                new_ids = cached_answers(
+                    parallel.stages[0].model, tokenizer, prompts, limits,
+                    stop_ids=stop_ids, sampling=sampling, stream=stream,
+                )  # fmt: skip
         else:
-            new_ids = forward_answers(parallel, prompts, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+            new_ids = forward_answers(parallel, prompts, limits, stop_ids=stop_ids, stream=stream)
     return [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in new_ids]
 
 
@@ -112,30 +206,28 @@ def cached_answers(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
     *,
-    max_new_tokens: int,
     stop_ids: Sequence[int],
-    temperature: float,
+    sampling: Sampling = GREEDY,
+    stream: TextStream | None = None,
 ) -> list[list[int]]:
     """The new tokens after each prompt up to its first stop token, which is left out, by a whole model with a
-    KV cache; at most `max_new_tokens`.
+    KV cache; of each prompt at most its limit.
 
-    Prompts of similar length share a batch, of at most PROMPTS_AT_ONCE; the order of the answers is the
-    prompts'. temperature: 0 is greedy. The tokenizer only gives the padding token.
+    Prompts of one limit and similar length share a batch, of at most PROMPTS_AT_ONCE; the order of the
+    answers is the prompts'. The tokenizer only gives the padding token. stream: see `answers`.
     """
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stop_ids[0] if stop_ids else 0)
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    choice: dict[str, Any] = {"do_sample": False}
+    if sampling.temperature > 0:
+        choice = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": sampling.top_p}
     # What is left out would be taken from the model's own generation settings.
-    sampling |= {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
-    settings = GenerationConfig(
-        max_new_tokens=max_new_tokens, pad_token_id=pad, eos_token_id=list(stop_ids) or None, **sampling
-    )
+    choice |= {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
     new_ids: list[list[int]] = [[] for _ in prompts]
-    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+    order = sorted((i for i in range(len(prompts)) if limits[i]), key=lambda i: (limits[i], len(prompts[i])))
     with generating(model):
-        for chosen in _batches(order, prompts, padded=not anatomy(model).mixers):
+        for chosen in _batches(order, prompts, limits, padded=not anatomy(model).mixers):
             width = max(len(prompts[i]) for i in chosen)
             rows = [[pad] * (width - len(prompts[i])) + list(prompts[i]) for i in chosen]
             mask = [[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in chosen]
@@ -143,8 +235,12 @@ def cached_answers(
             output = generate(
                 torch.tensor(rows, device=model.device),
                 attention_mask=torch.tensor(mask, device=model.device),
-                generation_config=settings,
-            )
+                generation_config=GenerationConfig(
+                    max_new_tokens=limits[chosen[0]], pad_token_id=pad, eos_token_id=list(stop_ids) or None,
+                    **choice,
+                ),
+                streamer=stream,
+            )  # fmt: skip
             for i, row in zip(chosen, output[:, width:].tolist(), strict=True):
                 end = next((n for n, token in enumerate(row) if token in stop_ids), len(row))
                 new_ids[i] = row[:end]
@@ -152,47 +248,54 @@ def cached_answers(
 
 
 def _batches(
-    order: Sequence[int], prompts: Sequence[Sequence[int]], *, padded: bool
+    order: Sequence[int], prompts: Sequence[Sequence[int]], limits: Sequence[int], *, padded: bool
 ) -> Iterator[Sequence[int]]:
-    """Yield the numbers of prompts of similar length, at most PROMPTS_AT_ONCE; unless `padded`, of equal
-    length: a recurrent layer's state would begin with the padding.
+    """Yield the numbers of prompts of one limit and similar length, at most PROMPTS_AT_ONCE; unless `padded`,
+    of equal length: a recurrent layer's state would begin with the padding.
     """
-    runs = (
-        [order] if padded else [list(run) for _, run in groupby(order, lambda number: len(prompts[number]))]
-    )
-    for run in runs:
-        for start in range(0, len(run), PROMPTS_AT_ONCE):
-            yield run[start : start + PROMPTS_AT_ONCE]
+    for _, run in groupby(order, lambda i: (limits[i], padded or len(prompts[i]))):
+        numbers = list(run)
+        for start in range(0, len(numbers), PROMPTS_AT_ONCE):
+            yield numbers[start : start + PROMPTS_AT_ONCE]
 
 
 def forward_answers(
-    parallel: Parallel, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stop_ids: Sequence[int]
+    parallel: Parallel,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    *,
+    stop_ids: Sequence[int],
+    stream: TextStream | None = None,
 ) -> list[list[int]]:
-    """The new tokens after each prompt up to its first stop token, which is left out, greedily by all ranks
-    of any layout together; every rank passes all prompts and gets all answers, in their order.
+    """The new tokens after each prompt up to its first stop token, which is left out, and at most its limit,
+    greedily by all ranks of any layout together; every rank passes all prompts and gets all answers, in their
+    order.
 
     Data ranks take turns of as many prompts as a micro-batch has rows. All ranks run the same number of
     forward passes, since those that share parameters gather them together: a rank without a prompt left runs
-    a dummy prompt and drops the answer.
+    a dummy prompt and drops the answer. stream: see `answers`.
     """
     world, rows = parallel.world, parallel.world.layout.micro_batch_size
     rank_prompts = list(range(world.data_rank, len(prompts), world.data_ranks))
     turns = -(-len(prompts) // (world.data_ranks * rows))
     rank_ids: dict[int, list[int]] = {}
+    if stream:
+        stream.put(torch.tensor(prompts[0]))
     with evaluating(parallel.modules):
         for turn in range(turns):
             chosen = rank_prompts[turn * rows : (turn + 1) * rows]
             texts = [list(prompts[i]) for i in chosen] or [[0]]
-            unfinished = [bool(chosen)] * len(texts)
-            for _ in range(max_new_tokens):
-                (left,) = world.sum_over_ranks(sum(unfinished))
-                if not left:
-                    break
+            left = [limits[i] for i in chosen] or [0]  # tokens that each answer may still have
+            while world.sum_over_ranks(sum(map(bool, left)))[0]:
                 for i, token in enumerate(_next_tokens(parallel, texts)):
-                    if unfinished[i]:
+                    if left[i]:
                         texts[i].append(token)
-                        unfinished[i] = token not in stop_ids
+                        left[i] = left[i] - 1 if token not in stop_ids else 0
+                        if stream:
+                            stream.put(torch.tensor(token))
             rank_ids |= {i: row[len(prompts[i]) :] for i, row in zip(chosen, texts, strict=False)}
+    if stream:
+        stream.end()
     all_ids = {i: ids for part in world.all_gather_object(rank_ids) for i, ids in part.items()}
     return [[token for token in all_ids[i] if token not in stop_ids] for i in range(len(prompts))]
 

@@ -165,8 +165,8 @@ def test_prompts_of_unlike_lengths_are_answered_as_alone() -> None:
     model = AutoModelForCausalLM.from_config(RECURRENT["rwkv"]()).eval()
     prompts = [[3, 4, 5, 6, 7], [9, 8], [11, 12, 13]]
     tokenizer: Any = SimpleNamespace(pad_token_id=0)
-    answer = partial(cached_answers, model, tokenizer, max_new_tokens=6, stop_ids=[], temperature=0.0)
-    assert answer(prompts) == [answer([prompt])[0] for prompt in prompts]
+    answer = partial(cached_answers, model, tokenizer, stop_ids=[])
+    assert answer(prompts, [6] * 3) == [answer([prompt], [6])[0] for prompt in prompts]
 
 
 def test_short_documents_are_not_as_wide_as_longer_ones() -> None:

@@ -1,0 +1,60 @@
+"""The one way from prompts and conversations to answers, for generate, chat and Python."""
+
+from collections.abc import Sequence
+
+from meshtune.api.target import Opened, open_model, target_of
+from meshtune.data.example import BadRow, Example
+from meshtune.data.prompts import question
+from meshtune.errors import UserError
+from meshtune.model.generation import context_of
+from meshtune.train.generate import GREEDY, Sampling, TextStream, answers
+
+
+class Answerer:
+    """A target's model on one device, which answers prompts wrapped as in training: by the chat template, or
+    followed by the separator, which a model that was trained on whole texts does not get.
+    """
+
+    def __init__(self, opened: Opened) -> None:
+        self.opened = opened
+        self.encoder = opened.encoder
+        if not self.encoder.templated and self.encoder.train_on == "all":  # trained to go on with a text
+            self.encoder.separator = ""
+        self.context = context_of(opened.model.config)  # tokens of prompt and answer; None: no limit
+
+    @property
+    def templated(self) -> bool:
+        """Whether it takes conversations; else only texts."""
+        return self.encoder.templated
+
+    def prompt_ids(self, example: Example) -> list[int]:
+        """The tokens that the answer follows. Raises UserError where the model can't take the example."""
+        if not (example.messages and self.templated):
+            return self.encoder.prompt_ids(example)
+        try:
+            return self.encoder.turn_ids(question(example), example.tools)
+        except BadRow as bad:
+            raise UserError(f"{example.origin}: {bad}.") from bad
+
+    def answers(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling = GREEDY,
+        stream: TextStream | None = None,
+    ) -> list[str]:
+        """The text that follows each prompt (of `prompt_ids`), in their order, without the stop token.
+
+        An answer also ends where prompt and answer fill the context. stream: gets the text of the only
+        prompt's answer as it is generated.
+        """
+        return answers(
+            self.opened.parallel, self.opened.tokenizer, prompts, max_new_tokens=max_new_tokens,
+            stop_ids=self.encoder.stop_ids, sampling=sampling, context=self.context, stream=stream,
+        )  # fmt: skip
+
+
+def open_answerer(name: str | None, overrides: Sequence[str] = ()) -> Answerer:
+    """Load a target's model. name, overrides: as `target_of` takes them, and raises for them."""
+    return Answerer(open_model(target_of(name, overrides)))

@@ -1,0 +1,116 @@
+"""Prompts to answer: texts, conversations, and files of either.
+
+"2 + 2?"                      ─┐
+[{"role": …, "content": …}]   ─┼─> Example of a prompt, or of a conversation without the answer asked for
+a row {prompt} | {messages}   ─┘
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from meshtune.data.example import SHOWN, BadRow, Example, Origin, Source
+from meshtune.data.files import files
+from meshtune.data.formats import EMPTY, FORMATS, Columns
+from meshtune.data.limits import checked_text
+from meshtune.data.messages import type_name
+from meshtune.data.readers import raw_rows
+from meshtune.errors import UserError
+
+Prompt = str | Sequence[dict]  # a text, or messages {role, content}
+FORMS = ("messages", "conversations", "prompt", "text")  # columns with the prompt, the first that a row has
+
+
+class Given(Origin):
+    """The place of a prompt that is in no file: its number."""
+
+    def __str__(self) -> str:
+        return f"{self.file} {self.line}"
+
+
+def prompts_of(prompts: Iterable[Prompt]) -> list[Example]:
+    """Examples of texts and conversations. Raises UserError with each that can't be answered."""
+    rows = (
+        (Given("Prompt", number), {"prompt" if isinstance(prompt, str) else "messages": prompt})
+        for number, prompt in enumerate(prompts, 1)
+    )
+    return _examples(rows, Source(""))
+
+
+def read_prompts(source: Source) -> tuple[list[Example], list[str]]:
+    """(Examples of the rows of a file in their order, the columns that are not used).
+
+    A row has `messages` (or `conversations`), with `system` and `tools` where it needs them, or a `prompt`; a
+    line of a .txt file is a prompt. What is expected, `completion` or a last message of the assistant, stays
+    in the example and is not given to the model. Raises UserError with the bad rows, or if there are none.
+    """
+    unused: dict[str, None] = {}
+    examples = _examples(raw_rows(source, files(source), False, 0), source, unused)
+    if not examples:
+        raise UserError(f"{source.path} has no prompts: it is empty.")
+    return examples, [*unused]
+
+
+def _examples(
+    rows: Iterable[tuple[Origin, Any]], source: Source, unused: dict[str, None] | None = None
+) -> list[Example]:
+    """Examples of all rows. Raises UserError with the bad ones. unused: gets columns that are not read."""
+    names, roles = dict(source.columns), dict(source.roles)
+    examples, problems = [], []
+    for origin, row in rows:
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            if not isinstance(row, dict):
+                raise BadRow("wrong type", f"the row is {type_name(row)}, expected an object")
+            columns = Columns(row, names, roles)
+            examples.append(_example(origin, columns))
+            if unused is not None:
+                unused |= dict.fromkeys(_unused(columns))
+        except BadRow as bad:
+            problems.append(f"{origin}: {bad}.")
+    if problems:
+        rest = len(problems) - SHOWN
+        raise UserError(
+            [*problems[:SHOWN], *([f"{rest:,} more rows can't be answered."] if rest > 0 else [])]
+        )
+    return examples
+
+
+def _example(origin: Origin, columns: Columns) -> Example:
+    """The prompt or conversation of a row. Raises BadRow where there is none, or two."""
+    forms = [form for form in FORMS if columns.get(form) is not None]
+    if len(forms) != 1:
+        seen = ", ".join(map(str, columns.row))
+        what = (
+            f"both {forms[0]} and {forms[1]}" if forms else f"neither prompt nor messages (there are {seen})"
+        )
+        remedy = "keep one" if forms else "map their names, such as data.columns={prompt: question}"
+        raise BadRow("no prompt", f"the row has {what}; {remedy}")
+    (form,) = forms
+    if form == "prompt" and isinstance(columns.get(form), list):  # TRL's conversational prompt
+        columns = replace(columns, row={**columns.row, "messages": columns.get(form)})
+        form = "messages"
+    if form in ("messages", "conversations"):
+        example = FORMATS["messages" if form == "messages" else "sharegpt"].example(origin, columns)
+        if not question(example):
+            raise BadRow("no question", "the only message is the assistant's, so there is nothing to answer")
+        return replace(example, masks=None)
+    text = checked_text(columns.text(form))
+    expected = columns.get("completion")
+    if columns.get("system") in EMPTY and columns.get("tools") in EMPTY:
+        return Example(origin, prompt=text, completion=expected if isinstance(expected, str) else "")
+    turns = [{"role": "user", "content": text}]
+    return FORMATS["messages"].example(origin, replace(columns, row={**columns.row, "messages": turns}))
+
+
+def question(example: Example) -> tuple[dict, ...]:
+    """The messages of a conversation that the answer follows: without a last one of the assistant."""
+    messages = example.messages or ()
+    return messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
+
+
+def _unused(columns: Columns) -> Iterator[str]:
+    """Yield the columns of a row that have a value and are neither the prompt nor what is expected."""
+    read = {columns.names.get(name, name) for name in (*FORMS, "completion", "system", "tools")}
+    yield from (str(name) for name, value in columns.row.items() if name not in read and value not in EMPTY)
