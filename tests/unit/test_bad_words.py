@@ -44,7 +44,7 @@ NOBODY = "~nosuchuser/x"
     [
         lambda run: evaluated(NOBODY, []),
         lambda run: env(model=NOBODY),
-        lambda run: report(Path(NOBODY)),
+        lambda run: report([Path(NOBODY)]),
         lambda run: export(Path(NOBODY), run / "to"),
         lambda run: export(run, Path(NOBODY)),
         lambda run: plan(["model.name=llama-3.1-8b"], to=Path(NOBODY)),

@@ -69,7 +69,7 @@ def test_a_text_that_utf8_can_not_hold_is_a_bad_row(tokenizer_of: Any) -> None:
     tokenizer = tokenizer_of()
     tokenizer.chat_template = "{{ messages[0].content }}{{ '\\ud800' }}"
     encoder = Encoder(tokenizer, train_on="all", chat_template=None)
-    with pytest.raises(UserError, match=r"rows\.jsonl, line 1: its text has half of a surrogate pair"):
+    with pytest.raises(UserError, match=r"rows\.jsonl, line 1: its text is not UTF-8: it has half of"):
         encoder.encode([conversation()])
 
 
