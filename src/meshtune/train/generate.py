@@ -225,7 +225,8 @@ def cached_answers(
     # What is left out would be taken from the model's own generation settings.
     choice |= {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
     new_ids: list[list[int]] = [[] for _ in prompts]
-    order = sorted((i for i in range(len(prompts)) if limits[i]), key=lambda i: (limits[i], len(prompts[i])))
+    wanted = [number for number, limit in enumerate(limits) if limit]
+    order = sorted(wanted, key=lambda number: (limits[number], len(prompts[number])))
     with generating(model):
         for chosen in _batches(order, prompts, limits, padded=not anatomy(model).mixers):
             width = max(len(prompts[i]) for i in chosen)
@@ -253,7 +254,7 @@ def _batches(
     """Yield the numbers of prompts of one limit and similar length, at most PROMPTS_AT_ONCE; unless `padded`,
     of equal length: a recurrent layer's state would begin with the padding.
     """
-    for _, run in groupby(order, lambda i: (limits[i], padded or len(prompts[i]))):
+    for _, run in groupby(order, lambda number: (limits[number], padded or len(prompts[number]))):
         numbers = list(run)
         for start in range(0, len(numbers), PROMPTS_AT_ONCE):
             yield numbers[start : start + PROMPTS_AT_ONCE]
