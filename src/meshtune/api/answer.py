@@ -1,13 +1,16 @@
 """The one way from prompts and conversations to answers, for generate, chat and Python."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from meshtune.api.target import Opened, open_model, target_of
 from meshtune.data.example import BadRow, Example
 from meshtune.data.prompts import question
 from meshtune.errors import UserError
 from meshtune.model.generation import context_of
 from meshtune.train.generate import GREEDY, Sampling, TextStream, answers
+
+if TYPE_CHECKING:
+    from meshtune.api.target import Opened
 
 
 class Answerer:
@@ -15,7 +18,7 @@ class Answerer:
     followed by the separator, which a model that was trained on whole texts does not get.
     """
 
-    def __init__(self, opened: Opened) -> None:
+    def __init__(self, opened: "Opened") -> None:
         self.opened = opened
         self.encoder = opened.encoder
         if not self.encoder.templated and self.encoder.train_on == "all":  # trained to go on with a text
@@ -57,4 +60,6 @@ class Answerer:
 
 def open_answerer(name: str | None, overrides: Sequence[str] = ()) -> Answerer:
     """Load a target's model. name, overrides: as `target_of` takes them, and raises for them."""
+    from meshtune.api.target import open_model, target_of
+
     return Answerer(open_model(target_of(name, overrides)))
