@@ -14,7 +14,7 @@ from rich.style import Style
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
-from meshtune.report.run.tables import run_summary, samples_table
+from meshtune.report.run.tables import places, run_summary, samples_table
 from meshtune.rundir import RunDir, write_text_atomically
 
 QUIET = TerminalTheme(  # the picture's colours; readable on a light page and on a dark one
@@ -47,7 +47,7 @@ FRAME = """\
 
 def main(folder: str, command: str = "make quickstart", file: str = "docs/images/quickstart.svg") -> None:
     run = RunDir(folder)
-    picture = terminal_picture(prompt(command), run_summary(run), samples_table(run, limit=4))
+    picture = terminal_picture(prompt(command), run_summary(run), *places(run), samples_table(run, limit=4))
     write_text_atomically(Path(file), picture)
     print(file)
 

@@ -23,7 +23,7 @@ from meshtune.commands.schema import schema
 from meshtune.commands.train import train
 from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError, memory_explained
 from meshtune.rundir import disk_is_full
-from meshtune.units import printable
+from meshtune.units import notice
 
 # Of a path that a user named; others are our bugs.
 BAD_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EROFS, errno.ELOOP)
@@ -66,13 +66,13 @@ def main() -> None:
     except (UserError, NonFinite, Interrupted, RankFailed) as error:
         problems = error.problems if isinstance(error, UserError) else (str(error),)
         for problem in problems:
-            print(f"meshtune: {printable(problem)}", file=sys.stderr)
+            notice(f"meshtune: {problem}")
         sys.exit(error.exit_code)
     except OSError as error:
         if not disk_is_full(error) and error.errno not in BAD_PATH:
             raise
         remedy = "Make room, and run the command" if disk_is_full(error) else "Change the path, and run it"
-        print(f"meshtune: {printable(str(error))}. {remedy} again.", file=sys.stderr)
+        notice(f"meshtune: {error}. {remedy} again.")
         sys.exit(UserError.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,5 +1,7 @@
-"""Binary units, and numbers and text formatted for people."""
+"""Binary units, and numbers and text formatted for people; lines that are no part of a result."""
 
+import os
+import sys
 import textwrap
 from typing import Any
 
@@ -82,3 +84,9 @@ def printable(text: str) -> str:
     shows.
     """
     return text.translate(_CONTROL)
+
+
+def notice(text: str) -> None:
+    """Print lines on stderr, where they are no part of the result; on a terminal they break at words."""
+    width = os.get_terminal_size(sys.stderr.fileno()).columns if sys.stderr.isatty() else None
+    print(at_words(printable(text), width), file=sys.stderr, flush=True)

@@ -6,7 +6,6 @@ a model       as it is
 config.yaml   the model it names, before training
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +33,7 @@ from meshtune.train import build, choose, inputs
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.loss import head_loss
 from meshtune.train.model import single_model
+from meshtune.units import notice
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = 
         if step is None:
             raise UserError([f"{path} holds neither model/ nor a whole checkpoint; train first.", *damaged])
         for sentence in damaged:  # an older checkpoint stands in for a damaged one: print why
-            print(sentence, file=sys.stderr)
+            notice(sentence)
         return Target(config, None, run, step)
     folder = path if path.is_dir() else None
     adapter = folder is not None and (folder / "adapter_config.json").exists()
@@ -98,7 +98,7 @@ def stored_precision(name: str) -> str:
     dtype = load_config(name).dtype or torch.bfloat16
     stored = str(dtype).removeprefix("torch.")
     if stored not in UNMIXED:
-        print(f"{name} is stored in {stored}; it is computed in bfloat16.", file=sys.stderr)
+        notice(f"{name} is stored in {stored}; it is computed in bfloat16.")
         stored = "bfloat16"
     return UNMIXED[stored]
 

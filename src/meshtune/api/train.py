@@ -1,7 +1,6 @@
 """Train: start the ranks, or be one of them; train; draw the report."""
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from meshtune.errors import UserError, expanded, memory_explained
 from meshtune.layout import Layout
 from meshtune.report.run.summary import Summary, summarise
 from meshtune.rundir import Row, RunDir
+from meshtune.units import notice
 
 if TYPE_CHECKING:
     from meshtune.launch import Rank
@@ -192,7 +192,7 @@ def draw(run: RunDir) -> None:
     from meshtune.report.run import report
 
     if reason := report.try_report(run):
-        print(f"meshtune: {reason}", file=sys.stderr)
+        notice(f"meshtune: {reason}")
 
 
 def settled(config: Config) -> tuple[Config, bool]:

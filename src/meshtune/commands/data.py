@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from meshtune.commands.options import AsJson, Settings, show_json, split
+from meshtune.commands.options import AsJson, Settings, announce, show_json, split
 
 
 def data(
@@ -16,6 +16,7 @@ def data(
     nothing.
     """
     file, overrides = split(settings)
+    announce(file)
     from meshtune import config
 
     resolved = config.load(file, overrides)

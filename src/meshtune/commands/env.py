@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshtune.commands.options import AsJson, show_json
+from meshtune.commands.options import AsJson, announce, show_json
 from meshtune.units import human
 
 
@@ -15,6 +15,7 @@ def env(
     as_json: AsJson = False,
 ) -> None:
     """Versions, devices, and what a model's family supports."""
+    announce(model or "this machine")
     description = environment(model)
     if as_json:
         show_json(description)

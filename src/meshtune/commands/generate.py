@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from meshtune.commands.options import AsJson, TargetWords, show_json, split
+from meshtune.commands.options import AsJson, TargetWords, announce, show_json, split
 from meshtune.units import printable
 
 
@@ -19,10 +19,11 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Answer prompts, wrapped as in training (chat template, or prompt and separator)."""
+    name, overrides = split(target)
+    announce(name)
     from meshtune.api import generate as api
 
     prompts = prompt or [line.rstrip("\n") for line in sys.stdin]
-    name, overrides = split(target)
     texts = api.generate(
         name, prompts, max_new_tokens=max_new_tokens, temperature=temperature, overrides=overrides
     )

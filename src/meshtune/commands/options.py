@@ -2,14 +2,17 @@
 
 import io
 import json
+import os
 import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
 
+from meshtune import __version__
 from meshtune.commands.complete import complete_settings
 from meshtune.errors import UserError
+from meshtune.units import notice
 
 Settings = Annotated[
     list[str] | None,
@@ -59,6 +62,15 @@ def stdin_lines() -> Iterator[str]:
         sys.stdin.reconfigure(errors="surrogateescape")
     for line in sys.stdin:
         yield line.rstrip("\r\n")
+
+
+def announce(reading: str | None) -> None:
+    """Print on stderr the version and what is read, before the imports of a command, which take seconds.
+
+    reading: a file or folder; None: the command line alone names the settings. Only the first rank prints.
+    """
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        notice(f"meshtune {__version__}: reading {reading or 'the settings of the command line'} …")
 
 
 def show(facts: Any, renderable: Any, *, as_json: bool) -> None:

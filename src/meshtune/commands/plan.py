@@ -1,13 +1,13 @@
 """`meshtune plan`: predict every parallel layout on a cluster, and choose."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshtune.commands.options import AsJson, Settings, show, split
+from meshtune import units
+from meshtune.commands.options import AsJson, Settings, announce, show, split
 from meshtune.errors import UserError, expanded
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def plan(
     data.
     """
     file, overrides = split(settings)
+    announce(file)
     from meshtune import config
 
     if (explain or most) and (plot or export or gpus):
@@ -138,8 +139,8 @@ def write_export(config: "Config", answer: "Answer", tool: str, folder: Path) ->
 
 
 def notice(text: str) -> None:
-    """Print a line on stderr, where it is no part of the result."""
-    print(f"meshtune: {text}", file=sys.stderr)
+    """Print a line of the planner on stderr."""
+    units.notice(f"meshtune: {text}")
 
 
 def numbers(text: str | None, option: str) -> list[int]:

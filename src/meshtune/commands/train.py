@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from meshtune.commands.options import AsJson, Settings, show_json, split
+from meshtune.commands.options import AsJson, Settings, announce, show_json, split
 from meshtune.rundir import RunDir
 
 
@@ -23,6 +23,7 @@ def train(
     ranks, or is one of those that torchrun or srun started.
     """
     file, overrides = split(settings)
+    announce(file)
     from meshtune import config
     from meshtune.api.train import train_here
 
@@ -40,5 +41,7 @@ def show_run(run: RunDir, *, as_json: bool) -> None:
     else:
         console = Console()
         console.print(tables.run_summary(run))
+        for line in tables.places(run):
+            console.print(line, soft_wrap=True)
         if run.samples():
             console.print(tables.samples_table(run))

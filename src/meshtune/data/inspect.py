@@ -22,6 +22,7 @@ from meshtune.units import printable
 BARS = 12  # most bars of the histogram
 BAR_WIDTH = 40  # characters of the longest bar
 LABELLED_STYLE = "bold green"
+BEGIN, END = "[[", "]]"  # around labelled text where there are no colours
 BOUNDARY = 30  # characters shown on each side of the place where labels begin
 
 
@@ -66,17 +67,23 @@ def show(description: dict[str, Any], console: Console) -> None:
     for line in sentences(description | {"train": None, "eval": None}):
         console.print(Text(printable(line), "yellow"))
     console.print(_histogram(description["train"]["histogram"]))
-    legend = Text("Samples; labelled text is in ").append("this colour", LABELLED_STYLE).append(".")
-    console.print(legend)
+    coloured = console.is_terminal and not console.no_color
+    legend = Text("this colour", LABELLED_STYLE) if coloured else Text(f"{BEGIN}brackets{END}")
+    console.print(Text("Samples; labelled text is in ").append(legend).append("."))
     for sample in description["samples"]:
         heading = f"{sample['place']}: {sample['tokens']:,} tokens, {sample['label_tokens']:,} labelled"
         console.rule(Text(printable(heading)), align="left")
-        styled = (
-            (printable(text), LABELLED_STYLE if labelled else "dim") for text, labelled in sample["runs"]
-        )
-        console.print(Text.assemble(*styled))
+        parts = [marked(printable(text), labelled, coloured) for text, labelled in sample["runs"]]
+        console.print(Text.assemble(*parts))
         for before, after in sample["boundaries"]:
             console.print(Text(f"labels begin between {before!r} and {after!r}"))
+
+
+def marked(text: str, labelled: bool, coloured: bool) -> Text:
+    """Text of a run of tokens, its labels by a colour or, without one, by brackets."""
+    if coloured or not labelled:
+        return Text(text, LABELLED_STYLE if labelled else "dim")
+    return Text(f"{BEGIN}{text}{END}")
 
 
 def padding_share(dataset: Dataset, *, global_batch_size: int, micro_batch_size: int, seed: int) -> float:

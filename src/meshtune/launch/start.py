@@ -25,6 +25,7 @@ from meshtune.launch.failure import claims_failure, exit_code, failures_of, rais
 from meshtune.launch.place import Place, place_of
 from meshtune.launch.rank import Rank, RankLog, connect, flush_output, process_group
 from meshtune.launch.scratch import scratch_folder
+from meshtune.units import notice
 from meshtune.watch import HangLimits, announce
 
 LOCALHOST = "127.0.0.1"
@@ -86,7 +87,7 @@ def run_joined(
     def tell(report: str) -> None:
         if log:
             log.restore_terminal()
-        print(f"meshtune: {report}", file=sys.stderr, flush=True)
+        notice(f"meshtune: {report}")
 
     try:
         with process_group(place, device, log=log, limits=limits, tell=tell) as rank:

@@ -356,8 +356,8 @@ def batch_sentences(workload: Workload, choices: Mapping[int, Choice | None]) ->
             ratio = speed / current.tokens_per_second_per_gpu
             ratio = f" ({ratio:.2f} x that of {workload.global_batch_size})"
         sentences.append(
-            f"{_sequences(size)}: {speed:,.0f} tokens/s/GPU{ratio}, {updates[size]} {per_token}, "
-            f"{human(choice.memory.peak)} ({choice.layout})."
+            f"{_sequences(size)}: {speed:,.0f} {choice.cluster.speed_unit}{ratio}, {updates[size]} "
+            f"{per_token}, {human(choice.memory.peak)} ({choice.layout})."
         )
     return sentences
 

@@ -22,7 +22,7 @@ from meshtune.config import Config
 from meshtune.errors import UserError, check_file, expanded
 from meshtune.plan.hardware import GIGA, Gpu, catalogue, gpu_of, named
 from meshtune.sections import ClusterConfig
-from meshtune.units import GIB
+from meshtune.units import GIB, speed_unit
 
 MARGIN = 0.04  # share of a GPU's memory that a plan leaves free
 NETWORK_SHARE = 0.7  # of the network's bandwidth that collectives reach, until it is measured
@@ -57,6 +57,11 @@ class Cluster:
     @property
     def nodes(self) -> int:
         return -(-self.gpus // self.node)
+
+    @property
+    def speed_unit(self) -> str:
+        """Unit of one device's tokens per second; a processor is no GPU."""
+        return speed_unit(self.gpus, "cpu" if self.gpu.name == "cpu" else "cuda")
 
     @property
     def usable_memory(self) -> float:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -76,6 +77,16 @@ def test_the_terminal_shows_figures_bars_losses_and_samples(tmp_path, tokenizer)
     text = console.file.getvalue()
     for part in ("train", "eval", "labelled", "█", "cut to 64 tokens", "Samples", "\x1b[1;32m"):
         assert part in text
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_without_colours_labelled_text_is_in_brackets(tmp_path, tokenizer, no_color) -> None:
+    found = described(tmp_path, tokenizer, [("What is é? ", "É!")])
+    console = Console(file=io.StringIO(), force_terminal=no_color, no_color=no_color, width=80)
+    show(found, console)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())  # type: ignore[attr-defined]
+    assert "labelled text is in [[brackets]]." in text
+    assert "What is é? [[É!<end>]]" in text
 
 
 def test_escapes_of_rows_are_shown_not_obeyed(tmp_path, tokenizer) -> None:

@@ -1,10 +1,12 @@
 import io
+import re
 
+import pytest
 from rich.console import Console
 
 from meshtune.report.facts import capability_table, facts_table
 from meshtune.report.run.summary import samples_of
-from meshtune.report.run.tables import run_summary, samples_table
+from meshtune.report.run.tables import places, run_summary, samples_table
 
 
 def shown(renderable, width: int = 100) -> str:
@@ -21,7 +23,13 @@ def test_the_summary_says_what_changed_and_where_the_model_is(run):
     assert "5.0000 → 2.0000 (best 1.5000 at step 2)" in text
     assert "200 tokens/s (median)" in text
     assert "2.0 s · 400 tokens" in text
-    assert str(run.model) in text
+
+
+def test_long_paths_are_printed_whole(run):
+    console = Console(file=io.StringIO(), width=20)
+    for line in places(run):
+        console.print(line, soft_wrap=True)
+    assert console.file.getvalue().splitlines() == [f"  model           {run.model}"]  # type: ignore[attr-defined]
 
 
 def test_the_summary_of_a_run_without_evaluations_or_rows_is_no_error(empty, train):
@@ -30,12 +38,26 @@ def test_the_summary_of_a_run_without_evaluations_or_rows_is_no_error(empty, tra
     assert "held-out" not in shown(run_summary(empty))
 
 
-def test_samples_stand_side_by_side_and_are_not_read_as_markup(run):
+def test_samples_stand_below_each_other_and_are_not_read_as_markup(run):
     run.append_sample({"step": 0, "prompt": "[bold]x[/nope]", "expected": "y", "answer": "[red]z"})
     text = shown(samples_table(run))
-    assert text.split()[:4] == ["prompt", "expected", "before", "after"]
-    assert ["2+2=", "4", "?", "4"] in [line.split() for line in text.splitlines()]
+    lines = [line.split() for line in text.splitlines()]
+    assert lines[:4] == [["prompt", "2+2="], ["expected", "4"], ["before", "?"], ["after", "4"]]
     assert "[bold]x[/nope]" in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("no_color", [False, True])
+def test_words_are_whole_at_any_width(run, width, no_color):
+    words = " ".join(f"{'alphabetical' * 4}-{number}" for number in range(30))
+    for step, answer in ((0, "before " + words), (4, "after " + words)):
+        run.append_sample({"step": step, "prompt": "what? " + words, "expected": words, "answer": answer})
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, no_color=no_color)
+    console.print(run_summary(run))
+    console.print(samples_table(run))
+    text = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= width
+    assert sorted(set(words.split())) == sorted({word for word in text.split() if "alpha" in word})
 
 
 def test_only_an_expected_answer_is_right(empty):

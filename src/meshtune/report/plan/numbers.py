@@ -28,6 +28,16 @@ def nonzero(names: Sequence[str], parts: Iterable[Mapping[str, float]]) -> list[
     return [name for name in names if name in positive]
 
 
+def speed_unit(choices: Iterable[Choice | None]) -> str:
+    """Unit of the speed of layouts that may be of clusters of several sizes."""
+    return max((choice.cluster.speed_unit for choice in choices if choice), key=len, default="tokens/s")
+
+
+def speed_head(choices: Iterable[Choice | None]) -> str:
+    """The unit of their speed as the head of a narrow column."""
+    return speed_unit(choices).replace("/s/", "/s\n/")
+
+
 def number(value: float) -> str:
     """A number with three digits, or from 100 on all digits before the point: "0.123", "12.3", "1,234"."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

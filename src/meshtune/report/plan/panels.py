@@ -28,7 +28,7 @@ from meshtune.report.draw.kinds import (
     Scatter,
     Stacks,
 )
-from meshtune.report.plan.numbers import memory_parts, nonzero, number, seconds, time_parts
+from meshtune.report.plan.numbers import memory_parts, nonzero, number, seconds, speed_unit, time_parts
 from meshtune.units import GIB
 
 MOST_LAYOUTS = 8  # as stacks
@@ -170,6 +170,7 @@ def scaling(best: Mapping[int, Choice]) -> Scatter:
     """tokens/s/GPU over the number of GPUs. best: number of GPUs -> best layout, ascending; not empty."""
     sizes = [float(gpus) for gpus in best]
     speeds = [choice.tokens_per_second_per_gpu for choice in best.values()]
+    unit = speed_unit(best.values())
     names = [" ".join(short(choice.layout)) for choice in best.values()]
     points = tuple(map(Point, sizes, speeds, names))
     labels = []
@@ -182,7 +183,7 @@ def scaling(best: Mapping[int, Choice]) -> Scatter:
     return Scatter(
         "scaling",
         "The best layout of each cluster size",
-        "tokens/s/GPU",
+        unit,
         (Group("", points, "main", joined="line", size=70),),
         Axis(
             "GPUs",
@@ -192,7 +193,7 @@ def scaling(best: Mapping[int, Choice]) -> Scatter:
             suffix=" GPUs",
             form=",",
         ),
-        Axis("tokens/s/GPU", (0, max(speeds) * 1.25), form=",.0f"),
+        Axis(unit, (0, max(speeds) * 1.25), form=",.0f"),
         tuple(labels),
     )
 
@@ -206,7 +207,7 @@ def batch_map(batches: Mapping[SizeAndGpus, Choice | None]) -> HeatMap:
     return HeatMap(
         "batches",
         "The best layout of each global batch and number of GPUs",
-        "tokens/s/GPU",
+        speed_unit(batches.values()),
         tuple(f"{count:,} GPUs" for count in gpus),
         tuple(f"GBS {size:,}" for size in reversed(sizes)),
         tuple(

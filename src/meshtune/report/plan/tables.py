@@ -17,7 +17,7 @@ from meshtune.plan.memory import CATEGORIES, EVENTS, RANKS
 from meshtune.plan.phrases import spent
 from meshtune.plan.seconds.step import PARTS
 from meshtune.report.plan.bars import Column, Fitted, Legend, Name
-from meshtune.report.plan.numbers import memory_parts, nonzero, number, seconds, time_parts
+from meshtune.report.plan.numbers import memory_parts, nonzero, number, seconds, speed_head, time_parts
 from meshtune.units import GIB, human
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def layouts_table(choices: Sequence[Choice]) -> RenderableType:
             [Text(str(c.layout), style="" if place else "bold") for place, c in enumerate(choices)],
             justify="left",
         ),
-        "speed": Column("tokens/s\n/GPU", [number(c.tokens_per_second_per_gpu) for c in choices]),
+        "speed": Column(speed_head(choices), [number(c.tokens_per_second_per_gpu) for c in choices]),
         "step": Column("step", [seconds(c.seconds.total) for c in choices]),
         "mfu": Column("MFU", [f"{c.mfu:.1%}" for c in choices]),
         "bar": Column(
@@ -92,11 +92,11 @@ def explanation(choice: Choice) -> RenderableType:
     where = f", on the {rank.replace('middle', 'fullest middle')}" if rank else ", on every rank"
     event = EVENTS[int(memory.event)]
     gpus = f"{choice.layout.world} × {choice.cluster.gpu.name}"
-    speed = number(choice.tokens_per_second_per_gpu)
+    speed = f"{number(choice.tokens_per_second_per_gpu)} {choice.cluster.speed_unit}"
     time_meaning = {part: spent(part, choice.layout) for part in PARTS}
     return Group(
         Text.assemble((str(choice.layout), "bold"), (f"  on {gpus}", "dim")),
-        Text(f"{speed} tokens/s/GPU · {seconds(total)} a step · MFU {choice.mfu:.1%}"),
+        Text(f"{speed} · {seconds(total)} a step · MFU {choice.mfu:.1%}"),
         Text(),
         Text.assemble(("Memory  ", "bold"), of_capacity(choice), f" at the peak: {event}{where}"),
         *does_not_fit_sentence(choice),
@@ -169,7 +169,9 @@ def sizes_table(best: Mapping[int, Choice | None], *, steps: int | None = None) 
             ],
             justify="left",
         ),
-        "speed": Column("tokens/s\n/GPU", texts(lambda _, choice: number(choice.tokens_per_second_per_gpu))),
+        "speed": Column(
+            speed_head(best.values()), texts(lambda _, choice: number(choice.tokens_per_second_per_gpu))
+        ),
         "step": Column("step", texts(lambda _, choice: seconds(choice.seconds.total))),
         "hours": Column(
             "GPU-hours",

@@ -10,9 +10,11 @@ from meshtune.report.run.summary import Summary, samples_of, summarise, values
 from meshtune.rundir import RunDir
 from meshtune.units import count, duration, human, printable
 
+LABEL_WIDTH = 16  # columns of the terminal, of labels and the space behind them
+
 
 def run_summary(run: RunDir, *, curve_width: int = 60) -> RenderableType:
-    """A run's loss curve, its headline numbers, and the paths of its model and report, as far as they exist.
+    """A run's loss curve and its headline numbers, as far as they exist.
 
     curve_width: width of the curve in terminal columns, without its axis.
     """
@@ -22,14 +24,24 @@ def run_summary(run: RunDir, *, curve_width: int = 60) -> RenderableType:
         steps = (train[0]["step"], train[-1]["step"])
         parts += [Text("loss", style="bold"), curve(losses, steps=steps, width=curve_width), Text()]
     grid = Table.grid(padding=(0, 3))
-    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(style="dim", no_wrap=True, min_width=LABEL_WIDTH - 3)
     grid.add_column(overflow="fold")
     for label, value in headline(summary):
         grid.add_row(label, Text(value, style="bold" if label == "exact match" else ""))
-    for label, place in (("model", summary.model_folder), ("report", summary.report)):
-        if place is not None:
-            grid.add_row(label, Text(place, style="blue"))
     return Padding(Group(*parts, grid), (1, 2))
+
+
+def places(run: RunDir) -> list[Text]:
+    """Lines with the paths of a run's model and report, as far as they exist.
+
+    They stand alone, since a table would cut a long path in two, which can't be copied.
+    """
+    paths = {"model": run.model, "report": run.report_file}
+    return [
+        Text.assemble(f"  {label:<{LABEL_WIDTH}}", (str(path), "blue"))
+        for label, path in paths.items()
+        if path.exists()
+    ]
 
 
 def headline(summary: Summary) -> list[tuple[str, str]]:
@@ -72,22 +84,24 @@ def change(first: float | None, last: float, form: str) -> str:
 
 
 def samples_table(run: RunDir, *, limit: int = 5) -> RenderableType:
-    """Table of the first `limit` held-out prompts with expected answer and the model's, green where right.
+    """The first `limit` held-out prompts, each with the expected answer and the model's, green where right.
 
     Answers before and after, if any prompt was answered more than once. A sentence if there are no samples.
     """
     samples = samples_of(run)[:limit]
     if not samples:
         return Text("No samples were taken; set eval.samples to a number of prompts.", style="dim")
-    table = Table(box=None, padding=(0, 2), header_style="dim", show_edge=False)
     twice = any(sample.before is not None for sample in samples)
-    for name in ("prompt", "expected", "before", "after") if twice else ("prompt", "expected", "answer"):
-        table.add_column(name, overflow="fold", ratio=1 if name != "prompt" else 2)
+    blocks = []
     for sample in samples:
-        answers = (sample.before or "", sample.after) if twice else (sample.after,)
-        marked = (
-            Text(printable(answer), style="green" if sample.matches(answer) else "yellow")
-            for answer in answers
-        )
-        table.add_row(Text(printable(sample.prompt)), Text(printable(sample.expected or "")), *marked)
-    return Padding(table, (0, 0, 1, 0))
+        block = Table.grid(padding=(0, 2))
+        block.add_column(style="dim", min_width=len("expected"), no_wrap=True)
+        block.add_column(overflow="fold")
+        block.add_row("prompt", Text(printable(sample.prompt)))
+        block.add_row("expected", Text(printable(sample.expected or "")))
+        before = {"before": sample.before or ""} if twice else {}
+        for name, answer in (before | {"after" if twice else "answer": sample.after}).items():
+            style = "green" if sample.matches(answer) else "yellow"
+            block.add_row(name, Text(printable(answer), style=style))
+        blocks.append(Padding(block, (0, 2, 1, 2)))
+    return Group(*blocks)

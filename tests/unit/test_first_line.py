@@ -1,0 +1,110 @@
+"""Something is visible at once, and no line of a terminal is cut in a word."""
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+
+from meshtune import __version__
+from meshtune.units import at_words, notice
+
+# A command that runs in this process until it would import torch; then it prints what stderr has and ends.
+UNTIL_TORCH = """
+import sys
+class NoTorch:
+    def find_spec(self, name, *_):
+        if name in ("torch", "transformers", "datasets"):
+            sys.exit(9)
+sys.meta_path.insert(0, NoTorch())
+sys.argv = ["meshtune", *sys.argv[1:]]
+from meshtune.cli import main
+main()
+"""
+
+
+def until_torch(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command up to the first import that takes seconds."""
+    return subprocess.run(
+        [sys.executable, "-c", UNTIL_TORCH, *words],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "reading"),
+    [
+        (["train", "examples/quickstart.yaml"], "examples/quickstart.yaml"),
+        (["data", "model.name=x", "data.train=y"], "the settings of the command line"),
+        (["generate", "runs/x", "-p", "hello"], "runs/x"),
+        (["eval", "runs/x"], "runs/x"),
+        (["export", "runs/x", "out"], "runs/x"),
+        (["env"], "this machine"),
+    ],
+)
+def test_a_command_names_what_it_reads_before_its_slow_imports(words, reading):
+    ended = until_torch(*words)
+    assert ended.returncode == 9, ended.stderr
+    assert ended.stderr.splitlines() == [f"meshtune {__version__}: reading {reading} …"]
+    assert ended.stdout == ""
+
+
+def test_of_several_ranks_the_first_alone_prints_it():
+    assert until_torch("env", RANK="1").stderr == ""
+    assert until_torch("env", RANK="0").stderr != ""
+
+
+def on_terminal(width: int, *words: str, **environment: str) -> tuple[str, float]:
+    """(What a command prints on a terminal of `width` columns, seconds until its first character)."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
+    started, first, shown = time.monotonic(), None, b""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshtune", *words],
+        env=os.environ | {"TERM": "xterm-256color"} | environment,
+        stdin=theirs, stdout=theirs, stderr=theirs,
+    )  # fmt: skip
+    os.close(theirs)
+    while True:
+        try:
+            shown += os.read(ours, 1 << 16)
+        except OSError:  # how Linux reports that the other side is closed
+            break
+        first = first or time.monotonic() - started
+    os.close(ours)
+    process.wait()
+    assert first is not None
+    return shown.decode(), first
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_problems_are_broken_at_words(width):
+    shown, _ = on_terminal(width, "plan", "model.name=x", "train.foo=1", "data.bar=2", NO_COLOR="1")
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= width
+    piped = until_torch("plan", "model.name=x", "train.foo=1", "data.bar=2").stderr
+    assert shown.split() == piped.split()
+    assert len(piped.splitlines()) == 3 < len(lines)  # a line each, which can be searched
+
+
+@pytest.mark.slow
+def test_the_first_line_comes_within_a_second():
+    assert min(on_terminal(80, "train", "examples/quickstart.yaml", "model.name=-")[1] for _ in range(3)) < 1
+
+
+def test_a_word_that_is_too_long_keeps_a_line_of_its_own():
+    path = "/a/path/of/many-parts/" * 5
+    assert at_words(f"The file {path} is new.", 40).splitlines() == ["The file", path, "is new."]
+    assert at_words("a b c", None) == "a b c"
+
+
+def test_a_notice_shows_control_characters(capsys):
+    notice("a\x1b]0;title\x07")
+    assert capsys.readouterr().err == "a␛]0;title␇\n"
