@@ -52,7 +52,7 @@ def until_torch(*words: str, **environment: str) -> subprocess.CompletedProcess[
 def test_a_command_names_what_it_reads_before_its_slow_imports(words, reading):
     ended = until_torch(*words)
     assert ended.returncode == 9, ended.stderr
-    assert ended.stderr.splitlines() == [f"meshtune {__version__}: reading {reading} …"]
+    assert ended.stderr.splitlines() == [f"meshtune: version {__version__}, reading {reading} …"]
     assert ended.stdout == ""
 
 

@@ -70,7 +70,7 @@ def announce(reading: str | None) -> None:
     reading: a file or folder; None: the command line alone names the settings. Only the first rank prints.
     """
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-        notice(f"meshtune {__version__}: reading {reading or 'the settings of the command line'} …")
+        notice(f"meshtune: version {__version__}, reading {reading or 'the settings of the command line'} …")
 
 
 def show(facts: Any, renderable: Any, *, as_json: bool) -> None:
