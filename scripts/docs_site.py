@@ -53,9 +53,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def examples() -> str:
-    """A page with the text of every example."""
+    """A page with every example: its first sentence and its text."""
     parts = ["# Examples\n\nA config file for each use; all are in `examples/` of a clone.\n"]
     for path in sorted(ROOT.glob("examples/*.yaml")):
-        text = path.read_text(encoding="utf-8").partition("\n")[2]  # without the line for editors
+        text = path.read_text(encoding="utf-8")
         parts.append(f"## {path.stem}\n\n[{path.name}](examples/{path.name})\n\n```yaml\n{text}```\n")
     return "\n".join(parts)

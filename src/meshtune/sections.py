@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from meshtune.errors import UserError
-from meshtune.setting_types import Format, Fraction, GpuCount, Positive, Section
+from meshtune.setting_types import Format, Fraction, GpuCount, NonNegative, Positive, Section
 
 
 class ModelConfig(Section):
@@ -41,6 +41,17 @@ class LoraConfig(Section):
     target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
         default="all-linear",
         description="Names of the linear layers that get an adapter, such as [q_proj, v_proj].",
+    )
+    use_rslora: bool = Field(
+        default=False,
+        description="Scale the adapter's output by alpha / sqrt(r), so that it does not fall with r.",
+    )
+    layers_to_transform: tuple[NonNegative, ...] | None = Field(
+        default=None, description="Numbers of the blocks that get adapters, from 0; null: all."
+    )
+    modules_to_save: tuple[str, ...] = Field(
+        default=(),
+        description="Names of modules trained whole beside the adapters, such as [embed_tokens, lm_head].",
     )
 
 

@@ -1,5 +1,6 @@
 """Options of the loss and the optimizer under the techniques: as on one rank."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,13 @@ from layouts import Trained, check, trained
 
 OPTIONS = {
     "smoothing": ("train.label_smoothing=0.1",),
+    "lora": (
+        "method=lora",
+        "lora.r=4",
+        "lora.use_rslora=true",
+        "lora.layers_to_transform=[0, 3, 6]",
+        "lora.modules_to_save=[embed_tokens, lm_head, model.norm, layers.3.mlp]",
+    ),
 }
 TECHNIQUES = [
     "dp2", "zero3x2", "tp2", "tp2-sp", "cp2", "ulysses2", "pp2-1f1b", "pp2-zb-v2", "pp2-zbv",
@@ -24,9 +32,10 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, T
 
 @pytest.mark.parametrize(
     ("option", "layout"),
-    [*cases([("smoothing", layout) for layout in TECHNIQUES], default=[("smoothing", "tp2-sp")])],
+    cases(itertools.product(OPTIONS, TECHNIQUES), default=[("smoothing", "tp2-sp")]),
 )
 def test_options_give_the_numbers_of_one_rank(
     option: str, layout: str, folder: Path, alone: dict[str, Trained], tmp_path: Path
 ) -> None:
-    check(trained(folder, tmp_path / "run", layout, "fp64", *OPTIONS[option]), alone[option], "fp64")
+    ours = trained(folder, tmp_path / "run", layout, "fp64", *OPTIONS[option])
+    check(ours, alone[option], "fp64")

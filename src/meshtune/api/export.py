@@ -10,10 +10,10 @@ from meshtune.errors import UserError, expanded
 def exported(name: Path, to: Path, *, merge: bool, step: int | None, push_to: str | None) -> Path:
     """Write the folder `to` from `name`, a run or an adapter folder, upload it if asked, and return it.
 
-    merge: add the LoRA adapter to the base model's weights; else an adapter is written as an adapter. step:
-    the checkpoint to take instead of model/; None: model/, or, if there is none, the newest whole checkpoint.
-    push_to: a hub id; None: no upload. A run's model/ and an adapter folder are copied as they are, anything
-    else is loaded on the CPU.
+    merge: add the LoRA adapter to the base model's weights, in their dtype; else an adapter is written as an
+    adapter. step: the checkpoint to take instead of model/; None: model/, or, if there is none, the newest
+    whole checkpoint. push_to: a hub id; None: no upload. A run's model/ and an adapter folder are copied as
+    they are, anything else is loaded on the CPU.
 
     Raises UserError if `to` exists and is not an empty folder, if `name` holds no model, if there is nothing
     to merge, and if the hub refuses (`to` stays).
@@ -23,9 +23,11 @@ def exported(name: Path, to: Path, *, merge: bool, step: int | None, push_to: st
         raise UserError(f"{to} exists and is not empty; name a new folder.")
     from meshtune.api.target import open_model, target_of
     from meshtune.layout import Layout
+    from meshtune.model.load import load_config
     from meshtune.model.lora import merge_lora
     from meshtune.model.pieces import whole_pieces
     from meshtune.parallel.mesh import join
+    from meshtune.precision import UNMIXED
     from meshtune.train.export import exporter_of, push
 
     target = target_of(str(name), (), step=step)
@@ -37,13 +39,21 @@ def exported(name: Path, to: Path, *, merge: bool, step: int | None, push_to: st
         shutil.copytree(target.folder, to, dirs_exist_ok=True)
     else:
         # in host memory: what several GPUs trained may fit on none of them
+        base, dtype = config.model, None
+        if merge and base.init == "pretrained":  # float16, in which nothing is computed, is merged in fp32
+            dtype = load_config(
+                base.name, trust_remote_code=base.trust_remote_code, revision=base.revision
+            ).dtype
+            precision = UNMIXED.get(str(dtype).removeprefix("torch."), "fp32")
+            train = config.train.model_copy(update={"precision": precision})
+            target = replace(target, config=config.model_copy(update={"train": train}))
         model, tokenizer, encoder = open_model(target, "cpu")
         if merge:
             merge_lora(model)
         ended = target.run.rows("end") if target.run else []
         exporter = exporter_of(
             config, model, tokenizer, encoder, pieces=lambda: dict(whole_pieces(model)),
-            world=join(Layout(), model.device), dtype=model.dtype,
+            world=join(Layout(), model.device), dtype=dtype or model.dtype,
         )  # fmt: skip
         steps = target.step or (ended[-1].get("model_step", 0) if ended else 0)
         replace(exporter, adapter=None if merge else exporter.adapter).write(to, steps=steps)

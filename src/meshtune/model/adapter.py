@@ -13,9 +13,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from meshtune.errors import UserError
+from meshtune.model.anatomy import anatomy
 from meshtune.model.files import read_json
 from meshtune.model.generation import generation_config
-from meshtune.model.lora import add_lora, lora_layers
+from meshtune.model.lora import add_lora, lora_layers, shortest_endings
+from meshtune.model.multimodal import aside_names
 from meshtune.model.save import ADAPTER_CONFIG, complete_folder, write_tokenizer_and_card
 from meshtune.model.trainable import resize_to, tables
 
@@ -25,13 +27,10 @@ PREFIX = "base_model.model."  # peft's two wrappers put it before every name
 # Settings of peft that change what an adapter computes, and the values under which it is plain LoRA.
 PLAIN_LORA: dict[str, tuple[Any, ...]] = {
     "use_dora": (None, False),
-    "use_rslora": (None, False),
     "bias": (None, "none"),
     "lora_bias": (None, False),
     "rank_pattern": (None, {}),
     "alpha_pattern": (None, {}),
-    "modules_to_save": (None, []),
-    "layers_to_transform": (None,),
     "exclude_modules": (None, []),
     "trainable_token_indices": (None,),
     "target_parameters": (None, []),
@@ -47,17 +46,20 @@ def save_adapter(
     lora_rank: int,
     alpha: float,
     dropout: float = 0.0,
+    use_rslora: bool = False,
+    layers_to_transform: Sequence[int] | None = None,
+    modules_to_save: Sequence[str] = (),
     embeddings: bool = False,
     card: str | None = None,
     stop_ids: Sequence[int] = (),
 ) -> None:
     """Write the adapters of `model` as a peft adapter of the model `base_name`.
 
-    lora_rank, alpha, dropout: of `add_lora`. embeddings: True to write the embedding and the head with it,
-    whole, under the names that peft gives them (tokens were added, or they are trained); peft then demands
-    that the base is resized before it loads the adapter, `base.resize_token_embeddings(len(tokenizer))`,
-    which `load_adapter` does by itself. tokenizer, card, stop_ids: see `save_model`; stop_ids go into a
-    generation_config.json (`GenerationConfig.from_pretrained`). folder: see `complete_folder`.
+    lora_rank … modules_to_save: of `add_lora`; the saved modules are written whole. embeddings: True to write
+    the embedding and the head with it, whole, under the names that peft gives them (tokens were added, and
+    they are trained); peft then demands that the base is resized before it loads the adapter,
+    `base.resize_token_embeddings(len(tokenizer))`, which `load_adapter` does by itself. tokenizer, card,
+    stop_ids: see `save_model`; stop_ids go into a generation_config.json. folder: see `complete_folder`.
     """
     layers = lora_layers(model)
     tensors: dict[str, Tensor] = {}
@@ -66,6 +68,10 @@ def save_adapter(
         tensors[f"{PREFIX}{name}.lora_B.weight"] = layer.lora_B
     if embeddings:
         tensors |= {PREFIX + name: tensor for name, tensor in embedding_and_head(model).items()}
+    saved = [path for path, _ in model.named_modules() if is_named(path, modules_to_save)]
+    for path in saved:
+        for name, tensor in model.get_submodule(path).named_parameters(prefix=f"{PREFIX}{path}"):
+            tensors[name] = tensor
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -73,7 +79,10 @@ def save_adapter(
         "r": lora_rank,
         "lora_alpha": alpha,
         "lora_dropout": dropout,
-        "target_modules": sorted(layers),  # whole names, so that nothing else can match
+        "target_modules": shortest_endings(layers, others(model, saved, layers_to_transform)),
+        "layers_to_transform": None if layers_to_transform is None else [*layers_to_transform],
+        "modules_to_save": saved or None,
+        "use_rslora": use_rslora,
         "fan_in_fan_out": any(isinstance(layer, Conv1D) for layer in layers.values()),
         "bias": "none",
         "inference_mode": True,
@@ -84,6 +93,27 @@ def save_adapter(
         (aside / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2), encoding="utf-8")
         generation_config(model, stop_ids).save_pretrained(aside)
         write_tokenizer_and_card(aside, tokenizer, card)
+
+
+def is_named(path: str, names: Sequence[str]) -> bool:
+    """True if a module is meant by one of `names`, whole names or endings at a dot."""
+    return any(path == name or path.endswith(f".{name}") for name in names)
+
+
+def others(
+    model: PreTrainedModel, saved: Sequence[str], layers_to_transform: Sequence[int] | None
+) -> set[str]:
+    """Return the names that an ending in target_modules must tell from the adapted layers': those of modules,
+    also of what was set aside, that peft does not leave out because of modules_to_save or of their layer.
+    """
+    paths = {path for path, _ in model.named_modules()}
+    if layers_to_transform is not None:
+        layers = tuple(f"{anatomy(model).blocks}.{index}." for index in layers_to_transform)
+        paths = {path for path in paths if path.startswith(layers)}
+    for name in aside_names(model):
+        while name := name.rpartition(".")[0]:
+            paths.add(name)
+    return {path for path in paths if path and not any(f"{path}.".startswith(f"{own}.") for own in saved)}
 
 
 def embedding_and_head(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -114,14 +144,17 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> dict[str, Any]:
         alpha=settings["lora_alpha"],
         dropout=settings.get("lora_dropout", 0.0),
         target_modules=names,
+        use_rslora=bool(settings.get("use_rslora")),
+        modules_to_save=settings.get("modules_to_save") or (),
     )
     embed_name = next(iter(embedding_and_head(model)))
     if embed_name in tensors and len(tensors[embed_name]) != tables(model)[0].num_embeddings:
         resize_to(model, len(tensors[embed_name]))
-    parameters: dict[str, Tensor] = dict(embedding_and_head(model))
+    adapters: dict[str, Tensor] = {}
     for name, layer in lora_layers(model).items():
-        parameters |= {f"{name}.lora_A.weight": layer.lora_A, f"{name}.lora_B.weight": layer.lora_B}
-    missing = [name for name in parameters if ".lora_" in name and name not in tensors]
+        adapters |= {f"{name}.lora_A.weight": layer.lora_A, f"{name}.lora_B.weight": layer.lora_B}
+    parameters = dict(model.named_parameters()) | embedding_and_head(model) | adapters
+    missing = [name for name in adapters if name not in tensors]
     problems = [f"{folder} lacks {name}." for name in missing[:10]]
     for name, tensor in tensors.items():
         if name not in parameters:

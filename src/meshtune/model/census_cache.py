@@ -33,6 +33,8 @@ class LoraShape:
 
     r: int = 16  # rank
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"  # or endings of layers' names
+    layers_to_transform: tuple[int, ...] | None = None  # blocks with adapters; None: all
+    modules_to_save: tuple[str, ...] = ()  # names or endings of modules that are trained whole
 
 
 def numbers_of(config: Config, *, log: Callable[[str], None] = lambda _: None) -> ModelNumbers:
@@ -42,7 +44,7 @@ def numbers_of(config: Config, *, log: Callable[[str], None] = lambda _: None) -
     errors: see `model_numbers`.
     """
     model, lora = config.model, config.lora
-    shape = LoraShape(r=lora.r, target_modules=lora.target_modules)
+    shape = LoraShape(**{field.name: getattr(lora, field.name) for field in fields(LoraShape)})
     return model_numbers(
         model.name,
         revision=model.revision,
@@ -155,7 +157,14 @@ def _build_and_count(
     attention = auto_attention(model, model_traits)
     if lora:
         targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
-        add_lora(model, lora_rank=lora.r, alpha=1, target_modules=targets)
+        add_lora(
+            model,
+            lora_rank=lora.r,
+            alpha=1,
+            target_modules=targets,
+            layers_to_transform=lora.layers_to_transform,
+            modules_to_save=lora.modules_to_save,
+        )
     if freeze:
         trainable.freeze(model, freeze)
     return ModelNumbers(census_of(model), model_traits, attention)

@@ -1,14 +1,18 @@
 """LoRA: a low-rank addition beside linear layers that stay as they are (Hu et al. 2021, arXiv:2106.09685).
 
-    y = W x + b + (alpha / r) · B A dropout(x)    A [r, in] random, B [out, r] zero: no change at first
+    y = W x + b + s · B A dropout(x)    A [r, in] random, B [out, r] zero: no change at first
+
+s is alpha / r, or alpha / √r (rsLoRA, Kalajdzievski 2023, arXiv:2312.03732).
 
 The layer keeps its name, the behaviour of its class and its own parameters; it gains `lora_A` and `lora_B`,
-so that checkpoints, sharding and tensor-parallel plans still find `…q_proj.weight`. Only the adapters are
-trainable. The arithmetic (dtypes, order, initialisation) is peft's, so the results are equal.
+so that checkpoints, sharding and tensor-parallel plans still find `…q_proj.weight`. Only the adapters and
+the modules of `modules_to_save` are trainable. The arithmetic (dtypes, order, initialisation) is peft's, so
+the results are equal.
 """
 
 import difflib
 import math
+from collections.abc import Collection, Iterator
 from typing import Any, Literal
 
 import torch
@@ -18,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from meshtune.errors import UserError
+from meshtune.model.anatomy import anatomy
 
 
 class _Lora(nn.Module):
@@ -51,16 +56,21 @@ def add_lora(
     alpha: float,
     dropout: float = 0.0,
     target_modules: Literal["all-linear"] | list[str] = "all-linear",
+    use_rslora: bool = False,
+    layers_to_transform: Collection[int] | None = None,
+    modules_to_save: Collection[str] = (),
     dtype: torch.dtype | None = None,
 ) -> list[str]:
     """Freeze `model` and add adapters to the target linear layers, in place; returns the layers' names.
 
-    lora_rank: r above. alpha: adapters' output is scaled by alpha / r. target_modules: names or endings of
-    names ("q_proj", "self_attn.o_proj"), or "all-linear": every linear layer but the output head. dtype: of
-    the adapters; None: the weight's, but at least fp32. A is drawn from torch's global generator.
+    lora_rank, alpha, use_rslora: r and s above. target_modules: names or endings of names ("q_proj",
+    "self_attn.o_proj"), or "all-linear": every linear layer but the output head. layers_to_transform: indices
+    of the blocks that get adapters; None: all, and layers outside of blocks too. modules_to_save: names or
+    endings of the modules that are trained whole, and get no adapters. dtype: of the adapters; None: the
+    weight's, but at least fp32. A is drawn from torch's global generator.
 
-    Raises UserError for a rank below 1, a dropout outside [0, 1), targets that name no linear layer, or an
-    output head that is tied to the embedding.
+    Raises UserError for a rank below 1, a dropout outside [0, 1), names of no linear layer or module, blocks
+    that are not there, and a module that shares its weight with another one.
     """
     problems = []
     if lora_rank < 1:
@@ -68,12 +78,66 @@ def add_lora(
     if not 0 <= dropout < 1:
         problems.append(f"lora.dropout={dropout} must be at least 0 and below 1.")
     names, unknown = _targets(model, target_modules)
-    if problems := problems + unknown:
+    saved, unfit = _saved(model, modules_to_save)
+    names = [name for name in names if not any(f"{name}.".startswith(f"{path}.") for path in saved)]
+    if layers_to_transform is not None:
+        names, absent = _in_layers(model, names, layers_to_transform)
+        unknown += absent
+    if problems := problems + unknown + unfit:
         raise UserError(problems)
     model.requires_grad_(False)
+    for path in saved:
+        model.get_submodule(path).requires_grad_(True)
     for name in names:
-        adapt(model.get_submodule(name), lora_rank, alpha, dropout, dtype)
+        module = model.get_submodule(name)
+        adapt(module, lora_rank, alpha, dropout, dtype)
+        if use_rslora:
+            module.lora_scale = alpha / math.sqrt(lora_rank)
     return names
+
+
+def _saved(model: PreTrainedModel, modules_to_save: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return (paths of the modules that `modules_to_save` means, problems): a sentence for a name without a
+    module, a module without parameters, and one whose parameter is another module's too.
+    """
+    owners: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), set()).add(name)
+    paths, problems = [], []
+    for name in modules_to_save:
+        found = [path for path, _ in model.named_modules() if path == name or path.endswith(f".{name}")]
+        if not any([*model.get_submodule(path).parameters()] for path in found):
+            leaves = sorted({path.rpartition(".")[2] for path, _ in model.named_modules()} - {""})
+            near = difflib.get_close_matches(name, leaves, n=1)
+            hint = f"; did you mean {near[0]}?" if near else "."
+            problems.append(f"lora.modules_to_save: no module with parameters is called {name!r}{hint}")
+        for path in found:
+            for shared in (owners[id(p)] for p in model.get_submodule(path).parameters()):
+                if outside := [other for other in shared if not other.startswith(f"{path}.")]:
+                    problems.append(
+                        f"lora.modules_to_save: {path} shares its weight with {outside[0]}, and peft would "
+                        "train a copy that is no longer shared; leave it out."
+                    )
+        paths += found
+    return paths, problems
+
+
+def _in_layers(
+    model: PreTrainedModel, names: list[str], layers: Collection[int]
+) -> tuple[list[str], list[str]]:
+    """Return (those of `names` that are in these blocks, problems): a sentence for blocks that are not there,
+    or have none of `names`.
+    """
+    path = anatomy(model).blocks
+    last = len(model.get_submodule(path)) - 1  # type: ignore[arg-type]
+    if absent := [index for index in layers if not 0 <= index <= last]:
+        return names, [
+            f"lora.layers_to_transform: the model has layers 0 to {last}; there is no "
+            f"{', '.join(map(str, absent))}."
+        ]
+    chosen = [name for name in names if any(name.startswith(f"{path}.{index}.") for index in layers)]
+    problem = "lora.layers_to_transform: none of these layers has a module of lora.target_modules."
+    return chosen, [] if chosen else [problem]
 
 
 def _targets(model: PreTrainedModel, target_modules: str | list[str]) -> tuple[list[str], list[str]]:
@@ -144,6 +208,17 @@ def initial_adapters(model: nn.Module) -> dict[str, Tensor]:
         values[f"{name}.lora_B"] = torch.zeros_like(layer.lora_B, device="cpu")
         nn.init.kaiming_uniform_(values[f"{name}.lora_A"], a=math.sqrt(5))
     return values
+
+
+def shortest_endings(names: Collection[str], every: Collection[str]) -> list[str]:
+    """Return the shortest endings of dotted names that mean `names` and no other name of `every`, sorted."""
+
+    def endings(name: str) -> Iterator[str]:
+        parts = name.split(".")
+        return (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
+
+    taken = {ending for other in set(every) - set(names) for ending in endings(other)}
+    return sorted({next(ending for ending in endings(name) if ending not in taken) for name in names})
 
 
 def lora_layers(model: nn.Module) -> dict[str, _Lora]:

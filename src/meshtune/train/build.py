@@ -225,8 +225,7 @@ def model_spec(config: Config, attention: str, *, embeddings: int = 0) -> ModelS
 
     attention: of Choice, never "auto". embeddings: rows that the tokenizer needs; 0: as many as there are.
     """
-    lora, train = config.lora, config.train
-    targets = lora.target_modules
+    train = config.train
     return ModelSpec(
         source=config.model.name,
         init=config.model.init,
@@ -235,9 +234,7 @@ def model_spec(config: Config, attention: str, *, embeddings: int = 0) -> ModelS
         attention=attention,
         precision=train.precision,
         reduce_dtype=train.reduce_dtype,
-        lora=LoraSpec(r=lora.r, alpha=lora.alpha, dropout=lora.dropout, target_modules=targets)
-        if config.method == "lora"
-        else None,
+        lora=LoraSpec(**dict(config.lora)) if config.method == "lora" else None,
         freeze=tuple(config.model.freeze),
         embeddings=embeddings,
         label_smoothing=train.label_smoothing,

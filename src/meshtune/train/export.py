@@ -1,5 +1,6 @@
 """Export of a trained model: a Hugging Face folder, or an adapter, that loads anywhere, with a model card."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,9 +14,10 @@ import meshtune
 from meshtune.config import Config
 from meshtune.data.encode import Encoder
 from meshtune.errors import UserError, expanded
-from meshtune.model.adapter import save_adapter
+from meshtune.model.adapter import is_named, save_adapter
 from meshtune.model.pieces import Piece
 from meshtune.model.save import save_model, save_pieces, stored_differently
+from meshtune.model.trainable import tables
 from meshtune.parallel.mesh import World
 from meshtune.train.output import absolute
 from meshtune.units import scientific
@@ -98,7 +100,7 @@ class Exporter:
         library = "transformers" if self.adapter is None else "peft"
         verb = "fine-tuned" if self.adapter is None else "adapted (LoRA)"
         rows = "\n".join(f"| {name} | {value} |" for name, value in [*self.recipe.items(), ("steps", steps)])
-        base = "" if Path(self.base_name).exists() else f"base_model: {self.base_name}\n"
+        base = f"base_model: {hub_id(self.base_name)}\n"
         resized = (
             "The tokenizer here has tokens that the base model lacks. Before peft loads the adapter: "
             "`base.resize_token_embeddings(len(tokenizer))`.\n\n"
@@ -146,11 +148,18 @@ def exporter_of(
     model: the whole one, its parameters may be on meta. encoder: has the stop tokens. pieces, world, dtype:
     as Exporter has them.
     """
-    embeddings = model.get_input_embeddings().weight.requires_grad
+    named, paths = config.lora.modules_to_save, {module: path for path, module in model.named_modules()}
+    embeddings = any(
+        table.weight.requires_grad and not is_named(paths[table], named) for table in tables(model)
+    )  # added rows, which are trained
+    lora = config.lora
     adapter = {
-        "lora_rank": config.lora.r,
-        "alpha": config.lora.alpha,
-        "dropout": config.lora.dropout,
+        "lora_rank": lora.r,
+        "alpha": lora.alpha,
+        "dropout": lora.dropout,
+        "use_rslora": lora.use_rslora,
+        "layers_to_transform": lora.layers_to_transform,
+        "modules_to_save": lora.modules_to_save,
         "embeddings": embeddings,
     }
     return Exporter(
@@ -185,6 +194,12 @@ def recipe(config: Config) -> dict[str, str]:
         "precision": train.precision,
         "seed": str(train.seed),
     }
+
+
+def hub_id(name: str) -> str:
+    """A hub id as it is, also of a snapshot in the hub's cache; of another local path the last part."""
+    in_cache = re.search(r"/models--([^/]+?)--([^/]+)/snapshots/", name)
+    return f"{in_cache[1]}/{in_cache[2]}" if in_cache else shown(name)
 
 
 def shown(name: str) -> str:

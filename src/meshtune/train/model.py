@@ -43,6 +43,7 @@ class LoraSpec(LoraShape):
     """Low-rank adapters (Hu et al. 2021); the other parameters are frozen."""
 
     alpha: float = 32.0  # an adapter's output is scaled by alpha / r
+    use_rslora: bool = False  # by alpha / √r
     dropout: float = 0.0
 
 
@@ -182,6 +183,9 @@ def trainable_skeleton(spec: ModelSpec) -> tuple[PreTrainedModel, int]:
             alpha=spec.lora.alpha,
             dropout=spec.lora.dropout,
             target_modules="all-linear" if targets == "all-linear" else list(targets),
+            use_rslora=spec.lora.use_rslora,
+            layers_to_transform=spec.lora.layers_to_transform,
+            modules_to_save=spec.lora.modules_to_save,
             dtype=spec.trained_dtype,
         )
         if added:  # all new rows are the same mean: untrained, the model could not tell the new tokens apart

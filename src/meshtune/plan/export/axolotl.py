@@ -89,6 +89,12 @@ def model(config: Config) -> dict[str, Any]:
             settings["lora_target_linear"] = True
         else:
             settings["lora_target_modules"] = list(lora.target_modules)
+        if lora.use_rslora:
+            settings["peft_use_rslora"] = True
+        if lora.modules_to_save:
+            settings["lora_modules_to_save"] = list(lora.modules_to_save)
+        if lora.layers_to_transform is not None:
+            settings["peft_layers_to_transform"] = list(lora.layers_to_transform)
     return settings
 
 

@@ -98,7 +98,10 @@ def model(config: Config) -> dict[str, Any]:
             "lora_alpha": int(config.lora.alpha),
             "lora_dropout": config.lora.dropout,
             "lora_target": "all" if target == "all-linear" else ",".join(target),
+            "use_rslora": config.lora.use_rslora,
         }
+        if config.lora.modules_to_save:
+            settings["additional_target"] = ",".join(config.lora.modules_to_save)
     return settings
 
 
@@ -173,6 +176,8 @@ def problems(config: Config, layout: Layout) -> Iterator[str]:
             f"{TOOL} trains on text (stage pt) or on conversations (stage sft), not on both; split "
             "data.train."
         )
+    if config.method == "lora" and config.lora.layers_to_transform is not None:
+        yield f"{TOOL} adapts every layer: lora.layers_to_transform has no key; leave it out."
     if config.method == "lora" and config.lora.alpha != int(config.lora.alpha):
         yield f"{TOOL} takes a whole lora_alpha, not {config.lora.alpha}; try {round(config.lora.alpha)}."
     if config.train.precision == "bf16-pure" and through_deepspeed(layout):
