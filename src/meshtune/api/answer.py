@@ -1,10 +1,11 @@
 """The one way from prompts and conversations to answers, for generate, chat and Python."""
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from meshtune.data.example import BadRow, Example
-from meshtune.data.prompts import question
+from meshtune.data.prompts import question, several
 from meshtune.errors import UserError
 from meshtune.model.generation import context_of
 from meshtune.train.generate import GREEDY, Sampling, TextStream, answers
@@ -38,6 +39,34 @@ class Answerer:
             return self.encoder.turn_ids(question(example), example.tools)
         except BadRow as bad:
             raise UserError(f"{example.origin}: {bad}.") from bad
+
+    def prompts_ids(self, examples: Sequence[Example], *, max_new_tokens: int) -> list[list[int]]:
+        """`prompt_ids` of many. Raises UserError with each that the model can't take; prints how many leave
+        too little of the context for an answer of `max_new_tokens`.
+        """
+        ids, problems = [], []
+        for example in examples:
+            try:
+                ids.append(self.prompt_ids(example))
+            except UserError as error:
+                problems += error.problems
+                continue
+            if self.context is not None and len(ids[-1]) >= self.context:
+                problems.append(
+                    f"{example.origin}: it has {len(ids[-1]):,} tokens with what stands around it, and the "
+                    f"model's context is {self.context:,}, which leaves none for an answer; shorten it."
+                )
+        if problems:
+            raise UserError(several(problems))
+        if self.context is not None:
+            tight = sum(len(prompt) + max_new_tokens > self.context for prompt in ids)
+            if tight:
+                print(
+                    f"{tight:,} of {len(ids):,} prompts leave fewer than {max_new_tokens:,} tokens of the "
+                    f"context of {self.context:,} for their answer.",
+                    file=sys.stderr,
+                )
+        return ids
 
     def answers(
         self,

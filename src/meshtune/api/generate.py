@@ -1,13 +1,20 @@
 """Generate: answer prompts with a target."""
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from meshtune.errors import UserError
 
 if TYPE_CHECKING:
+    from meshtune.data.example import Example
     from meshtune.data.prompts import Prompt
+    from meshtune.train.generate import Sampling
+
+CHUNK = 512  # prompts that are answered before the first of them is given out
 
 
 def generate(
@@ -31,14 +38,65 @@ def generate(
     """
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Mapping)):
         prompts = cast("list[Prompt]", [prompts])
-    if not prompts:
-        raise UserError("No prompt is given; use --prompt, or write prompts to stdin, one a line.")
-    from meshtune.api.answer import open_answerer
-    from meshtune.data.prompts import prompts_of
     from meshtune.train.generate import Sampling
 
-    sampling = Sampling(temperature, top_p, seed)
-    examples = prompts_of(cast("Sequence[Prompt]", prompts))
-    answerer = open_answerer(None if model is None else str(model), overrides)
-    ids = [answerer.prompt_ids(example) for example in examples]
-    return answerer.answers(ids, max_new_tokens=max_new_tokens, sampling=sampling)
+    rows = answer_rows(
+        None if model is None else str(model), cast("Sequence[Prompt]", prompts), overrides=overrides,
+        max_new_tokens=max_new_tokens, sampling=Sampling(temperature, top_p, seed),
+    )  # fmt: skip
+    return [row["answer"] for row in rows]
+
+
+def answer_rows(
+    name: str | None,
+    prompts: "Sequence[Prompt]",
+    file: Path | None = None,
+    *,
+    max_new_tokens: int,
+    sampling: "Sampling",
+    overrides: Sequence[str] = (),
+) -> Iterator[dict[str, Any]]:
+    """Yield {prompt | messages, answer} for each prompt, then for each row of `file`, and `expected` where
+    the row has it; CHUNK at a time, as they are answered.
+
+    file: see `read_prompts`; its columns have the names that data.columns says. name, overrides: see
+    `target_of`. Every prompt is checked before the first is answered. Raises UserError as `generate`.
+    """
+    from meshtune.api.answer import Answerer
+    from meshtune.api.target import open_model, target_of
+    from meshtune.data.example import Source
+    from meshtune.data.prompts import prompts_of, read_prompts
+
+    if not (prompts or file):
+        raise UserError("No prompt is given; use --prompt, or write prompts to stdin, one a line.")
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens is {max_new_tokens}; an answer has at least 1.")
+    target, examples = None, prompts_of(prompts)
+    if file:
+        target = target_of(name, overrides)
+        data = target.config.data
+        source = Source(str(file), columns=tuple(data.columns.items()), roles=tuple(data.roles.items()))
+        rows, unused = read_prompts(source)
+        examples += rows
+        if unused:
+            print(f"{file}: columns that are not used: {', '.join(unused)}", file=sys.stderr)
+    answerer = Answerer(open_model(target or target_of(name, overrides)))
+    ids = answerer.prompts_ids(examples, max_new_tokens=max_new_tokens)
+    for first in range(0, len(ids), CHUNK):
+        if first:
+            print(f"{first:,} of {len(ids):,} prompts are answered", file=sys.stderr)
+        if sampling.seed is not None and first:
+            sampling = replace(sampling, seed=sampling.seed + 1)
+        chunk = ids[first : first + CHUNK]
+        texts = answerer.answers(chunk, max_new_tokens=max_new_tokens, sampling=sampling)
+        for example, text in zip(examples[first:], texts, strict=False):
+            yield row_of(example, text)
+
+
+def row_of(example: "Example", answer: str) -> dict[str, Any]:
+    """{prompt | messages, answer}, and `expected` where the example has it."""
+    from meshtune.data.prompts import expected, question
+
+    asked = {"messages": list(question(example))} if example.messages else {"prompt": example.prompt}
+    text = expected(example)
+    return {**asked, **({"expected": text} if text else {}), "answer": answer}

@@ -14,6 +14,7 @@ from meshtune.commands.options import (
     TargetWords,
     Temperature,
     TopP,
+    announce,
     show_json,
     split,
     stdin_lines,
@@ -42,12 +43,13 @@ def chat(
     A line is a message, from the terminal or from a pipe. /reset forgets the conversation, /exit or Ctrl-D
     ends, Ctrl-C stops an answer. Without a chat template each message is answered by itself.
     """
+    name, overrides = split(target)
+    announce(name)
     from meshtune.api.answer import open_answerer
     from meshtune.api.chat import Conversation
     from meshtune.train.generate import Sampling
 
     sampling = Sampling(temperature, top_p, seed)
-    name, overrides = split(target)
     conversation = Conversation(
         open_answerer(name, overrides), system=system, max_new_tokens=max_new_tokens, sampling=sampling
     )

@@ -1,11 +1,27 @@
 """`meshtune generate`: answer prompts with a target."""
 
+import json
 import sys
-from typing import Annotated
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from meshtune.commands.options import AsJson, TargetWords, announce, show_json, split
+from meshtune.commands.options import (
+    AsJson,
+    MaxNewTokens,
+    Seed,
+    TargetWords,
+    Temperature,
+    TopP,
+    announce,
+    show_json,
+    split,
+    stdin_lines,
+)
+from meshtune.errors import UserError, expanded, explained, reason_of
+from meshtune.rundir import append_line
 from meshtune.units import printable
 
 
@@ -14,21 +30,68 @@ def generate(
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="may be repeated; else lines of stdin")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
-    temperature: Annotated[float, typer.Option(min=0, help="0: greedy")] = 0.0,
+    messages: Annotated[
+        list[str] | None,
+        typer.Option(help="a conversation as a JSON list of messages, or a file with one; may be repeated"),
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="a file of prompts: lines of .txt, rows {prompt} or {messages}")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="a new file for the answers, one JSON row each")] = None,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
     as_json: AsJson = False,
 ) -> None:
-    """Answer prompts, wrapped as in training (chat template, or prompt and separator)."""
+    """Answer prompts, wrapped as in training (chat template, or prompt and separator), and conversations."""
     name, overrides = split(target)
     announce(name)
-    from meshtune.api import generate as api
+    given = [*(prompt or ()), *map(conversation_of, messages or ())]
+    if not (given or prompts):
+        given = [*stdin_lines()]
+    to = out and expanded(out)
+    if to and to.exists():
+        raise UserError(f"--out {to} exists already; name a new file.")
+    from meshtune.api.generate import answer_rows
+    from meshtune.train.generate import Sampling
 
-    prompts = prompt or [line.rstrip("\n") for line in sys.stdin]
-    texts = api.generate(
-        name, prompts, max_new_tokens=max_new_tokens, temperature=temperature, overrides=overrides
-    )
-    if as_json:
-        show_json([{"prompt": p, "answer": a} for p, a in zip(prompts, texts, strict=True)])
+    rows = answer_rows(
+        name, given, prompts and expanded(prompts), max_new_tokens=max_new_tokens,
+        sampling=Sampling(temperature, top_p, seed), overrides=overrides,
+    )  # fmt: skip
+    if to:
+        written = write_rows(rows, to)
+        show_json({"out": str(to), "answers": written}) if as_json else print(to)
+    elif as_json:
+        show_json([*rows])
     else:
-        for text in texts:
-            print(printable(text) if sys.stdout.isatty() else text)
+        for row in rows:
+            print(printable(row["answer"]) if sys.stdout.isatty() else row["answer"], flush=True)
+
+
+def conversation_of(text: str) -> list[dict[str, Any]]:
+    """The messages in a JSON list, or in the file that `text` names. Raises UserError for anything else."""
+    shown = text if len(text) <= 60 else f"{text[:57]}…"
+    if not text.lstrip().startswith(("[", "{")):
+        try:
+            text = expanded(text).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"--messages {shown} is neither a JSON list of messages nor a file with one: "
+                f"{reason_of(error)}"
+            ) from None
+    with explained(f"--messages {shown} is not JSON"):
+        value = json.loads(text)
+    if not isinstance(value, list):
+        raise UserError(f'--messages {shown} is no list; write [{{"role": "user", "content": "…"}}].')
+    return value
+
+
+def write_rows(rows: Iterator[dict[str, Any]], file: Path) -> int:
+    """Write each row as a line of JSON as soon as it is there; returns their number."""
+    written = 0
+    for row in rows:
+        append_line(file, row)
+        written += 1
+    return written

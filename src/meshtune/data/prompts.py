@@ -70,11 +70,14 @@ def _examples(
         except BadRow as bad:
             problems.append(f"{origin}: {bad}.")
     if problems:
-        rest = len(problems) - SHOWN
-        raise UserError(
-            [*problems[:SHOWN], *([f"{rest:,} more rows can't be answered."] if rest > 0 else [])]
-        )
+        raise UserError(several(problems))
     return examples
+
+
+def several(problems: Sequence[str]) -> list[str]:
+    """The first SHOWN sentences, and one with the number of the others."""
+    rest = len(problems) - SHOWN
+    return [*problems[:SHOWN], *([f"{rest:,} more prompts can't be answered."] if rest > 0 else [])]
 
 
 def _example(origin: Origin, columns: Columns) -> Example:
@@ -108,6 +111,15 @@ def question(example: Example) -> tuple[dict, ...]:
     """The messages of a conversation that the answer follows: without a last one of the assistant."""
     messages = example.messages or ()
     return messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
+
+
+def expected(example: Example) -> str:
+    """The answer that a row has already; "" without one."""
+    if not example.messages:
+        return example.completion or ""
+    rest = example.messages[len(question(example)) :]
+    content = rest[0].get("content") if rest else ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content or ())
 
 
 def _unused(columns: Columns) -> Iterator[str]:

@@ -1,0 +1,180 @@
+"""`meshtune generate` and `meshtune.generate`: conversations, files of prompts, answers to a file."""
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import meshtune
+from meshtune.api import generate as api
+from meshtune.api.answer import open_answerer
+from meshtune.commands.generate import generate
+from meshtune.data.example import Example, Origin
+from meshtune.errors import UserError
+
+CHATML = "data.chat_template=chatml"
+ASKED = [{"role": "user", "content": "Say red"}]
+
+
+@pytest.fixture
+def model(tiny: Path) -> str:
+    return str(tiny / "model")
+
+
+@pytest.fixture
+def answered(model: str, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Run the command on the tiny model with a template; returns its JSON document."""
+
+    def run(*overrides: str, **options: Any) -> Any:
+        capsys.readouterr()
+        generate([model, CHATML, *overrides], **{"max_new_tokens": 4, "as_json": True, **options})
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def rows_file(folder: Path, *rows: Any) -> Path:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_a_prompt_a_conversation_and_python_give_the_same_answer(answered, model, tmp_path):
+    (row,) = answered(prompt=["Say red"])
+    assert answered(messages=[json.dumps(ASKED)]) == [{"messages": ASKED, "answer": row["answer"]}]
+    (tmp_path / "asked.json").write_text(json.dumps(ASKED))
+    assert answered(messages=[str(tmp_path / "asked.json")])[0]["answer"] == row["answer"]
+    options = {"max_new_tokens": 4, "overrides": [CHATML]}
+    for prompts in ("Say red", ["Say red"], ASKED, [ASKED]):
+        assert meshtune.generate(model, prompts, **options) == [row["answer"]]
+
+
+def test_the_answer_follows_the_whole_conversation(model):
+    talk = [*ASKED, {"role": "assistant", "content": "red"}, {"role": "user", "content": "Say blue"}]
+    answerer = open_answerer(model, [CHATML])
+    ids = answerer.prompt_ids(Example(Origin("", 1), messages=tuple(talk)))
+    assert answerer.opened.tokenizer.decode(ids) == (
+        "<|im_start|>user\nSay red<|im_end|>\n<|im_start|>assistant\nred<|im_end|>\n"
+        "<|im_start|>user\nSay blue<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_file_of_rows_is_answered_in_its_order(answered, tmp_path):
+    file = rows_file(
+        tmp_path,
+        {"messages": [*ASKED, {"role": "assistant", "content": "red"}], "id": 7},
+        {"prompt": "Say red", "completion": "red"},
+        {"conversations": [{"from": "human", "value": "Say red"}]},
+        {"messages": ASKED, "system": "Be brief"},
+        {"prompt": ASKED},
+    )
+    rows = answered(prompts=file)
+    assert [row.get("expected") for row in rows] == ["red", "red", None, None, None]
+    assert len({row["answer"] for row in rows[:3] + rows[4:]}) == 1
+    assert rows[0]["messages"] == ASKED
+    assert rows[3]["messages"][0] == {"role": "system", "content": "Be brief"}
+
+
+def test_columns_have_the_names_that_the_settings_say(answered, tmp_path):
+    file = rows_file(tmp_path, {"question": "Say red", "answer": "red", "id": 1})
+    (row,) = answered("data.columns={prompt: question, completion: answer}", prompts=file)
+    assert (row["prompt"], row["expected"]) == ("Say red", "red")
+
+
+def test_a_line_of_a_text_file_is_a_prompt(answered, tmp_path):
+    (tmp_path / "prompts.txt").write_text("Say red\nSay blue\n")
+    assert [row["prompt"] for row in answered(prompts=tmp_path / "prompts.txt")] == ["Say red", "Say blue"]
+
+
+def test_answers_go_to_a_new_file_as_they_come(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(api, "CHUNK", 2)
+    file = rows_file(tmp_path, *({"prompt": f"Say {n}", "id": n} for n in range(3)))
+    out = tmp_path / "answers.jsonl"
+    generate([model], prompts=file, out=out, max_new_tokens=2)
+    stdout, stderr = capsys.readouterr()
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == ["Say 0", "Say 1", "Say 2"]
+    assert stdout == f"{out}\n"
+    assert "columns that are not used: id" in stderr
+    assert "2 of 3 prompts are answered" in stderr
+    assert [row["answer"] for row in rows] == meshtune.generate(
+        model, ["Say 0", "Say 1", "Say 2"], max_new_tokens=2
+    )
+    with pytest.raises(UserError, match="exists already; name a new file"):
+        generate([model], prompts=file, out=out)
+
+
+def test_lines_of_stdin_are_prompts(answered, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Say red\nSay blue\n"))
+    assert [row["prompt"] for row in answered()] == ["Say red", "Say blue"]
+
+
+def test_a_seed_repeats_the_answers_and_leaves_torchs_own_numbers_alone(model):
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    options = {"max_new_tokens": 8, "temperature": 2.0, "top_p": 0.9}
+    first, again, other = (
+        meshtune.generate(model, ["Say red"] * 3, seed=seed, **options) for seed in (1, 1, 2)
+    )
+    assert first == again != other
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_small_top_p_draws_the_likeliest_token(model):
+    greedy = meshtune.generate(model, ["Say red"], max_new_tokens=8)
+    assert meshtune.generate(model, ["Say red"], max_new_tokens=8, temperature=1.0, top_p=1e-6) == greedy
+
+
+def test_every_bad_row_is_named_before_anything_is_loaded(tmp_path, model):
+    bad: list[Any] = [
+        {"a": 1}, {"prompt": 3}, {"messages": []}, {"messages": [{"role": "assistant", "content": "x"}]},
+        {"prompt": "a", "messages": ASKED}, 5,
+    ]  # fmt: skip
+    with pytest.raises(UserError) as caught:
+        generate([model], prompts=rows_file(tmp_path, *bad))
+    sentences = caught.value.problems
+    for sentence, part in zip(
+        sentences,
+        ("neither prompt nor messages (there are a)", "column prompt is a number", "conversation is empty",
+         "the only message is the assistant's", "both messages and prompt", "the row is a number"),
+        strict=True,
+    ):  # fmt: skip
+        assert part in sentence
+    assert "rows.jsonl, line 6" in sentences[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{}", "is no list"),
+        ("[", "is not JSON"),
+        ("nowhere.json", "neither a JSON list of messages nor a file with one"),
+        ('[{"rol": 1}]', r"^Prompt 1: message 1: the role is missing"),
+    ],
+)
+def test_messages_that_are_none_are_refused(answered, text, sentence):
+    with pytest.raises(UserError, match=sentence):
+        answered(messages=[text])
+
+
+def test_answers_without_tokens_are_refused(model):
+    with pytest.raises(UserError, match="max_new_tokens is 0; an answer has at least 1"):
+        meshtune.generate(model, "Say red", max_new_tokens=0)
+
+
+def test_a_conversation_needs_a_template(model):
+    with pytest.raises(UserError, match=r"no chat template.*Set data\.chat_template to one of"):
+        meshtune.generate(model, ASKED)
+
+
+def test_prompts_that_fill_the_context_are_named(model, capsys):
+    with pytest.raises(UserError, match=r"^Prompt 2: it has [\d,]+ tokens .* context is 512"):
+        meshtune.generate(model, ["Say red", "please " * 600])
+    (answer,) = meshtune.generate(model, "please " * 300, max_new_tokens=600)
+    assert "1 of 1 prompts leave fewer than 600 tokens of the context of 512" in capsys.readouterr().err
+    assert answer
