@@ -53,9 +53,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def examples() -> str:
-    """A page with every example: its first sentence and its text."""
+    """A page with the text of every example."""
     parts = ["# Examples\n\nA config file for each use; all are in `examples/` of a clone.\n"]
     for path in sorted(ROOT.glob("examples/*.yaml")):
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8").partition("\n")[2]  # without the line for editors
         parts.append(f"## {path.stem}\n\n[{path.name}](examples/{path.name})\n\n```yaml\n{text}```\n")
     return "\n".join(parts)
