@@ -51,7 +51,8 @@ class TrainConfig(Section):
         default=None, description="Sequences per optimizer step, in every layout; null: 64."
     )
     global_batch_tokens: Positive | None = Field(
-        default=None, description="The same in tokens, a multiple of data.seq_len."
+        default=None,
+        description="Tokens per optimizer step, instead of global_batch_size; a multiple of data.seq_len.",
     )
     max_steps: Positive | None = Field(default=None, description="Optimizer steps of the run.")
     num_epochs: float | None = Field(default=None, gt=0, description="Passes through the data.")
@@ -75,7 +76,8 @@ class TrainConfig(Section):
         default=0.03, description="Share of the steps in which the learning rate rises to its peak."
     )
     warmup_steps: NonNegative | None = Field(
-        default=None, description="The same in steps, instead of warmup_ratio."
+        default=None,
+        description="Steps in which the learning rate rises to its peak, instead of warmup_ratio.",
     )
     weight_decay: float = Field(
         default=0.0, ge=0, description="Decoupled weight decay of matrices; norms and biases have none."
@@ -183,7 +185,7 @@ class CheckpointConfig(Section):
         default=True, description="On SIGTERM or SIGINT finish the step, save, and exit with 75."
     )
     resume: Literal["auto", "never"] = Field(
-        default="auto", description="Continue the unfinished run in the output folder."
+        default="auto", description="Continue the unfinished run in the output folder (auto), or never."
     )
 
 
@@ -193,7 +195,7 @@ class LogConfig(Section):
     every: Positive = Field(default=1, description="Steps between two rows.")
     to: tuple[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"], ...] = Field(
         default=("console", "jsonl", "tensorboard"),
-        description="Receivers of the rows; metrics.jsonl (jsonl) is always written.",
+        description="Where rows are shown or sent; metrics.jsonl (jsonl) is always written.",
     )
     memory: bool = Field(
         default=False,
@@ -229,7 +231,9 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     hub: HubConfig = HubConfig()
-    output: str = Field(default="runs/run", description="Run folder.")
+    output: str = Field(
+        default="runs/run", description="Folder of the run: model, report, metrics and checkpoints."
+    )
     output_exists: Literal["new", "extend", "replace"] | None = Field(
         default=None,
         description="Start where output holds a run that is not to be continued: write the next free name, "

@@ -67,12 +67,20 @@ class SourceConfig(Section):
         description="File, folder, pattern, URL, or hub data set (its configuration after a colon).",
     )
     weight: float = Field(default=1.0, gt=0, description="Passes through this source per epoch.")
-    split: str | None = Field(default=None, description="Split of a hub data set.")
-    format: Format | None = Field(default=None, description="As data.format, of this source.")
-    columns: dict[str, str] | None = Field(default=None, description="As data.columns, of this source.")
-    roles: dict[str, str] | None = Field(default=None, description="As data.roles, of this source.")
+    split: str | None = Field(
+        default=None, description="Split of a hub data set; null: train, and test in data.eval."
+    )
+    format: Format | None = Field(
+        default=None, description="As data.format, for this source; null: data.format."
+    )
+    columns: dict[str, str] | None = Field(
+        default=None, description="As data.columns, for this source; null: data.columns."
+    )
+    roles: dict[str, str] | None = Field(
+        default=None, description="As data.roles, for this source; null: data.roles."
+    )
     where: dict[str, bool | int | float | str] | None = Field(
-        default=None, description="As data.where, of this source."
+        default=None, description="As data.where, for this source; null: data.where."
     )
 
 
@@ -121,20 +129,22 @@ class DataConfig(Section):
         default=True, description="Put several documents into one sequence; they do not see each other."
     )
     train_on: Literal["assistant", "completion", "all"] = Field(
-        default="completion", description="Tokens whose loss counts."
+        default="completion",
+        description="Tokens whose loss counts: all assistant turns, the completion (the last one), or all tokens.",
     )
     split_turns: bool = Field(
         default=False,
         description="Make a row of each assistant turn, rendered as when it is generated.",
     )
     overlong: Literal["cut", "drop", "error"] = Field(
-        default="cut", description="Treatment of a document that is longer than seq_len."
+        default="cut", description="A document longer than seq_len is cut, dropped, or an error."
     )
     max_samples: Positive | None = Field(
         default=None, description="Read only the first rows of each source, at most so many; null: all."
     )
     on_bad_row: Literal["error", "skip"] = Field(
-        default="error", description="Treatment of a row that can't be read or rendered; skip counts them."
+        default="error",
+        description="A row that can't be read or rendered is an error, or is skipped and counted.",
     )
     streaming: bool = Field(
         default=False, description="Tokenise rows as they are read, without a copy on the disk."
