@@ -130,7 +130,7 @@ class DataConfig(Section):
     )
     train_on: Literal["assistant", "completion", "all"] = Field(
         default="completion",
-        description="Tokens whose loss counts: all assistant turns, the completion (the last one), or all tokens.",
+        description="Tokens whose loss counts: of all assistant turns, of the last one (completion), or all.",
     )
     split_turns: bool = Field(
         default=False,
