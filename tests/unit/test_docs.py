@@ -1,6 +1,7 @@
 """Check that scripts, tests and files named in the pages exist, and CITATION.cff against the package."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,10 @@ def test_the_citation_is_of_this_version() -> None:
     assert citation["cff-version"] == "1.2.0"
     assert (citation["title"], citation["version"]) == ("meshtune", meshtune.__version__)
     assert citation["license"] == "Apache-2.0"
+
+
+def test_the_layers_on_the_map_of_the_code_are_those_that_are_checked() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    page = (ROOT / "docs" / "house.md").read_text(encoding="utf-8")
+    listed = [line.strip() for line in page[page.index("   cli\n") :].partition("```")[0].splitlines()]
+    assert listed == contracts["contracts"][0]["layers"]
