@@ -17,6 +17,7 @@ from meshtune.commands.env import env
 from meshtune.commands.evaluate import evaluate
 from meshtune.commands.export import export
 from meshtune.commands.generate import generate
+from meshtune.commands.migrate import migrate
 from meshtune.commands.plan import plan
 from meshtune.commands.report import report
 from meshtune.commands.schema import schema
@@ -37,7 +38,7 @@ app = typer.Typer(
 for command in (config, data, plan, train):
     app.command()(command)
 app.command("eval")(evaluate)
-for command in (generate, chat, export, report, schema, env):
+for command in (generate, chat, export, report, migrate, schema, env):
     app.command()(command)
 
 

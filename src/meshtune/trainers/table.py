@@ -2,7 +2,7 @@
 
     [defaults]       the tool's value where its file leaves the key out and ours is another
     [counterparts]   key = "our.setting", or ["our.setting", "conversion"] (migrate/)
-    [[unsupported]]  why, do (the remedy, where there is one), keys
+    [[unsupported]]  why, do (the remedy, if there is one), keys; refused = true: of another job
     [[ignored]]      why nothing is lost without them, keys
 
 A key with a dot is inside a section of the tool's file; `section.*` stands for the section and all in it.
@@ -27,6 +27,7 @@ class Entry(NamedTuple):
     why: str = ""  # without a counterpart
     remedy: str = ""
     ignored: bool = False  # nothing is lost without the key
+    refused: bool = False  # with the key, a file is for another job than ours
 
     @property
     def reason(self) -> str:
@@ -64,7 +65,12 @@ def table(tool: str) -> Table:
         own[key] = Entry(value) if isinstance(value, str) else Entry(*value)
     for kind in ("unsupported", "ignored"):
         for group in tree.get(kind, ()):
-            entry = Entry(why=group["why"], remedy=group.get("do", ""), ignored=kind == "ignored")
+            entry = Entry(
+                why=group["why"],
+                remedy=group.get("do", ""),
+                ignored=kind == "ignored",
+                refused=group.get("refused", False),
+            )
             for key in group["keys"].split():
                 assert key not in own, f"{tool}.toml has {key} twice"
                 own[key] = entry

@@ -1,0 +1,60 @@
+"""`meshtune migrate`: another trainer's configuration as ours."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshtune.commands.options import AsJson, show_json, split
+from meshtune.errors import UserError
+
+
+def migrate(
+    file: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE [KEY=VALUE]...",
+            help="a YAML of axolotl, LLaMA-Factory, TRL or torchtune, arguments as JSON, a training_args.bin",
+        ),
+    ],
+    gpus: Annotated[
+        int, typer.Option(min=1, help="GPUs that it is for: the layout and the global batch")
+    ] = 1,
+    tool: Annotated[
+        str | None, typer.Option("--from", help="the tool, where it can't be told from the keys")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="file to write; default: standard output")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write another trainer's configuration as ours, with a comment for each key that has no counterpart."""
+    name, overrides = split(file)
+    from meshtune.migrate.convert import migrate as converted
+    from meshtune.migrate.write import text_of
+    from meshtune.rundir import write_text_atomically
+    from meshtune.trainers.table import TOOLS
+
+    if name is None:
+        raise UserError("Name the file to migrate, such as meshtune migrate axolotl.yaml.")
+    if tool is not None and tool not in TOOLS:
+        raise UserError(f"--from {tool} is no tool; it is one of {', '.join(TOOLS)}.")
+    if out is not None and out.exists():
+        raise UserError(f"{out} exists; name another file with --out, or remove it.")
+    result = converted(Path(name), tool=tool, gpus=gpus, overrides=overrides)
+    text = text_of(result, Path(name).name)
+    if out is not None:
+        write_text_atomically(out, text)
+    if as_json:
+        kinds = {"unsupported": result.unsupported, "ignored": result.ignored}
+        show_json(
+            {"tool": result.job.tool, "config": result.tree}
+            | {kind: [note._asdict() for note in notes] for kind, notes in kinds.items()}
+        )
+    elif out is None:
+        print(text, end="")
+    lost = ", ".join(note.key for note in result.unsupported)
+    print(
+        f"{f'{out}: ' if out else ''}{len(result.settings)} settings from {result.job.table.name}; "
+        f"without a counterpart: {lost or 'none'}.",
+        file=sys.stderr,
+    )

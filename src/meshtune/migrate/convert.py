@@ -1,0 +1,202 @@
+"""A file of another trainer as settings of ours, with what became of each of its keys.
+
+file ── read ──> Job ── table, conversions ──> Migrated(settings, notes) ── write.py ──> commented YAML
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from meshtune import config
+from meshtune.config import Config
+from meshtune.errors import UserError, check_file, explained
+from meshtune.migrate import sharding, sources, values
+from meshtune.migrate.job import Converted, Job, NoCounterpart, NotNeeded, Refused, flat, is_off
+from meshtune.migrate.pickled import training_arguments
+from meshtune.trainers.table import TOOLS, Entry, table
+from meshtune.yaml_tree import merge, nested, overridden, read_yaml
+
+assert sharding and sources  # they add their conversions to values.CONVERSIONS
+SHARED = "transformers"  # the tool of a file whose keys others have too
+
+
+class Note(NamedTuple):
+    """One key of the file that became no setting."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+@dataclass
+class Migrated:
+    """Settings, and the keys that are none."""
+
+    job: Job
+    settings: dict[str, Any] = field(default_factory=dict)  # dotted name -> value
+    origins: dict[str, str] = field(default_factory=dict)  # setting -> its key in the file, with what differs
+    unsupported: list[Note] = field(default_factory=list)
+    ignored: list[Note] = field(default_factory=list)
+    off: list[str] = field(default_factory=list)  # keys that switch off what is not here anyway
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        """The settings as a tree of sections, the overrides laid over them."""
+        tree: dict[str, Any] = {}
+        for name, value in self.settings.items():
+            tree = merge(tree, nested(name.split("."), value))
+        for override in self.job.overrides:
+            tree = overridden(tree, override)
+        return tree
+
+    def config(self) -> Config:
+        """The settings, validated. Raises UserError as `config.load`."""
+        return config.load(None, (), self.tree)
+
+
+def migrate(file: Path, *, tool: str | None = None, gpus: int = 1, overrides: Sequence[str] = ()) -> Migrated:
+    """Convert a file of another trainer; the result is valid for our own settings.
+
+    tool: whose file it is, one of TOOLS; None: the one that has most of its keys. gpus: that it is for.
+    overrides: section.key=value, laid over the result. Raises UserError for a file that can't be read or is
+    of no known tool, for another job than supervised fine-tuning, and where no model is named.
+    """
+    tree = read(file)
+    tree = resolved(tree, tree)
+    tool = tool or tool_of(tree, file)
+    given = dict(flat(tree, table(tool)))
+    present = {key: value for key, value in given.items() if value not in (None, "")}
+    job = Job(tool, present, file.parent, gpus, tuple(overrides))
+    result = Migrated(job)
+    result.off += [key for key in given if key not in job.given]
+    refused = list(_convert(result, job.given))
+    defaults = {key: value for key, value in job.table.defaults.items() if _applies(key, job)}
+    refused += _convert(result, defaults, default=True)
+    if refused:
+        raise UserError(refused)
+    _without_effect(result)
+    _lay_out(result)
+    result.config()
+    return result
+
+
+def read(file: Path) -> dict[str, Any]:
+    """Read YAML, JSON or a training_args.bin. Raises UserError for anything else."""
+    check_file(file)
+    if file.suffix == ".bin":
+        known = table("trl").entries
+        return {key: value for key, value in training_arguments(file).items() if key in known}
+    if file.suffix == ".json":
+        with explained(f"{file} is not JSON"):
+            tree = json.loads(file.read_text(encoding="utf-8"))
+            if not isinstance(tree, dict):
+                raise ValueError(f"it holds a {type(tree).__name__}, not keys and values")
+            return tree
+    return read_yaml(file)
+
+
+def resolved(value: Any, names: Mapping[str, Any]) -> Any:
+    """Replace ${key} by what `names` has, as torchtune's OmegaConf does; read 3e-4 as a number."""
+    if isinstance(value, Mapping):
+        return {key: resolved(item, names) for key, item in value.items()}
+    if isinstance(value, list):
+        return [resolved(item, names) for item in value]
+    if isinstance(value, str):
+        value = re.sub(r"\$\{(\w+)\}", lambda match: str(names.get(match[1], match[0])), value)
+        return float(value) if re.fullmatch(r"[-+]?[\d.]*\d[\d.]*[eE][-+]?\d+", value) else value
+    return value
+
+
+def tool_of(tree: Mapping[str, Any], file: Path) -> str:
+    """The tool that knows most keys of a file; of tools that know as many, the first of TRL and TOOLS."""
+    tools = ("trl", *(tool for tool in TOOLS if tool not in ("trl", SHARED)))
+    known = {tool: sum(table(tool).entry(key) is not None for key in tree) for tool in tools}
+    best = max(tools, key=lambda tool: known[tool])
+    if known[best] < max(1, len(tree) / 2):
+        names = ", ".join(table(tool).name for tool in tools)
+        raise UserError(
+            f"{file} has {len(tree)} keys, of which {table(best).name} knows {known[best]}; it is no "
+            f"configuration of {names}. Name the tool with --from if it is."
+        )
+    return best
+
+
+def _applies(key: str, job: Job) -> bool:
+    """True if the file sets neither the key of a default, nor its setting by another key."""
+    entry = job.table.entries[key]
+    settings = {job.table.entries[name].setting for name in job.given if name in job.table.entries}
+    return key not in job.given and (entry.setting not in settings or entry.conversion == "no_limit")
+
+
+def _convert(result: Migrated, keys: Mapping[str, Any], default: bool = False) -> Iterator[str]:
+    """Convert keys, and note those without a counterpart; yield a sentence for each that is refused."""
+    job = result.job
+    for key, value in keys.items():
+        entry = job.table.entry(key)
+        if entry is None:
+            result.unsupported.append(Note(key, value, f"it is no key of {job.table.name}"))
+        elif not entry.setting:
+            if isinstance(value, Mapping) and any(other.startswith(f"{key}.") for other in job.given):
+                continue  # its keys follow
+            if is_off(value) and not entry.ignored:
+                result.off.append(key)
+            elif entry.refused:
+                yield f"{key} makes this another job: {entry.reason}."
+            else:
+                (result.ignored if entry.ignored else result.unsupported).append(
+                    Note(key, value, entry.reason)
+                )
+        else:
+            try:
+                made = _converted(entry, value, job)
+            except Refused as refusal:
+                yield str(refusal)
+                continue
+            except NoCounterpart as reason:
+                result.unsupported.append(Note(key, value, str(reason)))
+                continue
+            except NotNeeded as reason:
+                if not default:
+                    result.ignored.append(Note(key, value, str(reason)))
+                continue
+            except (TypeError, ValueError, KeyError, AttributeError) as error:
+                yield f"{key} = {value!r} is not what {job.table.name} takes: {error}."
+                continue
+            for setting, converted in made.settings.items():
+                result.settings[setting] = converted
+                origin = f"{job.table.name}'s default" if default else key
+                result.origins[setting] = f"{origin}: {made.remark}" if made.remark else origin
+            if made.remark and not made.settings:
+                result.unsupported.append(Note(key, value, made.remark))
+
+
+def _converted(entry: Entry, value: Any, job: Job) -> Converted:
+    if not entry.conversion:
+        return Converted({entry.setting: value})
+    return values.CONVERSIONS[entry.conversion](value, job)
+
+
+def _without_effect(result: Migrated) -> None:
+    """Drop settings that can take no effect: LoRA's of full training, evaluation's without rows."""
+    if result.settings.get("method", "full") != "lora":
+        for setting in [name for name in result.settings if name.startswith("lora.")]:
+            origin = result.origins.pop(setting)
+            if "default" not in origin:
+                result.ignored.append(Note(origin, result.settings[setting], "all weights are trained"))
+            del result.settings[setting]
+
+
+def _lay_out(result: Migrated) -> None:
+    """Make one layout string of the settings `layout.*`, and the global batch of its data ranks."""
+    names = [name for name in result.settings if name.startswith("layout.")]
+    layout = sharding.layout_of({name: result.settings.pop(name) for name in names}, result.job)
+    result.settings["layout"] = str(layout)
+    result.origins["layout"] = ", ".join(dict.fromkeys(result.origins.pop(name) for name in names))
+    result.settings["train.global_batch_size"] = layout.global_batch_size
+    micro, accumulated = layout.micro_batch_size, layout.gradient_accumulation_steps
+    result.origins["train.global_batch_size"] = (
+        f"micro-batches of {micro}, {accumulated} accumulated, {layout.data_ranks} data ranks"
+    )

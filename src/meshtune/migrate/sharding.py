@@ -1,0 +1,135 @@
+"""Sharding of other trainers as a Layout: DeepSpeed's and FSDP's configurations, sizes of axes, GPUs."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from meshtune.errors import UserError
+from meshtune.layout import Layout, PartialLayout
+from meshtune.migrate.job import OFF, Converted, Job, NoCounterpart
+from meshtune.migrate.values import conversion
+from meshtune.yaml_tree import read_yaml
+
+PER_NODE = 8  # GPUs that hybrid sharding shards over, where a file does not say
+SIZES = {"dp_replicate_size": "dp_replicate", "dp_shard_size": "dp_shard", "tp_size": "tp", "cp_size": "cp"}
+
+
+@conversion
+def deepspeed(value: Any, job: Job) -> Converted:
+    """The ZeRO stage of DeepSpeed's configuration, a mapping or a file; by its name where that is missing."""
+    if isinstance(value, Mapping):
+        return zero_of(value)
+    if value.lstrip().startswith("{"):
+        return zero_of(json.loads(value))
+    if path := job.read(value):
+        return zero_of(read_yaml(path))  # JSON is YAML
+    if stage := re.search(r"z(?:ero)?[-_]?([0-3])", value.rpartition("/")[2]):
+        return Converted({"layout.zero": int(stage[1])}, f"by the name of {value}, which is not here")
+    raise NoCounterpart(f"{value} is not here; set the ZeRO stage in layout")
+
+
+def zero_of(tree: Mapping[str, Any]) -> Converted:
+    zero = tree.get("zero_optimization", {})
+    offloads = [
+        name
+        for name in ("offload_optimizer", "offload_param")
+        if (zero.get(name) or {}).get("device") not in OFF
+    ]
+    remark = f"without {' and '.join(offloads)}: nothing is offloaded" if offloads else ""
+    return Converted({"layout.zero": int(zero.get("stage", 0))}, remark)
+
+
+@conversion
+def fsdp(value: Any, job: Job) -> Converted:
+    return sharded(job)
+
+
+@conversion
+def fsdp_config(value: Any, job: Job) -> Converted:
+    return sharded(job)
+
+
+def sharded(job: Job) -> Converted:
+    """The stage that `fsdp` and `fsdp_config` make together; what is offloaded is named."""
+    value, config = job.value("fsdp", default=""), job.value("fsdp_config", default={})
+    config = json.loads(config) if isinstance(config, str) else config
+    config = {str(name).removeprefix("fsdp_"): entry for name, entry in config.items()}
+    words = value if isinstance(value, list) else "full_shard" if value is True else str(value)
+    text = " ".join(
+        [*(words if isinstance(words, list) else [words]), str(config.get("sharding_strategy", ""))]
+    )
+    text = text.lower()
+    if not text.strip() and not config:
+        return Converted({})
+    settings: dict[str, Any] = {"layout.zero": 3}
+    if "no_shard" in text:
+        settings["layout.zero"] = 0
+    elif "shard_grad_op" in text or config.get("reshard_after_forward") in (False, "SHARD_GRAD_OP"):
+        settings["layout.zero"] = 2
+    if "hybrid" in text and job.gpus > PER_NODE:
+        settings |= {"layout.dp_shard": PER_NODE}
+    if config.get("activation_checkpointing") not in OFF:
+        settings["layout.recompute"] = "full"
+    offloads = "offload" in text or config.get("offload_params") not in OFF
+    return Converted(settings, "nothing is offloaded to the CPU" if offloads else "")
+
+
+@conversion
+def parallelism_config(value: Any, job: Job) -> Converted:
+    sizes = json.loads(value) if isinstance(value, str) else dict(value)
+    settings = {f"layout.{ours}": int(sizes[theirs]) for theirs, ours in SIZES.items() if sizes.get(theirs)}
+    if settings.get("layout.dp_shard", 1) > 1:
+        settings["layout.zero"] = 3
+    return Converted(settings)
+
+
+@conversion
+def recompute(value: Any, job: Job) -> Converted:
+    if job.on("selective_checkpointing"):
+        return Converted({"layout.recompute": "selective"})
+    remark = (
+        f"{value}: activations are recomputed, not offloaded"
+        if isinstance(value, str) and "off" in value
+        else ""
+    )
+    return Converted({"layout.recompute": "none" if value in OFF else "full"}, remark)
+
+
+@conversion
+def no_recompute(value: Any, job: Job) -> Converted:
+    return recompute(not value, job)
+
+
+@conversion
+def selective(value: Any, job: Job) -> Converted:
+    return recompute(True, job)
+
+
+def layout_of(settings: dict[str, Any], job: Job) -> Layout:
+    """The layout of the job's GPUs from its `layout.*` settings; data ranks are what tp and cp leave.
+
+    Without a stage, torchtune shards like ZeRO-3, as its distributed recipes do; others replicate. Raises
+    UserError if the sizes do not make the number of GPUs.
+    """
+    fields = {
+        key.removeprefix("layout."): int(value) if str(value).isdigit() else value
+        for key, value in settings.items()
+    }
+    split = fields.get("tp", 1) * fields.get("cp", 1)
+    ranks, rest = divmod(job.gpus, split)
+    zero = fields.pop("zero", 3 if job.tool == "torchtune" or fields.get("dp_shard", 1) > 1 else 0)
+    copies, shards = fields.pop("dp_replicate", None), fields.pop("dp_shard", None)
+    if not zero:
+        copies, shards = ranks, 1
+    elif shards is None:
+        shards = ranks // (copies or 1)
+    copies = copies or max(1, ranks // shards)
+    if rest or copies * shards != ranks:
+        least = split * (shards if zero else 1)
+        raise UserError(
+            f"The file's tp {fields.get('tp', 1)} x cp {fields.get('cp', 1)} x data ranks {copies} x "
+            f"{shards} make no {job.gpus} GPUs; name the number that it is for, such as --gpus {least}."
+        )
+    sizes = {"dp_replicate": copies, "dp_shard": shards, "zero": zero if shards > 1 else 0}
+    return PartialLayout.parse(fields | sizes).known

@@ -1,0 +1,262 @@
+"""Rows that other trainers name, as sources of ours: where they are, their split, format and columns.
+
+axolotl's datasets, LLaMA-Factory's names in dataset_info.json, TRL's hub ids, torchtune's dataset components.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from meshtune.migrate.job import OFF, Converted, Job, NoCounterpart, Refused
+from meshtune.migrate.values import conversion, short
+
+Source = dict[str, Any]
+CONTENT = {"role": "content", "from": "value"}  # key of the role in a message -> that of its text
+LOADERS = ("json", "csv", "parquet", "text", "arrow", "jsonl")  # names of readers in the place of a path
+# torchtune's builders: (source, format, our column -> theirs, train_on)
+BUILDERS: dict[str, tuple[str, str, dict[str, str], str]] = {
+    "alpaca_dataset": ("tatsu-lab/alpaca", "alpaca", {}, "all"),
+    "alpaca_cleaned_dataset": ("yahma/alpaca-cleaned", "alpaca", {}, "all"),
+    "instruct_dataset": ("", "prompt-completion", {"prompt": "input", "completion": "output"}, "completion"),
+    "grammar_dataset": (
+        "liweili/c4_200m", "prompt-completion", {"prompt": "input", "completion": "output"}, "completion"
+    ),
+    "samsum_dataset": (
+        "Samsung/samsum", "prompt-completion", {"prompt": "dialogue", "completion": "summary"}, "completion"
+    ),
+    "chat_dataset": ("", "sharegpt", {}, "assistant"),
+    "slimorca_dataset": ("Open-Orca/SlimOrca-Dedup", "sharegpt", {}, "assistant"),
+    "text_completion_dataset": ("", "text", {}, "all"),
+    "wikitext_dataset": (
+        "EleutherAI/wikitext_document_level:wikitext-103-v1", "text", {"text": "page"}, "all"
+    ),
+    "cnn_dailymail_articles_dataset": ("ccdv/cnn_dailymail:3.0.0", "text", {"text": "article"}, "all"),
+}  # fmt: skip
+
+
+def listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def placed(path: str, data_files: Any = None, name: Any = None) -> list[str]:
+    """Paths of ours for a hub id or folder, files in it, and a configuration of it."""
+    files = data_files if isinstance(data_files, list) else [data_files] if data_files else []
+    if files and path in LOADERS:
+        return files
+    if files:
+        return [f"hf://datasets/{path}/{file}" for file in files]
+    return [f"{path}:{name}" if name else path]
+
+
+def renamed(columns: Mapping[str, Any]) -> dict[str, str]:
+    """Columns of ours -> theirs, those that are named alike left out."""
+    return {ours: theirs for ours, theirs in columns.items() if theirs and theirs != ours}
+
+
+def source(
+    path: str, *, split: Any = None, kind: str = "", columns: Mapping[str, Any] = {}, **more: Any
+) -> Source:
+    """A source of ours without what is so by default."""
+    made = {"path": path, "split": split, "format": kind, "columns": renamed(columns), **more}
+    return {key: value for key, value in made.items() if value}
+
+
+# axolotl
+
+
+@conversion
+def axolotl_train(value: Any, job: Job) -> Converted:
+    return axolotl_sources("data.train", value)
+
+
+@conversion
+def axolotl_eval(value: Any, job: Job) -> Converted:
+    return axolotl_sources("data.eval", value)
+
+
+@conversion
+def axolotl_pretraining(value: Any, job: Job) -> Converted:
+    rows = [entry if isinstance(entry, Mapping) else {"path": entry} for entry in listed(value)]
+    rows = [{"type": "completion", "field": row.get("text_column"), **row} for row in rows]
+    for row in rows:
+        row["type"] = "completion" if row["type"] == "pretrain" else row["type"]
+    converted = axolotl_sources("data.train", rows)
+    return Converted(converted.settings | {"data.streaming": True, "data.train_on": "all"}, converted.remark)
+
+
+def axolotl_sources(setting: str, value: Any) -> Converted:
+    sources: list[Source] = []
+    remarks: list[str] = []
+    for rows in listed(value):
+        kind, columns, remark = axolotl_format(rows)
+        roles = {
+            theirs: ours for ours, names in (rows.get("roles") or {}).items() for theirs in listed(names)
+        }
+        files = rows.get("data_files")
+        for path in placed(str(rows["path"]), files, rows.get("name")):
+            sources.append(source(path, split=rows.get("split"), kind=kind, columns=columns, roles=roles))
+        remarks += [remark] if remark else []
+    return Converted({setting: sources}, "; ".join(dict.fromkeys(remarks)))
+
+
+def axolotl_format(rows: Mapping[str, Any]) -> tuple[str, dict[str, Any], str]:
+    """(Format, our columns -> theirs, remark) of one of axolotl's data sets."""
+    kind = rows.get("type")
+    if isinstance(kind, Mapping):
+        question, answer = kind.get("field_instruction"), kind.get("field_output")
+        columns = {
+            "instruction": question,
+            "output": answer,
+            "input": kind.get("field_input"),
+            "system": kind.get("field_system"),
+        }
+        return (
+            "alpaca",
+            columns,
+            "rows are asked by data.separator or the chat template, not by a format of their own",
+        )
+    name = str(kind or "chat_template").partition(".")[0].partition(":")[0]
+    if name in ("chat_template", "sharegpt"):
+        names = rows.get("message_property_mappings") or {}
+        role = (
+            names.get("role") or rows.get("message_field_role") or ("from" if name == "sharegpt" else "role")
+        )
+        content = names.get("content") or rows.get("message_field_content")
+        remark = ""
+        if role not in ("role", "from") or content not in (None, CONTENT.get(role)):
+            remark = f"messages have role and content, or from and value, not {role} and {content}"
+        field = rows.get("field_messages")
+        if role == "from":
+            unnamed = "conversations" if name == "sharegpt" else "messages"
+            return "sharegpt", {"conversations": field or unnamed}, remark
+        return "messages", {"messages": field}, remark
+    if name == "completion":
+        return "text", {"text": rows.get("field")}, ""
+    if name.startswith("alpaca"):
+        return "alpaca", {}, ""
+    return "", {}, f"rows of type {kind} are read by their columns; meshtune data shows how"
+
+
+# LLaMA-Factory
+
+
+@conversion
+def llama_factory_train(value: Any, job: Job) -> Converted:
+    return llama_factory_sources("data.train", value, job)
+
+
+@conversion
+def llama_factory_eval(value: Any, job: Job) -> Converted:
+    return llama_factory_sources("data.eval", value, job)
+
+
+def llama_factory_sources(setting: str, value: Any, job: Job) -> Converted:
+    folder = str(job.value("dataset_dir", default="data"))
+    found = job.read(f"{folder}/dataset_info.json")
+    if found is None and folder != "ONLINE":
+        names = value.split(",") if isinstance(value, str) else list(value)
+        remark = f"{folder}/dataset_info.json is not here, which says where these are; write their paths"
+        return Converted({setting: [f"{folder}/{name.strip()}.json" for name in names]}, remark)
+    described = json.loads(found.read_text(encoding="utf-8")) if found else {}
+    sources: list[Source] = []
+    remarks: list[str] = []
+    for name in value.split(",") if isinstance(value, str) else value:
+        name = name.strip()
+        if name not in described and found is not None:
+            remarks.append(f"{folder}/dataset_info.json does not describe {name}; write its path")
+        entry = described.get(name, {"hf_hub_url": name} if found is None else {"file_name": f"{name}.json"})
+        if entry.get("ranking") or "kto_tag" in entry.get("columns", {}):
+            raise Refused(f"dataset {name} has preferences; meshtune trains on answers alone.")
+        if entry.get("num_samples"):
+            remarks.append(f"{name}: all rows, not {entry['num_samples']}; data.max_samples takes the first")
+        sources.append(llama_factory_source(entry, f"{found.parent}/" if found else ""))
+    return Converted({setting: sources}, "; ".join(remarks))
+
+
+def llama_factory_source(entry: Mapping[str, Any], folder: str) -> Source:
+    """A source of ours for an entry of dataset_info.json. folder: that the files are in."""
+    hub = entry.get("hf_hub_url") or entry.get("ms_hub_url") or entry.get("om_hub_url")
+    path = placed(str(hub), None, entry.get("subset"))[0] if hub else f"{folder}{entry['file_name']}"
+    columns, tags = entry.get("columns", {}), entry.get("tags", {})
+    more = {"system": columns.get("system"), "tools": columns.get("tools")}
+    split = entry.get("split")
+    if entry.get("formatting", "alpaca") == "alpaca":
+        names = {
+            "instruction": columns.get("prompt"),
+            "input": columns.get("query"),
+            "output": columns.get("response"),
+        }
+        return source(
+            path, split=split, kind="alpaca", columns=names | {"history": columns.get("history")} | more
+        )
+    theirs = columns.get("messages", "conversations")
+    roles = {
+        tags[f"{ours}_tag"]: ours
+        for ours in ("user", "assistant", "system")
+        if tags.get(f"{ours}_tag", ours) != ours
+    }
+    if tags.get("observation_tag"):
+        roles[tags["observation_tag"]] = "tool"
+    if tags.get("role_tag", "from") != "from" or entry["formatting"] == "openai":
+        return source(path, split=split, kind="messages", columns={"messages": theirs} | more, roles=roles)
+    return source(path, split=split, kind="sharegpt", columns={"conversations": theirs} | more, roles=roles)
+
+
+# TRL
+
+
+@conversion
+def trl_dataset(value: Any, job: Job) -> Converted:
+    if not job.on("dataset_name"):
+        raise NoCounterpart("no dataset_name says of which data set; set data.train")
+    path = placed(str(job.value("dataset_name")), None, job.value("dataset_config"))[0]
+    settings = {"data.train": [source(path, split=job.value("dataset_train_split"))]}
+    if job.on("eval_strategy", "evaluation_strategy"):
+        settings["data.eval"] = [source(path, split=job.value("dataset_test_split", default="test"))]
+    return Converted(settings)
+
+
+@conversion
+def trl_mixture(value: Any, job: Job) -> Converted:
+    sources = []
+    for rows in value:
+        folder = f"{rows['path']}/{rows['data_dir']}" if rows.get("data_dir") else rows["path"]
+        for path in placed(folder, rows.get("data_files"), rows.get("name")):
+            sources.append(source(path, split=rows.get("split"), weight=rows.get("fraction")))
+    return Converted({"data.train": sources})
+
+
+@conversion
+def text_column(value: Any, job: Job) -> Converted:
+    return Converted({"data.columns": {"text": value}} if value != "text" else {})
+
+
+# torchtune
+
+
+@conversion
+def torchtune_dataset(value: Any, job: Job) -> Converted:
+    """Read the whole section, whichever of its keys is asked for."""
+    name = short(job.value("dataset._component_", default=""))
+    if name not in BUILDERS:
+        raise NoCounterpart(f"torchtune's {name or 'data set'} has no counterpart; set data.train")
+    path, kind, columns, labels = BUILDERS[name]
+    path, split = str(job.value("dataset.source", default=path)), job.value("dataset.split")
+    column = str(job.value("dataset.conversation_column", "dataset.column", default=""))
+    if kind == "sharegpt":
+        kind = "messages" if job.value("dataset.conversation_style") == "openai" else kind
+        columns = {"messages" if kind == "messages" else "conversations": column}
+    elif column:
+        columns = {"text": column}
+    asked = job.value("dataset.column_map", default={})
+    names = {"input": "prompt", "output": "completion"} if kind == "prompt-completion" else {}
+    columns = columns | {names.get(theirs, theirs): ours for theirs, ours in asked.items()}
+    if job.on("dataset.train_on_input"):
+        labels = "all"
+    elif job.value("dataset.train_on_input") in OFF and "dataset.train_on_input" in job.given:
+        labels = "assistant"
+    paths = placed(path, job.value("dataset.data_files"), job.value("dataset.subset"))
+    rows = [
+        source(each, split=split if split != "train" else None, kind=kind, columns=columns) for each in paths
+    ]
+    return Converted({"data.train": rows, "data.train_on": labels})
