@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 from meshtune import config
 from meshtune.config import Config
 from meshtune.errors import UserError, check_file, explained
-from meshtune.migrate import sharding, sources, values
-from meshtune.migrate.job import Converted, Job, NoCounterpart, NotNeeded, Refused, flat, is_off
+from meshtune.migrate import model, outputs, sharding, sources, training
+from meshtune.migrate.job import CONVERSIONS, Converted, Job, NoCounterpart, NotNeeded, Refused, flat, is_off
 from meshtune.migrate.pickled import training_arguments
 from meshtune.trainers.table import TOOLS, Entry, table
 from meshtune.yaml_tree import merge, nested, overridden, read_yaml
 
-assert sharding and sources  # they add their conversions to values.CONVERSIONS
+MODULES = (model, outputs, sharding, sources, training)  # each adds to CONVERSIONS
 SHARED = "transformers"  # the tool of a file whose keys others have too
 
 
@@ -176,7 +176,7 @@ def _convert(result: Migrated, keys: Mapping[str, Any], default: bool = False) -
 def _converted(entry: Entry, value: Any, job: Job) -> Converted:
     if not entry.conversion:
         return Converted({entry.setting: value})
-    return values.CONVERSIONS[entry.conversion](value, job)
+    return CONVERSIONS[entry.conversion](value, job)
 
 
 def _without_effect(result: Migrated) -> None:

@@ -1,6 +1,13 @@
-"""One file of another trainer while it is migrated: its keys by dotted name, and what conversions answer."""
+"""One file of another trainer while it is migrated, and conversions of values, by their names in trainers/.
 
-from collections.abc import Iterator, Mapping
+    @conversion
+    def warmup(value, job): ...        warmup_steps = ["train.warmup_steps", "warmup"]
+
+A conversion takes the value of a key and the whole job, whose other keys may matter, and returns the settings
+that it makes. It raises NoCounterpart, NotNeeded or Refused where it makes none.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,3 +88,29 @@ def flat(tree: Mapping[str, Any], known: Table, prefix: str = "") -> Iterator[tu
         for section in value if isinstance(value, list) else [value]:
             if isinstance(section, Mapping):
                 yield from flat(section, known, f"{key}.")
+
+
+Conversion = Callable[[Any, Job], Converted]
+CONVERSIONS: dict[str, Conversion] = {}
+
+
+def conversion(function: Conversion) -> Conversion:
+    CONVERSIONS[function.__name__] = function
+    return function
+
+
+def short(value: Any) -> str:
+    """The last part of a component's name in lower case: torch.optim.AdamW is adamw."""
+    return str(getattr(value, "value", value)).rpartition(".")[2].lower()
+
+
+@conversion
+def section(value: Any, job: Job) -> Converted:
+    """Give nothing: the keys in the section are converted one by one."""
+    return Converted({})
+
+
+@conversion
+def elsewhere(value: Any, job: Job) -> Converted:
+    """Give nothing: the conversion of another key reads this one."""
+    return Converted({})

@@ -7,8 +7,7 @@ from typing import Any
 
 from meshtune.errors import UserError
 from meshtune.layout import Layout, PartialLayout
-from meshtune.migrate.job import OFF, Converted, Job, NoCounterpart
-from meshtune.migrate.values import conversion
+from meshtune.migrate.job import OFF, Converted, Job, NoCounterpart, conversion
 from meshtune.yaml_tree import read_yaml
 
 PER_NODE = 8  # GPUs that hybrid sharding shards over, where a file does not say

@@ -7,8 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from meshtune.migrate.job import OFF, Converted, Job, NoCounterpart, Refused
-from meshtune.migrate.values import conversion, short
+from meshtune.migrate.job import OFF, Converted, Job, NoCounterpart, Refused, conversion, short
 
 Source = dict[str, Any]
 CONTENT = {"role": "content", "from": "value"}  # key of the role in a message -> that of its text
@@ -162,14 +161,23 @@ def llama_factory_sources(setting: str, value: Any, job: Job) -> Converted:
     remarks: list[str] = []
     for name in value.split(",") if isinstance(value, str) else value:
         name = name.strip()
-        if name not in described and found is not None:
-            remarks.append(f"{folder}/dataset_info.json does not describe {name}; write its path")
-        entry = described.get(name, {"hf_hub_url": name} if found is None else {"file_name": f"{name}.json"})
+        entry = described.get(name)
+        if entry is None:
+            sources.append(source(name if found is None else f"{folder}/{name}.json"))
+            if found is not None:
+                remarks.append(f"{folder}/dataset_info.json does not describe {name}; write its path")
+            continue
         if entry.get("ranking") or "kto_tag" in entry.get("columns", {}):
             raise Refused(f"dataset {name} has preferences; meshtune trains on answers alone.")
         if entry.get("num_samples"):
             remarks.append(f"{name}: all rows, not {entry['num_samples']}; data.max_samples takes the first")
-        sources.append(llama_factory_source(entry, f"{found.parent}/" if found else ""))
+        made = llama_factory_source(entry, f"{found.parent}/" if found else "")
+        if job.value("stage") == "pt":  # its text is what prompts are otherwise
+            made |= {
+                "format": "text",
+                "columns": {"text": entry.get("columns", {}).get("prompt", "instruction")},
+            }
+        sources.append(made)
     return Converted({setting: sources}, "; ".join(remarks))
 
 
@@ -248,9 +256,9 @@ def torchtune_dataset(value: Any, job: Job) -> Converted:
         columns = {"messages" if kind == "messages" else "conversations": column}
     elif column:
         columns = {"text": column}
-    asked = job.value("dataset.column_map", default={})
+    asked: dict[str, str] = job.value("dataset.column_map", default={})
     names = {"input": "prompt", "output": "completion"} if kind == "prompt-completion" else {}
-    columns = columns | {names.get(theirs, theirs): ours for theirs, ours in asked.items()}
+    columns = {**columns, **{names.get(name, name): theirs for name, theirs in asked.items()}}
     if job.on("dataset.train_on_input"):
         labels = "all"
     elif job.value("dataset.train_on_input") in OFF and "dataset.train_on_input" in job.given:

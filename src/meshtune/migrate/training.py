@@ -1,0 +1,229 @@
+"""Length, rate, optimizer, labels and sequences of other trainers as settings of ours."""
+
+import json
+from typing import Any
+
+from meshtune.migrate.job import Converted, Job, NoCounterpart, NotNeeded, Refused, conversion, short
+from meshtune.optimizers import OPTIMIZERS
+from meshtune.schedules import SCHEDULES
+
+TEMPLATES = ("alpaca", "chatml", "gemma", "llama3", "mistral")  # built-ins of data/templates
+
+
+@conversion
+def schedule(value: Any, job: Job) -> Converted:
+    name = short(value).removeprefix("get_").replace("_schedule_with_warmup", "").replace("_schedule", "")
+    if name not in SCHEDULES:
+        raise NoCounterpart(f"there is no schedule {name}; train.lr_scheduler is cosine")
+    if SCHEDULES[name].needs_floor and not (floors(job) or job.on("cosine_min_lr_ratio")):
+        return Converted({"train.lr_scheduler": name.replace("_with_min_lr", "")}, "without its least rate")
+    return Converted({"train.lr_scheduler": name})
+
+
+def scheduled(job: Job) -> str:
+    """Name of the schedule that `schedule` gives, "" for none."""
+    value = job.value("lr_scheduler_type", "lr_scheduler", "lr_scheduler._component_", default="")
+    try:
+        return schedule(value, job).settings.get("train.lr_scheduler", "")
+    except NoCounterpart:
+        return ""
+
+
+@conversion
+def schedule_arguments(value: Any, job: Job) -> Converted:
+    arguments = json.loads(value) if isinstance(value, str) else dict(value)
+    settings: dict[str, Any] = floors(job)
+    for name in ("min_lr", "min_lr_rate", "min_lr_ratio"):
+        arguments.pop(name, None)
+    taken = SCHEDULES[scheduled(job) or "cosine"].arguments
+    if kept := {name: entry for name, entry in arguments.items() if name in taken}:
+        settings["train.lr_scheduler_kwargs"] = kept
+    left = [name for name in arguments if name not in taken]
+    return Converted(settings, f"without {', '.join(left)}, which the schedule does not take" if left else "")
+
+
+def floors(job: Job) -> dict[str, float]:
+    """{"train.min_lr_ratio": ...} where the arguments of the schedule say how low the rate ends."""
+    value = job.value("lr_scheduler_kwargs", default={})
+    arguments = json.loads(value) if isinstance(value, str) else dict(value)
+    if "min_lr" in arguments and job.value("learning_rate"):
+        return {"train.min_lr_ratio": float(arguments["min_lr"]) / float(job.value("learning_rate"))}
+    given = arguments.get("min_lr_rate", arguments.get("min_lr_ratio"))
+    return {} if given is None else {"train.min_lr_ratio": float(given)}
+
+
+@conversion
+def least_rate(value: Any, job: Job) -> Converted:
+    if SCHEDULES[scheduled(job) or "cosine"].floor is None:
+        raise NotNeeded(f"the schedule {scheduled(job)} has no least rate")
+    return Converted({"train.min_lr_ratio": float(value)})
+
+
+@conversion
+def warmup(value: Any, job: Job) -> Converted:
+    no_warmup_for_constant(job)
+    if not value and job.value("warmup_ratio"):
+        return Converted({})
+    if 0 < float(value) < 1:
+        return Converted({"train.warmup_ratio": float(value)})
+    return Converted({"train.warmup_steps": int(value)})
+
+
+@conversion
+def warmup_ratio(value: Any, job: Job) -> Converted:
+    no_warmup_for_constant(job)
+    if job.value("warmup_steps"):
+        raise NotNeeded("warmup_steps says how long to warm up")
+    return Converted({"train.warmup_ratio": float(value)})
+
+
+def no_warmup_for_constant(job: Job) -> None:
+    name = scheduled(job)
+    if name and not SCHEDULES[name].warmup:
+        raise NotNeeded(f"the schedule {name} has no warm-up")
+
+
+@conversion
+def above_zero(value: Any, job: Job) -> Converted:
+    return Converted({"train.max_steps": int(value)} if int(value) > 0 else {})
+
+
+@conversion
+def epochs(value: Any, job: Job) -> Converted:
+    if ended_by_steps(job):
+        raise NotNeeded("the number of steps ends the run")
+    return Converted({"train.num_epochs": float(value)})
+
+
+@conversion
+def steps_per_epoch(value: Any, job: Job) -> Converted:
+    return Converted({"train.max_steps": int(value) * int(job.value("epochs", default=1))})
+
+
+def ended_by_steps(job: Job) -> bool:
+    return int(job.value("max_steps", default=-1)) > 0 or "max_steps_per_epoch" in job.given
+
+
+@conversion
+def optimizer(value: Any, job: Job) -> Converted:
+    name = short(value)
+    kind = next((kind for kind in OPTIMIZERS if kind in name.split("_") or name.startswith(kind)), None)
+    if kind is None:
+        raise NoCounterpart(f"there is no optimizer {name}; train.optimizer is adamw")
+    if "8bit" in name or "4bit" in name or "fp8" in name:
+        return Converted({"train.optimizer": kind}, "its states are not quantised: more memory, same updates")
+    return Converted({"train.optimizer": kind})
+
+
+@conversion
+def first_beta(value: Any, job: Job) -> Converted:
+    return Converted({"train.adam_betas": [float(value), float(job.value("adam_beta2", default=0.999))]})
+
+
+@conversion
+def second_beta(value: Any, job: Job) -> Converted:
+    return Converted({"train.adam_betas": [float(job.value("adam_beta1", default=0.9)), float(value)]})
+
+
+@conversion
+def plain_loss(value: Any, job: Job) -> Converted:
+    if value not in ("nll", "chunked_nll"):
+        raise NoCounterpart(f"there is no loss {value}; it is the mean cross-entropy of label tokens")
+    return Converted({})
+
+
+# Labels and sequences
+
+
+@conversion
+def train_on_inputs(value: Any, job: Job) -> Converted:
+    return Converted({"data.train_on": "all" if value else "assistant"})
+
+
+@conversion
+def train_on_prompt(value: Any, job: Job) -> Converted:
+    if job.value("stage") == "pt" or value:
+        return Converted({"data.train_on": "all"})
+    return Converted({"data.train_on": "completion" if job.on("mask_history") else "assistant"})
+
+
+@conversion
+def mask_history(value: Any, job: Job) -> Converted:
+    return train_on_prompt(job.value("train_on_prompt"), job)
+
+
+@conversion
+def stage(value: Any, job: Job) -> Converted:
+    if value not in ("sft", "pt"):
+        raise Refused(f"stage: {value} is no supervised fine-tuning; meshtune trains the stages sft and pt.")
+    return train_on_prompt(job.value("train_on_prompt"), job)
+
+
+@conversion
+def assistant_only(value: Any, job: Job) -> Converted:
+    return Converted({"data.train_on": "assistant"} if value else {})
+
+
+@conversion
+def completion_only(value: Any, job: Job) -> Converted:
+    if job.on("assistant_only_loss"):
+        raise NotNeeded("assistant_only_loss says which tokens are labelled")
+    if value == "by the rows":
+        raise NoCounterpart(
+            "TRL labels all tokens of messages, which data.train_on=all does, and the completions of prompts"
+        )
+    return Converted({"data.train_on": "completion" if value else "all"})
+
+
+@conversion
+def llama_factory_packing(value: Any, job: Job) -> Converted:
+    given = job.given.get("packing", job.value("stage") == "pt")
+    remark = "" if job.on("neat_packing") else "documents of a sequence do not see each other"
+    if given or job.on("neat_packing"):
+        return Converted({"data.packing": True}, remark)
+    return Converted({"data.packing": False})
+
+
+def packs(job: Job) -> bool:
+    return job.on("packing", "neat_packing", "sample_packing", "dataset.packed")
+
+
+@conversion
+def overlong(value: Any, job: Job) -> Converted:
+    return Converted({"data.overlong": {"truncate": "cut", "raise": "error"}.get(value, value)})
+
+
+@conversion
+def truncation(value: Any, job: Job) -> Converted:
+    if value != "keep_start":
+        raise NoCounterpart("rows that are too long keep their start; data.overlong: drop leaves them out")
+    return Converted({})
+
+
+@conversion
+def no_limit(value: Any, job: Job) -> Converted:
+    if value == "no limit":
+        raise NoCounterpart("rows are cut to data.seq_len, 2048 unless it is set")
+    return Converted({"data.seq_len": int(value)})
+
+
+@conversion
+def template_name(value: Any, job: Job) -> Converted:
+    name = str(value).removeprefix("tokenizer_default_fallback_")
+    if value == "tokenizer_default" or value != name:
+        return Converted({})
+    if name not in TEMPLATES:
+        raise NoCounterpart(f"there is no template {name} here; the tokenizer's own chat template is used")
+    return Converted({"data.chat_template": name})
+
+
+@conversion
+def thinking(value: Any, job: Job) -> Converted:
+    return Converted({} if value else {"data.chat_template_kwargs": {"enable_thinking": False}})
+
+
+@conversion
+def mix(value: Any, job: Job) -> Converted:
+    if value != "concat":
+        raise NoCounterpart("sources are concatenated and shuffled; data.train.weight repeats or thins one")
+    return Converted({})

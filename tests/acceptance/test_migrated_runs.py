@@ -1,0 +1,79 @@
+"""Configurations of other trainers: `meshtune migrate`, then `meshtune train` on a tiny model and rows."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import cases
+from command import end
+from transformers import AutoTokenizer
+
+FILES = Path(__file__).parents[1] / "data" / "migrate"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TURNS = [
+    {"role": "user", "content": "two and two?"},
+    {"role": "assistant", "content": "four"},
+    {"role": "user", "content": "and one?"},
+    {"role": "assistant", "content": "five"},
+]
+ALPACA = {"instruction": "Add them.", "input": "2 and 2", "output": "4"}
+ROWS: dict[str, dict[str, Any]] = {  # file -> a row as its data sets have them
+    "axolotl-lora.yaml": {"messages": TURNS},
+    "axolotl-fft-fsdp.yaml": ALPACA,
+    "axolotl-qlora.yaml": ALPACA,
+    "llama-factory-lora-sft.yaml": ALPACA,
+    "llama-factory-full-ds3.yaml": {"turns": TURNS},
+    "llama-factory-pt.yaml": {"text": "Two and two is four, and one is five."},
+    "trl-sft.json": {"messages": TURNS},
+    "trl-sft-lora.yaml": {"prompt": "two and two?", "completion": "four"},
+    "torchtune-lora-single.yaml": ALPACA,
+    "torchtune-full-distributed.yaml": {"turns": TURNS},
+}
+
+
+def test_there_are_ten() -> None:
+    assert sorted(ROWS) == sorted(path.name for path in FILES.iterdir() if path.is_file())
+
+
+@pytest.fixture(scope="module")
+def instructed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a chat template, as models that follow instructions have one."""
+    model = tmp_path_factory.mktemp("instructed") / "model"
+    shutil.copytree(tiny / "model", model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = CHATML
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.save_pretrained(model)
+    return model
+
+
+@pytest.mark.parametrize("name", cases(ROWS, default=["llama-factory-lora-sft.yaml"]))
+def test_a_configuration_of_another_trainer_trains_after_one_command(
+    name: str, instructed: Path, tmp_path: Path, begin_fork: Any
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(ROWS[name] | {"n": n}) + "\n" for n in range(40)))
+    run = tmp_path / "run.yaml"
+    migrated = end(begin_fork("migrate", FILES / name, "--out", run, "--json"))
+    assert migrated.code == 0, migrated.err
+
+    # In place of hub ids, a large model and a tracker with an account; nothing else is changed.
+    data = migrated.json["config"]["data"]
+    sources = {
+        key: [{**(each if isinstance(each, dict) else {}), "path": str(rows)} for each in data[key]]
+        for key in ("train", "eval")
+        if key in data
+    }
+    small = [f"model.name={instructed}", f"data.cache={tmp_path / 'cache'}", "data.seq_len=64"]
+    small += [f"data.{key}={json.dumps(value)}" for key, value in sources.items()]
+    small += [f"output={tmp_path / 'run'}", "train.max_steps=2", "train.num_epochs=null", "train.device=cpu"]
+    small += ["log.to=[console]"]
+    trained = end(begin_fork("train", run, *small))
+    assert trained.code == 0, trained.err
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in steps if row["kind"] == "train"] == [1, 2]

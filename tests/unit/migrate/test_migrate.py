@@ -1,0 +1,379 @@
+"""Other trainers' configurations as settings: values, layouts, rows, refusals, dumps of arguments."""
+
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import trl
+import yaml
+
+from meshtune import config
+from meshtune.errors import UserError
+from meshtune.layout import Layout
+from meshtune.migrate.convert import Migrated, migrate
+from meshtune.migrate.job import CONVERSIONS
+from meshtune.migrate.write import text_of
+from meshtune.trainers.table import TOOLS, table
+
+FILES = Path(__file__).parents[2] / "data" / "migrate"
+Migrate = Callable[..., Migrated]
+AXOLOTL = {"base_model": "m", "datasets": [{"path": "rows.jsonl"}], "learning_rate": 1e-4}
+TRL = {"model_name_or_path": "m", "dataset_name": "org/rows", "max_length": 64, "output_dir": "out"}
+FACTORY = {"model_name_or_path": "m", "stage": "sft", "dataset": "a", "template": "llama3", "cutoff_len": 64}
+TORCHTUNE = {
+    "model": {"_component_": "torchtune.models.qwen2.qwen2_0_5b"},
+    "checkpointer": {"checkpoint_dir": "m"},
+    "tokenizer": {"max_seq_len": 128},
+    "dataset": {"_component_": "torchtune.datasets.alpaca_dataset"},
+    "batch_size": 2,
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": "3e-4"},
+}
+
+
+@pytest.fixture
+def migrated(tmp_path: Path) -> Migrate:
+    """Function(tree, gpus=…, overrides=…, **more keys) that migrates them as a YAML file."""
+
+    def of(tree: dict[str, Any], gpus: int = 1, overrides: tuple[str, ...] = (), **more: Any) -> Migrated:
+        file = tmp_path / "theirs.yaml"
+        file.write_text(yaml.safe_dump({**tree, **more}))
+        return migrate(file, gpus=gpus, overrides=overrides)
+
+    return of
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_every_conversion_of_a_table_exists(tool: str) -> None:
+    assert {entry.conversion for entry in table(tool).own.values() if entry.conversion} <= CONVERSIONS.keys()
+
+
+def test_every_conversion_is_of_a_table() -> None:
+    used = {entry.conversion for tool in TOOLS for entry in table(tool).own.values()}
+    assert CONVERSIONS.keys() - used == set()
+
+
+@pytest.mark.parametrize(
+    "file", sorted(path for path in FILES.iterdir() if path.is_file()), ids=lambda f: f.name
+)
+def test_the_written_file_loads_and_is_what_was_converted(file: Path, tmp_path: Path) -> None:
+    result = migrate(file, gpus=8)
+    written = tmp_path / "ours.yaml"
+    written.write_text(text_of(result, file.name))
+    assert config.load(written) == result.config()
+
+
+@pytest.mark.parametrize(
+    "file", sorted(path for path in FILES.iterdir() if path.is_file()), ids=lambda f: f.name
+)
+def test_every_key_of_a_file_is_a_setting_or_in_a_comment(file: Path) -> None:
+    result = migrate(file)
+    text = text_of(result, file.name)
+    noted = {note.key for note in (*result.unsupported, *result.ignored)} | {*result.off}
+    for key, value in result.job.given.items():
+        entry = result.job.table.entry(key)
+        assert entry is not None
+        if not entry.setting and not isinstance(value, dict):
+            assert key in noted and key in text
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        (
+            AXOLOTL | {"adapter": "lora", "lora_r": 4, "lora_target_linear": True, "lora_alpha": 8},
+            {"method": "lora", "lora.r": 4, "lora.target_modules": "all-linear", "lora.alpha": 8},
+        ),
+        (AXOLOTL | {"lora_r": 4}, {"lora.r": None}),
+        (
+            AXOLOTL | {"train_on_inputs": True, "excess_length_strategy": "truncate"},
+            {"data.train_on": "all", "data.overlong": "cut", "data.seq_len": 512, "data.packing": False},
+        ),
+        (
+            AXOLOTL | {"val_set_size": 0.1, "evals_per_epoch": 4, "saves_per_epoch": 2},
+            {"eval.every": "0.25 epoch", "checkpoint.every": "0.5 epoch", "data.eval_split": 0.1},
+        ),
+        (AXOLOTL | {"bf16": "auto"}, {"train.precision": "bf16"}),
+        (AXOLOTL | {"bf16": False, "float32": True}, {"train.precision": "fp32"}),
+        (
+            AXOLOTL | {"optimizer": "paged_adamw_8bit", "warmup_ratio": 0.1},
+            {"train.optimizer": "adamw", "train.warmup_ratio": 0.1},
+        ),
+        (AXOLOTL | {"wandb_project": "p"}, {"log.to": ["console", "jsonl", "wandb"]}),
+        (AXOLOTL | {"learning_rate": "2e-5"}, {"train.learning_rate": 2e-5}),
+        (AXOLOTL | {"max_steps": 10, "num_epochs": 3}, {"train.max_steps": 10, "train.num_epochs": None}),
+        (
+            TRL,
+            {
+                "train.learning_rate": 2e-5,
+                "train.num_epochs": 3.0,
+                "train.lr_scheduler": "linear",
+                "train.warmup_steps": 0,
+                "data.packing": False,
+                "layout": "mb8-ga1-full",
+            },
+        ),
+        (
+            TRL | {"learning_rate": 1e-3, "warmup_steps": 0.1},
+            {"train.warmup_ratio": 0.1, "train.warmup_steps": None},
+        ),
+        (TRL | {"lr_scheduler_type": "constant", "warmup_steps": 5}, {"train.warmup_steps": None}),
+        (
+            TRL | {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": '{"min_lr_rate": 0.2}'},
+            {"train.lr_scheduler": "cosine_with_min_lr", "train.min_lr_ratio": 0.2},
+        ),
+        (
+            TRL | {"eval_strategy": "epoch", "save_strategy": "no"},
+            {"eval.every": "1 epoch", "checkpoint.every": 0},
+        ),
+        (TRL | {"eval_strategy": "steps", "eval_steps": 0.1}, {"eval.every": "0.3 epoch"}),
+        (TRL | {"dtype": "bfloat16"}, {"train.precision": "bf16-pure"}),
+        (TRL | {"bf16": False}, {"train.precision": "fp32"}),
+        (TRL | {"assistant_only_loss": True}, {"data.train_on": "assistant"}),
+        (TRL | {"activation_checkpointing": False}, {"layout": "mb8-ga1"}),
+        (TRL | {"push_to_hub": True, "hub_model_id": "me/x"}, {"hub.push_to": "me/x"}),
+        (TRL | {"hub_model_id": "me/x"}, {"hub.push_to": None}),
+        (TRL | {"use_cpu": True, "report_to": ["wandb"]}, {"train.device": "cpu"}),
+        (TRL | {"report_to": "none"}, {"log.to": ["console", "jsonl"]}),
+        (
+            FACTORY | {"lora_rank": 4},
+            {"method": "lora", "lora.r": 4, "lora.alpha": 8, "data.train_on": "assistant"},
+        ),
+        (FACTORY | {"mask_history": True}, {"data.train_on": "completion", "data.chat_template": "llama3"}),
+        (
+            FACTORY | {"finetuning_type": "full", "pure_bf16": True},
+            {"method": "full", "train.precision": "bf16-pure"},
+        ),
+        (FACTORY | {"neat_packing": True}, {"data.packing": True}),
+        (FACTORY | {"stage": "pt"}, {"data.packing": True, "data.train_on": "all"}),
+        (
+            FACTORY | {"max_samples": 7, "enable_thinking": False},
+            {"data.max_samples": 7, "data.chat_template_kwargs": {"enable_thinking": False}},
+        ),
+        (
+            TORCHTUNE,
+            {
+                "train.learning_rate": 3e-4,
+                "train.lr_scheduler": "constant",
+                "train.max_grad_norm": 0.0,
+                "data.train_on": "all",
+                "data.seq_len": 128,
+                "method": "full",
+            },
+        ),
+        (TORCHTUNE | {"epochs": 2, "max_steps_per_epoch": 5}, {"train.max_steps": 10}),
+        (
+            TORCHTUNE
+            | {
+                "model": {
+                    "_component_": "torchtune.models.qwen2.lora_qwen2_0_5b",
+                    "lora_rank": 8,
+                    "lora_attn_modules": ["q_proj", "output_proj"],
+                    "apply_lora_to_mlp": False,
+                }
+            },
+            {"method": "lora", "lora.target_modules": ["q_proj", "o_proj"]},
+        ),
+    ],
+)
+def test_a_key_becomes_its_setting(tree: dict[str, Any], expected: dict[str, Any], migrated: Migrate) -> None:
+    settings = migrated(tree).settings
+    assert {name: settings.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("tree", "gpus", "layout", "batch"),
+    [
+        (AXOLOTL | {"micro_batch_size": 2, "gradient_accumulation_steps": 4}, 1, "mb2-ga4", 8),
+        (AXOLOTL | {"micro_batch_size": 2}, 4, "dp4-mb2-ga1", 8),
+        (AXOLOTL | {"fsdp_config": {"reshard_after_forward": True}}, 8, "zero3x8-mb1-ga1", 8),
+        (AXOLOTL | {"fsdp_config": {"reshard_after_forward": False}}, 8, "zero2x8-mb1-ga1", 8),
+        (AXOLOTL | {"fsdp_config": {"reshard_after_forward": True}}, 1, "mb1-ga1", 1),
+        (AXOLOTL | {"fsdp": ["hybrid_shard", "auto_wrap"]}, 16, "dp2-zero3x8-mb1-ga1", 16),
+        (AXOLOTL | {"deepspeed": "deepspeed_configs/zero2.json"}, 4, "zero2x4-mb1-ga1", 4),
+        (AXOLOTL | {"deepspeed": {"zero_optimization": {"stage": 1}}}, 2, "zero1x2-mb1-ga1", 2),
+        (AXOLOTL | {"dp_shard_size": 2, "tensor_parallel_size": 2}, 8, "dp2-zero3x2-tp2-mb1-ga1", 4),
+        (AXOLOTL | {"context_parallel_size": 4}, 8, "dp2-cp4-mb1-ga1", 2),
+        (TRL | {"parallelism_config": {"tp_size": 2, "dp_shard_size": 2}}, 4, "zero3x2-tp2-mb8-ga1-full", 16),
+        (TORCHTUNE | {"tensor_parallel_dim": 2}, 8, "zero3x4-tp2-mb2-ga1", 8),
+    ],
+)
+def test_sharding_becomes_a_layout(
+    tree: dict[str, Any], gpus: int, layout: str, batch: int, migrated: Migrate
+) -> None:
+    settings = migrated(tree, gpus=gpus).settings
+    assert (settings["layout"], settings["train.global_batch_size"]) == (layout, batch)
+    assert Layout.parse(layout).world == gpus and Layout.parse(layout).global_batch_size == batch
+
+
+def test_sizes_that_do_not_make_the_gpus_are_refused(migrated: Migrate) -> None:
+    with pytest.raises(UserError, match=r"tp 4 x cp 1 .* make no 1 GPUs; .* --gpus 4"):
+        migrated(AXOLOTL, tensor_parallel_size=4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "source"),
+    [
+        (
+            {"path": "a", "type": "alpaca", "split": "train[:10]"},
+            {"path": "a", "format": "alpaca", "split": "train[:10]"},
+        ),
+        (
+            {"path": "json", "data_files": "x.jsonl", "type": "completion", "field": "body"},
+            {"path": "x.jsonl", "format": "text", "columns": {"text": "body"}},
+        ),
+        (
+            {"path": "org/x", "name": "en", "type": "chat_template", "field_messages": "turns"},
+            {"path": "org/x:en", "format": "messages", "columns": {"messages": "turns"}},
+        ),
+        (
+            {
+                "path": "x",
+                "type": "chat_template",
+                "message_property_mappings": {"role": "from", "content": "value"},
+                "field_messages": "conversations",
+                "roles": {"assistant": ["bot"]},
+            },
+            {"path": "x", "format": "sharegpt", "roles": {"bot": "assistant"}},
+        ),
+        (
+            {"path": "org/x", "data_files": ["a.parquet"]},
+            {"path": "hf://datasets/org/x/a.parquet", "format": "messages"},
+        ),
+        (
+            {"path": "x", "type": {"field_instruction": "q", "field_output": "a"}},
+            {"path": "x", "format": "alpaca", "columns": {"instruction": "q", "output": "a"}},
+        ),
+    ],
+)
+def test_axolotls_rows(rows: dict[str, Any], source: dict[str, Any], migrated: Migrate) -> None:
+    assert migrated(AXOLOTL, datasets=[rows]).settings["data.train"] == [source]
+
+
+def test_llama_factorys_rows_are_those_of_dataset_info() -> None:
+    result = migrate(FILES / "llama-factory-full-ds3.yaml")
+    (source,) = result.settings["data.train"]
+    assert source["path"].endswith("data/chats.json") and source["format"] == "messages"
+    assert source["columns"] == {"messages": "turns", "system": "rules"}
+
+
+def test_torchtunes_rows(migrated: Migrate) -> None:
+    chats = {
+        "_component_": "torchtune.datasets.chat_dataset", "source": "json", "data_files": "x.json",
+        "conversation_column": "turns", "conversation_style": "openai",
+    }  # fmt: skip
+    settings = migrated(TORCHTUNE, dataset=chats).settings
+    assert settings["data.train"] == [
+        {"path": "x.json", "format": "messages", "columns": {"messages": "turns"}}
+    ]
+    assert settings["data.train_on"] == "assistant"
+
+
+def test_torchtunes_references_are_replaced(migrated: Migrate) -> None:
+    checkpointer = {"checkpoint_dir": "${output_dir}/base"}
+    assert migrated(TORCHTUNE, output_dir="/o", checkpointer=checkpointer).settings["model.name"] == "/o/base"
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        (AXOLOTL | {"rl": "dpo"}, "rl makes this another job: training is supervised"),
+        (AXOLOTL | {"adapter": "ia3"}, "adapter: ia3 is not offered"),
+        (FACTORY | {"stage": "dpo"}, "stage: dpo is no supervised fine-tuning"),
+        (FACTORY | {"finetuning_type": "oft"}, "finetuning_type: oft is not offered"),
+        (AXOLOTL | {"warmup_ratio": "much"}, "warmup_ratio = 'much' is not what axolotl takes"),
+        ({"a": 1, "b": 2, "learning_rate": 1}, "it is no configuration of TRL"),
+        ({key: value for key, value in TRL.items() if key != "model_name_or_path"}, "No model is named"),
+    ],
+)
+def test_another_job_is_refused(tree: dict[str, Any], said: str, migrated: Migrate) -> None:
+    with pytest.raises(UserError) as refused:
+        migrated(tree)
+    assert said in "\n".join(refused.value.problems)
+
+
+def test_all_refusals_are_said_at_once(migrated: Migrate) -> None:
+    with pytest.raises(UserError) as refused:
+        migrated(AXOLOTL, rl="dpo", adapter="ia3", num_epochs="x")
+    assert len(refused.value.problems) == 3
+
+
+@pytest.mark.parametrize(
+    ("tree", "key"),
+    [
+        (AXOLOTL | {"load_in_4bit": True, "adapter": "qlora"}, "load_in_4bit"),
+        (AXOLOTL | {"lr_scheduler": "rex"}, "lr_scheduler"),
+        (AXOLOTL | {"fp16": True}, "fp16"),
+        (AXOLOTL | {"not_a_key": 1}, "not_a_key"),
+        (AXOLOTL | {"datasets": [{"path": "x", "roles_to_train": ["user"]}]}, "datasets.roles_to_train"),
+        (TRL | {"loss_type": "dft"}, "loss_type"),
+        (TRL | {"resume_from_checkpoint": "out/checkpoint-5"}, "resume_from_checkpoint"),
+        (TORCHTUNE | {"dataset": {"_component_": "torchtune.datasets.multimodal.x"}}, "dataset._component_"),
+    ],
+)
+def test_what_has_no_counterpart_is_named_with_the_reason(
+    tree: dict[str, Any], key: str, migrated: Migrate
+) -> None:
+    result = migrated(tree)
+    assert [note.key for note in result.unsupported if note.key == key] == [key]
+    assert f"{key}: " in text_of(result, "theirs.yaml")
+
+
+def test_the_command_line_completes_a_file_without_model_or_rows(tmp_path: Path) -> None:
+    file = tmp_path / "arguments.json"
+    file.write_text(
+        json.dumps({"learning_rate": 1e-4, "output_dir": "o", "eval_strategy": "steps", "eval_steps": 5})
+    )
+    result = migrate(file, overrides=["model.name=m", "data.train=a.jsonl", "data.eval=b.jsonl"])
+    assert result.config().eval.every == 5 and "# the command line" in text_of(result, "arguments.json")
+
+
+# training_args.bin #
+
+
+def test_a_dump_of_arguments_is_read_without_unpickling_it(tmp_path: Path) -> None:
+    arguments = trl.SFTConfig(
+        output_dir="out", learning_rate=3e-5, lr_scheduler_type="cosine", eval_strategy="steps", eval_steps=7,
+        optim="adafactor", bf16=False, use_cpu=True, report_to="none", max_length=77,
+    )  # fmt: skip
+    torch.save(arguments, tmp_path / "training_args.bin")
+    result = migrate(
+        tmp_path / "training_args.bin", overrides=["model.name=m", "data.train=a", "data.eval=b"]
+    )
+    settings = result.settings
+    assert result.job.tool == "trl"
+    assert (settings["train.learning_rate"], settings["train.lr_scheduler"]) == (3e-5, "cosine")
+    assert (settings["eval.every"], settings["data.seq_len"], settings["train.device"]) == (7, 77, "cpu")
+    given = json.loads(arguments.to_json_string())
+    for key in ("optim", "save_strategy", "max_grad_norm", "seed", "warmup_steps"):
+        assert result.job.given[key] == given[key], key
+    assert transformers.TrainingArguments in type(arguments).__mro__
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)  # type: ignore[attr-defined]
+
+
+def test_a_malicious_dump_runs_nothing(tmp_path: Path) -> None:
+    harm = Harmful()
+    harm.path = tmp_path / "harmed"  # type: ignore[attr-defined]
+    with zipfile.ZipFile(tmp_path / "training_args.bin", "w") as archive:
+        archive.writestr("training_args/data.pkl", pickle.dumps(harm))
+    with pytest.raises(UserError, match=r"is no training_args\.bin: .* Give the arguments as JSON instead"):
+        migrate(tmp_path / "training_args.bin")
+    assert not (tmp_path / "harmed").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x80\x04."])
+def test_a_broken_dump_is_named(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "training_args.bin"
+    file.write_bytes(content)
+    with pytest.raises(UserError, match="is no training_args"):
+        migrate(file)
