@@ -103,6 +103,12 @@ def modules(value: Any, job: Job) -> Converted:
 
 
 @conversion
+def modules_to_save(value: Any, job: Job) -> Converted:
+    names = value.split(",") if isinstance(value, str) else list(value)
+    return Converted({"lora.modules_to_save": [name.strip() for name in names]})
+
+
+@conversion
 def torchtune_modules(value: Any, job: Job) -> Converted:
     theirs = job.value("model.lora_attn_modules", default=[])
     names = ["o_proj" if name == "output_proj" else name for name in theirs]
