@@ -86,7 +86,14 @@ def printable(text: str) -> str:
     return text.translate(_CONTROL)
 
 
-def notice(text: str) -> None:
-    """Print lines on stderr, where they are no part of the result; on a terminal they break at words."""
-    width = os.get_terminal_size(sys.stderr.fileno()).columns if sys.stderr.isatty() else None
-    print(at_words(printable(text), width), file=sys.stderr, flush=True)
+def notice(text: str, *, dim: bool = False) -> None:
+    """Print lines on stderr, where they are no part of the result; on a terminal they break at words.
+
+    dim: pale on a terminal, beside text that matters more.
+    """
+    terminal = sys.stderr.isatty()
+    pale = dim and terminal and not os.environ.get("NO_COLOR")
+    # Columns are 0 in a terminal that was not told its size.
+    width = (os.get_terminal_size(sys.stderr.fileno()).columns or None) if terminal else None
+    lines = at_words(printable(text), width)
+    print(f"\033[2m{lines}\033[0m" if pale else lines, file=sys.stderr, flush=True)

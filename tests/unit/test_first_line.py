@@ -108,3 +108,11 @@ def test_a_word_that_is_too_long_keeps_a_line_of_its_own():
 def test_a_notice_shows_control_characters(capsys):
     notice("a\x1b]0;title\x07")
     assert capsys.readouterr().err == "a␛]0;title␇\n"
+
+
+def test_a_terminal_without_a_size_breaks_no_lines(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("os.get_terminal_size", lambda _: os.terminal_size((0, 0)))
+    monkeypatch.setattr("sys.stderr.fileno", lambda: 2)
+    notice("word " * 50)
+    assert capsys.readouterr().err.count("\n") == 1

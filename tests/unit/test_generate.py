@@ -15,7 +15,9 @@ from meshtune.api import generate as api
 from meshtune.api.answer import open_answerer
 from meshtune.commands.generate import generate
 from meshtune.data.example import Example, Origin
+from meshtune.data.prompts import prompts_of
 from meshtune.errors import UserError
+from meshtune.train.generate import TextStream
 
 CHATML = "data.chat_template=chatml"
 ASKED = [{"role": "user", "content": "Say red"}]
@@ -178,3 +180,42 @@ def test_prompts_that_fill_the_context_are_named(model, capsys):
     (answer,) = meshtune.generate(model, "please " * 300, max_new_tokens=600)
     assert "1 of 1 prompts leave fewer than 600 tokens of the context of 512" in capsys.readouterr().err
     assert answer
+
+
+@pytest.fixture(params=["gpt2", "roberta"])
+def learned(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> str:
+    """A model of 64 learned positions, which can't go on beyond them. RoBERTa, whose positions begin at 2,
+    answers without a KV cache.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    sizes = {
+        "gpt2": {"n_positions": 64, "n_embd": 32, "n_layer": 1, "n_head": 2},
+        "roberta": {"max_position_embeddings": 66, "hidden_size": 32, "intermediate_size": 32,
+                    "num_hidden_layers": 1, "num_attention_heads": 2, "is_decoder": True},
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(request.param, vocab_size=300, eos_token_id=2, **sizes[request.param])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / request.param)
+    AutoTokenizer.from_pretrained(tiny / "model").save_pretrained(tmp_path / request.param)
+    return str(tmp_path / request.param)
+
+
+def test_answers_end_where_learned_positions_do(learned):
+    answerer = open_answerer(learned)
+    prompts = answerer.prompts_ids(prompts_of(["please " * 50, "Say red"]), max_new_tokens=80)
+    long, short = prompts
+    texts = answerer.answers(prompts, max_new_tokens=80)
+    (alone,) = answerer.answers([long], max_new_tokens=64 - len(long))
+    assert texts[0] == alone  # and no IndexError
+    assert answerer.context == 64
+    assert texts[1] == answerer.answers([short], max_new_tokens=64 - len(short))[0]
+
+
+def test_a_streamed_answer_is_the_answer(learned):
+    answerer = open_answerer(learned)
+    (ids,) = answerer.prompts_ids(prompts_of(["Say red"]), max_new_tokens=12)
+    parts: list[str] = []
+    (text,) = answerer.answers([ids], max_new_tokens=12, stream=TextStream(parts.append))
+    assert "".join(parts) == text
+    assert len(parts) > 2

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from meshtune.data.example import BadRow, Example
 from meshtune.data.prompts import question, several
 from meshtune.errors import UserError
+from meshtune.model.anatomy import anatomy
 from meshtune.model.generation import context_of
 from meshtune.train.generate import GREEDY, Sampling, TextStream, answers
 
@@ -24,7 +25,8 @@ class Answerer:
         self.encoder = opened.encoder
         if not self.encoder.templated and self.encoder.train_on == "all":  # trained to go on with a text
             self.encoder.separator = ""
-        self.context = context_of(opened.model.config)  # tokens of prompt and answer; None: no limit
+        size, first = context_of(opened.model.config), anatomy(opened.model).first_position
+        self.context = size and size - first  # tokens of prompt and answer; None: no limit
 
     @property
     def templated(self) -> bool:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
@@ -20,10 +21,12 @@ from meshtune.commands.options import (
     stdin_lines,
 )
 from meshtune.errors import UserError
-from meshtune.units import printable
+from meshtune.units import notice, printable
 
 if TYPE_CHECKING:
     from meshtune.api.chat import Conversation
+
+remark = partial(notice, dim=True)  # apart from the answers
 
 SIGN = "> "
 COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer."
@@ -127,7 +130,8 @@ def typed_lines() -> Iterator[str]:
             print(file=sys.stderr)
             return
         except KeyboardInterrupt:
-            remark("\n/exit or Ctrl-D ends.")
+            print(file=sys.stderr)
+            remark("/exit or Ctrl-D ends.")
 
 
 def read_line() -> str:
@@ -138,9 +142,3 @@ def read_line() -> str:
     if line := sys.stdin.readline():
         return line.rstrip("\n")
     raise EOFError
-
-
-def remark(sentence: str) -> None:
-    """Print a sentence on stderr, apart from the answers."""
-    text = printable(sentence)
-    print(f"\033[2m{text}\033[0m" if sys.stderr.isatty() else text, file=sys.stderr)
