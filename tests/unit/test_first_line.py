@@ -45,6 +45,7 @@ def until_torch(*words: str, **environment: str) -> subprocess.CompletedProcess[
         (["data", "model.name=x", "data.train=y"], "the settings of the command line"),
         (["generate", "runs/x", "-p", "hello"], "runs/x"),
         (["eval", "runs/x"], "runs/x"),
+        (["chat", "runs/x"], "runs/x"),
         (["export", "runs/x", "out"], "runs/x"),
         (["env"], "this machine"),
     ],

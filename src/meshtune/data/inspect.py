@@ -3,6 +3,8 @@
 prepare() ──> describe() ──> a JSON-able dict ──> show() on a terminal
 """
 
+import json
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -64,6 +66,8 @@ def describe(
 def show(description: dict[str, Any], console: Console) -> None:
     """Print what `describe` returned: figures, a histogram of training document lengths, and the samples."""
     console.print(_figures(description))
+    for line in _explained(description):
+        console.print(Text(line, "dim"))
     for line in sentences(description | {"train": None, "eval": None}):
         console.print(Text(printable(line), "yellow"))
     console.print(_histogram(description["train"]["histogram"]))
@@ -76,7 +80,8 @@ def show(description: dict[str, Any], console: Console) -> None:
         parts = [marked(printable(text), labelled, coloured) for text, labelled in sample["runs"]]
         console.print(Text.assemble(*parts))
         for before, after in sample["boundaries"]:
-            console.print(Text(f"labels begin between {before!r} and {after!r}"))
+            sides = (json.dumps(printable(side), ensure_ascii=False) for side in (before, after))
+            console.print(Text(f"labels begin between {' and '.join(sides)}"))
 
 
 def marked(text: str, labelled: bool, coloured: bool) -> Text:
@@ -178,7 +183,8 @@ def _figures(description: dict[str, Any]) -> Table:
         ("documents", "documents", "{:,}"),
         ("sequences", "sequences", "{:,}"),
         ("tokens", "tokens", "{:,}"),
-        ("labelled tokens", "label_share", "{:.1%}"),
+        ("labelled tokens", "label_tokens", "{:,}"),
+        ("labelled share of the tokens", "label_share", "{:.1%}"),
         ("tokens per document", "mean_length", "{:,.0f}"),
         ("data.mean_document_tokens", "mean_document_tokens", "{:,.0f}"),
         ("longest document", "longest", "{:,}"),
@@ -188,6 +194,26 @@ def _figures(description: dict[str, Any]) -> Table:
         title = f"packing efficiency, seq_len {description['seq_len']:,}"
         table.add_row(title, *(f"{description[name]['efficiency']:.1%}" for name in splits))
     return table
+
+
+def _explained(description: dict[str, Any]) -> Iterator[str]:
+    """Yield sentences that tell figures apart that look alike."""
+    train, seq_len = description["train"], description["seq_len"]
+    yield (
+        "A document is a row (or a turn of it) as the model reads it; the loss is over its labelled tokens "
+        "alone."
+    )
+    if train["packed"]:
+        yield (
+            f"A sequence is one row of a batch: documents packed into at most {seq_len:,} tokens. "
+            "train.global_batch_size counts sequences."
+        )
+    else:
+        yield "Without packing each document is a sequence; train.global_batch_size counts sequences."
+    yield (
+        "tokens per document is the mean over documents; data.mean_document_tokens is the mean over tokens, "
+        "in which long documents count more (attention costs that much, and `meshtune plan` takes it)."
+    )
 
 
 def _histogram(bars: list[dict[str, int]]) -> Table:

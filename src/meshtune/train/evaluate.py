@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,6 +33,7 @@ class Question:
 
     ids: tuple[int, ...]  # of the prompt
     prompt: str  # with special tokens
+    text: str  # the prompt without them, for people
     expected: str  # without special tokens
 
 
@@ -76,6 +77,7 @@ class Evaluation:
                     row = {
                         "step": step,
                         "prompt": question.prompt,
+                        "question": question.text,
                         "expected": question.expected,
                         "answer": answer,
                     }
@@ -139,10 +141,20 @@ def questions(
             Question(
                 ids=tuple(ids[:start]),
                 prompt=str(tokenizer.decode(ids[:start], skip_special_tokens=False)),
+                text=without_control_tokens(ids[:start], tokenizer),
                 expected=str(tokenizer.decode(answer, skip_special_tokens=True)),
             )
         )
     return asking
+
+
+def without_control_tokens(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of token ids without special tokens; these begin a new line, as of a chat's next message."""
+    special = {*tokenizer.all_special_ids}
+    special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    pieces = (list(piece) for is_special, piece in groupby(ids, special.__contains__) if not is_special)
+    lines = (str(tokenizer.decode(piece)).strip() for piece in pieces)
+    return "\n".join(line for line in lines if line)
 
 
 def exact_match(pairs: Sequence[tuple[str, str]]) -> float:

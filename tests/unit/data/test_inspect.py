@@ -79,6 +79,26 @@ def test_the_terminal_shows_figures_bars_losses_and_samples(tmp_path, tokenizer)
         assert part in text
 
 
+@pytest.mark.parametrize("width", [80, 120])
+def test_figures_that_look_alike_are_told_apart_in_whole_words(tmp_path, tokenizer, width) -> None:
+    found = described(tmp_path, tokenizer, [("abc", "d"), ("ab", "cdefgh")], eval_split=1)
+    texts = []
+    for columns in (width, 1000):
+        console = Console(file=io.StringIO(), width=columns)
+        show(found, console)
+        texts.append(console.file.getvalue())  # type: ignore[attr-defined]
+    narrow, wide = texts
+    for name, explained in (
+        ("labelled tokens", "the loss is over its labelled tokens alone"),
+        ("sequences", "documents packed into at most 64 tokens. train.global_batch_size counts sequences"),
+        ("tokens per document", "is the mean over documents"),
+        ("data.mean_document_tokens", "is the mean over tokens, in which long documents count more"),
+    ):
+        assert name in narrow and explained in wide
+    assert max(map(len, narrow.splitlines())) <= width
+    assert set(re.findall(r"[\w.`]+", narrow)) == set(re.findall(r"[\w.`]+", wide))
+
+
 @pytest.mark.parametrize("no_color", [False, True])
 def test_without_colours_labelled_text_is_in_brackets(tmp_path, tokenizer, no_color) -> None:
     found = described(tmp_path, tokenizer, [("What is é? ", "É!")])

@@ -109,6 +109,33 @@ def test_many_samples_are_cut_to_a_page_and_counted(empty):
     assert re.search(r"2\d\d more are in samples.jsonl", text)
 
 
+def test_prompts_are_without_control_tokens_and_a_switch_shows_them(run):
+    assert "<input" not in report_page(run), "these prompts have no control tokens"
+    prompt, question = "<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n", "user\n2+2\nassistant"
+    run.append_sample({"step": 0, "prompt": prompt, "question": question, "expected": "4", "answer": "5"})
+    page = report_page(run)
+    assert f"<span class='plain'>{question}</span><span class='exact'>&lt;|im_start|&gt;user" in page
+    assert "<input type='checkbox' id='control-tokens'><label for='control-tokens'>" in page
+    style = page[page.index("<style>") : page.index("</style>")]
+    assert ".samples .exact, #control-tokens:checked ~ .wide .plain { display: none; }" in style
+    assert "#control-tokens:checked ~ .wide .exact { display: inline; }" in style
+    before_table = page[page.index("<input") : page.index("<table class='samples'>")]
+    assert before_table.endswith("</label><div class='wide'>"), "the switch is a sibling of what it changes"
+
+
+def test_samples_are_a_list_on_a_narrow_screen(run):
+    page = report_page(run)
+    cells = [
+        attributes for tag, attributes in Elements(page).tags if tag == "td" and "data-name" in attributes
+    ]
+    assert [one["data-name"] for one in cells] == ["Prompt", "Expected", "Before", "After"] * 2
+    narrow = page[page.index("@media (max-width: 720px)") : page.index("@media print")]
+    assert ".samples thead { display: none; }" in narrow
+    assert ".samples, .samples tbody, .samples tr, .samples td { display: block; }" in narrow
+    assert "content: attr(data-name)" in narrow and "min-width: 0" in narrow
+    assert "width=device-width" in page and "overflow-wrap: anywhere" in page
+
+
 def test_nothing_that_comes_from_data_becomes_markup(empty):
     plain = Elements(report_page(empty)).tags
     empty.append({"kind": "run", "model": NASTY, "method": NASTY, NASTY: NASTY, "versions": {NASTY: [NASTY]}})

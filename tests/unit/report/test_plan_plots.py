@@ -175,7 +175,7 @@ def test_names_are_text_and_never_part_of_an_expression_or_a_field():
 
     point = Point(1, 2, NASTY)
     for panel in (
-        Lines("a", NASTY, NASTY, (Series(NASTY, "main", (1, 2), (3, 4)),), ".2f"),
+        Lines("a", NASTY, NASTY, (Series(NASTY, "main", (1, 2), (3, 4)),), ".2f", NASTY),
         Stacks("b", NASTY, NASTY, (NASTY,), {NASTY: (1.0,)}, (NASTY,), Mark(2, NASTY)),
         Scatter("c", NASTY, NASTY, (Group(NASTY, (point,)),), Axis(NASTY, (0, 5)), Axis(NASTY, (0, 5))),
         HeatMap("d", NASTY, NASTY, (NASTY,), (NASTY,), ((Cell(1.0, (NASTY,), NASTY),),)),

@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 
@@ -109,6 +110,15 @@ def test_a_picture_draws_each_panel_once(run, tmp_path):
     text = write_picture(run, tmp_path / "run.svg").read_text()
     for panel in panels(run.rows()):
         assert text.count(f">{panel.title}</text>") == 1
+
+
+def test_every_axis_has_its_name_once(run, train, tmp_path):
+    run.append(train(5, mfu=0.5, mfu_6n=0.6))
+    drawn = panels(run.rows())
+    text = write_picture(run, tmp_path / "run.svg").read_text()
+    titles = re.findall(r'role-axis-title"[^>]*><text[^>]*>([^<]*)<', text)
+    assert sorted(titles) == sorted(name for panel in drawn for name in ("step", panel.y_title))
+    assert len(drawn) == 8 and {"tokens/s", "GiB", "seconds"} <= set(titles)
 
 
 def test_importing_the_report_loads_no_torch_and_no_plotting_library():

@@ -72,6 +72,12 @@ def test_a_sample_has_the_first_and_the_last_answer(run):
     assert (second.before, second.after) == ("!", "7")
 
 
+def test_before_is_before_the_first_step_or_missing(empty):
+    for step, answer in ((2, "early"), (4, "late")):
+        empty.append_sample({"step": step, "prompt": "x", "expected": "y", "answer": answer})
+    assert [(one.before, one.after) for one in samples_of(empty)] == [(None, "late")]
+
+
 def test_a_sample_without_its_texts_is_named(empty):
     empty.append_sample({"step": 1, "prompt": "2+2=", "answer": 4})
     with pytest.raises(UserError, match=r"samples\.jsonl, row 1 lacks a prompt or an answer"):

@@ -91,6 +91,25 @@ def test_every_row_has_the_documented_fields(train: Train) -> None:
     assert held_out["prompts"] == 3 and len(run.folder.samples()) == 2
 
 
+def test_the_first_samples_are_those_of_the_untouched_model(
+    settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = build.build(config.load(None, settings("eval.at_start=true", "eval.samples=2", "eval.every=2")))
+    loaded = {name: tensor.clone() for name, tensor in run.optimizer.state().items() if "model." in name}
+    untouched = []
+    evaluates = type(run.evaluation).run
+
+    def watched(self: Any, step: int, metrics: Any) -> Any:
+        now = run.optimizer.state()
+        untouched.append((step, all(torch.equal(now[name], tensor) for name, tensor in loaded.items())))
+        return evaluates(self, step, metrics)
+
+    monkeypatch.setattr(type(run.evaluation), "run", watched)
+    loop.train(run)
+    assert untouched == [(0, True), (2, False), (4, False)] and loaded
+    assert [row["step"] for row in run.folder.samples()] == [0, 0, 2, 2, 4, 4]
+
+
 def test_a_step_lasts_until_the_devices_have_done_it(
     settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,16 +9,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshtune.report.compare.runs import NONE, Comparison, Line
+from meshtune.report.compare.runs import Comparison, Line
 from meshtune.report.draw.kinds import Lines, Series
 from meshtune.report.draw.page import page, text
 from meshtune.report.draw.theme import OTHERS
 from meshtune.report.run.panels import series, smoothed
+from meshtune.report.run.samples import Asked, samples_section
 from meshtune.report.run.summary import of_kind
 from meshtune.rundir import Row, write_text_atomically
 from meshtune.units import GIB, printable
-
-ALL_SAMPLES_CHARACTERS = 60_000  # of prompts and answers on a page, so that it stays small
 
 
 class Column(NamedTuple):
@@ -84,7 +83,10 @@ def panels(comparison: Comparison) -> list[Lines]:
             averaged |= len(parts) > 1
         unit = f"{one.unit}, running mean" if averaged else one.unit
         height = 280 if one.key == "loss" else 190
-        drawn.append(Lines(one.key, one.title, unit, tuple(curves), one.form, one.from_zero, height=height))
+        axis = one.unit or one.title.lower()
+        drawn.append(
+            Lines(one.key, one.title, unit, tuple(curves), one.form, axis, one.from_zero, height=height)
+        )
     end = max((x for panel in drawn for curve in panel.series for x in curve.x), default=1)
     return [replace(panel, x_end=end) for panel in drawn if panel.series]
 
@@ -140,21 +142,8 @@ def _cells(line: Line) -> Iterator[str]:
 
 def _samples(comparison: Comparison) -> str:
     """HTML of held-out prompts with the expected answer and each run's last one; "" without any."""
-    if not comparison.samples:
-        return ""
-    titles = "".join(f"<th>{text(name)}</th>" for name in ("Prompt", "Expected", *comparison.names))
-    rows, characters = [], 0
-    for one in comparison.samples:
-        cells = [f"<td>{text(one.prompt)}</td><td>{text(one.expected or '')}</td>"]
-        for answer in one.answers:
-            right = answer is not None and answer.matches(answer.after)
-            shown = NONE if answer is None else answer.after
-            cells.append(f"<td class='{'right' if right else 'wrong'}'>{text(shown)}</td>")
-        rows.append(f"<tr>{''.join(cells)}</tr>")
-        characters += sum(map(len, cells))
-        if characters > ALL_SAMPLES_CHARACTERS:
-            break
-    table = f"<table class='samples'><thead><tr>{titles}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-    rest = len(comparison.samples) - len(rows)
-    note = f"<p class='note'>{rest:,} more prompts are in the runs' samples.jsonl.</p>" if rest else ""
-    return f"<section><h2>Samples</h2><div class='wide'>{table}</div>{note}</section>"
+    rows = [
+        Asked(one.prompt, one.question, one.expected, tuple(each and each.after for each in one.answers))
+        for one in comparison.samples
+    ]
+    return samples_section(comparison.names, rows, "the runs' samples.jsonl")

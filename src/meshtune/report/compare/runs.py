@@ -41,7 +41,8 @@ class Line:
 class Answers:
     """One held-out prompt with each run's last answer."""
 
-    prompt: str
+    prompt: str  # as the model reads it
+    question: str  # the prompt without control tokens
     expected: str | None
     answers: tuple[Sample | None, ...]  # per run; None where it was not asked
 
@@ -174,7 +175,8 @@ def answers_of(runs: Sequence[RunDir]) -> Iterator[Answers]:
     for prompt in dict.fromkeys(prompt for by_prompt in samples for prompt in by_prompt):
         each = [by_prompt.get(prompt) for by_prompt in samples]
         expected = next((one.expected for one in each if one and one.expected is not None), None)
-        yield Answers(prompt, expected, tuple(each))
+        question = next((one.question for one in each if one), prompt)
+        yield Answers(prompt, question, expected, tuple(each))
 
 
 def _config(run: RunDir) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class Lines:
     unit: str  # of y; shown beside the title
     series: tuple[Series, ...]
     form: str  # d3 format of a value in the tooltip, such as ".4f"
+    y_title: str  # name or unit of the y axis, beside it
     from_zero: bool = False  # whether the y axis begins at 0
     x_title: str = "step"
     x_end: float | None = None  # end of the x axis, which charts side by side share; None: the last point
@@ -73,13 +74,12 @@ class Stacks:
 class Axis:
     """A number axis of `Scatter`."""
 
-    title: str  # in tooltips, and beside the axis if `show_title`
+    title: str  # beside the axis and in tooltips, with its unit
     ends: tuple[float, float]  # lowest and highest value; both above 0 if `log`
     log: bool = False
     ticks: tuple[float, ...] = ()  # values; empty: round values
     suffix: str = ""  # behind each tick's number, such as " GiB"
     form: str = ",.4~g"  # d3 format of a value in the tooltip
-    show_title: bool = False
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,9 @@ def lines(panel: Lines) -> alt.LayerChart:
     for field, one in zip(fields, panel.series, strict=True):
         dots = (one.role == "other" and len(one.x) <= FEW) or len(one.x) == 1
         point = alt.OverlayMarkDef(size=36) if dots else False
-        ticks = alt.Axis(labelExpr=tick_text(panel.form), tickCount=5, minExtent=LABELS)
+        ticks = alt.Axis(
+            labelExpr=tick_text(panel.form), tickCount=5, minExtent=LABELS, title=plain(panel.y_title)
+        )
         layers.append(
             base.mark_line(strokeWidth=1 if one.role == "raw" else 2, point=point)
             .transform_filter(f"isValid(datum.{field})")

@@ -158,6 +158,9 @@ th { text-align: left; font-weight: 500; color: var(--soft); font-size: 13px; }
   padding: 7px 20px 7px 0; border-bottom: 1px solid var(--line); vertical-align: top;
   white-space: pre-wrap; overflow-wrap: anywhere; min-width: 90px;
 }
+.samples .exact, #control-tokens:checked ~ .wide .plain { display: none; }
+#control-tokens:checked ~ .wide .exact { display: inline; }
+label { color: var(--soft); font-size: 13px; margin-left: 6px; }
 .samples .right { color: var(--right); }
 .samples .right::after { content: " ✓"; }
 .samples .wrong { color: var(--soft); }
@@ -176,7 +179,17 @@ code { background: var(--card); border-radius: 4px; padding: 2px 6px; overflow-w
 summary { cursor: pointer; color: var(--soft); }
 .empty, footer { color: var(--soft); }
 footer { margin-top: 56px; padding-top: 14px; border-top: 1px solid var(--line); font-size: 13px; }
-@media (max-width: 720px) { .plots { grid-template-columns: minmax(0, 1fr); } main { padding-top: 28px; } }
+@media (max-width: 720px) {
+  .plots { grid-template-columns: minmax(0, 1fr); }
+  main { padding: 28px 16px; }
+  .samples thead { display: none; }
+  .samples, .samples tbody, .samples tr, .samples td { display: block; }
+  .samples tr { border-bottom: 1px solid var(--line); padding: 10px 0; }
+  .samples td { border: 0; padding: 3px 0; min-width: 0; }
+  .samples td::before {
+    content: attr(data-name); display: block; color: var(--soft); font: 12px/1.4 var(--sans);
+  }
+}
 @media print { .plots figure { break-inside: avoid; } }
 """
 

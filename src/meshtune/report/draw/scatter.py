@@ -52,7 +52,7 @@ def _axis(axis: Axis, *, least: int = 0) -> dict[str, Any]:
             labelExpr=f"{NUMBER} + {json.dumps(axis.suffix)}",
             labelOverlap=True,
             minExtent=least,
-            title=plain(axis.title) if axis.show_title else None,
+            title=plain(axis.title),
             **given,
         ),
     }

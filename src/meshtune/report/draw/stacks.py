@@ -3,7 +3,7 @@
 import altair as alt
 
 from meshtune.report.draw.colours import colours_of
-from meshtune.report.draw.encode import LEGEND_COLUMNS, NUMBER, layered, table, tooltip
+from meshtune.report.draw.encode import LEGEND_COLUMNS, NUMBER, layered, plain, table, tooltip
 from meshtune.report.draw.kinds import Mark, Stacks
 from meshtune.report.draw.theme import MONO
 
@@ -36,7 +36,9 @@ def stacks(panel: Stacks, *, named: bool = True) -> alt.LayerChart:
     bars = alt.Chart(data).mark_bar(stroke=alt.ExprRef("paper"), strokeWidth=0.5)
     bars = bars.encode(
         y=y,
-        x=alt.X("start:Q", scale=across, axis=alt.Axis(labelExpr=NUMBER, tickCount=8)),
+        x=alt.X(
+            "start:Q", scale=across, axis=alt.Axis(labelExpr=NUMBER, tickCount=8, title=plain(panel.unit))
+        ),
         x2="end:Q",
         color=alt.Color(
             "part:N",

@@ -3,7 +3,7 @@
 import altair as alt
 
 from meshtune.report.draw.colours import colours_of
-from meshtune.report.draw.encode import LEGEND_COLUMNS, NUMBER, layered, table, tooltip
+from meshtune.report.draw.encode import LEGEND_COLUMNS, NUMBER, layered, plain, table, tooltip
 from meshtune.report.draw.kinds import Timeline
 
 LANE = 28  # px of height for each lane
@@ -22,7 +22,11 @@ def timeline(panel: Timeline) -> alt.LayerChart:
     bars = alt.Chart(table(columns)).transform_calculate(length="datum.end - datum.start")
     bars = bars.mark_bar(stroke=alt.ExprRef("paper"), strokeWidth=0.5).encode(
         y=alt.Y("lane:N", sort=None, scale=alt.Scale(domain=list(panel.lanes), paddingInner=0.2)),
-        x=alt.X("start:Q", scale=alt.Scale(nice=False), axis=alt.Axis(labelExpr=NUMBER, tickCount=8)),
+        x=alt.X(
+            "start:Q",
+            scale=alt.Scale(nice=False),
+            axis=alt.Axis(labelExpr=NUMBER, tickCount=8, title=plain(panel.unit)),
+        ),
         x2="end:Q",
         color=alt.Color(
             "name:N",

@@ -35,15 +35,18 @@ def panels(rows: Sequence[Row]) -> list[Lines]:
     rates = (series("learning rate", "main", train, "learning_rate"),)
     times = (*smoothed("step", warm, "step_seconds"), beside("waiting for data", "data_seconds"))
     memory = (series("peak memory", "main", train, "peak_memory_bytes", unit=GIB),)
+    peak = "of the device's peak"
     candidates = [
-        Lines("loss", "Loss", "per label token", losses, ".4f", height=280),
-        Lines("exact_match", "Exact match", "of held-out prompts", exact, ".1%", from_zero=True),
-        Lines("speed", "Speed", speed_unit(rows) + of_warm, speeds, ",.0f", from_zero=True),
-        Lines("mfu", "Model FLOPs utilisation", "of the device's peak" + of_warm, mfu, ".1%", from_zero=True),
-        Lines("grad_norm", "Gradient norm", "before clipping", norms, ".3f", from_zero=True),
-        Lines("learning_rate", "Learning rate", "", rates, ".2e", from_zero=True),
-        Lines("time", "Step time", "seconds" + of_warm, times, ".3f", from_zero=True),
-        Lines("memory", "Peak memory", "GiB", memory, ".2f", from_zero=True),
+        Lines("loss", "Loss", "per label token", losses, ".4f", "loss per label token", height=280),
+        Lines(
+            "exact_match", "Exact match", "held-out prompts", exact, ".1%", "share of prompts", from_zero=True
+        ),
+        Lines("speed", "Speed", speed_unit(rows) + of_warm, speeds, ",.0f", speed_unit(rows), from_zero=True),
+        Lines("mfu", "Model FLOPs utilisation", peak + of_warm, mfu, ".1%", "share of peak", from_zero=True),
+        Lines("grad_norm", "Gradient norm", "before clipping", norms, ".3f", "L2 norm", from_zero=True),
+        Lines("learning_rate", "Learning rate", "", rates, ".2e", "learning rate", from_zero=True),
+        Lines("time", "Step time", "seconds" + of_warm, times, ".3f", "seconds", from_zero=True),
+        Lines("memory", "Peak memory", "GiB", memory, ".2f", "GiB", from_zero=True),
     ]
     last = max((row["step"] for row in (*train, *evals) if row.get("step")), default=1)
     filled = (

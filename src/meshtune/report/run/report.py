@@ -14,7 +14,8 @@ from meshtune.report.draw.page import page, text
 from meshtune.report.draw.picture import write
 from meshtune.report.draw.vega import NotDrawn
 from meshtune.report.run.panels import panels
-from meshtune.report.run.summary import Sample, Summary, facts_of, samples_of, summarise
+from meshtune.report.run.samples import Asked, samples_section
+from meshtune.report.run.summary import Summary, facts_of, samples_of, summarise
 from meshtune.rundir import Row, RunDir, write_text_atomically
 from meshtune.units import count, duration, human
 
@@ -32,7 +33,6 @@ LABELS = {  # facts of the "run" row about what was run; the others are its envi
     "learning_rate": "Learning rate",
     "precision": "Precision",
 }
-ALL_SAMPLES_CHARACTERS = 60_000  # of prompts and answers on a page, so that it stays small
 
 
 def write_report(run: RunDir) -> Path:
@@ -145,36 +145,12 @@ def _headline(summary: Summary) -> str:
 def _samples(run: RunDir) -> str:
     """HTML of held-out prompts with the expected answer and the model's, before and after; "" without any."""
     samples = samples_of(run)
-    if not samples:
-        return ""
     twice = any(sample.before is not None for sample in samples)
-    head = ("Prompt", "Expected", "Before", "After") if twice else ("Prompt", "Expected", "Answer")
-    shown = _within_budget(samples)
-    rows = "".join(_sample_row(sample, twice=twice) for sample in shown)
-    titles = "".join(f"<th>{title}</th>" for title in head)
-    table = f"<table class='samples'><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table>"
-    rest = len(samples) - len(shown)
-    note = f"<p class='note'>{rest:,} more are in {text(run.samples_file.name)}.</p>" if rest else ""
-    return f"<section><h2>Samples</h2><div class='wide'>{table}</div>{note}</section>"
-
-
-def _within_budget(samples: list[Sample]) -> list[Sample]:
-    """As many samples from the first on as have ALL_SAMPLES_CHARACTERS together, but at least one."""
-    characters = 0
-    for place, one in enumerate(samples):
-        characters += sum(len(part or "") for part in (one.prompt, one.expected, one.before, one.after))
-        if characters > ALL_SAMPLES_CHARACTERS and place:
-            return samples[:place]
-    return samples
-
-
-def _sample_row(sample: Sample, *, twice: bool) -> str:
-    """HTML of a table row. twice: True if the table has columns for the answers before and after."""
-    answers = (sample.before or "", sample.after) if twice else (sample.after,)
-    cells = [f"<td>{text(sample.prompt)}</td><td>{text(sample.expected or '')}</td>"]
-    for answer in answers:
-        cells.append(f"<td class='{'right' if sample.matches(answer) else 'wrong'}'>{text(answer)}</td>")
-    return f"<tr>{''.join(cells)}</tr>"
+    rows = [
+        Asked(one.prompt, one.question, one.expected, (one.before, one.after) if twice else (one.after,))
+        for one in samples
+    ]
+    return samples_section(("Before", "After") if twice else ("Answer",), rows, run.samples_file.name)
 
 
 def _memory(rows: list[Row]) -> str:

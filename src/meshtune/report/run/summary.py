@@ -50,11 +50,12 @@ class Summary:
 
 @dataclass(frozen=True)
 class Sample:
-    """One held-out prompt with the expected answer and the model's first and last one."""
+    """One held-out prompt with the expected answer and the model's, before training and the last one."""
 
-    prompt: str
+    prompt: str  # as the model reads it
+    question: str  # the prompt without control tokens
     expected: str | None
-    before: str | None  # None where the prompt was answered only once
+    before: str | None  # None where the prompt was not answered before the first step
     after: str
 
     def matches(self, answer: str) -> bool:
@@ -101,7 +102,7 @@ def summarise(run: RunDir) -> Summary:
 
 
 def samples_of(run: RunDir) -> list[Sample]:
-    """Each sampled prompt once, in the order of first answers, with its first and its last answer.
+    """Each sampled prompt once, in the order of first answers, with the answer of step 0 and the last one.
 
     Raises UserError for a row without the two texts.
     """
@@ -113,8 +114,9 @@ def samples_of(run: RunDir) -> list[Sample]:
     return [
         Sample(
             prompt=prompt,
+            question=str(rows[-1].get("question") or prompt),
             expected=rows[-1].get("expected"),
-            before=rows[0]["answer"] if len(rows) > 1 else None,
+            before=rows[0]["answer"] if len(rows) > 1 and rows[0].get("step") == 0 else None,
             after=rows[-1]["answer"],
         )
         for prompt, rows in rows_of_prompt.items()

@@ -97,7 +97,7 @@ def samples_table(run: RunDir, *, limit: int = 5) -> RenderableType:
         block = Table.grid(padding=(0, 2))
         block.add_column(style="dim", min_width=len("expected"), no_wrap=True)
         block.add_column(overflow="fold")
-        block.add_row("prompt", Text(printable(sample.prompt)))
+        block.add_row("prompt", Text(printable(sample.question)))
         block.add_row("expected", Text(printable(sample.expected or "")))
         before = {"before": sample.before or ""} if twice else {}
         for name, answer in (before | {"after" if twice else "answer": sample.after}).items():
