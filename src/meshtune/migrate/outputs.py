@@ -106,6 +106,11 @@ def resume(value: Any, job: Job) -> Converted:
 
 
 @conversion
+def replace_if(value: Any, job: Job) -> Converted:
+    return Converted({"output_exists": "replace"} if value else {})
+
+
+@conversion
 def log_every(value: Any, job: Job) -> Converted:
     if float(value) < 1:
         raise NoCounterpart("log.every takes steps, 1 unless it is set")
