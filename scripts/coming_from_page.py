@@ -54,7 +54,12 @@ def page() -> str:
 def section(tool: str) -> Iterator[str]:
     """Yield the lines of one tool: settings with its keys for them, then the keys without, by reason."""
     known, listed = table(tool), json.loads(LISTED.read_text(encoding="utf-8"))[tool]
-    yield from (f"## {known.name}", "", f"Keys of {listed['distribution']} {listed['version']}: {TOOLS[tool]}.", "")
+    yield from (
+        f"## {known.name}",
+        "",
+        f"Keys of {listed['distribution']} {listed['version']}: {TOOLS[tool]}.",
+        "",
+    )
     ours: dict[str, list[str]] = {}
     for key, entry in known.own.items():
         if entry.setting:
@@ -69,7 +74,8 @@ def section(tool: str) -> Iterator[str]:
 
 
 def sentence(entry: Entry) -> str:
-    return f"{entry.reason[0].upper()}{entry.reason[1:]}."
+    refused = " A file with one is refused." if entry.refused else ""
+    return f"{entry.reason[0].upper()}{entry.reason[1:]}.{refused}"
 
 
 def rows(first: str, second: str, each: Iterable[tuple[str, list[str]]]) -> Iterator[str]:

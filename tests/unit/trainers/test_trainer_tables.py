@@ -1,7 +1,7 @@
 """Keys of other trainers: each is in a table, each counterpart is a setting, and no answer is a guess."""
 
-import importlib.util
 import json
+import runpy
 from dataclasses import fields
 from pathlib import Path
 
@@ -51,18 +51,21 @@ def test_every_default_is_one_of_the_tools_keys(tool: str) -> None:
     assert [key for key in table(tool).defaults if table(tool).entry(key) is None] == []
 
 
+def test_the_page_is_written_from_the_tables() -> None:
+    assert not runpy.run_path(str(ROOT / "scripts" / "coming_from_page.py"))["stale"](), (
+        "run python scripts/coming_from_page.py"
+    )
+
+
 def test_the_script_reads_the_fields_that_the_classes_have() -> None:
     """The list is parsed from wheels; the installed transformers and TRL say themselves what they take."""
-    spec = importlib.util.spec_from_file_location("trainer_keys", ROOT / "scripts" / "trainer_keys.py")
-    assert spec and spec.loader
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = runpy.run_path(str(ROOT / "scripts" / "trainer_keys.py"))
     for tool, package, classes in (
         ("transformers", transformers, [transformers.Seq2SeqTrainingArguments]),
         ("trl", trl, [trl.SFTConfig, trl.ModelConfig, trl.ScriptArguments]),
     ):
-        source = script.Folder(Path(package.__file__).parents[1])
-        read = {*script.keys_of(tool, source), *(LISTED["transformers"]["keys"] if tool == "trl" else ())}
+        source = script["Folder"](Path(package.__file__).parents[1])
+        read = {*script["keys_of"](tool, source), *(LISTED["transformers"]["keys"] if tool == "trl" else ())}
         assert {row.name for each in classes for row in fields(each)} <= read
 
 
