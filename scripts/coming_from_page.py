@@ -1,4 +1,4 @@
-"""Write docs/coming-from.md from the tables of other trainers' keys: `python scripts/coming_from_page.py`."""
+"""Write the tables of docs/coming-from.md: `python scripts/coming_from_page.py`."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -12,43 +12,19 @@ PAGE = ROOT / "docs" / "coming-from.md"
 LISTED = ROOT / "tests" / "data" / "trainer_keys.json"
 TOOLS = {  # order of the page -> the classes or files that have the keys
     "axolotl": "its schema and its plugins' arguments",
-    "llama_factory": "its model, data, training, finetuning, generating and evaluation arguments; the others are "
-    "[transformers'](#transformers)",
+    "llama_factory": "its model, data, training, finetuning, generating and evaluation arguments; the others "
+    "are [transformers'](#transformers)",
     "trl": "`SFTConfig`, `ModelConfig` and `ScriptArguments`; the others are [transformers'](#transformers)",
     "transformers": "`TrainingArguments` and `Seq2SeqTrainingArguments`",
     "torchtune": "its recipes' YAML files",
 }
-INTRODUCTION = """# Coming from another trainer
-
-<!-- Written by `python scripts/coming_from_page.py` from src/meshtune/trainers/*.toml. -->
-
-`meshtune migrate` reads a configuration of axolotl, LLaMA-Factory, TRL or torchtune (YAML or JSON), arguments of a
-`transformers.Trainer` as JSON, or its `training_args.bin`, and writes ours:
-
-```bash
-meshtune migrate axolotl.yaml --gpus 8 --out run.yaml
-meshtune data run.yaml        # what training sees: rows, labels in colour
-meshtune train run.yaml
-```
-
-- A comment beside each setting names the key that it is from. Keys without a counterpart are listed below the settings, with the
-  reason and what to do; so are keys that are not needed.
-- Where the file leaves a key out and the tool's default is not ours, the tool's is written, and marked so.
-- `--gpus` is the number of GPUs that the file is for, 1 unless it is given: it makes the layout and the global batch (micro-batch ×
-  accumulation × data ranks). `layout: auto` lets the planner choose instead.
-- Files that the configuration names (DeepSpeed's JSON, LLaMA-Factory's `dataset_info.json`) are read beside it, or in the working
-  directory.
-- What the file does not say is given on the command line: `meshtune migrate training_args.bin model.name=… data.train=…`.
-- A `training_args.bin` is a pickle. It is read without being unpickled: nothing that it names is imported or called.
-- Preference training and reinforcement learning are refused: meshtune trains on answers.
-
-`--from` names the tool where its keys do not. A key pasted into a config of ours is answered from the same tables. `make test-migrate`
-compares them with the newest versions of the tools.
-"""
+MARKER = "<!-- What follows is written by `python scripts/coming_from_page.py`. -->"
 
 
 def page() -> str:
-    return "\n".join([INTRODUCTION, *(line for tool in TOOLS for line in section(tool))])
+    """Text of the page: what stands before MARKER, then the tables."""
+    written = PAGE.read_text(encoding="utf-8").partition(MARKER)[0]
+    return "\n".join([written + MARKER, "", *(line for tool in TOOLS for line in section(tool))])
 
 
 def section(tool: str) -> Iterator[str]:
@@ -86,7 +62,7 @@ def rows(first: str, second: str, each: Iterable[tuple[str, list[str]]]) -> Iter
 
 def stale() -> bool:
     """True if the written page is not what the tables give."""
-    return not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page()
+    return PAGE.read_text(encoding="utf-8") != page()
 
 
 if __name__ == "__main__":
