@@ -98,9 +98,12 @@ class TrainConfig(Section):
     reduce_dtype: str = Field(
         default="fp32", description="Dtype that gradients of several micro-batches add up in."
     )
-    optimizer: str = Field(default="adamw", description="Rule of the update.")
+    optimizer: str = Field(
+        default="adamw",
+        description="Rule of the update: adamw, lion, or adafactor, which needs whole tensors (dp, pp, cp).",
+    )
     adam_betas: tuple[Fraction, Fraction] = Field(
-        default=(0.9, 0.999), description="Decay of AdamW's two moments."
+        default=(0.9, 0.999), description="Decay of AdamW's two moments, or the two of Lion's one."
     )
     adam_eps: float = Field(default=1.0e-8, gt=0, description="Term in AdamW's denominator.")
     seed: NonNegative = Field(
@@ -137,6 +140,12 @@ class TrainConfig(Section):
             )
         if self.max_steps and self.num_epochs:
             problems.append("train.max_steps and train.num_epochs both set how long to train; keep one.")
+        fields, row = TrainConfig.model_fields, OPTIMIZERS[self.optimizer]
+        problems += [
+            f"train.adam_{name} has no effect on train.optimizer={self.optimizer}; leave it out."
+            for name in ("betas", "eps")
+            if name not in row.constants and getattr(self, f"adam_{name}") != fields[f"adam_{name}"].default
+        ]
         problems += schedule_problems(
             self.lr_scheduler,
             min_ratio=self.min_lr_ratio,

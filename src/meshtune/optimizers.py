@@ -4,18 +4,38 @@ The planner counts these states, checkpoints name them; the updates are in optim
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from meshtune.errors import Table
 from meshtune.precision import DTYPE_BYTES
 
+BUCKET_ELEMENTS = 64 * 2**20  # 256 MiB of fp32 gradients at a time
+Shape = tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class State:
-    """One tensor of optimizer state for each trained parameter tensor."""
+    """One tensor of optimizer state for each trained parameter tensor, or for those of some shapes."""
 
     name: str  # in checkpoints: optimizer.<parameter>.<name>
-    dtype: str | None = None  # torch's name; None: that of the trained weights
-    scalar: bool = False  # one element for the whole tensor, instead of one for each of its elements
+    # Torch's name; None: that of the trained weights, for a row, a column and a vector at least float32.
+    dtype: str | None = None
+    # Its shape, from the parameter's: element (the same), scalar, row (without the last dimension), column
+    # (without the last but one), vector (the same; none for a matrix). A matrix has 2 or more dimensions.
+    kind: Literal["element", "scalar", "row", "column", "vector"] = "element"
+    on_host: bool = False  # in host memory, so that reading it never waits for a device
+
+    def shape_for(self, parameter: Shape) -> Shape | None:
+        """Shape of the state of a parameter of this shape; None: it has none."""
+        matrix = len(parameter) >= 2
+        shapes: dict[str, Shape | None] = {
+            "element": parameter,
+            "scalar": (),
+            "row": parameter[:-1] if matrix else None,
+            "column": (*parameter[:-2], *parameter[-1:]) if matrix else None,
+            "vector": None if matrix else parameter,
+        }
+        return shapes[self.kind]
 
 
 @dataclass(frozen=True)
@@ -23,20 +43,34 @@ class Optimizer:
     """State of an optimizer between steps, and its working memory during one."""
 
     states: tuple[State, ...]
-    bucket_elements: int  # elements of gradients cast to the dtype of the trained weights at a time
+    constants: tuple[str, ...]  # of betas and eps, that it takes (train.adam_betas, train.adam_eps)
+    bucket_elements: int = BUCKET_ELEMENTS  # whose gradients are cast to the trained weights' dtype at a time
+    by_element: bool = True  # False: an update reads the whole tensor, so that no rank may have a part of it
 
     def bytes_per_parameter(self, trained: str) -> int:
-        """Bytes of state per trained parameter, scalars aside. trained: dtype of the trained weights."""
-        return sum(DTYPE_BYTES[state.dtype or trained] for state in self.states if not state.scalar)
+        """Bytes of state per trained parameter; less than a value for a row or a column is not counted.
 
+        trained: dtype of the trained weights.
+        """
+        return sum(DTYPE_BYTES[state.dtype or trained] for state in self.states if state.kind == "element")
 
-BUCKET_ELEMENTS = 64 * 2**20  # 256 MiB of fp32 gradients at a time
 
 OPTIMIZERS = Table(
     "train.optimizer",
     {
         "adamw": Optimizer(
-            (State("step", "float32", scalar=True), State("exp_avg"), State("exp_avg_sq")), BUCKET_ELEMENTS
+            (State("step", "float32", "scalar"), State("exp_avg"), State("exp_avg_sq")), ("betas", "eps")
+        ),
+        "lion": Optimizer((State("exp_avg"),), ("betas",)),
+        "adafactor": Optimizer(
+            (
+                State("step", "float32", "scalar", on_host=True),
+                State("exp_avg_sq_row", kind="row"),
+                State("exp_avg_sq_col", kind="column"),
+                State("exp_avg_sq", kind="vector"),
+            ),
+            (),
+            by_element=False,
         ),
     },
 )

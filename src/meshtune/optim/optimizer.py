@@ -5,6 +5,8 @@
     bf16        bf16        fp32     bf16, summed in fp32 if accumulated fp32
     bf16-pure   bf16        -        bf16, summed in fp32 if accumulated bf16
 
+(AdamW's two states; the others' are in optimizers.py.)
+
 Masters are the parameters as they were read: the model is loaded in fp32, its storage becomes the master and
 the module gets a rounded copy, so nothing is held twice. `step` turns gradients into fp32 one bucket at a
 time and frees them as it goes; the bf16 parameters are rounded from the masters once per step, never in the
@@ -26,11 +28,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshtune.optim.adafactor import adafactor
 from meshtune.optim.adamw import adamw
+from meshtune.optim.lion import lion
+from meshtune.optim.states import zeros
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.parallel.zero import local
 
-UPDATES: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw}  # by the name in OPTIMIZERS
+UPDATES: dict[str, Callable[..., torch.optim.Optimizer]] = {  # by the name in OPTIMIZERS
+    "adamw": adamw, "lion": lion, "adafactor": adafactor,
+}  # fmt: skip
 
 
 def decays(name: str, parameter: Tensor) -> bool:
@@ -77,9 +84,10 @@ class Optimizer:
         copies: Mapping[str, float] | None = None,
     ) -> None:
         self.copies = copies or {}
-        self.states = OPTIMIZERS[name].states
-        update = partial(UPDATES[name], betas=betas, eps=eps)
-        bucket_elements = OPTIMIZERS[name].bucket_elements if compute_dtype else None
+        self.name, row = name, OPTIMIZERS[name]
+        constants = {"betas": betas, "eps": eps}
+        update = partial(UPDATES[name], **{key: constants[key] for key in row.constants})
+        bucket_elements = row.bucket_elements if compute_dtype else None
         trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
         self.buckets = [
             self._bucket(names_and_parameters, update, weight_decay, compute_dtype)
@@ -224,21 +232,15 @@ class Optimizer:
         as loading a checkpoint needs.
         """
         tensors: dict[str, Tensor] = {}
+        names = {row.name for row in OPTIMIZERS[self.name].states}
         for bucket in self.buckets:
             for name, trained in zip(bucket.names, bucket.trained, strict=True):
                 tensors[f"model.{name}"] = trained
                 every = bucket.update.state
                 state = every[trained] if trained in every or materialise else {}
                 if materialise and not state:
-                    for row in self.states:
-                        dtype = getattr(torch, row.dtype) if row.dtype else trained.dtype
-                        zeros = (
-                            torch.zeros((), dtype=dtype, device=trained.device)
-                            if row.scalar
-                            else torch.zeros_like(trained, dtype=dtype, memory_format=torch.preserve_format)
-                        )
-                        state[row.name] = zeros
-                tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
+                    state.update(zeros(self.name, trained))
+                tensors |= {f"optimizer.{name}.{key}": state[key] for key in state if key in names}
         return tensors
 
 

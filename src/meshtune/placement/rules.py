@@ -15,6 +15,7 @@ import numpy as np
 
 from meshtune.families import see
 from meshtune.layout import MODEL_AXES, ZERO_BUBBLE, Layout
+from meshtune.optimizers import OPTIMIZERS
 from meshtune.placement.columns import Columns, Number
 
 ROUNDS = ("interleaved1f1b", "zb")  # micro-batches go round in equal groups
@@ -52,12 +53,13 @@ def rules(
     attention: str = "meshtune",
     packing: bool = True,
     compile: bool = False,
+    optimizer: str = "adamw",
     ranks: int | None = None,
 ) -> Iterator[Rule]:
     """Every rule that a model and settings make; `Rule.refuses` tells which layouts it refuses.
 
     attention: the implementation that the model is built with, never "auto". packing, compile: data.packing,
-    train.compile. ranks: how many were started; None: no rule on their number.
+    train.compile. optimizer: train.optimizer. ranks: how many were started; None: no rule on their number.
     """
     if ranks is not None:
         yield Rule(
@@ -77,6 +79,8 @@ def rules(
     yield from _pipeline(traits)
     if compile:
         yield from _COMPILED
+    if not OPTIMIZERS[optimizer].by_element:
+        yield _whole_tensors(optimizer)
 
 
 def refusals(
@@ -86,13 +90,16 @@ def refusals(
     attention: str = "meshtune",
     packing: bool = True,
     compile: bool = False,
+    optimizer: str = "adamw",
     ranks: int | None = None,
 ) -> list[str]:
     """Every reason why a model can't be trained under a layout, as sentences with what works instead.
 
     Empty: it can be trained. The settings are those of `rules`.
     """
-    every = rules(traits, attention=attention, packing=packing, compile=compile, ranks=ranks)
+    every = rules(
+        traits, attention=attention, packing=packing, compile=compile, optimizer=optimizer, ranks=ranks
+    )
     return _sentences(every, layout)
 
 
@@ -344,6 +351,19 @@ def _compiled(layout: Layout) -> str:
     return (
         f"train.compile = true with {', '.join(cut)}: only whole blocks are compiled, alone or "
         "under data parallelism (dp, zero); leave train.compile out."
+    )
+
+
+def _whole_tensors(optimizer: str) -> Rule:
+    """Return the rule of an optimizer whose update of a tensor reads all of it."""
+    others = " or ".join(name for name, row in OPTIMIZERS.items() if row.by_element)
+    return Rule(
+        f"{optimizer} needs whole tensors",
+        lambda layouts: (layouts.zero > 0) | (layouts.tp > 1),
+        lambda layout: (
+            f"train.optimizer = {optimizer} updates a matrix by its whole rows and columns, which {layout} "
+            f"splits over ranks; use dp, pp or cp, or train.optimizer={others}."
+        ),
     )
 
 

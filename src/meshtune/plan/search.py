@@ -320,8 +320,9 @@ def _refused(
     """
     allowed, rejected = np.ones(len(layouts.tp), bool), []
     every = rules(
-        workload.traits, attention=workload.attention, packing=workload.packing, compile=workload.compile
-    )
+        workload.traits, attention=workload.attention, packing=workload.packing, compile=workload.compile,
+        optimizer=workload.optimizer,
+    )  # fmt: skip
     masks = ((rule.reason, rule.refuses(layouts)) for rule in every)
     for reason, mask in (*masks, *others.items()):
         refused = mask & allowed

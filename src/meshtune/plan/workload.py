@@ -79,8 +79,9 @@ class Workload:
     def refusals(self, layout: Layout) -> list[str]:
         """Sentences that say why the model can't be trained under a layout; none: it can."""
         return refusals(
-            self.traits, layout, attention=self.attention, packing=self.packing, compile=self.compile
-        )
+            self.traits, layout, attention=self.attention, packing=self.packing, compile=self.compile,
+            optimizer=self.optimizer,
+        )  # fmt: skip
 
 
 class Uncounted(UserError):

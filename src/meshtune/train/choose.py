@@ -128,6 +128,7 @@ def attention_and_refusals(config: Config, layout: Layout, ranks: int | None) ->
         attention=attention,
         packing=config.data.packing,
         compile=config.train.compile,
+        optimizer=config.train.optimizer,
         ranks=ranks,
     )
 

@@ -18,6 +18,7 @@ from meshtune.model.adapter import is_named, save_adapter
 from meshtune.model.pieces import Piece
 from meshtune.model.save import save_model, save_pieces, stored_differently
 from meshtune.model.trainable import tables
+from meshtune.optimizers import OPTIMIZERS
 from meshtune.parallel.mesh import World
 from meshtune.train.output import absolute
 from meshtune.units import scientific
@@ -180,6 +181,7 @@ def exporter_of(
 def recipe(config: Config) -> dict[str, str]:
     """The settings of a run that its model card lists."""
     train, data = config.train, config.data
+    betas = f", betas {train.adam_betas}" if "betas" in OPTIMIZERS[train.optimizer].constants else ""
     return {
         "base model": shown(config.model.name),
         "method": config.method
@@ -190,7 +192,7 @@ def recipe(config: Config) -> dict[str, str]:
         "sequence length": f"{data.seq_len}{', packed' if data.packing else ''}",
         "global batch": f"{config.global_batch_size} sequences",
         "learning rate": f"{scientific(config.learning_rate)}, {train.lr_scheduler}",
-        "optimizer": f"{train.optimizer}, betas {train.adam_betas}, weight decay {train.weight_decay:g}",
+        "optimizer": f"{train.optimizer}{betas}, weight decay {train.weight_decay:g}",
         "precision": train.precision,
         "seed": str(train.seed),
     }

@@ -31,6 +31,7 @@ from meshtune.model.trainable import freeze, grow_embeddings, tables
 from meshtune.optim.optimizer import Optimizer, key_of, parts_of
 from meshtune.parallel.apply import Finish, Parallel, apply
 from meshtune.parallel.mesh import World
+from meshtune.parallel.zero import local
 from meshtune.placement.census import Census
 from meshtune.placement.share import census_stages, stage_of_rank
 from meshtune.precision import PRECISIONS
@@ -113,8 +114,9 @@ class RankModel:
             kind, name, state_name = parts_of(key)
             whole_key = key_of(kind, self.parallel.tied.get(name, name), state_name)
             if whole_key not in pieces:  # a tied copy on the same rank (V schedules) is the same tensor
-                scalar = tensor.ndim == 0
-                pieces[whole_key] = tensor if scalar else self.parallel.piece(name, parameters[name], tensor)
+                # Else a scalar, a row or a column: whole on every rank that has the parameter.
+                alike = tensor.shape == local(parameters[name]).shape and tensor.ndim > 0
+                pieces[whole_key] = self.parallel.piece(name, parameters[name], tensor) if alike else tensor
         return pieces
 
 
