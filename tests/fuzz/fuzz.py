@@ -34,9 +34,10 @@ TABLE = """\
 # Broken input
 
 `make fuzz` damages configurations and command lines (configs), model folders (models), data files (data),
-and run folders with their checkpoints (runs), each in one to three places chosen by a seed, and runs a
-command on the result. Good is an exit code of the command line, with a sentence if it is not 0, without a
-traceback or a process left, within {seconds:.0f} s and {memory:.0f} GiB (`tests/fuzz/judge.py`).
+prompts and chats (prompts), and run folders with their checkpoints (runs), each in one to three places
+chosen by a seed, and runs a command on the result. Good is an exit code of the command line, with a sentence
+if it is not 0, without a traceback or a process left, within {seconds:.0f} s and {memory:.0f} GiB
+(`tests/fuzz/judge.py`).
 
 {facts}:
 
@@ -71,6 +72,7 @@ def import_everything() -> None:
     import vl_convert  # noqa: F401
     from transformers import GPT2LMHeadModel, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3ForCausalLM  # noqa: F401
 
+    import meshtune.api.chat
     import meshtune.api.target
     import meshtune.cli
     import meshtune.data.inspect
@@ -78,6 +80,7 @@ def import_everything() -> None:
     import meshtune.model.census_cache
     import meshtune.plan.answer
     import meshtune.plan.export
+    import meshtune.report.compare.page
     import meshtune.report.plan.terminal
     import meshtune.report.run.report
     import meshtune.report.run.tables

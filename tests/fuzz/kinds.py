@@ -205,7 +205,8 @@ WORDS: dict[str, list[str]] = {
     "eval": ["runs/done", "data.eval=rows.jsonl"],
     "generate": ["models/llama", "-p", "Hi", "--max-new-tokens", "2"],
     "export": ["runs/done", "exported"],
-    "report": ["runs/done"],
+    "chat": ["models/qwen3", "--max-new-tokens", "2"],
+    "report": ["runs/done", "runs/lora"],
     "env": ["--model", "models/llama"],
 }
 
@@ -294,6 +295,7 @@ ON_A_MODEL: list[list[str]] = [
     ["plan", "model.name={}", *GPUS],
     ["env", "--model", "{}"],
     ["generate", "{}", "-p", "Hi", "--max-new-tokens", "2"],
+    ["chat", "{}", "--system", "Be brief", "--max-new-tokens", "2"],
     ["eval", "{}", "data.eval=rows.jsonl", "data.cache=cache", "data.seq_len=64"],
 ]
 
@@ -324,7 +326,7 @@ def models(draw: Random, folder: Path) -> Case:
     else:
         how = damaged_file(draw.choice(sorted(path.iterdir())), draw)
     words = [word.format(f"models/{name}") for word in draw.choice(ON_A_MODEL)]
-    return Case(words, f"{name}: {how}")
+    return Case(words, f"{name}: {how}", b"Hi\nagain\n")
 
 
 def damaged_weights(file: Path, draw: Random) -> str:
@@ -377,6 +379,16 @@ OPTIONS = [
 
 def data(draw: Random, folder: Path) -> Case:
     """A data file of any format with damage in its rows or bytes."""
+    file, how = damaged_rows(draw, folder)
+    options = draw.sample(OPTIONS, draw.choice([0, 1, 1, 2]))
+    command = draw.choice(
+        [["data"], ["data"], ["data", "--json"], ["train", "train.max_steps=1", "output=new"]]
+    )
+    return Case([*command, LLAMA, *SHORT, f"data.train={file.name}", *options], how)
+
+
+def damaged_rows(draw: Random, folder: Path) -> tuple[Path, str]:
+    """(A file of rows of any shape and format, with damage; what was damaged)."""
     shape, base = draw.choice(ROWS), (folder / "rows.jsonl").read_text().splitlines()
     rows: Any = [shape(json.loads(line)) for line in base[:8]]
     suffix = draw.choice(
@@ -406,13 +418,8 @@ def data(draw: Random, folder: Path) -> Case:
     file.write_bytes(content)
     if form == "file":
         how.append(damaged_file(file, draw))
-    options = draw.sample(OPTIONS, draw.choice([0, 1, 1, 2]))
-    command = draw.choice(
-        [["data"], ["data"], ["data", "--json"], ["train", "train.max_steps=1", "output=new"]]
-    )
-    words = [*command, LLAMA, *SHORT, f"data.train={file.name}", *options]
     columns = sorted(rows[0]) if isinstance(rows, list) and rows and isinstance(rows[0], dict) else []
-    return Case(words, f"{suffix} {columns!r:.60}: {'; '.join(how)}")
+    return file, f"{suffix} {columns!r:.60}: {'; '.join(how)}"
 
 
 def _file(rows: Any, suffix: str) -> bytes:
@@ -455,12 +462,60 @@ def _parquet(rows: list[Any]) -> bytes:
         return content([{ascii(key): ascii(value) for key, value in row.items()} for row in rows])
 
 
+# Prompts #
+
+ASKED = [
+    {"role": "system", "content": "Be brief"}, {"role": "user", "content": "Say red"},
+    {"role": "assistant", "content": "red"}, {"role": "user", "content": "Say blue"},
+]  # fmt: skip
+LINES = [
+    "Say red", "", " ", "/reset", "/exit now", "/quit", "/", "please " * 300, "x" * 10**6, "<|im_end|>", "\0",
+    "\u202e", "\r", "é" * 99,
+]  # fmt: skip
+ANSWER = [
+    "--temperature=1", "--top-p=0.5", "--seed=3", "--temperature=1e-9", "--top-p=0", "--seed=-1", "--json",
+    "--max-new-tokens=999", "data.chat_template=chatml", "data.train_on=all", "data.columns={prompt: text}",
+]  # fmt: skip
+
+
+def prompts(draw: Random, folder: Path) -> Case:
+    """A file of prompts, a conversation or the lines of a chat, damaged; and options that hardly fit."""
+    form = draw.choice(["file"] * 3 + ["messages"] * 2 + ["chat"] * 3)
+    model = draw.choice(["models/llama", "models/gpt2", "models/qwen3", "models/qwen3", "runs/lora"])
+    words, stdin = ["chat" if form == "chat" else "generate", model, "--max-new-tokens=2"], b""
+    if form == "file":
+        file, how = damaged_rows(draw, folder)
+        words += ["--prompts", file.name]
+        words += draw.choice([[], ["--out", "answers.jsonl"], ["--out", "rows.jsonl"], ["--out", "runs"]])
+    elif form == "messages":
+        tree, changed = ASKED, []
+        for _ in range(changes(draw)):
+            if isinstance(tree, list | dict) and tree:
+                tree, change = mutated_tree(tree, draw)
+                changed.append(change)
+        text, how = written(json.dumps(tree)), "; ".join(changed)
+        if draw.random() < 0.3:
+            content, change = mutated_bytes(encoded(text), draw)
+            text, how = content.decode(errors="surrogateescape"), f"{how}; {change}"
+        words += ["--messages", argument(text)[:100_000]]
+    else:
+        lines = [draw.choice(LINES) for _ in range(draw.choice([1, 3, 9]))]
+        stdin, how = encoded("\n".join(lines)), f"lines {lines!r:.100}"
+        if draw.random() < 0.4:
+            stdin, change = mutated_bytes(stdin, draw)
+            how = f"{how}; {change}"
+        if draw.random() < 0.3:
+            words += ["--system", argument(nasty(draw))[:5000]]
+    return Case([*words, *draw.sample(ANSWER, draw.choice([0, 0, 1, 2]))], f"{form}: {how}", stdin)
+
+
 # Checkpoints and run folders #
 
 ON_A_RUN: dict[str, list[list[str]]] = {
     "stopped": [
         *([["train", "runs/stopped/config.yaml", "train.max_steps=4"]] * 6),
         ["report", "runs/stopped"],
+        ["report", "runs/stopped", "runs/done"],
         ["export", "runs/stopped", "exported"],
         ["export", "runs/stopped", "exported", "--step", "2"],
         ["generate", "runs/stopped", "-p", "Hi", "--max-new-tokens", "2"],
@@ -573,4 +628,6 @@ def _sign(step: Path) -> None:
     (step / "manifest.json").write_text(json.dumps(manifest))
 
 
-KINDS: dict[str, Kind] = {"configs": configs, "models": models, "data": data, "runs": runs}
+KINDS: dict[str, Kind] = {
+    "configs": configs, "models": models, "data": data, "prompts": prompts, "runs": runs,
+}  # fmt: skip

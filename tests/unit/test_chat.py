@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -136,7 +137,7 @@ def test_without_a_template_each_message_is_answered_by_itself(plain):
 
 def test_answers_are_those_of_transformers(plain, tiny):
     """Compare with transformers' own greedy generation."""
-    model = AutoModelForCausalLM.from_pretrained(tiny / "model")
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny / "model")
     ids = plain.prompt_ids(prompts_of(["Say red"])[0])
     expected = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :]
     text = plain.opened.tokenizer.decode(expected, skip_special_tokens=True)

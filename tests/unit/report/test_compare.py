@@ -101,7 +101,8 @@ def test_the_page_is_whole_and_what_comes_from_runs_is_escaped(run, other):
     text = comparison_page(compare([run.path, other.path]))
     assert text.count("window.vegaEmbed=") == 1
     assert "<b>" not in text
-    charts = json.loads(re.search(r"^const CHARTS = (\{.*\});$", text, re.MULTILINE)[1])
+    (found,) = re.findall(r"^const CHARTS = (\{.*\});$", text, re.MULTILINE)
+    charts = json.loads(found)
     colour = next(
         layer["encoding"]["color"] for layer in charts["loss"]["layer"] if "color" in layer["encoding"]
     )
