@@ -12,14 +12,14 @@ from typing import Any
 __version__ = "0.1.0"
 
 HOMES = {
+    "Callback": "meshtune.train.callbacks",
     "Config": "meshtune.config",
     "Layout": "meshtune.layout",
     "Result": "meshtune.api.train",
+    "Training": "meshtune.train.callbacks",
     "generate": "meshtune.api.generate",
 }  # name -> the module that defines it; __init__.pyi says the same to type checkers
 PACKAGES = ("plan", "train")  # packages whose modules are callable: CallablePackage
-
-__all__ = ["Config", "Layout", "Result", "__version__", "generate", "plan", "train"]
 
 
 class CallablePackage(ModuleType):
@@ -40,4 +40,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *HOMES, *PACKAGES})

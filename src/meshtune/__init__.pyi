@@ -6,6 +6,8 @@ from meshtune.api.train import Result as Result
 from meshtune.api.train import train as train
 from meshtune.config import Config as Config
 from meshtune.layout import Layout as Layout
+from meshtune.train.callbacks import Callback as Callback
+from meshtune.train.callbacks import Training as Training
 
 __version__: str
 

@@ -16,6 +16,8 @@ from meshtune.layout import Layout
 from meshtune.meter import phases
 from meshtune.rundir import RunDir
 from meshtune.train import build, loop
+from meshtune.train.callbacks import Hooks
+from meshtune.train.token_loss import LossFunction
 
 GLOBAL_BATCH = 16
 
@@ -70,20 +72,29 @@ def whole(layout: str) -> Layout:
     return open_fields.complete(devices=1, global_batch_size=GLOBAL_BATCH)
 
 
-def train(words: list[str]) -> str:
-    """Train on this rank; returns the run's folder."""
+def train(words: list[str], loss: LossFunction | None = None) -> str:
+    """Train on this rank; returns the run's folder. loss: instead of the cross entropy."""
     with patch.object(phases, "WATCHED_STEPS", 0):  # counting their memory would take as long as all else
-        run = build.build(config.load(None, words))
+        run = build.build(config.load(None, words), hooks=Hooks(loss))
         loop.train(run)
     return str(run.folder.path)
 
 
 def trained(
-    data: Path, output: Path, layout: str, precision: str, *overrides: str, forked: bool = False
+    data: Path,
+    output: Path,
+    layout: str,
+    precision: str,
+    *overrides: str,
+    forked: bool = False,
+    loss: LossFunction | None = None,
 ) -> Trained:
-    """Train under `layout`, on as many ranks as it needs; if `forked`, with what is patched here."""
+    """Train under `layout`, on as many ranks as it needs; if `forked`, with what is patched here.
+
+    loss: instead of the cross entropy.
+    """
     words = settings(data, output, layout, precision, overrides)
-    run = RunDir(run_ranks(whole(layout).world, train, words, forked=forked)[0])
+    run = RunDir(run_ranks(whole(layout).world, train, words, loss, forked=forked)[0])
     rows = run.rows("train")
     tensors = {}
     for file in run.model.glob("*.safetensors"):

@@ -11,6 +11,7 @@ from meshtune.errors import NothingFits, UserError, memory_explained
 from meshtune.launch import Rank
 from meshtune.rundir import RunDir
 from meshtune.train import build
+from meshtune.train.callbacks import Hooks
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_other_errors_are_bugs_of_ours() -> None:
 def test_the_traceback_behind_a_sentence_is_in_the_runs_log(
     settings: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: object, claimed: Callable[[RunDir], None]) -> None:
+    def fails(*_: object, claimed: Callable[[RunDir], None], **options: object) -> None:
         claimed(RunDir(tmp_path / "run").create())
         try:
             {}["axes"]
@@ -42,6 +43,6 @@ def test_the_traceback_behind_a_sentence_is_in_the_runs_log(
 
     monkeypatch.setattr(build, "build", fails)
     with pytest.raises(UserError, match="no axes"):
-        command.train_rank(Rank(), config.load(None, settings()), None, lambda run: None)
+        command.train_rank(Rank(), config.load(None, settings()), None, lambda run: None, Hooks())
     log = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
     assert "KeyError: 'axes'" in log and "The checkpoint has no axes." in log

@@ -19,16 +19,21 @@ def silent(_: str) -> None:
 
 
 def plan(
-    config: Settings, *, gpus: int | Sequence[int] = (), goal: str = "speed", log: Log = silent
+    config: Settings,
+    overrides: Sequence[str] = (),
+    *,
+    gpus: int | Sequence[int] = (),
+    goal: str = "speed",
+    log: Log = silent,
 ) -> Answer:
     """Predict every layout on the config's cluster, or on clusters of these numbers of GPUs; choose by the
     goal: speed, cost, gpus or memory.
 
-    config: a Config, a mapping of its sections, or a YAML file. `Answer.choice` is the chosen layout with its
-    memory (bytes) and step time (seconds), `Answer.best(n)` the n best. Raises UserError for bad settings,
-    NothingFits if no layout fits.
+    config: a Config, a mapping of its sections, or a YAML file. overrides: section.key=value each.
+    `Answer.choice` is the chosen layout with its memory (bytes) and step time (seconds), `Answer.best(n)` the
+    n best. Raises UserError for bad settings, NothingFits if no layout fits.
     """
-    config, sizes = config_of(config), [gpus] if isinstance(gpus, int) else gpus
+    config, sizes = config_of(config, overrides), [gpus] if isinstance(gpus, int) else gpus
     lighter = partial(lighter_workloads, config, numbers_of)
     return answer.ask(config, workload(config, log), sizes=sizes, goal=goal, lighter=lighter)
 

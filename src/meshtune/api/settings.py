@@ -1,7 +1,7 @@
 """The settings that a Python program gives, as a Config."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshtune.config import Config, load
@@ -12,15 +12,18 @@ from meshtune.yaml_tree import merge
 Settings = Config | Mapping[str, Any] | str | os.PathLike[str]  # a Config, a tree of sections, a YAML file
 
 
-def config_of(settings: Settings, changes: Mapping[str, Any] | None = None) -> Config:
-    """The Config of the settings, with `changes`, a tree of sections, laid over them. Raises UserError as
-    `config.load`, whose rules these are.
+def config_of(
+    settings: Settings, overrides: Sequence[str] = (), changes: Mapping[str, Any] | None = None
+) -> Config:
+    """The Config of the settings, with `overrides` (section.key=value) and then `changes` (a tree of
+    sections) laid over them. Raises UserError as `config.load`, whose rules these are.
     """
     if not isinstance(settings, Config | Mapping):
         settings = load(expanded(str(settings)))
-    if isinstance(settings, Config) and not changes:
+    if isinstance(settings, Config) and not overrides and not changes:
         return settings
-    return load(defaults=merge(plain(settings), plain(changes or {})))
+    settings = load(None, overrides, plain(settings))
+    return load(defaults=merge(plain(settings), plain(changes))) if changes else settings
 
 
 def plain(value: Any) -> Any:

@@ -1,7 +1,10 @@
 """Train: start the ranks, or be one of them; train; draw the report."""
 
 import os
-from collections.abc import Callable
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,12 +17,14 @@ from meshtune.errors import UserError, expanded, memory_explained
 from meshtune.layout import Layout
 from meshtune.report.run.summary import Summary, summarise
 from meshtune.rundir import Row, RunDir
+from meshtune.train.callbacks import Callback, Hooks
 from meshtune.units import notice
 
 if TYPE_CHECKING:
     from meshtune.launch import Rank
     from meshtune.train.choose import Choice
     from meshtune.train.loop import Run
+    from meshtune.train.token_loss import LossFunction
 
 Show = Callable[[RunDir], None]  # called with the run folder on the main rank at the end, also after an error
 
@@ -40,25 +45,63 @@ class Result:
 
 def train(
     config: Settings,
+    overrides: Sequence[str] = (),
     *,
     train_data: Rows | None = None,
     eval_data: Rows | None = None,
+    loss: "LossFunction | None" = None,
+    callbacks: Sequence[Callback] = (),
     layout: Layout | str | None = None,
     nproc: int | None = None,
 ) -> Result:
     """Train as `meshtune train` does, and return the finished run. A run folder that holds an unfinished run
     of these settings and rows goes on.
 
-    config: a Config, a mapping of its sections, or a YAML file. train_data, eval_data: rows in a form that
-    data.format knows, a list of dicts or a datasets.Dataset; instead of data.train and data.eval. layout:
-    instead of config's. nproc: ranks to start here; None: as many as the layout has, or as there are GPUs.
+    config: a Config, a mapping of its sections, or a YAML file. overrides: section.key=value each.
+    train_data, eval_data: rows in a form that data.format knows, a list of dicts or a datasets.Dataset;
+    instead of data.train and data.eval. loss: instead of the cross entropy, see train/token_loss.py.
+    callbacks: called on the main rank. layout: instead of config's. nproc: ranks to start here; None: as many
+    as the layout has, or as there are GPUs.
 
     Raises UserError (every problem, as sentences), NothingFits, NonFinite, Interrupted, and RankFailed for a
     bug on one of several ranks. A process that torchrun or srun started is one rank: all call this alike.
     """
-    settings = config_of(config, None if layout is None else {"layout": layout})
-    run = train_here(with_rows(settings, train_data, eval_data), nproc, keep_quiet)
+    settings = config_of(config, overrides, None if layout is None else {"layout": layout})
+    hooks = Hooks(loss, tuple(callbacks))
+    check_call(settings, hooks)
+    run = train_here(with_rows(settings, train_data, eval_data), nproc, keep_quiet, hooks)
     return Result(run.path, run.model, summarise(run))
+
+
+def check_call(config: Config, hooks: Hooks) -> None:
+    """Raise UserError for a call that can't work, or of which a part would be without effect."""
+    problems = []
+    if hooks.loss and config.train.label_smoothing:
+        problems.append(
+            f"train.label_smoothing={config.train.label_smoothing:g} belongs to the cross entropy, which "
+            "`loss` replaces; smooth inside `loss`, and leave it out."
+        )
+    if bad := [callback for callback in hooks.callbacks if not isinstance(callback, Callback)]:
+        problems.append(f"callbacks: {type(bad[0]).__name__} does not derive from meshtune.Callback.")
+    if threading.current_thread() is not threading.main_thread():
+        problems.append("train must be called from the main thread: it handles SIGTERM and Ctrl-C.")
+    if problems:
+        raise UserError(problems)
+
+
+def check_spawned(hooks: Hooks) -> None:
+    """Raise UserError if ranks that are spawned can't import the hooks."""
+    try:
+        pickle.dumps(hooks)
+        notebook = not hasattr(sys.modules["__main__"], "__file__")
+        parts = [hooks.loss, *map(type, hooks.callbacks)]
+        if notebook and any(getattr(part, "__module__", "") == "__main__" for part in parts):
+            raise TypeError("it is defined in a notebook")
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"Ranks on several GPUs import `loss` and `callbacks`, which can't be: {error}. Define them at "
+            "the top of a module, or train on one rank (nproc=1)."
+        ) from error
 
 
 def with_rows(config: Config, train_data: Rows | None, eval_data: Rows | None) -> Config:
@@ -72,18 +115,19 @@ def with_rows(config: Config, train_data: Rows | None, eval_data: Rows | None) -
             f"{name}_data and data.{name} of the config both name rows; keep one." for name in twice
         )
     files = {name: str(store_rows(rows, f"{name}_data", config.data.cache)) for name, rows in given.items()}
-    return config_of(config, {"data": files}) if files else config
+    return config_of(config, changes={"data": files}) if files else config
 
 
 def keep_quiet(run: RunDir) -> None:
     """Show nothing of the run: Python's caller has the Result."""
 
 
-def train_here(config: Config, nproc: int | None, show: Show) -> RunDir:
+def train_here(config: Config, nproc: int | None, show: Show, hooks: Hooks = Hooks()) -> RunDir:  # noqa: B008
     """Train on the ranks that the settings ask for, and return the run: they are started here, or this
     process is one of those that torchrun or srun started.
 
-    nproc: as `ranks_of` takes it. show: must be picklable. Raises as `launch.run`.
+    nproc: as `ranks_of` takes it. show: must be picklable. Raises as `launch.run`, and if ranks are spawned
+    that can't import the hooks.
     """
     from meshtune import launch
 
@@ -95,8 +139,10 @@ def train_here(config: Config, nproc: int | None, show: Show) -> RunDir:
     from meshtune.train import build, choose, loop  # noqa: F401
 
     ranks, device = ranks_of(config, nproc)
+    if ranks > 1 and launch.spawns(device) and not launch.joined():
+        check_spawned(hooks)
     choice = None if launch.joined() else choose.choose(config, ranks)
-    return launch.run(train_rank, config, choice, show, ranks=ranks, device=device)
+    return launch.run(train_rank, config, choice, show, hooks, ranks=ranks, device=device)
 
 
 def ranks_of(config: Config, nproc: int | None) -> tuple[int, str]:
@@ -137,7 +183,7 @@ def ranks_of(config: Config, nproc: int | None) -> tuple[int, str]:
     return world, device
 
 
-def train_rank(rank: "Rank", config: Config, choice: "Choice | None", show: Show) -> RunDir:
+def train_rank(rank: "Rank", config: Config, choice: "Choice | None", show: Show, hooks: Hooks) -> RunDir:
     """Train on one rank, and return the run; at the end, also after an error, the main rank draws its report
     and shows it.
 
@@ -151,7 +197,7 @@ def train_rank(rank: "Rank", config: Config, choice: "Choice | None", show: Show
             return shown(RunDir(config.output), show, main=rank.main)
     try:
         with memory_explained():
-            run = build.build(config, choice, claimed=lambda folder: rank.keep_log(folder.logs))
+            run = build.build(config, choice, claimed=lambda folder: rank.keep_log(folder.logs), hooks=hooks)
             train_watched(rank, run, show)
         return run.folder
     except UserError as error:

@@ -24,6 +24,6 @@ for a checkpoint, gives them 30 s for it, and reports which rank was seen to fai
 
 from meshtune.launch.place import Place, joined, place_of
 from meshtune.launch.rank import Rank
-from meshtune.launch.start import run, run_here
+from meshtune.launch.start import run, run_here, spawns
 
-__all__ = ["Place", "Rank", "joined", "place_of", "run", "run_here"]
+__all__ = ["Place", "Rank", "joined", "place_of", "run", "run_here", "spawns"]

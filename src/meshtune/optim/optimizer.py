@@ -178,15 +178,19 @@ class Optimizer:
         copies = [self.copies.get(name, 1) for name in gradients]
         return (norms.square() / norms.new_tensor(copies)).sum()
 
+    def scale(self, factor: float) -> None:
+        """Multiply this rank's gradients by `factor`, in place."""
+        if gradients := self.gradients():  # none on a stage whose parameters are all frozen
+            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+
     def clip(self, norm: float, max_norm: float) -> None:
         """Scale this rank's gradients, in place, by max_norm / (norm + 1e-6) if that is below 1.
 
         norm: the L2 norm of all ranks' gradients. max_norm: 0 leaves the gradients as they are. The formula
         is torch.nn.utils.clip_grad_norm_'s.
         """
-        gradients = self.gradients()  # none on a stage whose parameters are all frozen
-        if gradients and max_norm and (scale := max_norm / (norm + 1e-6)) < 1:
-            torch._foreach_mul_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]
+        if max_norm and (factor := max_norm / (norm + 1e-6)) < 1:
+            self.scale(factor)
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:

@@ -4,7 +4,7 @@ config ─> choice (choose.py) ─> tokenizer, data (inputs.py) ─> model (mode
 """
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -20,12 +20,12 @@ from meshtune.model.anatomy import left_out_of_loss
 from meshtune.model.load import quiet
 from meshtune.model.multimodal import parts_kept
 from meshtune.model.trainable import embeddings_needed
-from meshtune.parallel.apply import Parallel
 from meshtune.parallel.mesh import World, join
 from meshtune.plan.hardware import datasheet_flops
 from meshtune.precision import PRECISIONS
 from meshtune.rundir import RunDir
 from meshtune.train import folder
+from meshtune.train.callbacks import Callback, Callbacks, Hooks, Training
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.choose import Choice, choose_together, device_of, gpus_of
 from meshtune.train.evaluate import Evaluation
@@ -35,18 +35,25 @@ from meshtune.train.loop import Run, restore, seed_dropout
 from meshtune.train.model import LoraSpec, ModelSpec, OptimizerSpec, RankModel, rank_model
 from meshtune.train.predict import out_of_memory, prediction
 from meshtune.train.signals import StopRequest
+from meshtune.train.token_loss import TokenLoss, check_same
 from meshtune.train.trackers import Metrics, tracker_problems
 from meshtune.train.updates import course_of, few_updates, rate_in_words, schedule_of, steps_between
 
+Claimed = Callable[[RunDir], None]
+
 
 def build(
-    config: Config, choice: Choice | None = None, *, claimed: Callable[[RunDir], None] = lambda _: None
+    config: Config,
+    choice: Choice | None = None,
+    *,
+    claimed: Claimed = lambda _: None,
+    hooks: Hooks = Hooks(),  # noqa: B008 - a frozen value
 ) -> Run:
     """Everything that `loop.train` needs on this rank, put where its newest good checkpoint left it.
 
     Every rank calls it; it seeds torch's generators. choice: of `choose`, the same on all ranks; None: chosen
-    here, by rank 0. claimed: called with the run folder once it is chosen. Raises UserError for settings,
-    data, models and layouts that can't work, before the run folder is touched.
+    here, by rank 0. claimed: called with the run folder once it is chosen. hooks: the same on all ranks.
+    Raises UserError for settings, data, models and layouts that can't work, before the run folder is touched.
     """
     if problems := tracker_problems(config.log.to):
         raise UserError(problems)
@@ -61,23 +68,25 @@ def build(
         world,
         optimizer=optimizer_spec(config),
         tokens_per_sequence=config.data.seq_len,
+        token_loss=TokenLoss(hooks.loss) if hooks.loss else None,
     )
     seed_dropout(world, config.train.seed)
-    return assemble(config, world, model, inputs, claimed)
+    return assemble(config, model, inputs, claimed, hooks.callbacks)
 
 
 def assemble(
-    config: Config, world: World, model: RankModel, inputs: Inputs, claimed: Callable[[RunDir], None]
+    config: Config, model: RankModel, inputs: Inputs, claimed: Claimed, callbacks: Sequence[Callback]
 ) -> Run:
     """Claim the run folder, put the parts together, and restore the newest good checkpoint, if there is one.
 
-    Every rank calls it. world, model, inputs: made from the same config; the model on this rank. claimed: see
+    Every rank calls it. model, inputs: made from the same config; the model on this rank. claimed: see
     `build`. Raises UserError as `claim_together`, and for trackers that can't start.
     """
-    prepared, damaged = inputs.prepared, []
+    prepared, damaged, world = inputs.prepared, [], model.parallel.world
     steps = steps_of(config, prepared.train)
-    run_folder, resumed, claim = claim_together(config, world, steps, damaged.append)
+    run_folder, resumed, claim = claim_together(config, model, steps, damaged.append)
     claimed(run_folder)
+    training = Training(run_folder.path, steps) if callbacks else None
     metrics = Metrics.open(
         run_folder,
         config.log.to,
@@ -89,7 +98,12 @@ def assemble(
         memory=config.log.memory,
         peak_flops_per_second=peak_flops(world.device, config.train.precision, datasheet_flops),
         settings=config.model_dump(mode="json"),
+        more=[Callbacks(callbacks, training)] if training else (),
     )
+    exporter = exporter_of(
+        config, model.whole, inputs.tokenizer, inputs.encoder, pieces=model.parallel.own_pieces, world=world,
+        dtype=model.spec.compute_dtype,
+    )  # fmt: skip
     run = Run(
         folder=run_folder,
         world=world,
@@ -102,7 +116,7 @@ def assemble(
         learning_rate=schedule_of(config, steps),
         max_grad_norm=config.train.max_grad_norm,
         max_nonfinite_steps=config.train.max_nonfinite_steps,
-        evaluation=evaluation_of(config, model.parallel, inputs, run_folder),
+        evaluation=evaluation_of(config, model, inputs, run_folder),
         evaluate_every=steps_between(config.eval.every, config, prepared.train),
         keep_best=config.eval.keep_best,
         early_stopping=config.eval.early_stopping,
@@ -116,18 +130,11 @@ def assemble(
             advice=partial(out_of_memory, config, world.layout, gpus_of(world.device)),
         ),
         flops=flops_of(model.census, config.data.seq_len, ranks=world.size // world.data_ranks),
-        exporter=exporter_of(
-            config,
-            model.whole,
-            inputs.tokenizer,
-            inputs.encoder,
-            pieces=model.parallel.own_pieces,
-            world=world,
-            dtype=model.spec.compute_dtype,
-        ),
+        exporter=exporter,
         data_sentences=partial(stream_sentences, prepared),
         stop=StopRequest(enabled=config.checkpoint.save_on_signal),
         claim=claim,
+        training=training,
     )
     if resumed is not None:
         damaged += filter(None, [folder.rate_change(run_folder, resumed, steps, run.learning_rate)])
@@ -173,6 +180,7 @@ def announce(config: Config, run: Run, model: RankModel, resumed: int | None, no
         device_type=world.device.type,
         resumed_from=resumed,
         data=[source.path for source in config.data.train],
+        loss_function=model.passes.token_loss and model.passes.token_loss.name,
         **versions(),
     )
     metrics.log_line(f"Learning rate: {rate_in_words(config)}.")
@@ -192,17 +200,20 @@ def announce(config: Config, run: Run, model: RankModel, resumed: int | None, no
 
 
 def claim_together(
-    config: Config, world: World, steps: int, report: Callable[[str], None]
+    config: Config, model: RankModel, steps: int, report: Callable[[str], None]
 ) -> tuple[RunDir, int | None, folder.Claim | None]:
     """(The run folder; the step to go on from, None without a checkpoint; the claim, None on other ranks).
 
     Every rank calls it; the main rank claims the folder, writes config.yaml and plan.yaml, and broadcasts it.
     steps: updates of the whole run. report: called, on the main rank, with a sentence for each damaged
-    checkpoint. Raises UserError as folder.choose_folder and folder.begin, and if a rank does not see it.
+    checkpoint. Raises UserError as folder.choose_folder and folder.begin, if the run began with another loss
+    function, and if a rank does not see the folder.
     """
-    claim, place = None, None
+    claim, place, world = None, None, model.parallel.world
     if world.main:
         chosen, resumed = folder.choose_folder(config, steps, report)
+        if resumed is not None:
+            check_same(model.passes.token_loss, chosen.run)
         plan = prediction(config, world.layout, gpus_of(world.device))
         claim = folder.begin(chosen.run, config, plan, resumed, replace=chosen.start == "replace")
         place = chosen.run, resumed
@@ -250,19 +261,20 @@ def optimizer_spec(config: Config) -> OptimizerSpec:
     )
 
 
-def evaluation_of(config: Config, parallel: Parallel, inputs: Inputs, run_folder: RunDir) -> Evaluation:
+def evaluation_of(config: Config, model: RankModel, inputs: Inputs, run_folder: RunDir) -> Evaluation:
     """Evaluation by the `eval` settings; without held-out data it does nothing. Samples go to run_folder."""
     return Evaluation(
-        parallel=parallel,
+        parallel=model.parallel,
         tokenizer=inputs.tokenizer,
         dataset=inputs.prepared.eval,
-        micro_batch_size=parallel.world.layout.micro_batch_size,
+        micro_batch_size=model.parallel.world.layout.micro_batch_size,
         max_new_tokens=config.eval.max_new_tokens,
         at_start=config.eval.at_start,
         samples=config.eval.samples,
         exact_match=config.eval.exact_match,
         stop_ids=inputs.encoder.stop_ids,
         folder=run_folder,
+        token_loss=model.passes.token_loss,
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, islice
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,7 @@ from meshtune.train.loss import head_loss
 
 if TYPE_CHECKING:
     from meshtune.parallel.apply import Parallel
+    from meshtune.train.token_loss import TokenLoss
     from meshtune.train.trackers import Metrics
 
 
@@ -54,6 +57,7 @@ class Evaluation:
     exact_match: int = 0  # answers compared, at each evaluation
     stop_ids: tuple[int, ...] = ()  # tokens that end an answer
     folder: RunDir | None = None  # for samples; None: they are not written
+    token_loss: TokenLoss | None = None  # instead of the cross entropy
 
     def run(self, step: int, metrics: Metrics) -> float | None:
         """Log the evaluation after `step` updates; returns its mean loss per label token, or None, without a
@@ -105,14 +109,18 @@ class Evaluation:
             data_ranks=world.data_ranks,
             multiple=self.parallel.width_multiple,
         )
+        loss_of = partial(head_loss, token_loss=self.token_loss)
         with evaluating(self.parallel.modules):
             while group := list(islice(batches, GROUPED * world.pp.size)):
-                total += sum(float(loss) for loss in self.parallel.forward(group, head_loss))
+                total += sum(float(loss) for loss in self.parallel.forward(group, loss_of))
                 label_tokens += sum(micro_batch.label_tokens for micro_batch in group)
         # Tensor ranks have the same loss; ranks of one data rank have read the same labels.
         copies = world.size / world.data_ranks
-        total, label_tokens = world.sum_over_ranks(total / world.tp.size, label_tokens / copies)
-        return total / max(1, label_tokens), round(label_tokens)
+        count = self.token_loss.take_count() if self.token_loss else 0.0
+        total, label_tokens, count = world.sum_over_ranks(
+            total / world.tp.size, label_tokens / copies, count / world.tp.size
+        )
+        return total / ((count or math.nan) if self.token_loss else max(1, label_tokens)), round(label_tokens)
 
 
 def questions(

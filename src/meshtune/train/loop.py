@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from meshtune.meter.phases import PhaseMemory
     from meshtune.model.pieces import Piece
     from meshtune.optim.optimizer import Optimizer
+    from meshtune.train.callbacks import Training
     from meshtune.train.checkpoint import Checkpoints
     from meshtune.train.evaluate import Evaluation
     from meshtune.train.export import Exporter
@@ -80,6 +81,7 @@ class Run:
     exporter: Exporter
     stop: StopRequest
     claim: Claim | None  # the main rank's: keeps other processes out of the folder
+    training: Training | None = None  # of callbacks; None: there are none
     progress: Progress = field(default_factory=Progress)
 
 
@@ -94,7 +96,7 @@ def train(run: Run) -> None:
         if now.step == 0 and run.evaluation.at_start:
             evaluate(run)
         batches, first = iter(run.loader), now.step + 1
-        while now.step < run.steps and not exhausted_patience(run):
+        while now.step < run.steps and not ends_early(run):
             started = time.perf_counter()
             batch, now.data = next(batches)
             data_seconds = time.perf_counter() - started
@@ -103,10 +105,10 @@ def train(run: Run) -> None:
             with run.memory.watching(now.step):
                 share = run.passes.forward_backward(batch, phase)
                 # One all_reduce for all that the ranks must agree on before the update.
-                loss, squares, flops, flops_6n = run.world.sum_over_ranks(
-                    share, run.optimizer.local_squared_norm(), *run.flops(batch)
+                loss, squares, count, flops, flops_6n = run.world.sum_over_ranks(
+                    share, run.optimizer.local_squared_norm(), run.passes.count(), *run.flops(batch)
                 )
-                norm = math.sqrt(squares)
+                loss, norm = run.passes.per_count(batch, loss, math.sqrt(squares), count)
                 rate = run.learning_rate(now.step)
                 finite = math.isfinite(loss) and math.isfinite(norm)
                 if finite:
@@ -145,9 +147,9 @@ def train(run: Run) -> None:
                 run.metrics.end(step=now.step, status="stopped: loss or gradients were not finite")
                 raise NonFinite(stopped_nonfinite(run, nonfinite, batch))
 
-            if evaluating:
+            if evaluating or reason_to_stop(run):
                 evaluate(run)
-            if saving or stopping:
+            if saving or stopping or reason_to_stop(run):
                 save(run)
             if stopping:
                 raise interrupted(run)
@@ -188,15 +190,23 @@ def evaluate(run: Run) -> None:
         now.stale += 1
 
 
-def exhausted_patience(run: Run) -> bool:
-    stop = bool(run.early_stopping) and run.progress.stale >= run.early_stopping
-    if stop:
-        run.metrics.log_line(
-            f"Stopping early after step {run.progress.step}: {run.progress.stale} evaluations without a "
-            "lower loss than "
-            f"{run.progress.best_loss:.4f} (step {run.progress.best_step})."
+def ends_early(run: Run) -> bool:
+    """True if the step that was done is to be the last, which is logged."""
+    now, reason = run.progress, reason_to_stop(run)
+    if run.early_stopping and now.stale >= run.early_stopping:
+        reason = (
+            f"{now.stale} evaluations without a lower loss than {now.best_loss:.4f} (step {now.best_step})"
         )
-    return stop
+    if reason:
+        run.metrics.log_line(f"Stopping early after step {now.step}: {reason}.")
+    return reason is not None
+
+
+def reason_to_stop(run: Run) -> str | None:
+    """The reason that a callback, which runs on the main rank, gave for stopping; None: it gave none. With
+    callbacks every rank calls it.
+    """
+    return run.world.broadcast_object(run.training.reason) if run.training else None
 
 
 def save(run: Run) -> None:

@@ -32,6 +32,7 @@ from meshtune.model.anatomy import Anatomy
 from meshtune.model.body import head_only
 from meshtune.parallel.tensor import Vocabulary, vocabulary_of
 from meshtune.placement.states import LOSS_CHUNK_TOKENS
+from meshtune.train.token_loss import TokenLoss
 
 
 def head_loss(
@@ -43,6 +44,7 @@ def head_loss(
     chunk_tokens: int = LOSS_CHUNK_TOKENS,
     single_backward: bool = True,
     smoothing: float = 0.0,
+    token_loss: TokenLoss | None = None,
 ) -> Tensor:
     """Sum of the token losses of a micro-batch from its last hidden states [batch, seq, hidden]: a scalar in
     fp32 (fp64 for an fp64 model).
@@ -52,7 +54,7 @@ def head_loss(
     RuntimeError; with single_backward=False again, as zero-bubble schedules want (first for the hidden
     states' gradient, then for the head's), at the price of a second copy of the head's gradient. Without any
     label the loss is 0 and the gradients are zeros, so that ranks that share parameters still agree on which
-    of them have one. smoothing: see `_cross_entropy`.
+    of them have one. smoothing: see `_cross_entropy`. token_loss: instead of the cross entropy.
     """
     label_tokens = micro_batch.label_tokens  # given with the batch, so that a GPU need not be waited for
     flat = micro_batch.labels.flatten()
@@ -66,7 +68,7 @@ def head_loss(
     size = -(-label_tokens // chunks) if chunks else 1  # equal chunks: the smallest peak for their number
     parameters = _head_parameters(model, anatomy)
     vocabulary = vocabulary_of(model.get_submodule(anatomy.head))
-    cross_entropy = partial(_cross_entropy, vocabulary=vocabulary, smoothing=smoothing)
+    cross_entropy = partial(token_loss or partial(_cross_entropy, smoothing=smoothing), vocabulary=vocabulary)
     with head_only(model, anatomy) as logits_of:
         if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
             return _ChunkedLoss.apply(

@@ -37,6 +37,7 @@ from meshtune.placement.share import census_stages, stage_of_rank
 from meshtune.precision import PRECISIONS
 from meshtune.train.loss import head_loss
 from meshtune.train.step import Passes
+from meshtune.train.token_loss import TokenLoss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,11 +122,17 @@ class RankModel:
 
 
 def rank_model(
-    spec: ModelSpec, world: World, *, optimizer: OptimizerSpec, tokens_per_sequence: int = 2048
+    spec: ModelSpec,
+    world: World,
+    *,
+    optimizer: OptimizerSpec,
+    tokens_per_sequence: int = 2048,
+    token_loss: TokenLoss | None = None,
 ) -> RankModel:
     """Build this rank's part of the model on `world.device` under `world.layout`; every rank calls it.
 
-    tokens_per_sequence: sequence length by whose FLOPs blocks are given to pipeline stages. The whole model
+    tokens_per_sequence: sequence length by whose FLOPs blocks are given to pipeline stages. token_loss:
+    instead of the cross entropy. The whole model
     never exists on any rank of several. Adapters are drawn from torch's global generator. Raises UserError
     for whatever is wrong with the model's files, and for a family whose attention pattern can't be kept.
     """
@@ -138,7 +145,7 @@ def rank_model(
         lambda: trainable_skeleton(spec)[0],
         world,
         {stage: stage_blocks[stage] for stage in stages},
-        finish=loss_of(layout, spec.label_smoothing),
+        finish=loss_of(layout, spec.label_smoothing, token_loss),
         compute_dtype=spec.compute_dtype,
         reduce_dtype=spec.sum_dtype,
         compile=spec.compile,
@@ -146,7 +153,7 @@ def rank_model(
     models = [whole, *(stage.model for stage in parallel.stages)]
     fill_values(spec, parallel.named_pieces(), models, initial_adapters(whole), export=world.main)
     trained = optimizer_of(spec, optimizer, parallel)
-    return RankModel(spec, whole, census, parallel, trained, Passes(parallel, trained), added)
+    return RankModel(spec, whole, census, parallel, trained, Passes(parallel, trained, token_loss), added)
 
 
 def single_model(spec: ModelSpec, device: torch.device) -> PreTrainedModel:
@@ -238,11 +245,16 @@ def fill_values(
         weights.copy_buffers(model)
 
 
-def loss_of(layout: Layout, smoothing: float) -> Finish:
+def loss_of(layout: Layout, smoothing: float, token_loss: TokenLoss | None) -> Finish:
     """The summed loss of a micro-batch from its last hidden states. Zero-bubble schedules run its backward
     twice.
     """
-    return partial(head_loss, single_backward=layout.schedule not in ZERO_BUBBLE, smoothing=smoothing)
+    return partial(
+        head_loss,
+        single_backward=layout.schedule not in ZERO_BUBBLE,
+        smoothing=smoothing,
+        token_loss=token_loss,
+    )
 
 
 def optimizer_of(spec: ModelSpec, values: OptimizerSpec, parallel: Parallel) -> Optimizer:

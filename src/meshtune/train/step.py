@@ -6,6 +6,7 @@ micro-batch adds its share of that one quotient, so neither loss nor gradients d
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from meshtune.data.batch import Batch
     from meshtune.meter.phases import Phase
     from meshtune.parallel.apply import Parallel
+    from meshtune.train.token_loss import TokenLoss
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Passes:
 
     parallel: Parallel
     optimizer: Optimizer
+    token_loss: TokenLoss | None = None  # None: the cross entropy
 
     def __post_init__(self) -> None:
         if self.parallel.replicas is not None:
@@ -60,6 +63,26 @@ class Passes:
             total = torch.stack(losses).sum()
         parallel.finish_gradients(self.optimizer.named_gradients)
         return total / parallel.world.tp.size  # every tensor rank has the whole loss of its tokens
+
+    def count(self) -> Tensor | float:
+        """This rank's share of the count of the batch's losses, after `forward_backward`; 0 without a
+        `token_loss`, whose losses are counted by their label tokens.
+        """
+        return self.token_loss.take_count() / self.parallel.world.tp.size if self.token_loss else 0.0
+
+    def per_count(self, batch: Batch, loss: float, norm: float, count: float) -> tuple[float, float]:
+        """(Loss, norm of the gradients) per count of a `token_loss` instead of per label token of the batch.
+        Scales the gradients, which were made before the count was known.
+
+        count: of all ranks. Where it is 0 both are NaN.
+        """
+        if self.token_loss is None or count == batch.label_tokens:
+            return loss, norm
+        if not count:
+            return math.nan, math.nan
+        factor = max(1, batch.label_tokens) / count
+        self.optimizer.scale(factor)
+        return loss * factor, norm * abs(factor)
 
     @torch.no_grad()
     def share_tied(self) -> None:

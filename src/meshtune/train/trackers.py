@@ -23,6 +23,7 @@ from rich.markup import escape
 from meshtune.errors import UserError
 from meshtune.meter.rows import eval_row, train_row
 from meshtune.rundir import Row, RunDir, write_text_atomically
+from meshtune.train.callbacks import Callbacks
 from meshtune.train.console import ConsoleTracker, Course
 from meshtune.units import at_words, printable, speed_unit
 
@@ -58,7 +59,7 @@ class Metrics:
 
     every: steps between two train rows; total_steps: the last of them always has a row, None: unknown; world:
     number of ranks; peak_flops_per_second: of one device in the run's precision, None: unknown; console: None
-    prints nothing. A tracker that raises is dropped with a message; only JsonlTracker's error is passed on.
+    prints nothing. A tracker that raises is dropped with a message; errors of VITAL ones are passed on.
     """
 
     def __init__(
@@ -93,15 +94,16 @@ class Metrics:
         memory: bool = False,
         peak_flops_per_second: float | None = None,
         settings: Mapping[str, Any] | None = None,
+        more: Sequence[Tracker] = (),
         console: Console | None = None,
     ) -> "Metrics":
         """Start the trackers named in `to` (names of TRACKERS), on rank 0; on other ranks none. metrics.jsonl
         is written whatever `to` says: the result of the run is read from it.
 
         `course`: the steps to come; `device`: torch's type, cuda or cpu; `memory`: print the memory of the
-        first steps; `settings`: the resolved config as plain values, which some trackers show; `console` is
-        None for stderr. The rest is as in the class. Raises UserError when a tracker is unknown, its library
-        is missing, or it can't start.
+        first steps; `settings`: the resolved config as plain values, which some trackers show; `more`:
+        trackers beside the named ones; `console` is None for stderr. The rest is as in the class. Raises
+        UserError when a tracker is unknown, its library is missing, or it can't start.
         """
         if rank != 0:
             return cls((), every=every, total_steps=course.steps, world=world)
@@ -134,6 +136,7 @@ class Metrics:
                 raise UserError(
                     f"log.to: {name} could not start ({error}); leave it out to go on."
                 ) from error
+        metrics.trackers += tuple(more)
         return metrics
 
     def __enter__(self) -> "Metrics":
@@ -186,9 +189,7 @@ class Metrics:
             try:
                 tracker.log(row)
             except Exception as error:
-                if isinstance(
-                    tracker, JsonlTracker
-                ):  # without its rows a run is lost; without a dashboard it is not
+                if isinstance(tracker, VITAL):
                     raise
                 self.trackers = tuple(other for other in self.trackers if other is not tracker)
                 self.log_line(f"{type(tracker).__name__} failed and gets no more rows: {error}")
@@ -234,6 +235,9 @@ class JsonlTracker:
 
     def close(self, *, failed: bool = False) -> None:
         """Nothing to do: each row is in the file when `log` returns."""
+
+
+VITAL = (JsonlTracker, Callbacks)  # without its rows a run is lost; a callback's error is the user's
 
 
 class TensorBoardTracker:

@@ -58,11 +58,12 @@ def test_settings_are_a_config_a_tree_or_a_file(tmp_path: Path) -> None:
     config = config_of(tree)
     assert isinstance(config, Config)
     assert config == config_of(file) == config_of(str(file)) == config_of(config)
-    changed = config_of(config, {"layout": Layout(dp_replicate=2)})
-    assert changed.layout == "dp2-mb1-ga1" and changed.train == config.train
-    assert changed.model_dump(exclude_unset=True) == config.model_dump(exclude_unset=True) | {
-        "layout": "dp2-mb1-ga1"
-    }
+    changed = config_of(config, ["train.seed=1"], {"layout": Layout(dp_replicate=2)})
+    assert changed.layout == "dp2-mb1-ga1" and changed.train.seed == 1
+    unset = config.model_dump(exclude_unset=True)
+    assert changed.model_dump(exclude_unset=True) == unset | {
+        "layout": "dp2-mb1-ga1", "train": {"max_steps": 3, "seed": 1}
+    }  # fmt: skip
     with pytest.raises(UserError, match="max_stepz"):
         config_of({"model": {"name": "org/name"}, "train": {"max_stepz": 3}})
 
