@@ -45,3 +45,8 @@ def test_the_layers_on_the_map_of_the_code_are_those_that_are_checked() -> None:
     page = (ROOT / "docs" / "house.md").read_text(encoding="utf-8")
     listed = [line.strip() for line in page[page.index("   cli\n") :].partition("```")[0].splitlines()]
     assert listed == contracts["contracts"][0]["layers"]
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [page.name for page in ROOT.glob("docs/*.md") if f"](docs/{page.name})" not in readme] == []

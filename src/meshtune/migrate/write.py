@@ -8,6 +8,7 @@ import yaml
 
 from meshtune.config import Config
 from meshtune.migrate.convert import Migrated, Note
+from meshtune.reference.schema import EDITOR_LINE
 
 WIDTH = 110
 SHOWN = 60  # characters of a value in a comment
@@ -22,7 +23,7 @@ def text_of(result: Migrated, source: str) -> str:
         "(--gpus). `layout: auto` lets the planner choose instead. Comments name the key that a setting is "
         "from."
     )
-    lines = [*comment(head), ""]
+    lines = [EDITOR_LINE, *comment(head), ""]
     if not tree.get("data", {}).get("train"):
         lines += [*comment("The file names no rows: add data.train.")]
     for name in (name for name in Config.model_fields if name in tree):

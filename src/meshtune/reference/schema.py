@@ -15,6 +15,7 @@ from meshtune.config import TABLES, Config
 from meshtune.layout import AUTO, CHOICES, TOKENS, Layout
 
 SCHEMA_FILE = Path(__file__).with_name("schema.json")
+EDITOR_LINE = f"# yaml-language-server: $schema={SCHEMA_FILE}"  # first line of a file that a command writes
 LAYOUT_FIELDS = {
     "dp_replicate": "Replicas of data parallelism.",
     "dp_shard": "Data-parallel ranks that ZeRO shards over.",

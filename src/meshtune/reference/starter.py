@@ -12,7 +12,7 @@ import yaml
 
 from meshtune.config import LEARNING_RATES, Config
 from meshtune.errors import Table
-from meshtune.reference.schema import SCHEMA_FILE, schema, settings
+from meshtune.reference.schema import EDITOR_LINE, schema, settings
 from meshtune.yaml_tree import merge, nested
 
 SIZES = Table(
@@ -75,7 +75,7 @@ def starter(method: str, model: str, file: str) -> str:
 def header(method: str, model: str, file: str) -> list[str]:
     kind = "LoRA adapters for" if method == "lora" else "all weights of"
     return [
-        f"# yaml-language-server: $schema={SCHEMA_FILE}",
+        EDITOR_LINE,
         f"# Train {kind} {model}.",
         "#",
         "# 1. Put rows into train.jsonl, one JSON object a line, or change data.train. Two of the forms:",
