@@ -141,3 +141,16 @@ def test_folders_of_the_same_name_are_told_apart_by_their_paths(run, tmp_path):
     compared = compare([run.path, twin.path])
     assert compared.names == (str(run.path), str(twin.path))
     comparison_tables(compared)
+
+
+def test_what_an_earlier_version_lacked_and_is_off_is_no_difference(run, other):
+    run.config_file.write_text(CONFIG.format(rate=0.2, seq_len=64) + "new: {on: false, list: [], rate: 3}\n")
+    assert {n: line.cells for n, line in lines(compare([run.path, other.path]).settings).items()} == {
+        "new.rate": ("3", "–")
+    }
+
+
+def test_losses_of_other_parts_of_the_training_rows_are_not_ranked(run, other):
+    run.config_file.write_text("data: {train: [{path: a.jsonl}], eval_split: 0.1}\n")
+    other.config_file.write_text("data: {train: [{path: b.jsonl}], eval_split: 0.1}\n")
+    assert compare([run.path, other.path]).caution.startswith("data.train.path differs: losses")

@@ -57,7 +57,7 @@ def comparison_page(comparison: Comparison) -> str:
     caution = f"<p class='note'>{text(comparison.caution)}</p>" if comparison.caution else ""
     after = (
         _table("Settings that differ", comparison.names, comparison.settings, "All settings are the same."),
-        _table("Environment that differs", comparison.names, comparison.environment, ""),
+        _table("Model and environment that differ", comparison.names, comparison.environment, ""),
         _samples(comparison),
     )
     return page(
@@ -104,10 +104,10 @@ def comparison_tables(comparison: Comparison) -> RenderableType:
     for title, lines in (
         ("", comparison.figures),
         ("settings that differ", comparison.settings),
-        ("environment that differs", comparison.environment),
+        ("model and environment that differ", comparison.environment),
     ):
         table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2))
-        table.add_column("", style="dim", overflow="fold")
+        table.add_column("", style="dim", no_wrap=True)
         for name in comparison.names:
             table.add_column(Text(printable(name)), overflow="fold")
         for line in lines:

@@ -20,12 +20,16 @@ MOST_RUNS = len(OTHERS)  # one colour each
 NONE = "–"  # where a run has no value
 ALWAYS_DIFFERS = ("output",)  # settings
 # Facts of the "run" row that a setting says already, or that only tell how a run was started.
-KNOWN_FACTS = ("model", "method", "precision", "global_batch_size", "seq_len", "data", "resumed_from")
+KNOWN_FACTS = (
+    "model", "method", "precision", "global_batch_size", "seq_len", "data", "resumed_from", "learning_rate",
+    "total_steps", "schedule_steps",
+)  # fmt: skip
 # Settings that choose the held-out labels: where one differs, losses are means over other tokens.
 HELD_OUT = (
     "model.name", "data.eval", "data.format", "data.columns", "data.chat_template", "data.train_on",
     "data.seq_len",
 )  # fmt: skip
+HELD_OUT_OF_TRAIN = ("data.train.", "data.where", "data.max_samples")  # under data.eval_split, these too
 
 
 @dataclass(frozen=True)
@@ -76,9 +80,11 @@ def compare(paths: Sequence[Path]) -> Comparison:
         raise UserError(f"A comparison takes 2 to {MOST_RUNS} different run folders; {len(paths)} are named.")
     runs = tuple(RunDir(path) for path in paths)
     summaries = tuple(map(summarise, runs))
-    settings = differing([_config(run) for run in runs], leave_out=ALWAYS_DIFFERS)
+    configs = [_config(run) for run in runs]
+    settings = differing(configs, leave_out=ALWAYS_DIFFERS)
     facts = [dict(leaves(facts_of(run))) for run in runs]
-    chosen = [line.name for line in settings if line.name.startswith(HELD_OUT)]
+    split = HELD_OUT_OF_TRAIN if any(config.get("data.eval_split") for config in configs) else ()
+    chosen = [line.name for line in settings if line.name.startswith((*HELD_OUT, *split))]
     compared = any(summary.last_eval_loss is not None for summary in summaries)
     caution = (
         f"{', '.join(chosen)} differ{'s' if len(chosen) == 1 else ''}: losses are means over different "
@@ -143,14 +149,17 @@ def _speed(summaries: Sequence[Summary]) -> str:
 
 
 def differing(trees: Sequence[Mapping[str, Any]], *, leave_out: Sequence[str]) -> list[Line]:
-    """Lines of the keys whose values are not the same in all trees. leave_out: names at the top."""
-    keys = dict.fromkeys(key for tree in trees for key in tree)
-    missing = object()
+    """Lines of the keys whose values are not the same in all trees. leave_out: names at the top.
+
+    A missing key is the same as an empty value: an earlier version lacked what is now off by default.
+    """
     lines = []
-    for key in keys:
-        values = [tree.get(key, missing) for tree in trees]
-        if key.partition(".")[0] not in leave_out and any(value != values[0] for value in values):
-            lines.append(Line(key, tuple(NONE if value is missing else _written(value) for value in values)))
+    for key in dict.fromkeys(key for tree in trees for key in tree):
+        values = [tree.get(key) for tree in trees]
+        missing = not all(key in tree for tree in trees)
+        same = not any(values) if missing else all(value == values[0] for value in values)
+        if key.partition(".")[0] not in leave_out and not same:
+            lines.append(Line(key, tuple(_written(tree[key]) if key in tree else NONE for tree in trees)))
     return lines
 
 
