@@ -20,6 +20,7 @@ from meshtune.optimizers import OPTIMIZERS
 from meshtune.precision import PRECISIONS, REDUCE_DTYPES
 from meshtune.schedules import SCHEDULES, schedule_problems
 from meshtune.sections import ClusterConfig, DataConfig, LoraConfig, ModelConfig
+from meshtune.setting_partners import without_effect
 from meshtune.setting_types import (
     SHORT,
     Fraction,
@@ -27,7 +28,6 @@ from meshtune.setting_types import (
     NonNegative,
     Positive,
     Section,
-    epochs_of,
     sentences,
     unusable,
 )
@@ -54,8 +54,12 @@ class TrainConfig(Section):
         default=None,
         description="Tokens per optimizer step, instead of global_batch_size; a multiple of data.seq_len.",
     )
-    max_steps: Positive | None = Field(default=None, description="Optimizer steps of the run.")
-    num_epochs: float | None = Field(default=None, gt=0, description="Passes through the data.")
+    max_steps: Positive | None = Field(
+        default=None, description="Optimizer steps of the run; beside num_epochs, the smaller ends it."
+    )
+    num_epochs: float | None = Field(
+        default=None, gt=0, description="Passes through the data; without max_steps, null is 1."
+    )
     learning_rate: float | None = Field(
         default=None, gt=0, description="Peak learning rate; null: 1e-5 for method full, 2e-4 for lora."
     )
@@ -134,12 +138,6 @@ class TrainConfig(Section):
                 f"train.reduce_dtype=bf16 would round the {summed} gradients of train.precision="
                 f"{self.precision}; leave train.reduce_dtype out, or set train.precision=bf16."
             )
-        if self.global_batch_size and self.global_batch_tokens:
-            problems.append(
-                "train.global_batch_size and train.global_batch_tokens both set the batch; keep one."
-            )
-        if self.max_steps and self.num_epochs:
-            problems.append("train.max_steps and train.num_epochs both set how long to train; keep one.")
         fields, row = TrainConfig.model_fields, OPTIMIZERS[self.optimizer]
         problems += [
             f"train.adam_{name} has no effect on train.optimizer={self.optimizer}; leave it out."
@@ -273,15 +271,10 @@ class Config(Section):
         return value
 
     @model_validator(mode="after")
-    def _epochs_have_a_length(self) -> "Config":
-        """Raise UserError for epochs of a stream, whose length is known at its end only."""
-        every = {"eval.every": self.eval.every, "checkpoint.every": self.checkpoint.every}
-        if self.data.streaming and (unknown := [name for name in every if epochs_of(every[name])]):
-            raise UserError(
-                f"{name} = {every[name]}, but with data.streaming the length of an epoch is unknown; give it "
-                f"in steps, such as {name}=200."
-                for name in unknown
-            )
+    def _takes_effect(self) -> "Config":
+        """Raise UserError for settings that have no effect beside the others."""
+        if problems := [*without_effect(self)]:
+            raise UserError(problems)
         return self
 
     @property

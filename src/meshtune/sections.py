@@ -2,9 +2,8 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from meshtune.errors import UserError
 from meshtune.setting_types import Format, Fraction, GpuCount, NonNegative, Positive, Section
 
 
@@ -157,14 +156,6 @@ class DataConfig(Section):
         """Accept a path, a mapping, or a list of either."""
         sources = value if isinstance(value, list | tuple) else [] if value is None else [value]
         return tuple({"path": source} if isinstance(source, str) else source for source in sources)
-
-    @model_validator(mode="after")
-    def _split_one_answer(self) -> "DataConfig":
-        if self.split_turns and self.train_on == "all":
-            raise UserError(
-                "data.split_turns labels the last answer of each row, data.train_on=all everything; give one."
-            )
-        return self
 
 
 class ClusterConfig(Section):

@@ -37,7 +37,10 @@ Kind = Callable[[Random, Path], Case]
 LLAMA = "model.name=models/llama"
 GPUS = ["cluster.gpu=h100-sxm", "cluster.gpus=8"]
 # A longer run is what such a setting asks for, not a hang.
-SHORTENED = ["train.max_steps=1", "train.global_batch_size=2", "eval.max_new_tokens=2"]
+SHORTENED = [
+    "train.max_steps=1", "train.global_batch_size=2", "data.eval=rows.jsonl", "eval.samples=1",
+    "eval.max_new_tokens=2",
+]  # fmt: skip
 
 
 def changes(draw: Random) -> int:

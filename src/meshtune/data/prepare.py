@@ -69,7 +69,7 @@ def prepare(
     UserError for bad rows and settings, documents longer than `seq_len` tokens under overlong="error", a
     cache folder that can't be written, and if no document is left.
     """
-    _check_settings(sources, eval_split, eval_sources, seq_len, streaming)
+    _check_settings(sources, eval_split, seq_len)
     build = _Build(
         tuple(sources), tuple(eval_sources), encoder, seq_len, packing, overlong, seed, eval_split, on_bad_row
     )
@@ -396,27 +396,14 @@ def _digest(tokens: str, *arrays: np.ndarray) -> str:
     return digest.hexdigest()
 
 
-def _check_settings(
-    sources: Sequence[Source],
-    eval_split: float,
-    eval_sources: Sequence[Source],
-    seq_len: int,
-    streaming: bool,
-) -> None:
-    """Raise UserError with every setting of `prepare` that is invalid by itself or beside another."""
+def _check_settings(sources: Sequence[Source], eval_split: float, seq_len: int) -> None:
+    """Raise UserError with every setting of `prepare` that is invalid by itself."""
     problems = [f"{s.path}: weight {s.weight:g} must be above 0." for s in sources if s.weight <= 0]
     if not sources:
         problems.append("There is no training data: name a file, a folder or a hub data set in data.train.")
-    if eval_split and eval_sources:
-        problems.append(f"Give data.eval or data.eval_split ({eval_split:g}), not both.")
     if eval_split < 0 or (eval_split > 1 and eval_split != int(eval_split)):
         problems.append(
             f"data.eval_split = {eval_split:g} must be a fraction below 1, or a whole number of documents."
-        )
-    if eval_split and streaming:
-        problems.append(
-            f"data.eval_split = {eval_split:g} needs the number of documents, which data.streaming does not "
-            "know; give data.eval."
         )
     if seq_len < 2:
         problems.append(f"data.seq_len = {seq_len} must be at least 2: a token, and the next as its label.")

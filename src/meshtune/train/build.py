@@ -37,7 +37,14 @@ from meshtune.train.predict import out_of_memory, prediction
 from meshtune.train.signals import StopRequest
 from meshtune.train.token_loss import TokenLoss, check_same
 from meshtune.train.trackers import Metrics, tracker_problems
-from meshtune.train.updates import course_of, few_updates, rate_in_words, schedule_of, steps_between
+from meshtune.train.updates import (
+    course_of,
+    few_updates,
+    rate_in_words,
+    schedule_of,
+    steps_between,
+    which_ends,
+)
 
 Claimed = Callable[[RunDir], None]
 
@@ -140,8 +147,8 @@ def assemble(
         damaged += filter(None, [folder.rate_change(run_folder, resumed, steps, run.learning_rate)])
         restore(run, resumed)
         run.loader = loader_of(config, prepared.train, world, state=run.progress.data)
-    few = few_updates(config, prepared.train, steps)
-    announce(config, run, model, resumed, [*sentences(prepared.stats), *filter(None, [few]), *damaged])
+    length = filter(None, [which_ends(config, steps), few_updates(config, prepared.train, steps)])
+    announce(config, run, model, resumed, [*sentences(prepared.stats), *length, *damaged])
     return run
 
 

@@ -116,14 +116,18 @@ def source_of(source: SourceConfig, data: DataConfig, split: str) -> Source:
 
 
 def steps_of(config: Config, train: Dataset | Stream) -> int:
-    """Updates in the whole run: max_steps, else so many that every epoch's sequences are seen (default: one
-    epoch), rounded up. Raises UserError for a stream without max_steps.
+    """Updates in the whole run: max_steps, or so many that every epoch's sequences are seen, rounded up; the
+    smaller of both, one epoch without either. Raises UserError for a stream without max_steps.
     """
-    if config.train.max_steps:
-        return config.train.max_steps
+    most, epochs = config.train.max_steps, config.train.num_epochs
     if isinstance(train, Stream):
-        raise UserError("data.streaming = true: the length of an epoch is unknown; set train.max_steps.")
-    return math.ceil((config.train.num_epochs or 1) * len(train) / config.global_batch_size)
+        if most is None:
+            raise UserError("data.streaming = true: the length of an epoch is unknown; set train.max_steps.")
+        return most
+    steps = math.ceil((epochs or 1) * len(train) / config.global_batch_size)
+    if most is None:
+        return steps
+    return min(most, steps) if epochs else most
 
 
 def loader_of(

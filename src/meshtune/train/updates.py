@@ -37,6 +37,20 @@ def rate_in_words(config: Config) -> str:
     return f"{scientific(config.learning_rate)}{default}, {config.train.lr_scheduler}"
 
 
+def which_ends(config: Config, steps: int) -> str:
+    """Sentence on which of train.max_steps and train.num_epochs ends the run where both are set; else "".
+
+    steps: updates of the whole run.
+    """
+    most, epochs = config.train.max_steps, config.train.num_epochs
+    if not (most and epochs):
+        return ""
+    first, second = f"train.num_epochs={epochs:g}", f"train.max_steps={most}"
+    if steps == most:
+        first, second = second, first
+    return f"The run has {steps} steps: {first} ends it before {second}."
+
+
 def steps_between(every: int | str, config: Config, train: Dataset | Stream) -> int:
     """Steps of the Interval `every`, a part of one rounded up; 0 for 0."""
     epochs = epochs_of(every)

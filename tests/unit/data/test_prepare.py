@@ -215,7 +215,6 @@ def test_a_document_and_its_copy_never_share_a_sequence(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"eval_split": 0.5, "streaming": True}, "data.streaming"),
         ({"eval_split": 1.5}, "whole number"),
         ({"seq_len": 1}, "seq_len = 1"),
     ],

@@ -823,11 +823,12 @@ def test_an_axis_or_an_optimizer_that_no_export_writes_is_refused(
 
 EPOCHS = ["train.max_steps=null", "train.num_epochs=1"]
 PURE = ["train.precision=bf16-pure"]
+BEST = ["eval.keep_best=true", "eval.every=5", "data.eval=held.jsonl"]
 MESSAGES = ["data.format=messages", "data.columns={}"]
 SAID = [
     *((tool, "mb1-ga1", ["model.freeze=[model.embed_tokens.*]"], "model.freeze") for tool in TOOLS),
     *((tool, "mb1-ga1", ["data.chat_template=chatml"], "data.chat_template=chatml is not") for tool in TOOLS),
-    *((tool, "mb1-ga1", ["eval.samples=2", "eval.keep_best=1"], "eval.samples, eval.keep") for tool in TOOLS),
+    *((tool, "mb1-ga1", ["eval.samples=2", *BEST], "eval.samples, eval.keep") for tool in TOOLS),
     *((tool, "mb1-ga1", ["data.overlong=drop"], "data.overlong=drop is not carried over") for tool in TOOLS),
     *((tool, "mb1-ga1", ["data.train=[{path: a.jsonl, weight: 2}]"], "The weights of") for tool in TOOLS),
     *(
@@ -978,7 +979,7 @@ def test_a_schedule_that_a_tool_lacks_is_refused(tool: str) -> None:
 @pytest.mark.parametrize("tool", TOOLS)
 def test_intervals_in_epochs_are_refused(tool: str) -> None:
     with pytest.raises(UserError, match=r"eval.every=0\.5 epoch can't be exported to .*; give it in steps"):
-        exported(tool, "zero2x8-mb1-ga1", "eval.every=0.5 epoch")
+        exported(tool, "zero2x8-mb1-ga1", "eval.every=0.5 epoch", "data.eval=held.jsonl")
 
 
 def test_lora_options_are_exported_or_refused() -> None:

@@ -17,7 +17,8 @@ from meshtune.optim.schedule import learning_rates
 from meshtune.rundir import RunDir
 from meshtune.schedules import SCHEDULES
 from meshtune.train import output
-from meshtune.train.updates import few_updates, rate_in_words, schedule_of, steps_between
+from meshtune.train.inputs import steps_of
+from meshtune.train.updates import few_updates, rate_in_words, schedule_of, steps_between, which_ends
 from meshtune.units import scientific
 
 
@@ -79,6 +80,26 @@ def test_a_global_batch_that_leaves_few_updates_is_named_with_figures_and_the_re
 ) -> None:
     said = few_updates(load(*overrides), Sequences(384), steps)
     assert (sentence in said) if sentence else said == ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps", "sentence"),
+    [
+        (["max_steps=5", "num_epochs=3"], 5, "5 steps: train.max_steps=5 ends it before"),
+        (["max_steps=50", "num_epochs=3"], 18, "18 steps: train.num_epochs=3 ends it before train.max_steps"),
+        (["max_steps=18", "num_epochs=3"], 18, "18 steps: train.max_steps=18 ends it before"),
+        (["max_steps=50"], 50, ""),
+        (["num_epochs=3"], 18, ""),
+        ([], 6, ""),
+    ],
+)  # fmt: skip
+def test_the_smaller_of_steps_and_epochs_ends_the_run_and_is_named(
+    overrides: list[str], steps: int, sentence: str
+) -> None:
+    read = load("train.global_batch_size=64", *(f"train.{word}" for word in overrides))
+    assert steps_of(read, Sequences(384)) == steps
+    said = which_ends(read, steps)
+    assert said.startswith(f"The run has {sentence}") if sentence else said == ""
 
 
 def test_the_remedies_for_few_updates_give_twenty() -> None:
@@ -168,9 +189,7 @@ def test_an_interval_that_is_none_is_refused_with_an_example(every: str) -> None
 
 def test_epochs_of_a_stream_are_refused_before_anything_loads() -> None:
     stream = ["data.streaming=true", "train.max_steps=9"]
-    with pytest.raises(
-        UserError, match=r"eval\.every = 0\.5 epoch.*length of an epoch is unknown"
-    ) as refused:
+    with pytest.raises(UserError, match=r"eval\.every=0\.5 epoch.*length of an epoch is unknown") as refused:
         load(*stream, "eval.every=0.5 epoch", "checkpoint.every=1 epoch")
     assert len(refused.value.problems) == 2
     assert load(*stream, "eval.every=200 steps").eval.every == 200

@@ -62,6 +62,10 @@ def problems_of_all_tools(tool: str, config: Config, layout: Layout, gpus_per_no
         )
     if config.train.lr_scheduler == "warmup_stable_decay" and not config.train.max_steps:
         yield f"train.lr_scheduler=warmup_stable_decay can't be exported to {tool} without train.max_steps."
+    if config.train.max_steps and config.train.num_epochs:
+        yield f"train.max_steps beside train.num_epochs can't be exported to {tool}; keep one."
+    if config.train.lr_decay_steps:
+        yield f"train.lr_decay_steps can't be exported to {tool}; leave it out."
     for name, every in (("eval", config.eval.every), ("checkpoint", config.checkpoint.every)):
         if epochs_of(every):
             yield f"{name}.every={every} can't be exported to {tool}; give it in steps."

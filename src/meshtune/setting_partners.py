@@ -1,0 +1,148 @@
+"""Settings that have no effect alone: what each needs beside it, and what to do without.
+
+A setting that takes effect by itself is not here; nor are those that the tables of schedules and optimizers
+judge (schedules.py, optimizers.py), and the fields of a layout (layout.py). A value that is a setting's
+default asks for nothing.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from meshtune.errors import expanded
+from meshtune.setting_types import Section, epochs_of
+
+HELD_OUT = "there are no held-out rows", "set data.eval or data.eval_split, or leave it out"
+ONE_EVALUATION = (
+    "with eval.every=0 there is only the last evaluation",
+    "set eval.every, such as eval.every=100",
+)
+STREAMED = "with data.streaming the length of an epoch is unknown"
+CONVERSATIONS = ("messages", "sharegpt", "prompt-completion", "alpaca", "auto")  # formats that may have them
+
+
+class Need(NamedTuple):
+    """Partner without which a setting has no effect."""
+
+    setting: str  # dotted; lora.*: every one of that section
+    met: Callable[[Any], bool]  # by the Config
+    reason: str  # clause on why it has no effect
+    remedy: str  # imperative
+
+
+def held_out(config: Any) -> bool:
+    """True unless the rows are named and none of them are held out; a plan needs none."""
+    return bool(not config.data.train or config.data.eval or config.data.eval_split)
+
+
+def evaluates_often(config: Any) -> bool:
+    return bool(config.eval.every)
+
+
+def formats(config: Any) -> set[str]:
+    """The formats that the rows are read in; "auto" where a source's is found from its columns."""
+    sources = (*config.data.train, *config.data.eval)
+    return {source.format or config.data.format for source in sources} or {config.data.format}
+
+
+def some_source_lacks(name: str) -> Callable[[Any], bool]:
+    """Function: config -> True if a source, or none, has no setting `name` of its own."""
+
+    def lacks(config: Any) -> bool:
+        sources = (*config.data.train, *config.data.eval)
+        return not sources or any(getattr(source, name) is None for source in sources)
+
+    return lacks
+
+
+def is_hub_model(config: Any) -> bool:
+    return not expanded(config.model.name).exists()
+
+
+def schedule_has_a_length(config: Any) -> bool:
+    kind, fixed = config.train.lr_scheduler, config.train.warmup_steps is not None
+    return kind != "constant" and not (kind == "constant_with_warmup" and fixed)
+
+
+NEEDS = (
+    Need("model.revision", is_hub_model, "model.name is a local folder",
+         "leave it out"),
+    Need("lora.*", lambda config: config.method == "lora", "method is full",
+         "set method=lora, or leave it out"),
+    *(
+        Need(f"data.{name}", some_source_lacks(name), "each source has its own",
+             "leave it out")
+        for name in ("format", "columns", "roles", "where")
+    ),
+    Need("data.eval.weight", lambda config: False, "held-out rows are evaluated once each", "leave it out"),
+    Need("data.eval_split", lambda config: not config.data.eval, "data.eval names the held-out rows",
+         "keep one of them"),
+    Need("data.eval_split", lambda config: not config.data.streaming,
+         "data.streaming does not know the number of documents", "give data.eval instead"),
+    Need("data.roles", lambda config: not formats(config).isdisjoint(CONVERSATIONS),
+         "rows of data.format are no conversations", "leave it out"),
+    Need("data.chat_template_kwargs", lambda config: config.data.chat_template != "none",
+         "data.chat_template is none", "leave it out, or name a template"),
+    Need("data.separator", lambda config: config.data.chat_template in (None, "none"),
+         "data.chat_template names a template", "leave it out"),
+    Need("data.train_on", lambda config: not formats(config) <= {"tokens"},
+         "rows of input_ids have their labels", "leave it out"),
+    Need("data.split_turns", lambda config: not formats(config).isdisjoint(CONVERSATIONS),
+         "rows of data.format are no conversations", "leave it out"),
+    Need("data.split_turns", lambda config: config.data.train_on != "all",
+         "data.train_on=all labels everything", "give one"),
+    Need("train.global_batch_tokens", lambda config: not config.train.global_batch_size,
+         "train.global_batch_size sets the batch", "keep one"),
+    Need("train.num_epochs", lambda config: not config.data.streaming, STREAMED,
+         "set train.max_steps instead"),
+    Need("train.warmup_ratio", lambda config: config.train.warmup_steps is None,
+         "train.warmup_steps sets the warm-up", "keep one"),
+    Need("train.lr_decay_steps", schedule_has_a_length,
+         "the learning rate does not depend on the length of its schedule", "leave it out"),
+    *(
+        Need(f"eval.{name}", held_out, *HELD_OUT)
+        for name in ("every", "at_start", "samples", "exact_match", "keep_best", "early_stopping")
+    ),
+    Need("eval.keep_best", evaluates_often, *ONE_EVALUATION),
+    Need("eval.early_stopping", evaluates_often, *ONE_EVALUATION),
+    Need("eval.max_new_tokens", lambda config: bool(config.eval.samples or config.eval.exact_match),
+         "no answers are asked for", "set eval.samples or eval.exact_match"),
+    *(
+        Need(f"{name}.every",
+             lambda config, name=name: not (config.data.streaming and epochs_of(getattr(config, name).every)),
+             STREAMED, f"give it in steps, such as {name}.every=200")
+        for name in ("eval", "checkpoint")
+    ),
+    Need("log.memory", lambda config: "console" in config.log.to,
+         "log.to has no console", "add console to log.to"),
+    Need("output_exists",
+         lambda config: config.output_exists != "extend" or config.checkpoint.resume != "never",
+         "checkpoint.resume=never forbids to go on with a run", "leave one out"),
+)  # fmt: skip
+
+
+def without_effect(config: Section) -> Iterator[str]:
+    """Yield a sentence for each setting that lacks what it needs to take effect."""
+    for need in NEEDS:
+        for key, value in changed(config, need.setting.split(".")):
+            if not need.met(config):
+                yield f"{key}={shown(value)} has no effect: {need.reason}; {need.remedy}."
+
+
+def changed(section: Section, path: Sequence[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) at `path` if the value is not the default; of sources, for each one."""
+    first, *rest = path
+    fields = type(section).model_fields
+    for name in fields if first == "*" else [first]:
+        value = getattr(section, name)
+        if not rest:
+            if value != fields[name].get_default(call_default_factory=True):
+                yield f"{prefix}{name}", value
+            continue
+        for inner in value if isinstance(value, tuple) else (value,):
+            yield from changed(inner, rest, f"{prefix}{name}.")
+
+
+def shown(value: Any) -> str:
+    """The value as it is written on the command line."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
