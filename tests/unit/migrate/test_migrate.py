@@ -13,6 +13,7 @@ import torch
 import transformers
 import trl
 import yaml
+from jsonschema import Draft202012Validator
 
 from meshtune import config
 from meshtune.errors import UserError
@@ -20,6 +21,7 @@ from meshtune.layout import Layout
 from meshtune.migrate.convert import Migrated, migrate
 from meshtune.migrate.job import CONVERSIONS
 from meshtune.migrate.write import text_of
+from meshtune.reference.schema import schema
 from meshtune.trainers.table import TOOLS, table
 
 FILES = Path(__file__).parents[2] / "data" / "migrate"
@@ -67,6 +69,7 @@ def test_the_written_file_loads_and_is_what_was_converted(file: Path, tmp_path: 
     written = tmp_path / "ours.yaml"
     written.write_text(text_of(result, file.name))
     assert config.load(written) == result.config()
+    Draft202012Validator(schema()).validate(yaml.safe_load(written.read_text()))
 
 
 @pytest.mark.parametrize(
