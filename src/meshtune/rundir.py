@@ -194,21 +194,33 @@ def read_lines(file: Path) -> Iterator[Row]:
 
 
 def fault_of(row: Row) -> str | None:
-    """Clause on what no run writes in a row: a step, or a number of a train or eval row, that is none."""
+    """Clause on what no run writes in a row: a step, or a number of a measurement, that is none."""
     kind, step = row.get("kind", ""), row.get("step")
     if not isinstance(kind, str):
         return "its kind is no text"
-    if (step is not None or kind in ("train", "eval", "end")) and (
+    if (step is not None or kind in ("train", "eval", "memory", "end")) and (
         type(step) is not int or not 0 <= step < 2**63
     ):
         return "its step is no whole number"
     numbers = row.keys() - {"kind"} if kind in ("train", "eval") else row.keys() & {"world", "total_steps"}
     for name in sorted(numbers):
-        value = row[name]
-        number = isinstance(value, int | float) and abs(value) <= sys.float_info.max
-        if value is not None and not number:
+        if row[name] is not None and not _is_number(row[name]):
             return f"its {name} is no number"
+    if kind == "memory" and not _are_sizes(row.get("phases")):
+        return "its phases have no sizes"
     return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+
+
+def _are_sizes(phases: Any) -> bool:
+    """True for {phase: {"peak": bytes, category: bytes, …}, …}."""
+    return isinstance(phases, dict) and all(
+        isinstance(sizes, dict) and "peak" in sizes and all(map(_is_number, sizes.values()))
+        for sizes in phases.values()
+    )
 
 
 def flush(path: Path) -> None:

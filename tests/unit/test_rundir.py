@@ -87,6 +87,8 @@ def test_a_broken_line_inside_is_named(run):
         ('{"kind": "end", "step": -5}', "its step is no whole number"),
         ('{"kind": "eval", "step": 1, "loss": [5.7]}', "its loss is no number"),
         ('{"kind": "train", "step": 1, "mfu": "high"}', "its mfu is no number"),
+        ('{"kind": "memory", "step": 1, "phases": {"forward": {"peak": ".."}}}', "its phases have no sizes"),
+        ('{"kind": "memory", "step": 1, "phases": {"forward": {"weights": 1}}}', "its phases have no sizes"),
         ('{"kind": "train", "step": 1, "tokens": 1e999}', "its tokens is no number"),
         ('{"kind": ["train"], "step": 1}', "its kind is no text"),
     ],
