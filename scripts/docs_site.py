@@ -19,7 +19,10 @@ OUTSIDE = (
     *("benchmarks/**/*.md", "benchmarks/results/*"),
 )
 LINK = re.compile(r"(\]\()([^)#:\s]+)((?:#[^)\s]*)?\))")
-FOLDERS = {"examples": "examples.md"}  # pages that stand for a folder; others have a README.md
+FOLDERS = {
+    "examples": "examples.md",
+    "examples/python": "examples.md",
+}  # pages that stand for a folder; others have a README.md
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -54,8 +57,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 def examples() -> str:
     """A page with the text of every example."""
-    parts = ["# Examples\n\nA config file for each use; all are in `examples/` of a clone.\n"]
+    parts = ["# Examples\n\nA config file for each use, and scripts; all are in `examples/` of a clone.\n"]
     for path in sorted(ROOT.glob("examples/*.yaml")):
         text = path.read_text(encoding="utf-8").partition("\n")[2]  # without the line for editors
-        parts.append(f"## {path.stem}\n\n[{path.name}](examples/{path.name})\n\n```yaml\n{text}```\n")
+        parts.append(f"## {path.stem}\n\n```yaml\n{text}```\n")
+    for path in sorted(ROOT.glob("examples/python/*.py")):
+        parts.append(f"## python/{path.name}\n\n```python\n{path.read_text(encoding='utf-8')}```\n")
     return "\n".join(parts)
