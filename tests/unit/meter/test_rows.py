@@ -1,10 +1,11 @@
 """Rows of metrics.jsonl from plain numbers."""
 
 import math
+from pathlib import Path
 
 import pytest
 
-from meshtune.meter.rows import eval_row, train_row
+from meshtune.meter.rows import eval_row, memory_row, train_row
 
 NUMBERS = {
     "loss": 2.5,
@@ -77,3 +78,12 @@ def test_perplexity_of_a_huge_loss_is_infinite_and_not_an_error():
 def test_exact_match_is_in_the_row_only_when_measured():
     assert "exact_match" not in eval_row(step=0, loss=1.0, label_tokens=1)
     assert eval_row(step=0, loss=1.0, label_tokens=1, exact_match=0.0, prompts=8)["exact_match"] == 0.0
+
+
+def test_the_page_on_measuring_names_every_number() -> None:
+    page = Path("docs/measuring.md").read_text(encoding="utf-8")
+    train = train_row(**NUMBERS, step=1)
+    evaluated = eval_row(step=1, loss=2.0, label_tokens=9, tokens=10, seconds=1.0, exact_match=0.5, prompts=2)
+    rows = (train, evaluated, memory_row(1, {}))
+    assert [key for row in rows for key in row if key != "kind" and f"`{key}`" not in page] == []
+    assert [row["kind"] for row in rows if f"| `{row['kind']}` |" not in page] == []
