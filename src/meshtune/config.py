@@ -14,21 +14,20 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from meshtune.errors import UserError
+from meshtune.errors import UserError, written
 from meshtune.layout import PartialLayout
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.precision import PRECISIONS, REDUCE_DTYPES
 from meshtune.schedules import SCHEDULES, schedule_problems
 from meshtune.sections import ClusterConfig, DataConfig, LoraConfig, ModelConfig
+from meshtune.setting_errors import sentences
 from meshtune.setting_partners import without_effect
 from meshtune.setting_types import (
-    SHORT,
     Fraction,
     Interval,
     NonNegative,
     Positive,
     Section,
-    sentences,
     unusable,
 )
 from meshtune.trainers.pasted import unknown_setting
@@ -252,7 +251,7 @@ class Config(Section):
     def _layout(cls, value: Any) -> Any:
         if not isinstance(value, str | Mapping):
             raise ValueError(
-                f"layout is {SHORT.repr(value)}; write auto, a layout string such as zero3x4-mb2, or a "
+                f"layout is {written(value)}; write auto, a layout string such as zero3x4-mb2, or a "
                 "mapping of its fields."
             )
         PartialLayout.parse(value)
@@ -265,7 +264,7 @@ class Config(Section):
             return _cluster_config(value)
         if not isinstance(value, str | ClusterConfig):
             raise ValueError(
-                f"cluster is {SHORT.repr(value)}; write auto, a file, or a mapping such as "
+                f"cluster is {written(value)}; write auto, a file, or a mapping such as "
                 "{gpu: h100-sxm, gpus: 64}."
             )
         return value

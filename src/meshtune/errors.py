@@ -10,10 +10,11 @@ Anything else that escapes is a bug of ours and exits with 1.
 """
 
 import difflib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 Row = TypeVar("Row")
 
@@ -76,6 +77,39 @@ def reason_of(error: BaseException) -> str:
     return (text if len(text) <= 300 else f"{text[:297]}…").rstrip(".") + "."
 
 
+MOST_SHOWN = 200  # characters of a value in an error
+TYPES = {
+    dict: "an object",
+    list: "a list",
+    str: "text",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+}
+
+
+def written(value: Any) -> str:
+    """A value of a setting or a row as its user would write it, at most MOST_SHOWN characters of it."""
+    if isinstance(value, str) and value.strip() == value != "":
+        text = value
+    else:
+        text = json.dumps(value, ensure_ascii=False, default=_plain)
+    text = text.encode(errors="backslashreplace").decode().replace("\0", "\\0")
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON lacks, such as YAML's sets, bytes and dates, as one that it has."""
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    return sorted(map(str, value)) if isinstance(value, set) else str(value)
+
+
+def type_name(value: Any) -> str:
+    """Name the JSON type of a value, with its article."""
+    return "null" if value is None else TYPES.get(type(value), f"a {type(value).__name__}")
+
+
 def expanded(path: str | Path) -> Path:
     """A path that a user wrote, ~ and ~user replaced. Raises UserError for a user that does not exist."""
     try:
@@ -103,7 +137,7 @@ class Table(dict[str, Row]):
     def __missing__(self, name: str) -> NoReturn:
         near = difflib.get_close_matches(str(name), [*self], n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]}?" if near else "."
-        raise UserError(f"{self.setting} = {name!r}: it must be one of {', '.join(self)}{hint}")
+        raise UserError(f"{self.setting} = {written(name)}: it must be one of {', '.join(self)}{hint}")
 
 
 class NothingFits(UserError):

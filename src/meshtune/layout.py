@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-from meshtune.errors import UserError
+from meshtune.errors import UserError, written
 from meshtune.recomputation import RECOMPUTATIONS
 from meshtune.trainers.pasted import unknown_setting
 
@@ -178,7 +178,9 @@ def contradictions(layout: Layout) -> Iterator[str]:
     """Sentences, with the remedy, on what is wrong with a layout for any model and machine."""
     numbers = {f.name: getattr(layout, f.name) for f in fields(layout) if f.type in (int, "int")}
     if wrong := {name: value for name, value in numbers.items() if type(value) is not int}:
-        yield from (f"{name} is {value!r}; it must be a whole number." for name, value in wrong.items())
+        yield from (
+            f"{name} is {written(value)}; it must be a whole number." for name, value in wrong.items()
+        )
         return
     for name, value in numbers.items():
         if name != "zero" and value < 1:
@@ -187,7 +189,7 @@ def contradictions(layout: Layout) -> Iterator[str]:
             yield f"{name} is {str(value)[:40]}; it must be below 10,000,000."
     for row in fields(layout):
         if row.type in (bool, "bool") and type(value := getattr(layout, row.name)) is not bool:
-            yield f"{row.name} is {str(value)[:40]!r}; it must be true or false."
+            yield f"{row.name} is {written(value)}; it must be true or false."
     if layout.zero not in (0, 1, 2, 3):
         yield f"zero is {layout.zero}; it must be 0, 1, 2 or 3."
     elif (layout.zero == 0) != (layout.dp_shard == 1):

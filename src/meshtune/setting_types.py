@@ -1,15 +1,14 @@
-"""Types of settings, and sentences for values that do not fit them."""
+"""Types of settings."""
 
 import math
 import re
-import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from meshtune.errors import UserError, expanded
+from meshtune.errors import UserError, expanded, written
 
 MOST_GPUS = 10**6
 LARGEST = 10**12  # of a setting that counts: beyond it search and arithmetic take for ever
@@ -41,43 +40,12 @@ def epochs_of(interval: int | str) -> float | None:
 Interval = Annotated[NonNegative | Annotated[str, Field(pattern=INTERVAL)], BeforeValidator(interval)]
 Format = Literal["auto", "text", "prompt-completion", "alpaca", "messages", "sharegpt", "tokens"]
 PATHS = ("model.name", "data.train", "data.eval", "data.cache", "data.chat_template", "cluster", "output")
-SHORT = reprlib.Repr()  # of a value in an error
-SHORT.maxstring = SHORT.maxother = 200
 
 
 class Section(BaseModel):
     """Settings that belong together: a key that is no field of it is refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-
-def sentences(
-    error: ValidationError, unknown: Callable[[Sequence[str]], str], section: str = ""
-) -> Iterator[str]:
-    """Yield pydantic's problems as sentences with a remedy; a UserError of a validator yields its own.
-
-    unknown: sentence about a key that is no setting, by its path. section: dotted path of the section that
-    was validated; "" for the whole tree.
-    """
-    for problem in error.errors():
-        path = [section] if section else []
-        path += [
-            str(part)
-            for part in problem["loc"]
-            if part not in ("str", "tuple[str, ...]", "literal['all-linear']")
-        ]
-        key, cause = ".".join(path), problem.get("ctx", {}).get("error")
-        if isinstance(cause, UserError):
-            yield from cause.problems
-        elif problem["type"] == "extra_forbidden":
-            yield unknown(path)
-        elif problem["type"] == "missing":
-            yield f"{key} is missing."
-        elif isinstance(cause, ValueError):
-            yield str(cause)
-        else:
-            message = problem["msg"][0].lower() + problem["msg"][1:]
-            yield f"{key} = {SHORT.repr(problem['input'])}: {message}."
 
 
 def unusable(value: Any, key: str = "") -> Iterator[str]:
@@ -88,16 +56,16 @@ def unusable(value: Any, key: str = "") -> Iterator[str]:
     if isinstance(value, Mapping):
         for name, item in value.items():
             if isinstance(name, str):
-                yield from unusable(name, f"the key {name!r}")
+                yield from unusable(name, f"the key {written(name)}")
                 yield from unusable(item, f"{key}.{name}".lstrip("."))
             else:
-                yield f"{f'{key}: ' if key else ''}the key {name!r} is no text; write it in quotes."
+                yield f"{f'{key}: ' if key else ''}the key {written(name)} is no text; write it in quotes."
     elif isinstance(value, list | tuple):
         for number, item in enumerate(value):
             yield from unusable(item, f"{key}.{number}")
     elif isinstance(value, str):
         if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in value):
-            shown = SHORT.repr(value)
+            shown = written(value)
             yield f"{key} = {shown} has a character that is no text (NUL or a broken one); remove it."
         elif value.startswith("~") and key.startswith(PATHS):
             try:

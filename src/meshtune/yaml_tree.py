@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from meshtune.errors import UserError, check_file, explained
+from meshtune.errors import UserError, check_file, explained, type_name, written
 
 MAX_DEPTH = 50  # levels of a config
 MAX_VALUES = 100_000  # in a config
@@ -48,15 +48,13 @@ def read_yaml(file: Path) -> dict[str, Any]:
     except UserError:
         raise
     except ValueError as error:  # a NUL in the name
-        raise UserError(f"Config {str(file)!r} cannot be read: {error}.") from None
+        raise UserError(f"Config {written(str(file))} cannot be read: {error}.") from None
     with explained(f"Config {file} is not YAML"):
         tree = yaml.load(text, Loader=Bounded)
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise UserError(
-            f"Config {file} holds a {type(tree).__name__}, not sections such as 'model:' and 'data:'."
-        )
+        raise UserError(f"Config {file} holds {type_name(tree)}, not sections such as `model:` and `data:`.")
     return tree
 
 

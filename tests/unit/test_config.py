@@ -43,7 +43,13 @@ def test_every_problem_is_said_at_once(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("data: {seq_len: 1, packing: perhaps}\ntrain: {precision: fp7}\nlayout: tpp2\nbogus: 1\n")
     said = problems(file=file)
-    for part in ("data.seq_len = 1", "data.packing = 'perhaps'", "train.precision = 'fp7'", "tpp2", "bogus"):
+    for part in (
+        "data.seq_len = 1",
+        "data.packing = perhaps: write true or false",
+        "train.precision = fp7",
+        "tpp2",
+        "bogus",
+    ):
         assert part in said
 
 

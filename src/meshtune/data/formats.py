@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from meshtune.data.example import BadRow, Example, Origin, Source
-from meshtune.data.messages import ROLES, message_of, type_name
+from meshtune.data.messages import ROLES, message_of
 from meshtune.data.tokenised import MASKS, ids_of
-from meshtune.errors import UserError
+from meshtune.errors import UserError, type_name
 
 SYSTEM_ROLES = ("system", "developer")
 EMPTY: tuple[Any, ...] = (None, "", [], {})  # values of a column that has nothing in a row

@@ -12,6 +12,7 @@ from typing import Any
 
 from meshtune.data.example import BadRow, Mask
 from meshtune.data.thought import REASONING
+from meshtune.errors import type_name, written
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
@@ -21,14 +22,6 @@ SHAREGPT_ROLES = {
     "tool": "tool", "observation": "tool", "function_response": "tool",
     "function_call": "assistant",  # its value is the JSON of one call or of a list of them
 }  # fmt: skip
-TYPES = {
-    dict: "an object",
-    list: "a list",
-    str: "text",
-    bool: "a boolean",
-    int: "a number",
-    float: "a number",
-}
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of content parts, as OpenAI's two APIs name them
 MASKS = ("weight", "train", "training")  # keys of a message: OpenAI's and Mistral's; axolotl's
 MASKS_WITHIN = ("train_detail", "training_detail")  # axolotl's, of parts of a message
@@ -65,11 +58,6 @@ def message_of(value: Any, number: int, roles: Mapping[str, str]) -> tuple[dict,
     return message, mask
 
 
-def type_name(value: Any) -> str:
-    """Name the JSON type of a value, with its article."""
-    return "null" if value is None else TYPES.get(type(value), f"a {type(value).__name__}")
-
-
 def _from_sharegpt(value: dict, number: int, roles: Mapping[str, str]) -> dict:
     """Rename ShareGPT's from and value to role and content; a function_call's value becomes tool_calls.
 
@@ -79,7 +67,8 @@ def _from_sharegpt(value: dict, number: int, roles: Mapping[str, str]) -> dict:
     if not isinstance(sender, str) or sender not in known:
         raise BadRow(
             "unknown role",
-            f"message {number} is from {sender!r}, expected one of {', '.join(known)}; data.roles maps more",
+            f"message {number} is from {written(sender)}, expected one of {', '.join(known)}; data.roles "
+            "maps more",
         )
     others = {
         key: inner for key, inner in value.items() if key not in ("from", "value") and inner is not None
@@ -160,7 +149,7 @@ def _arguments(arguments: Any, number: int) -> dict:
             raise BadRow(
                 "arguments are not JSON",
                 f"message {number}: the arguments of a tool call are text that is not JSON: "
-                f"{arguments[:40]!r}",
+                f"{written(arguments[:40])}",
             ) from None
     if not isinstance(arguments, dict):
         raise BadRow(
@@ -212,8 +201,8 @@ def _part_text(part: Any, number: int) -> str:
     if kind not in TEXT_PARTS:
         raise BadRow(
             f"content part of type {kind}",
-            f"message {number} has a content part of type {kind!r}; meshtune trains on text, so each must be "
-            "of type 'text'",
+            f"message {number} has a content part of type {written(kind)}; meshtune trains on text, so each "
+            "must be of type text",
         )
     if not isinstance(part.get("text"), str):
         raise BadRow(

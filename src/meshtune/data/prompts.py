@@ -13,9 +13,8 @@ from meshtune.data.example import SHOWN, BadRow, Example, Origin, Source
 from meshtune.data.files import files
 from meshtune.data.formats import EMPTY, FORMATS, Columns
 from meshtune.data.limits import checked_text
-from meshtune.data.messages import type_name
 from meshtune.data.readers import raw_rows
-from meshtune.errors import UserError
+from meshtune.errors import UserError, type_name
 
 Prompt = str | Sequence[dict]  # a text, or messages {role, content}
 FORMS = ("messages", "conversations", "prompt", "text")  # columns with the prompt, the first that a row has

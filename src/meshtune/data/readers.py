@@ -27,7 +27,7 @@ from meshtune.data.files import DataFile, files, is_hub, is_saved
 from meshtune.data.hub import hub_rows, saved_rows, without_nulls
 from meshtune.data.limits import LINE_BYTES, TOO_LONG
 from meshtune.data.rows import RawRow, examples
-from meshtune.errors import UserError
+from meshtune.errors import UserError, type_name
 
 PLACED = 256  # rows after which a reader says how far it is
 
@@ -225,12 +225,12 @@ def _json_list(file: DataFile, first: int, start: int) -> Generator[RawRow, None
         lists = [key for key, inner in value.items() if isinstance(inner, list)]
         if len(lists) != 1:
             raise UserError(
-                f"{file} is one JSON object with {len(lists)} lists {lists}; expected a list of objects, or "
-                "an object with exactly one list."
+                f"{file} is one JSON object with {len(lists)} lists{' ' * bool(lists)}{', '.join(lists)}; "
+                "expected a list of objects, or an object with exactly one list."
             )
         value = value[lists[0]]
     if not isinstance(value, list):
-        raise UserError(f"{file} holds a {type(value).__name__}; expected a list of objects.")
+        raise UserError(f"{file} holds {type_name(value)}; expected a list of objects.")
     escaped = b"\\ud" in content.lower()
     for number in range(max(0, start - first), len(value)):
         file.share = number / len(value)

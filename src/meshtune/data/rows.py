@@ -24,8 +24,7 @@ from meshtune.data.example import (
     bad_rows_error,
 )
 from meshtune.data.formats import EMPTY, FORMATS, OPTIONAL, Columns, detect
-from meshtune.data.messages import type_name
-from meshtune.errors import UserError
+from meshtune.errors import UserError, type_name
 
 RawRow = tuple[Origin, Any]  # the value: a dict of columns, a BadRow from the reader, or any other JSON value
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from meshtune import config
 from meshtune.config import Config
-from meshtune.errors import UserError, check_file, explained
+from meshtune.errors import UserError, check_file, explained, type_name, written
 from meshtune.migrate import model, outputs, sharding, sources, training
 from meshtune.migrate.job import CONVERSIONS, Converted, Job, NoCounterpart, NotNeeded, Refused, flat, is_off
 from meshtune.migrate.pickled import training_arguments
@@ -93,7 +93,7 @@ def read(file: Path) -> dict[str, Any]:
         with explained(f"{file} is not JSON"):
             tree = json.loads(file.read_text(encoding="utf-8"))
             if not isinstance(tree, dict):
-                raise ValueError(f"it holds a {type(tree).__name__}, not keys and values")
+                raise ValueError(f"it holds {type_name(tree)}, not keys and values")
             return tree
     return read_yaml(file)
 
@@ -162,8 +162,8 @@ def _convert(result: Migrated, keys: Mapping[str, Any], default: bool = False) -
                 if not default:
                     result.ignored.append(Note(key, value, str(reason)))
                 continue
-            except (TypeError, ValueError, KeyError, AttributeError) as error:
-                yield f"{key} = {value!r} is not what {job.table.name} takes: {error}."
+            except (TypeError, ValueError, KeyError, AttributeError):
+                yield f"{key} = {written(value)} is not what {job.table.name} takes there; correct it first."
                 continue
             for setting, converted in made.settings.items():
                 result.settings[setting] = converted

@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import HfApi, snapshot_download
 from transformers import PretrainedConfig
 
-from meshtune.errors import UserError, reason_of
+from meshtune.errors import UserError, reason_of, type_name
 from meshtune.model.hub import hub_errors, local_path
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -75,7 +75,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, OSError, RecursionError) as error:
         raise UserError(f"{path} can't be read as JSON: {reason_of(error)}") from error
     if not isinstance(value, dict):
-        raise UserError(f"{path} should hold a JSON object, but holds a {type(value).__name__}.")
+        raise UserError(f"{path} should hold a JSON object, but holds {type_name(value)}.")
     return value
 
 
@@ -106,7 +106,7 @@ def weight_files(folder: Path) -> list[Path]:
         file = folder / name
         if Path(name).name != name or not name.endswith(".safetensors"):
             problems.append(
-                f"{folder / INDEX} names {name!r}: only *.safetensors files in the same folder are read."
+                f"{folder / INDEX} names {name}: only *.safetensors files in the same folder are read."
             )
         elif not file.resolve().is_relative_to(root):
             problems.append(

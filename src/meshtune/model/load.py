@@ -109,7 +109,7 @@ def read_config(file: Path, name: str, trust_remote_code: bool) -> PretrainedCon
     if not needs_code and kind not in CONFIG_MAPPING:
         near = difflib.get_close_matches(str(kind), CONFIG_MAPPING.keys(), n=1)
         raise UserError(
-            f"transformers {transformers.__version__} can't read {file}: it knows no model_type {kind!r}"
+            f"transformers {transformers.__version__} can't read {file}: it knows no model_type {kind}"
             + (f"; did you mean {near[0]}?" if near else "; a newer transformers may.")
         )
     source = folder if file.name == "config.json" else file

@@ -110,7 +110,7 @@ def _saved(model: PreTrainedModel, modules_to_save: Collection[str]) -> tuple[li
             leaves = sorted({path.rpartition(".")[2] for path, _ in model.named_modules()} - {""})
             near = difflib.get_close_matches(name, leaves, n=1)
             hint = f"; did you mean {near[0]}?" if near else "."
-            problems.append(f"lora.modules_to_save: no module with parameters is called {name!r}{hint}")
+            problems.append(f"lora.modules_to_save: no module with parameters is called {name}{hint}")
         for path in found:
             for shared in (owners[id(p)] for p in model.get_submodule(path).parameters()):
                 if outside := [other for other in shared if not other.startswith(f"{path}.")]:
@@ -158,7 +158,7 @@ def _targets(model: PreTrainedModel, target_modules: str | list[str]) -> tuple[l
             near = difflib.get_close_matches(target, leaves, n=1)
             hint = f"; did you mean {near[0]}?" if near else "."
             problems.append(
-                f"lora.target_modules: no linear layer is called {target!r}; "
+                f"lora.target_modules: no linear layer is called {target}; "
                 f"there are {', '.join(leaves)}{hint}"
             )
         if unused := [name for name in matches if name.endswith(READ)]:

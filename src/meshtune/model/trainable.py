@@ -66,7 +66,7 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
         if not matches and not fnmatch.filter(aside, pattern):
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or list(names)[:3]
             problems.append(
-                f"The pattern {pattern!r} matches no parameter; globs match names such as {', '.join(near)}."
+                f"The pattern {pattern} matches no parameter; globs match names such as {', '.join(near)}."
             )
         frozen.update(matches)
     if problems:

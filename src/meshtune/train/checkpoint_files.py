@@ -48,7 +48,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if not (plain and sized and complete and all(isinstance(name, str) for name in tied.values())):
             raise ValueError("not a manifest of this version")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} is missing or damaged ({error!r}).") from error
+        raise UserError(f"{path} is missing or damaged ({type(error).__name__}: {error}).") from error
     return manifest
 
 

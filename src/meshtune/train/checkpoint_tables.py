@@ -129,14 +129,14 @@ def mismatch(name: str, piece: Piece, stored: Any) -> str | None:
     stored: the checkpoint's metadata of that tensor, None if it has no such tensor.
     """
     if not isinstance(stored, TensorStorageMetadata):
-        return f"it has no tensor {name!r}."
+        return f"it has no tensor {name}."
     if tuple(stored.size) != tuple(piece.shape):
-        return f"{name!r} has shape {list(stored.size)} there and {list(piece.shape)} here."
+        return f"{name} has shape {list(stored.size)} there and {list(piece.shape)} here."
     saved, wanted = stored.properties.dtype, piece.tensor.dtype
     if saved != wanted and not (saved.is_floating_point and wanted.is_floating_point):
-        return f"{name!r} is {saved} there and {wanted} here."
+        return f"{name} is {saved} there and {wanted} here."
     if sum(math.prod(chunk.sizes) for chunk in stored.chunks) != math.prod(stored.size):
-        return f"{name!r} is incomplete there."
+        return f"{name} is incomplete there."
     return None
 
 

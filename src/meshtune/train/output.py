@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 from meshtune.config import Config, load
 from meshtune.data.given import rows_name
-from meshtune.errors import UserError, expanded
+from meshtune.errors import UserError, expanded, written
 from meshtune.rundir import Row, RunDir, aside_pattern
 from meshtune.sections import SourceConfig
 
@@ -220,4 +220,4 @@ def differences(now: Any, before: Any, key: str = "") -> Iterator[str]:
             argument = mine.partition("-")[0]
             yield f"{argument} has other rows here ({mine}) than there ({theirs})."
     elif now != before:
-        yield f"{key} is {now!r} here and {before!r} there."
+        yield f"{key} is {written(now)} here and {written(before)} there."

@@ -210,7 +210,7 @@ def tracker_problems(names: Iterable[str]) -> list[str]:
     problems = []
     for name in names:
         if name not in TRACKERS:
-            problems.append(f"log.to: there is no tracker {name!r}; there are {', '.join(TRACKERS)}.")
+            problems.append(f"log.to: there is no tracker {name}; there are {', '.join(TRACKERS)}.")
         elif not installed(TRACKERS[name][0]):
             problems.append(f"log.to: {name} is not installed; {TRACKERS[name][1]}, or leave it out.")
     return problems

@@ -7,7 +7,7 @@ import pytest
 from meshtune.data.encode import Encoder
 from meshtune.data.example import Dropped, Notes, Source, notes_sentences
 from meshtune.data.readers import read
-from meshtune.errors import UserError
+from meshtune.errors import UserError, written
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 
@@ -37,7 +37,7 @@ def test_text_parts_are_kept_for_the_template(rows_of):
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "refusal", None])
 def test_parts_that_are_no_text_are_refused_by_name(rows_of, kind):
     part = {"type": kind, "image_url": {"url": "x.png"}}
-    with pytest.raises(UserError, match=rf"message 1 has a content part of type {kind!r}"):
+    with pytest.raises(UserError, match=rf"message 1 has a content part of type {written(kind)}"):
         rows_of({"messages": [{"role": "user", "content": [part]}, ANSWER]})
 
 

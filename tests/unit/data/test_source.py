@@ -228,7 +228,7 @@ def test_a_bad_line_is_named_with_its_file_and_what_is_wrong(tmp_path, line):
         ("Hi", "column messages is text that is not JSON"),
         ([], "the conversation is empty"),
         (TURNS[:1], "none of the 1 messages is the assistant's"),
-        ([{"from": "alien", "value": "x"}], "message 1 is from 'alien'"),
+        ([{"from": "alien", "value": "x"}], "message 1 is from alien"),
     ],
 )
 def test_a_bad_conversation_says_which_message_is_wrong(rows_file, messages, what):

@@ -290,7 +290,7 @@ def test_torchtunes_references_are_replaced(migrated: Migrate) -> None:
         (AXOLOTL | {"adapter": "ia3"}, "adapter: ia3 is not offered"),
         (FACTORY | {"stage": "dpo"}, "stage: dpo is no supervised fine-tuning"),
         (FACTORY | {"finetuning_type": "oft"}, "finetuning_type: oft is not offered"),
-        (AXOLOTL | {"warmup_ratio": "much"}, "warmup_ratio = 'much' is not what axolotl takes"),
+        (AXOLOTL | {"warmup_ratio": "much"}, "warmup_ratio = much is not what axolotl takes"),
         ({"a": 1, "b": 2, "learning_rate": 1}, "it is no configuration of TRL"),
         ({key: value for key, value in TRL.items() if key != "model_name_or_path"}, "No model is named"),
     ],

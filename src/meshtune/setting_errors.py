@@ -1,0 +1,86 @@
+"""Sentences for values that do not fit their setting."""
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from meshtune.errors import UserError, written
+
+# Pydantic's kind of an error -> what to write instead; {…} are numbers of its context.
+REMEDIES = {
+    "int": "a whole number",
+    "float": "a number",
+    "finite_number": "a finite number",
+    "bool": "true or false",
+    "string": "text, in quotes where YAML reads something else",
+    "string_too_short": "text that is not empty",
+    "tuple": "a list, such as [a, b]",
+    "list": "a list, such as [a, b]",
+    "dict": "names with values, such as {{a: b}}",
+    "model": "settings of this section, such as {{name: value}}",
+    "greater_than": "a number above {gt:,.15g}",
+    "greater_than_equal": "a number from {ge:,.15g} on",
+    "less_than": "a number below {lt:,.15g}",
+    "less_than_equal": "a number up to {le:,.15g}",
+    "too_long": "{max_length} values",
+    "too_short": "{min_length} values",
+    "missing": "one value more",
+}
+BRANCHES = ("int", "float", "bool", "str")  # of a setting with several types, as pydantic names them
+
+
+def sentences(
+    error: ValidationError, unknown: Callable[[Sequence[str]], str], section: str = ""
+) -> Iterator[str]:
+    """Yield pydantic's problems as sentences with a remedy; a UserError of a validator yields its own.
+
+    unknown: sentence about a key that is no setting, by its path. section: dotted path of the section that
+    was validated; "" for the whole tree.
+    """
+    wrong: dict[str, tuple[Any, list[str]]] = {}  # key -> its value, and what could be written instead
+    for problem in error.errors():
+        path = [section] if section else []
+        path += without_branches(problem["loc"])
+        key, cause = ".".join(path), problem.get("ctx", {}).get("error")
+        if isinstance(cause, UserError):
+            yield from cause.problems
+        elif problem["type"] == "extra_forbidden":
+            yield unknown(path)
+        elif problem["type"] == "missing" and isinstance(problem["input"], Mapping):
+            yield f"{key} is missing."
+        elif isinstance(cause, ValueError):
+            yield str(cause)
+        else:
+            value, remedies = wrong.setdefault(key, (problem["input"], []))
+            remedies += [] if (text := remedy(problem, value)) in remedies else [text]
+    for key, (value, remedies) in wrong.items():
+        yield f"{key} = {written(value)}: write {' or '.join(remedies)}."
+
+
+def without_branches(place: Sequence[str | int]) -> list[str]:
+    """The path of a setting from pydantic's, which also names the types of a union that it tried."""
+    return [
+        str(part)
+        for number, part in enumerate(place)
+        if not (number and isinstance(part, str) and (part in BRANCHES or "[" in part))
+    ]
+
+
+def remedy(problem: Mapping[str, Any], value: Any) -> str:
+    """Clause on the values to write instead, which follows "write"."""
+    kind, facts = problem["type"], problem.get("ctx", {})
+    if kind == "literal_error":
+        return one_of(facts["expected"].replace("'", "").replace(" or ", ", ").split(", "), value)
+    for name in (kind, kind.partition("_")[0]):
+        if name in REMEDIES:
+            return REMEDIES[name].format(**facts)
+    return problem["msg"].removeprefix("Write ").removeprefix("Input should be ")
+
+
+def one_of(choices: Sequence[str], value: Any) -> str:
+    """The choices of a setting as text, the nearest to the value first where one is near."""
+    near = difflib.get_close_matches(written(value), choices, n=1)
+    listed = ", ".join(choices[:-1]) + " or " + choices[-1] if len(choices) > 1 else choices[0]
+    return f"{listed} (did you mean {near[0]}?)" if near else listed

@@ -1,0 +1,88 @@
+"""Wrong values of every setting: each ends in sentences that name the key, and none shows Python."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from meshtune.config import load
+from meshtune.errors import UserError, type_name, written
+
+SETTINGS = [
+    line
+    for line in (Path(__file__).parents[1] / "data" / "settings.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+]
+WRONG = ["[1, [2, x]]", "{a: {b: 1}}", "null", "x y", "-1", "1.5", "true", '""', "1e400", ".nan", "[null, x]",
+         "2024-01-01", "!!binary aGk=", "!!set {a, b}", "[x, 1, 2]"]  # fmt: skip
+PYTHON = re.compile(
+    r"\bNone\b|\bTrue\b|\bFalse\b|\['|', '|\('|\{'|"  # reprs of values
+    r"\b(str|int|float|dict|tuple|bool|bytes|NoneType)\b(?!\w)|datetime|b'|"  # names of types
+    r"Config\b(?! )|\binstance of\b|\bvalid (integer|number|string|boolean|tuple|dictionary|list)\b|"
+    r"[Ii]nput should|unable to|Literal|literal\[|validat|pydantic|Value error"
+)
+
+
+def problems_of(*overrides: str) -> tuple[str, ...]:
+    """The sentences about these values; none where they are taken."""
+    try:
+        load(None, ["model.name=some-model", *overrides])
+    except UserError as error:
+        return error.problems
+    return ()
+
+
+@pytest.mark.parametrize("value", WRONG)
+def test_no_sentence_about_a_wrong_value_shows_python(value: str) -> None:
+    wrong = 0
+    for setting in SETTINGS:
+        for problem in problems_of(f"{setting}={value}"):
+            wrong += 1
+            assert not PYTHON.search(problem), f"{setting}={value}: {problem}"
+            assert setting.split(".")[0] in problem.lower(), problem
+            assert problem.endswith((".", "?", ")")) and len(problem) < 1500, problem
+    assert wrong > len(SETTINGS) / 4
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("train.max_steps=x y", "train.max_steps = x y: write a whole number."),
+        ("train.max_steps=1.5", "train.max_steps = 1.5: write a whole number."),
+        ("train.max_steps=0", "train.max_steps = 0: write a number from 1 on."),
+        ("train.compile=perhaps", "train.compile = perhaps: write true or false."),
+        ("train.adam_betas=[0.9]", "train.adam_betas.1 = [0.9]: write one value more."),
+        ("train.adam_betas=5", "train.adam_betas = 5: write a list, such as [a, b]."),
+        ("train.adam_eps=0", "train.adam_eps = 0: write a number above 0."),
+        ("checkpoint=5", "checkpoint = 5: write settings of this section, such as {name: value}."),
+        ("model.name=[a]", 'model.name = ["a"]: write text, in quotes where YAML reads something else.'),
+        ('model.name=""', 'model.name = "": write text that is not empty.'),
+        (
+            "model.attention=flash_attention_2",
+            "model.attention = flash_attention_2: write auto, meshtune, sdpa or eager.",
+        ),
+        (
+            "checkpoint.resume=autos",
+            "checkpoint.resume = autos: write auto or never (did you mean auto?).",
+        ),
+        ("eval.every=often", "eval.every = often: write a number of steps, or of epochs such as 0.5 epoch."),
+        (
+            "data.where={a: [1]}",
+            "data.where.a = [1]: write true or false or a whole number or a number or text, in quotes where "
+            "YAML reads something else.",
+        ),
+        ("cluster={gpus: -1}", "cluster.gpus = -1: write a number from 1 on."),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_named_with_what_to_write(override: str, sentence: str) -> None:
+    assert problems_of(override) == (sentence,)
+
+
+def test_values_are_shown_as_their_user_writes_them() -> None:
+    assert [*map(written, (None, True, [1, "a"], {"a": None}, "x y", "", " x", 1.5))] == [
+        "null", "true", '[1, "a"]', '{"a": null}', "x y", '""', '" x"', "1.5"
+    ]  # fmt: skip
+    assert len(written("x" * 10_000)) == 201
+    assert [*map(type_name, (None, True, [], {}, "x", 1, 1.5))] == [
+        "null", "true or false", "a list", "an object", "text", "a number", "a number"
+    ]  # fmt: skip
