@@ -94,6 +94,11 @@ class TrainConfig(Section):
         lt=1,
         description="Share of the target spread over the vocabulary; training alone, evaluation has none.",
     )
+    neftune_alpha: float = Field(
+        default=0.0,
+        ge=0,
+        description="Noise on the embeddings in training, up to alpha / sqrt(document's tokens * width).",
+    )
     precision: str = Field(
         default="bf16",
         description="Compute and master dtypes: fp32, bf16 (fp32 master weights), bf16-pure or fp64.",

@@ -8,6 +8,7 @@ from layouts import Trained, check, trained
 
 OPTIONS = {
     "smoothing": ("train.label_smoothing=0.1",),
+    "noise": ("train.neftune_alpha=5",),
     "lora": (
         "method=lora",
         "lora.r=4",

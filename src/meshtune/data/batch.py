@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -9,6 +10,16 @@ import torch
 from meshtune.data.pack import LABELLED, Dataset
 
 IGNORE = -100  # the label of a position without loss, as in torch's cross_entropy
+
+
+class Noise(NamedTuple):
+    """What decides the noise on each column's embedding (parallel/noise.py), [batch, seq]."""
+
+    keys: torch.Tensor  # int64
+    sizes: torch.Tensor  # fp64: its largest value times √hidden
+
+    def to(self, device: torch.device | str) -> "Noise":
+        return Noise(*(tensor.to(device, non_blocking=True) for tensor in self))
 
 
 @dataclass(frozen=True)
@@ -25,6 +36,7 @@ class MicroBatch:
     tokens: int  # without padding
     label_tokens: int
     columns: torch.Tensor | None = None  # [seq]: this rank's columns of the rows (cp); None: all of them
+    noise: Noise | None = None  # on the embeddings; None: none
 
     def document_tokens(self) -> torch.Tensor:
         """Length of each column's document [batch, seq], on the CPU; padding has 0."""
@@ -39,7 +51,8 @@ class MicroBatch:
         """The same micro-batch with its tensors on `device`."""
         tensors = (self.input_ids, self.labels, self.position_ids)
         ids, labels, positions = (tensor.to(device, non_blocking=True) for tensor in tensors)
-        return replace(self, input_ids=ids, labels=labels, position_ids=positions)
+        noise = self.noise and self.noise.to(device)
+        return replace(self, input_ids=ids, labels=labels, position_ids=positions, noise=noise)
 
 
 @dataclass(frozen=True)
@@ -50,6 +63,11 @@ class Batch:
     tokens: int  # of all ranks, without padding
     label_tokens: int  # of all ranks
     origin: str  # epoch and rows of the batch, for messages
+
+    @property
+    def place(self) -> str:
+        """The epoch and the place in it, without the names of files: the same wherever the data lie."""
+        return self.origin.partition(": ")[0]
 
 
 def micro_batch(rows: Sequence[Sequence[np.ndarray]], width: int = 0, multiple: int = 1) -> MicroBatch:

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from meshtune.attention.core import attend_documents, attend_runs
 from meshtune.attention.runs import Lengths, QueryRun, QueryRuns
-from meshtune.data.batch import IGNORE, MicroBatch
+from meshtune.data.batch import IGNORE, MicroBatch, Noise
 from meshtune.model.anatomy import Anatomy
 from meshtune.parallel.exchange import all_gather, exchange, reduce_scatter
 from meshtune.parallel.mesh import Axis
@@ -76,6 +76,7 @@ def split(micro_batch: MicroBatch, cp: Axis, method: str) -> MicroBatch:
         tokens=tokens,
         label_tokens=int((labels != IGNORE).sum()),
         columns=index,
+        noise=micro_batch.noise and Noise(*(tensor[:, index] for tensor in micro_batch.noise)),
     )
 
 

@@ -30,7 +30,7 @@ from meshtune.data.batch import MicroBatch
 from meshtune.layout import TORCH_SCHEDULES
 from meshtune.model.anatomy import Anatomy, StandIn
 from meshtune.model.body import body_forward
-from meshtune.parallel import zero
+from meshtune.parallel import noise, zero
 from meshtune.parallel.mesh import World
 from meshtune.placement.share import stage_of_rank
 
@@ -106,9 +106,13 @@ class Stage(nn.Module):
         stage ignores it. micro_batch: this rank's columns (cp). finish: None for the stage's own, the loss.
         """
         self.received = hidden
-        out = body_forward(
-            self.model, self.anatomy, micro_batch, None if self.first or hidden is None else hidden.detach()
-        )
+        with noise.adding(self.model, self.anatomy, micro_batch.noise if self.first else None):
+            out = body_forward(
+                self.model,
+                self.anatomy,
+                micro_batch,
+                None if self.first or hidden is None else hidden.detach(),
+            )
         self.received = None
         if not self.last:
             return out

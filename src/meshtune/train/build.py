@@ -256,6 +256,7 @@ def model_spec(config: Config, attention: str, *, embeddings: int = 0) -> ModelS
         freeze=tuple(config.model.freeze),
         embeddings=embeddings,
         label_smoothing=train.label_smoothing,
+        neftune_alpha=train.neftune_alpha,
         compile=train.compile,
         seed=train.seed,
     )

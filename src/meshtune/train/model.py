@@ -31,6 +31,7 @@ from meshtune.model.trainable import freeze, grow_embeddings, tables
 from meshtune.optim.optimizer import Optimizer, key_of, parts_of
 from meshtune.parallel.apply import Finish, Parallel, apply
 from meshtune.parallel.mesh import World
+from meshtune.parallel.noise import Neftune
 from meshtune.parallel.zero import local
 from meshtune.placement.census import Census
 from meshtune.placement.share import census_stages, stage_of_rank
@@ -74,8 +75,9 @@ class ModelSpec:
     freeze: tuple[str, ...] = ()  # globs of parameter names
     embeddings: int = 0  # rows that the embedding must have at least: the tokenizer's tokens
     label_smoothing: float = 0.0  # of the training loss; evaluation has none
+    neftune_alpha: float = 0.0  # of the noise on the embeddings in training
     compile: bool = False  # block by block
-    seed: int = 0  # of random weights
+    seed: int = 0  # of random weights and NEFTune's noise
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -153,7 +155,9 @@ def rank_model(
     models = [whole, *(stage.model for stage in parallel.stages)]
     fill_values(spec, parallel.named_pieces(), models, initial_adapters(whole), export=world.main)
     trained = optimizer_of(spec, optimizer, parallel)
-    return RankModel(spec, whole, census, parallel, trained, Passes(parallel, trained, token_loss), added)
+    noise = Neftune(spec.neftune_alpha, spec.seed) if spec.neftune_alpha else None
+    passes = Passes(parallel, trained, token_loss, noise)
+    return RankModel(spec, whole, census, parallel, trained, passes, added)
 
 
 def single_model(spec: ModelSpec, device: torch.device) -> PreTrainedModel:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from meshtune.optim.optimizer import Optimizer, key_of, parts_of
+from meshtune.parallel.noise import Neftune, add_noise
 
 if TYPE_CHECKING:
     from meshtune.data.batch import Batch
@@ -32,6 +33,7 @@ class Passes:
     parallel: Parallel
     optimizer: Optimizer
     token_loss: TokenLoss | None = None  # None: the cross entropy
+    neftune: Neftune | None = None  # noise on the embeddings; None: none
 
     def __post_init__(self) -> None:
         if self.parallel.replicas is not None:
@@ -45,7 +47,10 @@ class Passes:
         "backward", with a pipeline around all of them ("forward and backward"), for meters.
         """
         parallel, scale = self.parallel, 1 / max(1, batch.label_tokens)
-        micro_batches = [parallel.localise(micro_batch) for micro_batch in batch.micro_batches]
+        micro_batches = list(batch.micro_batches)
+        if self.neftune is not None:
+            micro_batches = [add_noise(each, self.neftune, batch.place) for each in micro_batches]
+        micro_batches = [parallel.localise(micro_batch) for micro_batch in micro_batches]
         parallel.begin(len(micro_batches))
         if parallel.pipeline is not None:
             with phase("forward and backward"):

@@ -992,3 +992,17 @@ def test_lora_options_are_exported_or_refused() -> None:
     assert yaml.safe_load(factory)["additional_target"] == "embed_tokens"
     with pytest.raises(UserError, match=r"layers_to_transform has no key"):
         exported("llamafactory", "zero3x8-mb1-ga1", *options, "lora.layers_to_transform=[1]")
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_regularisation_is_exported_or_refused(tool: str) -> None:
+    for setting, key in (
+        ("label_smoothing", "label_smoothing_factor"),
+        ("neftune_alpha", "neftune_noise_alpha"),
+    ):
+        words = ("zero2x8-mb1-ga1", f"train.{setting}=0.25")
+        if tool in ("accelerate", "llamafactory") or (tool, setting) == ("axolotl", "neftune_alpha"):
+            assert f"{key}: 0.25" in "".join(exported(tool, *words).files.values())
+        else:
+            with pytest.raises(UserError, match=rf"train\.{setting} can't be exported"):
+                exported(tool, *words)

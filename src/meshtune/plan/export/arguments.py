@@ -35,6 +35,10 @@ def training_arguments(config: Config, layout: Layout) -> dict[str, Any]:
         "report_to": trackers(config) or "none",
         **evaluation(config),
     }
+    if train.label_smoothing:
+        arguments["label_smoothing_factor"] = train.label_smoothing
+    if train.neftune_alpha:
+        arguments["neftune_noise_alpha"] = train.neftune_alpha
     if options := schedule(config)[1]:
         arguments["lr_scheduler_kwargs"] = options
     if checkpoint.every:

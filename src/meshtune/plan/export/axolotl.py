@@ -173,6 +173,8 @@ def training(config: Config, layout: Layout) -> dict[str, Any]:
         **PRECISION[train.precision],
         **{f"use_{name}": True for name in trackers(config)},
     }
+    if train.neftune_alpha:
+        settings["neftune_noise_alpha"] = train.neftune_alpha
     if options := schedule(config)[1]:
         settings["lr_scheduler_kwargs"] = options
     if config.hub.push_to:

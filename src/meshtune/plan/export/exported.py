@@ -18,6 +18,10 @@ from meshtune.setting_types import epochs_of
 EXPORTED_RECOMPUTATIONS = ("none", "attention", "selective", "full")
 EXPORTED_PRECISIONS = ("fp32", "bf16", "bf16-pure")
 EXPORTED_OPTIMIZERS = ("adamw",)
+REGULARISATIONS = {  # setting of train -> the tools that have it
+    "label_smoothing": ("accelerate", "LLaMA-Factory"),
+    "neftune_alpha": ("accelerate", "LLaMA-Factory", "axolotl"),
+}
 EXPORTED_SCHEDULES = (
     "cosine",
     "linear",
@@ -69,6 +73,9 @@ def problems_of_all_tools(tool: str, config: Config, layout: Layout, gpus_per_no
     for name, every in (("eval", config.eval.every), ("checkpoint", config.checkpoint.every)):
         if epochs_of(every):
             yield f"{name}.every={every} can't be exported to {tool}; give it in steps."
+    for name, tools in REGULARISATIONS.items():
+        if getattr(config.train, name) and tool not in tools:
+            yield f"train.{name} can't be exported to {tool}; leave it out."
     sources = (*config.data.train, *config.data.eval)
     if config.data.where or any(source.where for source in sources):
         yield f"data.where can't be exported to {tool}; write the chosen rows to a file of their own."
