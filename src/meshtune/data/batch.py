@@ -13,7 +13,7 @@ IGNORE = -100  # the label of a position without loss, as in torch's cross_entro
 
 
 class Noise(NamedTuple):
-    """What decides the noise on each column's embedding (parallel/noise.py), [batch, seq]."""
+    """Keys and sizes of the noise on each column's embedding (parallel/noise.py), [batch, seq]."""
 
     keys: torch.Tensor  # int64
     sizes: torch.Tensor  # fp64: its largest value times √hidden
