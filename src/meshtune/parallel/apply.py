@@ -16,14 +16,14 @@ plain.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from meshtune.data.batch import MicroBatch
+from meshtune.data.batch import MicroBatch, Noise
 from meshtune.layout import Layout
 from meshtune.model.anatomy import Anatomy, anatomy
 from meshtune.model.pieces import Piece, materialise
@@ -128,9 +128,15 @@ class Parallel:
         return ranks
 
     def localise(self, micro_batch: MicroBatch) -> MicroBatch:
-        """This rank's columns (cp) of a micro-batch of its data rank, on its device."""
+        """This rank's columns (cp) of a micro-batch of its data rank, on its device; the noise is on the
+        embeddings' columns, which sp splits too.
+        """
+        layout, tp = self.world.layout, self.world.tp
         if self.world.cp.size > 1:
-            micro_batch = context.split(micro_batch, self.world.cp, self.world.layout.cp_method)
+            micro_batch = context.split(micro_batch, self.world.cp, layout.cp_method)
+        if micro_batch.noise and layout.sp:
+            own = (tensor.chunk(tp.size, 1)[tp.index] for tensor in micro_batch.noise)
+            micro_batch = replace(micro_batch, noise=Noise(*own))
         return micro_batch.to(self.world.device)
 
     def begin(self, passes: int) -> None:

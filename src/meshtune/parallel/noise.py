@@ -4,8 +4,8 @@ Each element of a token's embedding gets a number in ±alpha / √(tokens of its
 of the run's seed, the global batch, the row's tokens, the column and the feature, and no draw from a
 generator: so it is the same in every layout, and after a checkpoint is resumed.
 
-    add_noise   whole rows of a micro-batch        -> a key and a size for each column (cp takes its own)
-    adding      output of the embedding's forward  -> with the noise of this rank's columns (sp takes its own)
+    add_noise   whole rows of a micro-batch        -> a key and a size for each column; cp and sp take theirs
+    adding      output of the embedding's forward  -> with the noise of its columns
 """
 
 import hashlib
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from meshtune.data.batch import MicroBatch, Noise
 from meshtune.model.anatomy import Anatomy
-from meshtune.parallel.tensor import vocabulary_of
 
 # Steele et al. 2014 (SplitMix64), as signed numbers: torch has no unsigned arithmetic.
 GAMMA, FIRST, SECOND = (n - 2**64 for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -57,11 +56,7 @@ def adding(model: nn.Module, anatomy: Anatomy, noise: Noise | None) -> Iterator[
     embedding = model.get_submodule(anatomy.embed)
 
     def hook(module: nn.Module, args: tuple, hidden: Tensor) -> Tensor:
-        keys, sizes = noise
-        part = vocabulary_of(module)
-        if part is not None and hidden.shape[1] < keys.shape[1]:  # sp: this rank's tokens alone
-            keys, sizes = (t.chunk(part.tp.size, 1)[part.tp.index] for t in (keys, sizes))
-        return hidden + _uniform(keys, sizes, hidden)
+        return hidden + _uniform(*noise, hidden)
 
     handle = embedding.register_forward_hook(hook)
     try:
