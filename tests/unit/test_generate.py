@@ -74,10 +74,14 @@ def test_a_file_of_rows_is_answered_in_its_order(answered, tmp_path):
         {"conversations": [{"from": "human", "value": "Say red"}]},
         {"messages": ASKED, "system": "Be brief"},
         {"prompt": ASKED},
+        {"instruction": "Say", "input": "red", "output": "red"},
+        {"prompt": "Say red", "system": "Be brief", "completion": "red"},
     )
     rows = answered(prompts=file)
-    assert [row.get("expected") for row in rows] == ["red", "red", None, None, None]
-    assert len({row["answer"] for row in rows[:3] + rows[4:]}) == 1
+    assert [row.get("expected") for row in rows] == ["red", "red", None, None, None, "red", "red"]
+    assert len({row["answer"] for row in (*rows[:3], rows[4])}) == 1
+    assert rows[5]["prompt"] == "Say\n\nred"
+    assert rows[6]["answer"] == rows[3]["answer"]
     assert rows[0]["messages"] == ASKED
     assert rows[3]["messages"][0] == {"role": "system", "content": "Be brief"}
 

@@ -100,11 +100,13 @@ def _prompt_completion(origin: Origin, columns: Columns) -> Example:
 
 
 def _alpaca(origin: Origin, columns: Columns) -> Example:
-    prompt = columns.text("instruction")
+    return _answered(origin, columns, instruction(columns), "output")
+
+
+def instruction(columns: Columns) -> str:
+    """The prompt of an Alpaca row: its instruction, and its input where it has one. Raises BadRow."""
     extra = columns.text("input") if columns.get("input") is not None else ""
-    if extra.strip():
-        prompt = f"{prompt}\n\n{extra}"
-    return _answered(origin, columns, prompt, "output")
+    return "\n\n".join([columns.text("instruction"), *([extra] if extra.strip() else [])])
 
 
 def _answered(origin: Origin, columns: Columns, prompt: str, answer: str) -> Example:

@@ -11,13 +11,14 @@ from typing import Any
 
 from meshtune.data.example import SHOWN, BadRow, Example, Origin, Source
 from meshtune.data.files import files
-from meshtune.data.formats import EMPTY, FORMATS, Columns
+from meshtune.data.formats import EMPTY, FORMATS, Columns, instruction
 from meshtune.data.limits import checked_text
 from meshtune.data.readers import raw_rows
 from meshtune.errors import UserError, type_name
 
 Prompt = str | Sequence[dict]  # a text, or messages {role, content}
-FORMS = ("messages", "conversations", "prompt", "text")  # columns with the prompt, the first that a row has
+FORMS = ("messages", "conversations", "prompt", "instruction", "text")  # columns with the prompt: one a row
+OTHERS = ("input", "completion", "output", "system", "tools")  # columns that are read beside it
 
 
 class Given(Origin):
@@ -39,9 +40,10 @@ def prompts_of(prompts: Iterable[Prompt]) -> list[Example]:
 def read_prompts(source: Source) -> tuple[list[Example], list[str]]:
     """(Examples of the rows of a file in their order, the columns that are not used).
 
-    A row has `messages` (or `conversations`), with `system` and `tools` where it needs them, or a `prompt`; a
-    line of a .txt file is a prompt. What is expected, `completion` or a last message of the assistant, stays
-    in the example and is not given to the model. Raises UserError with the bad rows, or if there are none.
+    A row has `messages` (or `conversations`), a `prompt` or an Alpaca `instruction`, with `system` and
+    `tools` where it needs them; a line of a .txt file is a prompt. What is expected (`completion`, `output`,
+    a last message of the assistant) stays in the example and is not given to the model. Raises UserError with
+    the bad rows, or if there are none.
     """
     unused: dict[str, None] = {}
     examples = _examples(raw_rows(source, files(source), False, 0), source, unused)
@@ -98,11 +100,13 @@ def _example(origin: Origin, columns: Columns) -> Example:
         if not question(example):
             raise BadRow("no question", "the only message is the assistant's, so there is nothing to answer")
         return replace(example, masks=None)
-    text = checked_text(columns.text(form))
-    expected = columns.get("completion")
+    text = checked_text(instruction(columns) if form == "instruction" else columns.text(form))
+    answer = columns.get("output" if form == "instruction" else "completion")
+    answer = answer if isinstance(answer, str) else ""
     if columns.get("system") in EMPTY and columns.get("tools") in EMPTY:
-        return Example(origin, prompt=text, completion=expected if isinstance(expected, str) else "")
+        return Example(origin, prompt=text, completion=answer)
     turns = [{"role": "user", "content": text}]
+    turns += [{"role": "assistant", "content": answer}] if answer.strip() else []
     return FORMATS["messages"].example(origin, replace(columns, row={**columns.row, "messages": turns}))
 
 
@@ -123,5 +127,5 @@ def expected(example: Example) -> str:
 
 def _unused(columns: Columns) -> Iterator[str]:
     """Yield the columns of a row that have a value and are neither the prompt nor what is expected."""
-    read = {columns.names.get(name, name) for name in (*FORMS, "completion", "system", "tools")}
+    read = {columns.names.get(name, name) for name in (*FORMS, *OTHERS)}
     yield from (str(name) for name, value in columns.row.items() if name not in read and value not in EMPTY)
