@@ -15,6 +15,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +104,12 @@ class Folder:
 
 
 def names_in(annotation: ast.AST) -> set[str]:
-    """Names in an annotation, also in one that is written as text."""
+    """Names in an annotation, also in those that are written as text."""
     found = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
     for node in ast.walk(annotation):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-            found.add(node.value)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            with suppress(SyntaxError):  # a choice of a Literal, not a type
+                found |= names_in(ast.parse(node.value, mode="eval").body)
     return found
 
 

@@ -123,10 +123,16 @@ NEEDS = (
 
 def without_effect(config: Section) -> Iterator[str]:
     """Yield a sentence for each setting that lacks what it needs to take effect."""
+    for key, value, need in unmet(config):
+        yield f"{key}={shown(value)} has no effect: {need.reason}; {need.remedy}."
+
+
+def unmet(config: Section) -> Iterator[tuple[str, Any, Need]]:
+    """Yield (dotted key, value, its need) for each setting that lacks what it needs to take effect."""
     for need in NEEDS:
         for key, value in changed(config, need.setting.split(".")):
             if not need.met(config):
-                yield f"{key}={shown(value)} has no effect: {need.reason}; {need.remedy}."
+                yield key, value, need
 
 
 def changed(section: Section, path: Sequence[str], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -6,9 +6,12 @@ file ── read ──> Job ── table, conversions ──> Migrated(settings
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter, ValidationError
 
 from meshtune import config
 from meshtune.config import Config
@@ -16,11 +19,13 @@ from meshtune.errors import UserError, check_file, explained, type_name, written
 from meshtune.migrate import model, outputs, sharding, sources, training
 from meshtune.migrate.job import CONVERSIONS, Converted, Job, NoCounterpart, NotNeeded, Refused, flat, is_off
 from meshtune.migrate.pickled import training_arguments
+from meshtune.optimizers import OPTIMIZERS
+from meshtune.setting_partners import unmet
 from meshtune.trainers.table import TOOLS, Entry, table
 from meshtune.yaml_tree import merge, nested, overridden, read_yaml
 
 MODULES = (model, outputs, sharding, sources, training)  # each adds to CONVERSIONS
-SHARED = "transformers"  # the tool of a file whose keys others have too
+ORDER = ("transformers", "trl", *(tool for tool in TOOLS if tool not in ("transformers", "trl")))
 
 
 class Note(NamedTuple):
@@ -77,8 +82,9 @@ def migrate(file: Path, *, tool: str | None = None, gpus: int = 1, overrides: Se
     refused += _convert(result, defaults, default=True)
     if refused:
         raise UserError(refused)
-    _without_effect(result)
     _lay_out(result)
+    if "name" in result.tree.get("model", {}):
+        _without_effect(result)
     result.config()
     return result
 
@@ -111,12 +117,11 @@ def resolved(value: Any, names: Mapping[str, Any]) -> Any:
 
 
 def tool_of(tree: Mapping[str, Any], file: Path) -> str:
-    """The tool that knows most keys of a file; of tools that know as many, the first of TRL and TOOLS."""
-    tools = ("trl", *(tool for tool in TOOLS if tool not in ("trl", SHARED)))
-    known = {tool: sum(table(tool).entry(key) is not None for key in tree) for tool in tools}
-    best = max(tools, key=lambda tool: known[tool])
+    """The tool that knows most keys of a file; of tools that know as many, the first of ORDER."""
+    known = {tool: sum(table(tool).entry(key) is not None for key in tree) for tool in ORDER}
+    best = max(ORDER, key=lambda tool: known[tool])
     if known[best] < max(1, len(tree) / 2):
-        names = ", ".join(table(tool).name for tool in tools)
+        names = ", ".join(table(tool).name for tool in ORDER)
         raise UserError(
             f"{file} has {len(tree)} keys, of which {table(best).name} knows {known[best]}; it is no "
             f"configuration of {names}. Name the tool with --from if it is."
@@ -180,13 +185,30 @@ def _converted(entry: Entry, value: Any, job: Job) -> Converted:
 
 
 def _without_effect(result: Migrated) -> None:
-    """Drop settings that can take no effect: LoRA's of full training, evaluation's without rows."""
-    if result.settings.get("method", "full") != "lora":
-        for setting in [name for name in result.settings if name.startswith("lora.")]:
-            origin = result.origins.pop(setting)
-            if "default" not in origin:
-                result.ignored.append(Note(origin, result.settings[setting], "all weights are trained"))
-            del result.settings[setting]
+    """Drop settings that can take no effect, and note those that the file has."""
+    optimizer = result.settings.get("train.optimizer", "adamw")
+    for name in {"betas", "eps"} - {*OPTIMIZERS[optimizer].constants}:
+        _drop(result, f"train.adam_{name}", f"{optimizer} has no {name}")
+    with suppress(ValidationError):  # a wrong value, which `config` reports with all others
+        for setting, _, need in unmet(unchecked(result.tree)):
+            _drop(result, setting, f"{need.reason}; {need.remedy}")
+
+
+def _drop(result: Migrated, setting: str, reason: str) -> None:
+    if setting in result.settings:
+        origin, value = result.origins.pop(setting), result.settings.pop(setting)
+        if "'s default" not in origin:
+            result.ignored.append(Note(origin, value, reason))
+
+
+def unchecked(tree: Mapping[str, Any]) -> Config:
+    """The settings of a tree, each validated, but not whether they take effect beside each other."""
+    fields = {
+        name: TypeAdapter(info.annotation).validate_python(tree[name])
+        for name, info in Config.model_fields.items()
+        if name in tree and info.annotation
+    }
+    return Config.model_construct(**fields)
 
 
 def _lay_out(result: Migrated) -> None:

@@ -87,7 +87,7 @@ def save_strategy(value: Any, job: Job) -> Converted:
 
 @conversion
 def save_steps(value: Any, job: Job) -> Converted:
-    chosen = job.value("save_strategy", default="steps")
+    chosen = job.given.get("save_strategy", "steps")  # steps alone make it their strategy
     if short(chosen) != "steps":
         raise NotNeeded(f"save_strategy is {short(chosen)}")
     return every("checkpoint.every", value, job)

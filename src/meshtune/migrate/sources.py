@@ -92,8 +92,10 @@ def axolotl_sources(setting: str, value: Any) -> Converted:
             theirs: ours for ours, names in (rows.get("roles") or {}).items() for theirs in listed(names)
         }
         files = rows.get("data_files")
+        plain = rows.get("split") == "train" and (setting == "data.train" or files or rows.get("ds_type"))
         for path in placed(str(rows["path"]), files, rows.get("name")):
-            sources.append(source(path, split=rows.get("split"), kind=kind, columns=columns, roles=roles))
+            split = None if plain else rows.get("split")  # a file has one split
+            sources.append(source(path, split=split, kind=kind, columns=columns, roles=roles))
         remarks += [remark] if remark else []
     return Converted({setting: sources}, "; ".join(dict.fromkeys(remarks)))
 
@@ -203,7 +205,7 @@ def llama_factory_source(entry: Mapping[str, Any], folder: str) -> Source:
         for ours in ("user", "assistant", "system")
         if tags.get(f"{ours}_tag", ours) != ours
     }
-    if tags.get("observation_tag"):
+    if tags.get("observation_tag", "tool") != "tool":
         roles[tags["observation_tag"]] = "tool"
     if tags.get("role_tag", "from") != "from" or entry["formatting"] == "openai":
         return source(path, split=split, kind="messages", columns={"messages": theirs} | more, roles=roles)
@@ -219,6 +221,8 @@ def trl_dataset(value: Any, job: Job) -> Converted:
         raise NoCounterpart("no dataset_name says of which data set; set data.train")
     path = placed(str(job.value("dataset_name")), None, job.value("dataset_config"))[0]
     settings = {"data.train": [source(path, split=job.value("dataset_train_split"))]}
+    if job.value("dataset_train_split") == "train":
+        settings = {"data.train": [source(path)]}
     if job.on("eval_strategy", "evaluation_strategy"):
         settings["data.eval"] = [source(path, split=job.value("dataset_test_split", default="test"))]
     return Converted(settings)

@@ -1,12 +1,18 @@
 """Length, rate, optimizer, labels and sequences of other trainers as settings of ours."""
 
 import json
+import re
 from typing import Any
 
 from meshtune.migrate.job import Converted, Job, NoCounterpart, NotNeeded, Refused, conversion, short
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.schedules import SCHEDULES
 
+# An optimizer, and words of its name that say how it is implemented, not what it computes.
+IMPLEMENTATION = (
+    r"(?:paged_?|ao_)?(?P<kind>adamw|lion|adafactor|muon)"
+    r"(?:_?(?:hf|torch|fused|xla|npu|apex|anyprecision|bnb|32bit|8bit|4bit|fp8))*"
+)
 TEMPLATES = ("alpaca", "chatml", "gemma", "llama3", "mistral")  # built-ins of data/templates
 
 
@@ -106,13 +112,13 @@ def ended_by_steps(job: Job) -> bool:
 
 @conversion
 def optimizer(value: Any, job: Job) -> Converted:
-    name = short(value)
-    kind = next((kind for kind in OPTIMIZERS if kind in name.split("_") or name.startswith(kind)), None)
-    if kind is None:
-        raise NoCounterpart(f"there is no optimizer {name}; train.optimizer is adamw")
-    if "8bit" in name or "4bit" in name or "fp8" in name:
-        return Converted({"train.optimizer": kind}, "its states are not quantised: more memory, same updates")
-    return Converted({"train.optimizer": kind})
+    known = re.fullmatch(IMPLEMENTATION, short(value))
+    if known is None or known["kind"] not in OPTIMIZERS:
+        raise NoCounterpart(f"there is no optimizer {short(value)}; train.optimizer is adamw")
+    settings = {"train.optimizer": known["kind"]}
+    if re.search("8bit|4bit|fp8", short(value)):
+        return Converted(settings, "its states are not quantised: more memory, same updates")
+    return Converted(settings)
 
 
 @conversion

@@ -5,6 +5,7 @@ import os
 import pickle
 import zipfile
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import transformers
 import trl
 import yaml
+from cases import cases
 from jsonschema import Draft202012Validator
 
 from meshtune import config
@@ -109,6 +111,10 @@ def test_every_key_of_a_file_is_a_setting_or_in_a_comment(file: Path) -> None:
             {"train.optimizer": "adamw", "train.warmup_ratio": 0.1},
         ),
         (AXOLOTL | {"wandb_project": "p"}, {"log.to": ["console", "jsonl", "wandb"]}),
+        (AXOLOTL, {"checkpoint.every": "1 epoch"}),
+        (AXOLOTL | {"optimizer": "lion_8bit", "adam_beta1": 0.8}, {"train.optimizer": "lion"}),
+        (AXOLOTL | {"optimizer": "schedule_free_adamw"}, {"train.optimizer": None}),
+        (AXOLOTL | {"optimizer": "adafactor", "adam_epsilon": 1e-6}, {"train.adam_eps": None}),
         (AXOLOTL | {"learning_rate": "2e-5"}, {"train.learning_rate": 2e-5}),
         (AXOLOTL | {"max_steps": 10, "num_epochs": 3}, {"train.max_steps": 10, "train.num_epochs": None}),
         (
@@ -291,7 +297,7 @@ def test_torchtunes_references_are_replaced(migrated: Migrate) -> None:
         (FACTORY | {"stage": "dpo"}, "stage: dpo is no supervised fine-tuning"),
         (FACTORY | {"finetuning_type": "oft"}, "finetuning_type: oft is not offered"),
         (AXOLOTL | {"warmup_ratio": "much"}, "warmup_ratio = much is not what axolotl takes"),
-        ({"a": 1, "b": 2, "learning_rate": 1}, "it is no configuration of TRL"),
+        ({"a": 1, "b": 2, "learning_rate": 1}, "it is no configuration of transformers, TRL"),
         ({key: value for key, value in TRL.items() if key != "model_name_or_path"}, "No model is named"),
     ],
 )
@@ -299,6 +305,30 @@ def test_another_job_is_refused(tree: dict[str, Any], said: str, migrated: Migra
     with pytest.raises(UserError) as refused:
         migrated(tree)
     assert said in "\n".join(refused.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("tree", "key", "setting"),
+    [
+        (AXOLOTL | {"lora_r": 4}, "lora_r", "lora.r"),
+        (AXOLOTL | {"early_stopping_patience": 3}, "early_stopping_patience", "eval.early_stopping"),
+        (
+            AXOLOTL | {"val_set_size": 0.1, "load_best_model_at_end": True},
+            "load_best_model_at_end",
+            "eval.keep_best",
+        ),
+        (AXOLOTL | {"val_set_size": 1, "test_datasets": [{"path": "b"}]}, "val_set_size", "data.eval_split"),
+        (AXOLOTL | {"streaming": True, "val_set_size": 5, "max_steps": 9}, "val_set_size", "data.eval_split"),
+        (AXOLOTL | {"optimizer": "lion", "adam_epsilon": 1e-6}, "adam_epsilon", "train.adam_eps"),
+        (FACTORY | {"max_new_tokens": 9}, "max_new_tokens", "eval.max_new_tokens"),
+    ],
+)
+def test_a_setting_that_would_take_no_effect_is_left_out_and_said(
+    tree: dict[str, Any], key: str, setting: str, migrated: Migrate
+) -> None:
+    result = migrated(tree)
+    assert setting not in result.settings
+    assert [note.key for note in result.ignored if note.key == key] == [key]
 
 
 def test_all_refusals_are_said_at_once(migrated: Migrate) -> None:
@@ -338,26 +368,42 @@ def test_the_command_line_completes_a_file_without_model_or_rows(tmp_path: Path)
     assert result.config().eval.every == 5 and "# the command line" in text_of(result, "arguments.json")
 
 
+@pytest.mark.slow
+def test_defaults_are_those_of_the_installed_classes() -> None:
+    """Beside bf16, which TRL leaves open and then sets, and which labels TRL trains on."""
+    for tool, classes in (
+        ("transformers", [transformers.TrainingArguments]),
+        ("trl", [trl.ModelConfig, trl.SFTConfig]),
+    ):
+        theirs = {row.name: row.default for each in classes for row in fields(each)}
+        own = {key: value for key, value in table(tool).defaults.items() if key != "output_dir"}
+        if tool == "trl":
+            assert theirs["bf16"] is None and theirs["completion_only_loss"] is None
+            own = {key: value for key, value in own.items() if key not in ("bf16", "completion_only_loss")}
+        for key, value in own.items():
+            assert theirs[key] == value or (theirs[key] is None and value is False), key
+
+
 # training_args.bin #
 
 
-def test_a_dump_of_arguments_is_read_without_unpickling_it(tmp_path: Path) -> None:
-    arguments = trl.SFTConfig(
+@pytest.mark.parametrize("name", cases(["TrainingArguments", "SFTConfig"], default=["TrainingArguments"]))
+def test_a_dump_of_arguments_is_read_without_unpickling_it(name: str, tmp_path: Path) -> None:
+    arguments = getattr(trl if name == "SFTConfig" else transformers, name)(
         output_dir="out", learning_rate=3e-5, lr_scheduler_type="cosine", eval_strategy="steps", eval_steps=7,
-        optim="adafactor", bf16=False, use_cpu=True, report_to="none", max_length=77,
+        optim="adafactor", bf16=False, use_cpu=True, report_to="none", save_strategy="epoch",
     )  # fmt: skip
     torch.save(arguments, tmp_path / "training_args.bin")
-    result = migrate(
-        tmp_path / "training_args.bin", overrides=["model.name=m", "data.train=a", "data.eval=b"]
-    )
+    completed = ["model.name=m", "data.train=a", "data.eval=b"]
+    result = migrate(tmp_path / "training_args.bin", overrides=completed)
     settings = result.settings
-    assert result.job.tool == "trl"
+    assert result.job.tool == ("trl" if name == "SFTConfig" else "transformers")
     assert (settings["train.learning_rate"], settings["train.lr_scheduler"]) == (3e-5, "cosine")
-    assert (settings["eval.every"], settings["data.seq_len"], settings["train.device"]) == (7, 77, "cpu")
+    assert (settings["train.optimizer"], settings["train.device"]) == ("adafactor", "cpu")
+    assert (settings["eval.every"], settings["checkpoint.every"]) == (7, "1 epoch")
     given = json.loads(arguments.to_json_string())
     for key in ("optim", "save_strategy", "max_grad_norm", "seed", "warmup_steps"):
         assert result.job.given[key] == given[key], key
-    assert transformers.TrainingArguments in type(arguments).__mro__
 
 
 class Harmful:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 import trl
+from cases import cases
 
 from meshtune import config
 from meshtune.config import Config, keys, unknown_key
@@ -57,16 +58,41 @@ def test_the_page_is_written_from_the_tables() -> None:
     )
 
 
-def test_the_script_reads_the_fields_that_the_classes_have() -> None:
+SCRIPT = runpy.run_path(str(ROOT / "scripts" / "trainer_keys.py"))
+CLASSES = {
+    "transformers": (transformers, ["Seq2SeqTrainingArguments"]),
+    "trl": (trl, ["SFTConfig", "ModelConfig", "ScriptArguments"]),
+}
+
+
+@pytest.mark.parametrize("tool", cases(CLASSES, default=["transformers"]))
+def test_the_script_reads_the_fields_that_the_classes_have(tool: str) -> None:
     """The list is parsed from wheels; the installed transformers and TRL say themselves what they take."""
-    script = runpy.run_path(str(ROOT / "scripts" / "trainer_keys.py"))
-    for tool, package, classes in (
-        ("transformers", transformers, [transformers.Seq2SeqTrainingArguments]),
-        ("trl", trl, [trl.SFTConfig, trl.ModelConfig, trl.ScriptArguments]),
-    ):
-        source = script["Folder"](Path(package.__file__).parents[1])
-        read = {*script["keys_of"](tool, source), *(LISTED["transformers"]["keys"] if tool == "trl" else ())}
-        assert {row.name for each in classes for row in fields(each)} <= read
+    package, names = CLASSES[tool]
+    read = {*SCRIPT["keys_of"](tool, SCRIPT["Folder"](Path(package.__file__).parents[1]))}
+    read |= {*LISTED["transformers"]["keys"]} if tool == "trl" else set()
+    assert {row.name for name in names for row in fields(getattr(package, name))} <= read
+
+
+def test_a_new_key_of_a_wheel_is_noticed_and_so_is_a_class_that_has_moved(tmp_path: Path) -> None:
+    """Also in a base class, in a section, and under another name of a field."""
+    schemas = tmp_path / "axolotl" / "utils" / "schemas"
+    schemas.mkdir(parents=True)
+    (tmp_path / "axolotl" / "integrations").mkdir()
+    (schemas / "more.py").write_text(
+        "class Inner(BaseModel):\n    depth: int = 1\n"
+        "class Base(BaseModel):\n    brand_new: 'Inner | None' = Field(default=None, alias='newest')\n"
+    )
+    (schemas / "config.py").write_text(
+        "from .more import Base as Above\n"
+        "class AxolotlInputConfig(Above):\n    seed: int\n    LIMIT: ClassVar[int] = 1\n"
+    )
+    source = SCRIPT["Folder"](tmp_path)
+    assert SCRIPT["keys_of"]("axolotl", source) == ["brand_new", "brand_new.depth", "newest", "seed"]
+    assert table("axolotl").entry("brand_new") is None and table("axolotl").entry("seed")
+    (schemas / "config.py").write_text("")
+    with pytest.raises(SystemExit, match="has no fields; did its module move"):
+        SCRIPT["keys_of"]("axolotl", SCRIPT["Folder"](tmp_path))
 
 
 @pytest.mark.parametrize(

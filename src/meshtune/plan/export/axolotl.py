@@ -104,6 +104,7 @@ def data(config: Config) -> dict[str, Any]:
         "sequence_len": config.data.seq_len,
         "sample_packing": config.data.packing,
         "train_on_inputs": config.data.train_on == "all",
+        "excess_length_strategy": {"cut": "truncate", "error": "raise"}.get(config.data.overlong, "drop"),
     }
     if config.data.streaming:
         settings["streaming"] = True
