@@ -1,4 +1,4 @@
-"""What `plan --export` writes for another trainer, migrated, is the config that it was written from."""
+"""Configurations that `plan --export` writes for another trainer come back unchanged from `migrate`."""
 
 from pathlib import Path
 
