@@ -205,8 +205,8 @@ def rate_change(run: RunDir, resumed: int, steps: int, rate: Callable[[int], flo
     if not starts or not rows:
         return None
     step, before = rows[-1]["step"], rows[-1].get("learning_rate")
-    spanned = starts[-1].get("schedule_steps", starts[-1]["total_steps"])
-    if not before or abs(rate(step) / before - 1) < 0.01:
+    spanned = starts[-1].get("schedule_steps") or starts[-1].get("total_steps")
+    if not before or not spanned or abs(rate(step) / before - 1) < 0.01:
         return None
     return (
         f"The learning rate was {before:.2g} at step {step} and is {rate(resumed + 1):.2g} at step "

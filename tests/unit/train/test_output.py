@@ -246,3 +246,10 @@ def test_a_longer_run_says_that_its_learning_rate_jumps_and_how_to_keep_it(
         assert "train.lr_decay_steps=9 keeps the rate" in sentence
     else:
         assert [longer(step) for step in (9, 10, 18)] == [last] * 3
+
+
+def test_a_row_that_lacks_the_steps_of_the_schedule_says_nothing_of_the_rate(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run").create()
+    run.append({"kind": "run"})
+    run.append({"kind": "train", "step": 1, "loss": 1.0, "learning_rate": 1.0})
+    assert folder.rate_change(run, 1, 4, lambda step: 0.5) is None
