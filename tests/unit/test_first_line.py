@@ -42,10 +42,9 @@ def until_torch(*words: str, **environment: str) -> subprocess.CompletedProcess[
     ("words", "reading"),
     [
         (["train", "examples/quickstart.yaml"], "examples/quickstart.yaml"),
-        (["data", "model.name=x", "data.train=y"], "the settings of the command line"),
-        (["generate", "runs/x", "-p", "hello"], "runs/x"),
-        (["eval", "runs/x"], "runs/x"),
-        (["chat", "runs/x"], "runs/x"),
+        (["data", "model.name=quickstart/base", "data.train=y"], "the settings of the command line"),
+        (["generate", "quickstart/base", "-p", "hello"], "quickstart/base"),
+        (["chat", "quickstart/base"], "quickstart/base"),
         (["export", "runs/x", "out"], "runs/x"),
         (["env"], "this machine"),
     ],

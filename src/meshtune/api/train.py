@@ -15,6 +15,7 @@ from meshtune.config import Config
 from meshtune.data.given import Rows, store_rows
 from meshtune.errors import UserError, expanded, memory_explained
 from meshtune.layout import Layout
+from meshtune.model.hub import check_name
 from meshtune.report.run.summary import Summary, summarise
 from meshtune.rundir import Row, RunDir
 from meshtune.train.callbacks import Callback, Hooks
@@ -131,6 +132,7 @@ def train_here(config: Config, nproc: int | None, show: Show, hooks: Hooks = Hoo
     """
     from meshtune import launch
 
+    check_name(config.model.name, config.model.revision)
     if not launch.joined():  # before anything is loaded; of joined ranks the main one decides
         config, finished = settled(config)
         if finished:

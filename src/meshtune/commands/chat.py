@@ -15,10 +15,9 @@ from meshtune.commands.options import (
     TargetWords,
     Temperature,
     TopP,
-    announce,
     show_json,
-    split,
     stdin_lines,
+    target_of,
 )
 from meshtune.errors import UserError
 from meshtune.units import notice, printable
@@ -46,8 +45,7 @@ def chat(
     A line is a message, from the terminal or from a pipe. /reset forgets the conversation, /exit or Ctrl-D
     ends, Ctrl-C stops an answer. Without a chat template each message is answered by itself.
     """
-    name, overrides = split(target)
-    announce(name)
+    name, overrides = target_of(target)
     from meshtune.api.answer import open_answerer
     from meshtune.api.chat import Conversation
     from meshtune.train.generate import Sampling

@@ -20,6 +20,9 @@ def data(
     from meshtune import config
 
     resolved = config.load(file, overrides)
+    from meshtune.model.hub import check_name
+
+    check_name(resolved.model.name, resolved.model.revision)
     from meshtune.data import inspect
     from meshtune.train import inputs
 

@@ -15,10 +15,9 @@ from meshtune.commands.options import (
     TargetWords,
     Temperature,
     TopP,
-    announce,
     show_json,
-    split,
     stdin_lines,
+    target_of,
 )
 from meshtune.errors import UserError, expanded, explained, reason_of
 from meshtune.rundir import append_line
@@ -45,8 +44,7 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Answer prompts, wrapped as in training (chat template, or prompt and separator), and conversations."""
-    name, overrides = split(target)
-    announce(name)
+    name, overrides = target_of(target)
     given = [*(prompt or ()), *map(conversation_of, messages or ())]
     if not (given or prompts):
         given = [*stdin_lines()]

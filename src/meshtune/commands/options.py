@@ -11,7 +11,7 @@ import typer
 
 from meshtune import __version__
 from meshtune.commands.complete import complete_settings
-from meshtune.errors import UserError
+from meshtune.errors import UserError, expanded
 from meshtune.units import notice
 
 Settings = Annotated[
@@ -71,6 +71,17 @@ def announce(reading: str | None) -> None:
     """
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         notice(f"meshtune: version {__version__}, reading {reading or 'the settings of the command line'} …")
+
+
+def target_of(words: list[str] | None) -> tuple[str | None, list[str]]:
+    """Split the words, print what is read, and raise UserError for a name that stands for nothing here."""
+    name, overrides = split(words)
+    announce(name)
+    if name and not expanded(name).exists():
+        from meshtune.model.hub import check_name
+
+        check_name(name)
+    return name, overrides
 
 
 def show(facts: Any, renderable: Any, *, as_json: bool) -> None:

@@ -16,6 +16,7 @@ from urllib.parse import urlparse
 
 from meshtune.data.example import SUFFIXES, Source, is_url
 from meshtune.errors import UserError, expanded
+from meshtune.nearby import did_you_mean, entries
 from meshtune.rundir import write_text_atomically
 
 SPLITS = {  # words in file names -> the split that they name
@@ -144,12 +145,26 @@ def files(source: Source) -> list[DataFile]:
     if path.is_file():
         return [_readable(DataFile(str(path), size=path.stat().st_size))]
     if not path.is_dir():
-        raise UserError(f"There is no file or folder {path} (from {Path.cwd()}). {READABLE}")
+        raise UserError(
+            f"There is no file or folder {path} (from {Path.cwd()}){data_like(path) or '.'} {READABLE}"
+        )
     each = [file for file in sorted(path.rglob("*")) if file.is_file()]
     if is_saved(path):
         return [DataFile(str(path), size=sum(file.stat().st_size for file in each))]
     inside = {str(file.relative_to(path)): DataFile(str(file), size=file.stat().st_size) for file in each}
     return _chosen(source, inside)
+
+
+def data_like(path: str | Path) -> str:
+    """Clause with the data files and folders on this machine that a path may mean; "" where none is near."""
+
+    def is_data(each: Path) -> bool:
+        return each.name.lower().endswith(SUFFIXES) and each.name != "config.json"
+
+    def holds_data(each: Path) -> bool:
+        return Path(path).suffix == "" and each.is_dir() and any(map(is_data, entries(each, 1)))
+
+    return did_you_mean(str(path), lambda each: is_data(each) or holds_data(each))
 
 
 def is_saved(path: Path) -> bool:

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshtune.data.example import Origin, Source
-from meshtune.data.files import DataFile
+from meshtune.data.files import DataFile, data_like
 from meshtune.data.rows import RawRow
-from meshtune.errors import UserError
+from meshtune.errors import UserError, reason_of
 
 
 def without_nulls(value: Any) -> Any:
@@ -44,8 +44,8 @@ def _load_hub(source: Source, streaming: bool) -> Any:
         return datasets.load_dataset(name, configuration or None, split=source.split, streaming=streaming)
     except Exception as error:
         raise UserError(
-            f"{source.path} is not a file or folder here, and the hub data set of that name can't be read "
-            f"(split {source.split}): {type(error).__name__}: {error}"
+            f"{source.path} is not a file or folder here{data_like(source.path) or '.'} The hub data set of "
+            f"that name can't be read (split {source.split}): {reason_of(error)}"
         ) from error
 
 

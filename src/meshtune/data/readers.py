@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from meshtune.data.limits import LINE_BYTES, TOO_LONG
 from meshtune.data.rows import RawRow, examples
 from meshtune.errors import UserError, type_name
 
+DELIMITERS = (",", ";", "\t")  # between the fields of a line
 PLACED = 256  # rows after which a reader says how far it is
 
 
@@ -221,6 +222,8 @@ def _json_list(file: DataFile, first: int, start: int) -> Generator[RawRow, None
         raise UserError(
             f"{file}{where}. A .json file holds one list of objects; one object a line is .jsonl."
         ) from None
+    if isinstance(value, dict) and is_row(value):
+        value = [value]
     if isinstance(value, dict):
         lists = [key for key, inner in value.items() if isinstance(inner, list)]
         if len(lists) != 1:
@@ -237,6 +240,13 @@ def _json_list(file: DataFile, first: int, start: int) -> Generator[RawRow, None
         bad = escaped and _has_lone_surrogate(value[number])
         yield Origin(str(file), number + 1, first + number), BadRow("not UTF-8") if bad else value[number]
     return len(value)
+
+
+def is_row(value: dict[str, Any]) -> bool:
+    """True for a row by itself, without a list or with one of messages or tokens; False around rows."""
+    firsts = [inner[0] if inner else {} for inner in value.values() if isinstance(inner, list)]
+    in_rows = (not isinstance(first, dict) or bool(first.keys() & {"role", "from"}) for first in firsts)
+    return not firsts or any(in_rows)
 
 
 def _parquet(file: DataFile, first: int, start: int) -> Generator[RawRow, None, int]:
@@ -269,13 +279,17 @@ def _parquet(file: DataFile, first: int, start: int) -> Generator[RawRow, None, 
 def _csv(file: DataFile, first: int, start: int, delimiter: str = ",") -> Generator[RawRow, None, int]:
     """Read a file whose first line names the columns; empty lines are not counted as rows.
 
-    first, start, result: see `Reader`. Raises UserError if the file is empty or names a
-    column twice.
+    delimiter: the suffix's; spreadsheets of many countries write semicolons into .csv files. first, start,
+    result: see `Reader`. Raises UserError if the file is empty or names a column twice.
     """
     csv.field_size_limit(LINE_BYTES)  # the default of 128 KiB is shorter than some documents
     with _opened(file) as (content, place):
         stream = io.TextIOWrapper(content, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        reader = csv.reader(stream, delimiter=delimiter, strict=True)  # an open quote would swallow rows
+        head = stream.readline()
+        # An open quote would swallow rows.
+        reader = csv.reader(
+            chain([head] if head else [], stream), delimiter=delimiter_of(head, delimiter), strict=True
+        )
         header = next(reader, None)
         if header is None:
             raise UserError(f"{file} is empty; the first line of a .csv file names its columns.")
@@ -313,6 +327,13 @@ def _csv(file: DataFile, first: int, start: int, delimiter: str = ",") -> Genera
                 yield origin, BadRow("wrong number of fields", detail)
             else:
                 yield origin, dict(zip(header, values, strict=True))
+
+
+def delimiter_of(head: str, usual: str) -> str:
+    """The character between the columns of the first line: the usual one unless only another is there."""
+    if usual in head:
+        return usual
+    return max(DELIMITERS, key=head.count) if any(map(head.count, DELIMITERS)) else usual
 
 
 def _is_broken(value: str) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from meshtune.config import Config
 from meshtune.errors import expanded
-from meshtune.model.hub import hub_errors, local_path
+from meshtune.model.hub import check_name, hub_errors, local_path
 from meshtune.placement.census import Census
 from meshtune.placement.numbers import ModelNumbers
 from meshtune.placement.rules import Traits
@@ -99,6 +99,7 @@ def _config_file(name: str, revision: str | None) -> Path:
         return path / "config.json" if path.is_dir() else path
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
+    check_name(name, revision)
     with hub_errors(name, revision):
         stored = try_to_load_from_cache(name, "config.json", revision=revision)
         return Path(

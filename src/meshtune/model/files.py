@@ -17,7 +17,7 @@ from huggingface_hub import HfApi, snapshot_download
 from transformers import PretrainedConfig
 
 from meshtune.errors import UserError, reason_of, type_name
-from meshtune.model.hub import hub_errors, local_path
+from meshtune.model.hub import hub_errors, local_path, reachable
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SAFETENSORS_DTYPES = {  # the word of a safetensors header for each dtype
@@ -47,7 +47,13 @@ def resolve(
         # Sub-folders and "consolidated" files hold the same weights again in other formats.
         ignored = ["*/*", "consolidated*"]
         folder = Path(
-            snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=ignored)
+            snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=wanted,
+                ignore_patterns=ignored,
+                local_files_only=not reachable(),
+            )
         )
     if weights and not list(folder.glob("*.safetensors")):
         _refuse_other_formats(name, revision)

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import re
 
 import pyarrow
 import pyarrow.parquet
@@ -105,6 +106,38 @@ def test_json_lines_under_the_name_json_are_read_as_lines(tmp_path):
     file = tmp_path / "rows.json"
     file.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
     assert len(examples(file)) == 5
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "p", "completion": "c"},
+        {"messages": TURNS, "tools": []},
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+        {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]},
+    ],
+)
+def test_one_row_by_itself_under_the_name_json_is_a_row(tmp_path, row):
+    (tmp_path / "row.json").write_text(json.dumps(row))
+    (tmp_path / "row.jsonl").write_text(json.dumps(row))
+    (tmp_path / "wrapped.json").write_text(json.dumps({"rows": [row]}))
+    (one,), *others = (examples(tmp_path / name) for name in ("row.jsonl", "row.json", "wrapped.json"))
+    for (other,) in others:
+        assert (other.prompt, other.completion, other.messages) == (one.prompt, one.completion, one.messages)
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.tsv"])
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+def test_columns_may_be_parted_by_another_character_than_the_suffix_says(tmp_path, name, delimiter):
+    with (tmp_path / name).open("w", newline="") as stream:
+        writer = csv.writer(stream, delimiter=delimiter, quoting=csv.QUOTE_ALL)
+        writer.writerows([["prompt", "completion"], ["a, b; c", "d\te\nf"], ["g", "h"]])
+    assert pairs(examples(tmp_path / name)) == [("a, b; c", "d\te\nf"), ("g", "h")]
+
+
+def test_a_single_column_has_no_delimiter(tmp_path):
+    (tmp_path / "rows.csv").write_text('text\n"one; two"\n"three, four"\n')
+    assert [row.text for row in examples(tmp_path / "rows.csv")] == ["one; two", "three, four"]
 
 
 def test_reading_is_lazy(tmp_path):
@@ -293,7 +326,7 @@ def test_keys_that_arrow_filled_with_null_are_taken_out(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("a.json", b'{"a": 1}', "0 lists"),
+        ("a.json", b'{"a": [{}], "b": [{}]}', "2 lists a, b; expected a list of objects"),
         ("a.json", b"[1,\n2", "line 2"),
         ("a.json", b"\n\xff", "line 2: not UTF-8"),
         ("a.parquet", b"nonsense", "not a readable parquet file"),
@@ -312,6 +345,24 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, sentence):
     with pytest.raises(UserError, match=sentence) as caught:
         examples(file)
     assert name in str(caught.value)
+
+
+def test_a_mistyped_path_is_answered_with_the_nearest_files(tmp_path, monkeypatch):
+    for name in ("data/train.jsonl", "data/test.jsonl", "data/chats/rows.parquet", "data/notes.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    monkeypatch.chdir(tmp_path)
+    for path, near in (
+        ("data/trian.jsonl", "data/train.jsonl or data/test.jsonl?"),
+        ("train.jsonl", "data/train.jsonl or data/test.jsonl?"),
+        ("data/train.json", "data/train.jsonl?"),
+        ("dta/", "data?"),
+        (str(tmp_path / "data" / "chats" / "row.parquet"), "data/chats/rows.parquet"),
+    ):
+        with pytest.raises(UserError, match=re.escape(f"; did you mean {near}")):
+            examples(path)
+    with pytest.raises(UserError, match=r"from .*\)\. meshtune reads"):
+        examples("nothing-like-it.jsonl")
 
 
 def test_a_path_that_is_not_there_is_said(tmp_path):

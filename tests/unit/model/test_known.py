@@ -220,7 +220,7 @@ def test_a_model_with_code_of_its_own_is_derived_each_time(folder, cache):
 BAD = {
     "has no config.json.*name the folder": None,
     "names no `model_type`.*take the config.json": {"hidden_size": 64},
-    "knows no model_type 'llamma'; did you mean llama": {"model_type": "llamma"},
+    "knows no model_type llamma; did you mean llama": {"model_type": "llamma"},
     "is an encoder-decoder": {"model_type": "t5"},
     "not a causal language model": {"model_type": "clip"},
     "can't be trained": {"model_type": "xlnet", "n_layer": 2},
