@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from meshtune.config import Config, keys
 from meshtune.errors import UserError
 from meshtune.reference.schema import SCHEMA_FILE, Setting, as_json, schema, settings
-from meshtune.setting_types import sentences
+from meshtune.setting_errors import sentences
 from meshtune.yaml_tree import merge, nested
 
 ROOT = Path(__file__).parents[3]
