@@ -208,6 +208,17 @@ class LogConfig(Section):
         default=("console", "jsonl", "tensorboard"),
         description="Where rows are shown or sent; metrics.jsonl (jsonl) is always written.",
     )
+    project: str | None = Field(
+        default=None, min_length=1,
+        description="W&B's project and MLflow's experiment; null: the environment's, or meshtune.",
+    )  # fmt: skip
+    name: str | None = Field(
+        default=None, min_length=1, description="Name of the run in W&B and MLflow; null: its folder's."
+    )
+    tags: tuple[str, ...] = Field(
+        default=(), description="Tags in W&B and MLflow, where key=value is a tag with a value."
+    )
+    group: str | None = Field(default=None, description="W&B's group of runs, and MLflow's tag group.")
     memory: bool = Field(
         default=False,
         description="Print a table of the memory of the first two steps, by phase and category.",

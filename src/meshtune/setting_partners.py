@@ -113,6 +113,11 @@ NEEDS = (
              STREAMED, f"give it in steps, such as {name}.every=200")
         for name in ("eval", "checkpoint")
     ),
+    *(
+        Need(f"log.{name}", lambda config: not {"wandb", "mlflow"}.isdisjoint(config.log.to),
+             "only W&B and MLflow show it, and log.to names neither", "add wandb or mlflow to log.to")
+        for name in ("project", "name", "tags", "group")
+    ),
     Need("log.memory", lambda config: "console" in config.log.to,
          "log.to has no console", "add console to log.to"),
     Need("output_exists",

@@ -46,6 +46,10 @@ CASES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("eval.max_new_tokens=9", DATA, ("eval.samples=1",)),
     ("eval.every=0.5 epoch", ("data.streaming=true",), ("eval.every=5",)),
     ("checkpoint.every=0.5 epoch", ("data.streaming=true",), ("checkpoint.every=5",)),
+    ("log.project=mine", (), ("log.to=[wandb]",)),
+    ("log.name=first", (), ("log.to=[mlflow]",)),
+    ("log.tags=[baseline]", (), ("log.to=[console,wandb]",)),
+    ("log.group=sizes", (), ("log.to=[wandb,mlflow]",)),
     ("log.memory=true", ("log.to=[tensorboard]",), ("log.to=[console]",)),
     ("output_exists=extend", ("checkpoint.resume=never",), ("output_exists=new",)),
 ]  # fmt: skip
@@ -59,8 +63,8 @@ ALONE = """
     data.mean_document_tokens data.packing data.overlong data.on_bad_row data.streaming data.max_samples
     data.cache train train.global_batch_size train.max_steps train.learning_rate train.lr_scheduler
     train.min_lr_ratio train.lr_scheduler_kwargs train.warmup_steps train.weight_decay
-    train.max_grad_norm train.label_smoothing train.precision train.reduce_dtype train.optimizer
-    train.adam_betas train.adam_eps
+    train.max_grad_norm train.neftune_alpha train.label_smoothing train.precision train.reduce_dtype
+    train.optimizer train.adam_betas train.adam_eps
     train.seed train.compile train.max_nonfinite_steps train.device eval layout cluster cluster.gpu
     cluster.gpus cluster.gpus_per_node cluster.memory_gib cluster.link cluster.network
     cluster.network_share cluster.price_per_gpu_hour cluster.hardware cluster.efficiency checkpoint

@@ -43,7 +43,7 @@ def environment(model: str | None) -> dict[str, Any]:
 
     from meshtune.model.capabilities import capabilities
     from meshtune.model.load import load_config
-    from meshtune.train.build import versions
+    from meshtune.train.provenance import versions
 
     devices: dict[str, Any] = {
         "cpu": f"{os.cpu_count()} cores, {human(psutil.virtual_memory().total)}",

@@ -3,14 +3,11 @@
 config ─> choice (choose.py) ─> tokenizer, data (inputs.py) ─> model (model.py) ─> run folder ─> Run
 """
 
-import platform
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import transformers
 
-import meshtune
 from meshtune.config import Config
 from meshtune.data.prepare import sentences
 from meshtune.errors import UserError
@@ -28,12 +25,14 @@ from meshtune.train import folder
 from meshtune.train.callbacks import Callback, Callbacks, Hooks, Training
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.choose import Choice, choose_together, device_of, gpus_of
+from meshtune.train.dashboards import Labels
 from meshtune.train.evaluate import Evaluation
 from meshtune.train.export import exporter_of
 from meshtune.train.inputs import Inputs, inputs_of, loader_of, steps_of, stream_sentences
 from meshtune.train.loop import Run, restore, seed_dropout
 from meshtune.train.model import LoraSpec, ModelSpec, OptimizerSpec, RankModel, rank_model
 from meshtune.train.predict import out_of_memory, prediction
+from meshtune.train.provenance import device_name, versions
 from meshtune.train.signals import StopRequest
 from meshtune.train.token_loss import TokenLoss, check_same
 from meshtune.train.trackers import Metrics, tracker_problems
@@ -105,6 +104,7 @@ def assemble(
         memory=config.log.memory,
         peak_flops_per_second=peak_flops(world.device, config.train.precision, datasheet_flops),
         settings=config.model_dump(mode="json"),
+        labels=Labels(config.log.project, config.log.name, config.log.tags, config.log.group),
         more=[Callbacks(callbacks, training)] if training else (),
     )
     exporter = exporter_of(
@@ -284,17 +284,3 @@ def evaluation_of(config: Config, model: RankModel, inputs: Inputs, run_folder: 
         folder=run_folder,
         token_loss=model.passes.token_loss,
     )
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
-
-
-def versions() -> dict[str, str]:
-    """Versions of the software that a result depends on."""
-    return {
-        "meshtune": meshtune.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }

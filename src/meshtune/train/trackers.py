@@ -2,7 +2,8 @@
 
     numbers of a step ──> train_row / eval_row ──> Metrics ──┬─> metrics.jsonl of the run folder
                           (meter/rows.py)                    ├─> the terminal: a bar, or plain lines
-                                                             └─> TensorBoard, W&B, MLflow
+                                                             ├─> TensorBoard, W&B, MLflow (dashboards.py)
+                                                             └─> callbacks of a Python program
 
 A tracker is anything with `log(row)` and `close()`. Only rank 0 writes: on the other ranks a `Metrics` has no
 trackers and every call returns at once. Nothing here needs torch but TensorBoard's writer, and each tracker's
@@ -10,11 +11,7 @@ library is imported only when `log.to` names it.
 """
 
 import importlib.util
-import math
-import os
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -22,9 +19,10 @@ from rich.markup import escape
 
 from meshtune.errors import UserError
 from meshtune.meter.rows import eval_row, train_row
-from meshtune.rundir import Row, RunDir, write_text_atomically
+from meshtune.rundir import Row, RunDir
 from meshtune.train.callbacks import Callbacks
 from meshtune.train.console import ConsoleTracker, Course
+from meshtune.train.dashboards import Labels, MlflowTracker, TensorBoardTracker, WandbTracker
 from meshtune.units import at_words, printable, speed_unit
 
 TRACKERS = {  # name in `log.to` -> (module it needs, how to get it)
@@ -32,7 +30,7 @@ TRACKERS = {  # name in `log.to` -> (module it needs, how to get it)
     "jsonl": ("json", ""),
     "tensorboard": ("tensorboard", "pip install tensorboard"),
     "wandb": ("wandb", "pip install wandb"),
-    "mlflow": ("mlflow", "pip install mlflow"),
+    "mlflow": ("mlflow", "pip install mlflow-skinny"),
 }
 
 
@@ -94,6 +92,7 @@ class Metrics:
         memory: bool = False,
         peak_flops_per_second: float | None = None,
         settings: Mapping[str, Any] | None = None,
+        labels: Labels = Labels(),  # noqa: B008 - a frozen value
         more: Sequence[Tracker] = (),
         console: Console | None = None,
     ) -> "Metrics":
@@ -101,9 +100,9 @@ class Metrics:
         is written whatever `to` says: the result of the run is read from it.
 
         `course`: the steps to come; `device`: torch's type, cuda or cpu; `memory`: print the memory of the
-        first steps; `settings`: the resolved config as plain values, which some trackers show; `more`:
-        trackers beside the named ones; `console` is None for stderr. The rest is as in the class. Raises
-        UserError when a tracker is unknown, its library is missing, or it can't start.
+        first steps; `settings`: the resolved config as plain values, which some trackers show under `labels`;
+        `more`: trackers beside the named ones; `console` is None for stderr. The rest is as in the class.
+        Raises UserError when a tracker is unknown, its library is missing, or it can't start.
         """
         if rank != 0:
             return cls((), every=every, total_steps=course.steps, world=world)
@@ -117,8 +116,8 @@ class Metrics:
             ),
             "jsonl": lambda: JsonlTracker(run),
             "tensorboard": lambda: TensorBoardTracker(run.logs / "tensorboard", start_step=course.start),
-            "wandb": lambda: WandbTracker(run, settings or {}),
-            "mlflow": lambda: MlflowTracker(run, settings or {}),
+            "wandb": lambda: WandbTracker(run, labels, settings or {}),
+            "mlflow": lambda: MlflowTracker(run, labels, settings or {}),
         }
         metrics = cls(
             (),
@@ -238,110 +237,3 @@ class JsonlTracker:
 
 
 VITAL = (JsonlTracker, Callbacks)  # without its rows a run is lost; a callback's error is the user's
-
-
-class TensorBoardTracker:
-    """Writes scalars train/loss, eval/loss … to event files.
-
-    start_step: the step resumed from, 0 for a new run; TensorBoard then hides what was written for later
-    steps.
-    """
-
-    def __init__(self, folder: Path, *, start_step: int = 0) -> None:
-        from torch.utils.tensorboard.writer import SummaryWriter
-
-        self.writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None)
-
-    def log(self, row: Row) -> None:
-        for name, value in scalars(row).items():
-            self.writer.add_scalar(name, value, row["step"])
-
-    def close(self, *, failed: bool = False) -> None:
-        self.writer.close()
-
-
-class WandbTracker:
-    """Logs to Weights & Biases; a resumed run folder continues its W&B run. WANDB_PROJECT names the project.
-
-    The W&B run's id is kept in logs/wandb.id. settings: the resolved config as plain values.
-    """
-
-    def __init__(self, run: RunDir, settings: Mapping[str, Any]) -> None:
-        import wandb  # pyright: ignore[reportMissingImports]
-
-        id_file = run.logs / "wandb.id"
-        if not id_file.exists():
-            write_text_atomically(id_file, uuid.uuid4().hex)
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "meshtune"),
-            name=run.path.name,
-            dir=str(run.logs),
-            config=dict(settings),
-            id=id_file.read_text(),
-            resume="allow",
-        )
-        # Resuming repeats the steps since the checkpoint; W&B's own step counter would refuse them.
-        self.run.define_metric("*", step_metric="step")
-
-    def log(self, row: Row) -> None:
-        if values := scalars(row):
-            self.run.log({"step": row["step"], **values})
-
-    def close(self, *, failed: bool = False) -> None:
-        self.run.finish(exit_code=int(failed))
-
-
-class MlflowTracker:
-    """Logs to MLflow, at MLFLOW_TRACKING_URI; a resumed run folder continues its MLflow run.
-
-    The MLflow run's id is kept in logs/mlflow.id; MLFLOW_EXPERIMENT_NAME names the experiment. settings: the
-    resolved config as plain values, logged as parameters of a new run.
-    """
-
-    def __init__(self, run: RunDir, settings: Mapping[str, Any]) -> None:
-        import mlflow  # pyright: ignore[reportMissingImports]
-
-        self.mlflow = mlflow
-        id_file = run.logs / "mlflow.id"
-        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "meshtune"))
-        if id_file.exists():  # its parameters are logged already, and MLflow refuses to change one
-            mlflow.start_run(run_id=id_file.read_text())
-            return
-        started = mlflow.start_run(run_name=run.path.name)
-        write_text_atomically(id_file, started.info.run_id)
-        params = sorted(flat(settings).items())
-        for start in range(0, len(params), 100):  # the REST interface takes 100 at a time
-            mlflow.log_params(dict(params[start : start + 100]))
-
-    def log(self, row: Row) -> None:
-        if values := scalars(row):
-            self.mlflow.log_metrics(values, step=row["step"])
-
-    def close(self, *, failed: bool = False) -> None:
-        self.mlflow.end_run("FAILED" if failed else "FINISHED")
-
-
-def scalars(row: Row) -> dict[str, float]:
-    """The finite numbers of a train or eval row by tag: {"train/loss": …}; empty for other kinds."""
-    if row["kind"] not in ("train", "eval"):
-        return {}
-    return {
-        f"{row['kind']}/{name}": value
-        for name, value in row.items()
-        if isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and name != "step"
-        and math.isfinite(value)
-    }
-
-
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings with dotted names: {"train.seed": 42, …}; lists stay as they are.
-
-    prefix: put before every name, with its dot.
-    """
-    leaves: dict[str, Any] = {}
-    for key, value in settings.items():
-        name = f"{prefix}{key}"
-        leaves |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return leaves

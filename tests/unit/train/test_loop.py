@@ -24,7 +24,7 @@ from meshtune.errors import Interrupted, NonFinite, NothingFits, UserError
 from meshtune.parallel.mesh import Axis
 from meshtune.report.run.summary import summarise
 from meshtune.rundir import RunDir
-from meshtune.train import build, loop
+from meshtune.train import build, loop, trackers
 from meshtune.train.checkpoint_files import size_and_hash
 
 Train = Callable[..., loop.Run]
@@ -508,8 +508,9 @@ def test_attention_recompute_needs_our_attention(settings: Callable[..., list[st
 
 
 def test_a_tracker_that_is_not_installed_is_refused_before_the_folder_is_touched(
-    settings: Callable[..., list[str]], tmp_path: Path
+    settings: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(trackers, "installed", lambda module: module != "wandb")
     with pytest.raises(UserError, match="wandb is not installed"):
         build.build(config.load(None, settings("log.to=[wandb]")))
     assert not (tmp_path / "run").exists()

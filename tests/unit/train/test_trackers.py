@@ -11,6 +11,7 @@ from rich.console import Console
 from meshtune.errors import UserError
 from meshtune.rundir import RunDir
 from meshtune.train.console import Course
+from meshtune.train.dashboards import Labels
 from meshtune.train.trackers import Metrics
 
 NUMBERS = {
@@ -47,6 +48,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple, dict]] = []
+        self.config = self
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -144,7 +146,7 @@ def test_every_unknown_or_missing_tracker_is_named_at_once_with_the_remedy(run, 
         Metrics.open(run, ["wandb", "comet", "mlflow"], course=Course(1))
     assert len(raised.value.problems) == 3
     assert "pip install wandb" in str(raised.value)
-    assert "no tracker 'comet'" in str(raised.value)
+    assert "no tracker comet" in str(raised.value)
     assert "pip install mlflow" in str(raised.value)
 
 
@@ -170,32 +172,64 @@ def test_tensorboard_gets_the_scalars_of_rows(run):
     assert "eval/perplexity" in events.Tags()["scalars"]
 
 
+LABELS = Labels(project="p", name="n", tags=("baseline", "lr=high"), group="g")
+
+
 def test_wandb_gets_settings_and_rows_and_a_resumed_run_goes_on(run, monkeypatch):
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
     wandb = Recorder()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    for start in (0, 1):
+    for start, labels in ((0, Labels()), (1, LABELS)):
         settings = {"train": {"seed": 1}}
-        with Metrics.open(run, ["wandb"], course=Course(2, start), settings=settings) as metrics:
+        options = {"settings": settings, "labels": labels}
+        with Metrics.open(run, ["wandb"], course=Course(2, start), **options) as metrics:
+            assert (run.logs / "wandb.id").exists(), "written before W&B hears of it"
             metrics.start(model="m")
             metrics.train(step=start + 1, **NUMBERS)
     first, second = (kwargs for _, kwargs in wandb.named("init"))
-    assert first["config"] == {"train": {"seed": 1}}
     assert first["id"] == second["id"]
+    assert (first["project"], first["name"], first["tags"], first["group"]) == ("meshtune", "run", None, None)
+    assert (second["project"], second["name"], second["group"]) == ("p", "n", "g")
+    assert second["tags"] == ["baseline", "lr=high"]
+    values = [args[0] for args, kwargs in wandb.named("update") if kwargs == {"allow_val_change": True}]
+    assert values == [{"train": {"seed": 1}}, {"run": {"kind": "run", "model": "m"}}] * 2
     assert [args[0]["step"] for args, _ in wandb.named("log")] == [1, 2]
     assert wandb.named("log")[0][0][0]["train/loss"] == 2.5
 
 
+class Experiments(Recorder):
+    """Stands for mlflow: finds the runs that were started, by their tag."""
+
+    def search_runs(self, *, search_all_experiments, filter_string, output_format):
+        assert search_all_experiments and output_format == "list"
+        keys = [kwargs["tags"]["meshtune.run"] for _, kwargs in self.named("start_run") if "tags" in kwargs]
+        params = {name: str(value) for args, _ in self.named("log_params") for name, value in args[0].items()}
+        found = types.SimpleNamespace(
+            info=types.SimpleNamespace(run_id="abc"), data=types.SimpleNamespace(params=params)
+        )
+        return [found for key in keys if filter_string == f"tags.`meshtune.run` = '{key}'"]
+
+
 def test_mlflow_gets_settings_and_rows_and_a_resumed_run_goes_on(run, monkeypatch):
-    mlflow = Recorder()
+    mlflow = Experiments()
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    settings = {"train": {"seed": 1, "adam_betas": [0.9, 0.999]}} | {f"k{i}": i for i in range(120)}
+    settings = {"train": {"seed": 1, "max_steps": 2, "adam_betas": [0.9, 0.999]}}
+    settings |= {f"k{i}": i for i in range(120)}
     for start in (0, 1):
-        with Metrics.open(run, ["mlflow"], course=Course(2, start), settings=settings) as metrics:
+        options = {"settings": settings, "labels": LABELS}
+        with Metrics.open(run, ["mlflow"], course=Course(2, start), **options) as metrics:
             metrics.train(step=start + 1, **NUMBERS)
+        settings["train"]["max_steps"] = 9
     params = [args[0] for args, _ in mlflow.named("log_params")]
-    assert [len(part) for part in params] == [100, 22]  # at most 100 a request, and once only
-    assert {name: value for part in params for name, value in part.items()}["train.seed"] == 1
-    assert mlflow.named("start_run") == [((), {"run_name": "run"}), ((), {"run_id": "abc"})]
+    assert [len(part) for part in params] == [100, 23]  # at most 100 a request, and once only
+    assert {name: value for part in params for name, value in part.items()}["train.seed"] == "1"
+    key = (run.logs / "mlflow.id").read_text()
+    starts = [kwargs for _, kwargs in mlflow.named("start_run")]
+    assert starts == [{"run_name": "n", "tags": {"meshtune.run": key}}, {"run_id": "abc"}]
+    assert mlflow.named("set_experiment") == [(("p",), {})], "not again: the run may be of another one"
+    tags = [args[0] for args, _ in mlflow.named("set_tags")]
+    labels = {"baseline": "true", "lr": "high", "group": "g"}
+    assert tags == [labels, labels, {"train.max_steps": "9"}], "a parameter can't change"
     assert [kwargs["step"] for _, kwargs in mlflow.named("log_metrics")] == [1, 2]
 
 

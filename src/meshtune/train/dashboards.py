@@ -1,0 +1,173 @@
+"""Trackers that other programs show: TensorBoard, Weights & Biases, MLflow. Each takes rows (trackers.py).
+
+A run folder is one tracked run, however often it goes on: the id is in logs/ before the tracked run is made,
+so a kill at any moment loses neither.
+"""
+
+import math
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshtune.rundir import Row, RunDir, write_text_atomically
+
+PARAMETERS_AT_ONCE = 100  # MLflow's REST interface takes no more
+LONGEST_PARAMETER = 6000  # characters; MLflow refuses longer ones
+RUN_TAG = "meshtune.run"  # MLflow's tag that holds the id: its own run ids are the server's choice
+
+
+@dataclass(frozen=True)
+class Labels:
+    """How W&B and MLflow file a run."""
+
+    project: str | None = None  # W&B's project, MLflow's experiment; None: of the environment, or meshtune
+    name: str | None = None  # None: the run folder's
+    tags: tuple[str, ...] = ()  # for MLflow key=value, or a key whose value is true
+    group: str | None = None  # W&B's group, MLflow's tag "group"
+
+
+class TensorBoardTracker:
+    """Writes scalars train/loss, eval/loss … to event files.
+
+    start_step: the step resumed from, 0 for a new run; TensorBoard then hides what was written for later
+    steps.
+    """
+
+    def __init__(self, folder: Path, *, start_step: int = 0) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None)
+
+    def log(self, row: Row) -> None:
+        for name, value in scalars(row).items():
+            self.writer.add_scalar(name, value, row["step"])
+
+    def close(self, *, failed: bool = False) -> None:
+        self.writer.close()
+
+
+class WandbTracker:
+    """Logs to Weights & Biases: the settings and the run row as config, train and eval rows as history.
+
+    settings: the resolved config as plain values.
+    """
+
+    def __init__(self, run: RunDir, labels: Labels, settings: Mapping[str, Any]) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        self.run = wandb.init(
+            project=labels.project or os.environ.get("WANDB_PROJECT", "meshtune"),
+            name=labels.name or os.environ.get("WANDB_NAME", run.path.name),
+            tags=list(labels.tags) or None,  # None: of the environment
+            group=labels.group,
+            dir=str(run.logs),
+            id=kept_id(run.logs / "wandb.id"),
+            resume="allow",
+        )
+        # Resuming repeats the steps since the checkpoint; W&B's own step counter would refuse them.
+        self.run.define_metric("*", step_metric="step")
+        self._add_config(settings)
+
+    def log(self, row: Row) -> None:
+        if row["kind"] == "run":
+            self._add_config({"run": row})
+        elif values := scalars(row):
+            self.run.log({"step": row["step"], **values})
+
+    def close(self, *, failed: bool = False) -> None:
+        self.run.finish(exit_code=int(failed))
+
+    def _add_config(self, values: Mapping[str, Any]) -> None:
+        """Add values to the config; a run that goes on may have others than before."""
+        self.run.config.update(dict(values), allow_val_change=True)
+
+
+class MlflowTracker:
+    """Logs to MLflow, at MLFLOW_TRACKING_URI: the settings and the run row as parameters, train and eval rows
+    as metrics.
+
+    settings: the resolved config as plain values. A parameter can't change: where a run goes on with another
+    value, a tag of the parameter's name has it.
+    """
+
+    def __init__(self, run: RunDir, labels: Labels, settings: Mapping[str, Any]) -> None:
+        import mlflow  # pyright: ignore[reportMissingImports]
+
+        self.mlflow = mlflow
+        key = kept_id(run.logs / "mlflow.id")
+        found = mlflow.search_runs(
+            search_all_experiments=True, filter_string=f"tags.`{RUN_TAG}` = '{key}'", output_format="list"
+        )
+        self.parameters: dict[str, str] = {}  # logged, by name
+        if found:
+            self.parameters |= found[0].data.params
+            mlflow.start_run(run_id=found[0].info.run_id)
+        else:
+            mlflow.set_experiment(labels.project or os.environ.get("MLFLOW_EXPERIMENT_NAME", "meshtune"))
+            mlflow.start_run(run_name=labels.name or run.path.name, tags={RUN_TAG: key})
+        if tags := mlflow_tags(labels):
+            mlflow.set_tags(tags)
+        self._add_parameters(settings)
+
+    def log(self, row: Row) -> None:
+        if row["kind"] == "run":
+            self._add_parameters({"run": row})
+        elif values := scalars(row):
+            self.mlflow.log_metrics(values, step=row["step"])
+
+    def close(self, *, failed: bool = False) -> None:
+        self.mlflow.end_run("FAILED" if failed else "FINISHED")
+
+    def _add_parameters(self, values: Mapping[str, Any]) -> None:
+        texts = {name: str(value)[:LONGEST_PARAMETER] for name, value in flat(values).items()}
+        new = sorted(texts.items() - self.parameters.items())
+        changed = {name: text for name, text in new if name in self.parameters}
+        added = [(name, text) for name, text in new if name not in self.parameters]
+        for start in range(0, len(added), PARAMETERS_AT_ONCE):
+            self.mlflow.log_params(dict(added[start : start + PARAMETERS_AT_ONCE]))
+        if changed:
+            self.mlflow.set_tags(changed)
+        self.parameters |= dict(added)
+
+
+def kept_id(file: Path) -> str:
+    """The id in a file, which is written first if it is missing."""
+    if not file.exists():
+        write_text_atomically(file, uuid.uuid4().hex)
+    return file.read_text()
+
+
+def mlflow_tags(labels: Labels) -> dict[str, str]:
+    """The labels as MLflow's tags: {"lr": "high"} of lr=high, {"baseline": "true"} of baseline."""
+    parts = (tag.partition("=") for tag in labels.tags)
+    tags = {key: value if equals else "true" for key, equals, value in parts}
+    return tags | ({"group": labels.group} if labels.group else {})
+
+
+def scalars(row: Row) -> dict[str, float]:
+    """The finite numbers of a train or eval row by tag: {"train/loss": …}; empty for other kinds."""
+    if row["kind"] not in ("train", "eval"):
+        return {}
+    return {
+        f"{row['kind']}/{name}": value
+        for name, value in row.items()
+        if isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and name != "step"
+        and math.isfinite(value)
+    }
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings with dotted names: {"train.seed": 42, …}; lists stay as they are.
+
+    prefix: put before every name, with its dot.
+    """
+    leaves: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        leaves |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return leaves
