@@ -167,7 +167,7 @@ def _convert(result: Migrated, keys: Mapping[str, Any], default: bool = False) -
                 if not default:
                     result.ignored.append(Note(key, value, str(reason)))
                 continue
-            except (TypeError, ValueError, KeyError, AttributeError):
+            except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError):
                 yield f"{key} = {written(value)} is not what {job.table.name} takes there; correct it first."
                 continue
             for setting, converted in made.settings.items():

@@ -115,6 +115,9 @@ def layout_of(settings: dict[str, Any], job: Job) -> Layout:
         key.removeprefix("layout."): int(value) if str(value).isdigit() else value
         for key, value in settings.items()
     }
+    sizes = {name: fields[name] for name in ("tp", "cp", "dp_replicate", "dp_shard") if name in fields}
+    if wrong := [f"{name} {size}" for name, size in sizes.items() if type(size) is not int or size < 1]:
+        raise UserError(f"The file's {', '.join(wrong)}: sizes of a layout are whole numbers from 1.")
     split = fields.get("tp", 1) * fields.get("cp", 1)
     ranks, rest = divmod(job.gpus, split)
     zero = fields.pop("zero", 3 if job.tool == "torchtune" or fields.get("dp_shard", 1) > 1 else 0)
@@ -130,5 +133,5 @@ def layout_of(settings: dict[str, Any], job: Job) -> Layout:
             f"The file's tp {fields.get('tp', 1)} x cp {fields.get('cp', 1)} x data ranks {copies} x "
             f"{shards} make no {job.gpus} GPUs; name the number that it is for, such as --gpus {least}."
         )
-    sizes = {"dp_replicate": copies, "dp_shard": shards, "zero": zero if shards > 1 else 0}
-    return PartialLayout.parse(fields | sizes).known
+    data = {"dp_replicate": copies, "dp_shard": shards, "zero": zero if shards > 1 else 0}
+    return PartialLayout.parse(fields | data).known

@@ -1,5 +1,6 @@
 """Migrated settings as YAML: a comment beside each says which key it is from; the other keys follow."""
 
+import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import yaml
 from meshtune.config import Config
 from meshtune.migrate.convert import Migrated, Note
 from meshtune.reference.schema import EDITOR_LINE
+from meshtune.units import printable
 
 WIDTH = 110
 SHOWN = 60  # characters of a value in a comment
@@ -58,7 +60,7 @@ def setting(key: str, value: Any, said: str, indent: str) -> Iterator[str]:
         yield from (f"{indent}  - {flow(each)}" for each in value)
         return
     line = f"{indent}{key}:" if value is None else f"{indent}{key}: {flow(value)}"
-    said = "" if said == key else said
+    said = "" if said == key else " ".join(printable(said).split())
     if said and len(line) + len(said) + 4 > WIDTH:
         yield from (f"{indent}{above}" for above in comment(said))
         said = ""
@@ -66,12 +68,10 @@ def setting(key: str, value: Any, said: str, indent: str) -> Iterator[str]:
 
 
 def flow(value: Any) -> str:
-    """A value as YAML on one line."""
-    return (
-        yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
-        .removesuffix("...\n")
-        .strip()
-    )
+    """Write a value as YAML on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
+    text = text.removesuffix("...\n").strip()
+    return json.dumps(value) if "\n" in text else text  # JSON is YAML, and has no line breaks
 
 
 def notes(title: str, keys: Sequence[Note]) -> Iterator[str]:
@@ -93,5 +93,5 @@ def shown(note: Note) -> str:
 
 def comment(text: str, lead: str = "") -> list[str]:
     """Text as comment lines; the first begins with `lead`, the others are indented as far."""
-    wrapped = textwrap.wrap(text, WIDTH - 10, break_long_words=False, break_on_hyphens=False)
+    wrapped = textwrap.wrap(printable(text), WIDTH - 10, break_long_words=False, break_on_hyphens=False)
     return [f"# {lead if not number else ' ' * len(lead)}{line}" for number, line in enumerate(wrapped)]
