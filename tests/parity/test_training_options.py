@@ -6,6 +6,7 @@ import pytest
 from cases import cases
 from layouts import Trained, check, trained
 
+ONE = "mb4-ga4"
 OPTIONS = {
     "smoothing": ("train.label_smoothing=0.1",),
     "noise": ("train.neftune_alpha=5",),
@@ -30,7 +31,7 @@ TECHNIQUES = [
 def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
     """One rank's run with each option."""
     runs = tmp_path_factory.mktemp("options")
-    return {name: trained(folder, runs / name, "mb4-ga4", "fp64", *OPTIONS[name]) for name in OPTIONS}
+    return {name: trained(folder, runs / name, ONE, "fp64", *OPTIONS[name]) for name in OPTIONS}
 
 
 @pytest.mark.parametrize(
@@ -49,3 +50,22 @@ def test_options_give_the_numbers_of_one_rank(
 ) -> None:
     ours = trained(folder, tmp_path / "run", layout, "fp64", *OPTIONS[option])
     check(ours, alone[option], "fp64")
+
+
+GOES_ON = {  # option -> (layout before, layout after)
+    "adafactor": [("dp2-pp2-1f1b", ONE), (ONE, "cp2"), ("dp2", "pp2-zbv")],
+    "lion": [("zero3x2-tp2-sp", ONE), ("pp2-1f1b", "zero1x2")],
+    "noise": [("cp2", "tp2-sp")],
+    "lora": [("zero3x2-tp2-sp", "pp2-1f1b")],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", GOES_ON)
+def test_a_run_with_an_option_goes_on_in_another_layout(option: str, folder: Path, tmp_path: Path) -> None:
+    words = ("train.max_steps=4", *OPTIONS[option])
+    whole = trained(folder, tmp_path / "whole", ONE, "fp64", *words)
+    for before, after in GOES_ON[option]:
+        run = tmp_path / f"{before}-{after}"
+        trained(folder, run, before, "fp64", *words, "train.max_steps=2")
+        check(trained(folder, run, after, "fp64", *words), whole, "fp64")
