@@ -21,7 +21,7 @@ from meshtune.parallel.mesh import World, join
 from meshtune.plan.hardware import datasheet_flops
 from meshtune.precision import PRECISIONS
 from meshtune.rundir import RunDir
-from meshtune.train import folder
+from meshtune.train import folder, output
 from meshtune.train.callbacks import Callback, Callbacks, Hooks, Training
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.choose import Choice, choose_together, device_of, gpus_of
@@ -103,7 +103,7 @@ def assemble(
         device=world.device.type,
         memory=config.log.memory,
         peak_flops_per_second=peak_flops(world.device, config.train.precision, datasheet_flops),
-        settings=config.model_dump(mode="json"),
+        settings=output.resolved(config, run_folder).model_dump(mode="json"),
         labels=Labels(config.log.project, config.log.name, config.log.tags, config.log.group),
         more=[Callbacks(callbacks, training)] if training else (),
     )

@@ -83,7 +83,7 @@ def few_updates(config: Config, train: Dataset | Stream, steps: int) -> str:
     else:
         remedy = "Set "
     return (
-        f"The run has only {steps} updates: {sequences} sequences x {epochs:g} epochs in global batches of "
-        f"{size}. {remedy}train.num_epochs={math.ceil(FEW_UPDATES * size / sequences)}, for {FEW_UPDATES} or "
-        "more."
+        f"The run has only {steps} updates: {sequences} sequences x {epochs:g} epoch{'s' * (epochs != 1)} in "
+        f"global batches of {size}. {remedy}train.num_epochs={math.ceil(FEW_UPDATES * size / sequences)}, for "
+        f"{FEW_UPDATES} or more."
     )

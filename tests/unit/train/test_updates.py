@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -16,7 +17,7 @@ from meshtune.errors import UserError
 from meshtune.optim.schedule import learning_rates
 from meshtune.rundir import RunDir
 from meshtune.schedules import SCHEDULES
-from meshtune.train import output
+from meshtune.train import build, output
 from meshtune.train.inputs import steps_of
 from meshtune.train.updates import few_updates, rate_in_words, schedule_of, steps_between, which_ends
 from meshtune.units import scientific
@@ -66,7 +67,7 @@ def test_the_run_folder_records_the_resolved_rate_and_is_the_same_run(tmp_path: 
     ("overrides", "steps", "sentence"),
     [
         (["train.global_batch_size=64"], 6, (
-            "The run has only 6 updates: 384 sequences x 1 epochs in global batches of 64. Set "
+            "The run has only 6 updates: 384 sequences x 1 epoch in global batches of 64. Set "
             "train.global_batch_size=19, or train.num_epochs=4, for 20 or more."
         )),
         (["train.global_batch_size=64", "train.num_epochs=3"], 18, "Set train.global_batch_size=57, or"),
@@ -117,13 +118,13 @@ def test_the_remedies_for_few_updates_give_twenty() -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["lr_scheduler=cosin"], "train.lr_scheduler = 'cosin'.*did you mean cosine"),
+        (["lr_scheduler=cosin"], "train.lr_scheduler = cosin: .*did you mean cosine"),
         (["lr_scheduler=cosine_with_min_lr"], "cosine_with_min_lr needs train.min_lr_ratio"),
         (["lr_scheduler=inverse_sqrt", "min_lr_ratio=0.1"], "no effect on train.lr_scheduler=inverse_sqrt"),
         (["lr_scheduler=constant", "warmup_steps=5"], "has no warm-up.*or use constant_with_warmup"),
         (["lr_scheduler=constant", "warmup_ratio=0.1"], "has no warm-up"),
         (["lr_scheduler=linear", "lr_scheduler_kwargs={power: 2}"], "linear takes no power; it takes none"),
-        (["min_lr_ratio=1.0"], "train.min_lr_ratio = 1.0: .*less than 1"),
+        (["min_lr_ratio=1.0"], "train.min_lr_ratio = 1.0: write a number below 1"),
     ],
 )
 def test_a_setting_that_the_schedule_does_not_use_is_refused(overrides: list[str], said: str) -> None:
@@ -156,10 +157,10 @@ def test_small_numbers_are_written_as_in_settings() -> None:
 def test_the_first_line_and_the_report_name_the_learning_rate(
     settings: Callable[..., list[str]], capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
-    from meshtune.train import build
-
     made = [word for word in settings("log.to=[console, jsonl]") if "train.learning_rate" not in word]
-    build.build(config.load(None, made))
+    with patch.object(build.Metrics, "open", wraps=build.Metrics.open) as opened:
+        build.build(config.load(None, made))
+    assert opened.call_args.kwargs["settings"]["train"]["learning_rate"] == 1e-5  # as dashboards log it
     out = capsys.readouterr()
     assert "Learning rate: 1e-5 (default for method=full), cosine." in out.out + out.err
     rows = RunDir(tmp_path / "run").rows("run")
