@@ -84,6 +84,6 @@ def few_updates(config: Config, train: Dataset | Stream, steps: int) -> str:
         remedy = "Set "
     return (
         f"The run has only {steps} updates: {sequences} sequences x {epochs:g} epoch{'s' * (epochs != 1)} in "
-        f"global batches of {size}. {remedy}train.num_epochs={math.ceil(FEW_UPDATES * size / sequences)}, for "
-        f"{FEW_UPDATES} or more."
+        f"global batches of {size}. {remedy}train.num_epochs={math.ceil(FEW_UPDATES * size / sequences)}, "
+        f"for {FEW_UPDATES} or more."
     )
