@@ -41,7 +41,7 @@ def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
                 "log.to=[jsonl]",
                 "checkpoint.every=2",
                 f"method={method}",
-                "lora.r=4",
+                *(["lora.r=4"] if method == "lora" else []),
                 f"output={folder / method}",
             ]
             loop.train(build.build(config.load(None, words)))
@@ -125,7 +125,7 @@ def test_a_step_is_exported_as_a_run_that_ended_there_would_be(
         "train.learning_rate=1e-2",
         "train.lr_scheduler=constant",
         f"method={method}",
-        "lora.r=4",
+        *(["lora.r=4"] if method == "lora" else []),
     )
     if method == "full":
         wanted, found = weights(short.folder.model), weights(tmp_path / "out")
