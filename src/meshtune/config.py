@@ -31,7 +31,7 @@ from meshtune.setting_types import (
     unusable,
 )
 from meshtune.trainers.pasted import unknown_setting
-from meshtune.yaml_tree import merge, overridden, read_yaml
+from meshtune.yaml_tree import merge, overridden, read_yaml, undotted
 
 TABLES = {
     "precision": PRECISIONS,
@@ -342,12 +342,14 @@ def load(
 ) -> Config:
     """Read the settings in `file` (YAML), laid over `defaults`; lay `overrides` over both, in their order.
 
-    file: None for none. overrides: section.key=value each. defaults: a tree of sections.
+    file: None for none. overrides: section.key=value each. defaults: a tree of sections. Keys of both trees
+    may be dotted (`train.seed: 1`).
 
     Raises UserError for the first of: unreadable file, malformed override, no model; else for all unknown
     keys and wrong values at once (values of one section that contradict each other: once each is valid).
     """
-    tree = merge(dict(defaults or {}), read_yaml(Path(file)) if file else {})
+    known = [*keys(Config)]
+    tree = merge(undotted(dict(defaults or {}), known), read_yaml(Path(file), known) if file else {})
     for override in overrides:
         tree = overridden(tree, override)
     if problems := [*unusable(tree)]:

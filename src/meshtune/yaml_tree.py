@@ -1,9 +1,10 @@
-"""Trees of settings: read from YAML, one laid over another, changed by `section.key=value`."""
+"""Trees of settings: read from YAML, one laid over another, changed by `section.key=value` or dotted keys."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -26,16 +27,21 @@ def overridden(tree: dict[str, Any], override: str) -> dict[str, Any]:
         raise UserError(f"'{override}' is no setting; write section.key=value, such as train.max_steps=100.")
     with explained(f"The value of '{shortened(override)}' is not YAML"):
         value = yaml.load(text, Loader=Bounded) if text else None
-    path = key.strip().split(".")
+    return laid(tree, key.strip().split("."), value)
+
+
+def laid(tree: dict[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    """Return `tree` with `value` laid over it at `path`; a cluster that a file describes is read first."""
     if path[0] == "cluster" and len(path) > 1 and isinstance(tree.get("cluster"), str):
         tree = tree | {"cluster": {} if tree["cluster"] == "auto" else read_yaml(Path(tree["cluster"]))}
     return merge(tree, nested(path, value))
 
 
-def read_yaml(file: Path) -> dict[str, Any]:
+def read_yaml(file: Path, settings: Collection[str] = ()) -> dict[str, Any]:
     """Read the mapping in a YAML file, {} if it is empty.
 
-    Raises UserError if it can't be read, is not YAML, writes a key twice or holds no mapping.
+    settings: as `undotted` takes them. Raises UserError if the file can't be read, is not YAML, writes a key
+    twice or holds no mapping.
     """
     try:
         if not str(file).startswith(SHELL_INPUT):
@@ -55,7 +61,72 @@ def read_yaml(file: Path) -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict):
         raise UserError(f"Config {file} holds {type_name(tree)}, not sections such as `model:` and `data:`.")
-    return tree
+    lines = list(key_lines(yaml.compose(text, Loader=Bounded))) if settings else []
+    return undotted(tree, settings, lines, name=f"Config {file}")
+
+
+class Written(NamedTuple):
+    """A value of a tree that is no mapping, or an empty one."""
+
+    path: tuple[Any, ...]  # the keys from the top to it, dotted ones in their parts
+    value: Any
+    dotted: bool  # True if a key on the way was dotted
+
+
+def undotted(
+    tree: dict[str, Any], settings: Collection[str], lines: Sequence[int] = (), *, name: str = "The config"
+) -> dict[str, Any]:
+    """Return the tree with each dotted key (`train.seed: 1`) laid as key=value of the command line is.
+
+    settings: the dotted names of all settings; a key whose first part is none of them stays, such as a
+    column's name. lines: as `key_lines` gives them; name: of the file. Both for the UserError that is raised
+    if two keys set the same setting.
+    """
+    values = list(leaves(tree, settings))
+    if not any(value.dotted for value in values):
+        return tree
+    known = lines if len(lines) == len(values) else [0] * len(values)  # `<<` makes more values than keys
+    ordered = sorted(zip(values, known, strict=True), key=lambda entry: [*map(str, entry[0].path)])
+    if twice := [
+        f"{name} sets {place(first, line)}, and {place(second, other)} too; keep one."
+        for (first, line), (second, other) in pairwise(ordered)
+        if second.path[: len(first.path)] == first.path
+        and first.value not in (None, {})
+        and (first.path != ("cluster",) or first.path == second.path)
+    ]:
+        raise UserError(twice)
+    result: dict[str, Any] = {}
+    for value, _ in ordered:  # a cluster's file comes before the keys that are laid over it
+        result = laid(result, value.path, value.value)
+    return result
+
+
+def leaves(
+    tree: Mapping[Any, Any], settings: Collection[str], prefix: tuple[Any, ...] = (), dotted: bool = False
+) -> Iterator[Written]:
+    """Yield the values of a tree in their order. prefix: path of `tree`; dotted: as Written has it."""
+    for key, value in tree.items():
+        parts = key.split(".") if isinstance(key, str) else [key]
+        if len(parts) > 1 and ".".join(map(str, (*prefix, parts[0]))) not in settings:
+            parts = [key]
+        path, split = (*prefix, *parts), dotted or len(parts) > 1
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, settings, path, split)
+        else:
+            yield Written(path, value, split)
+
+
+def key_lines(node: yaml.Node | None) -> Iterator[int]:
+    """Yield the line, from 1, of the key of each value that `leaves` yields."""
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else []:
+        if isinstance(value, yaml.MappingNode) and value.value:
+            yield from key_lines(value)
+        else:
+            yield key.start_mark.line + 1
+
+
+def place(value: Written, line: int) -> str:
+    return ".".join(map(str, value.path)) + (f" in line {line}" if line else "")
 
 
 class Bounded(yaml.SafeLoader):

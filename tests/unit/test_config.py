@@ -184,3 +184,80 @@ def test_every_setting_is_described_in_one_sentence() -> None:
         "model", "lora", "data", "train", "eval", "checkpoint", "log", "hub"
     }  # fmt: skip
     assert [key for key, text in texts.items() if not re.fullmatch(r"[A-Z][^.]*(\.\S[^.]*)*\.", text)] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model.name: a\ntrain.seed: 7\nlayout.tp: 2\ndata.train.path: rows.jsonl\n",
+        "model: {name: a}\ntrain.seed: 7\nlayout: {tp: 2}\ndata: {train.path: rows.jsonl}\n",
+        "model.name: a\ntrain:\ntrain.seed: 7\nlayout.tp: 2\ndata.train: rows.jsonl\n",
+    ],
+)
+def test_dotted_keys_of_a_file_are_those_of_the_command_line(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    words = ["model.name=a", "train.seed=7", "layout.tp=2", "data.train=rows.jsonl"]
+    assert config.load(file) == config.load(None, words)
+    assert config.load(file, ["train.seed=8"]).train.seed == 8
+    assert config.load(None, ["train.max_steps=3"], yaml.safe_load(text)).layout == {"tp": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "train:\n  seed: 1\n\ntrain.seed: 2\n",
+            "sets train.seed in line 3, and train.seed in line 5 too; keep one.",
+        ),
+        (
+            "train.seed: 1\ntrain: {seed: 2}\n",
+            "sets train.seed in line 2, and train.seed in line 3 too; keep one.",
+        ),
+        ("layout: zero3x2\nlayout.tp: 2\n", "sets layout in line 2, and layout.tp in line 3 too; keep one."),
+        (
+            "data.train: a\ndata:\n  train.path: b\n",
+            "sets data.train in line 2, and data.train.path in line 4 too",
+        ),
+    ],
+)
+def test_a_setting_that_a_file_sets_in_two_ways_is_refused_with_both_lines(
+    text: str, said: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model.name: a\n{text}")
+    with pytest.raises(UserError) as refused:
+        config.load(file)
+    assert said in str(refused.value) and str(file) in str(refused.value)
+
+
+def test_two_conflicts_are_refused_at_once_and_without_a_file_have_no_lines() -> None:
+    tree = {"train": {"seed": 1, "max_steps": 2}, "train.seed": 2, "train.max_steps": 3}
+    with pytest.raises(UserError) as refused:
+        config.load(None, ["model.name=a"], tree)
+    assert list(refused.value.problems) == [
+        "The config sets train.max_steps, and train.max_steps too; keep one.",
+        "The config sets train.seed, and train.seed too; keep one.",
+    ]
+
+
+def test_a_dotted_key_lays_over_the_clusters_file(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text("gpu: h100-sxm\ngpus: 8\n")
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model.name: a\ncluster.gpus: 16\ncluster: {tmp_path / 'cluster.yaml'}\n")
+    assert config.load(file).cluster_config == config.ClusterConfig(gpu="h100-sxm", gpus=16)
+
+
+def test_a_column_with_a_dot_in_its_name_is_no_path(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model.name: a\ndata.where: {meta.lang: en}\ndata: {columns: {text: body.text}}\n")
+    assert config.load(file).data.where == {"meta.lang": "en"}
+
+
+def test_an_unknown_dotted_key_is_answered_as_on_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model.name: a\ntrain.learning_rte: 1\noptim.lr: 2\n")
+    with pytest.raises(UserError) as refused:
+        config.load(file)
+    assert "did you mean train.learning_rate?" in str(refused.value)
+    assert "optim.lr" in str(refused.value)
