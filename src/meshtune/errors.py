@@ -98,6 +98,11 @@ def written(value: Any) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
 
+def quoted(text: str) -> str:
+    """Text in double quotes on one line, with line breaks as \\n."""
+    return json.dumps(text, ensure_ascii=False)
+
+
 def _plain(value: Any) -> Any:
     """A value that JSON lacks, such as YAML's sets, bytes and dates, as one that it has."""
     if isinstance(value, bytes):

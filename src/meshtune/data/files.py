@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from meshtune.data.example import SUFFIXES, Source, is_url
-from meshtune.errors import UserError, expanded
+from meshtune.errors import UserError, expanded, reason_of
 from meshtune.nearby import did_you_mean, entries
 from meshtune.rundir import write_text_atomically
 
@@ -186,8 +186,10 @@ def _remote(source: Source) -> list[DataFile]:
         package = PACKAGES.get(source.path.partition("://")[0].lower())
         remedy = f" pip install {package}" if package else ""
         raise UserError(f"{source.path} can't be read: {error}.{remedy}") from error
-    except Exception as error:  # each filesystem has errors of its own: no such file, no access, no network
-        raise UserError(f"{source.path} can't be read: {type(error).__name__}: {error}") from error
+    except FileNotFoundError as error:
+        raise UserError(f"{source.path} can't be read: there is no such file.") from error
+    except Exception as error:  # each filesystem has errors of its own: no access, no network
+        raise UserError(f"{source.path} can't be read: {reason_of(error)}") from error
     inside = {}
     for path in sorted(found):
         name = path.removeprefix(root).lstrip("/")

@@ -58,9 +58,7 @@ def saved_rows(source: Source, file: DataFile, start: int) -> Iterator[RawRow]:
     try:
         saved = datasets.load_from_disk(file.path)
     except Exception as error:
-        raise UserError(
-            f"{file} is no folder that datasets can load: {type(error).__name__}: {error}"
-        ) from error
+        raise UserError(f"{file} is no folder that datasets can load: {reason_of(error)}") from error
     if isinstance(saved, datasets.DatasetDict):
         if source.split not in saved:
             raise UserError(f"{file} has no split {source.split}; it has {', '.join(map(str, saved))}.")

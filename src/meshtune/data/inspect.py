@@ -3,7 +3,6 @@
 prepare() ──> describe() ──> a JSON-able dict ──> show() on a terminal
 """
 
-import json
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -19,6 +18,7 @@ from meshtune.data.pack import LABELLED, Dataset, permutation
 from meshtune.data.prepare import Prepared, sentences
 from meshtune.data.stream import Stream
 from meshtune.data.tokens import common_prefix
+from meshtune.errors import quoted
 from meshtune.units import printable
 
 BARS = 12  # most bars of the histogram
@@ -80,7 +80,7 @@ def show(description: dict[str, Any], console: Console) -> None:
         parts = [marked(printable(text), labelled, coloured) for text, labelled in sample["runs"]]
         console.print(Text.assemble(*parts))
         for before, after in sample["boundaries"]:
-            sides = (json.dumps(printable(side), ensure_ascii=False) for side in (before, after))
+            sides = (quoted(printable(side)) for side in (before, after))
             console.print(Text(f"labels begin between {' and '.join(sides)}"))
 
 

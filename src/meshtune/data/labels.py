@@ -14,6 +14,7 @@ from meshtune.data.example import BadRow
 from meshtune.data.probe import TOOL, call_turns
 from meshtune.data.render import Chat, Rendered, Renderer, Turn
 from meshtune.data.tokens import TextTokenizer, common_prefix
+from meshtune.errors import quoted
 
 QUESTION = {"role": "user", "content": "Hello"}
 ANSWER = {"role": "assistant", "content": "Yes"}
@@ -79,8 +80,8 @@ class Cut:
         return BadRow(
             "tokens merge across the boundary",
             f"message {turn.number + 1} (assistant) {verb} inside a token: the tokens of "
-            f"{full[max(0, at - 20) : at]!r} change when {full[at : at + 20]!r} follows, so the label mask "
-            "would not be exact",
+            f"{quoted(full[max(0, at - 20) : at])} change when {quoted(full[at : at + 20])} follows, so the "
+            "label mask would not be exact",
         )
 
 

@@ -27,7 +27,7 @@ from meshtune.data.files import DataFile, files, is_hub, is_saved
 from meshtune.data.hub import hub_rows, saved_rows, without_nulls
 from meshtune.data.limits import LINE_BYTES, TOO_LONG
 from meshtune.data.rows import RawRow, examples
-from meshtune.errors import UserError, type_name
+from meshtune.errors import UserError, reason_of, type_name
 
 DELIMITERS = (",", ";", "\t")  # between the fields of a line
 PLACED = 256  # rows after which a reader says how far it is
@@ -85,7 +85,7 @@ def raw_rows(source: Source, data_files: Sequence[DataFile], streaming: bool, st
             if file.filesystem is None or isinstance(error, UserError):
                 raise
             # Each filesystem has errors of its own: the network, the server.
-            raise UserError(f"{file} can't be read: {type(error).__name__}: {error}") from error
+            raise UserError(f"{file} can't be read: {reason_of(error)}") from error
         file.share = 1.0
 
 

@@ -17,7 +17,7 @@ from meshtune.data.probe import Writes, adapted, unwritten, writes
 from meshtune.data.rows import last_answer, no_answer
 from meshtune.data.thought import opened, thought_in, thought_of, with_thought
 from meshtune.data.tokens import common_prefix
-from meshtune.errors import UserError, reason_of
+from meshtune.errors import UserError, quoted, reason_of
 
 TrainOn = Literal["assistant", "completion", "all"]
 
@@ -357,7 +357,7 @@ def _differ(case: str, turn: int, prefix: str, full: str) -> str:
     at = common_prefix(prefix, full)
     start = max(0, at - 20)
     return (
-        f"message {turn + 1} (assistant): the chat template writes {prefix[start : at + 30]!r} when {case} "
-        f"follows, but {full[start : at + 30]!r} in the whole conversation, so "
-        "which part is the answer is not defined"
+        f"message {turn + 1} (assistant): the chat template writes {quoted(prefix[start : at + 30])} when "
+        f"{case} follows, but {quoted(full[start : at + 30])} in the whole conversation, so which part is "
+        "the answer is not defined"
     )
