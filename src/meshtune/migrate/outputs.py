@@ -139,6 +139,11 @@ def tracker(value: Any, job: Job) -> Converted:
     return logged(used)
 
 
+@conversion
+def tracked_project(value: Any, job: Job) -> Converted:
+    return Converted({"log.project": str(value), **tracker(True, job).settings})
+
+
 NAMED = (
     ("wandb", "wandb_project"),
     ("mlflow", "mlflow_experiment_name"),

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from meshtune.migrate.job import OFF, Converted, Job, NoCounterpart, Refused, conversion, short
+from meshtune.migrate.job import Converted, Job, NoCounterpart, Refused, conversion, short
 
 Source = dict[str, Any]
 CONTENT = {"role": "content", "from": "value"}  # key of the role in a message -> that of its text
@@ -248,27 +248,35 @@ def text_column(value: Any, job: Job) -> Converted:
 
 @conversion
 def torchtune_dataset(value: Any, job: Job) -> Converted:
-    """Read the whole section, whichever of its keys is asked for."""
-    name = short(job.value("dataset._component_", default=""))
+    """Read the whole section, or each of a list of them, whichever of its keys is asked for."""
+    sources: list[Source] = []
+    labels: list[str] = []
+    for rows in listed(job.value("dataset")):
+        made, labelled = torchtune_sources(rows)
+        sources += made
+        labels.append(labelled)
+    several = len({*labels}) > 1
+    remark = f"data.train_on is that of the first source; the others label {', '.join(labels[1:])}"
+    return Converted({"data.train": sources, "data.train_on": labels[0]}, remark if several else "")
+
+
+def torchtune_sources(rows: Mapping[str, Any]) -> tuple[list[Source], str]:
+    """(Sources, data.train_on) of one of torchtune's dataset components."""
+    name = short(rows.get("_component_", ""))
     if name not in BUILDERS:
         raise NoCounterpart(f"torchtune's {name or 'data set'} has no counterpart; set data.train")
     path, kind, columns, labels = BUILDERS[name]
-    path, split = str(job.value("dataset.source", default=path)), job.value("dataset.split")
-    column = str(job.value("dataset.conversation_column", "dataset.column", default=""))
+    column = str(rows.get("conversation_column") or rows.get("column") or "")
     if kind == "sharegpt":
-        kind = "messages" if job.value("dataset.conversation_style") == "openai" else kind
+        kind = "messages" if rows.get("conversation_style") == "openai" else kind
         columns = {"messages" if kind == "messages" else "conversations": column}
     elif column:
         columns = {"text": column}
-    asked: dict[str, str] = job.value("dataset.column_map", default={})
     names = {"input": "prompt", "output": "completion"} if kind == "prompt-completion" else {}
+    asked: dict[str, str] = rows.get("column_map") or {}
     columns = {**columns, **{names.get(name, name): theirs for name, theirs in asked.items()}}
-    if job.on("dataset.train_on_input"):
-        labels = "all"
-    elif job.value("dataset.train_on_input") in OFF and "dataset.train_on_input" in job.given:
-        labels = "assistant"
-    paths = placed(path, job.value("dataset.data_files"), job.value("dataset.subset"))
-    rows = [
-        source(each, split=split if split != "train" else None, kind=kind, columns=columns) for each in paths
-    ]
-    return Converted({"data.train": rows, "data.train_on": labels})
+    if rows.get("train_on_input") is not None:
+        labels = "all" if rows["train_on_input"] else "assistant"
+    split = rows.get("split") if rows.get("split") != "train" else None
+    paths = placed(str(rows.get("source") or path), rows.get("data_files"), rows.get("subset"))
+    return [source(each, split=split, kind=kind, columns=columns) for each in paths], labels

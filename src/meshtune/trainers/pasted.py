@@ -19,7 +19,8 @@ def unknown_setting(path: Sequence[str], settings: Sequence[str], sections: Sequ
     known = [*theirs(path)]
     if counterparts := dict.fromkeys(entry.setting for entry in known if entry.setting):
         return f"{key} is no setting; did you mean {' or '.join(counterparts)}?"
-    if exact := [setting for setting in settings if setting.rsplit(".", 1)[-1] == name]:
+    exact = [setting for setting in settings if setting.rsplit(".", 1)[-1] == name]
+    if exact and (len(exact) == 1 or not section):  # model.path may mean anything
         return f"{key} is no setting; did you mean {' or '.join(exact)}?"
     for entry in sorted(known, key=lambda entry: entry.ignored):
         if entry.ignored:
@@ -29,8 +30,9 @@ def unknown_setting(path: Sequence[str], settings: Sequence[str], sections: Sequ
     for names in (siblings, settings):
         near = {each: edits(name, each.rsplit(".", 1)[-1]) for each in names}
         least = min(near.values(), default=len(name))
-        if least <= min(2, len(name) // 3):
-            nearest = [each for each, distance in near.items() if distance == least]
+        nearest = [each for each, distance in near.items() if distance == least]
+        one_answer = names is siblings or not section or len(nearest) == 1
+        if least <= min(2, len(name) // 3) and one_answer:
             return f"{key} is no setting; did you mean {' or '.join(nearest)}?"
     if section and siblings:
         names = ", ".join(setting.rsplit(".", 1)[1] for setting in siblings)

@@ -110,7 +110,7 @@ def test_every_key_of_a_file_is_a_setting_or_in_a_comment(file: Path) -> None:
             AXOLOTL | {"optimizer": "paged_adamw_8bit", "warmup_ratio": 0.1},
             {"train.optimizer": "adamw", "train.warmup_ratio": 0.1},
         ),
-        (AXOLOTL | {"wandb_project": "p"}, {"log.to": ["console", "jsonl", "wandb"]}),
+        (AXOLOTL | {"wandb_project": "p"}, {"log.to": ["console", "jsonl", "wandb"], "log.project": "p"}),
         (AXOLOTL, {"checkpoint.every": "1 epoch"}),
         (AXOLOTL | {"optimizer": "lion_8bit", "adam_beta1": 0.8}, {"train.optimizer": "lion"}),
         (AXOLOTL | {"optimizer": "schedule_free_adamw"}, {"train.optimizer": None}),
@@ -282,6 +282,25 @@ def test_torchtunes_rows(migrated: Migrate) -> None:
         {"path": "x.json", "format": "messages", "columns": {"messages": "turns"}}
     ]
     assert settings["data.train_on"] == "assistant"
+
+
+def test_several_components_of_torchtune_are_several_sources(migrated: Migrate) -> None:
+    rows = [
+        {"_component_": "torchtune.datasets.alpaca_cleaned_dataset", "train_on_input": False},
+        {
+            "_component_": "torchtune.datasets.text_completion_dataset",
+            "source": "text",
+            "data_files": ["a.txt"],
+        },
+    ]
+    result = migrated(TORCHTUNE, dataset=rows)
+    assert result.settings["data.train"] == [
+        {"path": "yahma/alpaca-cleaned", "format": "alpaca"},
+        {"path": "a.txt", "format": "text"},
+    ]
+    assert (
+        result.settings["data.train_on"] == "assistant" and "first source" in result.origins["data.train_on"]
+    )
 
 
 def test_torchtunes_references_are_replaced(migrated: Migrate) -> None:

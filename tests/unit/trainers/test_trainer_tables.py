@@ -111,6 +111,9 @@ def test_a_new_key_of_a_wheel_is_noticed_and_so_is_a_class_that_has_moved(tmp_pa
         ("every", "did you mean eval.every or checkpoint.every or log.every?"),
         ("hub.zzzzzzzz", "hub has: push_to, private."),
         ("lora.q", "lora has: r,"),
+        ("model.path", "model has: name,"),
+        ("eval.steps", "eval has: every,"),
+        ("wandb_project", "did you mean log.project?"),
         ("zzzzzzzz", "sections: model, method"),
     ],
 )
