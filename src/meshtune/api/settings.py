@@ -7,23 +7,27 @@ from typing import Any
 from meshtune.config import Config, load
 from meshtune.errors import expanded
 from meshtune.layout import Layout
-from meshtune.yaml_tree import merge
+from meshtune.yaml_tree import overridden, read_yaml
 
 Settings = Config | Mapping[str, Any] | str | os.PathLike[str]  # a Config, a tree of sections, a YAML file
 
 
-def config_of(
-    settings: Settings, overrides: Sequence[str] = (), changes: Mapping[str, Any] | None = None
-) -> Config:
-    """The Config of the settings, with `overrides` (section.key=value) and then `changes` (a tree of
-    sections) laid over them. Raises UserError as `config.load`, whose rules these are.
+def config_of(settings: Settings, overrides: Sequence[str] = ()) -> Config:
+    """The Config of the settings, with `overrides` (section.key=value) laid over them. Raises UserError as
+    `config.load`, whose rules these are.
     """
-    if not isinstance(settings, Config | Mapping):
-        settings = load(expanded(str(settings)))
-    if isinstance(settings, Config) and not overrides and not changes:
+    if isinstance(settings, Config) and not overrides:
         return settings
-    settings = load(None, overrides, plain(settings))
-    return load(defaults=merge(plain(settings), plain(changes))) if changes else settings
+    return load(defaults=tree_of(settings, overrides))
+
+
+def tree_of(settings: Settings, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The settings as a tree of sections that is not validated yet, with `overrides` laid over them."""
+    named = not isinstance(settings, Config | Mapping)
+    tree = read_yaml(expanded(str(settings))) if named else plain(settings)
+    for override in overrides:
+        tree = overridden(tree, override)
+    return tree
 
 
 def plain(value: Any) -> Any:

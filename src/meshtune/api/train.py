@@ -10,16 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshtune.api.settings import Settings, config_of
-from meshtune.config import Config
+from meshtune.api.settings import Settings, tree_of
+from meshtune.config import Config, load
 from meshtune.data.given import Rows, store_rows
 from meshtune.errors import UserError, expanded, memory_explained
 from meshtune.layout import Layout
 from meshtune.model.hub import check_name
 from meshtune.report.run.summary import Summary, summarise
 from meshtune.rundir import Row, RunDir
+from meshtune.sections import DataConfig
 from meshtune.train.callbacks import Callback, Hooks
 from meshtune.units import notice
+from meshtune.yaml_tree import merge
 
 if TYPE_CHECKING:
     from meshtune.launch import Rank
@@ -67,10 +69,11 @@ def train(
     Raises UserError (every problem, as sentences), NothingFits, NonFinite, Interrupted, and RankFailed for a
     bug on one of several ranks. A process that torchrun or srun started is one rank: all call this alike.
     """
-    settings = config_of(config, overrides, None if layout is None else {"layout": layout})
+    tree = with_rows(tree_of(config, overrides), train_data, eval_data)
+    settings = load(defaults=tree if layout is None else merge(tree, {"layout": str(layout)}))
     hooks = Hooks(loss, tuple(callbacks))
     check_call(settings, hooks)
-    run = train_here(with_rows(settings, train_data, eval_data), nproc, keep_quiet, hooks)
+    run = train_here(settings, nproc, keep_quiet, hooks)
     return Result(run.path, run.model, summarise(run))
 
 
@@ -105,18 +108,23 @@ def check_spawned(hooks: Hooks) -> None:
         ) from error
 
 
-def with_rows(config: Config, train_data: Rows | None, eval_data: Rows | None) -> Config:
-    """The config with in-memory rows as files of the data cache. Raises UserError as `store_rows`, and if the
-    config names data of the same purpose.
+def with_rows(tree: dict[str, Any], train_data: Rows | None, eval_data: Rows | None) -> dict[str, Any]:
+    """The settings with in-memory rows as files of the data cache. Raises UserError as `store_rows`, and if
+    the settings name data of the same purpose.
+
+    tree: of sections. It is validated with the rows: without held-out ones settings of eval are refused.
     """
     given = {"train": train_data, "eval": eval_data}
     given = {name: rows for name, rows in given.items() if rows is not None}
-    if twice := [name for name in given if getattr(config.data, name)]:
+    data = tree.get("data")
+    data = data if isinstance(data, dict) else {}
+    if twice := [name for name in given if data.get(name)]:
         raise UserError(
             f"{name}_data and data.{name} of the config both name rows; keep one." for name in twice
         )
-    files = {name: str(store_rows(rows, f"{name}_data", config.data.cache)) for name, rows in given.items()}
-    return config_of(config, changes={"data": files}) if files else config
+    cache = data.get("cache") or DataConfig().cache
+    files = {name: str(store_rows(rows, f"{name}_data", cache)) for name, rows in given.items()}
+    return merge(tree, {"data": files}) if files else tree
 
 
 def keep_quiet(run: RunDir) -> None:

@@ -12,6 +12,7 @@ import pytest
 import meshtune
 from meshtune import Config, Layout, config, generate, plan, train
 from meshtune.api.settings import config_of
+from meshtune.api.train import with_rows
 from meshtune.data.given import store_rows
 from meshtune.errors import UserError
 from meshtune.train.output import differences
@@ -58,12 +59,13 @@ def test_settings_are_a_config_a_tree_or_a_file(tmp_path: Path) -> None:
     config = config_of(tree)
     assert isinstance(config, Config)
     assert config == config_of(file) == config_of(str(file)) == config_of(config)
-    changed = config_of(config, ["train.seed=1"], {"layout": Layout(dp_replicate=2)})
+    changed = config_of(tree | {"layout": Layout(dp_replicate=2)}, ["train.seed=1"])
     assert changed.layout == "dp2-mb1-ga1" and changed.train.seed == 1
     unset = config.model_dump(exclude_unset=True)
     assert changed.model_dump(exclude_unset=True) == unset | {
         "layout": "dp2-mb1-ga1", "train": {"max_steps": 3, "seed": 1}
     }  # fmt: skip
+    assert config_of(config, ["train.seed=1"]).train == changed.train
     with pytest.raises(UserError, match="max_stepz"):
         config_of({"model": {"name": "org/name"}, "train": {"max_stepz": 3}})
 
@@ -125,6 +127,18 @@ def test_a_run_goes_on_with_the_rows_it_began_with_alone(
 def test_what_is_no_row_is_named(rows: Any, sentence: str, tree: Callable[..., dict[str, Any]]) -> None:
     with pytest.raises(UserError, match=sentence):
         train(tree(), train_data=rows)
+
+
+def test_rows_take_part_in_the_judgement_of_the_settings(tmp_path: Path) -> None:
+    tree = {
+        "model": {"name": "x"},
+        "data": {"train": "rows.jsonl", "cache": str(tmp_path)},
+        "eval": {"every": 5},
+    }
+    with pytest.raises(UserError, match=r"eval\.every=5 has no effect"):
+        config.load(defaults=tree)
+    held_out = with_rows(tree, None, ROWS[:2])
+    assert config.load(defaults=held_out).data.eval[0].path.startswith(str(tmp_path / "rows" / "eval_data-"))
 
 
 def test_rows_beside_files_are_refused(settings: Callable[..., list[str]]) -> None:
