@@ -50,10 +50,10 @@ INTRODUCTION = """# All settings
 
 <!-- Written by `python scripts/settings_page.py`. -->
 
-A config file has these settings: `train: {max_steps: 100}` in the file, `train.max_steps=100` on the command
-line. A key of the file may be dotted too (`train.seed: 1`). A setting that is left out has its default.
-`meshtune config` prints a commented file to start from, `meshtune schema` the JSON schema with which an
-editor completes and checks one.
+A config file has these settings, as sections (`train: {max_steps: 100}`) or as dotted keys
+(`train.max_steps: 100`); on the command line each is `train.max_steps=100`. A setting that is left out has
+its default. `meshtune config` prints a commented file to start from, `meshtune schema` the JSON schema with
+which an editor completes and checks one.
 """
 
 

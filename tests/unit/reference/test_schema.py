@@ -10,7 +10,7 @@ import yaml
 from jsonschema import Draft202012Validator
 from pydantic import ValidationError
 
-from meshtune.config import Config, keys
+from meshtune.config import Config, keys, load
 from meshtune.errors import UserError
 from meshtune.reference.schema import SCHEMA_FILE, Setting, as_json, schema, settings
 from meshtune.setting_errors import sentences
@@ -128,3 +128,16 @@ def test_layouts_are_refused(layout: Any) -> None:
 
 def test_the_text_is_the_same_each_time() -> None:
     assert as_json() == as_json() and json.loads(as_json()) == SCHEMA
+
+
+def test_dotted_keys_are_accepted_by_both(tmp_path: Path) -> None:
+    given: dict[str, Any] = {}
+    for setting in PLAIN:  # of data.eval as of data.train
+        if "." in setting.key and not setting.key.startswith("data.eval."):
+            given[setting.key] = setting.schema.get("default", "x")
+    given = {key: value for key, value in given.items() if key not in ("data.train", "data.eval")}
+    file = tmp_path / "dotted.yaml"
+    file.write_text(yaml.safe_dump(given))
+    assert len(given) > 80 and CHECK.is_valid(given)
+    assert load(file).data.train[0].path == "x"
+    assert not CHECK.is_valid(given | {"train.max_stepz": 1})
