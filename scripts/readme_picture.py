@@ -47,7 +47,9 @@ FRAME = """\
 
 def main(folder: str, command: str = "make quickstart", file: str = "docs/images/quickstart.svg") -> None:
     run = RunDir(folder)
-    picture = terminal_picture(prompt(command), run_summary(run), *places(run), samples_table(run, limit=4))
+    picture = terminal_picture(
+        prompt(command), run_summary(run), *places(run), Text(), samples_table(run, limit=4)
+    )
     write_text_atomically(Path(file), picture)
     print(file)
 

@@ -44,4 +44,5 @@ def show_run(run: RunDir, *, as_json: bool) -> None:
         for line in tables.places(run):
             console.print(line, soft_wrap=True)
         if run.samples():
+            console.print()
             console.print(tables.samples_table(run))

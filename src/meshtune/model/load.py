@@ -391,7 +391,7 @@ def _load_pretrained(folder: Path, config: PretrainedConfig, trust_remote_code: 
         )
     for key, shape, expected in sorted(report["mismatched_keys"])[:10]:
         problems.append(
-            f"{folder}: {key} has shape {tuple(shape)}, but config.json makes it {tuple(expected)}."
+            f"{folder}: {key} has shape {list(shape)}, but config.json makes it {list(expected)}."
         )
     weights = {name for name, p in model.named_parameters() if p.is_floating_point()}
     for word in integers:

@@ -180,7 +180,7 @@ class Metrics:
             try:
                 tracker.close(failed=failed)
             except Exception as error:  # the others must still flush
-                self.log_line(f"{type(tracker).__name__} could not be closed: {error}")
+                self.log_line(f"log.to: {name_of(tracker)} could not be closed: {error}")
 
     def log(self, row: Row) -> None:
         """Hand a row to every tracker."""
@@ -191,7 +191,7 @@ class Metrics:
                 if isinstance(tracker, VITAL):
                     raise
                 self.trackers = tuple(other for other in self.trackers if other is not tracker)
-                self.log_line(f"{type(tracker).__name__} failed and gets no more rows: {error}")
+                self.log_line(f"log.to: {name_of(tracker)} failed and gets no more rows: {error}")
 
     def _warn_of_impossible(self, row: Row) -> None:
         """Print once that an MFU above 1 was not written, with the numbers that made it."""
@@ -202,6 +202,11 @@ class Metrics:
                 f"Step {row['step']} seems to reach {reached:.1f} of the device's {peak / 1e12:.1f} TFLOP/s, "
                 f"which can't be: mfu is null wherever that is so. Is the peak right for this precision?"
             )
+
+
+def name_of(tracker: Tracker) -> str:
+    """The word of `log.to` that a tracker belongs to."""
+    return type(tracker).__name__.removesuffix("Tracker").lower()
 
 
 def tracker_problems(names: Iterable[str]) -> list[str]:
