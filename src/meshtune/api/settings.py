@@ -4,10 +4,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshtune.config import Config, load
+from meshtune.config import Config, keys, load
 from meshtune.errors import expanded
 from meshtune.layout import Layout
-from meshtune.yaml_tree import overridden, read_yaml
+from meshtune.yaml_tree import overridden, read_yaml, undotted
 
 Settings = Config | Mapping[str, Any] | str | os.PathLike[str]  # a Config, a tree of sections, a YAML file
 
@@ -23,8 +23,11 @@ def config_of(settings: Settings, overrides: Sequence[str] = ()) -> Config:
 
 def tree_of(settings: Settings, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The settings as a tree of sections that is not validated yet, with `overrides` laid over them."""
-    named = not isinstance(settings, Config | Mapping)
-    tree = read_yaml(expanded(str(settings))) if named else plain(settings)
+    known = [*keys(Config)]
+    if isinstance(settings, Config | Mapping):
+        tree = undotted(plain(settings), known)
+    else:
+        tree = read_yaml(expanded(str(settings)), known)
     for override in overrides:
         tree = overridden(tree, override)
     return tree

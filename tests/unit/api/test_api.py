@@ -11,7 +11,7 @@ import pytest
 
 import meshtune
 from meshtune import Config, Layout, config, generate, plan, train
-from meshtune.api.settings import config_of
+from meshtune.api.settings import config_of, tree_of
 from meshtune.api.train import with_rows
 from meshtune.data.given import store_rows
 from meshtune.errors import UserError
@@ -66,6 +66,8 @@ def test_settings_are_a_config_a_tree_or_a_file(tmp_path: Path) -> None:
         "layout": "dp2-mb1-ga1", "train": {"max_steps": 3, "seed": 1}
     }  # fmt: skip
     assert config_of(config, ["train.seed=1"]).train == changed.train
+    dotted = {"model.name": "org/name", "train.max_steps": 3, "output": tmp_path}
+    assert config_of(dotted) == config and tree_of(dotted)["model"] == {"name": "org/name"}
     with pytest.raises(UserError, match="max_stepz"):
         config_of({"model": {"name": "org/name"}, "train": {"max_stepz": 3}})
 
