@@ -228,7 +228,10 @@ class LogConfig(Section):
 class HubConfig(Section):
     """Upload of the trained model."""
 
-    push_to: str | None = Field(default=None, description="Hub id that model/ is uploaded to at the end.")
+    push_to: str | None = Field(
+        default=None,
+        description="Hub id that model/ is uploaded to at the end; it is tried before the run begins.",
+    )
     private: bool = Field(default=True, description="Create the hub repository as a private one.")
 
 

@@ -28,7 +28,8 @@ def exported(name: Path, to: Path, *, merge: bool, step: int | None, push_to: st
     from meshtune.model.pieces import whole_pieces
     from meshtune.parallel.mesh import join
     from meshtune.precision import UNMIXED
-    from meshtune.train.export import exporter_of, push
+    from meshtune.train.export import exporter_of
+    from meshtune.train.upload import push
 
     target = target_of(str(name), (), step=step)
     config = target.config
@@ -58,5 +59,5 @@ def exported(name: Path, to: Path, *, merge: bool, step: int | None, push_to: st
         steps = target.step or (ended[-1].get("model_step", 0) if ended else 0)
         replace(exporter, adapter=None if merge else exporter.adapter).write(to, steps=steps)
     if push_to:
-        push(to, push_to, private=config.hub.private)
+        push(to, push_to, private=config.hub.private, again=f"hf upload {push_to} {to}")
     return to

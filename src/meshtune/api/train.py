@@ -278,6 +278,10 @@ def settled(config: Config) -> tuple[Config, bool]:
 
         with Claim(decision.run):  # clears what the killed process left
             report.try_report(decision.run)
+    elif config.hub.push_to:
+        from meshtune.train.upload import try_repository
+
+        try_repository(config.hub.push_to, private=config.hub.private)
     return config.model_copy(update={"output": str(decision.run.path)}), decision.start == "report"
 
 

@@ -20,7 +20,9 @@ from meshtune.model.save import save_model, save_pieces, stored_differently
 from meshtune.model.trainable import tables
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.parallel.mesh import World
+from meshtune.rundir import RunDir
 from meshtune.train.output import absolute
+from meshtune.train.upload import push
 from meshtune.units import scientific
 
 
@@ -71,13 +73,17 @@ class Exporter:
         world.all_gather_object(None)  # all ranks wait until the folder exists
         return folder
 
-    def push(self, folder: Path) -> str | None:
-        """Upload where asked, from the main rank; returns the address. Raises UserError when the hub refuses
-        (the folder stays).
+    def push(self, run: RunDir) -> str | None:
+        """Upload the run's model where asked, from the main rank. Returns a sentence: the address, or why it
+        failed and the command that uploads later. The run is finished either way.
         """
         if not self.push_to or not self.world.main:
             return None
-        return push(folder, self.push_to, private=self.private)
+        again = f"meshtune export {run.path} {run.path}-upload --push-to {self.push_to}"
+        try:
+            return f"Uploaded to {push(run.model, self.push_to, private=self.private, again=again)}."
+        except UserError as error:
+            return str(error)
 
     def _collect(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """Give the main rank's model the values to write; returns (the parameter before, the one with a
@@ -207,25 +213,3 @@ def hub_id(name: str) -> str:
 def shown(name: str) -> str:
     """A hub id as it is; only the last part of a local path, since the rest is private to the machine."""
     return Path(name).name if expanded(name).exists() else name
-
-
-def push(folder: Path, repository: str, *, private: bool) -> str:
-    """Upload a folder to the hub; returns its address. Raises UserError when the hub refuses.
-
-    private: of the repository if it is created here; one that is there stays as it is.
-    """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
-
-    try:
-        api = HfApi()
-        api.create_repo(repository, private=private, exist_ok=True)
-        return str(
-            api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Trained with meshtune")
-        )
-    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"{folder} is complete, but could not be uploaded to {repository}: {reason} Log in "
-            "(hf auth login), check the name, and run: meshtune export RUN FOLDER --push-to NAME"
-        ) from error

@@ -311,8 +311,8 @@ def finish(run: Run) -> None:
         run.metrics.log_line(sentence)
     run.exporter.write(run.folder.model, steps=steps)
     run.metrics.end(step=now.step, status="finished", early=now.step < run.steps, model_step=steps)
-    if address := run.exporter.push(run.folder.model):
-        run.metrics.log_line(f"Uploaded to {address}.")
+    if sentence := run.exporter.push(run.folder):
+        run.metrics.log_line(sentence)
 
 
 def restore_best(run: Run) -> int:
