@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from cases import cases
-from command import end
+from command import Command, end
 from transformers import AutoTokenizer
 
 FILES = Path(__file__).parents[1] / "data" / "migrate"
@@ -72,8 +73,29 @@ def test_a_configuration_of_another_trainer_trains_after_one_command(
     small = [f"model.name={instructed}", f"data.cache={tmp_path / 'cache'}", "data.seq_len=64"]
     small += [f"data.{key}={json.dumps(value)}" for key, value in sources.items()]
     small += [f"output={tmp_path / 'run'}", "train.max_steps=2", "train.num_epochs=null", "train.device=cpu"]
-    small += ["log.to=[console]"]
+    small += ["log.to=[console]", "log.project=null"]
     trained = end(begin_fork("train", run, *small))
     assert trained.code == 0, trained.err
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in steps if row["kind"] == "train"] == [1, 2]
+
+
+def test_the_command_prints_a_config_and_names_what_has_no_counterpart(meshtune: Command) -> None:
+    printed = meshtune("migrate", FILES / "axolotl-qlora.yaml", "--gpus", "4")
+    assert printed.code == 0 and yaml.safe_load(printed.out)["layout"] == "dp4-mb2-ga4-full"
+    assert "# - load_in_4bit: true\n#     weights are not quantised" in printed.out
+    assert "without a counterpart: load_in_4bit." in printed.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere.yaml"], "cannot be read"),
+        ([FILES / "trl-sft.json", "--from", "trl2"], "--from trl2 is no tool; it is one of axolotl"),
+        ([FILES / "trl-sft.json", "--out", FILES / "trl-sft.json"], "exists; name another file with --out"),
+        (["train.seed=1"], "Name the file to migrate"),
+    ],
+)
+def test_what_the_command_can_not_do_is_said(words: list[object], said: str, meshtune: Command) -> None:
+    ended = meshtune("migrate", *words)
+    assert ended.code == 2 and said in ended.err and ended.out == ""
