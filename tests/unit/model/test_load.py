@@ -207,7 +207,7 @@ def test_missing_and_misshapen_tensors_are_errors(save):
     with pytest.raises(UserError) as caught:
         load(str(folder), dtype=torch.float32, attention="eager")
     assert "lacks 1 tensors" in caught.value.problems[0]
-    assert "lm_head.weight has shape (8, 64)" in caught.value.problems[1]
+    assert "lm_head.weight has shape [8, 64]" in caught.value.problems[1]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
