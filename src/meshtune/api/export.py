@@ -21,6 +21,8 @@ def exported(name: Path, to: Path, *, merge: bool, step: int | None, push_to: st
     to = expanded(to)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"{to} exists and is not empty; name a new folder.")
+    import torch
+
     from meshtune.api.target import open_model, target_of
     from meshtune.layout import Layout
     from meshtune.model.load import load_config
@@ -42,10 +44,9 @@ def exported(name: Path, to: Path, *, merge: bool, step: int | None, push_to: st
         # in host memory: what several GPUs trained may fit on none of them
         base, dtype = config.model, None
         if merge and base.init == "pretrained":  # float16, in which nothing is computed, is merged in fp32
-            dtype = load_config(
-                base.name, trust_remote_code=base.trust_remote_code, revision=base.revision
-            ).dtype
-            precision = UNMIXED.get(str(dtype).removeprefix("torch."), "fp32")
+            read = load_config(base.name, trust_remote_code=base.trust_remote_code, revision=base.revision)
+            stored = str(read.dtype).removeprefix("torch.")
+            dtype, precision = getattr(torch, stored, None), UNMIXED.get(stored, "fp32")
             train = config.train.model_copy(update={"precision": precision})
             target = replace(target, config=config.model_copy(update={"train": train}))
         model, tokenizer, encoder = open_model(target, "cpu")

@@ -88,11 +88,9 @@ def add_lora(
     model.requires_grad_(False)
     for path in saved:
         model.get_submodule(path).requires_grad_(True)
+    alpha *= math.sqrt(lora_rank) if use_rslora else 1  # adapt divides by lora_rank
     for name in names:
-        module = model.get_submodule(name)
-        adapt(module, lora_rank, alpha, dropout, dtype)
-        if use_rslora:
-            module.lora_scale = alpha / math.sqrt(lora_rank)
+        adapt(model.get_submodule(name), lora_rank, alpha, dropout, dtype)
     return names
 
 
@@ -107,7 +105,9 @@ def _saved(model: PreTrainedModel, modules_to_save: Collection[str]) -> tuple[li
     for name in modules_to_save:
         found = [path for path, _ in model.named_modules() if path == name or path.endswith(f".{name}")]
         if not any([*model.get_submodule(path).parameters()] for path in found):
-            leaves = sorted({path.rpartition(".")[2] for path, _ in model.named_modules()} - {""})
+            leaves = sorted(
+                {name.rpartition(".")[0].rpartition(".")[2] for name, _ in model.named_parameters()}
+            )
             near = difflib.get_close_matches(name, leaves, n=1)
             hint = f"; did you mean {near[0]}?" if near else "."
             problems.append(f"lora.modules_to_save: no module with parameters is called {name}{hint}")

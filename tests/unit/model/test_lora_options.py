@@ -123,8 +123,8 @@ def test_rslora_does_not_fall_with_the_rank(save):
     [
         ("llama", {"layers_to_transform": [0, 7]}, r"the model has layers 0 to 1; there is no 7\."),
         ("llama", {"layers_to_transform": [0], "target_modules": ["lm_head"]}, "none of these layers has"),
-        ("llama", {"modules_to_save": ["embed_token"]}, "'embed_token'; did you mean embed_tokens"),
-        ("llama", {"modules_to_save": ["rotary_emb"]}, "no module with parameters is called 'rotary_emb'"),
+        ("llama", {"modules_to_save": ["embed_token"]}, "called embed_token; did you mean embed_tokens"),
+        ("llama", {"modules_to_save": ["rotary_emb"]}, r"no module with parameters is called rotary_emb\.$"),
         ("qwen2", {"modules_to_save": ["lm_head"]}, "lm_head shares its weight with model.embed_tokens"),
     ],
 )  # fmt: skip

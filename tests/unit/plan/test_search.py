@@ -430,7 +430,7 @@ def test_a_layout_that_does_not_fill_the_cluster_is_refused_with_what_it_fills(
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ({"tp": "two"}, "tp is 'two'; it must be a whole number"),
+        ({"tp": "two"}, "tp is two; it must be a whole number"),
         ({"tp": "auto", "cp": 0}, "cp is 0"),
         ({"dp_shard": 4, "zero": 0}, "zero=0 with dp_shard=4"),
         ({"tp": 1, "sp": True}, "sp splits"),
