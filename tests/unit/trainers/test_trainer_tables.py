@@ -95,6 +95,19 @@ def test_a_new_key_of_a_wheel_is_noticed_and_so_is_a_class_that_has_moved(tmp_pa
         SCRIPT["keys_of"]("axolotl", SCRIPT["Folder"](tmp_path))
 
 
+def test_without_a_network_the_wheels_are_skipped_with_the_reason_but_required_in_ci(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(SCRIPT["main"].__globals__, "download", lambda *_: "no route to host")
+    monkeypatch.setattr("sys.argv", ["trainer_keys.py"])
+    monkeypatch.delenv("CI", raising=False)
+    SCRIPT["main"]()
+    assert "can't be fetched: no route to host\nskipped" in capsys.readouterr().out
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(SystemExit, match="no route to host"):
+        SCRIPT["main"]()
+
+
 @pytest.mark.parametrize(
     ("key", "said"),
     [
