@@ -2,6 +2,7 @@
 go on for minutes without a word.
 """
 
+import re
 import signal
 import threading
 import time
@@ -37,6 +38,15 @@ def bounded_power(base: Any, exponent: Any) -> Any:
     return base**exponent
 
 
+def bounded_format(text: Any, values: Any) -> Any:
+    """Return `text` % `values` in a template. Raises UserError for padding to too great a length."""
+    if isinstance(text, str):
+        stars = [value for value in (values if isinstance(values, tuple) else ()) if type(value) is int]
+        widths = [int(digits[:20]) for digits in re.findall(r"\d+", text)]
+        _refuse_long(max([0, *widths, *(map(abs, stars) if "*" in text else ())]))
+    return text % values
+
+
 def _refuse_long(size: int) -> None:
     if size > ROW_CHARACTERS:
         raise UserError(
@@ -47,11 +57,12 @@ def _refuse_long(size: int) -> None:
 
 # Jinja's own hook for the environment in which transformers renders. It also keeps constants such as
 # 'x' * 10**9 from being multiplied when a template is compiled, which no signal interrupts.
-ImmutableSandboxedEnvironment.intercepted_binops = frozenset(("*", "**"))
+ImmutableSandboxedEnvironment.intercepted_binops = frozenset(("*", "**", "%"))
 ImmutableSandboxedEnvironment.default_binop_table = {
     **ImmutableSandboxedEnvironment.default_binop_table,
     "*": bounded_product,
     "**": bounded_power,
+    "%": bounded_format,
 }
 
 

@@ -28,9 +28,11 @@ def conversation(*turns: dict[str, Any]) -> Example:
         ("{{ 'x' * 10**12 }}", "a value of size 1,000,000,000,000"),
         ("{{ [1] * 10**12 }}", "a value of size 1,000,000,000,000"),
         ("{{ 9 ** 999999999 }}", "a value of size 3,999,999,996"),
+        ("{{ '%999999999d' % 1 }}", "a value of size 999,999,999"),
+        ("{{ '%*d' % (999999999, 1) }}", "a value of size 999,999,999"),
         ("{% for i in range(9999) %}{{ 'x' * 999 }}{% endfor %}", "its text has 9,989,001 characters"),
     ],
-    ids=["time", "text", "list", "power", "many texts"],
+    ids=["time", "text", "list", "power", "format", "width", "many texts"],
 )
 def test_a_template_without_end_is_refused_before_any_row(
     template: str, sentence: str, tokenizer_of: Any, monkeypatch: pytest.MonkeyPatch
