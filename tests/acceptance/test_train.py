@@ -161,7 +161,7 @@ def test_every_problem_of_the_settings_is_said_at_once(meshtune: Command, tmp_pa
         ("train.device=cuda", "no CUDA device"),
         ("layout=tp3", "tp=3 does not divide"),
         ("layout=mb3", "3"),
-        ("data.eval_split=0.5", "data.eval names the held-out rows"),
+        ("data.eval_split=0.5", "eval_split"),
         ("model.freeze=[nothing.like.this]", "nothing.like.this"),
         ("data.chat_template=chatlm", "chatml"),
         ("log.project=mine", "log.project=mine has no effect: only W&B and MLflow show it"),
