@@ -32,7 +32,7 @@ class StopWhenGood(Callback):
 
 # %%
 if __name__ == "__main__":
-    short = ["train.max_steps=40", "eval.every=10", "eval.exact_match=0", "eval.samples=0"]
+    short = ["train.max_steps=40", "eval.every=10", "eval.exact_match=0", "eval.samples=2"]
     folder = ["output=runs/python-callbacks", "output_exists=replace"]
     result = train("examples/quickstart.yaml", [*short, *folder], callbacks=[StopWhenGood(3.0)])
     print(f"the model after {result.summary.steps} steps is in {result.model}")

@@ -19,7 +19,7 @@ def focal(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int
 
 # %%
 if __name__ == "__main__":
-    short = ["train.max_steps=20", "eval.every=10", "eval.exact_match=0", "eval.samples=0"]
+    short = ["train.max_steps=20", "eval.every=10", "eval.exact_match=0", "eval.samples=2"]
     folder = ["output=runs/python-loss", "output_exists=replace"]
     result = train("examples/quickstart.yaml", [*short, *folder], loss=focal)
     print(f"focal loss {result.summary.first_loss:.3f} → {result.summary.last_loss:.3f}")
