@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from meshtune import Callback, Training, config, train
+from meshtune.api.train import check_spawned
 from meshtune.errors import RankFailed, UserError
 from meshtune.rundir import Row
+from meshtune.train.callbacks import Hooks
 
 
 class Notes(Callback):
@@ -83,3 +85,9 @@ def test_what_is_no_callback_is_refused_with_all_else(settings: Callable[..., li
             loss=lambda logits, labels: (logits.sum(), 1),
             callbacks=calls,
         )
+
+
+def test_what_spawned_ranks_can_not_import_is_refused() -> None:
+    check_spawned(Hooks(None, (Broken(),)))
+    with pytest.raises(UserError, match="Define them at the top of a module, or train on one rank"):
+        check_spawned(Hooks(lambda logits, labels: (logits.sum(), 1)))
