@@ -41,7 +41,7 @@ def until_torch(*words: str, **environment: str) -> subprocess.CompletedProcess[
 @pytest.mark.parametrize(
     ("words", "reading"),
     [
-        (["train", "examples/quickstart.yaml"], "examples/quickstart.yaml"),
+        (["train", "examples/quickstart.yaml", "output=runs/not-there"], "examples/quickstart.yaml"),
         (["data", "model.name=quickstart/base", "data.train=y"], "the settings of the command line"),
         (["generate", "quickstart/base", "-p", "hello"], "quickstart/base"),
         (["chat", "quickstart/base"], "quickstart/base"),
