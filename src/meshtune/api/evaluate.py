@@ -9,7 +9,8 @@ def evaluated(name: str | None, overrides: list[str]) -> dict[str, Any]:
     """The row of `eval_row`, without kind and step: held-out loss, perplexity and, if asked for, exact match.
 
     name, overrides: as `target_of` takes them. Held-out data are data.eval, else a part of data.train
-    (data.eval_split). Raises UserError without either, and where `name` holds no model.
+    (data.eval_split, which data.eval in `overrides` replaces). Raises UserError without either, and where
+    `name` holds no model.
     """
     from meshtune.api.target import open_model, target_of
     from meshtune.data.pack import Dataset
@@ -18,6 +19,8 @@ def evaluated(name: str | None, overrides: list[str]) -> dict[str, Any]:
     from meshtune.train.evaluate import Evaluation
     from meshtune.train.trackers import Metrics
 
+    if any(override.startswith("data.eval=") for override in overrides):
+        overrides = ["data.eval_split=0", *overrides]
     target = target_of(name, overrides)
     config = target.config
     if not config.data.eval and not config.data.eval_split:

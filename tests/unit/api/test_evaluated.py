@@ -1,0 +1,24 @@
+"""Evaluation of a target on other rows than its own."""
+
+from pathlib import Path
+
+import yaml
+
+from meshtune.api.evaluate import evaluated
+
+
+def test_rows_that_are_named_replace_a_held_out_part_of_the_training_rows(tiny: Path, tmp_path: Path) -> None:
+    data = {
+        "train": str(tiny / "train.jsonl"),
+        "eval_split": 0.5,
+        "cache": str(tmp_path / "cache"),
+        "seq_len": 64,
+    }
+    config = {"model": {"name": str(tiny / "model")}, "data": data, "train": {"precision": "fp32"}}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(config))
+    row = evaluated(str(file), [f"data.eval={tiny / 'test.jsonl'}"])
+    assert row["label_tokens"] != evaluated(str(file), [])["label_tokens"]
+    del data["eval_split"]
+    file.write_text(yaml.safe_dump(config))
+    assert row["label_tokens"] == evaluated(str(file), [f"data.eval={tiny / 'test.jsonl'}"])["label_tokens"]
