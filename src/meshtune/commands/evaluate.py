@@ -1,6 +1,17 @@
 """`meshtune eval`: held-out loss of a target."""
 
+from typing import Any
+
 from meshtune.commands.options import AsJson, TargetWords, show, target_of
+from meshtune.units import duration
+
+# As the lines of a run have them; numbers without a format are counts.
+FORMATS = {
+    "loss": "{:.4f}".format,
+    "perplexity": "{:.4g}".format,
+    "exact_match": "{:.1%}".format,
+    "seconds": duration,
+}
 
 
 def evaluate(target: TargetWords, as_json: AsJson = False) -> None:
@@ -13,4 +24,8 @@ def evaluate(target: TargetWords, as_json: AsJson = False) -> None:
     figures = evaluated(name, overrides)
     from meshtune.report.facts import facts_table
 
-    show(figures, facts_table(figures, title="evaluation"), as_json=as_json)
+    show(figures, facts_table(rounded(figures), title="evaluation"), as_json=as_json)
+
+
+def rounded(figures: dict[str, Any]) -> dict[str, str]:
+    return {name: FORMATS.get(name, "{:,}".format)(value) for name, value in figures.items()}

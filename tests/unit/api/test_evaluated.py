@@ -5,6 +5,7 @@ from pathlib import Path
 import yaml
 
 from meshtune.api.evaluate import evaluated
+from meshtune.commands.evaluate import rounded
 
 
 def test_rows_that_are_named_replace_a_held_out_part_of_the_training_rows(tiny: Path, tmp_path: Path) -> None:
@@ -22,3 +23,19 @@ def test_rows_that_are_named_replace_a_held_out_part_of_the_training_rows(tiny: 
     del data["eval_split"]
     file.write_text(yaml.safe_dump(config))
     assert row["label_tokens"] == evaluated(str(file), [f"data.eval={tiny / 'test.jsonl'}"])["label_tokens"]
+
+
+def test_figures_on_the_terminal_are_rounded() -> None:
+    figures = {
+        "loss": 5.521144562873287,
+        "perplexity": 249.92092376150094,
+        "tokens": 5776,
+        "exact_match": 0.125,
+    }
+    assert rounded(figures | {"seconds": 0.7963559}) == {
+        "loss": "5.5211",
+        "perplexity": "249.9",
+        "tokens": "5,776",
+        "exact_match": "12.5%",
+        "seconds": "0.80 s",
+    }
