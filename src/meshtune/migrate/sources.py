@@ -7,10 +7,15 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from meshtune.data.example import SUFFIXES
 from meshtune.migrate.job import Converted, Job, NoCounterpart, Refused, conversion, short
 
 Source = dict[str, Any]
 CONTENT = {"role": "content", "from": "value"}  # key of the role in a message -> that of its text
+ALPACA_TEMPLATE = {"data.chat_template": "alpaca"}
+ALPACA_REMARK = (
+    "without the first line (Below is an instruction ...) and the heading ### Input: of {tool}'s prompt"
+)
 LOADERS = ("json", "csv", "parquet", "text", "arrow", "jsonl")  # names of readers in the place of a path
 # torchtune's builders: (source, format, our column -> theirs, train_on)
 BUILDERS: dict[str, tuple[str, str, dict[str, str], str]] = {
@@ -31,6 +36,8 @@ BUILDERS: dict[str, tuple[str, str, dict[str, str], str]] = {
     ),
     "cnn_dailymail_articles_dataset": ("ccdv/cnn_dailymail:3.0.0", "text", {"text": "article"}, "all"),
 }  # fmt: skip
+ALPACA = {"alpaca_dataset", "alpaca_cleaned_dataset"}
+PROMPTED = ALPACA | {"grammar_dataset", "samsum_dataset"}  # builders that write a prompt around the rows
 
 
 def listed(value: Any) -> list[Any]:
@@ -52,10 +59,16 @@ def renamed(columns: Mapping[str, Any]) -> dict[str, str]:
     return {ours: theirs for ours, theirs in columns.items() if theirs and theirs != ours}
 
 
+def is_file(path: str) -> bool:
+    """True for a file, which has one split."""
+    return path.endswith(SUFFIXES)
+
+
 def source(
     path: str, *, split: Any = None, kind: str = "", columns: Mapping[str, Any] = {}, **more: Any
 ) -> Source:
     """A source of ours without what is so by default."""
+    split = None if is_file(path) else split
     made = {"path": path, "split": split, "format": kind, "columns": renamed(columns), **more}
     return {key: value for key, value in made.items() if value}
 
@@ -65,12 +78,30 @@ def source(
 
 @conversion
 def axolotl_train(value: Any, job: Job) -> Converted:
-    return axolotl_sources("data.train", value)
+    converted = axolotl_sources("data.train", value, has_alpaca_prompts(job))
+    if not has_alpaca_prompts(job):
+        return converted
+    remarks = [remark for remark in (converted.remark, ALPACA_REMARK.format(tool="axolotl")) if remark]
+    return Converted(converted.settings | ALPACA_TEMPLATE, "; ".join(remarks))
 
 
 @conversion
 def axolotl_eval(value: Any, job: Job) -> Converted:
-    return axolotl_sources("data.eval", value)
+    for rows in listed(value):
+        for path in placed(str(rows["path"]), rows.get("data_files")):
+            if is_file(path) and rows.get("split") not in (None, "train"):
+                raise NoCounterpart(
+                    f"{path} is a file without a split {rows['split']}; write these rows to another file, "
+                    "or set data.eval_split"
+                )
+    return axolotl_sources("data.eval", value, has_alpaca_prompts(job))
+
+
+def has_alpaca_prompts(job: Job) -> bool:
+    """True if all of an axolotl file's rows are of type alpaca, which has a prompt of its own."""
+    rows = [*listed(job.value("datasets", default=[])), *listed(job.value("test_datasets", default=[]))]
+    kinds = {str(each.get("type")) if isinstance(each, Mapping) else "" for each in rows}
+    return kinds == {"alpaca"}
 
 
 @conversion
@@ -83,19 +114,27 @@ def axolotl_pretraining(value: Any, job: Job) -> Converted:
     return Converted(converted.settings | {"data.streaming": True, "data.train_on": "all"}, converted.remark)
 
 
-def axolotl_sources(setting: str, value: Any) -> Converted:
+def axolotl_sources(setting: str, value: Any, alpaca: bool = False) -> Converted:
+    """Sources of axolotl's data sets. alpaca: data.chat_template writes the prompt of rows of that type."""
     sources: list[Source] = []
     remarks: list[str] = []
     for rows in listed(value):
         kind, columns, remark = axolotl_format(rows)
+        name = str(rows.get("type"))
+        if name.startswith("alpaca") and not (name == "alpaca" and alpaca):
+            remark = f"without the prompt of {name} rows: set data.chat_template"
         roles = {
             theirs: ours for ours, names in (rows.get("roles") or {}).items() for theirs in listed(names)
         }
         files = rows.get("data_files")
-        plain = rows.get("split") == "train" and (setting == "data.train" or files or rows.get("ds_type"))
+        split = rows.get("split")
+        plain = split == "train" and (setting == "data.train" or files or rows.get("ds_type"))
         for path in placed(str(rows["path"]), files, rows.get("name")):
-            split = None if plain else rows.get("split")  # a file has one split
-            sources.append(source(path, split=split, kind=kind, columns=columns, roles=roles))
+            sources.append(
+                source(path, split=None if plain else split, kind=kind, columns=columns, roles=roles)
+            )
+            if is_file(path) and split not in (None, "train"):
+                remarks.append(f"all rows of the file, not split {split}")
         remarks += [remark] if remark else []
     return Converted({setting: sources}, "; ".join(dict.fromkeys(remarks)))
 
@@ -220,6 +259,11 @@ def trl_dataset(value: Any, job: Job) -> Converted:
     if not job.on("dataset_name"):
         raise NoCounterpart("no dataset_name says of which data set; set data.train")
     path = placed(str(job.value("dataset_name")), None, job.value("dataset_config"))[0]
+    if is_file(path):
+        remark = "a file has no test split: name held-out rows in data.eval, or set data.eval_split"
+        evaluates = short(job.value("eval_strategy", "evaluation_strategy")) != "no"
+        split = job.on("test_split_size") or not evaluates
+        return Converted({"data.train": [source(path)]}, "" if split else remark)
     settings = {"data.train": [source(path, split=job.value("dataset_train_split"))]}
     if job.value("dataset_train_split") == "train":
         settings = {"data.train": [source(path)]}
@@ -255,9 +299,18 @@ def torchtune_dataset(value: Any, job: Job) -> Converted:
         made, labelled = torchtune_sources(rows)
         sources += made
         labels.append(labelled)
-    several = len({*labels}) > 1
-    remark = f"data.train_on is that of the first source; the others label {', '.join(labels[1:])}"
-    return Converted({"data.train": sources, "data.train_on": labels[0]}, remark if several else "")
+    settings = {"data.train": sources, "data.train_on": labels[0]}
+    remarks = []
+    if len({*labels}) > 1:
+        remarks.append(f"data.train_on is that of the first source; the others label {', '.join(labels[1:])}")
+    names = [short(rows["_component_"]) for rows in listed(job.value("dataset"))]
+    prompted = [name for name in names if name in PROMPTED]
+    if prompted == names and {*names} <= ALPACA:
+        settings |= ALPACA_TEMPLATE
+        remarks.append(ALPACA_REMARK.format(tool="torchtune"))
+    elif prompted:
+        remarks.append(f"without torchtune's prompts of {', '.join(prompted)}: set data.chat_template")
+    return Converted(settings, "; ".join(remarks))
 
 
 def torchtune_sources(rows: Mapping[str, Any]) -> tuple[list[Source], str]:

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from meshtune.migrate.job import Converted, Job, NoCounterpart, NotNeeded, Refused, conversion, short
+from meshtune.migrate.sources import has_alpaca_prompts
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.schedules import SCHEDULES
 
@@ -215,12 +216,15 @@ def no_limit(value: Any, job: Job) -> Converted:
 
 @conversion
 def template_name(value: Any, job: Job) -> Converted:
+    if has_alpaca_prompts(job):
+        raise NotNeeded("rows of type alpaca have a prompt of their own")
     name = str(value).removeprefix("tokenizer_default_fallback_")
     if value == "tokenizer_default" or value != name:
         return Converted({})
     if name not in TEMPLATES:
         raise NoCounterpart(f"there is no template {name} here; the tokenizer's own chat template is used")
-    return Converted({"data.chat_template": name})
+    alpaca = name == "alpaca" and job.tool == "llama_factory"
+    return Converted({"data.chat_template": name}, "without the first line (Below is ...)" if alpaca else "")
 
 
 @conversion

@@ -41,18 +41,6 @@ TORCHTUNE = {
 }
 
 
-@pytest.fixture
-def migrated(tmp_path: Path) -> Migrate:
-    """Function(tree, gpus=…, overrides=…, **more keys) that migrates them as a YAML file."""
-
-    def of(tree: dict[str, Any], gpus: int = 1, overrides: tuple[str, ...] = (), **more: Any) -> Migrated:
-        file = tmp_path / "theirs.yaml"
-        file.write_text(yaml.safe_dump({**tree, **more}))
-        return migrate(file, gpus=gpus, overrides=overrides)
-
-    return of
-
-
 @pytest.mark.parametrize("tool", TOOLS)
 def test_every_conversion_of_a_table_exists(tool: str) -> None:
     assert {entry.conversion for entry in table(tool).own.values() if entry.conversion} <= CONVERSIONS.keys()
