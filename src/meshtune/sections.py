@@ -1,10 +1,12 @@
 """Sections of the settings tree that describe what is trained, on what and where; config.py has the tree."""
 
 from typing import Annotated, Any, Literal
+from urllib.parse import urlparse
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from meshtune.setting_types import Format, Fraction, GpuCount, NonNegative, Positive, Section
+from meshtune.errors import UserError, expanded
+from meshtune.setting_types import SUFFIXES, Format, Fraction, GpuCount, NonNegative, Positive, Section
 
 
 class ModelConfig(Section):
@@ -81,6 +83,21 @@ class SourceConfig(Section):
     where: dict[str, bool | int | float | str] | None = Field(
         default=None, description="As data.where, for this source; null: data.where."
     )
+
+    @model_validator(mode="after")
+    def _has_splits(self) -> "SourceConfig":
+        """Raise UserError for a split of a single file, whose rows would all be read."""
+        if self.split and is_one_file(self.path):
+            raise UserError(
+                f"{self.path} has no splits, so split={self.split} would read all its rows: name the file "
+                "of that split, or leave split out."
+            )
+        return self
+
+
+def is_one_file(path: str) -> bool:
+    """True if the path of a source, or its URL, is that of one data file."""
+    return urlparse(path).path.lower().endswith(SUFFIXES) and not expanded(path).is_dir()
 
 
 Sources = tuple[SourceConfig, ...]

@@ -91,6 +91,24 @@ def test_a_missing_file_and_a_missing_model_are_said() -> None:
         config.load(None, ["train.seed=1"])
 
 
+def test_a_split_of_a_single_file_is_refused(tmp_path: Path) -> None:
+    """All of its rows would be read: held-out rows that are the training rows."""
+    file = "rows/train.jsonl"
+    sources = (
+        "data.train=org/rows",
+        f"data.eval=[{{path: {file}, split: test}}, {{path: org/rows, split: test}}]",
+    )
+    assert problems(*sources) == (
+        f"{file} has no splits, so split=test would read all its rows: name the file of that split, or leave "
+        "split out."
+    )
+    folder = tmp_path / "rows.csv"
+    folder.mkdir()
+    for path in ("org/rows", f"{folder}", "org/rows-v1.5:en"):
+        config.load(None, ["model.name=x", f"data.eval=[{{path: '{path}', split: test}}]"])
+    assert "rows.csv?x=1 has no splits" in problems("data.train=[{path: 'https://h/rows.csv?x=1', split: a}]")
+
+
 def test_two_names_for_one_thing_are_refused() -> None:
     assert "keep one" in problems("train.global_batch_size=1", "train.global_batch_tokens=1")
 

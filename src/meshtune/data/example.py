@@ -10,8 +10,6 @@ from typing import Any, Literal, NamedTuple
 
 from meshtune.errors import UserError
 
-COMPRESSIBLE = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
-SUFFIXES = (*COMPRESSIBLE, ".parquet", *(f"{suffix}.gz" for suffix in COMPRESSIBLE))  # of data files
 SHOWN = 10  # bad rows that one error describes; the rest are only counted
 
 OnBadRow = Literal["error", "skip"]

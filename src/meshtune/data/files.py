@@ -14,10 +14,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlparse
 
-from meshtune.data.example import SUFFIXES, Source, is_url
+from meshtune.data.example import Source, is_url
 from meshtune.errors import UserError, expanded, reason_of
 from meshtune.nearby import did_you_mean, entries
 from meshtune.rundir import write_text_atomically
+from meshtune.setting_types import SUFFIXES
 
 SPLITS = {  # words in file names -> the split that they name
     "train": "train", "training": "train", "test": "test", "eval": "validation", "dev": "validation",

@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from meshtune.data.example import SUFFIXES
 from meshtune.migrate.job import Converted, Job, NoCounterpart, Refused, conversion, short
+from meshtune.sections import is_one_file
 
 Source = dict[str, Any]
 CONTENT = {"role": "content", "from": "value"}  # key of the role in a message -> that of its text
@@ -59,18 +59,19 @@ def renamed(columns: Mapping[str, Any]) -> dict[str, str]:
     return {ours: theirs for ours, theirs in columns.items() if theirs and theirs != ours}
 
 
-def is_file(path: str) -> bool:
-    """True for a file, which has one split."""
-    return path.endswith(SUFFIXES)
-
-
 def source(
     path: str, *, split: Any = None, kind: str = "", columns: Mapping[str, Any] = {}, **more: Any
 ) -> Source:
     """A source of ours without what is so by default."""
-    split = None if is_file(path) else split
+    split = None if is_one_file(path) else split
     made = {"path": path, "split": split, "format": kind, "columns": renamed(columns), **more}
     return {key: value for key, value in made.items() if value}
+
+
+def lost_split(split: Any, made: Source) -> list[str]:
+    """Remark on a split, other than train, that a source of ours does not have: it is a single file."""
+    lost = split not in (None, "", "train") and "split" not in made
+    return [f"all rows of the file {made['path']}, not split {split}"] if lost else []
 
 
 # axolotl
@@ -89,7 +90,7 @@ def axolotl_train(value: Any, job: Job) -> Converted:
 def axolotl_eval(value: Any, job: Job) -> Converted:
     for rows in listed(value):
         for path in placed(str(rows["path"]), rows.get("data_files")):
-            if is_file(path) and rows.get("split") not in (None, "train"):
+            if is_one_file(path) and rows.get("split") not in (None, "train"):
                 raise NoCounterpart(
                     f"{path} is a file without a split {rows['split']}; write these rows to another file, "
                     "or set data.eval_split"
@@ -133,8 +134,7 @@ def axolotl_sources(setting: str, value: Any, alpaca: bool = False) -> Converted
             sources.append(
                 source(path, split=None if plain else split, kind=kind, columns=columns, roles=roles)
             )
-            if is_file(path) and split not in (None, "train"):
-                remarks.append(f"all rows of the file, not split {split}")
+            remarks += lost_split(split, sources[-1])
         remarks += [remark] if remark else []
     return Converted({setting: sources}, "; ".join(dict.fromkeys(remarks)))
 
@@ -259,7 +259,7 @@ def trl_dataset(value: Any, job: Job) -> Converted:
     if not job.on("dataset_name"):
         raise NoCounterpart("no dataset_name says of which data set; set data.train")
     path = placed(str(job.value("dataset_name")), None, job.value("dataset_config"))[0]
-    if is_file(path):
+    if is_one_file(path):
         remark = "a file has no test split: name held-out rows in data.eval, or set data.eval_split"
         evaluates = short(job.value("eval_strategy", "evaluation_strategy")) != "no"
         split = job.on("test_split_size") or not evaluates
@@ -274,12 +274,14 @@ def trl_dataset(value: Any, job: Job) -> Converted:
 
 @conversion
 def trl_mixture(value: Any, job: Job) -> Converted:
-    sources = []
+    sources: list[Source] = []
+    remarks: list[str] = []
     for rows in value:
         folder = f"{rows['path']}/{rows['data_dir']}" if rows.get("data_dir") else rows["path"]
         for path in placed(folder, rows.get("data_files"), rows.get("name")):
             sources.append(source(path, split=rows.get("split"), weight=rows.get("fraction")))
-    return Converted({"data.train": sources})
+            remarks += lost_split(rows.get("split"), sources[-1])
+    return Converted({"data.train": sources}, "; ".join(remarks))
 
 
 @conversion
@@ -295,12 +297,13 @@ def torchtune_dataset(value: Any, job: Job) -> Converted:
     """Read the whole section, or each of a list of them, whichever of its keys is asked for."""
     sources: list[Source] = []
     labels: list[str] = []
+    remarks: list[str] = []
     for rows in listed(job.value("dataset")):
         made, labelled = torchtune_sources(rows)
         sources += made
         labels.append(labelled)
+        remarks += [remark for each in made for remark in lost_split(rows.get("split"), each)]
     settings = {"data.train": sources, "data.train_on": labels[0]}
-    remarks = []
     if len({*labels}) > 1:
         remarks.append(f"data.train_on is that of the first source; the others label {', '.join(labels[1:])}")
     names = [short(rows["_component_"]) for rows in listed(job.value("dataset"))]

@@ -93,18 +93,20 @@ def decision_at(run: RunDir, config: Config, steps: int | None, *, first: bool) 
             f"output_exists=replace: {state_of(run)} in {run.path} is replaced; it is kept as {run.replaced} "
             "until the new run has done a step.",
         )
-    raise UserError(refusal(run, config, differing))
+    raise UserError(refusal(run, config, before, differing))
 
 
-def refusal(run: RunDir, config: Config, differing: list[str]) -> list[str]:
-    """Sentences on the run that is there, the choices, and the settings that differ."""
+def refusal(run: RunDir, config: Config, before: Config, differing: list[str]) -> list[str]:
+    """Sentences on the run that is there, the choices, and the settings that differ.
+
+    before: settings of the run that is there.
+    """
     state, ended = state_of(run), end_of(run)
     other = next(other for other in candidates(run) if not other.path.exists())
-    longer = "with its own settings it goes on"
-    if ended:
-        stopped = " and eval.early_stopping=0, since it stopped early" if ended.get("early") else ""
-        longer = f"with a train.max_steps above {ended['step']}{stopped} it is made longer"
-    elif differing:
+    own = ["its own settings"] if differing or not ended else []
+    needs = " and ".join(own + (to_be_longer(config, before, ended) if ended else []))
+    longer = f"with {needs} it {'is made longer' if ended else 'goes on'}"
+    if differing and not ended:
         state += " with other settings"
     never = (
         ", and checkpoint.resume=never keeps it from going on" if config.checkpoint.resume == "never" else ""
@@ -116,6 +118,21 @@ def refusal(run: RunDir, config: Config, differing: list[str]) -> list[str]:
         f"it ({longer}).",
         *differing,
     ]
+
+
+def to_be_longer(config: Config, before: Config, ended: Row) -> list[str]:
+    """Phrases on the settings that let a finished run go on: those that ended it, or would end it here.
+
+    before: settings of the finished run; ended: its last row.
+    """
+    now, step, early = config.train, ended["step"], ended.get("early")
+    needs = ["eval.early_stopping=0, since it stopped early,"] if early else []
+    fewest = now.max_steps is not None and now.max_steps <= step
+    if fewest or not (now.num_epochs or early):
+        needs.append(f"a train.max_steps above {step}")
+    if now.num_epochs and not early and not (fewest and before.train.max_steps == step):
+        needs.append(f"a train.num_epochs above {before.train.num_epochs or now.num_epochs:g}")
+    return needs
 
 
 def state_of(run: RunDir) -> str:

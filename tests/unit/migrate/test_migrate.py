@@ -253,6 +253,26 @@ def test_axolotls_rows(rows: dict[str, Any], source: dict[str, Any], migrated: M
     assert migrated(AXOLOTL, datasets=[rows]).settings["data.train"] == [source]
 
 
+@pytest.mark.parametrize(
+    "tree",
+    [
+        TRL | {"datasets": [{"path": "json", "data_files": "rows.jsonl", "split": "train[:90%]"}]},
+        TORCHTUNE
+        | {
+            "dataset": {
+                "_component_": "torchtune.datasets.instruct_dataset",
+                "source": "json", "data_files": "rows.jsonl", "split": "train[:90%]",
+            }
+        },
+    ],
+)  # fmt: skip
+def test_a_split_of_a_file_is_left_out_and_named(tree: dict[str, Any], migrated: Migrate) -> None:
+    result = migrated({key: value for key, value in tree.items() if key != "dataset_name"})
+    assert "split" not in result.settings["data.train"][0]
+    remark = "all rows of the file rows.jsonl, not split train[:90%]"
+    assert any(remark in origin for origin in result.origins.values())
+
+
 def test_llama_factorys_rows_are_those_of_dataset_info() -> None:
     result = migrate(FILES / "llama-factory-full-ds3.yaml")
     (source,) = result.settings["data.train"]

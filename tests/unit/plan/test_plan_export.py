@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from meshtune.config import Config, load
-from meshtune.data import example, rows
+from meshtune.data import rows
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.plan.export import TOOLS, Exported, export
@@ -943,9 +943,8 @@ def test_an_unknown_tool_names_the_nearest(tool: str, hint: str) -> None:
         export(tool, config(Layout()), Layout(), 8)
 
 
-def test_formats_and_suffixes_are_those_that_are_read() -> None:
+def test_formats_are_those_that_are_read() -> None:
     assert shared.FORMATS is rows.FORMATS
-    assert shared.SUFFIXES is example.SUFFIXES
 
 
 def test_exporting_needs_no_torch() -> None:

@@ -57,6 +57,7 @@ def test_the_report_shows_headline_samples_settings_and_environment(run):
         "from 0.0%",
         "2+2=",
         "model: {name: tiny}",
+        "config.yaml output=NEW",
         "versions.torch",
         "9.9",
     ):

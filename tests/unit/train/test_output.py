@@ -96,6 +96,28 @@ def test_the_choices_of_a_run_with_other_settings_name_what_differs(make, decide
     assert refused.value.problems[1:] == ("train.learning_rate is 0.002 here and 0.001 there.",)
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "needs"),
+    [
+        (("train.num_epochs=1",), ("train.num_epochs=1",), "a train.num_epochs above 1"),
+        (("train.num_epochs=1",), ("train.num_epochs=1", "train.max_steps=12"), "a train.num_epochs above 1"),
+        (
+            ("train.num_epochs=1",),
+            ("train.num_epochs=1", "train.max_steps=7"),
+            "a train.max_steps above 9 and a train.num_epochs above 1",
+        ),
+        (("train.max_steps=9",), ("train.max_steps=9", "train.num_epochs=2"), "a train.max_steps above 9"),
+        ((), (), "a train.max_steps above 9"),
+        ((), (LEARNING_RATE,), "its own settings and a train.max_steps above 9"),
+    ],
+)
+def test_a_finished_run_names_the_settings_that_make_it_longer(before, now, needs, make, decide) -> None:
+    make(*before, finished=9)
+    with pytest.raises(UserError) as refused:
+        decide(*now, steps=9)
+    assert f"extend it (with {needs} it is made longer)" in refused.value.problems[0]
+
+
 def test_more_steps_make_a_finished_run_longer_without_asking(make, decide) -> None:
     make(finished=9)
     for choice, expected in (("null", ("run", "extend")), ("extend", ("run", "extend")),
@@ -127,7 +149,7 @@ def test_a_run_of_steps_is_judged_by_epochs_once_the_data_is_known(make, decide)
 def test_a_run_that_stopped_early_goes_on_only_with_more_patience(make, decide) -> None:
     make("eval.every=1", "eval.early_stopping=2", finished=6, early=True)
     patient = ("eval.every=1", "eval.early_stopping=2")
-    with pytest.raises(UserError, match=r"stopped early.*and eval.early_stopping=0"):
+    with pytest.raises(UserError, match=r"extend it \(with eval.early_stopping=0, since it"):
         decide("train.max_steps=12", *patient)
     assert decide("train.max_steps=12", "eval.every=1") == ("run", "extend")
     assert decide("train.max_steps=12", "eval.every=1", "eval.early_stopping=3") == ("run", "extend")

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from meshtune.config import Config
-from meshtune.data.example import SUFFIXES, is_url
+from meshtune.data.example import is_url
 from meshtune.data.formats import FORMATS
 from meshtune.errors import UserError
 from meshtune.layout import AXES, Layout
 from meshtune.schedules import SCHEDULES
 from meshtune.sections import DataConfig, SourceConfig
-from meshtune.setting_types import epochs_of
+from meshtune.setting_types import SUFFIXES, epochs_of
 
 # The export to every tool writes these or refuses them itself. Anything else is refused for all, so that none
 # can leave out what it doesn't know.

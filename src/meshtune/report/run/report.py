@@ -180,11 +180,11 @@ def _settings(run: RunDir) -> str:
     """The resolved config and the command that runs it again."""
     if not run.config_file.exists():
         return ""
-    again = f"meshtune train {run.config_file}"
+    again = f"meshtune train {run.config_file} output=NEW"
     check_file(run.config_file)
     settings = run.config_file.read_text(encoding="utf-8", errors="replace")
     return (
-        f"<section><h2>Settings</h2><p>Run it again with <code>{text(again)}</code></p>"
+        f"<section><h2>Settings</h2><p>Run it again, in the folder NEW, with <code>{text(again)}</code></p>"
         f"<details><summary>config.yaml</summary><pre>{text(settings)}</pre></details></section>"
     )
 
