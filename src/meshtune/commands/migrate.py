@@ -19,8 +19,9 @@ def migrate(
         ),
     ],
     gpus: Annotated[
-        int, typer.Option(min=1, help="GPUs that it is for: the layout and the global batch")
-    ] = 1,
+        int | None,
+        typer.Option(min=1, help="GPUs of the layout and the global batch; default: 1"),
+    ] = None,
     tool: Annotated[
         str | None, typer.Option("--from", help="the tool, where it can't be told from the keys")
     ] = None,
@@ -30,6 +31,7 @@ def migrate(
     """Write another trainer's configuration as ours, with a comment for each key that has no counterpart."""
     name, overrides = split(file)
     from meshtune.migrate.convert import migrate as converted
+    from meshtune.migrate.sharding import shards
     from meshtune.migrate.write import text_of
     from meshtune.rundir import write_text_atomically
     from meshtune.trainers.table import TOOLS
@@ -40,7 +42,7 @@ def migrate(
         raise UserError(f"--from {tool} is no tool; it is one of {', '.join(TOOLS)}.")
     if out is not None and out.exists():
         raise UserError(f"{out} exists; name another file with --out, or remove it.")
-    result = converted(Path(name), tool=tool, gpus=gpus, overrides=overrides)
+    result = converted(Path(name), tool=tool, gpus=gpus or 1, overrides=overrides)
     text = text_of(result, Path(name).name)
     if out is not None:
         write_text_atomically(out, text)
@@ -58,3 +60,5 @@ def migrate(
         f"without a counterpart: {lost or 'none'}.",
         file=sys.stderr,
     )
+    if gpus is None and shards(result.job):
+        print(f"{name} shards over GPUs, the layout is for one; name how many with --gpus.", file=sys.stderr)

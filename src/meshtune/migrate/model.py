@@ -4,8 +4,13 @@ import json
 from typing import Any
 
 from meshtune.migrate.job import OFF, Converted, Job, NoCounterpart, NotNeeded, Refused, conversion, short
+from meshtune.migrate.sharding import shards
 from meshtune.migrate.training import packs
 
+NO_MASTER_WEIGHTS = (
+    "with fp32 master weights; axolotl has none unless it shards, which train.precision=bf16-pure is like"
+)
+PEFT_MODULES = ["q_proj", "v_proj"]  # peft's own for llama, mistral, qwen2, qwen3 and gemma
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -95,6 +100,8 @@ def all_linear(value: Any, job: Job) -> Converted:
 def modules(value: Any, job: Job) -> Converted:
     if job.on("lora_target_linear"):
         raise NotNeeded("lora_target_linear takes all linear layers")
+    if value == "by the model":
+        return Converted({"lora.target_modules": PEFT_MODULES}, "peft's for llama, mistral, qwen and gemma")
     names = value.split(",") if isinstance(value, str) else list(value)
     names = [name.strip() for name in names]
     if names in (["all"], ["all-linear"], ["linear"]):
@@ -154,7 +161,8 @@ def precision(job: Job) -> Converted:
         return Converted({"train.precision": "bf16-pure"})
     if job.on("bf16", "fp16", "float16") and not job.on("float32"):
         pure = short(dtype) == "bfloat16" and not is_lora(job)
-        return Converted({"train.precision": "bf16-pure" if pure else "bf16"})
+        remark = NO_MASTER_WEIGHTS if job.tool == "axolotl" and not (is_lora(job) or shards(job)) else ""
+        return Converted({"train.precision": "bf16-pure" if pure else "bf16"}, remark)
     return Converted({"train.precision": "bf16-pure" if short(dtype) == "bfloat16" else "fp32"})
 
 

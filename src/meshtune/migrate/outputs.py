@@ -35,6 +35,12 @@ def strategy(setting: str, key: str, value: Any, job: Job) -> Converted:
     raise NoCounterpart(f"there is no strategy {value}; {setting} takes steps or epochs")
 
 
+def evaluations(converted: Converted, job: Job) -> Converted:
+    """Add the evaluation before the first step, which axolotl has whenever it evaluates in between."""
+    first = job.tool == "axolotl" and bool(converted.settings)
+    return Converted(converted.settings | ({"eval.at_start": True} if first else {}), converted.remark)
+
+
 def holds_out(job: Job) -> bool:
     """True if the file names rows to evaluate on."""
     keys = ("val_set_size", "test_datasets", "val_size", "eval_dataset", "test_split_size", "dataset_name")
@@ -50,7 +56,7 @@ def needs_held_out_rows(job: Job) -> None:
 def eval_strategy(value: Any, job: Job) -> Converted:
     if short(value) != "no":
         needs_held_out_rows(job)
-    return strategy("eval.every", "eval_steps", value, job)
+    return evaluations(strategy("eval.every", "eval_steps", value, job), job)
 
 
 @conversion
@@ -59,13 +65,13 @@ def eval_steps(value: Any, job: Job) -> Converted:
     chosen = job.value("eval_strategy", "evaluation_strategy", default="steps")
     if short(chosen) != "steps":
         raise NotNeeded(f"eval_strategy is {short(chosen)}")
-    return every("eval.every", value, job)
+    return evaluations(every("eval.every", value, job), job)
 
 
 @conversion
 def evals_per_epoch(value: Any, job: Job) -> Converted:
     needs_held_out_rows(job)
-    return Converted({"eval.every": interval(1 / float(value))} if value else {})
+    return evaluations(Converted({"eval.every": interval(1 / float(value))} if value else {}), job)
 
 
 @conversion

@@ -49,6 +49,17 @@ def fsdp_config(value: Any, job: Job) -> Converted:
     return sharded(job)
 
 
+SHARDING = ("deepspeed", "fsdp", "fsdp_config", "dp_shard_size", "parallelism_config")  # keys
+DISTRIBUTED = (  # keys that only torchtune's distributed recipes have
+    "fsdp_cpu_offload", "custom_sharded_layers", "tensor_parallel_dim", "memory_efficient_fsdp_wrap",
+)  # fmt: skip
+
+
+def shards(job: Job) -> bool:
+    """True if the file is for several GPUs that share the parameters or their optimizer states."""
+    return job.on(*SHARDING) or any(key in job.given for key in DISTRIBUTED)
+
+
 def sharded(job: Job) -> Converted:
     """The stage that `fsdp` and `fsdp_config` make together; what is offloaded is named."""
     value, config = job.value("fsdp", default=""), job.value("fsdp_config", default={})

@@ -123,6 +123,14 @@ def optimizer(value: Any, job: Job) -> Converted:
 
 
 @conversion
+def weight_decay(value: Any, job: Job) -> Converted:
+    """Convert torchtune's, whose default is AdamW's own: other optimizers have none."""
+    if "optimizer.weight_decay" not in job.given and "adamw" not in short(job.value("optimizer._component_")):
+        raise NotNeeded("the optimizer has no weight decay of its own")
+    return Converted({"train.weight_decay": float(value)})
+
+
+@conversion
 def first_beta(value: Any, job: Job) -> Converted:
     return Converted({"train.adam_betas": [float(value), float(job.value("adam_beta2", default=0.999))]})
 
@@ -176,9 +184,10 @@ def completion_only(value: Any, job: Job) -> Converted:
     if job.on("assistant_only_loss"):
         raise NotNeeded("assistant_only_loss says which tokens are labelled")
     if value == "by the rows":
-        raise NoCounterpart(
-            "TRL labels all tokens of messages, which data.train_on=all does, and the completions of prompts"
-        )
+        if "completion" in job.value("datasets.columns", default=()):
+            return Converted({"data.train_on": "completion"})
+        remark = "so for messages and text; where rows have a prompt and a completion, set completion"
+        return Converted({"data.train_on": "all"}, remark)
     return Converted({"data.train_on": "completion" if value else "all"})
 
 

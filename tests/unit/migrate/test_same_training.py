@@ -1,12 +1,16 @@
 """Migrated files train as the other trainer would have: on its rows, with its prompts and its defaults."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from meshtune.cli import app
 from meshtune.migrate.convert import Migrated
 
+FILES = Path(__file__).parents[2] / "data" / "migrate"
 Migrate = Callable[..., Migrated]
 AXOLOTL = {"base_model": "m", "datasets": [{"path": "rows.jsonl"}], "learning_rate": 1e-4}
 TRL = {"model_name_or_path": "m", "dataset_name": "org/rows", "max_length": 64, "output_dir": "out"}
@@ -68,3 +72,71 @@ def test_alpaca_rows_are_asked_by_their_prompt(
 
 def test_llama_factorys_alpaca_lacks_its_first_line(migrated: Migrate) -> None:
     assert "without the first line" in migrated(FACTORY, template="alpaca").origins["data.chat_template"]
+
+
+def test_lora_targets_that_a_file_leaves_out_are_pefts(migrated: Migrate) -> None:
+    for lora in (TRL | {"use_peft": True}, AXOLOTL | {"adapter": "lora"}):
+        result = migrated(lora)
+        assert result.settings["lora.target_modules"] == ["q_proj", "v_proj"]
+        assert "default: peft's" in result.origins["lora.target_modules"]
+    assert "lora.target_modules" not in migrated(TRL).settings
+    linear = migrated(AXOLOTL, adapter="lora", lora_target_linear=True)
+    assert linear.settings["lora.target_modules"] == "all-linear"
+
+
+def test_trl_labels_all_tokens_of_messages(migrated: Migrate) -> None:
+    result = migrated(TRL)
+    assert result.settings["data.train_on"] == "all" and "set completion" in result.origins["data.train_on"]
+    columns = {"prompt": "question", "completion": "answer"}
+    mixture = migrated(TRL, dataset_name=None, datasets=[{"path": "org/a", "columns": columns}])
+    assert mixture.settings["data.train_on"] == "completion"
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        (TORCHTUNE, {"train.weight_decay": 0.01}),
+        (TORCHTUNE | {"optimizer": {"_component_": "bnb.optim.Lion8bit"}}, {"train.weight_decay": None}),
+        (AXOLOTL, {"checkpoint.keep": 4, "eval.at_start": None}),
+        (AXOLOTL | {"val_set_size": 0.1, "evals_per_epoch": 4}, {"eval.at_start": True}),
+        (AXOLOTL | {"val_set_size": 0.1, "eval_steps": 4}, {"eval.at_start": True}),
+        (AXOLOTL | {"val_set_size": 0.1, "eval_strategy": "no"}, {"eval.at_start": None}),
+        (TRL | {"eval_strategy": "epoch"}, {"eval.at_start": None}),
+        (FACTORY, {"log.every": None}),
+        (FACTORY | {"eval_strategy": "steps", "val_size": 0.1}, {"eval.every": 500}),
+    ],
+)
+def test_defaults_of_the_tool_are_kept(
+    tree: dict[str, Any], expected: dict[str, Any], migrated: Migrate
+) -> None:
+    settings = migrated(tree).settings
+    assert {name: settings.get(name) for name in expected} == expected
+
+
+def test_axolotl_has_master_weights_only_where_it_shards(migrated: Migrate) -> None:
+    said = {
+        name: "axolotl has none" in migrated(AXOLOTL | more).origins["train.precision"]
+        for name, more in {
+            "full": {"bf16": True},
+            "default": {},
+            "lora": {"adapter": "lora"},
+            "fsdp": {"fsdp_config": {"reshard_after_forward": True}},
+        }.items()
+    }
+    assert said == {"full": True, "default": True, "lora": False, "fsdp": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "said"),
+    [
+        ("axolotl-fft-fsdp.yaml", (), True),
+        ("llama-factory-full-ds3.yaml", (), True),
+        ("torchtune-full-distributed.yaml", (), True),
+        ("torchtune-full-distributed.yaml", ("--gpus", "1"), False),
+        ("torchtune-lora-single.yaml", (), False),
+        ("axolotl-lora.yaml", (), False),
+    ],
+)
+def test_a_sharding_file_asks_for_the_number_of_gpus(name: str, gpus: tuple[str, ...], said: bool) -> None:
+    ended = CliRunner().invoke(app, ["migrate", str(FILES / name), *gpus])
+    assert ended.exit_code == 0 and ("name how many with --gpus" in ended.stderr) == said
