@@ -6,6 +6,8 @@ Nothing is imported before it is used: `import meshtune` takes milliseconds.
 """
 
 import importlib
+import inspect
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -26,8 +28,22 @@ class CallablePackage(ModuleType):
     """A package that is also a function: meshtune.train(…) is meshtune.api.train.train(…)."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._function()(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__signature__":  # of inspect.signature and editors
+            return inspect.signature(self._function())
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+    @property
+    def __doc__(self) -> str:  # type: ignore[override]
+        """The function's, its signature first: help() of a module shows no other."""
+        function = self._function()
+        return f"{function.__name__}{inspect.signature(function)}\n\n{inspect.getdoc(function)}"
+
+    def _function(self) -> Callable[..., Any]:
         name = self.__name__.rpartition(".")[2]
-        return getattr(importlib.import_module(f"meshtune.api.{name}"), name)(*args, **options)
+        return getattr(importlib.import_module(f"meshtune.api.{name}"), name)
 
 
 def __getattr__(name: str) -> Any:

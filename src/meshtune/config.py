@@ -9,7 +9,7 @@ train/build.py: below it functions take the values they use.
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -288,6 +288,15 @@ class Config(Section):
             )
         return value
 
+    if not TYPE_CHECKING:  # type checkers make the signature of the fields
+
+        def __init__(self, /, **tree: Any) -> None:
+            """Validate a tree of sections. Raises UserError, with a sentence for each problem."""
+            try:
+                super().__init__(**tree)
+            except ValidationError as error:
+                raise UserError(sentences(error, unknown_key)) from None
+
     @model_validator(mode="after")
     def _takes_effect(self) -> "Config":
         """Raise UserError for settings that have no effect beside the others."""
@@ -365,10 +374,7 @@ def load(
                 *(unknown_key([name]) for name in unknown),
             ]
         )
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        raise UserError(sentences(error, unknown_key)) from None
+    return Config(**tree)
 
 
 def unknown_key(path: Sequence[str]) -> str:

@@ -168,6 +168,14 @@ def test_messages_that_are_none_are_refused(answered, text, sentence):
         answered(messages=[text])
 
 
+@pytest.mark.parametrize("prompt", ["Say red", "1 + 1 ="])
+def test_a_prompt_beside_the_target_is_answered_with_the_option(model, prompt):
+    with pytest.raises(UserError) as caught:
+        generate([model, prompt, "train.device=cpu"])
+    names = f"Several targets are named: {model}, {prompt}; "
+    assert str(caught.value) == f"{names}name one, and give each prompt by --prompt TEXT."
+
+
 def test_answers_without_tokens_are_refused(model):
     with pytest.raises(UserError, match="max_new_tokens is 0; an answer has at least 1"):
         meshtune.generate(model, "Say red", max_new_tokens=0)
@@ -182,8 +190,16 @@ def test_prompts_that_fill_the_context_are_named(model, capsys):
     with pytest.raises(UserError, match=r"^Prompt 2: it has [\d,]+ tokens .* context is 512"):
         meshtune.generate(model, ["Say red", "please " * 600])
     (answer,) = meshtune.generate(model, "please " * 300, max_new_tokens=600)
-    assert "1 of 1 prompts leave fewer than 600 tokens of the context of 512" in capsys.readouterr().err
-    assert answer
+    cut = "1 of 1 answers were cut: prompt and answer fill the context of 512 tokens."
+    assert answer and cut in capsys.readouterr().err
+
+
+def test_a_limit_that_no_answer_reaches_is_not_named(model, monkeypatch, capsys):
+    from meshtune.api import answer
+
+    monkeypatch.setattr(answer, "answer_ids", lambda *args, **options: [[5, 6]])
+    meshtune.generate(model, "Say red", max_new_tokens=600)
+    assert "context" not in capsys.readouterr().err
 
 
 @pytest.fixture(params=["gpt2", "roberta"])
@@ -207,7 +223,7 @@ def learned(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> str:
 
 def test_answers_end_where_learned_positions_do(learned):
     answerer = open_answerer(learned)
-    prompts = answerer.prompts_ids(prompts_of(["please " * 50, "Say red"]), max_new_tokens=80)
+    prompts = answerer.prompts_ids(prompts_of(["please " * 50, "Say red"]))
     long, short = prompts
     texts = answerer.answers(prompts, max_new_tokens=80)
     (alone,) = answerer.answers([long], max_new_tokens=64 - len(long))
@@ -218,7 +234,7 @@ def test_answers_end_where_learned_positions_do(learned):
 
 def test_a_streamed_answer_is_the_answer(learned):
     answerer = open_answerer(learned)
-    (ids,) = answerer.prompts_ids(prompts_of(["Say red"]), max_new_tokens=12)
+    (ids,) = answerer.prompts_ids(prompts_of(["Say red"]))
     parts: list[str] = []
     (text,) = answerer.answers([ids], max_new_tokens=12, stream=TextStream(parts.append))
     assert "".join(parts) == text

@@ -1,6 +1,5 @@
 """The one way from prompts and conversations to answers, for generate, chat and Python."""
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -9,7 +8,7 @@ from meshtune.data.prompts import question, several
 from meshtune.errors import UserError
 from meshtune.model.anatomy import anatomy
 from meshtune.model.generation import context_of
-from meshtune.train.generate import GREEDY, Sampling, TextStream, answers
+from meshtune.train.generate import GREEDY, Sampling, TextStream, answer_ids, decoded
 
 if TYPE_CHECKING:
     from meshtune.api.target import Opened
@@ -27,6 +26,7 @@ class Answerer:
             self.encoder.separator = ""
         size, first = context_of(opened.model.config), anatomy(opened.model).first_position
         self.context = size and size - first  # tokens of prompt and answer; None: no limit
+        self.cut = 0  # answers so far that ended because the context was full
 
     @property
     def templated(self) -> bool:
@@ -42,10 +42,8 @@ class Answerer:
         except BadRow as bad:
             raise UserError(f"{example.origin}: {bad}.") from bad
 
-    def prompts_ids(self, examples: Sequence[Example], *, max_new_tokens: int) -> list[list[int]]:
-        """`prompt_ids` of many. Raises UserError with each that the model can't take; prints how many leave
-        too little of the context for an answer of `max_new_tokens`.
-        """
+    def prompts_ids(self, examples: Sequence[Example]) -> list[list[int]]:
+        """`prompt_ids` of many. Raises UserError with each that the model can't take."""
         ids, problems = [], []
         for example in examples:
             try:
@@ -60,14 +58,6 @@ class Answerer:
                 )
         if problems:
             raise UserError(several(problems))
-        if self.context is not None:
-            tight = sum(len(prompt) + max_new_tokens > self.context for prompt in ids)
-            if tight:
-                print(
-                    f"{tight:,} of {len(ids):,} prompts leave fewer than {max_new_tokens:,} tokens of the "
-                    f"context of {self.context:,} for their answer.",
-                    file=sys.stderr,
-                )
         return ids
 
     def answers(
@@ -80,13 +70,18 @@ class Answerer:
     ) -> list[str]:
         """The text that follows each prompt (of `prompt_ids`), in their order, without the stop token.
 
-        An answer also ends where prompt and answer fill the context. stream: gets the text of the only
-        prompt's answer as it is generated.
+        An answer also ends where prompt and answer fill the context, which `cut` counts. stream: gets the
+        text of the only prompt's answer as it is generated.
         """
-        return answers(
+        new_ids = answer_ids(
             self.opened.parallel, self.opened.tokenizer, prompts, max_new_tokens=max_new_tokens,
             stop_ids=self.encoder.stop_ids, sampling=sampling, context=self.context, stream=stream,
         )  # fmt: skip
+        self.cut += sum(
+            len(ids) < max_new_tokens and len(prompt) + len(ids) == self.context
+            for prompt, ids in zip(prompts, new_ids, strict=True)
+        )
+        return decoded(self.opened.tokenizer, new_ids)
 
 
 def open_answerer(name: str | None, overrides: Sequence[str] = ()) -> Answerer:

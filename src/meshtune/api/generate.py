@@ -81,7 +81,7 @@ def answer_rows(
         if unused:
             print(f"{file}: columns that are not used: {', '.join(unused)}", file=sys.stderr)
     answerer = Answerer(open_model(target or target_of(name, overrides)))
-    ids = answerer.prompts_ids(examples, max_new_tokens=max_new_tokens)
+    ids = answerer.prompts_ids(examples)
     for first in range(0, len(ids), CHUNK):
         if first:
             print(f"{first:,} of {len(ids):,} prompts are answered", file=sys.stderr)
@@ -91,6 +91,12 @@ def answer_rows(
         texts = answerer.answers(chunk, max_new_tokens=max_new_tokens, sampling=sampling)
         for example, text in zip(examples[first:], texts, strict=False):
             yield row_of(example, text)
+    if answerer.cut:
+        print(
+            f"{answerer.cut:,} of {len(ids):,} answers were cut: prompt and answer fill the context of "
+            f"{answerer.context:,} tokens.",
+            file=sys.stderr,
+        )
 
 
 def row_of(example: "Example", answer: str) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def chat(
     A line is a message, from the terminal or from a pipe. /reset forgets the conversation, /exit or Ctrl-D
     ends, Ctrl-C stops an answer. Without a chat template each message is answered by itself.
     """
-    name, overrides = target_of(target)
+    name, overrides = target_of(target, "name one; what you say is typed, or read from stdin.")
     from meshtune.api.answer import open_answerer
     from meshtune.api.chat import Conversation
     from meshtune.train.generate import Sampling

@@ -44,7 +44,7 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Answer prompts, wrapped as in training (chat template, or prompt and separator), and conversations."""
-    name, overrides = target_of(target)
+    name, overrides = target_of(target, "name one, and give each prompt by --prompt TEXT.")
     given = [*(prompt or ()), *map(conversation_of, messages or ())]
     if not (given or prompts):
         given = [*stdin_lines()]

@@ -73,8 +73,15 @@ def announce(reading: str | None) -> None:
         notice(f"meshtune: version {__version__}, reading {reading or 'the settings of the command line'} …")
 
 
-def target_of(words: list[str] | None) -> tuple[str | None, list[str]]:
-    """Split the words, print what is read, and raise UserError for a name that stands for nothing here."""
+def target_of(words: list[str], remedy: str = "name one.") -> tuple[str | None, list[str]]:
+    """Split the words, print what is read, and raise UserError for a name that stands for nothing here, and
+    for two names.
+
+    remedy: clause that follows the names where there are two.
+    """
+    names = [word for word in words if "=" not in word or " " in word.partition("=")[0].strip()]
+    if len(names) > 1:
+        raise UserError(f"Several targets are named: {', '.join(names)}; {remedy}")
     name, overrides = split(words)
     announce(name)
     if name and not expanded(name).exists():

@@ -12,6 +12,8 @@ from meshtune.errors import UserError
 
 SHOWN = 10  # bad rows that one error describes; the rest are only counted
 
+ROWS_FOLDER = "rows"  # of the data cache, for rows that a Python program holds
+
 OnBadRow = Literal["error", "skip"]
 
 
@@ -39,6 +41,23 @@ def is_url(path: str) -> bool:
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path) is not None
 
 
+def rows_name(path: Any) -> str | None:
+    """Name of the file, with the digest of its rows, if given.store_rows wrote `path`; else None."""
+    stored = isinstance(path, str) and re.search(rf"/{ROWS_FOLDER}/(\w+_data-[0-9a-f]{{16}}\.\w+)$", path)
+    return stored.group(1) if stored else None
+
+
+def name_of(path: str) -> str:
+    """A source's path as errors name it: of rows in memory the argument that gave them, "train_data"."""
+    stored = rows_name(path)
+    return stored.partition("-")[0] if stored else path
+
+
+def place_of(path: str, line: int, between: str = ", line ") -> str:
+    """The place of a row as errors name it. line: from 1; rows in memory count from 0, as Python does."""
+    return f"{name_of(path)}, row {line - 1}" if rows_name(path) else f"{path}{between}{line}"
+
+
 @dataclass(frozen=True)
 class Origin:
     """The place of an example in its source."""
@@ -48,7 +67,7 @@ class Origin:
     row: int = 0  # from 0 over the whole source: `read(source, start=origin.row + 1)` goes on after it
 
     def __str__(self) -> str:
-        return f"{self.file}, line {self.line}"
+        return place_of(self.file, self.line)
 
 
 class Mask(NamedTuple):

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlparse
 
-from meshtune.data.example import Source, is_url
+from meshtune.data.example import Source, is_url, name_of
 from meshtune.errors import UserError, expanded, reason_of
 from meshtune.nearby import did_you_mean, entries
 from meshtune.rundir import write_text_atomically
@@ -46,7 +46,7 @@ class DataFile:
     share: float = 0.0  # of it that has been read
 
     def __str__(self) -> str:
-        return self.path
+        return name_of(self.path)
 
     @property
     def name(self) -> str:

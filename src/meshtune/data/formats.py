@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from meshtune.data.example import BadRow, Example, Origin, Source
+from meshtune.data.example import BadRow, Example, Origin, Source, name_of
 from meshtune.data.messages import ROLES, message_of
 from meshtune.data.tokenised import MASKS, ids_of
 from meshtune.errors import UserError, type_name
@@ -217,7 +217,7 @@ def detect(source: Source, columns: list[str]) -> str:
 def _detected(source: Source, columns: list[str]) -> str:
     """Name of the format, whether or not it reads all of `source.columns`; see `detect`."""
     names = dict(source.columns)
-    seen = f"{source.path} has the columns {', '.join(columns) or '(none)'}"
+    seen = f"{name_of(source.path)} has the columns {', '.join(columns) or '(none)'}"
     _check_names(names, columns, seen)
     # A column that was renamed is no longer there under its own name, unless it is ours already.
     present = (set(columns) - set(names.values())) | set(names)

@@ -10,11 +10,11 @@ another name, which a run that goes on compares with the one in its config.yaml.
 import hashlib
 import io
 import json
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshtune.data.example import ROWS_FOLDER
 from meshtune.errors import UserError, expanded
 from meshtune.rundir import write_atomically
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     Rows = Iterable[Mapping[str, Any]] | Dataset
 else:  # a program without a Dataset need not import the library
     Rows = Iterable[Mapping[str, Any]]
-FOLDER = "rows"  # in the data cache
 
 
 def store_rows(rows: Rows, name: str, cache: str) -> Path:
@@ -35,16 +34,10 @@ def store_rows(rows: Rows, name: str, cache: str) -> Path:
     """
     suffix, content = _content(rows, name)
     digest = hashlib.blake2b(content, digest_size=8).hexdigest()
-    file = (expanded(cache) / FOLDER / f"{name}-{digest}{suffix}").absolute()
+    file = (expanded(cache) / ROWS_FOLDER / f"{name}-{digest}{suffix}").absolute()
     if not file.exists():
         write_atomically(file, content)
     return file
-
-
-def rows_name(path: Any) -> str | None:
-    """Name of the file, with the digest of its rows, if `store_rows` wrote `path`; else None."""
-    stored = isinstance(path, str) and re.search(rf"/{FOLDER}/(\w+_data-[0-9a-f]{{16}}\.\w+)$", path)
-    return stored.group(1) if stored else None
 
 
 def _content(rows: Any, name: str) -> tuple[str, bytes]:

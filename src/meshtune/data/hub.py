@@ -65,7 +65,7 @@ def saved_rows(source: Source, file: DataFile, start: int) -> Iterator[RawRow]:
         saved = saved[source.split]
     for number in range(start, len(saved)):
         file.share = number / len(saved)
-        yield Origin(str(file), number + 1, number), without_nulls(saved[number])
+        yield Origin(file.path, number + 1, number), without_nulls(saved[number])
 
 
 def hub_revision(source: Source) -> str:

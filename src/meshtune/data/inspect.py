@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from meshtune.data.example import place_of
 from meshtune.data.loader import Loader
 from meshtune.data.pack import LABELLED, Dataset, permutation
 from meshtune.data.prepare import Prepared, sentences
@@ -159,7 +160,7 @@ def _sample(dataset: Dataset, document: int, tokenizer: PreTrainedTokenizerBase)
     file, line = dataset.origins[document].tolist()
     parts = runs(tokens, tokenizer)
     return {
-        "place": f"{dataset.files[file]}:{line}",
+        "place": place_of(dataset.files[file], line, ":"),
         "tokens": len(tokens),
         "label_tokens": int(dataset.labels[document]),
         "runs": [list(run) for run in parts],

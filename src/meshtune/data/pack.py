@@ -15,6 +15,8 @@ from functools import cached_property
 
 import numpy as np
 
+from meshtune.data.example import place_of
+
 LABELLED = np.uint32(1 << 31)  # the top bit of a stored token
 
 
@@ -76,7 +78,7 @@ class Dataset:
     def places(self, sequence: int) -> list[str]:
         """The origins of one sequence's documents, as file:line."""
         members = self.members[self.starts[sequence] : self.starts[sequence + 1]]
-        return [f"{self.files[file]}:{line}" for file, line in self.origins[members].tolist()]
+        return [place_of(self.files[file], line, ":") for file, line in self.origins[members].tolist()]
 
 
 def pack(lengths: np.ndarray, seq_len: int, seed: int, *key: int) -> tuple[np.ndarray, np.ndarray]:

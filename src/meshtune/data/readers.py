@@ -137,7 +137,7 @@ def _lines(
                 place()
             if first + number < start:
                 continue
-            origin = Origin(str(file), number + 1, first + number)
+            origin = Origin(file.path, number + 1, first + number)
             if line is None:
                 yield (
                     origin,
@@ -238,7 +238,7 @@ def _json_list(file: DataFile, first: int, start: int) -> Generator[RawRow, None
     for number in range(max(0, start - first), len(value)):
         file.share = number / len(value)
         bad = escaped and _has_lone_surrogate(value[number])
-        yield Origin(str(file), number + 1, first + number), BadRow("not UTF-8") if bad else value[number]
+        yield Origin(file.path, number + 1, first + number), BadRow("not UTF-8") if bad else value[number]
     return len(value)
 
 
@@ -271,7 +271,7 @@ def _parquet(file: DataFile, first: int, start: int) -> Generator[RawRow, None, 
             file.share = number / max(1, table.metadata.num_rows)
             for value in batch.to_pylist():
                 if first + number >= start:
-                    yield Origin(str(file), number + 1, first + number), without_nulls(value)
+                    yield Origin(file.path, number + 1, first + number), without_nulls(value)
                 number += 1
     return number
 
@@ -317,7 +317,7 @@ def _csv(file: DataFile, first: int, start: int, delimiter: str = ",") -> Genera
                 place()
             if first + number < start:
                 continue
-            origin = Origin(str(file), reader.line_num, first + number)
+            origin = Origin(file.path, reader.line_num, first + number)
             if isinstance(values, BadRow):
                 yield origin, values
             elif any(map(_is_broken, values)):

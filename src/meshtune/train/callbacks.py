@@ -5,7 +5,7 @@
             if row["loss"] < 1:
                 training.stop(f"the loss is {row['loss']:.2f}")
 
-A callback is a tracker of rows: each row that metrics.jsonl gets is one call.
+A callback is a tracker of rows, and has each update's, where the others get one in log.every.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class Callback:
         """Take the row of kind "run" before the first step: model, layout, versions, "resumed_from" …"""
 
     def on_step(self, training: Training, row: Row) -> None:
-        """Take the row of an update: "step", "loss", "grad_norm", "learning_rate" … One in log.every."""
+        """Take the row of an update: "step", "loss", "grad_norm", "learning_rate" …"""
 
     def on_eval(self, training: Training, row: Row) -> None:
         """Take the row of an evaluation: "step", "loss", "perplexity" …"""

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from meshtune.data.batch import evaluation_batches
 from meshtune.data.pack import LABELLED, Dataset
 from meshtune.rundir import RunDir
-from meshtune.train.generate import answers, evaluating
+from meshtune.train.generate import answer_ids, decoded, evaluating
 from meshtune.train.loss import head_loss
 
 if TYPE_CHECKING:
@@ -72,10 +72,11 @@ class Evaluation:
         extra: dict[str, float | int] = {}
         if wanted := max(self.samples, self.exact_match):
             prompts = questions(self.dataset, self.tokenizer, self.stop_ids, wanted)
-            completions = answers(
+            new_ids = answer_ids(
                 self.parallel, self.tokenizer, [q.ids for q in prompts], max_new_tokens=self.max_new_tokens,
                 stop_ids=self.stop_ids,
             )  # fmt: skip
+            completions = decoded(self.tokenizer, new_ids)
             if self.folder and self.parallel.world.main:
                 for question, answer in list(zip(prompts, completions, strict=True))[: self.samples]:
                     row = {

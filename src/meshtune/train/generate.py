@@ -162,7 +162,12 @@ def generating(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(attention)
 
 
-def answers(
+def decoded(tokenizer: PreTrainedTokenizerBase, new_ids: Sequence[Sequence[int]]) -> list[str]:
+    """The text of each answer, without special tokens."""
+    return [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in new_ids]
+
+
+def answer_ids(
     parallel: Parallel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
@@ -172,9 +177,9 @@ def answers(
     sampling: Sampling = GREEDY,
     context: int | None = None,
     stream: TextStream | None = None,
-) -> list[str]:
-    """The text that follows each prompt (token ids), in their order, up to a stop token or `max_new_tokens`
-    tokens, without special tokens. All ranks call it with the same prompts, and each gets all answers.
+) -> list[list[int]]:
+    """The tokens that follow each prompt (token ids), in their order, up to a stop token, which is left out,
+    or `max_new_tokens` tokens. All ranks call it with the same prompts, and each gets all answers.
 
     sampling: beyond greedy with one rank only. context: tokens of prompt and answer together, which end an
     answer earlier; None: no limit. stream: gets the text of the only prompt's answer as it is generated.
@@ -192,13 +197,11 @@ def answers(
             raise UserError("Tokens are sampled by one rank with a KV cache alone; set the temperature to 0.")
         if cached:
             with sampling.seeded(parallel.world.device):
-                new_ids = cached_answers(
+                return cached_answers(
                     parallel.stages[0].model, tokenizer, prompts, limits,
                     stop_ids=stop_ids, sampling=sampling, stream=stream,
                 )  # fmt: skip
-        else:
-            new_ids = forward_answers(parallel, prompts, limits, stop_ids=stop_ids, stream=stream)
-    return [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in new_ids]
+        return forward_answers(parallel, prompts, limits, stop_ids=stop_ids, stream=stream)
 
 
 @torch.no_grad()

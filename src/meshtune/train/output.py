@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from meshtune.config import Config, load
-from meshtune.data.given import rows_name
+from meshtune.data.example import rows_name
 from meshtune.errors import UserError, expanded, written
 from meshtune.rundir import Row, RunDir, aside_pattern
 from meshtune.sections import SourceConfig

@@ -153,11 +153,15 @@ class Metrics:
         self.log({"kind": "run", **facts})
 
     def train(self, **numbers: Any) -> None:
-        """Log one update's row, if due or skipped; `numbers` are train_row's, less `world` and the peak."""
-        if self.trackers and (numbers.get("skipped") or self.due(numbers["step"])):
+        """Log one update's row, if due or skipped; callbacks get each. `numbers` are train_row's, less
+        `world` and the peak.
+        """
+        shown = bool(numbers.get("skipped")) or self.due(numbers["step"])
+        takers = [tracker for tracker in self.trackers if shown or isinstance(tracker, Callbacks)]
+        if takers:
             row = train_row(**numbers, world=self.world, peak_flops_per_second=self.peak_flops_per_second)
             self._warn_of_impossible(row)
-            self.log(row)
+            self.log(row, takers)
 
     def evaluate(self, **numbers: Any) -> None:
         """Log one evaluation's row; `numbers` are eval_row's."""
@@ -182,9 +186,9 @@ class Metrics:
             except Exception as error:  # the others must still flush
                 self.log_line(f"log.to: {name_of(tracker)} could not be closed: {error}")
 
-    def log(self, row: Row) -> None:
-        """Hand a row to every tracker."""
-        for tracker in self.trackers:
+    def log(self, row: Row, takers: Iterable[Tracker] | None = None) -> None:
+        """Hand a row to every tracker, or to `takers` of them alone."""
+        for tracker in self.trackers if takers is None else takers:
             try:
                 tracker.log(row)
             except Exception as error:

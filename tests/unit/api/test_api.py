@@ -1,5 +1,7 @@
 """`from meshtune import Config, Layout, generate, plan, train`: in-memory rows, results, errors."""
 
+import inspect
+import pydoc
 import subprocess
 import sys
 from collections.abc import Callable
@@ -72,6 +74,24 @@ def test_settings_are_a_config_a_tree_or_a_file(tmp_path: Path) -> None:
         config_of({"model": {"name": "org/name"}, "train": {"max_stepz": 3}})
 
 
+def test_a_config_made_in_python_has_our_sentences() -> None:
+    sections: dict[str, Any] = {"model": {"name": "org/name"}, "train": {"lr": 1, "seed": -1}, "modl": 1}
+    with pytest.raises(UserError) as caught:
+        Config(**sections)
+    first, second, third = caught.value.problems
+    assert first == "train.lr is no setting; did you mean train.learning_rate?"
+    assert second.startswith("modl is no setting") and third == "train.seed = -1: write a number from 0 on."
+
+
+def test_a_package_that_is_a_function_documents_the_function() -> None:
+    from meshtune.api.train import train as function
+
+    assert inspect.signature(train) == inspect.signature(function)
+    described = pydoc.render_doc(train, renderer=pydoc.plaintext)
+    assert "train(config: " in described and "Train as `meshtune train` does" in described
+    assert not hasattr(train, "trian")
+
+
 def test_rows_in_memory_train_as_a_file_does(tree: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     result = train(tree(), train_data=ROWS, eval_data=ROWS[:4])
     assert result.folder == tmp_path / "run" and (result.model / "config.json").exists()
@@ -129,6 +149,20 @@ def test_a_run_goes_on_with_the_rows_it_began_with_alone(
 def test_what_is_no_row_is_named(rows: Any, sentence: str, tree: Callable[..., dict[str, Any]]) -> None:
     with pytest.raises(UserError, match=sentence):
         train(tree(), train_data=rows)
+
+
+@pytest.mark.parametrize("kind", ["list", "Dataset"])
+def test_bad_rows_in_memory_are_named_by_their_argument(
+    kind: str, tree: Callable[..., dict[str, Any]]
+) -> None:
+    def given(rows: list[dict[str, Any]]) -> Any:
+        return datasets.Dataset.from_list(rows) if kind == "Dataset" else rows
+
+    with pytest.raises(UserError, match=r"\Atrain_data has the columns question, which fit no format"):
+        train(tree(), train_data=given([{"question": "a"}]))
+    with pytest.raises(UserError, match=r"(?s)train_data, row 24: .*empty") as caught:
+        train(tree(), train_data=given([*ROWS, {"prompt": "a", "completion": ""}]))
+    assert "/rows/" not in str(caught.value)
 
 
 def test_rows_take_part_in_the_judgement_of_the_settings(tmp_path: Path) -> None:

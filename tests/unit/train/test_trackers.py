@@ -10,6 +10,7 @@ from rich.console import Console
 
 from meshtune.errors import UserError
 from meshtune.rundir import RunDir
+from meshtune.train.callbacks import Callback, Callbacks, Training
 from meshtune.train.console import Course
 from meshtune.train.dashboards import Labels
 from meshtune.train.trackers import Metrics
@@ -122,6 +123,20 @@ def test_every_3_keeps_the_first_the_last_each_third_and_skipped_steps():
         metrics.train(step=step, **NUMBERS, skipped=step == 5)
     assert [row["step"] for row in kept.rows] == [1, 3, 5, 6, 9, 10]
     assert [row["step"] for row in kept.rows if row.get("skipped")] == [5]
+
+
+def test_callbacks_get_each_step_whatever_log_every_is(tmp_path):
+    seen = []
+
+    class Steps(Callback):
+        def on_step(self, training, row):
+            seen.append(row["step"])
+
+    kept, steps = Kept(), Steps()
+    metrics = Metrics([kept, Callbacks([steps], Training(tmp_path, 7))], every=5, total_steps=7)
+    for step in range(1, 8):
+        metrics.train(step=step, **NUMBERS)
+    assert [row["step"] for row in kept.rows] == [1, 5, 7] and seen == [*range(1, 8)]
 
 
 def test_a_tracker_that_fails_is_dropped_and_the_run_goes_on():
