@@ -82,6 +82,7 @@ def test_the_terminal_shows_figures_bars_losses_and_samples(tmp_path, tokenizer)
 @pytest.mark.parametrize("width", [80, 120])
 def test_figures_that_look_alike_are_told_apart_in_whole_words(tmp_path, tokenizer, width) -> None:
     found = described(tmp_path, tokenizer, [("abc", "d"), ("ab", "cdefgh")], eval_split=1)
+    found = json.loads(json.dumps(found).replace(f"{tmp_path}/", ""))  # a long path can't be one word
     texts = []
     for columns in (width, 1000):
         console = Console(file=io.StringIO(), width=columns)

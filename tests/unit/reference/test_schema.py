@@ -40,7 +40,7 @@ CONTRADICTIONS = [
 def tree_of(key: str, value: Any) -> dict[str, Any]:
     if key.startswith(("data.train.", "data.eval.")):
         section, _, name = key.rpartition(".")
-        return merge(MODEL, nested(section.split("."), {"path": "rows.jsonl", name: value}))
+        return merge(MODEL, nested(section.split("."), {"path": "owner/rows", name: value}))
     return merge(MODEL, nested(key.split("."), value))
 
 
