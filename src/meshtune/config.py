@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_va
 
 from meshtune.errors import UserError, written
 from meshtune.layout import PartialLayout
-from meshtune.optimizers import OPTIMIZERS
+from meshtune.optimizers import OPTIMIZERS, constants_of
 from meshtune.precision import PRECISIONS, REDUCE_DTYPES
 from meshtune.schedules import SCHEDULES, schedule_problems
 from meshtune.sections import ClusterConfig, DataConfig, LoraConfig, ModelConfig
@@ -108,7 +108,7 @@ class TrainConfig(Section):
     )
     optimizer: str = Field(
         default="adamw",
-        description="Rule of the update: adamw, lion, or adafactor, which needs whole tensors (dp, pp, cp).",
+        description="Rule of the update: adamw, lion; adafactor and muon need whole tensors (dp, pp, cp).",
     )
     adam_betas: tuple[Fraction, Fraction] = Field(
         default=(0.9, 0.999), description="Decay of AdamW's two moments, or the two of Lion's one."
@@ -142,11 +142,11 @@ class TrainConfig(Section):
                 f"train.reduce_dtype=bf16 would round the {summed} gradients of train.precision="
                 f"{self.precision}; leave train.reduce_dtype out, or set train.precision=bf16."
             )
-        fields, row = TrainConfig.model_fields, OPTIMIZERS[self.optimizer]
+        fields, taken = TrainConfig.model_fields, constants_of(self.optimizer)
         problems += [
             f"train.adam_{name} has no effect on train.optimizer={self.optimizer}; leave it out."
             for name in ("betas", "eps")
-            if name not in row.constants and getattr(self, f"adam_{name}") != fields[f"adam_{name}"].default
+            if name not in taken and getattr(self, f"adam_{name}") != fields[f"adam_{name}"].default
         ]
         problems += schedule_problems(
             self.lr_scheduler,

@@ -46,6 +46,8 @@ class Optimizer:
     constants: tuple[str, ...]  # of betas and eps, that it takes (train.adam_betas, train.adam_eps)
     bucket_elements: int = BUCKET_ELEMENTS  # whose gradients are cast to the trained weights' dtype at a time
     by_element: bool = True  # False: an update reads the whole tensor, so that no rank may have a part of it
+    rest: str | None = None  # row for all but the blocks' matrices (census.is_matrix); None: this one
+    newton_schulz_steps: int = 0  # iterations that make the update of a matrix orthogonal; 0: no such matmuls
 
     def bytes_per_parameter(self, trained: str) -> int:
         """Bytes of state per trained parameter; less than a value for a row or a column is not counted.
@@ -72,5 +74,14 @@ OPTIMIZERS = Table(
             (),
             by_element=False,
         ),
+        "muon": Optimizer(
+            (State("momentum_buffer"),), (), by_element=False, rest="adamw", newton_schulz_steps=5
+        ),
     },
 )
+
+
+def constants_of(optimizer: str) -> tuple[str, ...]:
+    """Names of the constants, of betas and eps, that a row and its `rest` take."""
+    row = OPTIMIZERS[optimizer]
+    return (*row.constants, *(OPTIMIZERS[row.rest].constants if row.rest else ()))

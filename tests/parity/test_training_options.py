@@ -19,6 +19,8 @@ OPTIONS = {
     ),
     "lion": ("train.optimizer=lion", "train.learning_rate=1e-3", "train.adam_eps=1e-8"),
     "adafactor": ("train.optimizer=adafactor", "train.adam_eps=1e-8"),
+    "muon": ("train.optimizer=muon",),
+    "muon-lora": ("train.optimizer=muon", "method=lora", "lora.r=4", "lora.modules_to_save=[lm_head]"),
 }
 WHOLE = ["dp2", "cp2", "ulysses2", "pp2-1f1b", "pp2-zbv", "dp2-pp2-1f1b"]  # no rank has a part of a tensor
 TECHNIQUES = [
@@ -40,7 +42,7 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, T
         [
             (option, layout)
             for option in OPTIONS
-            for layout in (WHOLE if option == "adafactor" else TECHNIQUES)
+            for layout in (WHOLE if option.startswith(("adafactor", "muon")) else TECHNIQUES)
         ],
         default=[("smoothing", "tp2-sp")],
     ),
@@ -54,6 +56,7 @@ def test_options_give_the_numbers_of_one_rank(
 
 GOES_ON = {  # option -> (layout before, layout after)
     "adafactor": [("dp2-pp2-1f1b", ONE), (ONE, "cp2"), ("dp2", "pp2-zbv")],
+    "muon": [("dp2-pp2-1f1b", ONE), ("dp2", "pp2-zbv"), (ONE, "cp2")],
     "lion": [("zero3x2-tp2-sp", ONE), ("pp2-1f1b", "zero1x2")],
     "noise": [("cp2", "tp2-sp")],
     "lora": [("zero3x2-tp2-sp", "pp2-1f1b")],

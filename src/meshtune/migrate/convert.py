@@ -19,7 +19,7 @@ from meshtune.errors import UserError, check_file, explained, type_name, written
 from meshtune.migrate import model, outputs, sharding, sources, training
 from meshtune.migrate.job import CONVERSIONS, Converted, Job, NoCounterpart, NotNeeded, Refused, flat, is_off
 from meshtune.migrate.pickled import training_arguments
-from meshtune.optimizers import OPTIMIZERS
+from meshtune.optimizers import constants_of
 from meshtune.setting_partners import unmet
 from meshtune.trainers.table import TOOLS, Entry, table
 from meshtune.yaml_tree import merge, nested, overridden, read_yaml
@@ -187,7 +187,7 @@ def _converted(entry: Entry, value: Any, job: Job) -> Converted:
 def _without_effect(result: Migrated) -> None:
     """Drop settings that can take no effect, and note those that the file has."""
     optimizer = result.settings.get("train.optimizer", "adamw")
-    for name in {"betas", "eps"} - {*OPTIMIZERS[optimizer].constants}:
+    for name in {"betas", "eps"} - {*constants_of(optimizer)}:
         _drop(result, f"train.adam_{name}", f"{optimizer} has no {name}")
     with suppress(ValidationError):  # a wrong value, which `config` reports with all others
         for setting, _, need in unmet(unchecked(result.tree)):

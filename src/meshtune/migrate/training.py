@@ -113,6 +113,8 @@ def ended_by_steps(job: Job) -> bool:
 
 @conversion
 def optimizer(value: Any, job: Job) -> Converted:
+    if job.on("use_muon"):
+        raise NotNeeded("use_muon chooses the optimizer")
     known = re.fullmatch(IMPLEMENTATION, short(value))
     if known is None or known["kind"] not in OPTIMIZERS:
         raise NoCounterpart(f"there is no optimizer {short(value)}; train.optimizer is adamw")
@@ -128,6 +130,11 @@ def weight_decay(value: Any, job: Job) -> Converted:
     if "optimizer.weight_decay" not in job.given and "adamw" not in short(job.value("optimizer._component_")):
         raise NotNeeded("the optimizer has no weight decay of its own")
     return Converted({"train.weight_decay": float(value)})
+
+
+@conversion
+def use_muon(value: Any, job: Job) -> Converted:
+    return Converted({"train.optimizer": "muon"} if value else {})
 
 
 @conversion

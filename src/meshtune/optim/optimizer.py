@@ -5,7 +5,7 @@
     bf16        bf16        fp32     bf16, summed in fp32 if accumulated fp32
     bf16-pure   bf16        -        bf16, summed in fp32 if accumulated bf16
 
-(AdamW's two states; the others' are in optimizers.py.)
+(AdamW's two states; the others' are in optimizers.py. Muon updates the blocks' matrices, AdamW the rest.)
 
 Masters are the parameters as they were read: the model is loaded in fp32, its storage becomes the master and
 the module gets a rounded copy, so nothing is held twice. `step` turns gradients into fp32 one bucket at a
@@ -22,7 +22,6 @@ line of UPDATES.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,12 +30,14 @@ from torch import Tensor, nn
 from meshtune.optim.adafactor import adafactor
 from meshtune.optim.adamw import adamw
 from meshtune.optim.lion import lion
+from meshtune.optim.muon import muon
 from meshtune.optim.states import zeros
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.parallel.zero import local
+from meshtune.placement.census import is_matrix
 
 UPDATES: dict[str, Callable[..., torch.optim.Optimizer]] = {  # by the name in OPTIMIZERS
-    "adamw": adamw, "lion": lion, "adafactor": adafactor,
+    "adamw": adamw, "lion": lion, "adafactor": adafactor, "muon": muon,
 }  # fmt: skip
 
 
@@ -52,6 +53,7 @@ def decays(name: str, parameter: Tensor) -> bool:
 class Bucket:
     """Parameters that are stepped together; the three lists are parallel."""
 
+    row: str  # of OPTIMIZERS, by which they are updated
     names: list[str]
     parameters: list[nn.Parameter]
     trained: list[Tensor]  # the masters; without masters the parameters, or this rank's shards of DTensors
@@ -62,6 +64,7 @@ class Optimizer:
     """Masters, gradient sums and updates of those of `named_parameters` that require gradients.
 
     name: a row of OPTIMIZERS. weight_decay: decoupled, on the parameters for which `decays` is true.
+    blocks: prefix of the names of the blocks' parameters, for a row that updates their matrices alone.
     compute_dtype: the parameters are cast to it at once, in place, and their old storage becomes the master
     weights; None: no masters, the parameters are trained as they are.
     sum_dtype: dtype in which the gradients of several micro-batches add up. Where a parameter has another, a
@@ -79,19 +82,20 @@ class Optimizer:
         eps: float,
         weight_decay: float,
         name: str = "adamw",
+        blocks: str = "",
         compute_dtype: torch.dtype | None = None,
         sum_dtype: torch.dtype | None = None,
         copies: Mapping[str, float] | None = None,
     ) -> None:
         self.copies = copies or {}
-        self.name, row = name, OPTIMIZERS[name]
         constants = {"betas": betas, "eps": eps}
-        update = partial(UPDATES[name], **{key: constants[key] for key in row.constants})
-        bucket_elements = row.bucket_elements if compute_dtype else None
         trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
         self.buckets = [
-            self._bucket(names_and_parameters, update, weight_decay, compute_dtype)
-            for names_and_parameters in buckets(trainable, bucket_elements)
+            self._bucket(names_and_parameters, row, constants, weight_decay, compute_dtype)
+            for row, updated in by_row(name, trainable, blocks).items()
+            for names_and_parameters in buckets(
+                updated, OPTIMIZERS[row].bucket_elements if compute_dtype else None
+            )
         ]
         self.sums: dict[nn.Parameter, Tensor] = {}
         self.sum_dtype = sum_dtype
@@ -103,13 +107,14 @@ class Optimizer:
     @staticmethod
     def _bucket(
         named: list[tuple[str, nn.Parameter]],
-        update: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        row: str,
+        constants: Mapping[str, Any],
         weight_decay: float,
         compute_dtype: torch.dtype | None,
     ) -> Bucket:
         """Make a bucket of (name, parameter) pairs, cast to compute_dtype in place if it is given.
 
-        update: makes the torch optimizer from torch.optim's parameter groups.
+        row: of OPTIMIZERS. constants: betas and eps, of which the row's are used.
         """
         names, parameters = [name for name, _ in named], [p for _, p in named]
         trained: list[Tensor] = [p.data if compute_dtype else local(p) for p in parameters]
@@ -124,7 +129,8 @@ class Optimizer:
             for decay in (True, False)
         ]
         groups = [group for group in groups if group["params"]]
-        return Bucket(names, parameters, trained, update(groups))
+        taken = {key: constants[key] for key in OPTIMIZERS[row].constants}
+        return Bucket(row, names, parameters, trained, UPDATES[row](groups, **taken))
 
     def _add(self, parameter: Tensor) -> None:
         """Hook after a micro-batch's backward: add .grad to the parameter's sum, and set it to None."""
@@ -236,14 +242,14 @@ class Optimizer:
         as loading a checkpoint needs.
         """
         tensors: dict[str, Tensor] = {}
-        names = {row.name for row in OPTIMIZERS[self.name].states}
         for bucket in self.buckets:
+            names = {state.name for state in OPTIMIZERS[bucket.row].states}
             for name, trained in zip(bucket.names, bucket.trained, strict=True):
                 tensors[f"model.{name}"] = trained
                 every = bucket.update.state
                 state = every[trained] if trained in every or materialise else {}
                 if materialise and not state:
-                    state.update(zeros(self.name, trained))
+                    state.update(zeros(bucket.row, trained))
                 tensors |= {f"optimizer.{name}.{key}": state[key] for key in state if key in names}
         return tensors
 
@@ -258,6 +264,23 @@ def parts_of(key: str) -> tuple[str, str, str]:
 def key_of(kind: str, name: str, state_name: str) -> str:
     """Key of `Optimizer.state`, the inverse of `parts_of`; an empty `state_name` is left out."""
     return ".".join(part for part in (kind, name, state_name) if part)
+
+
+def by_row(
+    optimizer: str, named: list[tuple[str, nn.Parameter]], blocks: str
+) -> dict[str, list[tuple[str, nn.Parameter]]]:
+    """Return the (name, parameter) pairs that each row of OPTIMIZERS updates under train.optimizer.
+
+    blocks: prefix of the names of the blocks' parameters.
+    """
+    rest = OPTIMIZERS[optimizer].rest
+    if rest is None:
+        return {optimizer: named}
+    rows: dict[str, list[tuple[str, nn.Parameter]]] = {optimizer: [], rest: []}
+    for name, parameter in named:
+        matrix = name.startswith(blocks) and is_matrix(name, tuple(parameter.shape))
+        rows[optimizer if matrix else rest].append((name, parameter))
+    return rows
 
 
 def buckets(

@@ -20,6 +20,14 @@ import numpy as np
 from meshtune.units import Number
 
 
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """True for a block's parameter that is a matrix to optimizers.OPTIMIZERS: 2 dimensions, no bias.
+
+    Adapters are; the stacked tensors of experts and convolutions, with 3 dimensions, are not.
+    """
+    return len(shape) == 2 and not name.endswith("bias")
+
+
 @dataclass(frozen=True)
 class Matrix:
     """A parameter that every token is multiplied with, `count` times (of experts: as many as are active).

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from meshtune.layout import AXES, V_SCHEDULES, Layout
-from meshtune.placement.census import Census, Parameter, attended_pairs
+from meshtune.placement.census import Census, Parameter, attended_pairs, is_matrix
 from meshtune.placement.collectives import (
     Collective,
     Shape,
@@ -248,7 +248,7 @@ def share(
         embedding=0 in stages,
         head=len(stage_ranges) - 1 in stages,
         parameters=dict(parameters),
-        bytes=_states(copies, _elements(units, layout, place), layout),
+        bytes=_states(copies, _elements(census, units, layout, place), layout),
         groups={"_".join(names): group(layout, rank, *names) for names in axes},
         collectives=(
             *data_collectives(copies, layout, units),
@@ -304,7 +304,7 @@ def _repeated(parameter: Parameter, tp: int) -> bool:
     return 0 < parameter.heads < tp
 
 
-def _elements(units: Iterable[Unit], layout: Layout, place: Mapping[str, int]) -> Elements:
+def _elements(census: Census, units: Iterable[Unit], layout: Layout, place: Mapping[str, int]) -> Elements:
     """Elements of parameters of one rank, and in its ZeRO shard, which cuts each along its first dimension.
 
     units: the rank's, with shapes after tp. place: its index on each of AXES.
@@ -312,12 +312,15 @@ def _elements(units: Iterable[Unit], layout: Layout, place: Mapping[str, int]) -
     shards = layout.shard_ranks if layout.zero else 1
     index = place["dp_shard"] * layout.cp + place["cp"] if layout.zero else 0
     whole, shard = Counter[bool](), Counter[bool]()  # by whether it is trained
+    in_blocks, matrices = {p for block in census.blocks for p in block.parameters}, 0
     for unit in units:
         for shape, parameter in unit.parameters:
             start, stop = piece(shape[0], shards, index)
             whole[parameter.trainable] += math.prod(shape)
             shard[parameter.trainable] += math.prod((stop - start, *shape[1:]))
-    return Elements(whole.total(), whole[True], shard.total(), shard[True])
+            if parameter.trainable and parameter in in_blocks and is_matrix(parameter.name, shape):
+                matrices += math.prod(shape)
+    return Elements(whole.total(), whole[True], shard.total(), shard[True], matrices)
 
 
 def _states(copies: Copies, elements: Elements, layout: Layout) -> States:

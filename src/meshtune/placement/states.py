@@ -29,6 +29,7 @@ class Copies(NamedTuple):
     master: float  # of the wider copy that the optimizer updates; 0: it updates the weight itself
     optimizer: float  # state of the optimizer, masters aside
     beside: float = 0.0  # 1: the sum is a buffer beside the gradient, from the start; 0: it replaces it
+    matrix_saving: float = 0.0  # by which `optimizer` is less in the blocks' matrices (census.is_matrix)
 
     @property
     def trained(self) -> float:
@@ -42,13 +43,16 @@ def copies_of(precision: str, reduce_dtype: str, optimizer: str) -> Copies:
     The arguments are the settings train.precision, train.reduce_dtype and train.optimizer; raises UserError
     for a value that is unknown.
     """
-    dtypes = PRECISIONS[precision]
+    dtypes, row = PRECISIONS[precision], OPTIMIZERS[optimizer]
+    state = row.bytes_per_parameter(dtypes.trained)
+    rest = OPTIMIZERS[row.rest].bytes_per_parameter(dtypes.trained) if row.rest else state
     return Copies(
         weight=DTYPE_BYTES[dtypes.compute],
         gradient=DTYPE_BYTES[dtypes.gradient],
         accumulated=DTYPE_BYTES[dtypes.summed(reduce_dtype)],
         master=DTYPE_BYTES[dtypes.trained] if dtypes.trained != dtypes.compute else 0,
-        optimizer=OPTIMIZERS[optimizer].bytes_per_parameter(dtypes.trained),
+        optimizer=rest,
+        matrix_saving=rest - state,
     )
 
 
@@ -59,6 +63,7 @@ class Elements(NamedTuple):
     trained: Number  # trained, before ZeRO shards them
     shard: Number  # in the rank's ZeRO shard; equal to `whole` without ZeRO
     trained_shard: Number  # in the shard and trained
+    matrices: Number = 0.0  # trained, in the blocks' matrices, before ZeRO shards them
 
 
 class States(NamedTuple):
@@ -116,6 +121,8 @@ def held_states(
             elements.trained * gradient,
         ),
         optimizer=np.where(
-            sharded, elements.trained_shard * copies.optimizer, elements.trained * master_and_state
+            sharded,  # optimizers with a matrix_saving need whole matrices: they are refused here
+            elements.trained_shard * copies.optimizer,
+            elements.trained * master_and_state - elements.matrices * copies.matrix_saving,
         ),
     )

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from meshtune.optimizers import OPTIMIZERS
 from meshtune.placement.states import copies_of
 from meshtune.plan.hardware import Gpu, stacks
 from meshtune.precision import PRECISIONS
@@ -73,6 +76,7 @@ class Machine:
     send_share: Number  # of a GPU's part of the network that a send between stages reaches
     send_split: Number  # 1: each tensor-parallel rank sends its part, gathered again; 0: each sends all of it
     balanced: Number  # 1: stages are cut by cost with the head's; 0: into equal numbers of blocks
+    block_update: Number = 0.0  # seconds of the matmuls (Newton-Schulz, in bf16) of one block's update
 
     @classmethod
     def of(
@@ -104,13 +108,17 @@ class Machine:
 def machine_of(workload: Workload, cluster: Cluster) -> Machine:
     """The cluster with this engine on it, in the workload's precision.
 
-    The stack's `optimizer_bytes` is bf16's, and scales with the bytes that an update of this precision moves.
+    The stack's `optimizer_bytes` is bf16's with AdamW, and scales with the bytes that an update of this
+    precision and optimizer moves.
     """
     stack = stacks()["meshtune-compiled" if workload.compile else "meshtune"]
     machine = Machine.of(cluster.gpu, stack, network_share=cluster.network_share)
     copies = copies_of(workload.precision, workload.reduce_dtype, workload.optimizer)
     measured = copies_of("bf16", "fp32", "adamw")
-    updated = 2 * (copies.trained + copies.optimizer) + copies.accumulated + copies.weight
+    work, matrices = workload.work, workload.work.trained_matrices
+    of_matrices = work.blocks * sum(w.elements * w.trainable for w in matrices)
+    state = copies.optimizer - copies.matrix_saving * of_matrices / np.maximum(work.trained_parameters, 1.0)
+    updated = 2 * (copies.trained + state) + copies.accumulated + copies.weight
     updated_in_bf16 = 2 * (measured.trained + measured.optimizer) + measured.accumulated + measured.weight
     return replace(
         machine,
@@ -122,8 +130,20 @@ def machine_of(workload: Workload, cluster: Cluster) -> Machine:
         gradient_bytes=copies.accumulated,
         scatter_bytes=copies.accumulated,
         optimizer_bytes=machine.optimizer_bytes * updated / updated_in_bf16,
+        block_update=OPTIMIZERS[workload.optimizer].newton_schulz_steps
+        * sum(w.count * w.trainable * newton_schulz_flops(w.rows, w.cols) for w in matrices)
+        / (cluster.gpu.bf16 * machine.matmul * machine.stack_matmul),
         **rates(cluster, workload.precision),
     )
+
+
+def newton_schulz_flops(rows: Number, cols: Number) -> Number:
+    """FLOPs of one Newton-Schulz iteration, X <- a X + (b G + c G²) X with G = X Xᵀ: three matmuls.
+
+    rows, cols: of the matrix X, which is transposed if it has more rows than columns.
+    """
+    short, long = np.minimum(rows, cols), np.maximum(rows, cols)
+    return 4 * short**2 * long + 2 * short**3
 
 
 def rates(cluster: Cluster, precision: str) -> dict[str, float]:

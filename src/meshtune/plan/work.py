@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtune.placement.census import Census, Parameter, document_pairs
+from meshtune.placement.census import Census, Parameter, document_pairs, is_matrix
 from meshtune.units import Number
 
 
@@ -61,6 +61,7 @@ class Weight:
     cut: str = ""  # what tensor parallelism cuts, "rows" or "cols"; "": nothing
     heads: Number = 0.0  # key-value heads along `cut`, 0: none; with tp > heads each rank holds all of it
     trainable: Number = 1.0  # share of them that is trained, 0 to 1
+    matrix: bool = False  # in a block, and census.is_matrix
 
     @property
     def elements(self) -> Number:
@@ -140,7 +141,7 @@ class Work:
             wide=wide / n,
             matrices=matrices,
             cores=cores,
-            block_weights=_weights((p for b in census.blocks for p in b.parameters), n),
+            block_weights=_weights((p for b in census.blocks for p in b.parameters), in_blocks=n),
             first_weights=_weights(p for p in census.parameters_outside if not p.last),
             last_weights=_weights(p for p in census.parameters_outside if p.last),
             tied=float(census.tied),
@@ -167,7 +168,7 @@ class Work:
             Gemm(ffn, hidden, 1 + gated, "rows"),
             Gemm(hidden, ffn, 1.0, "cols"),
         )
-        weights = tuple(Weight(m.rows, m.cols, m.count, m.cut) for m in matrices)
+        weights = tuple(Weight(m.rows, m.cols, m.count, m.cut, matrix=True) for m in matrices)
         return cls(
             blocks=layers,
             hidden=hidden,
@@ -188,7 +189,7 @@ class Work:
         """
         frozen = tuple(replace(m, trainable=0.0) for m in self.matrices)
         adapters = tuple(adapter for m in self.matrices for adapter in _adapters(m, lora_rank))
-        added = tuple(Weight(a.rows, a.cols, a.count, a.cut) for a in adapters)
+        added = tuple(Weight(a.rows, a.cols, a.count, a.cut, matrix=True) for a in adapters)
         in_blocks, first, last = (
             tuple(replace(w, trainable=0.0) for w in weights)
             for weights in (self.block_weights, self.first_weights, self.last_weights)
@@ -209,6 +210,16 @@ class Work:
     def trained_block_parameters(self) -> Number:
         """Trained elements of an average block."""
         return sum(w.elements * w.trainable for w in self.block_weights)
+
+    @property
+    def trained_parameters(self) -> Number:
+        """Trained elements of the model."""
+        return self.blocks * self.trained_block_parameters + self.outside_parameters * self.trained_outside
+
+    @property
+    def trained_matrices(self) -> tuple[Weight, ...]:
+        """The matrices of an average block, those of which any is trained."""
+        return tuple(w for w in self.block_weights if w.matrix and w.trainable)
 
     @property
     def trained_outside(self) -> Number:
@@ -255,8 +266,11 @@ def _kept_by_element_bytes(census: Census) -> dict[int, Kept]:
     return saved | {8: Kept(*(2 * size for size in saved[4]))}
 
 
-def _weights(parameters: Iterable[Parameter], blocks: int = 1) -> tuple[Weight, ...]:
-    """These parameters, equal ones as one Weight, whose `count` is divided by `blocks`."""
+def _weights(parameters: Iterable[Parameter], in_blocks: int = 0) -> tuple[Weight, ...]:
+    """These parameters, equal ones as one Weight.
+
+    in_blocks: number of blocks that they are in, by which each `count` is divided; 0: they are outside.
+    """
     alike = Counter(
         (
             p.shape[0],
@@ -264,10 +278,11 @@ def _weights(parameters: Iterable[Parameter], blocks: int = 1) -> tuple[Weight, 
             ("rows", "cols")[p.cut] if p.cut in (0, 1) else "",
             p.heads,
             p.trainable,
+            in_blocks > 0 and is_matrix(p.name, p.shape),
         )
         for p in parameters
     )
     return tuple(
-        Weight(rows, cols, count / blocks, cut, heads, float(trainable))
-        for (rows, cols, cut, heads, trainable), count in alike.items()
+        Weight(rows, cols, count / (in_blocks or 1), cut, heads, float(trainable), matrix)
+        for (rows, cols, cut, heads, trainable, matrix), count in alike.items()
     )

@@ -18,7 +18,7 @@ from meshtune.model.adapter import is_named, save_adapter
 from meshtune.model.pieces import Piece
 from meshtune.model.save import save_model, save_pieces, stored_differently
 from meshtune.model.trainable import tables
-from meshtune.optimizers import OPTIMIZERS
+from meshtune.optimizers import constants_of
 from meshtune.parallel.mesh import World
 from meshtune.rundir import RunDir
 from meshtune.train.output import absolute
@@ -187,7 +187,7 @@ def exporter_of(
 def recipe(config: Config) -> dict[str, str]:
     """The settings of a run that its model card lists."""
     train, data = config.train, config.data
-    betas = f", betas {train.adam_betas}" if "betas" in OPTIMIZERS[train.optimizer].constants else ""
+    betas = f", betas {train.adam_betas}" if "betas" in constants_of(train.optimizer) else ""
     return {
         "base model": shown(config.model.name),
         "method": config.method

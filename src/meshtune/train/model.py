@@ -154,7 +154,7 @@ def rank_model(
     )
     models = [whole, *(stage.model for stage in parallel.stages)]
     fill_values(spec, parallel.named_pieces(), models, initial_adapters(whole), export=world.main)
-    trained = optimizer_of(spec, optimizer, parallel)
+    trained = optimizer_of(spec, optimizer, parallel, blocks=f"{anatomy(whole).blocks}.")
     noise = Neftune(spec.neftune_alpha, spec.seed) if spec.neftune_alpha else None
     passes = Passes(parallel, trained, token_loss, noise)
     return RankModel(spec, whole, census, parallel, trained, passes, added)
@@ -261,11 +261,12 @@ def loss_of(layout: Layout, smoothing: float, token_loss: TokenLoss | None) -> F
     )
 
 
-def optimizer_of(spec: ModelSpec, values: OptimizerSpec, parallel: Parallel) -> Optimizer:
+def optimizer_of(spec: ModelSpec, values: OptimizerSpec, parallel: Parallel, blocks: str) -> Optimizer:
     """The optimizer of this rank's trainable parameters.
 
     Without ZeRO it makes masters, and casts the parameters in place, if the trained and the compute dtype
-    differ; with ZeRO FSDP2 casts them for the passes and sums their gradients. values: its constants.
+    differ; with ZeRO FSDP2 casts them for the passes and sums their gradients. values: its constants. blocks:
+    prefix of the names of the blocks' parameters.
     Gradients of several micro-batches, data or context ranks are summed in spec.sum_dtype, if it is wider
     than theirs.
     """
@@ -278,6 +279,7 @@ def optimizer_of(spec: ModelSpec, values: OptimizerSpec, parallel: Parallel) -> 
         eps=values.eps,
         weight_decay=values.weight_decay,
         name=values.name,
+        blocks=blocks,
         compute_dtype=compute if compute != spec.trained_dtype else None,
         sum_dtype=spec.sum_dtype if several and spec.sum_dtype.itemsize > compute.itemsize else None,
         copies=parallel.copies(),

@@ -101,6 +101,10 @@ def test_every_key_of_a_file_is_a_setting_or_in_a_comment(file: Path) -> None:
         (AXOLOTL | {"wandb_project": "p"}, {"log.to": ["console", "jsonl", "wandb"], "log.project": "p"}),
         (AXOLOTL, {"checkpoint.every": "1 epoch"}),
         (AXOLOTL | {"optimizer": "lion_8bit", "adam_beta1": 0.8}, {"train.optimizer": "lion"}),
+        (
+            AXOLOTL | {"optimizer": "muon", "adam_beta1": 0.8},
+            {"train.optimizer": "muon", "train.adam_betas": [0.8, 0.999]},
+        ),
         (AXOLOTL | {"optimizer": "schedule_free_adamw"}, {"train.optimizer": None}),
         (AXOLOTL | {"optimizer": "adafactor", "adam_epsilon": 1e-6}, {"train.adam_eps": None}),
         (AXOLOTL | {"learning_rate": "2e-5"}, {"train.learning_rate": 2e-5}),
@@ -143,6 +147,11 @@ def test_every_key_of_a_file_is_a_setting_or_in_a_comment(file: Path) -> None:
             {"method": "lora", "lora.r": 4, "lora.alpha": 8, "data.train_on": "assistant"},
         ),
         (FACTORY | {"mask_history": True}, {"data.train_on": "completion", "data.chat_template": "llama3"}),
+        (
+            FACTORY | {"use_muon": True, "optim": "adamw_torch", "adam_epsilon": 1e-6},
+            {"train.optimizer": "muon", "train.adam_eps": 1e-6},
+        ),
+        (FACTORY | {"use_muon": False, "optim": "lion_32bit"}, {"train.optimizer": "lion"}),
         (
             FACTORY | {"finetuning_type": "full", "pure_bf16": True},
             {"method": "full", "train.precision": "bf16-pure"},

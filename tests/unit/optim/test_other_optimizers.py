@@ -95,29 +95,33 @@ def test_the_state_of_adafactor_is_a_row_and_a_column_of_each_matrix() -> None:
     bytes_of = {key.removeprefix("optimizer.weight."): tensor.nbytes for key, tensor in state.items()}
     assert (bytes_of["exp_avg_sq_row"], bytes_of["exp_avg_sq_col"]) == (4 * 30, 4 * 40)
     assert state["optimizer.bias.exp_avg_sq"].nbytes == 4 * 30
-    assert [OPTIMIZERS[name].bytes_per_parameter("float32") for name in OPTIMIZERS] == [8, 4, 0]
+    assert [OPTIMIZERS[name].bytes_per_parameter("float32") for name in OPTIMIZERS] == [8, 4, 0, 4]
     assert OPTIMIZERS["lion"].bytes_per_parameter("bfloat16") == 2
 
 
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
 @pytest.mark.parametrize(
     "layout", ["zero1x2-mb1-ga1", "zero3x2-mb1-ga1", "tp2-mb1-ga1", "dp2-zero2x2-mb1-ga1"]
 )
-def test_an_update_of_whole_tensors_is_refused_where_ranks_share_them(layout: str) -> None:
-    (sentence,) = refusals(TRAITS, Layout.parse(layout), optimizer="adafactor")
+def test_an_update_of_whole_tensors_is_refused_where_ranks_share_them(layout: str, optimizer: str) -> None:
+    (sentence,) = refusals(TRAITS, Layout.parse(layout), optimizer=optimizer)
+    assert sentence.startswith(f"train.optimizer = {optimizer} ")
     assert "use dp, pp or cp, or train.optimizer=adamw or lion." in sentence and layout in sentence
     assert refusals(TRAITS, Layout.parse(layout), optimizer="lion") == []
 
 
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
 @pytest.mark.parametrize("layout", ["mb1-ga1", "dp2-mb1-ga1", "cp2-mb1-ga1", "pp2-1f1b-mb1-ga2"])
-def test_an_update_of_whole_tensors_is_taken_where_ranks_have_them_whole(layout: str) -> None:
-    assert refusals(TRAITS, Layout.parse(layout), optimizer="adafactor") == []
+def test_an_update_of_whole_tensors_is_taken_where_ranks_have_them_whole(layout: str, optimizer: str) -> None:
+    assert refusals(TRAITS, Layout.parse(layout), optimizer=optimizer) == []
 
 
 @pytest.mark.parametrize(
     ("optimizer", "setting", "refused"),
     [("adafactor", "adam_betas=[0.8, 0.9]", True), ("adafactor", "adam_eps=1e-6", True),
      ("lion", "adam_eps=1e-6", True), ("lion", "adam_betas=[0.9, 0.99]", False),
-     ("adamw", "adam_eps=1e-6", False), ("lion", "adam_eps=1e-8", False)],
+     ("adamw", "adam_eps=1e-6", False), ("lion", "adam_eps=1e-8", False),
+     ("muon", "adam_betas=[0.8, 0.9]", False), ("muon", "adam_eps=1e-6", False)],
 )  # fmt: skip
 def test_a_constant_that_an_optimizer_does_not_take_is_refused(
     optimizer: str, setting: str, refused: bool
@@ -143,3 +147,6 @@ def test_the_planner_counts_the_state_of_each_optimizer(precision: str) -> None:
     for name, states in (("lion", 1), ("adamw", 2)):
         more = float(peaks[name].optimizer - peaks["adafactor"].optimizer)
         assert more == pytest.approx(states * wide * parameters, rel=1e-6)
+    matrices = QWEN.work.blocks * sum(w.elements for w in QWEN.work.block_weights if w.cols > 1)
+    less = float(peaks["adamw"].optimizer - peaks["muon"].optimizer)
+    assert 0.5 * parameters < matrices and less == pytest.approx(wide * matrices, rel=1e-6)

@@ -9,7 +9,7 @@ from meshtune.plan.machine import Machine
 
 FACTS = {
     "flops", "core_flops", "bandwidth", "link", "network", "node", "multiprocessors", "flash",
-    "network_share", "weight_bytes", "element",
+    "network_share", "weight_bytes", "element", "block_update",
 }  # fmt: skip
 
 

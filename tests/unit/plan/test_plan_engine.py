@@ -69,10 +69,13 @@ def census_for(family: str, blocks: int = 2, method: str = "full", tied: bool | 
     return census_of(model)
 
 
-def workload_for(census: Census, precision: str = "bf16", seq_len: int = SEQ_LEN) -> Workload:
+def workload_for(
+    census: Census, precision: str = "bf16", seq_len: int = SEQ_LEN, optimizer: str = "adamw"
+) -> Workload:
     return Workload(
         model=census.family, work=Work.of(census), traits=replace(PLAIN, blocks=len(census.blocks)),
         seq_len=seq_len, global_batch_size=64, precision=precision,
+        optimizer=optimizer,
     )  # fmt: skip
 
 
@@ -109,8 +112,9 @@ def held(workload: Workload, layouts: Sequence[Layout]) -> dict[str, np.ndarray]
 def shared(workload: Workload, census: Census, layout: Layout, pipeline_rank: int) -> dict[str, int]:
     place = {"pp": pipeline_rank, "dp_replicate": 0, "dp_shard": 0, "cp": 0, "tp": 0}
     found = share(
-        census, layout, rank_at(layout, place), precision=workload.precision, seq_len=workload.seq_len
-    ).bytes
+        census, layout, rank_at(layout, place), precision=workload.precision, seq_len=workload.seq_len,
+        optimizer=workload.optimizer,
+    ).bytes  # fmt: skip
     return {
         "weights": found.weights + found.gathered, "gradients": found.gradients, "optimizer": found.optimizer
     }  # fmt: skip
@@ -134,6 +138,27 @@ def test_states_are_the_shares_to_the_byte(family: str, method: str) -> None:
             planned = {name: value[0, place] for name, value in found.items()}
             expected = shared(workload, census, layout, 0)
             assert planned == pytest.approx(expected, abs=1e-3), (precision, layout)
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    cases(
+        [(family, method) for family in MOST_UNLIKE for method in ("full", "lora")],
+        default=[("llama", "full"), ("gpt2", "lora")],
+    ),
+)
+def test_the_states_of_muon_are_the_shares_to_the_byte(family: str, method: str) -> None:
+    census = census_for(family, 7, method)
+    texts = ["mb1-ga1", "dp2-mb2-ga4", "cp2-mb1-ga1", "pp2-1f1b-mb1-ga4", "pp2-dualpipev-mb1-ga4"]
+    for precision in ("fp32", "bf16", "bf16-pure"):
+        workload = workload_for(census, precision, optimizer="muon")
+        layouts = [Layout.parse(text) for text in texts]
+        found = held(workload, layouts)
+        for place, layout in enumerate(layouts):
+            for index, rank in ((0, 0), (2, layout.pp - 1)):
+                planned = {name: value[index, place] for name, value in found.items()}
+                expected = shared(workload, census, layout, rank)
+                assert planned == pytest.approx(expected, abs=1e-3), (precision, layout, rank)
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "qwen3"])

@@ -39,7 +39,8 @@ def weight_elements(weights: Sequence[Weight], layouts: Columns) -> Elements:
         rows = np.ceil(weight.rows / slices) if weight.cut == "rows" else weight.rows
         cols = np.ceil(weight.cols / slices) if weight.cut == "cols" else weight.cols
         whole, shard = weight.count * rows * cols, weight.count * np.ceil(rows / shards) * cols
-        sizes.append((whole, whole * weight.trainable, shard, shard * weight.trainable))
+        trained = whole * weight.trainable
+        sizes.append((whole, trained, shard, shard * weight.trainable, trained * weight.matrix))
     return Elements(*(sum(column) for column in zip(*sizes, strict=True))) if sizes else Elements(0, 0, 0, 0)
 
 

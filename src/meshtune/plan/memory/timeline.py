@@ -198,9 +198,8 @@ def optimizer_state(
     FSDP's masters are the weights: they are not counted here. total: elements of the rank's parameters.
     """
     precision = accounting.precision
-    # Neither: an optimizer without state by element, and no masters.
-    masters = states.optimizer * precision.master / ((precision.master + precision.optimizer) or 1)
     updated = np.where(layouts.zero > 0, total.trained_shard, total.trained)
+    masters = updated * precision.master
     optimizer = states.optimizer + updated * accounting.flat_shard_buffers
     return np.where(accounting.gathers_shards(layouts), 0.0, masters), optimizer
 

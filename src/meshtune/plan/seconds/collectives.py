@@ -210,7 +210,10 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block_b
 
 
 def optimizer_update(work: Work, layouts: Columns, machine: Machine) -> Number:
-    """Seconds per step to update a rank's trained parameters, or its ZeRO shard of them: memory traffic."""
+    """Seconds per step to update a rank's trained parameters, or its ZeRO shard of them: memory traffic, and
+    the matmuls of an optimizer that has some, which is refused where matrices are split.
+    """
     trained = trained_on_rank(work, layouts)
     updated = np.where(layouts.zero > 0, trained / layouts.shard_ranks, trained)
-    return updated * machine.optimizer_bytes / (machine.bandwidth * machine.memory)
+    traffic = updated * machine.optimizer_bytes / (machine.bandwidth * machine.memory)
+    return traffic + work.blocks / layouts.pp * machine.block_update
