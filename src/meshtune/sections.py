@@ -47,6 +47,9 @@ class LoraConfig(Section):
         default=False,
         description="Scale the adapter's output by alpha / sqrt(r), so that it does not fall with r.",
     )
+    use_dora: bool = Field(
+        default=False, description="Train the norm of each output row apart from its direction (DoRA)."
+    )
     layers_to_transform: tuple[NonNegative, ...] | None = Field(
         default=None, description="Numbers of the blocks that get adapters, from 0; null: all."
     )

@@ -17,6 +17,13 @@ OPTIONS = {
         "lora.layers_to_transform=[0, 3, 6]",
         "lora.modules_to_save=[embed_tokens, lm_head, model.norm, layers.3.mlp]",
     ),
+    "dora": (
+        "method=lora",
+        "lora.r=4",
+        "lora.use_dora=true",
+        "lora.use_rslora=true",
+        "lora.layers_to_transform=[0, 3, 6]",
+    ),
     "lion": ("train.optimizer=lion", "train.learning_rate=1e-3", "train.adam_eps=1e-8"),
     "adafactor": ("train.optimizer=adafactor", "train.adam_eps=1e-8"),
     "muon": ("train.optimizer=muon",),
@@ -60,6 +67,7 @@ GOES_ON = {  # option -> (layout before, layout after)
     "lion": [("zero3x2-tp2-sp", ONE), ("pp2-1f1b", "zero1x2")],
     "noise": [("cp2", "tp2-sp")],
     "lora": [("zero3x2-tp2-sp", "pp2-1f1b")],
+    "dora": [("zero3x2-tp2-sp", "pp2-1f1b")],
 }
 
 

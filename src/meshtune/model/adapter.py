@@ -26,7 +26,6 @@ PREFIX = "base_model.model."  # peft's two wrappers put it before every name
 
 # Settings of peft that change what an adapter computes, and the values under which it is plain LoRA.
 PLAIN_LORA: dict[str, tuple[Any, ...]] = {
-    "use_dora": (None, False),
     "bias": (None, "none"),
     "lora_bias": (None, False),
     "rank_pattern": (None, {}),
@@ -47,6 +46,7 @@ def save_adapter(
     alpha: float,
     dropout: float = 0.0,
     use_rslora: bool = False,
+    use_dora: bool = False,
     layers_to_transform: Sequence[int] | None = None,
     modules_to_save: Sequence[str] = (),
     embeddings: bool = False,
@@ -66,6 +66,8 @@ def save_adapter(
     for name, layer in layers.items():
         tensors[f"{PREFIX}{name}.lora_A.weight"] = layer.lora_A
         tensors[f"{PREFIX}{name}.lora_B.weight"] = layer.lora_B
+        if layer.lora_magnitude_vector is not None:
+            tensors[f"{PREFIX}{name}.lora_magnitude_vector"] = layer.lora_magnitude_vector
     if embeddings:
         tensors |= {PREFIX + name: tensor for name, tensor in embedding_and_head(model).items()}
     saved = [path for path, _ in model.named_modules() if is_named(path, modules_to_save)]
@@ -83,6 +85,7 @@ def save_adapter(
         "layers_to_transform": None if layers_to_transform is None else [*layers_to_transform],
         "modules_to_save": saved or None,
         "use_rslora": use_rslora,
+        "use_dora": use_dora,
         "fan_in_fan_out": any(isinstance(layer, Conv1D) for layer in layers.values()),
         "bias": "none",
         "inference_mode": True,
@@ -145,6 +148,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> dict[str, Any]:
         dropout=settings.get("lora_dropout", 0.0),
         target_modules=names,
         use_rslora=bool(settings.get("use_rslora")),
+        use_dora=bool(settings.get("use_dora")),
         modules_to_save=settings.get("modules_to_save") or (),
     )
     embed_name = next(iter(embedding_and_head(model)))

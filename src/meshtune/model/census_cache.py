@@ -32,6 +32,7 @@ class LoraShape:
     """The settings of LoRA that decide the names and shapes of its parameters."""
 
     r: int = 16  # rank
+    use_dora: bool = False
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"  # or endings of layers' names
     layers_to_transform: tuple[int, ...] | None = None  # blocks with adapters; None: all
     modules_to_save: tuple[str, ...] = ()  # names or endings of modules that are trained whole
@@ -163,6 +164,7 @@ def _build_and_count(
             lora_rank=lora.r,
             alpha=1,
             target_modules=targets,
+            use_dora=lora.use_dora,
             layers_to_transform=lora.layers_to_transform,
             modules_to_save=lora.modules_to_save,
         )

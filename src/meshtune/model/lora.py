@@ -4,15 +4,19 @@
 
 s is alpha / r, or alpha / √r (rsLoRA, Kalajdzievski 2023, arXiv:2312.03732).
 
-The layer keeps its name, the behaviour of its class and its own parameters; it gains `lora_A` and `lora_B`,
-so that checkpoints, sharding and tensor-parallel plans still find `…q_proj.weight`. Only the adapters and
-the modules of `modules_to_save` are trainable. The arithmetic (dtypes, order, initialisation) is peft's, so
-the results are equal.
+DoRA (Liu et al. 2024, arXiv:2402.09353) trains the norm of each row of the weight apart from its direction:
+
+    y = m / |W + s · B A| · (W + s · B A) x + b    m [out], the rows' norms at first; |…| has no gradient
+
+The layer keeps its name, the behaviour of its class and its own parameters; it gains `lora_A` and `lora_B`
+(and `lora_magnitude_vector`, m), so that checkpoints, sharding and tensor-parallel plans still find
+`…q_proj.weight`. Only the adapters and the modules of `modules_to_save` are trainable. The arithmetic
+(dtypes, order, initialisation) is peft's, so the results are equal; DoRA's to the last bits.
 """
 
 import difflib
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Literal
 
 import torch
@@ -26,15 +30,50 @@ from meshtune.model.anatomy import anatomy
 
 
 class _Lora(nn.Module):
+    weight: nn.Parameter
+    bias: nn.Parameter | None
     lora_A: nn.Parameter  # [r, in]
     lora_B: nn.Parameter  # [out, r]
+    lora_magnitude_vector: nn.Parameter | None  # [out], of DoRA
     lora_scale: float
     lora_dropout: float
+    lora_all_reduce: Callable[[Tensor], Tensor] | None  # sums over the ranks that have the other columns of W
 
     def forward(self, x: Tensor) -> Tensor:
         base = super().forward(x)
         dropped = F.dropout(x.to(self.lora_A.dtype), self.lora_dropout, self.training)
-        return (base + F.linear(F.linear(dropped, self.lora_A), self.lora_B) * self.lora_scale).to(base.dtype)
+        change = F.linear(F.linear(dropped, self.lora_A), self.lora_B) * self.lora_scale
+        if self.lora_magnitude_vector is not None:
+            if self.lora_dropout and self.training:  # as peft: W and B A see the same dropped inputs
+                seen = F.linear(dropped, by_rows(self, self.weight).to(dropped.dtype))
+            else:
+                seen = base if self.bias is None else base - self.bias
+            change = self.lora_magnitude_vector / self.row_norms() * (seen + change) - seen
+        return (base + change).to(base.dtype)
+
+    @torch.no_grad()
+    def row_norms(self) -> Tensor:
+        """Return the norm of each row of W + s · B A, [out], in the adapter's dtype.
+
+        Of each row |w + s b A|² = |w|² + 2 s b (A w) + s² b (A Aᵀ) bᵀ: no matrix of W's size is made.
+        """
+        a, b, scale = self.lora_A, self.lora_B, self.lora_scale
+        weight = by_rows(self, self.weight)
+        products = 2 * scale * (weight.to(a.dtype) @ a.T) + scale**2 * (b @ (a @ a.T))
+        squares = norms(weight).square() + (products * b).sum(1)
+        if self.lora_all_reduce:
+            squares = self.lora_all_reduce(squares)
+        return squares.sqrt().to(b.dtype)
+
+
+def by_rows(layer: nn.Module, weight: Tensor) -> Tensor:
+    """Return the weight of a linear layer as [out, in], a view."""
+    return weight.T if isinstance(layer, Conv1D) else weight
+
+
+def norms(rows: Tensor) -> Tensor:
+    """Return the norm of each row, in at least fp32."""
+    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.promote_types(rows.dtype, torch.float32))
 
 
 class LoraLinear(_Lora, nn.Linear):
@@ -57,17 +96,18 @@ def add_lora(
     dropout: float = 0.0,
     target_modules: Literal["all-linear"] | list[str] = "all-linear",
     use_rslora: bool = False,
+    use_dora: bool = False,
     layers_to_transform: Collection[int] | None = None,
     modules_to_save: Collection[str] = (),
     dtype: torch.dtype | None = None,
 ) -> list[str]:
     """Freeze `model` and add adapters to the target linear layers, in place; returns the layers' names.
 
-    lora_rank, alpha, use_rslora: r and s above. target_modules: names or endings of names ("q_proj",
-    "self_attn.o_proj"), or "all-linear": every linear layer but the output head. layers_to_transform: indices
-    of the blocks that get adapters; None: all, and layers outside of blocks too. modules_to_save: names or
-    endings of the modules that are trained whole, and get no adapters. dtype: of the adapters; None: the
-    weight's, but at least fp32. A is drawn from torch's global generator.
+    lora_rank, alpha, use_rslora: r and s above. use_dora: True for m. target_modules: names or endings of
+    names ("q_proj", "self_attn.o_proj"), or "all-linear": every linear layer but the output head.
+    layers_to_transform: indices of the blocks that get adapters; None: all, and layers outside of blocks too.
+    modules_to_save: names or endings of the modules that are trained whole, and get no adapters. dtype: of
+    the adapters; None: the weight's, but at least fp32. A is drawn from torch's global generator.
 
     Raises UserError for a rank below 1, a dropout outside [0, 1), names of no linear layer or module, blocks
     that are not there, and a module that shares its weight with another one.
@@ -90,7 +130,7 @@ def add_lora(
         model.get_submodule(path).requires_grad_(True)
     alpha *= math.sqrt(lora_rank) if use_rslora else 1  # adapt divides by lora_rank
     for name in names:
-        adapt(model.get_submodule(name), lora_rank, alpha, dropout, dtype)
+        adapt(model.get_submodule(name), lora_rank, alpha, dropout, dtype, use_dora=use_dora)
     return names
 
 
@@ -176,7 +216,13 @@ def _targets(model: PreTrainedModel, target_modules: str | list[str]) -> tuple[l
 
 
 def adapt(
-    module: Any, lora_rank: int, alpha: float, dropout: float = 0.0, dtype: torch.dtype | None = None
+    module: Any,
+    lora_rank: int,
+    alpha: float,
+    dropout: float = 0.0,
+    dtype: torch.dtype | None = None,
+    *,
+    use_dora: bool = False,
 ) -> None:
     """Add an adapter to one linear layer (nn.Linear or Conv1D), in place; its own weight is not frozen.
 
@@ -192,6 +238,9 @@ def adapt(
     nn.init.kaiming_uniform_(module.lora_A, a=math.sqrt(5))
     module.lora_scale = alpha / lora_rank
     module.lora_dropout = dropout
+    module.lora_all_reduce = None
+    magnitude = nn.Parameter(norms(by_rows(module, weight.detach())).to(dtype)) if use_dora else None
+    module.register_parameter("lora_magnitude_vector", magnitude)
     # A change of class, not a patched method: deepcopy, pickling and torch.compile follow it by themselves.
     module.__class__ = ADAPTED[type(module)]
 
@@ -208,6 +257,19 @@ def initial_adapters(model: nn.Module) -> dict[str, Tensor]:
         values[f"{name}.lora_B"] = torch.zeros_like(layer.lora_B, device="cpu")
         nn.init.kaiming_uniform_(values[f"{name}.lora_A"], a=math.sqrt(5))
     return values
+
+
+def initial_magnitude(layer: _Lora, weight: Tensor) -> Tensor:
+    """Return the norm of each row of the layer's weight, [out], in at least fp32.
+
+    weight: whole; rows that it lacks (of added tokens) are the mean of the others.
+    """
+    rows = by_rows(layer, weight)
+    added = len(layer.lora_B) - len(rows)
+    if not added:
+        return norms(rows)
+    mean = rows.double().mean(0, keepdim=True).to(rows.dtype)
+    return torch.cat([norms(rows), norms(mean).expand(added)])
 
 
 def shortest_endings(names: Collection[str], every: Collection[str]) -> list[str]:
@@ -241,7 +303,11 @@ def merge_lora(model: nn.Module) -> None:
         module: Any = layer  # pyright does not see that it is a Linear or Conv1D too
         wide = torch.promote_types(module.lora_A.dtype, torch.float32)
         delta = module.lora_B.to(wide) @ module.lora_A.to(wide) * module.lora_scale  # [out, in]
-        weight = module.weight
-        weight.copy_((weight.to(wide) + (delta.T if isinstance(module, Conv1D) else delta)).to(weight.dtype))
-        del module.lora_A, module.lora_B, module.lora_scale, module.lora_dropout
+        weight = by_rows(module, module.weight)
+        merged = weight.to(wide) + delta
+        if module.lora_magnitude_vector is not None:
+            merged *= (module.lora_magnitude_vector.to(wide) / norms(merged))[:, None]
+        weight.copy_(merged.to(weight.dtype))
+        del module.lora_A, module.lora_B, module.lora_magnitude_vector
+        del module.lora_scale, module.lora_dropout, module.lora_all_reduce
         module.__class__ = {LoraLinear: nn.Linear, LoraConv1D: Conv1D}[type(module)]

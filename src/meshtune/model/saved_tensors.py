@@ -35,18 +35,19 @@ def saved_by_block(
     model: PreTrainedModel,
     frozen: Collection[str],
     adapters: Mapping[str, int],
+    dora: bool,
     inputs: Callable[[int], Mapping[str, Tensor]],
 ) -> dict[str, tuple[tuple[int, SavedBytes], ...]]:
     """Return, by the block's path, a (element size, bytes saved per token) for each element size.
 
     The element size is that of the compute dtype, from DTYPES; one that the forward refuses is left out. The
     model is on meta, built with the attention STAND_IN, and is changed: it gets `adapters` (LoRA rank by
-    module), only parameters named in `frozen` lose their gradient, and it stays in the last dtype. inputs: of
-    its forward, with as many tokens as are asked for. Raises as `anatomy`.
+    module; with `dora` those of DoRA), only parameters named in `frozen` lose their gradient, and it stays in
+    the last dtype. inputs: of its forward, with as many tokens as are asked for. Raises as `anatomy`.
     """
     parts = anatomy(model)
     for module, rank in adapters.items():
-        adapt(model.get_submodule(module), rank, alpha=rank)
+        adapt(model.get_submodule(module), rank, alpha=rank, use_dora=dora)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
     sizes_by_block: dict[str, list[tuple[int, SavedBytes]]] = {}

@@ -42,7 +42,8 @@ from meshtune.model.tensor_plan import (
 )
 from meshtune.placement.census import Attention, Block, Census, Matrix, Parameter, SavedBytes
 
-ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(\..+)?")  # the names of LoRA's parameters
+ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<which>A|B|magnitude_vector)(\..+)?")  # LoRA's parameters
+Builder = Callable[[str], PreTrainedModel]  # attention implementation -> model
 TRACED_MODELS = 16
 traced_models: dict[Hashable, Census] = {}  # the last of this process, by all that a census depends on
 IN_BLOCK = re.compile(r"(?P<blocks>.+?)\.(?P<index>\d+)\.(?P<name>.+)")
@@ -63,6 +64,7 @@ class Traced:
     model: PreTrainedModel  # on meta
     frozen: Collection[str]  # names of parameters and adapters without gradient
     adapters: Mapping[str, int]  # LoRA rank by module
+    dora: bool  # True if the adapters have a magnitude vector
     unsupported: str | None = None  # why its FLOPs can't be trusted; None if they can
     matrices: Sequence[Matrix] = ()  # in the order of the forward
     cores: Sequence[AttentionCore] = ()
@@ -103,6 +105,7 @@ def census_of(model: PreTrainedModel) -> Census:
 
 def _traced_census(model: PreTrainedModel) -> Census:
     adapters: dict[str, int] = {}
+    dora = any(name.endswith(".lora_magnitude_vector") for name, _ in model.named_parameters())
     frozen: set[str] = set()
     shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters():
@@ -122,34 +125,30 @@ def _traced_census(model: PreTrainedModel) -> Census:
         assert same, "census_of needs the model as its config builds it"
         return fresh
 
-    return trace(build, frozenset(frozen), adapters)
+    return trace(build, frozenset(frozen), adapters, dora)
 
 
-def trace(
-    build: Callable[[str], PreTrainedModel], frozen: frozenset[str], adapters: Mapping[str, int]
-) -> Census:
+def trace(build: Builder, frozen: frozenset[str], adapters: Mapping[str, int], dora: bool = False) -> Census:
     """Count the model that `build(attention)` makes, with the attention implementation of that name.
 
     Several implementations are tried, with and without a mask; if none can be counted, `unsupported` of the
     result says why. frozen: names of parameters and adapters without gradient. adapters: LoRA rank by module;
-    the model is built without them.
+    the model is built without them. dora: True if they have a magnitude vector.
     """
     reasons = []
     for attention, with_mask in ((STAND_IN, False), (STAND_IN, True), ("eager", True), ("eager", False)):
         try:
-            traced = _forward(build, attention, with_mask, frozen, adapters)
+            traced = _forward(build, attention, with_mask, frozen, adapters, dora)
             if traced.unsupported is None:
                 return _census(traced)
         except Exception as error:  # each family has its own ways to refuse an implementation or a mask
             reasons.append(f"its forward cannot be traced on meta ({type(error).__name__}: {error})")
             continue
         reasons.insert(0, traced.unsupported)  # tells more than an implementation that was refused
-    return _census(Traced(_on_meta(build, "eager", frozen), frozen, adapters, unsupported=reasons[0]))
+    return _census(Traced(_on_meta(build, "eager", frozen), frozen, adapters, dora, unsupported=reasons[0]))
 
 
-def _on_meta(
-    build: Callable[[str], PreTrainedModel], attention: str, frozen: frozenset[str]
-) -> PreTrainedModel:
+def _on_meta(build: Builder, attention: str, frozen: frozenset[str]) -> PreTrainedModel:
     """Build the model on meta, parameters in bf16, in training mode; only those `frozen` have no gradient."""
     with torch.device("meta"):
         model = build(attention)
@@ -160,15 +159,16 @@ def _on_meta(
 
 
 def _forward(
-    build: Callable[[str], PreTrainedModel],
+    build: Builder,
     attention: str,
     with_mask: bool,
     frozen: frozenset[str],
     adapters: Mapping[str, int],
+    dora: bool,
 ) -> Traced:
     """Run one forward with an attention implementation and record it.
 
-    with_mask: True to pass a 4-d mask. build, frozen, adapters: see `trace`. Registers STAND_IN anew.
+    with_mask: True to pass a 4-d mask. build, frozen, adapters, dora: see `trace`. Registers STAND_IN anew.
     Activations are recorded under STAND_IN only. Raises as the model's forward.
     """
     cores: list[AttentionCore] = []
@@ -212,8 +212,8 @@ def _forward(
     if reason is None and attention == STAND_IN and not written_out:
         with suppress(UserError):  # a model that we count but can't train
             inputs = partial(_inputs, with_mask=with_mask)
-            saved = saved_by_block(copy.deepcopy(model), frozen, adapters, inputs)
-    return Traced(model, frozen, adapters, reason, [*recorded.matrices, *recurrent], cores, saved)
+            saved = saved_by_block(copy.deepcopy(model), frozen, adapters, dora, inputs)
+    return Traced(model, frozen, adapters, dora, reason, [*recorded.matrices, *recurrent], cores, saved)
 
 
 def _recurrent_parts(model: PreTrainedModel) -> Anatomy | None:
@@ -391,7 +391,7 @@ def _parameters_by_block(traced: Traced, kinds: Mapping[str, str]) -> dict[str, 
         name = inside or f"{module}.{leaf}"
         path = name.rpartition(".")[0]
         style, heads = styles.get(path, (TensorStyle(None), 0))
-        dim = {"weight": style.dim, "bias": 0, "lora_A": 1, "lora_B": 0}.get(leaf)
+        dim = {"weight": style.dim, "bias": 0, "lora_A": 1, "lora_B": 0, "lora_magnitude_vector": 0}.get(leaf)
         cut = 0 if name in of_heads else style.dim if dim == style.dim else None
         whole = style.whole and leaf == "weight"
         entry = Parameter(
@@ -410,7 +410,8 @@ def _parameters_by_block(traced: Traced, kinds: Mapping[str, str]) -> dict[str, 
         rows, cols = shapes[f"{module}.weight"][-2:]
         if isinstance(traced.model.get_submodule(module), Conv1D):  # its weight is [in, out]
             rows, cols = cols, rows
-        for leaf, shape in (("lora_A", (rank, cols)), ("lora_B", (rows, rank))):
+        shapes_of = {"lora_A": (rank, cols), "lora_B": (rows, rank)}
+        for leaf, shape in (shapes_of | ({"lora_magnitude_vector": (rows,)} if traced.dora else {})).items():
             add(module, leaf, "adapter", shape, f"{module}.{leaf}" not in traced.frozen)
     return parameters
 

@@ -313,10 +313,11 @@ def _linear_splits(style: TensorStyle, sequence: bool) -> dict[str, Split]:
     style: one whose dim is 0 or 1. sequence: with sequence parallelism.
     """
     if style.dim == 0:
-        own = Split(0, parts=style.parts)
-        return {"weight": own, "bias": own, "lora_A": Split(partial=True), "lora_B": own}
+        own, addend = Split(0, parts=style.parts), Split(partial=True)
+        return {"weight": own, "bias": own, "lora_A": addend, "lora_B": own, "lora_magnitude_vector": own}
     bias = Split(partial=sequence)  # added after the sum: to own tokens, or to all on every rank
-    return {"weight": Split(1), "bias": bias, "lora_A": Split(1), "lora_B": Split(partial=True)}
+    addends = dict.fromkeys(("lora_B", "lora_magnitude_vector"), Split(partial=True))
+    return {"weight": Split(1), "bias": bias, "lora_A": Split(1), **addends}
 
 
 def _named_splits(path: str, module: nn.Module, splits: Mapping[str, Split]) -> dict[str, Split]:
@@ -389,10 +390,10 @@ def _cut_block(
     for path, module in block.named_modules():
         if path in repeated:
             module.forward = partial(_repeated_forward, state, kv_heads, module)
-        elif path in styles:
-            style = styles[path]
-            if style.dim is not None:
-                module.forward = partial((_row_forward, _column_forward)[style.dim], state, style, module)
+        elif path in styles and (style := styles[path]).dim is not None:
+            module.forward = partial((_row_forward, _column_forward)[style.dim], state, style, module)
+            if style.dim == 1 and "lora_all_reduce" in vars(module):
+                vars(module)["lora_all_reduce"] = partial(all_reduce, axis=state.tp, dim=0)
     attention: Any = block.get_submodule(anatomy.attention)
     for part in (attention, block.get_submodule(anatomy.mlp)):
         if state.regather:

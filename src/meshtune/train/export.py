@@ -165,6 +165,7 @@ def exporter_of(
         "alpha": lora.alpha,
         "dropout": lora.dropout,
         "use_rslora": lora.use_rslora,
+        "use_dora": lora.use_dora,
         "layers_to_transform": lora.layers_to_transform,
         "modules_to_save": lora.modules_to_save,
         "embeddings": embeddings,
@@ -192,7 +193,7 @@ def recipe(config: Config) -> dict[str, str]:
         "base model": shown(config.model.name),
         "method": config.method
         if config.method == "full"
-        else f"LoRA r {config.lora.r}, alpha {config.lora.alpha:g}",
+        else f"{'DoRA' if config.lora.use_dora else 'LoRA'} r {config.lora.r}, alpha {config.lora.alpha:g}",
         "data": ", ".join(shown(source.path) for source in data.train),
         "labelled": data.train_on,
         "sequence length": f"{data.seq_len}{', packed' if data.packing else ''}",

@@ -21,7 +21,7 @@ from meshtune.layout import ZERO_BUBBLE, Layout
 from meshtune.model.anatomy import anatomy
 from meshtune.model.census_cache import LoraShape
 from meshtune.model.load import drawn, mapped, skeleton
-from meshtune.model.lora import add_lora, initial_adapters
+from meshtune.model.lora import add_lora, initial_adapters, initial_magnitude, lora_layers
 from meshtune.model.mixers import keep_weights, separate_documents
 from meshtune.model.multimodal import aside_names, fill_aside
 from meshtune.model.pieces import Piece, StoredTensors, fill, materialise, whole_pieces
@@ -197,6 +197,7 @@ def trainable_skeleton(spec: ModelSpec) -> tuple[PreTrainedModel, int]:
             dropout=spec.lora.dropout,
             target_modules="all-linear" if targets == "all-linear" else list(targets),
             use_rslora=spec.lora.use_rslora,
+            use_dora=spec.lora.use_dora,
             layers_to_transform=spec.lora.layers_to_transform,
             modules_to_save=spec.lora.modules_to_save,
             dtype=spec.trained_dtype,
@@ -223,17 +224,29 @@ def fill_values(
     """Overwrite pieces of parameters, and the buffers of `models`, with the values of the model's files or
     with drawn ones. A drawn parameter is freed before the next one is drawn.
 
-    pieces: (name of the parameter, its piece), with those of adapters. adapters: their values, by name.
+    pieces: (name of the parameter, its piece), with those of adapters. adapters: values of A and B, by name.
     export: True to give the first of `models` the values of the parts that were set aside.
     """
     aside, kept = set(aside_names(models[0])), {}
+    pieces, adapters = [*pieces], dict(adapters)
+    dora = {
+        f"{path}.weight": (f"{path}.lora_magnitude_vector", layer)
+        for path, layer in lora_layers(models[0]).items()
+        if layer.lora_magnitude_vector is not None
+    }
+
+    def add_magnitude(weight_name: str, weight: Tensor) -> None:
+        name, layer = dora[weight_name]
+        adapters[name] = initial_magnitude(layer, weight.to(spec.loading_dtype))
+
     source: dict[str, Any] = {
         "dtype": spec.loading_dtype, "trust_remote_code": spec.trust_remote_code, "revision": spec.revision
     }  # fmt: skip
     if spec.init == "random":
-        pieces = [*pieces]
 
         def receive(names: Sequence[str], whole: Tensor) -> None:
+            for name in dora.keys() & names:
+                add_magnitude(name, whole)
             kept.update({name: whole for name in names if export and name in aside})
             own = [(name, piece) for name, piece in pieces if name in names]
             fill(own, StoredTensors(dict.fromkeys(names, whole)))
@@ -242,6 +255,8 @@ def fill_values(
         pieces = [(name, piece) for name, piece in pieces if name in adapters]
     else:
         values = mapped(spec.source, **source)
+        for name in dora.keys() & {name for name, _ in pieces}:
+            add_magnitude(name, values[name])
     fill_aside(models[0], {**values, **kept}, keep=export)
     weights = StoredTensors({**values, **adapters})
     fill(pieces, weights, free=True)

@@ -156,15 +156,15 @@ def test_an_adapter_made_by_peft_loads(save, tmp_path, ids):
 
 def test_adapters_that_are_more_than_plain_lora_or_a_pickle_are_refused(save, tmp_path):
     base = save("llama")
-    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True)
-    peft.get_peft_model(plain(base), settings).save_pretrained(tmp_path / "dora")
-    with pytest.raises(UserError, match="use_dora=True"):
-        load_adapter(plain(base), tmp_path / "dora")
-    (tmp_path / "dora/adapter_model.safetensors").rename(tmp_path / "dora/adapter_model.bin")
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], alpha_pattern={"q_proj": 3})
+    peft.get_peft_model(plain(base), settings).save_pretrained(tmp_path / "pattern")
+    with pytest.raises(UserError, match="alpha_pattern="):
+        load_adapter(plain(base), tmp_path / "pattern")
+    (tmp_path / "pattern/adapter_model.safetensors").rename(tmp_path / "pattern/adapter_model.bin")
     with pytest.raises(UserError, match="is a pickle, which is not read"):
-        load_adapter(plain(base), tmp_path / "dora")
+        load_adapter(plain(base), tmp_path / "pattern")
     with pytest.raises(UserError, match="is a LoRA adapter, not a model"):
-        load(str(tmp_path / "dora"), dtype=torch.float32, attention="eager")
+        load(str(tmp_path / "pattern"), dtype=torch.float32, attention="eager")
 
 
 def test_files_of_a_model_have_the_mode_that_the_umask_gives(save, tmp_path):

@@ -982,13 +982,16 @@ def test_intervals_in_epochs_are_refused(tool: str) -> None:
 
 
 def test_lora_options_are_exported_or_refused() -> None:
-    options = ["method=lora", "lora.use_rslora=true", "lora.modules_to_save=[embed_tokens]"]
+    options = ["method=lora", "lora.use_rslora=true", "lora.use_dora=true",
+               "lora.modules_to_save=[embed_tokens]"]  # fmt: skip
     axolotl = exported("axolotl", "zero3x8-mb1-ga1", *options, "lora.layers_to_transform=[1]").files
     written = yaml.safe_load(next(text for name, text in axolotl.items() if name.endswith(".yaml")))
-    assert written["peft_use_rslora"] and written["lora_modules_to_save"] == ["embed_tokens"]
+    assert written["peft_use_rslora"] and written["peft_use_dora"]
+    assert written["lora_modules_to_save"] == ["embed_tokens"]
     assert written["peft_layers_to_transform"] == [1]
     factory = exported("llamafactory", "zero3x8-mb1-ga1", *options).files["llamafactory.yaml"]
     assert yaml.safe_load(factory)["additional_target"] == "embed_tokens"
+    assert yaml.safe_load(factory)["use_dora"] is True
     with pytest.raises(UserError, match=r"layers_to_transform has no key"):
         exported("llamafactory", "zero3x8-mb1-ga1", *options, "lora.layers_to_transform=[1]")
 

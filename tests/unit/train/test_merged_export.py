@@ -42,3 +42,17 @@ def test_a_card_names_the_base_by_its_hub_id() -> None:
     snapshot = "/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de2"
     assert hub_id(snapshot) == "Qwen/Qwen3-0.6B"
     assert hub_id("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+
+
+def test_a_trained_dora_is_merged_as_by_peft(train: Callable[..., Any], tiny: Path, tmp_path: Path) -> None:
+    run = train(f"model.name={tiny / 'model'}", "train.precision=fp32", "method=lora", "lora.use_dora=true",
+                "train.learning_rate=1e-2", "train.max_steps=2")  # fmt: skip
+    merged = exported(str(run.folder.path), tmp_path / "merged", merge=True, step=None, push_to=None)
+    tensors = load_file(merged / "model.safetensors")
+    base = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
+    adapter = load_file(run.folder.model / "adapter_model.safetensors")
+    assert any(name.endswith(".lora_magnitude_vector") for name in adapter)
+    theirs = PeftModel.from_pretrained(base, str(run.folder.model)).merge_and_unload()
+    for name, tensor in theirs.state_dict().items():
+        if name in tensors:
+            torch.testing.assert_close(tensors[name], tensor, rtol=1e-5, atol=1e-6)

@@ -91,6 +91,8 @@ def model(config: Config) -> dict[str, Any]:
             settings["lora_target_modules"] = list(lora.target_modules)
         if lora.use_rslora:
             settings["peft_use_rslora"] = True
+        if lora.use_dora:
+            settings["peft_use_dora"] = True
         if lora.modules_to_save:
             settings["lora_modules_to_save"] = list(lora.modules_to_save)
         if lora.layers_to_transform is not None:

@@ -99,6 +99,7 @@ def model(config: Config) -> dict[str, Any]:
             "lora_dropout": config.lora.dropout,
             "lora_target": "all" if target == "all-linear" else ",".join(target),
             "use_rslora": config.lora.use_rslora,
+            "use_dora": config.lora.use_dora,
         }
         if config.lora.modules_to_save:
             settings["additional_target"] = ",".join(config.lora.modules_to_save)
