@@ -47,7 +47,8 @@ def migrate(
     if out is not None:
         write_text_atomically(out, text)
     if as_json:
-        kinds = {"unsupported": result.unsupported, "ignored": result.ignored}
+        kinds = {"unsupported": result.unsupported, "without_effect": result.without_effect}
+        kinds["ignored"] = result.ignored
         show_json(
             {"tool": result.job.tool, "config": result.tree}
             | {kind: [note._asdict() for note in notes] for kind, notes in kinds.items()}
@@ -55,9 +56,11 @@ def migrate(
     elif out is None:
         print(text, end="")
     lost = ", ".join(note.key for note in result.unsupported)
+    unused = ", ".join(note.key for note in result.without_effect)
     print(
         f"{f'{out}: ' if out else ''}{len(result.settings)} settings from {result.job.table.name}; "
-        f"without a counterpart: {lost or 'none'}.",
+        f"without a counterpart: {lost or 'none'}"
+        f"{f'; without effect: {unused}' if unused else ''}.",
         file=sys.stderr,
     )
     if gpus is None and shards(result.job):

@@ -21,7 +21,7 @@ from meshtune.migrate.job import CONVERSIONS, Converted, Job, NoCounterpart, Not
 from meshtune.migrate.pickled import training_arguments
 from meshtune.optimizers import constants_of
 from meshtune.setting_partners import unmet
-from meshtune.trainers.table import TOOLS, Entry, table
+from meshtune.trainers.table import TOOLS, Entry, Table, table
 from meshtune.yaml_tree import merge, nested, overridden, read_yaml
 
 MODULES = (model, outputs, sharding, sources, training)  # each adds to CONVERSIONS
@@ -43,8 +43,10 @@ class Migrated:
     job: Job
     settings: dict[str, Any] = field(default_factory=dict)  # dotted name -> value
     origins: dict[str, str] = field(default_factory=dict)  # setting -> its key in the file, with what differs
+    keys: dict[str, list[str]] = field(default_factory=dict)  # setting -> its keys in the file
     unsupported: list[Note] = field(default_factory=list)
     ignored: list[Note] = field(default_factory=list)
+    without_effect: list[Note] = field(default_factory=list)
     off: list[str] = field(default_factory=list)  # keys that switch off what is not here anyway
 
     @property
@@ -93,8 +95,8 @@ def read(file: Path) -> dict[str, Any]:
     """Read YAML, JSON or a training_args.bin. Raises UserError for anything else."""
     check_file(file)
     if file.suffix == ".bin":
-        known = table("trl").entries
-        return {key: value for key, value in training_arguments(file).items() if key in known}
+        dump = {key: value for key, value in training_arguments(file).items() if key in table("trl").entries}
+        return dict(_set_by_somebody(dump, table(tool_of(dump, file))))
     if file.suffix == ".json":
         with explained(f"{file} is not JSON"):
             tree = json.loads(file.read_text(encoding="utf-8"))
@@ -102,6 +104,15 @@ def read(file: Path) -> dict[str, Any]:
                 raise ValueError(f"it holds {type_name(tree)}, not keys and values")
             return tree
     return read_yaml(file)
+
+
+def _set_by_somebody(dump: Mapping[str, Any], known: Table) -> Iterator[tuple[str, Any]]:
+    """Yield the arguments of a dump, which has all, without those at a value that changes nothing."""
+    for key, value in dump.items():
+        entry = known.entries[key]
+        off = value is None or (is_off(value) and not entry.setting)
+        if not off and (key not in known.dumped or value != known.dumped[key]):
+            yield key, value
 
 
 def resolved(value: Any, names: Mapping[str, Any]) -> Any:
@@ -120,6 +131,8 @@ def tool_of(tree: Mapping[str, Any], file: Path) -> str:
     """The tool that knows most keys of a file; of tools that know as many, the first of ORDER."""
     known = {tool: sum(table(tool).entry(key) is not None for key in tree) for tool in ORDER}
     best = max(ORDER, key=lambda tool: known[tool])
+    if all(key.partition(".")[0] in Config.model_fields for key in tree):
+        raise UserError(f"{file} is a configuration of meshtune already: meshtune train {file} runs it.")
     if known[best] < max(1, len(tree) / 2):
         names = ", ".join(table(tool).name for tool in ORDER)
         raise UserError(
@@ -149,7 +162,7 @@ def _convert(result: Migrated, keys: Mapping[str, Any], default: bool = False) -
             if is_off(value) and not entry.ignored:
                 result.off.append(key)
             elif entry.refused:
-                yield f"{key} makes this another job: {entry.reason}."
+                yield f"{key} makes this another job. {entry.reason[0].upper()}{entry.reason[1:]}."
             else:
                 (result.ignored if entry.ignored else result.unsupported).append(
                     Note(key, value, entry.reason)
@@ -170,12 +183,23 @@ def _convert(result: Migrated, keys: Mapping[str, Any], default: bool = False) -
             except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError):
                 yield f"{key} = {written(value)} is not what {job.table.name} takes there; correct it first."
                 continue
+            if not default and not made.settings and entry.conversion not in ("section", "elsewhere"):
+                _note_without_setting(result, key, value, made.remark)
             for setting, converted in made.settings.items():
                 result.settings[setting] = converted
-                origin = f"{job.table.name}'s default" if default else key
+                result.keys.setdefault(setting, []).append(f"{job.table.name}'s default" if default else key)
+                origin = ", ".join(result.keys[setting])
                 result.origins[setting] = f"{origin}: {made.remark}" if made.remark else origin
-            if made.remark and not made.settings:
-                result.unsupported.append(Note(key, value, made.remark))
+
+
+def _note_without_setting(result: Migrated, key: str, value: Any, remark: str) -> None:
+    """Note a key whose value asks for no setting: what differs, that it is off, or that it is so anyway."""
+    if remark:
+        result.unsupported.append(Note(key, value, remark))
+    elif is_off(value):
+        result.off.append(key)
+    else:
+        result.ignored.append(Note(key, value, "it is so here without a setting"))
 
 
 def _converted(entry: Entry, value: Any, job: Job) -> Converted:
@@ -189,6 +213,9 @@ def _without_effect(result: Migrated) -> None:
     optimizer = result.settings.get("train.optimizer", "adamw")
     for name in {"betas", "eps"} - {*constants_of(optimizer)}:
         _drop(result, f"train.adam_{name}", f"{optimizer} has no {name}")
+    if result.tree.get("method", "full") == "full":
+        for name in [name for name in result.settings if name.startswith("lora.")]:
+            _drop(result, name, "method is full; set method=lora")
     with suppress(ValidationError):  # a wrong value, which `config` reports with all others
         for setting, _, need in unmet(unchecked(result.tree)):
             _drop(result, setting, f"{need.reason}; {need.remedy}")
@@ -198,7 +225,7 @@ def _drop(result: Migrated, setting: str, reason: str) -> None:
     if setting in result.settings:
         origin, value = result.origins.pop(setting), result.settings.pop(setting)
         if "'s default" not in origin:
-            result.ignored.append(Note(origin, value, reason))
+            result.without_effect.append(Note(origin, value, reason))
 
 
 def unchecked(tree: Mapping[str, Any]) -> Config:
@@ -220,5 +247,6 @@ def _lay_out(result: Migrated) -> None:
     result.settings["train.global_batch_size"] = layout.global_batch_size
     micro, accumulated = layout.micro_batch_size, layout.gradient_accumulation_steps
     result.origins["train.global_batch_size"] = (
-        f"micro-batches of {micro}, {accumulated} accumulated, {layout.data_ranks} data ranks"
+        f"micro-batches of {micro}, {accumulated} accumulated, {layout.data_ranks} data "
+        f"rank{'s' * (layout.data_ranks > 1)}"
     )

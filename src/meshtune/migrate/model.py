@@ -151,7 +151,7 @@ def fp32(value: Any, job: Job) -> Converted:
 def fp16(value: Any, job: Job) -> Converted:
     if value not in OFF:
         raise NoCounterpart("fp16 needs loss scaling, which is not offered; train.precision is bf16")
-    return precision(job)
+    return Converted({}) if "bf16" in job.given else precision(job)
 
 
 def precision(job: Job) -> Converted:

@@ -97,6 +97,8 @@ def above_zero(value: Any, job: Job) -> Converted:
 
 @conversion
 def epochs(value: Any, job: Job) -> Converted:
+    if "max_steps_per_epoch" in job.given:
+        return steps_per_epoch(job.given["max_steps_per_epoch"], job)
     if ended_by_steps(job):
         raise NotNeeded("the number of steps ends the run")
     return Converted({"train.num_epochs": float(value)})
@@ -104,7 +106,8 @@ def epochs(value: Any, job: Job) -> Converted:
 
 @conversion
 def steps_per_epoch(value: Any, job: Job) -> Converted:
-    return Converted({"train.max_steps": int(value) * int(job.value("epochs", default=1))})
+    number = int(job.value("epochs", default=1))
+    return Converted({"train.max_steps": int(value) * number}, f"{value} steps in each of {number} epochs")
 
 
 def ended_by_steps(job: Job) -> bool:

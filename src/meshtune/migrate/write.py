@@ -37,6 +37,7 @@ def text_of(result: Migrated, source: str) -> str:
             lines += setting(name, tree[name], origin(result, name), "")
     lines += [
         *notes("No counterpart:", result.unsupported),
+        *notes("Without effect:", result.without_effect),
         *notes("Not needed:", result.ignored),
         *(["", *comment(f"Off, and not here anyway: {', '.join(result.off)}")] if result.off else []),
     ]

@@ -68,7 +68,9 @@ def test_the_written_file_loads_and_is_what_was_converted(file: Path, tmp_path: 
 def test_every_key_of_a_file_is_a_setting_or_in_a_comment(file: Path) -> None:
     result = migrate(file)
     text = text_of(result, file.name)
-    noted = {note.key for note in (*result.unsupported, *result.ignored)} | {*result.off}
+    noted = {note.key for note in (*result.unsupported, *result.ignored, *result.without_effect)} | {
+        *result.off
+    }
     for key, value in result.job.given.items():
         entry = result.job.table.entry(key)
         assert entry is not None
@@ -328,7 +330,7 @@ def test_torchtunes_references_are_replaced(migrated: Migrate) -> None:
 @pytest.mark.parametrize(
     ("tree", "said"),
     [
-        (AXOLOTL | {"rl": "dpo"}, "rl makes this another job: training is supervised"),
+        (AXOLOTL | {"rl": "dpo"}, "rl makes this another job. Training is supervised"),
         (AXOLOTL | {"adapter": "ia3"}, "adapter: ia3 is not offered"),
         (FACTORY | {"stage": "dpo"}, "stage: dpo is no supervised fine-tuning"),
         (FACTORY | {"finetuning_type": "oft"}, "finetuning_type: oft is not offered"),
@@ -364,7 +366,7 @@ def test_a_setting_that_would_take_no_effect_is_left_out_and_said(
 ) -> None:
     result = migrated(tree)
     assert setting not in result.settings
-    assert [note.key for note in result.ignored if note.key == key] == [key]
+    assert [note.key for note in result.without_effect if note.key == key] == [key]
 
 
 def test_all_refusals_are_said_at_once(migrated: Migrate) -> None:

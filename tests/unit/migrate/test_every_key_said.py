@@ -1,0 +1,82 @@
+"""Each key that a file sets is a setting or named in the comments; keys that nobody set are not."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import trl
+import yaml
+from cases import cases
+from typer.testing import CliRunner
+
+from meshtune.cli import app
+from meshtune.errors import UserError
+from meshtune.migrate.convert import Migrated, migrate
+from meshtune.migrate.write import text_of
+
+Migrate = Callable[..., Migrated]
+AXOLOTL = {"base_model": "m", "datasets": [{"path": "rows.jsonl"}], "learning_rate": 1e-4}
+FACTORY = {"model_name_or_path": "m", "stage": "sft", "dataset": "a", "cutoff_len": 64}
+TORCHTUNE = {
+    "model": {"_component_": "torchtune.models.qwen2.qwen2_0_5b"},
+    "checkpointer": {"checkpoint_dir": "m"},
+    "dataset": {"_component_": "torchtune.datasets.alpaca_dataset"},
+    "batch_size": 2,
+}
+
+
+@pytest.mark.parametrize("name", cases(["TrainingArguments", "SFTConfig"], default=["TrainingArguments"]))
+def test_a_dump_names_no_key_that_nobody_set(name: str, tmp_path: Path) -> None:
+    kind = getattr(trl if name == "SFTConfig" else transformers, name)
+    file = tmp_path / "training_args.bin"
+    torch.save(kind(output_dir="out", use_cpu=True, bf16=False, adam_beta2=0.95, ddp_timeout=60), file)
+    result = migrate(file, overrides=["model.name=m", "data.train=a"])
+    assert [note.key for note in result.unsupported] == ["ddp_timeout"]
+    assert (result.ignored, result.without_effect) == ([], [])
+    assert result.settings["train.adam_betas"] == [0.9, 0.95]
+    assert result.origins["train.adam_betas"] == "adam_beta2"
+    assert result.origins["train.precision"] == "bf16"
+    assert result.settings.get("log.every") == (10 if name == "SFTConfig" else None)
+
+
+def test_a_setting_of_two_keys_names_both(migrated: Migrate) -> None:
+    origins = migrated(AXOLOTL, adam_beta1=0.8, adam_beta2=0.9, bf16=True, fp16=False).origins
+    assert origins["train.adam_betas"] == "adam_beta1, adam_beta2"
+    assert origins["train.precision"].partition(":")[0] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        (FACTORY | {"flash_attn": "fa2"}, "# - flash_attn: fa2"),
+        (TORCHTUNE | {"device": "cuda"}, "# - device: cuda"),
+        (TORCHTUNE | {"epochs": 3, "max_steps_per_epoch": 50}, "50 steps in each of 3 epochs"),
+        (AXOLOTL, "1 accumulated, 1 data rank\n"),
+    ],
+)
+def test_no_key_vanishes(tree: dict[str, Any], said: str, migrated: Migrate) -> None:
+    assert said in text_of(migrated(tree), "theirs.yaml")
+
+
+def test_a_full_run_has_no_section_of_lora(migrated: Migrate) -> None:
+    result = migrated(AXOLOTL, lora_r=16, lora_alpha=32)  # our defaults
+    assert "lora" not in yaml.safe_load(text_of(result, "theirs.yaml"))
+    assert {note.key for note in result.without_effect} == {"lora_r", "lora_alpha"}
+
+
+def test_the_command_names_what_takes_no_effect(tmp_path: Path) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text(yaml.safe_dump(AXOLOTL | {"early_stopping_patience": 3}))
+    ended = CliRunner().invoke(app, ["migrate", str(file)])
+    assert "without a counterpart: none; without effect: early_stopping_patience." in ended.stderr
+    assert "# Without effect:\n# - early_stopping_patience: 3" in ended.stdout
+
+
+def test_our_own_file_is_recognised(tmp_path: Path) -> None:
+    file = tmp_path / "ours.yaml"
+    file.write_text("model: {name: m}\ndata: {train: a.jsonl}\noutput: o\n")
+    with pytest.raises(UserError, match="is a configuration of meshtune already"):
+        migrate(file)
