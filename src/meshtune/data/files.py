@@ -207,7 +207,10 @@ def _readable(file: DataFile) -> DataFile:
 
 
 def _chosen(source: Source, inside: dict[str, DataFile]) -> list[DataFile]:
-    """The files of a folder that are read. inside: files by their name in it. Raises UserError for none."""
+    """The files of a folder that are read. inside: files by their name in it.
+
+    Raises UserError for none, and for a split other than train that no name tells.
+    """
     data_files = {
         name: file
         for name, file in inside.items()
@@ -223,6 +226,11 @@ def _chosen(source: Source, inside: dict[str, DataFile]) -> list[DataFile]:
     # Training must not read the test.jsonl beside train.jsonl: where names tell the split, they choose.
     split = SPLITS.get(source.split, source.split)
     named = [file for name, file in data_files.items() if _split_of(name) == split]
+    if not named and split != "train":  # all rows would be read: held-out rows that are training rows
+        raise UserError(
+            f"The folder {source.path} has no file of split {source.split}: file names tell splits, as "
+            "test.jsonl does. Name the files of that split, or leave split out."
+        )
     return named or list(data_files.values())
 
 

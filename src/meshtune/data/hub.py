@@ -63,6 +63,10 @@ def saved_rows(source: Source, file: DataFile, start: int) -> Iterator[RawRow]:
         if source.split not in saved:
             raise UserError(f"{file} has no split {source.split}; it has {', '.join(map(str, saved))}.")
         saved = saved[source.split]
+    elif source.split != "train":
+        raise UserError(
+            f"{file} has no splits, so split={source.split} would read all its rows; leave it out."
+        )
     for number in range(start, len(saved)):
         file.share = number / len(saved)
         yield Origin(file.path, number + 1, number), without_nulls(saved[number])

@@ -188,7 +188,7 @@ def _convert(result: Migrated, keys: Mapping[str, Any], default: bool = False) -
             for setting, converted in made.settings.items():
                 result.settings[setting] = converted
                 result.keys.setdefault(setting, []).append(f"{job.table.name}'s default" if default else key)
-                origin = ", ".join(result.keys[setting])
+                origin = ", ".join(dict.fromkeys(result.keys[setting]))
                 result.origins[setting] = f"{origin}: {made.remark}" if made.remark else origin
 
 
@@ -243,7 +243,7 @@ def _lay_out(result: Migrated) -> None:
     names = [name for name in result.settings if name.startswith("layout.")]
     layout = sharding.layout_of({name: result.settings.pop(name) for name in names}, result.job)
     result.settings["layout"] = str(layout)
-    result.origins["layout"] = ", ".join(dict.fromkeys(result.origins.pop(name) for name in names))
+    result.origins["layout"] = "; ".join(dict.fromkeys(result.origins.pop(name) for name in names))
     result.settings["train.global_batch_size"] = layout.global_batch_size
     micro, accumulated = layout.micro_batch_size, layout.gradient_accumulation_steps
     result.origins["train.global_batch_size"] = (

@@ -102,6 +102,15 @@ def test_a_folder_with_named_splits_gives_one_of_them(tmp_path):
     assert len(examples(tmp_path, split="test")) == 3
 
 
+@pytest.mark.parametrize("split", ["test", "train[:90%]"])
+def test_a_split_that_no_name_of_a_folder_tells_is_refused(tmp_path, split):
+    """All its rows would be read: held-out rows that are the training rows."""
+    write(tmp_path, "rows.jsonl", PAIRS)
+    with pytest.raises(UserError, match=f"has no file of split {re.escape(split)}: .* leave split out"):
+        examples(tmp_path, split=split)
+    assert len(examples(tmp_path)) == len(PAIRS)
+
+
 def test_json_lines_under_the_name_json_are_read_as_lines(tmp_path):
     file = tmp_path / "rows.json"
     file.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
@@ -388,3 +397,5 @@ def test_a_folder_saved_by_datasets_is_read(tmp_path):
 
     datasets.Dataset.from_list(PAIRS).save_to_disk(str(tmp_path / "saved"))
     assert [row.completion for row in examples(tmp_path / "saved", start=3)] == ["answer 3", "answer 4"]
+    with pytest.raises(UserError, match="has no splits, so split=test would read all its rows"):
+        examples(tmp_path / "saved", split="test")

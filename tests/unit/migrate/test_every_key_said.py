@@ -61,6 +61,14 @@ def test_no_key_vanishes(tree: dict[str, Any], said: str, migrated: Migrate) -> 
     assert said in text_of(migrated(tree), "theirs.yaml")
 
 
+def test_a_default_is_named_once_beside_a_setting(migrated: Migrate) -> None:
+    origins = migrated(FACTORY, deepspeed="ds_z3.json").origins
+    assert origins["layout"] == (
+        "deepspeed: by the name of ds_z3.json, which is not here; LLaMA-Factory's default"
+    )
+    assert origins["checkpoint.every"] == "LLaMA-Factory's default"
+
+
 def test_a_full_run_has_no_section_of_lora(migrated: Migrate) -> None:
     result = migrated(AXOLOTL, lora_r=16, lora_alpha=32)  # our defaults
     assert "lora" not in yaml.safe_load(text_of(result, "theirs.yaml"))
