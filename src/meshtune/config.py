@@ -21,7 +21,7 @@ from meshtune.precision import PRECISIONS, REDUCE_DTYPES
 from meshtune.schedules import SCHEDULES, schedule_problems
 from meshtune.sections import ClusterConfig, DataConfig, LoraConfig, ModelConfig
 from meshtune.setting_errors import sentences
-from meshtune.setting_partners import without_effect
+from meshtune.setting_partners import switched_off, without_effect
 from meshtune.setting_types import (
     Fraction,
     Interval,
@@ -31,7 +31,8 @@ from meshtune.setting_types import (
     unusable,
 )
 from meshtune.trainers.pasted import unknown_setting
-from meshtune.yaml_tree import merge, overridden, read_yaml, undotted
+from meshtune.units import notice, on_first_rank
+from meshtune.yaml_tree import merge, overridden, read_yaml, undotted, without
 
 TABLES = {
     "precision": PRECISIONS,
@@ -362,8 +363,7 @@ def load(
     """
     known = [*keys(Config)]
     tree = merge(undotted(dict(defaults or {}), known), read_yaml(Path(file), known) if file else {})
-    for override in overrides:
-        tree = overridden(tree, override)
+    tree = laid_over(tree, overrides)
     if problems := [*unusable(tree)]:
         raise UserError(problems)
     if "model" not in tree:
@@ -375,6 +375,23 @@ def load(
             ]
         )
     return Config(**tree)
+
+
+def laid_over(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Lay section.key=value texts over a tree, in their order.
+
+    A setting of the tree that they leave without effect (method=full beside lora.r) is left out, with a line
+    on stderr. Raises UserError for a malformed override.
+    """
+    changed = dict(tree)
+    for override in overrides:
+        changed = overridden(changed, override)
+    names = [override.partition("=")[0].strip() for override in overrides]
+    for key, sentence in switched_off(Config, tree, changed, names).items():
+        changed = without(changed, key.split("."))
+        if on_first_rank():
+            notice(sentence)
+    return changed
 
 
 def unknown_key(path: Sequence[str]) -> str:

@@ -6,11 +6,15 @@ default asks for nothing.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
 
-from meshtune.errors import expanded
+from pydantic import TypeAdapter, ValidationError
+
+from meshtune.errors import UserError, expanded
 from meshtune.setting_types import Section, epochs_of
+from meshtune.yaml_tree import merge
 
 HELD_OUT = "there are no held-out rows", "set data.eval or data.eval_split, or leave it out"
 ONE_EVALUATION = (
@@ -18,6 +22,7 @@ ONE_EVALUATION = (
     "set eval.every, such as eval.every=100",
 )
 STREAMED = "with data.streaming the length of an epoch is unknown"
+Settings = TypeVar("Settings", bound=Section)
 CONVERSATIONS = ("messages", "sharegpt", "prompt-completion", "alpaca", "auto")  # formats that may have them
 
 
@@ -118,6 +123,8 @@ NEEDS = (
              "only W&B and MLflow show it, and log.to names neither", "add wandb or mlflow to log.to")
         for name in ("project", "name", "tags", "group")
     ),
+    Need("hub.private", lambda config: config.hub.push_to is not None, "nothing is uploaded",
+         "set hub.push_to, or leave it out"),
     Need("log.memory", lambda config: "console" in config.log.to,
          "log.to has no console", "add console to log.to"),
     Need("output_exists",
@@ -138,6 +145,39 @@ def unmet(config: Section) -> Iterator[tuple[str, Any, Need]]:
         for key, value in changed(config, need.setting.split(".")):
             if not need.met(config):
                 yield key, value, need
+
+
+def switched_off(
+    kind: type[Section], before: Mapping[str, Any], after: Mapping[str, Any], names: Sequence[str]
+) -> dict[str, str]:
+    """Dotted key -> sentence, for each setting that lost its effect when settings were laid over a tree.
+
+    kind: class of the whole tree. before, after: without and with the settings `names`. One of these, or one
+    that had no effect before, is not among them: it is to be refused.
+    """
+    if not names or "model" not in after:
+        return {}
+    with suppress(ValidationError, UserError):  # a wrong value, which is reported with all others
+        idle = list(unmet(unchecked(kind, after)))
+        if not idle:
+            return {}
+        refused = {key for key, *_ in unmet(unchecked(kind, merge({"model": after["model"]}, before)))}
+        return {
+            key: f"{key}={shown(value)} of the config is left out: {need.reason}."
+            for key, value, need in idle
+            if key not in refused and not any(f"{key}.".startswith(f"{name}.") for name in names)
+        }
+    return {}
+
+
+def unchecked(kind: type[Settings], tree: Mapping[str, Any]) -> Settings:
+    """The settings of a tree, each validated, but not whether they take effect beside each other."""
+    fields = {
+        name: TypeAdapter(info.annotation).validate_python(tree[name])
+        for name, info in kind.model_fields.items()
+        if name in tree and info.annotation
+    }
+    return kind.model_construct(**fields)
 
 
 def changed(section: Section, path: Sequence[str], prefix: str = "") -> Iterator[tuple[str, Any]]:

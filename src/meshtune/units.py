@@ -97,3 +97,8 @@ def notice(text: str, *, dim: bool = False) -> None:
     width = (os.get_terminal_size(sys.stderr.fileno()).columns or None) if terminal else None
     lines = at_words(printable(text), width)
     print(f"\033[2m{lines}\033[0m" if pale else lines, file=sys.stderr, flush=True)
+
+
+def on_first_rank() -> bool:
+    """True unless this process is another rank than the first of those that torchrun or srun started."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"

@@ -202,3 +202,11 @@ def merge(base: Any, change: Any) -> Any:
         **base,
         **{key: merge(base[key], value) if key in base else value for key, value in change.items()},
     }
+
+
+def without(tree: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    """Return the tree without the value at `path`; not altered itself. A path that it lacks is ignored."""
+    first, *rest = path
+    if rest and isinstance(inner := tree.get(first), Mapping):
+        return {**tree, first: without(inner, rest)}
+    return {key: value for key, value in tree.items() if rest or key != first}

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from meshtune import config, setting_partners
+from meshtune.api.settings import config_of
 from meshtune.errors import UserError
 from meshtune.setting_partners import NEEDS
 
@@ -51,6 +52,7 @@ CASES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("log.tags=[baseline]", (), ("log.to=[console,wandb]",)),
     ("log.group=sizes", (), ("log.to=[wandb,mlflow]",)),
     ("log.memory=true", ("log.to=[tensorboard]",), ("log.to=[console]",)),
+    ("hub.private=false", (), ("hub.push_to=me/tuned",)),
     ("output_exists=extend", ("checkpoint.resume=never",), ("output_exists=new",)),
 ]  # fmt: skip
 # Settings that take effect by themselves, or that are judged where their table is: schedules.py,
@@ -69,7 +71,7 @@ ALONE = """
     cluster.gpus cluster.gpus_per_node cluster.memory_gib cluster.link cluster.network
     cluster.network_share cluster.price_per_gpu_hour cluster.hardware cluster.efficiency checkpoint
     checkpoint.keep checkpoint.async_save checkpoint.save_on_signal checkpoint.resume log log.every
-    log.to hub hub.push_to hub.private output
+    log.to hub hub.push_to output
 """
 
 
@@ -89,6 +91,69 @@ def test_a_setting_that_can_not_take_effect_is_refused_with_the_remedy(
     assert sentence.endswith(tuple(said))
     if mended:
         load(*beside, idle, *mended)
+
+
+@pytest.mark.parametrize(
+    ("file", "words", "left_out"),
+    [
+        (
+            "data: {train: a, eval: b}\neval: {every: 5, samples: 2, exact_match: 9, max_new_tokens: 16}",
+            ("eval.samples=0", "eval.exact_match=0"),
+            ["eval.max_new_tokens=16 of the config is left out: no answers are asked for."],
+        ),
+        (
+            "data: {train: a}\nlog: {to: [console, wandb], project: p, tags: [x]}",
+            ("log.to=[console]",),
+            [
+                f"log.{pair} of the config is left out: "
+                "only W&B and MLflow show it, and log.to names neither."
+                for pair in ("project=p", 'tags=["x"]')
+            ],
+        ),
+        (
+            "data: {train: a}\nmethod: lora\nlora: {r: 8, alpha: 32}",
+            ("method=full",),
+            ["lora.r=8 of the config is left out: method is full."],
+        ),
+    ],
+)
+def test_switching_a_feature_off_leaves_out_its_settings_of_the_file(
+    file: str, words: tuple[str, ...], left_out: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: {{name: a/model}}\n{file}\n")
+    read = config.load(path, words)
+    assert capsys.readouterr().err.splitlines() == left_out
+    path.write_text(read.to_yaml())  # what the run folder records
+    assert config.load(path) == read
+    assert not capsys.readouterr().err
+
+
+def test_a_rank_but_the_first_prints_no_line_on_a_setting_that_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = {"model": {"name": "a/model"}, "method": "lora", "lora": {"r": 8}}
+    assert config_of(file, ["method=full"]) == config.load(None, ["model.name=a/model"])  # from Python
+    assert capsys.readouterr().err == "lora.r=8 of the config is left out: method is full.\n"
+    monkeypatch.setenv("RANK", "1")
+    config_of(file, ["method=full"])
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("method: full\nlora: {r: 8}", ("train.seed=1",)),  # idle in the file by itself
+        ("method: lora", ("method=full", "lora.r=8")),  # idle on the command line
+    ],
+)
+def test_a_setting_that_is_idle_where_it_is_written_stays_refused(
+    file: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: {{name: a/model}}\n{file}\n")
+    with pytest.raises(UserError, match=r"lora.r=8 has no effect: method is full"):
+        config.load(path, words)
 
 
 def test_every_row_has_a_case() -> None:

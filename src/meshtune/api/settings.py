@@ -4,10 +4,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshtune.config import Config, keys, load
+from meshtune.config import Config, keys, laid_over, load
 from meshtune.errors import expanded
 from meshtune.layout import Layout
-from meshtune.yaml_tree import overridden, read_yaml, undotted
+from meshtune.yaml_tree import read_yaml, undotted
 
 Settings = Config | Mapping[str, Any] | str | os.PathLike[str]  # a Config, a tree of sections, a YAML file
 
@@ -28,9 +28,7 @@ def tree_of(settings: Settings, overrides: Sequence[str] = ()) -> dict[str, Any]
         tree = undotted(plain(settings), known)
     else:
         tree = read_yaml(expanded(str(settings)), known)
-    for override in overrides:
-        tree = overridden(tree, override)
-    return tree
+    return laid_over(tree, overrides)
 
 
 def plain(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -12,7 +11,7 @@ import typer
 from meshtune import __version__
 from meshtune.commands.complete import complete_settings
 from meshtune.errors import UserError, expanded
-from meshtune.units import notice
+from meshtune.units import notice, on_first_rank
 
 Settings = Annotated[
     list[str] | None,
@@ -69,7 +68,7 @@ def announce(reading: str | None) -> None:
 
     reading: a file or folder; None: the command line alone names the settings. Only the first rank prints.
     """
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+    if on_first_rank():
         notice(f"meshtune: version {__version__}, reading {reading or 'the settings of the command line'} …")
 
 

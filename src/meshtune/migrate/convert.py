@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from meshtune import config
 from meshtune.config import Config
@@ -20,7 +20,7 @@ from meshtune.migrate import model, outputs, sharding, sources, training
 from meshtune.migrate.job import CONVERSIONS, Converted, Job, NoCounterpart, NotNeeded, Refused, flat, is_off
 from meshtune.migrate.pickled import training_arguments
 from meshtune.optimizers import constants_of
-from meshtune.setting_partners import unmet
+from meshtune.setting_partners import unchecked, unmet
 from meshtune.trainers.table import TOOLS, Entry, Table, table
 from meshtune.yaml_tree import merge, nested, overridden, read_yaml
 
@@ -217,7 +217,7 @@ def _without_effect(result: Migrated) -> None:
         for name in [name for name in result.settings if name.startswith("lora.")]:
             _drop(result, name, "method is full; set method=lora")
     with suppress(ValidationError):  # a wrong value, which `config` reports with all others
-        for setting, _, need in unmet(unchecked(result.tree)):
+        for setting, _, need in unmet(unchecked(Config, result.tree)):
             _drop(result, setting, f"{need.reason}; {need.remedy}")
 
 
@@ -226,16 +226,6 @@ def _drop(result: Migrated, setting: str, reason: str) -> None:
         origin, value = result.origins.pop(setting), result.settings.pop(setting)
         if "'s default" not in origin:
             result.without_effect.append(Note(origin, value, reason))
-
-
-def unchecked(tree: Mapping[str, Any]) -> Config:
-    """The settings of a tree, each validated, but not whether they take effect beside each other."""
-    fields = {
-        name: TypeAdapter(info.annotation).validate_python(tree[name])
-        for name, info in Config.model_fields.items()
-        if name in tree and info.annotation
-    }
-    return Config.model_construct(**fields)
 
 
 def _lay_out(result: Migrated) -> None:
