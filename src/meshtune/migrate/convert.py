@@ -78,9 +78,9 @@ def migrate(file: Path, *, tool: str | None = None, gpus: int = 1, overrides: Se
     present = {key: value for key, value in given.items() if value not in (None, "")}
     job = Job(tool, present, file.parent, gpus, tuple(overrides))
     result = Migrated(job)
-    result.off += [key for key in given if key not in job.given]
     refused = list(_convert(result, job.given))
-    defaults = {key: value for key, value in job.table.defaults.items() if _applies(key, job)}
+    defaults = {key: value for key, value in job.table.defaults.items() if _applies(key, result)}
+    result.off += [key for key in given if key not in job.given and key not in defaults]
     refused += _convert(result, defaults, default=True)
     if refused:
         raise UserError(refused)
@@ -121,6 +121,8 @@ def resolved(value: Any, names: Mapping[str, Any]) -> Any:
         return {key: resolved(item, names) for key, item in value.items()}
     if isinstance(value, list):
         return [resolved(item, names) for item in value]
+    if isinstance(value, str) and (whole := re.fullmatch(r"\$\{(\w+)\}", value)):
+        value = names.get(whole[1], value)  # as it is: a number stays one
     if isinstance(value, str):
         value = re.sub(r"\$\{(\w+)\}", lambda match: str(names.get(match[1], match[0])), value)
         return float(value) if re.fullmatch(r"[-+]?[\d.]*\d[\d.]*[eE][-+]?\d+", value) else value
@@ -142,11 +144,9 @@ def tool_of(tree: Mapping[str, Any], file: Path) -> str:
     return best
 
 
-def _applies(key: str, job: Job) -> bool:
-    """True if the file sets neither the key of a default, nor its setting by another key."""
-    entry = job.table.entries[key]
-    settings = {job.table.entries[name].setting for name in job.given if name in job.table.entries}
-    return key not in job.given and (entry.setting not in settings or entry.conversion == "no_limit")
+def _applies(key: str, result: Migrated) -> bool:
+    """True if the file neither sets the key of a default, nor makes its setting by another key."""
+    return key not in result.job.given and result.job.table.entries[key].setting not in result.settings
 
 
 def _convert(result: Migrated, keys: Mapping[str, Any], default: bool = False) -> Iterator[str]:
@@ -185,11 +185,11 @@ def _convert(result: Migrated, keys: Mapping[str, Any], default: bool = False) -
                 continue
             if not default and not made.settings and entry.conversion not in ("section", "elsewhere"):
                 _note_without_setting(result, key, value, made.remark)
-            for setting, converted in made.settings.items():
+            for number, (setting, converted) in enumerate(made.settings.items()):
                 result.settings[setting] = converted
                 result.keys.setdefault(setting, []).append(f"{job.table.name}'s default" if default else key)
                 origin = ", ".join(dict.fromkeys(result.keys[setting]))
-                result.origins[setting] = f"{origin}: {made.remark}" if made.remark else origin
+                result.origins[setting] = f"{origin}: {made.remark}" if made.remark and not number else origin
 
 
 def _note_without_setting(result: Migrated, key: str, value: Any, remark: str) -> None:

@@ -125,7 +125,10 @@ def axolotl_sources(setting: str, value: Any, alpaca: bool = False) -> Converted
         if name.startswith("alpaca") and not (name == "alpaca" and alpaca):
             remark = f"without the prompt of {name} rows: set data.chat_template"
         roles = {
-            theirs: ours for ours, names in (rows.get("roles") or {}).items() for theirs in listed(names)
+            theirs: ours
+            for ours, names in (rows.get("roles") or {}).items()
+            for theirs in listed(names)
+            if theirs != ours
         }
         files = rows.get("data_files")
         split = rows.get("split")
@@ -314,6 +317,15 @@ def torchtune_dataset(value: Any, job: Job) -> Converted:
     elif prompted:
         remarks.append(f"without torchtune's prompts of {', '.join(prompted)}: set data.chat_template")
     return Converted(settings, "; ".join(remarks))
+
+
+@conversion
+def torchtune_eval(value: Any, job: Job) -> Converted:
+    made = [(rows, each) for rows in listed(value) for each in torchtune_sources(rows)[0]]
+    for rows, each in made:
+        if lost := lost_split(rows.get("split"), each):
+            raise NoCounterpart(f"it would be {lost[0]}; write these to another file, or set data.eval_split")
+    return Converted({"data.eval": [each for _, each in made]})
 
 
 def torchtune_sources(rows: Mapping[str, Any]) -> tuple[list[Source], str]:

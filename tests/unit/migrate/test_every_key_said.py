@@ -69,6 +69,21 @@ def test_a_default_is_named_once_beside_a_setting(migrated: Migrate) -> None:
     assert origins["checkpoint.every"] == "LLaMA-Factory's default"
 
 
+def test_fsdps_earlier_spelling_is_known(migrated: Migrate) -> None:
+    earlier = {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_offload_params": True, "fsdp_version": 1}
+    result = migrated(AXOLOTL, gpus=8, fsdp_config=earlier)
+    assert result.settings["layout"] == "zero2x8-mb1-ga1"
+    assert [note.key for note in result.unsupported] == ["fsdp_config.fsdp_offload_params"]
+
+
+def test_a_default_beside_a_null_and_a_remark_are_said_once(migrated: Migrate) -> None:
+    result = migrated(TORCHTUNE, clip_grad_norm=None, tokenizer={"max_seq_len": None})
+    assert {"clip_grad_norm", "tokenizer.max_seq_len"}.isdisjoint(result.off)
+    assert text_of(result, "theirs.yaml").count("without the first line") == 1
+    roles = [{"path": "a", "roles": {"user": ["user", "human"], "assistant": ["assistant"]}}]
+    assert migrated(AXOLOTL, datasets=roles).settings["data.train"][0]["roles"] == {"human": "user"}
+
+
 def test_a_full_run_has_no_section_of_lora(migrated: Migrate) -> None:
     result = migrated(AXOLOTL, lora_r=16, lora_alpha=32)  # our defaults
     assert "lora" not in yaml.safe_load(text_of(result, "theirs.yaml"))

@@ -317,9 +317,7 @@ def test_several_components_of_torchtune_are_several_sources(migrated: Migrate) 
         {"path": "yahma/alpaca-cleaned", "format": "alpaca"},
         {"path": "a.txt", "format": "text"},
     ]
-    assert (
-        result.settings["data.train_on"] == "assistant" and "first source" in result.origins["data.train_on"]
-    )
+    assert result.settings["data.train_on"] == "assistant" and "first source" in result.origins["data.train"]
 
 
 def test_torchtunes_references_are_replaced(migrated: Migrate) -> None:

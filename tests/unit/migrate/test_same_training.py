@@ -140,3 +140,37 @@ def test_axolotl_has_master_weights_only_where_it_shards(migrated: Migrate) -> N
 def test_a_sharding_file_asks_for_the_number_of_gpus(name: str, gpus: tuple[str, ...], said: bool) -> None:
     ended = CliRunner().invoke(app, ["migrate", str(FILES / name), *gpus])
     assert ended.exit_code == 0 and ("name how many with --gpus" in ended.stderr) == said
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        (TRL | {"assistant_only_loss": False}, {"data.train_on": "all"}),
+        (
+            AXOLOTL | {"adapter": "lora", "lora_target_linear": False},
+            {"lora.target_modules": ["q_proj", "v_proj"]},
+        ),
+        (TRL | {"warmup_ratio": 0.0}, {"train.warmup_steps": 0}),
+    ],
+)
+def test_a_key_that_is_off_leaves_the_default_of_another_key(
+    tree: dict[str, Any], expected: dict[str, Any], migrated: Migrate
+) -> None:
+    settings = migrated(tree).settings
+    assert {name: settings.get(name) for name in expected} == expected
+
+
+def test_torchtunes_validation_rows_are_held_out_rows(migrated: Migrate) -> None:
+    rows = {"_component_": "torchtune.datasets.alpaca_cleaned_dataset", "split": "train[95%:]"}
+    result = migrated(TORCHTUNE, dataset_val=rows, run_val_every_n_steps=9, batch_size_val="${batch_size}")
+    assert result.settings["data.eval"] == [
+        {"path": "yahma/alpaca-cleaned", "split": "train[95%:]", "format": "alpaca"}
+    ]
+    assert result.settings["eval.every"] == 9
+    assert [(note.key, note.value) for note in result.ignored if "val" in note.key] == [("batch_size_val", 2)]
+    file = {"_component_": "torchtune.datasets.chat_dataset", "source": "json", "data_files": "a.jsonl"}
+    result = migrated(TORCHTUNE, dataset_val=file | {"split": "train[95%:]"})
+    assert "data.eval" not in result.settings
+    assert [note.key for note in result.unsupported if "all rows of the file a.jsonl" in note.reason] == [
+        "dataset_val"
+    ]
