@@ -39,6 +39,7 @@ from meshtune.train.trackers import Metrics, tracker_problems
 from meshtune.train.updates import (
     course_of,
     few_updates,
+    nothing_left,
     rate_in_words,
     schedule_of,
     steps_between,
@@ -143,12 +144,18 @@ def assemble(
         claim=claim,
         training=training,
     )
+    length = [
+        which_ends(config, steps),
+        few_updates(config, prepared.train, steps, resumed=resumed is not None),
+    ]
     if resumed is not None:
-        damaged += filter(None, [folder.rate_change(run_folder, resumed, steps, run.learning_rate)])
+        if done := nothing_left(config, resumed, steps):
+            length = [done]
+        else:
+            length.append(folder.rate_change(run_folder, resumed, steps, run.learning_rate) or "")
         restore(run, resumed)
         run.loader = loader_of(config, prepared.train, world, state=run.progress.data)
-    length = filter(None, [which_ends(config, steps), few_updates(config, prepared.train, steps)])
-    announce(config, run, model, resumed, [*sentences(prepared.stats), *length, *damaged])
+    announce(config, run, model, resumed, [*sentences(prepared.stats), *filter(None, length), *damaged])
     return run
 
 

@@ -1,7 +1,7 @@
 """Decide which folder a run writes, and whether it begins, goes on or replaces another one there.
 
 `output` holds                     output_exists: unset     new          extend       replace
-nothing, or a lock alone           begun                    begun        begun        begun
+nothing, or a run without a step   begun                    begun        begun        begun
 an unfinished run, same settings   continued                continued    continued    continued
 an unfinished run, other settings  refused                  next name    refused      replaced
 a finished run, asked to be longer extended                 next name    extended     replaced
@@ -103,17 +103,18 @@ def refusal(run: RunDir, config: Config, before: Config, differing: list[str]) -
     """
     state, ended = state_of(run), end_of(run)
     other = next(other for other in candidates(run) if not other.path.exists())
+    never = config.checkpoint.resume == "never"
     own = ["its own settings"] if differing or not ended else []
-    needs = " and ".join(own + (to_be_longer(config, before, ended) if ended else []))
+    resume = ["checkpoint.resume=auto"] if never else []
+    needs = " and ".join(own + resume + (to_be_longer(config, before, ended) if ended else []))
     longer = f"with {needs} it {'is made longer' if ended else 'goes on'}"
     if differing and not ended:
         state += " with other settings"
-    never = (
-        ", and checkpoint.resume=never keeps it from going on" if config.checkpoint.resume == "never" else ""
-    )
+    if never:
+        state += ", and checkpoint.resume=never keeps it from going on"
     asked = f" output_exists={config.output_exists} can't go on with it." if config.output_exists else ""
     return [
-        f"{run.path} holds {state}{never}.{asked} Choose: another `output`; output_exists=new, which writes "
+        f"{run.path} holds {state}.{asked} Choose: another `output`; output_exists=new, which writes "
         f"{other.path}; output_exists=replace, which deletes it once the new run has done a step; or extend "
         f"it ({longer}).",
         *differing,
@@ -169,7 +170,11 @@ def may_be_longer(config: Config, before: Config, ended: Row, steps: int | None)
 
 
 def is_unused(run: RunDir) -> bool:
-    """True if the folder is missing, or empty but for what a run writes before its config.yaml."""
+    """True if nothing is lost when a run begins in the folder: it is missing, is empty but for what a run
+    writes before its config.yaml, or holds a run of no step, such as one whose trackers could not start.
+    """
+    if run.config_file.exists():
+        return not (run.rows("train") or run.model.exists() or any(run.checkpoints.glob("[!.]*")))
     first = {LOCK, aside_pattern(run.config_file)}
     return not run.path.exists() or all(
         any(fnmatch(path.name, pattern) for pattern in first) for path in run.path.iterdir()

@@ -72,12 +72,29 @@ def course_of(config: Config, prepared: Prepared, steps: int, start: int) -> Cou
     )
 
 
-def few_updates(config: Config, train: Dataset | Stream, steps: int) -> str:
-    """Sentence if the data and the global batch leave the run under FEW_UPDATES of its `steps`; else ""."""
+def nothing_left(config: Config, resumed: int, steps: int) -> str:
+    """Sentence if the checkpoint that the run resumes from is of its last step or a later one; else "".
+
+    resumed: step of the checkpoint; steps: updates of the whole run.
+    """
+    if resumed < steps:
+        return ""
+    limit = "train.max_steps" if steps == config.train.max_steps else "train.num_epochs"
+    return (
+        f"Nothing is left to train: the checkpoint is of step {resumed}, and {limit} ends the run after "
+        f"{steps} step{'s' * (steps != 1)}. The model of step {resumed} is written."
+    )
+
+
+def few_updates(config: Config, train: Dataset | Stream, steps: int, *, resumed: bool = False) -> str:
+    """Sentence if the data and the global batch leave the run under FEW_UPDATES of its `steps`; else "".
+
+    resumed: True for a run that goes on, with the global batch that it has.
+    """
     if isinstance(train, Stream) or steps >= FEW_UPDATES or steps == config.train.max_steps:
         return ""
     sequences, size, epochs = len(train), config.global_batch_size, config.train.num_epochs or 1
-    if size > 1:
+    if size > 1 and not resumed:
         smaller = max(1, math.floor(sequences * epochs / FEW_UPDATES))
         remedy = f"Set train.global_batch_size={smaller}, or "
     else:

@@ -71,6 +71,35 @@ def test_an_unfinished_run_that_can_not_be_continued_follows_output_exists(words
         assert (differing in refused.value.problems) == (words == (LEARNING_RATE,))
 
 
+@pytest.mark.parametrize("left", ["nothing", "train", "model", "checkpoints/step-5"])
+def test_a_run_that_did_no_step_leaves_its_folder_free_for_other_settings(
+    left: str, make, decide, settings: Settings, tmp_path: Path
+) -> None:
+    """Its trackers could not start, or the model did not fit."""
+    run = RunDir(tmp_path / "run")
+    folder.begin(run, config.load(None, settings("train.max_steps=9")), "", None).__exit__()
+    run.append({"kind": "run", "total_steps": 9})
+    if left == "nothing":
+        for words in ((), (LEARNING_RATE,), (LEARNING_RATE, "output_exists=new")):
+            assert decide(*words) == ("run", "begin")
+        return
+    if left == "train":
+        run.append({"kind": "train", "step": 1, "loss": 1.0})
+    else:
+        (run.path / left).mkdir(parents=True)
+    assert decide() == ("run", "continue")
+    with pytest.raises(UserError, match="an unfinished run with other settings"):
+        decide(LEARNING_RATE)
+
+
+def test_a_run_that_never_resumes_is_told_how_to_go_on(make, decide) -> None:
+    make(finished=9)
+    with pytest.raises(UserError) as refused:
+        decide("checkpoint.resume=never")
+    longer = "with checkpoint.resume=auto and a train.max_steps above 9 it is made longer"
+    assert f"or extend it ({longer})" in refused.value.problems[0]
+
+
 def test_a_finished_run_is_refused_with_the_three_choices(make, decide, tmp_path: Path) -> None:
     make(finished=9)
     for steps in (None, 9):

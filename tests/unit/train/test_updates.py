@@ -19,7 +19,14 @@ from meshtune.rundir import RunDir
 from meshtune.schedules import SCHEDULES
 from meshtune.train import build, output
 from meshtune.train.inputs import steps_of
-from meshtune.train.updates import few_updates, rate_in_words, schedule_of, steps_between, which_ends
+from meshtune.train.updates import (
+    few_updates,
+    nothing_left,
+    rate_in_words,
+    schedule_of,
+    steps_between,
+    which_ends,
+)
 from meshtune.units import scientific
 
 
@@ -209,3 +216,19 @@ def test_a_run_evaluates_and_saves_at_parts_of_an_epoch(train: Callable[..., Any
     assert 1 < half < whole < 8
     assert [row["step"] for row in run.folder.rows("eval")] == [*range(half, 8, half), 8]
     assert set(range(whole, 8, whole)) < set(run.checkpoints.steps())
+
+
+def test_a_run_that_goes_on_is_not_advised_to_change_its_global_batch() -> None:
+    read = load("train.global_batch_size=64", "train.num_epochs=2")
+    assert "train.global_batch_size=" in few_updates(read, Sequences(384), 12)
+    assert few_updates(read, Sequences(384), 12, resumed=True).endswith(
+        "global batches of 64. Set train.num_epochs=4, for 20 or more."
+    )
+
+
+@pytest.mark.parametrize(("word", "limit"), [("max_steps=30", "max_steps"), ("num_epochs=5", "num_epochs")])
+def test_a_run_behind_its_last_step_has_nothing_left_to_train(word: str, limit: str) -> None:
+    read = load("train.global_batch_size=64", f"train.{word}")
+    said = f"the checkpoint is of step 307, and train.{limit} ends the run after 30 steps. The model of step"
+    assert said in nothing_left(read, 307, 30)
+    assert nothing_left(read, 29, 30) == ""
