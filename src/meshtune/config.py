@@ -231,7 +231,7 @@ class HubConfig(Section):
 
     push_to: str | None = Field(
         default=None,
-        description="Hub id that model/ is uploaded to at the end; it is tried before the run begins.",
+        description="Hub id that model/ is uploaded to at the end; it is tried once the data are read.",
     )
     private: bool = Field(default=True, description="Create the hub repository as a private one.")
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import termios
 import time
+from pathlib import Path
 
 import pytest
 
@@ -42,7 +43,7 @@ def until_torch(*words: str, **environment: str) -> subprocess.CompletedProcess[
     ("words", "reading"),
     [
         (["train", "examples/quickstart.yaml", "output=runs/not-there"], "examples/quickstart.yaml"),
-        (["data", "model.name=quickstart/base", "data.train=y"], "the settings of the command line"),
+        (["data", "model.name=quickstart/base", "data.train=org/rows"], "the settings of the command line"),
         (["generate", "quickstart/base", "-p", "hello"], "quickstart/base"),
         (["chat", "quickstart/base"], "quickstart/base"),
         (["export", "runs/x", "out"], "runs/x"),
@@ -54,6 +55,18 @@ def test_a_command_names_what_it_reads_before_its_slow_imports(words, reading):
     assert ended.returncode == 9, ended.stderr
     assert ended.stderr.splitlines() == [f"meshtune: version {__version__}, reading {reading} …"]
     assert ended.stdout == ""
+
+
+@pytest.mark.parametrize("command", ["train", "data"])
+def test_missing_data_files_are_named_before_the_slow_imports(command: str, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").touch()
+    (tmp_path / "config.json").write_text("{}")
+    paths = [f"data.{name}={tmp_path / file}" for name, file in (("train", "trian.jsonl"), ("eval", "x.csv"))]
+    ended = until_torch(command, f"model.name={tmp_path}", *paths)
+    assert ended.returncode == 2, ended.stderr
+    assert f"no file or folder {tmp_path}/trian.jsonl" in ended.stderr
+    assert "did you mean" in ended.stderr and f"{tmp_path}/train.jsonl" in ended.stderr
+    assert f"{tmp_path}/x.csv" in ended.stderr
 
 
 def test_of_several_ranks_the_first_alone_prints_it():

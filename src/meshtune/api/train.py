@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshtune.api.settings import Settings, tree_of
 from meshtune.config import Config, load
+from meshtune.data.files import check_there
 from meshtune.data.given import Rows, store_rows
 from meshtune.errors import UserError, expanded, memory_explained
 from meshtune.layout import Layout
@@ -141,6 +142,7 @@ def train_here(config: Config, nproc: int | None, show: Show, hooks: Hooks = Hoo
     from meshtune import launch
 
     check_name(config.model.name, config.model.revision)
+    check_there(config.data)
     if not launch.joined():  # before anything is loaded; of joined ranks the main one decides
         config, finished = settled(config)
         if finished:
@@ -278,10 +280,6 @@ def settled(config: Config) -> tuple[Config, bool]:
 
         with Claim(decision.run):  # clears what the killed process left
             report.try_report(decision.run)
-    elif config.hub.push_to:
-        from meshtune.train.upload import try_repository
-
-        try_repository(config.hub.push_to, private=config.hub.private)
     return config.model_copy(update={"output": str(decision.run.path)}), decision.start == "report"
 
 

@@ -20,9 +20,11 @@ def data(
     from meshtune import config
 
     resolved = config.load(file, overrides)
+    from meshtune.data.files import check_there
     from meshtune.model.hub import check_name
 
     check_name(resolved.model.name, resolved.model.revision)
+    check_there(resolved.data)
     from meshtune.data import inspect
     from meshtune.train import inputs
 

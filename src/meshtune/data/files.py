@@ -18,6 +18,7 @@ from meshtune.data.example import Source, is_url, name_of
 from meshtune.errors import UserError, expanded, reason_of
 from meshtune.nearby import did_you_mean, entries
 from meshtune.rundir import write_text_atomically
+from meshtune.sections import DataConfig
 from meshtune.setting_types import SUFFIXES
 
 SPLITS = {  # words in file names -> the split that they name
@@ -132,6 +133,22 @@ def is_hub(path: str) -> bool:
     return is_id and not path.endswith(SUFFIXES) and not Path(path).exists()
 
 
+def check_there(data: DataConfig) -> None:
+    """Raise UserError for all paths of sources that are no file or folder here, and no URL or hub id.
+
+    Needs no import that takes seconds, so that a mistyped path is answered at once.
+    """
+    paths = [source.path for source in (*data.train, *data.eval)]
+    local = [expanded(path) for path in paths if not (is_hub(path) or is_url(path))]
+    if absent := [path for path in dict.fromkeys(local) if not path.exists()]:
+        raise UserError(map(missing, absent))
+
+
+def missing(path: Path) -> str:
+    """Sentence on a path where there is nothing, with those that it may mean."""
+    return f"There is no file or folder {path} (from {Path.cwd()}){data_like(path) or '.'} {READABLE}"
+
+
 def files(source: Source) -> list[DataFile]:
     """The files of a source, in the order in which they are read.
 
@@ -146,9 +163,7 @@ def files(source: Source) -> list[DataFile]:
     if path.is_file():
         return [_readable(DataFile(str(path), size=path.stat().st_size))]
     if not path.is_dir():
-        raise UserError(
-            f"There is no file or folder {path} (from {Path.cwd()}){data_like(path) or '.'} {READABLE}"
-        )
+        raise UserError(missing(path))
     each = [file for file in sorted(path.rglob("*")) if file.is_file()]
     if is_saved(path):
         return [DataFile(str(path), size=sum(file.stat().st_size for file in each))]

@@ -38,13 +38,12 @@ from meshtune.train.token_loss import TokenLoss, check_same
 from meshtune.train.trackers import Metrics, tracker_problems
 from meshtune.train.updates import (
     course_of,
-    few_updates,
-    nothing_left,
+    length_sentences,
     rate_in_words,
     schedule_of,
     steps_between,
-    which_ends,
 )
+from meshtune.train.upload import try_repository
 
 Claimed = Callable[[RunDir], None]
 
@@ -70,6 +69,8 @@ def build(
     torch.manual_seed(config.train.seed)
     quiet()
     inputs = inputs_of(config)
+    if config.hub.push_to and world.main:  # after the data: a refused file leaves no empty repository
+        try_repository(config.hub.push_to, private=config.hub.private)
     model = rank_model(
         model_spec(config, choice.attention, embeddings=embeddings_needed(inputs.tokenizer)),
         world,
@@ -144,18 +145,12 @@ def assemble(
         claim=claim,
         training=training,
     )
-    length = [
-        which_ends(config, steps),
-        few_updates(config, prepared.train, steps, resumed=resumed is not None),
-    ]
     if resumed is not None:
-        if done := nothing_left(config, resumed, steps):
-            length = [done]
-        else:
-            length.append(folder.rate_change(run_folder, resumed, steps, run.learning_rate) or "")
+        damaged += filter(None, [folder.rate_change(run_folder, resumed, steps, run.learning_rate)])
         restore(run, resumed)
         run.loader = loader_of(config, prepared.train, world, state=run.progress.data)
-    announce(config, run, model, resumed, [*sentences(prepared.stats), *filter(None, length), *damaged])
+    length = length_sentences(config, prepared.train, steps, resumed)
+    announce(config, run, model, resumed, [*sentences(prepared.stats), *length, *damaged])
     return run
 
 

@@ -202,7 +202,7 @@ def rate_change(run: RunDir, resumed: int, steps: int, rate: Callable[[int], flo
     rate of an update, from 1.
     """
     starts, rows = run.rows("run"), [row for row in run.rows("train") if row["step"] <= resumed]
-    if not starts or not rows:
+    if not starts or not rows or resumed >= steps:
         return None
     step, before = rows[-1]["step"], rows[-1].get("learning_rate")
     spanned = starts[-1].get("schedule_steps") or starts[-1].get("total_steps")

@@ -37,6 +37,16 @@ def rate_in_words(config: Config) -> str:
     return f"{scientific(config.learning_rate)}{default}, {config.train.lr_scheduler}"
 
 
+def length_sentences(config: Config, train: Dataset | Stream, steps: int, resumed: int | None) -> list[str]:
+    """Sentences on the length of a run. steps: updates of the whole run; resumed: step of the checkpoint that
+    it goes on from, None for a new run.
+    """
+    if resumed is not None and (done := nothing_left(config, resumed, steps)):
+        return [done]
+    few = few_updates(config, train, steps, resumed=resumed is not None)
+    return [*filter(None, [which_ends(config, steps), few])]
+
+
 def which_ends(config: Config, steps: int) -> str:
     """Sentence on which of train.max_steps and train.num_epochs ends the run where both are set; else "".
 

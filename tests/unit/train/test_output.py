@@ -304,3 +304,6 @@ def test_a_row_that_lacks_the_steps_of_the_schedule_says_nothing_of_the_rate(tmp
     run.append({"kind": "run"})
     run.append({"kind": "train", "step": 1, "loss": 1.0, "learning_rate": 1.0})
     assert folder.rate_change(run, 1, 4, lambda step: 0.5) is None
+    run.append({"kind": "run", "total_steps": 9})
+    assert folder.rate_change(run, 1, 4, lambda step: 0.5)
+    assert folder.rate_change(run, 4, 4, lambda step: 0.5) is None  # nothing is left to train

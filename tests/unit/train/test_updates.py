@@ -21,6 +21,7 @@ from meshtune.train import build, output
 from meshtune.train.inputs import steps_of
 from meshtune.train.updates import (
     few_updates,
+    length_sentences,
     nothing_left,
     rate_in_words,
     schedule_of,
@@ -232,3 +233,4 @@ def test_a_run_behind_its_last_step_has_nothing_left_to_train(word: str, limit: 
     said = f"the checkpoint is of step 307, and train.{limit} ends the run after 30 steps. The model of step"
     assert said in nothing_left(read, 307, 30)
     assert nothing_left(read, 29, 30) == ""
+    assert length_sentences(read, Sequences(384), 30, 307) == [nothing_left(read, 307, 30)]

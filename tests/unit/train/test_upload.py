@@ -15,6 +15,7 @@ from meshtune import config
 from meshtune.api.train import settled
 from meshtune.errors import UserError
 from meshtune.rundir import RunDir
+from meshtune.train import build
 from meshtune.train.export import Exporter
 from meshtune.train.upload import push, try_repository
 
@@ -86,13 +87,29 @@ def test_a_folder_is_uploaded_after_its_repository_was_tried(hub: Hub, tmp_path:
 
 
 @pytest.mark.parametrize("refused", ["repos/create", "auth-check/write"])
-def test_a_repository_that_can_not_be_written_is_refused_before_anything_loads(
-    refused: str, hub: Hub, settings: Callable[..., list[str]], tmp_path: Path
+def test_a_repository_that_can_not_be_written_is_refused_before_the_model_loads(
+    refused: str,
+    hub: Hub,
+    settings: Callable[..., list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delattr(build, "rank_model")
     hub.refused = {refused: 403} if refused != "repos/create" else {"": 401}
     with pytest.raises(UserError, match=r"hub\.push_to=me/tuned can't be written: .*40[13].*hf auth login"):
-        settled(config.load(None, settings("hub.push_to=me/tuned")))
+        build.build(config.load(None, settings("hub.push_to=me/tuned")))
     assert not (tmp_path / "run").exists()
+
+
+def test_bad_data_leaves_no_empty_repository(
+    hub: Hub, settings: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    wanted = config.load(None, settings("hub.push_to=me/tuned", f"data.train={tmp_path / 'bad.jsonl'}"))
+    settled(wanted)
+    with pytest.raises(UserError, match=r"bad\.jsonl"):
+        build.build(wanted)
+    assert hub.asked == []
 
 
 def test_no_network_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
