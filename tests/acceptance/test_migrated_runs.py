@@ -53,6 +53,12 @@ def instructed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model
 
 
+def stand_in(source: str | dict[str, Any], rows: Path) -> dict[str, Any]:
+    """The source with a file in place of its data set, of which a file has no split."""
+    settings = source if isinstance(source, dict) else {}
+    return {key: value for key, value in settings.items() if key != "split"} | {"path": str(rows)}
+
+
 @pytest.mark.parametrize("name", cases(ROWS, default=["llama-factory-lora-sft.yaml"]))
 def test_a_configuration_of_another_trainer_trains_after_one_command(
     name: str, instructed: Path, tmp_path: Path, begin_fork: Any
@@ -63,13 +69,9 @@ def test_a_configuration_of_another_trainer_trains_after_one_command(
     migrated = end(begin_fork("migrate", FILES / name, "--out", run, "--json"))
     assert migrated.code == 0, migrated.err
 
-    # In place of hub ids, a large model and a tracker with an account; nothing else is changed.
+    # In place of hub ids with splits, a large model and a tracker with an account; nothing else changes.
     data = migrated.json["config"]["data"]
-    sources = {
-        key: [{**(each if isinstance(each, dict) else {}), "path": str(rows)} for each in data[key]]
-        for key in ("train", "eval")
-        if key in data
-    }
+    sources = {key: [stand_in(each, rows) for each in data[key]] for key in ("train", "eval") if key in data}
     small = [f"model.name={instructed}", f"data.cache={tmp_path / 'cache'}", "data.seq_len=64"]
     small += [f"data.{key}={json.dumps(value)}" for key, value in sources.items()]
     small += [f"output={tmp_path / 'run'}", "train.max_steps=2", "train.num_epochs=null", "train.device=cpu"]
@@ -82,9 +84,9 @@ def test_a_configuration_of_another_trainer_trains_after_one_command(
 
 def test_the_command_prints_a_config_and_names_what_has_no_counterpart(meshtune: Command) -> None:
     printed = meshtune("migrate", FILES / "axolotl-qlora.yaml", "--gpus", "4")
-    assert printed.code == 0 and yaml.safe_load(printed.out)["layout"] == "dp4-mb2-ga4-full"
+    assert printed.code == 0 and yaml.safe_load(printed.out)["layout"] == "zero3x4-mb2-ga4-full"
     assert "# - load_in_4bit: true\n#     weights are not quantised" in printed.out
-    assert "without a counterpart: load_in_4bit." in printed.err
+    assert "without a counterpart: load_in_4bit, fsdp_config.fsdp_offload_params." in printed.err
 
 
 @pytest.mark.parametrize(
