@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import yaml
 
 from meshtune.errors import UserError, check_file, explained, type_name, written
+from meshtune.nearby import did_you_mean
 
 MAX_DEPTH = 50  # levels of a config
 MAX_VALUES = 100_000  # in a config
+YAML = (".yaml", ".yml")
 SHELL_INPUT = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")  # what `meshtune train <(command)` is called with
 
 
@@ -48,7 +50,8 @@ def read_yaml(file: Path, settings: Collection[str] = ()) -> dict[str, Any]:
             check_file(file)
         text = file.read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"Config {file} cannot be read: {error.strerror}.") from None
+        near = configs_like(file) if isinstance(error, FileNotFoundError) else ""
+        raise UserError(f"Config {file} cannot be read: {error.strerror}{near or '.'}") from None
     except UnicodeDecodeError:
         raise UserError(f"Config {file} is not UTF-8 text.") from None
     except UserError:
@@ -63,6 +66,11 @@ def read_yaml(file: Path, settings: Collection[str] = ()) -> dict[str, Any]:
         raise UserError(f"Config {file} holds {type_name(tree)}, not sections such as `model:` and `data:`.")
     lines = list(key_lines(yaml.compose(text, Loader=Bounded))) if settings else []
     return undotted(tree, settings, lines, name=f"Config {file}")
+
+
+def configs_like(file: Path) -> str:
+    """Clause with the YAML files on this machine that `file` may mean; "" where none is near."""
+    return did_you_mean(str(file), lambda path: path.suffix in YAML and path.is_file())
 
 
 class Written(NamedTuple):

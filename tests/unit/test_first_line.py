@@ -46,7 +46,7 @@ def until_torch(*words: str, **environment: str) -> subprocess.CompletedProcess[
         (["data", "model.name=quickstart/base", "data.train=org/rows"], "the settings of the command line"),
         (["generate", "quickstart/base", "-p", "hello"], "quickstart/base"),
         (["chat", "quickstart/base"], "quickstart/base"),
-        (["export", "runs/x", "out"], "runs/x"),
+        (["export", "examples", "out"], "examples"),
         (["env"], "this machine"),
     ],
 )

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from meshtune.commands.options import AsJson, announce, show_json
+from meshtune.commands.options import AsJson, announce, check_target, show_json
 
 
 def export(
@@ -20,6 +20,7 @@ def export(
 ) -> None:
     """Write a Hugging Face folder from a run: the final model or a checkpoint, an adapter or merged."""
     announce(str(run))
+    check_target(str(run))
     from meshtune.api.export import exported
 
     folder = exported(run, to, merge=merge, step=step, push_to=push_to)

@@ -83,11 +83,21 @@ def target_of(words: list[str], remedy: str = "name one.") -> tuple[str | None, 
         raise UserError(f"Several targets are named: {', '.join(names)}; {remedy}")
     name, overrides = split(words)
     announce(name)
-    if name and not expanded(name).exists():
-        from meshtune.model.hub import check_name
-
-        check_name(name)
+    if name:
+        check_target(name)
     return name, overrides
+
+
+def check_target(name: str) -> None:
+    """Raise UserError, with what it may mean, for a name that is no run folder, model or config file."""
+    if expanded(name).exists():
+        return
+    from meshtune.model.hub import MODEL_OR_RUN, check_name
+    from meshtune.yaml_tree import YAML, read_yaml
+
+    if name.endswith(YAML):
+        read_yaml(expanded(name))
+    check_name(name, holding=MODEL_OR_RUN)
 
 
 def show(facts: Any, renderable: Any, *, as_json: bool) -> None:

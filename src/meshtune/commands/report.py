@@ -8,6 +8,7 @@ import typer
 
 from meshtune.commands.options import AsJson, show, show_json
 from meshtune.errors import UserError, expanded
+from meshtune.nearby import did_you_mean
 from meshtune.rundir import RunDir
 
 
@@ -38,11 +39,16 @@ def check_runs(paths: Sequence[Path]) -> None:
     """Raise UserError with a sentence for each folder that holds no run."""
     folders = map(RunDir, paths)
     if problems := [
-        f"{folder.path} holds no run: neither config.yaml nor metrics.jsonl is there."
+        f"{folder.path} holds no run: neither config.yaml nor metrics.jsonl is there"
+        f"{did_you_mean(str(folder.path), lambda path: holds_run(RunDir(path))) or '.'}"
         for folder in folders
-        if not folder.config_file.exists() and not folder.metrics_file.exists()
+        if not holds_run(folder)
     ]:
         raise UserError(problems)
+
+
+def holds_run(folder: RunDir) -> bool:
+    return folder.config_file.exists() or folder.metrics_file.exists()
 
 
 def write_comparison(paths: Sequence[Path], file: Path, *, as_json: bool) -> None:

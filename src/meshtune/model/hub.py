@@ -15,13 +15,16 @@ from meshtune.nearby import did_you_mean
 
 HUB = "https://huggingface.co"
 PATIENCE = 2.0  # seconds in which the hub must answer; its own client tries for half a minute
+MODEL = "config.json"  # file that a model folder holds
+MODEL_OR_RUN = "config.[jy]*"  # config.json, or a run's config.yaml
 HUB_ID = "A hub id is organisation/name, such as Qwen/Qwen3-0.6B."
 
 
-def local_path(name: str) -> Path | None:
+def local_path(name: str, holding: str = MODEL) -> Path | None:
     """Return the local path `name` if it exists; None if it may be an id of the hub.
 
-    Raises UserError for a name that can be neither, and for a folder with pipes or devices in it.
+    holding: as `folders_like` takes it. Raises UserError for a name that can be neither, and for a folder
+    with pipes or devices in it.
     """
     path = expanded(name)
     if path.exists():
@@ -30,21 +33,25 @@ def local_path(name: str) -> Path | None:
                 check_file(file)
         return path
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise UserError(f"There is no folder {name}{folders_like(name) or '.'}")
+        raise UserError(f"There is no folder {name}{folders_like(name, holding) or '.'}")
     return None
 
 
-def folders_like(name: str) -> str:
-    """Clause with the model folders on this machine that `name` may mean; "" where none is near."""
-    return did_you_mean(name, lambda path: (path / "config.json").is_file())
+def folders_like(name: str, holding: str = MODEL) -> str:
+    """Clause with the folders on this machine that `name` may mean; "" where none is near.
+
+    holding: pattern of the file that such a folder has.
+    """
+    return did_you_mean(name, lambda path: path.is_dir() and any(path.glob(holding)))
 
 
-def check_name(name: str, revision: str | None = None) -> None:
+def check_name(name: str, revision: str | None = None, holding: str = MODEL) -> None:
     """Raise UserError if `name` is no folder, nothing is stored of a hub model of that name, and the hub
     can't be reached. Needs no import that takes seconds, so that a mistyped name is answered at once.
+    holding: as `folders_like` takes it.
     """
-    if not (local_path(name) or is_stored(name) or reachable()):
-        raise UserError(not_here(name, revision))
+    if not (local_path(name, holding) or is_stored(name) or reachable()):
+        raise UserError(not_here(name, revision, holding))
 
 
 def is_stored(name: str) -> bool:
@@ -78,12 +85,15 @@ def reachable() -> bool:
     return any(answers)
 
 
-def not_here(name: str, revision: str | None = None) -> str:
-    """Sentence about a name that is no folder, where the hub can't be asked."""
+def not_here(name: str, revision: str | None = None, holding: str = MODEL) -> str:
+    """Sentence about a name that is no folder, where the hub can't be asked.
+
+    holding: as `folders_like` takes it.
+    """
     at = f"{name} at revision {revision}" if revision else name
     return (
-        f"There is no folder {name} here{folders_like(name) or '.'} As a hub model, {at} is not in the local "
-        "cache, and the Hugging Face hub can't be reached (no network, or HF_HUB_OFFLINE is set). "
+        f"There is no folder {name} here{folders_like(name, holding) or '.'} As a hub model, {at} is not in "
+        "the local cache, and the Hugging Face hub can't be reached (no network, or HF_HUB_OFFLINE is set). "
         + (
             f"Download it where there is a network (`hf download {name}`; a plan needs its config.json "
             "alone) and set model.name to that folder."

@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from meshtune import cli
 from meshtune.errors import UserError
 from meshtune.model import hub
 
@@ -44,6 +46,29 @@ def test_a_mistyped_name_is_answered_with_the_nearest_folders(folders, name, sen
         hub.check_name(name)
     for sentence in sentences:
         assert sentence in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [
+        (["train", "exmaples/quikstart.yaml"], "examples/quickstart.yaml"),
+        (["eval", "exmaples/quikstart.yaml"], "examples/quickstart.yaml"),
+        (["chat", "runs/quikstart"], "runs/quickstart"),
+        (["generate", "./runs/quikstart", "-p", "x"], "runs/quickstart"),
+        (["export", "runs/quikstart", "out"], "runs/quickstart"),
+        (["report", "runs/quikstart"], "runs/quickstart"),
+    ],
+)
+def test_a_mistyped_config_file_or_run_folder_is_answered_with_the_nearest(
+    words: list[str], near: str, folders: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    for file in ("examples/quickstart.yaml", "runs/quickstart/config.yaml"):
+        (folders / file).parent.mkdir(parents=True)
+        (folders / file).touch()
+    monkeypatch.setattr("sys.argv", ["meshtune", *words])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert f"did you mean {near}?" in capsys.readouterr().err
 
 
 def test_folders_and_stored_models_pass(folders) -> None:
