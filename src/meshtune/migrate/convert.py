@@ -133,7 +133,7 @@ def tool_of(tree: Mapping[str, Any], file: Path) -> str:
     """The tool that knows most keys of a file; of tools that know as many, the first of ORDER."""
     known = {tool: sum(table(tool).entry(key) is not None for key in tree) for tool in ORDER}
     best = max(ORDER, key=lambda tool: known[tool])
-    if all(key.partition(".")[0] in Config.model_fields for key in tree):
+    if tree and all(key.partition(".")[0] in Config.model_fields for key in tree):
         raise UserError(f"{file} is a configuration of meshtune already: meshtune train {file} runs it.")
     if known[best] < max(1, len(tree) / 2):
         names = ", ".join(table(tool).name for tool in ORDER)
@@ -223,9 +223,10 @@ def _without_effect(result: Migrated) -> None:
 
 def _drop(result: Migrated, setting: str, reason: str) -> None:
     if setting in result.settings:
-        origin, value = result.origins.pop(setting), result.settings.pop(setting)
-        if "'s default" not in origin:
-            result.without_effect.append(Note(origin, value, reason))
+        del result.settings[setting], result.origins[setting]
+        noted, given = {note.key for note in result.without_effect}, result.job.given
+        keys = dict.fromkeys(key for key in result.keys.get(setting, ()) if key in given and key not in noted)
+        result.without_effect += [Note(key, given[key], reason) for key in keys]
 
 
 def _lay_out(result: Migrated) -> None:

@@ -88,6 +88,8 @@ def test_a_full_run_has_no_section_of_lora(migrated: Migrate) -> None:
     result = migrated(AXOLOTL, lora_r=16, lora_alpha=32)  # our defaults
     assert "lora" not in yaml.safe_load(text_of(result, "theirs.yaml"))
     assert {note.key for note in result.without_effect} == {"lora_r", "lora_alpha"}
+    result = migrated(FACTORY, finetuning_type="full", lora_rank=4)  # that makes lora.alpha too
+    assert [(note.key, note.value) for note in result.without_effect] == [("lora_rank", 4)]
 
 
 def test_the_command_names_what_takes_no_effect(tmp_path: Path) -> None:
@@ -102,4 +104,7 @@ def test_our_own_file_is_recognised(tmp_path: Path) -> None:
     file = tmp_path / "ours.yaml"
     file.write_text("model: {name: m}\ndata: {train: a.jsonl}\noutput: o\n")
     with pytest.raises(UserError, match="is a configuration of meshtune already"):
+        migrate(file)
+    file.write_text("{}")
+    with pytest.raises(UserError, match="it is no configuration of transformers"):
         migrate(file)
