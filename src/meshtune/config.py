@@ -127,11 +127,11 @@ class TrainConfig(Section):
         default="auto", description="Device to train on; auto: CUDA if there is one."
     )
 
-    @field_validator("precision", "reduce_dtype", "optimizer", "lr_scheduler")
+    @field_validator("precision", "reduce_dtype", "optimizer", "lr_scheduler", mode="before")
     @classmethod
-    def _in_its_table(cls, value: str, info: ValidationInfo) -> str:
+    def _in_its_table(cls, value: Any, info: ValidationInfo) -> Any:
         """Return `value`. Raises UserError, with the nearest name, if the setting's table lacks it."""
-        TABLES[str(info.field_name)][value]
+        TABLES[str(info.field_name)][value if isinstance(value, str) else written(value)]
         return value
 
     @model_validator(mode="after")

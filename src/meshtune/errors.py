@@ -9,7 +9,6 @@
 Anything else that escapes is a bug of ours and exits with 1.
 """
 
-import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -140,8 +139,9 @@ class Table(dict[str, Row]):
         self.setting = setting
 
     def __missing__(self, name: str) -> NoReturn:
-        near = difflib.get_close_matches(str(name), [*self], n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]}?" if near else "."
+        from meshtune.nearest import did_you_mean, nearest  # a level of imports that only an error needs
+
+        hint = did_you_mean(nearest(str(name), self))
         raise UserError(f"{self.setting} = {written(name)}: it must be one of {', '.join(self)}{hint}")
 
 

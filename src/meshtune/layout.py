@@ -7,7 +7,6 @@ A layout string is tokens joined by `-`. One table, `TOKENS`, says how each is r
 `complete` fills it in.
 """
 
-import difflib
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -15,6 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from meshtune.errors import UserError, written
+from meshtune.nearest import did_you_mean, nearest
 from meshtune.recomputation import RECOMPUTATIONS
 from meshtune.trainers.pasted import unknown_setting
 
@@ -166,9 +166,11 @@ def parse_fields(text: str) -> dict[str, Any]:
                 break
         else:
             examples = [token.example for token in TOKENS]
-            near = difflib.get_close_matches(word, [*examples, *SCHEDULES, *RECOMPUTE], n=1, cutoff=0.5)
-            hint = f"did you mean '{near[0]}'?" if near else f"tokens look like {', '.join(examples)}."
-            problems.append(f"Layout '{text}': '{word}' is no token; {hint}")
+            size = re.search(r"\d*$", word)[0] or "2"
+            sized = [re.sub(r"\d+$", size, example) for example in examples]
+            near = nearest(word, [*sized, *SCHEDULES, *RECOMPUTE])
+            hint = did_you_mean(near, f"; tokens look like {', '.join(examples)}.")
+            problems.append(f"Layout '{text}': '{word}' is no token{hint}")
     if problems:
         raise UserError(problems)
     return values

@@ -1,12 +1,12 @@
 """Sentences for values that do not fit their setting."""
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
 from meshtune.errors import UserError, written
+from meshtune.nearest import nearest
 
 # Pydantic's kind of an error -> what to write instead; {…} are numbers of its context.
 REMEDIES = {
@@ -26,7 +26,6 @@ REMEDIES = {
     "less_than_equal": "a number up to {le:,.15g}",
     "too_long": "{max_length} values",
     "too_short": "{min_length} values",
-    "missing": "one value more",
 }
 BRANCHES = ("int", "float", "bool", "str")  # of a setting with several types, as pydantic names them
 
@@ -48,7 +47,9 @@ def sentences(
             yield from cause.problems
         elif problem["type"] == "extra_forbidden":
             yield unknown(path)
-        elif problem["type"] == "missing" and isinstance(problem["input"], Mapping):
+        elif problem["type"] == "missing" and path[-1].isdigit():  # the last problem has the list's length
+            wrong[".".join(path[:-1])] = (problem["input"], [f"{int(path[-1]) + 1} values"])
+        elif problem["type"] == "missing":
             yield f"{key} is missing."
         elif isinstance(cause, ValueError):
             yield str(cause)
@@ -81,6 +82,6 @@ def remedy(problem: Mapping[str, Any], value: Any) -> str:
 
 def one_of(choices: Sequence[str], value: Any) -> str:
     """The choices of a setting as text, the nearest to the value first where one is near."""
-    near = difflib.get_close_matches(written(value), choices, n=1)
+    near = nearest(written(value), choices)
     listed = ", ".join(choices[:-1]) + " or " + choices[-1] if len(choices) > 1 else choices[0]
     return f"{listed} (did you mean {near[0]}?)" if near else listed

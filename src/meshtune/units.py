@@ -27,6 +27,11 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Format a number of things: `counted(1, "row") == "1 row"`, `counted(2_176, "row") == "2,176 rows"`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def scientific(number: float) -> str:
     """Format a small number as settings write it: `scientific(0.0002) == "2e-4"`."""
     mantissa, exponent = f"{number:e}".split("e")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from meshtune.errors import UserError, check_file, explained, type_name, written
-from meshtune.nearby import did_you_mean
+from meshtune.nearest import path_meant
 
 MAX_DEPTH = 50  # levels of a config
 MAX_VALUES = 100_000  # in a config
@@ -70,7 +70,7 @@ def read_yaml(file: Path, settings: Collection[str] = ()) -> dict[str, Any]:
 
 def configs_like(file: Path) -> str:
     """Clause with the YAML files on this machine that `file` may mean; "" where none is near."""
-    return did_you_mean(str(file), lambda path: path.suffix in YAML and path.is_file())
+    return path_meant(str(file), lambda path: path.suffix in YAML and path.is_file())
 
 
 class Written(NamedTuple):

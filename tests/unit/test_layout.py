@@ -51,7 +51,7 @@ def test_the_documented_example() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("tpp2-mb1", "did you mean 'tp2'"),
+        ("tpp2-mb1", "did you mean tp2 or pp2?"),
         ("tp2-tp4", "twice"),
         ("sp-mb1", "needs tp > 1"),
         ("tp2-regather", "needs sp; write tp2-sp-regather"),

@@ -12,6 +12,7 @@ FORMATS = {
     "exact_match": "{:.1%}".format,
     "seconds": duration,
 }
+NAMES = {"exact_match": "exact match", "label_tokens": "labelled tokens", "seconds": "time"}
 
 
 def evaluate(target: TargetWords, as_json: AsJson = False) -> None:
@@ -28,4 +29,4 @@ def evaluate(target: TargetWords, as_json: AsJson = False) -> None:
 
 
 def rounded(figures: dict[str, Any]) -> dict[str, str]:
-    return {name: FORMATS.get(name, "{:,}".format)(value) for name, value in figures.items()}
+    return {NAMES.get(name, name): FORMATS.get(name, "{:,}".format)(value) for name, value in figures.items()}

@@ -8,7 +8,7 @@ import typer
 
 from meshtune.commands.options import AsJson, show, show_json
 from meshtune.errors import UserError, expanded
-from meshtune.nearby import did_you_mean
+from meshtune.nearest import path_meant
 from meshtune.rundir import RunDir
 
 
@@ -40,7 +40,7 @@ def check_runs(paths: Sequence[Path]) -> None:
     folders = map(RunDir, paths)
     if problems := [
         f"{folder.path} holds no run: neither config.yaml nor metrics.jsonl is there"
-        f"{did_you_mean(str(folder.path), lambda path: holds_run(RunDir(path))) or '.'}"
+        f"{path_meant(str(folder.path), lambda path: holds_run(RunDir(path))) or '.'}"
         for folder in folders
         if not holds_run(folder)
     ]:

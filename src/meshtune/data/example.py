@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from meshtune.errors import UserError
+from meshtune.units import counted
 
 SHOWN = 10  # bad rows that one error describes; the rest are only counted
 
@@ -172,7 +173,7 @@ def bad_rows_error(problems: list[str], total: int, rows: int) -> UserError:
 
     total: bad rows so far, listed or not. rows: rows read so far, good or bad.
     """
-    count = f"{total:,} bad row{'s' * (total != 1)} in the {rows:,} rows read so far"
+    count = f"{counted(total, 'bad row')} in the {counted(rows, 'row')} read so far"
     shown = f" (the first {SHOWN} are named above)" if total > SHOWN else ""
     return UserError(
         [*problems[:SHOWN], f"{count}{shown}. Correct them, or set data.on_bad_row=skip to leave them out."]

@@ -16,7 +16,7 @@ from urllib.parse import urlparse
 
 from meshtune.data.example import Source, is_url, name_of
 from meshtune.errors import UserError, expanded, reason_of
-from meshtune.nearby import did_you_mean, entries
+from meshtune.nearest import entries, path_meant
 from meshtune.rundir import write_text_atomically
 from meshtune.sections import DataConfig
 from meshtune.setting_types import SUFFIXES
@@ -180,7 +180,7 @@ def data_like(path: str | Path) -> str:
     def holds_data(each: Path) -> bool:
         return Path(path).suffix == "" and each.is_dir() and any(map(is_data, entries(each, 1)))
 
-    return did_you_mean(str(path), lambda each: is_data(each) or holds_data(each))
+    return path_meant(str(path), lambda each: is_data(each) or holds_data(each))
 
 
 def is_saved(path: Path) -> bool:

@@ -20,7 +20,7 @@ from meshtune.data.prepare import Prepared, sentences
 from meshtune.data.stream import Stream
 from meshtune.data.tokens import common_prefix
 from meshtune.errors import quoted
-from meshtune.units import printable
+from meshtune.units import counted, printable
 
 BARS = 12  # most bars of the histogram
 BAR_WIDTH = 40  # characters of the longest bar
@@ -71,7 +71,7 @@ def show(description: dict[str, Any], console: Console) -> None:
         console.print(Text(line, "dim"))
     for line in sentences(description | {"train": None, "eval": None}):
         console.print(Text(printable(line), "yellow"))
-    console.print(_histogram(description["train"]["histogram"]))
+    console.print(histogram_table(description["train"]["histogram"]))
     coloured = console.is_terminal and not console.no_color
     legend = Text("this colour", LABELLED_STYLE) if coloured else Text(f"{BEGIN}brackets{END}")
     console.print(Text("Samples; labelled text is in ").append(legend).append("."))
@@ -174,7 +174,7 @@ def _sample(dataset: Dataset, document: int, tokenizer: PreTrainedTokenizerBase)
 
 def _figures(description: dict[str, Any]) -> Table:
     table = Table(
-        title=f"Data: {description['rows']:,} rows read ({description['of']})", title_justify="left"
+        title=f"Data: {counted(description['rows'], 'row')} read ({description['of']})", title_justify="left"
     )
     table.add_column("")
     splits = [name for name in ("train", "eval") if description[name]]
@@ -217,7 +217,7 @@ def _explained(description: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def _histogram(bars: list[dict[str, int]]) -> Table:
+def histogram_table(bars: list[dict[str, int]]) -> Table:
     most = max(bar["documents"] for bar in bars)
     table = Table(title="Document lengths in tokens", title_justify="left", box=None, show_header=False)
     table.add_column(justify="right")
@@ -226,5 +226,6 @@ def _histogram(bars: list[dict[str, int]]) -> Table:
     for bar in bars:
         full, part = divmod(round(bar["documents"] / most * BAR_WIDTH * 8), 8)
         drawn = "█" * full + (" ▏▎▍▌▋▊▉"[part] if part else "")
-        table.add_row(f"{bar['from']:,}–{bar['to']:,}", drawn, f"{bar['documents']:,}")
+        lengths = f"{bar['from']:,}–{bar['to']:,}" if bar["from"] < bar["to"] else f"{bar['to']:,}"
+        table.add_row(lengths, drawn, f"{bar['documents']:,}")
     return table

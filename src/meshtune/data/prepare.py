@@ -29,6 +29,7 @@ from meshtune.data.progress import Progress
 from meshtune.data.readers import read
 from meshtune.data.stream import Stream
 from meshtune.errors import UserError, expanded
+from meshtune.units import counted
 
 if TYPE_CHECKING:
     from meshtune.data.encode import Encoder
@@ -170,23 +171,24 @@ def sentences(stats: dict[str, Any]) -> list[str]:
     for name in ("train", "eval"):
         if part := stats[name]:
             how = (
-                f"packed into {part['sequences']:,} sequences of {stats['seq_len']:,}"
+                f"packed into {counted(part['sequences'], 'sequence')} of {stats['seq_len']:,}"
                 if part["packed"]
                 else "one per sequence"
             )
             full = f", {part['efficiency']:.1%} full" if part["packed"] else ""
             lines.append(
-                f"{name}: {part['documents']:,} documents, {part['tokens']:,} tokens, "
+                f"{name}: {counted(part['documents'], 'document')}, {counted(part['tokens'], 'token')}, "
                 f"{part['label_tokens'] / part['tokens']:.1%} labelled; {how}{full}"
             )
     cut = stats["cut"]
     if cut["documents"]:
         lines.append(
-            f"cut to {stats['seq_len']:,} tokens: {cut['documents']:,} documents, which lost "
-            f"{cut['tokens']:,} tokens ({cut['label_tokens']:,} of them labelled)"
+            f"cut to {stats['seq_len']:,} tokens: {counted(cut['documents'], 'document')}, which lost "
+            f"{counted(cut['tokens'], 'token')} ({cut['label_tokens']:,} of them labelled)"
         )
     for reason, lost in stats["dropped"].items():
-        lines.append(f"dropped, {reason}: {lost['documents']:,} documents ({lost['tokens']:,} tokens)")
+        documents, tokens = counted(lost["documents"], "document"), counted(lost["tokens"], "token")
+        lines.append(f"dropped, {reason}: {documents} ({tokens})")
     for reason, rows in stats["bad_rows"].items():
         lines.append(f"bad rows skipped, {reason}: {rows:,}")
     return [*lines, *notes_sentences(stats["notes"])]

@@ -11,7 +11,7 @@ from urllib.parse import urlparse
 from urllib.request import getproxies
 
 from meshtune.errors import UserError, check_file, expanded
-from meshtune.nearby import did_you_mean
+from meshtune.nearest import path_meant
 
 HUB = "https://huggingface.co"
 PATIENCE = 2.0  # seconds in which the hub must answer; its own client tries for half a minute
@@ -42,7 +42,7 @@ def folders_like(name: str, holding: str = MODEL) -> str:
 
     holding: pattern of the file that such a folder has.
     """
-    return did_you_mean(name, lambda path: path.is_dir() and any(path.glob(holding)))
+    return path_meant(name, lambda path: path.is_dir() and any(path.glob(holding)))
 
 
 def check_name(name: str, revision: str | None = None, holding: str = MODEL) -> None:

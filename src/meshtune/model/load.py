@@ -14,7 +14,6 @@ dtype it would hold wrong constants (Gemma's scale of the embeddings, rounded to
 """
 
 import copy
-import difflib
 import logging
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -45,6 +44,7 @@ from meshtune.model.files import SAFETENSORS_DTYPES, checked_weight_files, read_
 from meshtune.model.generation import read_generation_config
 from meshtune.model.multimodal import auto_class, set_aside
 from meshtune.model.pieces import StoredTensors, fill, materialise, whole_pieces
+from meshtune.nearest import did_you_mean, nearest
 
 logger = logging.getLogger(__name__)
 
@@ -107,10 +107,9 @@ def read_config(file: Path, name: str, trust_remote_code: bool) -> PretrainedCon
             f"trust it, set model.trust_remote_code=true."
         )
     if not needs_code and kind not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(str(kind), CONFIG_MAPPING.keys(), n=1)
+        hint = did_you_mean(nearest(str(kind), CONFIG_MAPPING.keys()), "; a newer transformers may.")
         raise UserError(
-            f"transformers {transformers.__version__} can't read {file}: it knows no model_type {kind}"
-            + (f"; did you mean {near[0]}?" if near else "; a newer transformers may.")
+            f"transformers {transformers.__version__} can't read {file}: it knows no model_type {kind}{hint}"
         )
     source = folder if file.name == "config.json" else file
     try:

@@ -14,7 +14,6 @@ The layer keeps its name, the behaviour of its class and its own parameters; it 
 (dtypes, order, initialisation) is peft's, so the results are equal; DoRA's to the last bits.
 """
 
-import difflib
 import math
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Literal
@@ -27,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from meshtune.errors import UserError
 from meshtune.model.anatomy import anatomy
+from meshtune.nearest import did_you_mean, nearest
 
 
 class _Lora(nn.Module):
@@ -148,8 +148,7 @@ def _saved(model: PreTrainedModel, modules_to_save: Collection[str]) -> tuple[li
             leaves = sorted(
                 {name.rpartition(".")[0].rpartition(".")[2] for name, _ in model.named_parameters()}
             )
-            near = difflib.get_close_matches(name, leaves, n=1)
-            hint = f"; did you mean {near[0]}?" if near else "."
+            hint = did_you_mean(nearest(name, leaves))
             problems.append(f"lora.modules_to_save: no module with parameters is called {name}{hint}")
         for path in found:
             for shared in (owners[id(p)] for p in model.get_submodule(path).parameters()):
@@ -195,8 +194,7 @@ def _targets(model: PreTrainedModel, target_modules: str | list[str]) -> tuple[l
         matches = [name for name in linears if name == target or name.endswith(f".{target}")]
         if not matches:
             leaves = sorted({name.rpartition(".")[2] for name in linears})
-            near = difflib.get_close_matches(target, leaves, n=1)
-            hint = f"; did you mean {near[0]}?" if near else "."
+            hint = did_you_mean(nearest(target, leaves))
             problems.append(
                 f"lora.target_modules: no linear layer is called {target}; "
                 f"there are {', '.join(leaves)}{hint}"

@@ -1,6 +1,5 @@
 """Changes to a loaded model before it is trained: rows for added tokens, frozen parameters."""
 
-import difflib
 import fnmatch
 from collections.abc import Iterable
 
@@ -10,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from meshtune.errors import UserError
 from meshtune.model.multimodal import aside_names
+from meshtune.nearest import nearest
 
 
 def embeddings_needed(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -64,7 +64,7 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
     for pattern in patterns:
         matches = fnmatch.filter(names, pattern)
         if not matches and not fnmatch.filter(aside, pattern):
-            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or list(names)[:3]
+            near = (nearest(pattern, names) or [*names])[:3]
             problems.append(
                 f"The pattern {pattern} matches no parameter; globs match names such as {', '.join(near)}."
             )

@@ -7,7 +7,6 @@ cluster: auto                           the GPUs of this machine, times its node
 
 from __future__ import annotations
 
-import difflib
 import os
 import subprocess
 import tomllib
@@ -20,6 +19,7 @@ import psutil
 
 from meshtune.config import Config
 from meshtune.errors import UserError, check_file, expanded
+from meshtune.nearest import did_you_mean, nearest
 from meshtune.plan.hardware import GIGA, Gpu, catalogue, gpu_of, named
 from meshtune.sections import ClusterConfig
 from meshtune.units import GIB, speed_unit
@@ -152,10 +152,9 @@ def _kind(name: str, kinds: Mapping[str, Gpu]) -> Gpu:
     if name not in kinds:
         word = name.lower().replace("_", "-")
         near = [kind for kind in kinds if kind.startswith(word)]
-        near = near or difflib.get_close_matches(word, kinds, n=1, cutoff=0.4)
-        hint = f"did you mean {' or '.join(near)}?" if near else ""
+        hint = did_you_mean(near or nearest(word, kinds))
         raise UserError(
-            f"cluster.gpu = {name} is no kind that is known; {hint + ' ' if hint else ''}Kinds: "
+            f"cluster.gpu = {name} is no kind that is known{hint} Kinds: "
             f"{', '.join(kinds)}. Others can be described in a file named by cluster.hardware."
         )
     return kinds[name]

@@ -19,6 +19,7 @@ from meshtune.errors import Interrupted, NonFinite, UserError, explained, is_out
 from meshtune.parallel.mesh import World
 from meshtune.rundir import RunDir, disk_is_full
 from meshtune.train.heap import releasing
+from meshtune.units import counted
 
 if TYPE_CHECKING:
     from meshtune.meter.phases import PhaseMemory
@@ -195,7 +196,8 @@ def ends_early(run: Run) -> bool:
     now, reason = run.progress, reason_to_stop(run)
     if run.early_stopping and now.stale >= run.early_stopping:
         reason = (
-            f"{now.stale} evaluations without a lower loss than {now.best_loss:.4f} (step {now.best_step})"
+            f"{counted(now.stale, 'evaluation')} without a lower loss than {now.best_loss:.4f} "
+            f"(step {now.best_step})"
         )
     if reason:
         run.metrics.log_line(f"Stopping early after step {now.step}: {reason}.")

@@ -11,7 +11,7 @@ from meshtune.optim.schedule import learning_rates
 from meshtune.schedules import warmup
 from meshtune.setting_types import epochs_of
 from meshtune.train.console import Course
-from meshtune.units import scientific
+from meshtune.units import counted, scientific
 
 FEW_UPDATES = 20  # with fewer, a run ends before its learning rate has done much
 
@@ -109,8 +109,9 @@ def few_updates(config: Config, train: Dataset | Stream, steps: int, *, resumed:
         remedy = f"Set train.global_batch_size={smaller}, or "
     else:
         remedy = "Set "
+    longer = math.ceil(FEW_UPDATES * size / sequences)
     return (
-        f"The run has only {steps} updates: {sequences} sequences x {epochs:g} epoch{'s' * (epochs != 1)} in "
-        f"global batches of {size}. {remedy}train.num_epochs={math.ceil(FEW_UPDATES * size / sequences)}, "
-        f"for {FEW_UPDATES} or more."
+        f"The run has only {counted(steps, 'update')}: {counted(sequences, 'sequence')} x {epochs:g} "
+        f"epoch{'s' * (epochs != 1)} in global batches of {size}. {remedy}train.num_epochs={longer}, for "
+        f"{FEW_UPDATES} or more."
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from meshtune.nearest import did_you_mean, nearest
 from meshtune.trainers.table import TOOLS, Entry, entry_of, table
 
 SOURCES = ("data.train", "data.eval")  # lists of sources: the keys in them are those of axolotl's datasets
@@ -18,26 +19,27 @@ def unknown_setting(path: Sequence[str], settings: Sequence[str], sections: Sequ
     section = ".".join(part for part in path[:-1] if not part.isdigit())  # data.train.0.path: no list indices
     known = [*theirs(path)]
     if counterparts := dict.fromkeys(entry.setting for entry in known if entry.setting):
-        return f"{key} is no setting; did you mean {' or '.join(counterparts)}?"
-    exact = [setting for setting in settings if setting.rsplit(".", 1)[-1] == name]
+        return f"{key} is no setting{did_you_mean([*counterparts])}"
+    exact = [setting for setting in settings if last(setting) == name]
     if exact and (len(exact) == 1 or not section):  # model.path may mean anything
-        return f"{key} is no setting; did you mean {' or '.join(exact)}?"
+        return f"{key} is no setting{did_you_mean(exact)}"
     for entry in sorted(known, key=lambda entry: entry.ignored):
         if entry.ignored:
             return f"{key} is no setting, and not needed: {entry.why}."
         return f"{key} is not supported: {entry.reason}."
     siblings = [each for each in settings if each.rpartition(".")[0] == section] if section else [*sections]
     for names in (siblings, settings):
-        near = {each: edits(name, each.rsplit(".", 1)[-1]) for each in names}
-        least = min(near.values(), default=len(name))
-        nearest = [each for each, distance in near.items() if distance == least]
-        one_answer = names is siblings or not section or len(nearest) == 1
-        if least <= min(2, len(name) // 3) and one_answer:
-            return f"{key} is no setting; did you mean {' or '.join(nearest)}?"
+        near = nearest(name, names, part=last)
+        if near and (names is siblings or not section or len(near) == 1):
+            return f"{key} is no setting{did_you_mean(near)}"
     if section and siblings:
-        names = ", ".join(setting.rsplit(".", 1)[1] for setting in siblings)
-        return f"{key} is no setting; {section} has: {names}."
+        return f"{key} is no setting; {section} has: {', '.join(map(last, siblings))}."
     return f"{key} is no setting; sections: {', '.join(sections)}."
+
+
+def last(setting: str) -> str:
+    """Return the name after the last dot."""
+    return setting.rpartition(".")[2]
 
 
 def theirs(path: Sequence[str]) -> Iterator[Entry]:
@@ -49,17 +51,3 @@ def theirs(path: Sequence[str]) -> Iterator[Entry]:
         found = (entry_of(table(tool).own, name) for name in names)
         if entry := next(filter(None, found), None):
             yield entry
-
-
-def edits(first: str, second: str) -> int:
-    """Count the letters to insert, remove, replace or swap with the next that make `second` of `first`."""
-    before: list[int] = []
-    row = list(range(len(second) + 1))
-    for i, letter in enumerate(first, 1):
-        before, previous, row = row, before, [i]
-        for j, other in enumerate(second, 1):
-            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other))
-            if i > 1 and j > 1 and letter == second[j - 2] and first[i - 2] == other:
-                cost = min(cost, previous[j - 2] + 1)
-            row.append(cost)
-    return row[-1]

@@ -87,7 +87,7 @@ def test_what_is_cut_is_counted_and_said(tmp_path) -> None:
     assert texts(prepared.train) == ["abc" + "x" * 7, "ab"]
     said = "\n".join(sentences(stats))
     assert "cut to 10 tokens: 2 documents, which lost 104 tokens (94 of them labelled)" in said
-    assert "dropped, nothing labelled left by the cut: 1 documents" in said
+    assert "dropped, nothing labelled left by the cut: 1 document (10 tokens)" in said
 
 
 def test_overlong_drop_leaves_out_and_counts(tmp_path) -> None:

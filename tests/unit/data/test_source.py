@@ -362,8 +362,8 @@ def test_a_mistyped_path_is_answered_with_the_nearest_files(tmp_path, monkeypatc
         (tmp_path / name).write_text("")
     monkeypatch.chdir(tmp_path)
     for path, near in (
-        ("data/trian.jsonl", "data/train.jsonl or data/test.jsonl?"),
-        ("train.jsonl", "data/train.jsonl or data/test.jsonl?"),
+        ("data/trian.jsonl", "data/train.jsonl?"),
+        ("train.jsonl", "data/train.jsonl?"),
         ("data/train.json", "data/train.jsonl?"),
         ("dta/", "data?"),
         (str(tmp_path / "data" / "chats" / "row.parquet"), "data/chats/rows.parquet"),

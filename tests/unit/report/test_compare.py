@@ -4,10 +4,11 @@ import json
 import re
 
 import pytest
+from rich.console import Console
 
 from meshtune.commands.report import report
 from meshtune.errors import UserError
-from meshtune.report.compare.page import comparison_page, comparison_tables, panels
+from meshtune.report.compare.page import at_slashes, comparison_page, comparison_tables, panels
 from meshtune.report.compare.runs import compare
 from meshtune.rundir import RunDir
 
@@ -139,8 +140,37 @@ def test_folders_of_the_same_name_are_told_apart_by_their_paths(run, tmp_path):
     twin = RunDir(tmp_path / "twin" / "run").create()
     twin.append({"kind": "run", "world": 1})
     compared = compare([run.path, twin.path])
-    assert compared.names == (str(run.path), str(twin.path))
+    assert compared.names == ("run", "twin/run")
     comparison_tables(compared)
+
+
+def test_facts_are_words_and_a_long_path_breaks_after_a_slash(run, other, monkeypatch, capsys):
+    run.append({"kind": "run", "trainable_parameters": 642176, "loss_function": None})
+    other.append({"kind": "run", "trainable_parameters": 2432, "loss_function": "mine.loss"})
+    paths = [f"/shared/{name}/corpora/conversations/train.jsonl" for name in ("first", "other")]
+    for each, path in zip((run, other), paths, strict=True):
+        each.config_file.write_text(f"data: {{train: {path}, max_samples: {'null' if each is run else 9}}}\n")
+    compared = compare([run.path, other.path])
+    assert compared.as_dict()["environment"]["trainable_parameters"] == ["642176", "2432"]
+    assert "trainable parameters" in comparison_page(compared)
+    monkeypatch.setenv("COLUMNS", "80")
+    Console(width=80).print(comparison_tables(compared))
+    out = capsys.readouterr().out
+    (line,) = (line for line in out.splitlines() if "trainable" in line)
+    assert line.split() == ["trainable", "parameters", "642,176", "2,432"]
+    (line,) = (line for line in out.splitlines() if "loss function" in line)
+    assert line.split()[2:] == ["–", "mine.loss"]
+    (line,) = (line for line in out.splitlines() if "max_samples" in line)
+    assert line.split() == ["data.max_samples", "–", "9"]
+    assert "/shared/first/corpora/" in out and " conversations/train.jsonl" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [("a/b", ["a/b"]), ("/data/rows/a.jsonl", ["/data/", "rows/", "a.jsonl"]), ("a" * 12, ["a" * 12])],
+)
+def test_lines_end_after_slashes(text, lines):
+    assert at_slashes(text, 8).split("\n") == lines
 
 
 def test_what_an_earlier_version_lacked_and_is_off_is_no_difference(run, other):

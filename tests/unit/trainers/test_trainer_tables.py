@@ -14,7 +14,6 @@ from meshtune import config
 from meshtune.config import Config, keys, unknown_key
 from meshtune.errors import UserError
 from meshtune.layout import Layout, PartialLayout
-from meshtune.trainers.pasted import edits
 from meshtune.trainers.table import TOOLS, table
 
 ROOT = Path(__file__).parents[3]
@@ -159,11 +158,3 @@ def test_the_layouts_fields_are_answered_alike() -> None:
         PartialLayout.parse({"gradient_checkpointing": True})
     with pytest.raises(UserError, match=r"layout.load_in_4bit is not supported"):
         config.load(None, ["model.name=x", "layout={load_in_4bit: true}"])
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "count"),
-    [("trian", "train", 1), ("", "ab", 2), ("same", "same", 0), ("abc", "xyz", 3)],
-)
-def test_edits_are_counted(first: str, second: str, count: int) -> None:
-    assert edits(first, second) == edits(second, first) == count

@@ -8,13 +8,13 @@ differently (a schedule it doesn't have, recomputation of whole blocks where the
 nearest setting that fits the same memory is written, and a sentence names the difference.
 """
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.layout import Layout
+from meshtune.nearest import did_you_mean, nearest
 from meshtune.plan.export import accelerate, axolotl, deepspeed, llamafactory, megatron, torchtitan
 from meshtune.plan.export.exported import Exported
 from meshtune.plan.search import Choice
@@ -35,9 +35,8 @@ TOOLS: Mapping[str, Callable[[Config, Layout, int], Exported]] = {  # writer(con
 def check_tool(tool: str) -> str:
     """Return `tool` if plans can be exported for it, else raise UserError with the nearest name."""
     if tool not in TOOLS:
-        near = difflib.get_close_matches(tool.lower().replace("-", ""), TOOLS, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"tools: {', '.join(TOOLS)}."
-        raise UserError(f"--export {tool} is no tool that plans are written for; {hint}")
+        hint = did_you_mean(nearest(tool, TOOLS), f"; tools: {', '.join(TOOLS)}.")
+        raise UserError(f"--export {tool} is no tool that plans are written for{hint}")
     return tool
 
 

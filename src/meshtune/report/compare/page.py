@@ -1,15 +1,16 @@
 """A comparison as a page and in the terminal: curves of all runs over each other, tables of what differs."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshtune.report.compare.runs import Comparison, Line
+from meshtune.report.compare.runs import Comparison, Line, in_words
 from meshtune.report.draw.kinds import Lines, Series
 from meshtune.report.draw.page import page, text
 from meshtune.report.draw.theme import OTHERS
@@ -54,10 +55,11 @@ def write_comparison(comparison: Comparison, file: Path) -> Path:
 
 def comparison_page(comparison: Comparison) -> str:
     """The comparison as HTML text."""
+    environment = [*map(in_words, comparison.environment)]
     caution = f"<p class='note'>{text(comparison.caution)}</p>" if comparison.caution else ""
     after = (
         _table("Settings that differ", comparison.names, comparison.settings, "All settings are the same."),
-        _table("Model and environment that differ", comparison.names, comparison.environment, ""),
+        _table("Model and environment that differ", comparison.names, environment, ""),
         _samples(comparison),
     )
     return page(
@@ -104,22 +106,35 @@ def comparison_tables(comparison: Comparison) -> RenderableType:
     for title, lines in (
         ("", comparison.figures),
         ("settings that differ", comparison.settings),
-        ("model and environment that differ", comparison.environment),
+        ("model and environment that differ", [*map(in_words, comparison.environment)]),
     ):
+        labels = max((len(line.name) for line in lines), default=0)
+        width = (Console().width - labels - 4) // len(comparison.names) - 4
         table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2))
         table.add_column("", style="dim", no_wrap=True)
         for name in comparison.names:
-            table.add_column(Text(printable(name)), overflow="fold")
+            table.add_column(Text(at_slashes(printable(name), width)), overflow="fold")
         for line in lines:
             cells = zip(line.cells, line.best or [False] * len(line.cells), strict=True)
             table.add_row(
-                Text(line.name), *(Text(printable(c), style="green" if b else "") for c, b in cells)
+                Text(line.name),
+                *(Text(at_slashes(printable(c), width), style="green" if b else "") for c, b in cells),
             )
         if lines:
             parts += [table, Text()]
     if comparison.caution:
         parts += [Text(comparison.caution, style="yellow"), Text()]
     return Group(*parts)
+
+
+def at_slashes(path: str, width: int) -> str:
+    """The text on lines of at most `width` characters where it can be broken after a slash."""
+    lines = [""]
+    for part in re.split("(?<=/)", path):
+        if lines[-1] and len(lines[-1]) + len(part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def _table(title: str, names: Sequence[str], lines: Sequence[Line], empty: str) -> str:

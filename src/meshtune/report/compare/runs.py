@@ -4,8 +4,9 @@ The page, the terminal and `--json` all show this value.
 """
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +106,19 @@ def compare(paths: Sequence[Path]) -> Comparison:
 
 
 def names_of(paths: Sequence[Path]) -> tuple[str, ...]:
-    """Names of the folders; where two have the same name, all paths as they were written."""
+    """Names of the folders; where two have the same name, all paths from their common folder on."""
     names = tuple(path.resolve().name for path in paths)
-    return names if len(set(names)) == len(names) else tuple(map(str, paths))
+    if len(set(names)) == len(names):
+        return names
+    whole = [path.resolve() for path in paths]
+    above = os.path.commonpath([path.parent for path in whole])
+    return tuple(str(path.relative_to(above)) for path in whole)
+
+
+def in_words(line: Line) -> Line:
+    """A fact of the "run" rows with words for its name, and numbers with their thousands apart."""
+    cells = (f"{int(cell):,}" if cell.isdigit() else cell for cell in line.cells)
+    return replace(line, name=line.name.replace("_", " "), cells=tuple(cells))
 
 
 def figures(summaries: Sequence[Summary], *, losses_compare: bool) -> Iterator[Line]:
@@ -159,7 +170,7 @@ def differing(trees: Sequence[Mapping[str, Any]], *, leave_out: Sequence[str]) -
         missing = not all(key in tree for tree in trees)
         same = not any(values) if missing else all(value == values[0] for value in values)
         if key.partition(".")[0] not in leave_out and not same:
-            lines.append(Line(key, tuple(_written(tree[key]) if key in tree else NONE for tree in trees)))
+            lines.append(Line(key, tuple(_written(tree.get(key)) for tree in trees)))
     return lines
 
 
@@ -194,4 +205,6 @@ def _config(run: RunDir) -> dict[str, Any]:
 
 
 def _written(value: Any) -> str:
+    if value is None:
+        return NONE
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

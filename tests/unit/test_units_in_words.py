@@ -1,0 +1,56 @@
+"""Figures on the terminal in words: counts with their noun, results with a name and a unit."""
+
+from rich.console import Console
+
+from meshtune.commands.evaluate import rounded
+from meshtune.data.example import Notes
+from meshtune.data.inspect import histogram_table
+from meshtune.data.prepare import sentences
+from meshtune.units import counted
+
+
+def test_one_thing_is_singular() -> None:
+    assert [counted(number, "row") for number in (0, 1, 2_176)] == ["0 rows", "1 row", "2,176 rows"]
+
+
+def test_one_document_in_one_sequence_is_told_in_the_singular() -> None:
+    one = {"documents": 1, "tokens": 1, "label_tokens": 1}
+    stats = {
+        "train": {**one, "sequences": 1, "packed": True, "efficiency": 0.5},
+        "eval": None,
+        "seq_len": 64,
+        "cut": one,
+        "dropped": {"empty": one},
+        "bad_rows": {},
+        "notes": Notes().values(),
+    }
+    said = "\n".join(sentences(stats))
+    assert "train: 1 document, 1 token, 100.0% labelled; packed into 1 sequence of 64" in said
+    assert "cut to 64 tokens: 1 document, which lost 1 token (1 of them labelled)" in said
+    assert "dropped, empty: 1 document (1 token)" in said
+
+
+def test_a_bar_of_one_length_shows_it_once() -> None:
+    bars = [{"from": 1, "to": 1, "documents": 4}, {"from": 2, "to": 9, "documents": 2}]
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(histogram_table(bars))
+    text = capture.get()
+    assert "2–9" in text and "1–1" not in text
+
+
+def test_an_evaluation_is_shown_with_words_and_units() -> None:
+    figures = {
+        "loss": 1.23456,
+        "perplexity": 3.4371,
+        "label_tokens": 12345,
+        "exact_match": 0.5,
+        "seconds": 0.18,
+    }
+    assert rounded(figures) == {
+        "loss": "1.2346",
+        "perplexity": "3.437",
+        "labelled tokens": "12,345",
+        "exact match": "50.0%",
+        "time": "0.18 s",
+    }
