@@ -31,6 +31,24 @@ def test_fp32_losses_are_the_cpus(packing: str, train: Train, tmp_path: Path) ->
     assert losses(cuda) == pytest.approx(losses(cpu), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("option", "bound"),
+    [
+        ("train.optimizer=adafactor", 1e-5),
+        ("train.optimizer=lion", 1e-3),  # a sign that rounding turns moves a weight by twice the rate
+        ("train.optimizer=muon", 1e-3),  # Newton-Schulz is in bf16
+        ("train.neftune_alpha=5", 1e-5),
+        ("train.label_smoothing=0.1", 1e-5),
+        ("lora.use_dora=true", 1e-5),
+    ],
+)
+def test_losses_of_an_option_are_the_cpus(option: str, bound: float, train: Train, tmp_path: Path) -> None:
+    kept = (option, "train.max_steps=6", *(["method=lora"] if option.startswith("lora.") else []))
+    cpu = train(*kept, "train.device=cpu", f"output={tmp_path / 'cpu'}")
+    cuda = train(*kept, "train.device=cuda", f"output={tmp_path / 'cuda'}")
+    assert losses(cuda) == pytest.approx(losses(cpu), rel=bound)
+
+
 @pytest.mark.parametrize("recompute", ["none", "attention", "selective", "full"])
 @pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
 def test_bf16_follows_fp32_in_every_recompute_mode(
