@@ -168,7 +168,7 @@ def test_messages_that_are_none_are_refused(answered, text, sentence):
         answered(messages=[text])
 
 
-@pytest.mark.parametrize("prompt", ["Say red", "1 + 1 ="])
+@pytest.mark.parametrize("prompt", ["Say red", "1 + 1 =", "2+2="])
 def test_a_prompt_beside_the_target_is_answered_with_the_option(model, prompt):
     with pytest.raises(UserError) as caught:
         generate([model, prompt, "train.device=cpu"])

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -78,7 +79,7 @@ def target_of(words: list[str], remedy: str = "name one.") -> tuple[str | None, 
 
     remedy: clause that follows the names where there are two.
     """
-    names = [word for word in words if "=" not in word or " " in word.partition("=")[0].strip()]
+    names = [word for word in words if not re.match(r"\s*[\w.-]+\s*=", word)]  # "2+2=" is no setting
     if len(names) > 1:
         raise UserError(f"Several targets are named: {', '.join(names)}; {remedy}")
     name, overrides = split(words)
