@@ -166,7 +166,7 @@ def parse_fields(text: str) -> dict[str, Any]:
                 break
         else:
             examples = [token.example for token in TOKENS]
-            size = re.search(r"\d*$", word)[0] or "2"
+            size = word[len(word.rstrip("0123456789")) :] or "2"
             sized = [re.sub(r"\d+$", size, example) for example in examples]
             near = nearest(word, [*sized, *SCHEDULES, *RECOMPUTE])
             hint = did_you_mean(near, f"; tokens look like {', '.join(examples)}.")

@@ -164,7 +164,7 @@ def generating(model: PreTrainedModel) -> Iterator[None]:
 
 def decoded(tokenizer: PreTrainedTokenizerBase, new_ids: Sequence[Sequence[int]]) -> list[str]:
     """The text of each answer, without special tokens."""
-    return [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in new_ids]
+    return [str(tokenizer.decode([*ids], skip_special_tokens=True)) for ids in new_ids]
 
 
 def answer_ids(
