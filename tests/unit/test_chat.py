@@ -2,6 +2,7 @@
 
 import io
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -92,6 +93,21 @@ def test_ctrl_c_keeps_what_was_said_and_the_conversation_goes_on(begin):
     assert conversation.messages[-1] == {"role": "assistant", "content": "".join(parts)}
     ask(conversation, "Say blue")
     assert len(conversation.messages) == 4
+
+
+def test_ctrl_c_in_a_finalizer_where_python_drops_exceptions_stops_the_answer(begin):
+    class Pressed:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    def write(text: str) -> None:
+        parts.append(text)
+        if len(parts) == 3:
+            Pressed()
+
+    parts: list[str] = []
+    assert list(begin(max_new_tokens=30).ask("Say red", write)) == ["Stopped."]
+    assert len(parts) == 3
 
 
 def test_a_full_context_leaves_out_the_oldest_turns_and_says_so(begin, chatty):

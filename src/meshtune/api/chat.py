@@ -1,5 +1,7 @@
 """A conversation with a model: its turns are kept, and each answer follows all of them."""
 
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -8,6 +10,7 @@ from meshtune.data.example import Example
 from meshtune.data.prompts import Given, prompts_of
 from meshtune.errors import UserError
 from meshtune.train.generate import GREEDY, Sampling, TextStream
+from meshtune.train.signals import StopRequest
 
 
 class Conversation:
@@ -51,8 +54,8 @@ class Conversation:
     def ask(self, text: str, write: Callable[[str], object]) -> Iterator[str]:
         """Pass the answer to `write` as it is generated; yield sentences on what the user must know.
 
-        KeyboardInterrupt stops the answer: what was said stays a turn. A message without an answer is
-        forgotten. Raises UserError for a message that the model can't take.
+        Ctrl-C stops the answer after its next token: what was said stays a turn. A message without an answer
+        is forgotten. Raises UserError for a message that the model can't take.
         """
         (asked,) = prompts_of([text])
         self.turns.append({"role": "user", "content": text})
@@ -66,13 +69,20 @@ class Conversation:
                 f"The context of {self.answerer.context:,} tokens is full: the oldest {left_out} messages "
                 "are left out from here on; /reset begins anew."
             )
-        stream, sampling = TextStream(write), self.sampling
+        # The signal is noted, not raised at once: Python drops a KeyboardInterrupt that comes in a finalizer.
+        request = StopRequest(
+            enabled=threading.current_thread() is threading.main_thread(), signals=[signal.SIGINT]
+        )
+        stream, sampling = TextStream(write, lambda: request.requested), self.sampling
         if sampling.seed is not None:
             sampling = replace(sampling, seed=sampling.seed + self._asked)
         self._asked += 1
         stopped = False
         try:
-            self.answerer.answers([ids], max_new_tokens=self.max_new_tokens, sampling=sampling, stream=stream)
+            with request:
+                self.answerer.answers(
+                    [ids], max_new_tokens=self.max_new_tokens, sampling=sampling, stream=stream
+                )
         except KeyboardInterrupt:
             stopped = True
         except BaseException:

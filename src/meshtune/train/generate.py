@@ -88,11 +88,12 @@ class TextStream(BaseStreamer):
     """Pass an answer's text to `write` while its tokens are generated.
 
     A character is passed on once all its tokens are there. The text is that of all tokens decoded together,
-    since a token's text may depend on those before it.
+    since a token's text may depend on those before it. stopped: asked after each token; true ends the answer
+    by a KeyboardInterrupt.
     """
 
-    def __init__(self, write: Callable[[str], object]) -> None:
-        self.write = write
+    def __init__(self, write: Callable[[str], object], stopped: Callable[[], object] = lambda: False) -> None:
+        self.write, self.stopped = write, stopped
         self.ids: list[int] = []  # of the answer so far, without a stop token
         self.text = ""  # passed on so far
         self._prompt_passed = False
@@ -109,6 +110,8 @@ class TextStream(BaseStreamer):
         elif (token := int(value)) not in self._stop_ids:
             self.ids.append(token)
             self._pass_on(whole=False)
+        if self.stopped():
+            raise KeyboardInterrupt
 
     def end(self) -> None:
         """Pass on what is left: half a character, where the answer was cut in it."""

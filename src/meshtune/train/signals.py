@@ -1,27 +1,30 @@
 """Stop on SIGTERM and Ctrl-C: finish the step, save a checkpoint, end with exit code 75."""
 
 import signal
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
 
 class StopRequest:
-    """Context that puts the name of a received SIGTERM, SIGINT or SIGUSR1 into `requested`.
+    """Context that puts the name of a received signal into `requested`.
 
-    A second SIGINT raises KeyboardInterrupt. enabled: False leaves the signals' handlers as they are.
+    A second SIGINT raises KeyboardInterrupt. signals: those that are noted. enabled: False leaves the
+    signals' handlers as they are.
     """
 
     # Slurm can send SIGUSR1 before the time limit.
     SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 
-    def __init__(self, *, enabled: bool = True) -> None:
+    def __init__(self, *, enabled: bool = True, signals: Sequence[signal.Signals] = SIGNALS) -> None:
         self.enabled = enabled
+        self.signals = signals
         self.requested: str | None = None
         self._handlers: dict[signal.Signals, Any] = {}  # of before
 
     def __enter__(self) -> "StopRequest":
         if self.enabled:
-            self._handlers = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+            self._handlers = {number: signal.signal(number, self._note) for number in self.signals}
         return self
 
     def __exit__(self, *error: object) -> None:
