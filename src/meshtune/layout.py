@@ -165,15 +165,22 @@ def parse_fields(text: str) -> dict[str, Any]:
                 values |= named
                 break
         else:
-            examples = [token.example for token in TOKENS]
-            size = word[len(word.rstrip("0123456789")) :] or "2"
-            sized = [re.sub(r"\d+$", size, example) for example in examples]
-            near = nearest(word, [*sized, *SCHEDULES, *RECOMPUTE])
-            hint = did_you_mean(near, f"; tokens look like {', '.join(examples)}.")
-            problems.append(f"Layout '{text}': '{word}' is no token{hint}")
+            problems.append(f"Layout '{text}': '{word}' {misread(word)}")
     if problems:
         raise UserError(problems)
     return values
+
+
+def misread(word: str) -> str:
+    """Clause on a word that is no token: its size is missing, or which tokens are near."""
+    for sized in (f"{word}2", f"{word}x2"):
+        if any(re.fullmatch(token.pattern, sized) for token in TOKENS):
+            size = "number" if word in ("v", "mb", "ga") else "number of ranks"
+            return f"lacks its {size}; write it as in {sized}."
+    examples = [token.example for token in TOKENS]
+    size = word[len(word.rstrip("0123456789")) :] or "2"
+    near = nearest(word, [*(re.sub(r"\d+$", size, example) for example in examples), *SCHEDULES, *RECOMPUTE])
+    return "is no token" + did_you_mean(near, f"; tokens look like {', '.join(examples)}.")
 
 
 def contradictions(layout: Layout) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Sentences for values that do not fit their setting."""
+"""Sentences for values that do not fit their setting; another trainer's value is answered with ours."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from meshtune.errors import UserError, written
 from meshtune.nearest import nearest
+from meshtune.trainers.values import pasted_value
 
 # Pydantic's kind of an error -> what to write instead; {…} are numbers of its context.
 REMEDIES = {
@@ -43,7 +44,9 @@ def sentences(
         path = [section] if section else []
         path += without_branches(problem["loc"])
         key, cause = ".".join(path), problem.get("ctx", {}).get("error")
-        if isinstance(cause, UserError):
+        if pasted := pasted_value(key, problem["input"]):
+            yield pasted
+        elif isinstance(cause, UserError):
             yield from cause.problems
         elif problem["type"] == "extra_forbidden":
             yield unknown(path)

@@ -7,6 +7,7 @@ import pytest
 
 from meshtune.config import load
 from meshtune.errors import UserError, type_name, written
+from meshtune.trainers.values import patterns
 
 SETTINGS = [
     line
@@ -54,8 +55,8 @@ def test_no_sentence_about_a_wrong_value_shows_python(value: str) -> None:
         ("train.adam_betas=[0.9]", "train.adam_betas = [0.9]: write 2 values."),
         ("train.adam_betas=[]", "train.adam_betas = []: write 2 values."),
         (
-            "train.precision=16",
-            "train.precision = 16: it must be one of fp32, bf16, bf16-pure, fp64.",
+            "train.precision=8",
+            "train.precision = 8: it must be one of fp32, bf16, bf16-pure, fp64.",
         ),
         ("train.reduce_dtype=[fp32]", 'train.reduce_dtype = ["fp32"]: it must be one of fp32, bf16.'),
         ("train.adam_betas=5", "train.adam_betas = 5: write a list, such as [a, b]."),
@@ -82,6 +83,54 @@ def test_no_sentence_about_a_wrong_value_shows_python(value: str) -> None:
 )  # fmt: skip
 def test_a_wrong_value_is_named_with_what_to_write(override: str, sentence: str) -> None:
     assert problems_of(override) == (sentence,)
+
+
+UNQUANTISED = "its states are not quantised: more memory, same updates"
+LOSS_SCALING = "fp16 needs loss scaling, which there is none of here; bf16 has the range of fp32"
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("train.optimizer=adamw_torch", "write train.optimizer=adamw."),
+        ("train.optimizer=adamw_torch_fused", "write train.optimizer=adamw."),
+        ("train.optimizer=torch.optim.AdamW", "write train.optimizer=adamw."),
+        ("train.optimizer=paged_adamw_8bit", f"write train.optimizer=adamw ({UNQUANTISED})."),
+        ("train.precision=fp16", f"write train.precision=bf16 ({LOSS_SCALING})."),
+        ("train.precision=16", f"write train.precision=bf16 ({LOSS_SCALING})."),
+        ("train.precision=bfloat16", "write train.precision=bf16."),
+        ("method=dora", "write method=lora lora.use_dora=true."),
+        (
+            "method=qlora",
+            "write method=lora (weights are not quantised: the frozen ones take 2 bytes each, in bf16).",
+        ),
+    ],
+)
+def test_another_trainers_value_is_answered_with_ours(override: str, remedy: str) -> None:
+    setting, _, value = override.partition("=")
+    assert problems_of(override) == (f"{setting} = {value}: {remedy}",)
+    assert len(problems_of(override, "train.seed=x")) == 2
+
+
+def test_what_stands_for_another_trainers_value_is_valid() -> None:
+    for setting, rows in patterns().items():
+        assert setting in SETTINGS
+        for row in rows:
+            named = ("adamw", "lion", "adafactor", "muon") if r"\1" in row["write"] else ("",)
+            for name in named:
+                assert problems_of(*row["write"].replace(r"\1", name).split()) == ()
+
+
+@pytest.mark.parametrize(
+    ("layout", "clause"),
+    [
+        ("zero3", "'zero3' lacks its number of ranks; write it as in zero3x2."),
+        ("dp-mb2", "'dp' lacks its number of ranks; write it as in dp2."),
+        ("tp2-mb", "'mb' lacks its number; write it as in mb2."),
+    ],
+)
+def test_a_token_without_its_size_is_answered_with_one(layout: str, clause: str) -> None:
+    assert problems_of(f"layout={layout}") == (f"Layout '{layout}': {clause}",)
 
 
 def test_values_are_shown_as_their_user_writes_them() -> None:

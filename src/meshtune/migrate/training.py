@@ -1,19 +1,13 @@
 """Length, rate, optimizer, labels and sequences of other trainers as settings of ours."""
 
 import json
-import re
 from typing import Any
 
 from meshtune.migrate.job import Converted, Job, NoCounterpart, NotNeeded, Refused, conversion, short
 from meshtune.migrate.sources import has_alpaca_prompts
-from meshtune.optimizers import OPTIMIZERS
 from meshtune.schedules import SCHEDULES
+from meshtune.trainers.values import counterpart
 
-# An optimizer, and words of its name that say how it is implemented, not what it computes.
-IMPLEMENTATION = (
-    r"(?:paged_?|ao_)?(?P<kind>adamw|lion|adafactor|muon)"
-    r"(?:_?(?:hf|torch|fused|xla|npu|apex|anyprecision|bnb|32bit|8bit|4bit|fp8))*"
-)
 TEMPLATES = ("alpaca", "chatml", "gemma", "llama3", "mistral")  # built-ins of data/templates
 
 
@@ -118,13 +112,11 @@ def ended_by_steps(job: Job) -> bool:
 def optimizer(value: Any, job: Job) -> Converted:
     if job.on("use_muon"):
         raise NotNeeded("use_muon chooses the optimizer")
-    known = re.fullmatch(IMPLEMENTATION, short(value))
-    if known is None or known["kind"] not in OPTIMIZERS:
+    ours = counterpart("train.optimizer", short(value))
+    if ours is None:
         raise NoCounterpart(f"there is no optimizer {short(value)}; train.optimizer is adamw")
-    settings = {"train.optimizer": known["kind"]}
-    if re.search("8bit|4bit|fp8", short(value)):
-        return Converted(settings, "its states are not quantised: more memory, same updates")
-    return Converted(settings)
+    setting, _, name = ours.write.partition("=")
+    return Converted({setting: name}, ours.why)
 
 
 @conversion
