@@ -202,7 +202,11 @@ def fault_of(row: Row) -> str | None:
         type(step) is not int or not 0 <= step < 2**63
     ):
         return "its step is no whole number"
-    numbers = row.keys() - {"kind"} if kind in ("train", "eval") else row.keys() & {"world", "total_steps"}
+    numbers = (
+        row.keys() - {"kind"}
+        if kind in ("train", "eval")
+        else row.keys() & {"world", "total_steps", "tokens", "seconds"}
+    )
     for name in sorted(numbers):
         if row[name] is not None and not _is_number(row[name]):
             return f"its {name} is no number"

@@ -157,6 +157,8 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> dict[str, Any]:
     adapters: dict[str, Tensor] = {}
     for name, layer in lora_layers(model).items():
         adapters |= {f"{name}.lora_A.weight": layer.lora_A, f"{name}.lora_B.weight": layer.lora_B}
+        if layer.lora_magnitude_vector is not None:
+            adapters[f"{name}.lora_magnitude_vector"] = layer.lora_magnitude_vector
     parameters = dict(model.named_parameters()) | embedding_and_head(model) | adapters
     missing = [name for name in adapters if name not in tensors]
     problems = [f"{folder} lacks {name}." for name in missing[:10]]

@@ -51,6 +51,15 @@ class Progress:
     best_step: int = 0
     stale: int = 0  # evaluations since the best one
     saved_step: int = 0  # of the newest checkpoint
+    # Of all steps done, for the end row: with log.every the rows don't add up to them. None: the run goes on
+    # from a checkpoint that does not have them.
+    tokens: int | None = 0
+    seconds: float | None = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Count the tokens and the seconds of one step."""
+        self.tokens = None if self.tokens is None else self.tokens + tokens
+        self.seconds = None if self.seconds is None else self.seconds + seconds
 
 
 @dataclass
@@ -127,6 +136,7 @@ def train(run: Run) -> None:
                 run.world.synchronize()
             # Behind the exchange: until then devices may only have been told what to do.
             step_seconds = time.perf_counter() - started
+            now.add(batch.tokens, step_seconds)
 
             run.metrics.train(
                 step=now.step, loss=loss, grad_norm=norm, learning_rate=rate, tokens=batch.tokens,
@@ -145,7 +155,7 @@ def train(run: Run) -> None:
                 )
             if nonfinite >= run.max_nonfinite_steps or now.step == run.steps == nonfinite:  # none applied
                 run.checkpoints.wait()
-                run.metrics.end(step=now.step, status="stopped: loss or gradients were not finite")
+                end(run, "stopped: loss or gradients were not finite")
                 raise NonFinite(stopped_nonfinite(run, nonfinite, batch))
 
             if evaluating or reason_to_stop(run):
@@ -248,6 +258,7 @@ def restore(run: Run, step: int) -> None:
     values = run.checkpoints.values(step)
     generators = random_state(run.world)
     with explained(f"The checkpoint of step {step} has values that are no run's", UNUSABLE):
+        values = {"tokens": None, "seconds": None} | values
         run.progress = Progress(**{key: values[key] for key in vars(run.progress)})
         now = run.progress
         if not isinstance(now.data, dict):  # None would begin the data again
@@ -312,9 +323,15 @@ def finish(run: Run) -> None:
     for sentence in run.data_sentences():
         run.metrics.log_line(sentence)
     run.exporter.write(run.folder.model, steps=steps)
-    run.metrics.end(step=now.step, status="finished", early=now.step < run.steps, model_step=steps)
+    end(run, "finished", early=now.step < run.steps, model_step=steps)
     if sentence := run.exporter.push(run.folder):
         run.metrics.log_line(sentence)
+
+
+def end(run: Run, status: str, **facts: Any) -> None:
+    """Log the end row: the step, what ended the run, and the sums over its steps."""
+    now = run.progress
+    run.metrics.end(step=now.step, status=status, tokens=now.tokens, seconds=now.seconds, **facts)
 
 
 def restore_best(run: Run) -> int:
@@ -346,7 +363,7 @@ def interrupted(run: Run) -> Interrupted:
         if step in run.checkpoints.steps()
         else f"The checkpoint could not be saved. {last_checkpoint(run)}"
     )
-    run.metrics.end(step=step, status=f"stopped by {signal}")
+    end(run, f"stopped by {signal}")
     return Interrupted(f"Stopped by {signal} after step {step} of {run.steps}. {saved}")
 
 

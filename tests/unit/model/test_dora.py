@@ -6,8 +6,9 @@ import peft
 import pytest
 import torch
 from model_folders import plain
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from meshtune.errors import UserError
 from meshtune.model.adapter import load_adapter, save_adapter
 from meshtune.model.lora import add_lora, initial_magnitude, lora_layers, merge_lora
 from meshtune.model.trace import census_of
@@ -85,6 +86,26 @@ def test_files_and_merges_equal_peft(family, options, save, ids, tmp_path):
     assert weights.keys() == merged.state_dict().keys()
     for name, tensor in merged.state_dict().items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-7)
+
+
+def test_magnitudes_that_are_missing_or_would_not_be_used_are_refused(save, tmp_path):
+    ours, folder = plain(save("llama")), tmp_path / "adapter"
+    add_lora(ours, lora_rank=4, alpha=8, target_modules=["q_proj"], use_dora=True)
+    save_adapter(folder, ours, None, base_name="base", lora_rank=4, alpha=8, use_dora=True)
+    config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    one, *others = (name for name in tensors if name.endswith("magnitude_vector"))
+
+    save_file({name: tensor for name, tensor in tensors.items() if name != one}, weights)
+    with pytest.raises(UserError, match="lacks ") as error:
+        load_adapter(plain(save("llama")), folder)
+    assert error.value.problems == (f"{folder} lacks {one.removeprefix('base_model.model.')}.",)
+
+    save_file(tensors, weights)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"use_dora": False}))
+    with pytest.raises(UserError, match="magnitude_vector, which the model has no place for") as error:
+        load_adapter(plain(save("llama")), folder)
+    assert len(error.value.problems) == 1 + len(others)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

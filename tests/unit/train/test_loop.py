@@ -22,10 +22,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from meshtune import config
 from meshtune.errors import Interrupted, NonFinite, NothingFits, UserError
 from meshtune.parallel.mesh import Axis
+from meshtune.report.compare.runs import compare
 from meshtune.report.run.summary import summarise
+from meshtune.report.run.tables import headline
 from meshtune.rundir import RunDir
 from meshtune.train import build, loop, trackers
 from meshtune.train.checkpoint_files import size_and_hash
+from meshtune.units import duration
 
 Train = Callable[..., loop.Run]
 
@@ -442,6 +445,30 @@ def test_a_second_run_that_was_interrupted_goes_on_too(
     assert again.folder.path == tmp_path / "run-2"
     assert again.folder.rows("run")[-1]["resumed_from"] == 2
     assert train("output_exists=new").folder.path == tmp_path / "run-3"
+
+
+def test_sums_are_those_of_all_steps_where_few_have_rows(
+    train: Train, settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    every = train(f"output={tmp_path / 'every'}", "train.max_steps=5")
+    words = ("train.max_steps=5", "log.every=10", "checkpoint.every=2")
+    first = build.build(config.load(None, settings(*words)))
+    interrupt_after(first, 3, monkeypatch)
+    stopped = summarise(first.folder)
+    first.folder.drop_after(2)  # as if killed in step 3
+    shutil.rmtree(first.checkpoints.folder / "step-3")
+    run = train(*words)
+    rows, summary = run.folder.rows("train"), summarise(run.folder)
+    assert [row["step"] for row in rows] == [1, 5]
+    assert run.folder.rows("run")[-1]["resumed_from"] == 2
+    assert summary.tokens == summarise(every.folder).tokens
+    assert stopped.tokens == sum(row["tokens"] for row in every.folder.rows("train")[:3])
+    assert stopped.seconds and summary.seconds and summary.seconds > sum(row["step_seconds"] for row in rows)
+    shown = dict(headline(summary))["time"]
+    assert shown == f"{duration(summary.seconds)} · {summary.tokens:,} tokens"
+    figures = {line.name: line.cells for line in compare([run.folder.path, every.folder.path]).figures}
+    assert figures["tokens"] == (f"{summary.tokens:,}",) * 2
+    assert figures["time of training steps"][0] == duration(summary.seconds)
 
 
 def test_a_best_checkpoint_that_could_not_be_saved_costs_the_best_not_the_model(

@@ -73,8 +73,8 @@ def summarise(run: RunDir) -> Summary:
     eval_losses = [row for row in evals if row.get("loss") is not None]
     best: Row = min(eval_losses, key=lambda row: row["loss"], default={})
     exact = values(evals, "exact_match")
-    steps = train[-1]["step"] if train else 0
-    every_step = len(train) == steps  # with log.every > 1 sums over the rows would be too small
+    steps = end.get("step", train[-1]["step"] if train else 0)
+    every_step = len(train) == steps  # with log.every > 1 the end row alone has the sums over all steps
     warm = train[1:] or train  # the first step compiles, allocates and fills caches
     return Summary(
         name=run.path.resolve().name,
