@@ -33,6 +33,7 @@ def migrate(
     from meshtune.migrate.convert import migrate as converted
     from meshtune.migrate.sharding import shards
     from meshtune.migrate.write import text_of
+    from meshtune.reference.schema import EDITOR_LINE
     from meshtune.rundir import write_text_atomically
     from meshtune.trainers.table import TOOLS
 
@@ -45,7 +46,7 @@ def migrate(
     result = converted(Path(name), tool=tool, gpus=gpus or 1, overrides=overrides)
     text = text_of(result, Path(name).name)
     if out is not None:
-        write_text_atomically(out, text)
+        write_text_atomically(out, f"{EDITOR_LINE}\n{text}")
     if as_json:
         kinds = {"unsupported": result.unsupported, "without_effect": result.without_effect}
         kinds["ignored"] = result.ignored

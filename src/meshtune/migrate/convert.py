@@ -20,7 +20,7 @@ from meshtune.migrate import model, outputs, sharding, sources, training
 from meshtune.migrate.job import CONVERSIONS, Converted, Job, NoCounterpart, NotNeeded, Refused, flat, is_off
 from meshtune.migrate.pickled import training_arguments
 from meshtune.optimizers import constants_of
-from meshtune.setting_partners import unchecked, unmet
+from meshtune.setting_partners import HELD_OUT, unchecked, unmet
 from meshtune.trainers.table import TOOLS, Entry, Table, table
 from meshtune.yaml_tree import merge, nested, overridden, read_yaml
 
@@ -36,6 +36,14 @@ class Note(NamedTuple):
     reason: str
 
 
+class Idle(NamedTuple):
+    """A setting that takes no effect beside the others."""
+
+    value: Any
+    reason: str  # with the remedy
+    origin: str  # its key in the file, with what differs
+
+
 @dataclass
 class Migrated:
     """Settings, and the keys that are none."""
@@ -47,6 +55,7 @@ class Migrated:
     unsupported: list[Note] = field(default_factory=list)
     ignored: list[Note] = field(default_factory=list)
     without_effect: list[Note] = field(default_factory=list)
+    idle: dict[str, Idle] = field(default_factory=dict)  # dotted name -> setting that is commented out
     off: list[str] = field(default_factory=list)  # keys that switch off what is not here anyway
 
     @property
@@ -219,14 +228,20 @@ def _without_effect(result: Migrated) -> None:
     with suppress(ValidationError):  # a wrong value, which `config` reports with all others
         for setting, _, need in unmet(unchecked(Config, result.tree)):
             _drop(result, setting, f"{need.reason}; {need.remedy}")
+        data = unchecked(Config, result.tree).data
+        for setting, value in [*result.settings.items()]:  # also where the file names no rows at all
+            if setting.startswith("eval.") and not (data.eval or data.eval_split or is_off(value)):
+                _drop(result, setting, "; ".join(HELD_OUT))
 
 
 def _drop(result: Migrated, setting: str, reason: str) -> None:
+    """Move a setting to those without effect; one that the file has no key for is left out."""
     if setting in result.settings:
-        del result.settings[setting], result.origins[setting]
+        idle = Idle(result.settings.pop(setting), reason, result.origins.pop(setting))
         noted, given = {note.key for note in result.without_effect}, result.job.given
-        keys = dict.fromkeys(key for key in result.keys.get(setting, ()) if key in given and key not in noted)
-        result.without_effect += [Note(key, given[key], reason) for key in keys]
+        if keys := dict.fromkeys(key for key in result.keys.get(setting, ()) if key in given):
+            result.idle[setting] = idle
+        result.without_effect += [Note(key, given[key], reason) for key in keys if key not in noted]
 
 
 def _lay_out(result: Migrated) -> None:

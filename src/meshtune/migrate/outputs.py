@@ -41,27 +41,13 @@ def evaluations(converted: Converted, job: Job) -> Converted:
     return Converted(converted.settings | ({"eval.at_start": True} if first else {}), converted.remark)
 
 
-def holds_out(job: Job) -> bool:
-    """True if the file names rows to evaluate on."""
-    keys = ("val_set_size", "test_datasets", "val_size", "eval_dataset", "test_split_size", "dataset_name")
-    return job.on(*keys) or any(override.startswith("data.eval") for override in job.overrides)
-
-
-def needs_held_out_rows(job: Job) -> None:
-    if not holds_out(job):
-        raise NotNeeded("the file names no rows to evaluate on; with data.eval, set eval.every")
-
-
 @conversion
 def eval_strategy(value: Any, job: Job) -> Converted:
-    if short(value) != "no":
-        needs_held_out_rows(job)
     return evaluations(strategy("eval.every", "eval_steps", value, job), job)
 
 
 @conversion
 def eval_steps(value: Any, job: Job) -> Converted:
-    needs_held_out_rows(job)
     chosen = job.value("eval_strategy", "evaluation_strategy", default="steps")
     if short(chosen) != "steps":
         raise NotNeeded(f"eval_strategy is {short(chosen)}")
@@ -70,7 +56,6 @@ def eval_steps(value: Any, job: Job) -> Converted:
 
 @conversion
 def evals_per_epoch(value: Any, job: Job) -> Converted:
-    needs_held_out_rows(job)
     return evaluations(Converted({"eval.every": interval(1 / float(value))} if value else {}), job)
 
 

@@ -9,7 +9,6 @@ import yaml
 
 from meshtune.config import Config
 from meshtune.migrate.convert import Migrated, Note
-from meshtune.reference.schema import EDITOR_LINE
 from meshtune.units import printable
 
 WIDTH = 110
@@ -23,21 +22,21 @@ def text_of(result: Migrated, source: str) -> str:
     head = (
         f"Made by `meshtune migrate` from {source}, a configuration of {job.table.name}, for {gpus} "
         "(--gpus). `layout: auto` lets the planner choose instead. Comments name the key that a setting is "
-        "from."
+        "from; a setting that is commented out would have no effect, for the reason above it."
     )
-    lines = [EDITOR_LINE, *comment(head), ""]
+    lines = [*comment(head), ""]
     if not tree.get("data", {}).get("train"):
         lines += [*comment("The file names no rows: add data.train.")]
-    for name in (name for name in Config.model_fields if name in tree):
-        if isinstance(tree[name], Mapping):
+    for name in Config.model_fields:
+        if isinstance(tree.get(name), Mapping):
             lines.append(f"{name}:")
             for key, value in tree[name].items():
                 lines += setting(key, value, origin(result, f"{name}.{key}"), "  ")
-        else:
+        elif name in tree:
             lines += setting(name, tree[name], origin(result, name), "")
+        lines += idle(result, name)
     lines += [
         *notes("No counterpart:", result.unsupported),
-        *notes("Without effect:", result.without_effect),
         *notes("Not needed:", result.ignored),
         *(["", *comment(f"Off, and not here anyway: {', '.join(result.off)}")] if result.off else []),
     ]
@@ -48,6 +47,20 @@ def origin(result: Migrated, name: str) -> str:
     if any(override.partition("=")[0].startswith(name) for override in result.job.overrides):
         return "the command line"
     return result.origins.get(name, "")
+
+
+def idle(result: Migrated, section: str) -> Iterator[str]:
+    """Yield the settings of a section that would have no effect, as comments."""
+    rows = {name: row for name, row in result.idle.items() if name.partition(".")[0] == section}
+    lead = "  # " if section in result.tree else "#   "
+    if rows and section not in result.tree:
+        yield f"# {section}:"
+    for reason in dict.fromkeys(row.reason for row in rows.values()):  # `# #`: uncommented it is a comment
+        yield from (f"{lead}{line}" for line in comment(f"No effect: {reason}."))
+        for name, row in rows.items():
+            if row.reason == reason:
+                lines = setting(name.rpartition(".")[2], row.value, row.origin, "")
+                yield from (f"{lead}{line}" for line in lines)
 
 
 def setting(key: str, value: Any, said: str, indent: str) -> Iterator[str]:

@@ -1,5 +1,7 @@
 """Each key that a file sets is a setting or named in the comments; keys that nobody set are not."""
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import yaml
 from cases import cases
 from typer.testing import CliRunner
 
+from meshtune import config
 from meshtune.cli import app
 from meshtune.errors import UserError
 from meshtune.migrate.convert import Migrated, migrate
@@ -97,7 +100,42 @@ def test_the_command_names_what_takes_no_effect(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump(AXOLOTL | {"early_stopping_patience": 3}))
     ended = CliRunner().invoke(app, ["migrate", str(file)])
     assert "without a counterpart: none; without effect: early_stopping_patience." in ended.stderr
-    assert "# Without effect:\n# - early_stopping_patience: 3" in ended.stdout
+    assert "#   early_stopping: 3" in ended.stdout
+
+
+def test_evaluation_without_held_out_rows_is_commented_out_and_takes_effect_with_them(
+    tmp_path: Path,
+) -> None:
+    file, ours = tmp_path / "trl.json", tmp_path / "ours.yaml"
+    evaluating = {"eval_strategy": "steps", "eval_steps": 100, "load_best_model_at_end": True}
+    theirs = {"model_name_or_path": "m", "dataset_name": "rows.jsonl", "output_dir": "out", **evaluating}
+    file.write_text(json.dumps(theirs))
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    result = migrate(file)
+    text = text_of(result, "trl.json")
+    assert {note.key for note in result.without_effect} == {*evaluating}
+    assert "# eval:" in text and "#   every: 100" in text and "#   keep_best: true" in text
+    assert text.count("No effect: there are no held-out rows; set data.eval or data.eval_split") == 1
+    ours.write_text(text)
+    assert config.load(ours).eval == config.EvalConfig()
+    ours.write_text(re.sub("^# (?=eval:|  )", "", text, flags=re.MULTILINE))
+    evaluation = config.load(ours, ["data.eval=held.jsonl"]).eval
+    assert (evaluation.every, evaluation.keep_best) == (100, True)
+
+
+def test_settings_without_effect_are_comments_of_their_section(migrated: Migrate) -> None:
+    result = migrated(AXOLOTL, val_set_size=1, test_datasets=[{"path": "b"}])
+    text = text_of(result, "theirs.yaml")
+    section = text[text.index("\ndata:") : text.index("\ntrain:")]
+    assert "  # eval_split: 1" in section and "data.eval names the held-out rows; keep one" in section
+
+
+def test_only_a_file_that_is_written_names_the_schema_of_this_installation(tmp_path: Path) -> None:
+    theirs, ours = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
+    theirs.write_text(yaml.safe_dump(AXOLOTL))
+    assert "$schema" not in CliRunner().invoke(app, ["migrate", str(theirs)]).stdout
+    CliRunner().invoke(app, ["migrate", str(theirs), "--out", str(ours)])
+    assert ours.read_text().startswith("# yaml-language-server: $schema=/")
 
 
 def test_our_own_file_is_recognised(tmp_path: Path) -> None:

@@ -400,7 +400,6 @@ def test_the_command_line_completes_a_file_without_model_or_rows(tmp_path: Path)
         json.dumps({"learning_rate": 1e-4, "output_dir": "o", "eval_strategy": "steps", "eval_steps": 5})
     )
     result = migrate(file, overrides=["model.name=m", "data.train=a.jsonl", "data.eval=b.jsonl"])
-    assert text_of(result, "arguments.json").startswith("# yaml-language-server: $schema=/")
     assert result.config().eval.every == 5 and "# the command line" in text_of(result, "arguments.json")
 
 
