@@ -143,22 +143,15 @@ class TrainConfig(Section):
                 f"train.reduce_dtype=bf16 would round the {summed} gradients of train.precision="
                 f"{self.precision}; leave train.reduce_dtype out, or set train.precision=bf16."
             )
-        fields, taken = TrainConfig.model_fields, constants_of(self.optimizer)
-        problems += [
-            f"train.adam_{name} has no effect on train.optimizer={self.optimizer}; leave it out."
-            for name in ("betas", "eps")
-            if name not in taken and getattr(self, f"adam_{name}") != fields[f"adam_{name}"].default
-        ]
-        problems += schedule_problems(
-            self.lr_scheduler,
-            min_ratio=self.min_lr_ratio,
-            arguments=self.lr_scheduler_kwargs,
-            warms_up=bool(self.warmup_steps)
-            or self.warmup_ratio not in (0, TrainConfig.model_fields["warmup_ratio"].default),
-        )
+        problems += schedule_problems(self.lr_scheduler, self.min_lr_ratio, self.lr_scheduler_kwargs)
         if problems:
             raise UserError(problems)
         return self
+
+    @property
+    def constants(self) -> tuple[str, ...]:
+        """Names of the constants, of betas and eps (adam_…), that the optimizer takes."""
+        return constants_of(self.optimizer)
 
 
 class EvalConfig(Section):
@@ -381,13 +374,12 @@ def laid_over(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, An
     """Lay section.key=value texts over a tree, in their order.
 
     A setting of the tree that they leave without effect (method=full beside lora.r) is left out, with a line
-    on stderr. Raises UserError for a malformed override.
+    on stderr; so is one that needs it. Raises UserError for a malformed override.
     """
-    changed = dict(tree)
+    changed, given = dict(tree), dict[str, Any]()
     for override in overrides:
-        changed = overridden(changed, override)
-    names = [override.partition("=")[0].strip() for override in overrides]
-    for key, sentence in switched_off(Config, tree, changed, names).items():
+        changed, given = overridden(changed, override), overridden(given, override)
+    for key, sentence in switched_off(Config, tree, changed, given).items():
         changed = without(changed, key.split("."))
         if on_first_rank():
             notice(sentence)

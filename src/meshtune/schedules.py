@@ -47,25 +47,18 @@ SCHEDULES = Table(
 )
 
 
-def schedule_problems(
-    kind: str, *, min_ratio: float | None, arguments: Mapping[str, Any], warms_up: bool
-) -> Iterator[str]:
-    """Yield a sentence for each setting that the schedule `kind` needs and lacks, or has and doesn't use.
+def schedule_problems(kind: str, min_ratio: float | None, arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for a setting that the schedule `kind` needs and lacks, and one for arguments that no
+    schedule takes.
 
-    min_ratio, arguments: as `transformers_schedule` takes them. warms_up: True if a warm-up was asked for.
+    min_ratio, arguments: as `transformers_schedule` takes them. An argument of another schedule has no effect
+    (setting_partners.py).
     """
     row = SCHEDULES[kind]
     if row.needs_floor and min_ratio is None:
         yield f"train.lr_scheduler={kind} needs train.min_lr_ratio; set it, such as train.min_lr_ratio=0.1."
-    if min_ratio is not None and row.floor is None:
-        floored = ", ".join(name for name, other in SCHEDULES.items() if other.floor)
-        yield f"train.min_lr_ratio has no effect on train.lr_scheduler={kind}; drop it, or use {floored}."
-    if warms_up and not row.warmup:
-        yield (
-            f"train.lr_scheduler={kind} has no warm-up; leave train.warmup_ratio and train.warmup_steps out, "
-            f"or use {kind}_with_warmup."
-        )
-    if unknown := [name for name in arguments if name not in row.arguments]:
+    known = {name for other in SCHEDULES.values() for name in other.arguments}
+    if unknown := [name for name in arguments if name not in known]:
         yield (
             f"train.lr_scheduler_kwargs: {kind} takes no {', '.join(unknown)}; it takes "
             f"{', '.join(row.arguments) or 'none'}."

@@ -1,8 +1,7 @@
 """Settings that have no effect alone: what each needs beside it, and what to do without.
 
-A setting that takes effect by itself is not here; nor are those that the tables of schedules and optimizers
-judge (schedules.py, optimizers.py), and the fields of a layout (layout.py). A value that is a setting's
-default asks for nothing.
+A setting that takes effect by itself is not here; nor are the fields of a layout (layout.py). A value that is
+a setting's default asks for nothing.
 """
 
 import json
@@ -13,8 +12,9 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from meshtune.errors import UserError, expanded
+from meshtune.schedules import SCHEDULES, Schedule
 from meshtune.setting_types import Section, epochs_of
-from meshtune.yaml_tree import merge
+from meshtune.yaml_tree import merge, without
 
 HELD_OUT = "there are no held-out rows", "set data.eval or data.eval_split, or leave it out"
 ONE_EVALUATION = (
@@ -33,6 +33,9 @@ class Need(NamedTuple):
     met: Callable[[Any], bool]  # by the Config
     reason: str  # clause on why it has no effect
     remedy: str  # imperative
+    # True: refused even where an override took the effect: it did not switch the feature off, and without the
+    # setting the run would do something else.
+    relied_on: bool = False
 
 
 def held_out(config: Any) -> bool:
@@ -69,6 +72,15 @@ def schedule_has_a_length(config: Any) -> bool:
     return kind != "constant" and not (kind == "constant_with_warmup" and fixed)
 
 
+def schedule_of(config: Any) -> Schedule:
+    return SCHEDULES[config.train.lr_scheduler]
+
+
+def schedules(fits: Callable[[Schedule], Any]) -> str:
+    """Names of the schedules that fit, as a list in words."""
+    return ", ".join(name for name, row in SCHEDULES.items() if fits(row))
+
+
 NEEDS = (
     Need("model.revision", is_hub_model, "model.name is a local folder",
          "leave it out"),
@@ -83,7 +95,7 @@ NEEDS = (
     Need("data.eval_split", lambda config: not config.data.eval, "data.eval names the held-out rows",
          "keep one of them"),
     Need("data.eval_split", lambda config: not config.data.streaming,
-         "data.streaming does not know the number of documents", "give data.eval instead"),
+         "data.streaming does not know the number of documents", "give data.eval instead", relied_on=True),
     Need("data.roles", lambda config: not formats(config).isdisjoint(CONVERSATIONS),
          "rows of data.format are no conversations", "leave it out"),
     Need("data.chat_template_kwargs", lambda config: config.data.chat_template != "none",
@@ -105,6 +117,26 @@ NEEDS = (
     Need("train.lr_decay_steps", schedule_has_a_length,
          "the learning rate does not depend on the length of its schedule", "leave it out"),
     *(
+        Need(f"train.adam_{name}", lambda config, name=name: name in config.train.constants,
+             f"train.optimizer has no {name}", "leave it out")
+        for name in ("betas", "eps")
+    ),
+    Need("train.min_lr_ratio", lambda config: schedule_of(config).floor,
+         "train.lr_scheduler has no lowest rate", f"leave it out, or use {schedules(lambda row: row.floor)}"),
+    *(
+        Need(f"train.{name}",
+             lambda config, name=name: schedule_of(config).warmup or not getattr(config.train, name),
+             "train.lr_scheduler has no warm-up", "leave it out, or use constant_with_warmup")
+        for name in ("warmup_ratio", "warmup_steps")
+    ),
+    *(
+        Need(f"train.lr_scheduler_kwargs.{name}",
+             lambda config, name=name: name in schedule_of(config).arguments,
+             f"train.lr_scheduler takes no {name}",
+             f"leave it out, or use {schedules(lambda row, name=name: name in row.arguments)}")
+        for name in sorted({name for row in SCHEDULES.values() for name in row.arguments})
+    ),
+    *(
         Need(f"eval.{name}", held_out, *HELD_OUT)
         for name in ("every", "at_start", "samples", "exact_match", "keep_best", "early_stopping")
     ),
@@ -115,7 +147,7 @@ NEEDS = (
     *(
         Need(f"{name}.every",
              lambda config, name=name: not (config.data.streaming and epochs_of(getattr(config, name).every)),
-             STREAMED, f"give it in steps, such as {name}.every=200")
+             STREAMED, f"give it in steps, such as {name}.every=200", relied_on=True)
         for name in ("eval", "checkpoint")
     ),
     *(
@@ -148,26 +180,39 @@ def unmet(config: Section) -> Iterator[tuple[str, Any, Need]]:
 
 
 def switched_off(
-    kind: type[Section], before: Mapping[str, Any], after: Mapping[str, Any], names: Sequence[str]
+    kind: type[Section], before: Mapping[str, Any], after: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Dotted key -> sentence, for each setting that lost its effect when settings were laid over a tree.
+    """Dotted key -> sentence, for each setting that lost its effect when settings were laid over a tree, and
+    for those that need one of these.
 
-    kind: class of the whole tree. before, after: without and with the settings `names`. One of these, or one
-    that had no effect before, is not among them: it is to be refused.
+    kind: class of the whole tree. before, after: without and with the settings `given`. One of these, one
+    that had no effect before, or one that is relied on, is not among them: it is to be refused.
     """
-    if not names or "model" not in after:
-        return {}
+    lost: dict[str, str] = {}
+    if not given or "model" not in after:
+        return lost
     with suppress(ValidationError, UserError):  # a wrong value, which is reported with all others
-        idle = list(unmet(unchecked(kind, after)))
-        if not idle:
-            return {}
-        refused = {key for key, *_ in unmet(unchecked(kind, merge({"model": after["model"]}, before)))}
-        return {
-            key: f"{key}={shown(value)} of the config is left out: {need.reason}."
-            for key, value, need in idle
-            if key not in refused and not any(f"{key}.".startswith(f"{name}.") for name in names)
-        }
-    return {}
+        kept = {key for key, *_ in unmet(unchecked(kind, merge({"model": after["model"]}, before)))}
+        more = True
+        while more:  # what is left out may be what another setting needs
+            more = False
+            for key, value, need in unmet(unchecked(kind, after)):
+                path = key.split(".")
+                if not (key in kept or key in lost or need.relied_on or sets(given, path)):
+                    lost[key] = f"{key}={shown(value)} of the config is left out: {need.reason}."
+                    after, more = without(after, path), True
+    return lost
+
+
+def sets(tree: Any, path: Sequence[str]) -> bool:
+    """True if the tree has a value at `path`, or one that is no mapping in place of what is above it."""
+    for name in path:
+        if not isinstance(tree, Mapping):
+            return True
+        if name not in tree:
+            return False
+        tree = tree[name]
+    return True
 
 
 def unchecked(kind: type[Settings], tree: Mapping[str, Any]) -> Settings:
@@ -180,9 +225,15 @@ def unchecked(kind: type[Settings], tree: Mapping[str, Any]) -> Settings:
     return kind.model_construct(**fields)
 
 
-def changed(section: Section, path: Sequence[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def changed(
+    section: Section | Mapping[str, Any], path: Sequence[str], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value) at `path` if the value is not the default; of sources, for each one."""
     first, *rest = path
+    if isinstance(section, Mapping):
+        if first in section:
+            yield f"{prefix}{first}", section[first]
+        return
     fields = type(section).model_fields
     for name in fields if first == "*" else [first]:
         value = getattr(section, name)

@@ -10,6 +10,7 @@ from meshtune.api.settings import config_of
 from meshtune.errors import UserError
 from meshtune.setting_partners import NEEDS
 
+CONSTANT = ("train.lr_scheduler=constant",)
 DATA = ("data.train=rows.jsonl", "data.eval=held.jsonl")
 
 # (The setting that has no effect, beside what else, what makes it take effect), by dotted key and value.
@@ -35,6 +36,23 @@ CASES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("train.global_batch_tokens=4096", ("train.global_batch_size=2",), ("train.global_batch_size=null",)),
     ("train.num_epochs=2", ("data.streaming=true",), ("data.streaming=false",)),
     ("train.warmup_ratio=0.1", ("train.warmup_steps=5",), ("train.warmup_steps=null",)),
+    ("train.adam_betas=[0.8, 0.9]", ("train.optimizer=adafactor",), ("train.optimizer=lion",)),
+    ("train.adam_eps=1e-6", ("train.optimizer=lion",), ("train.optimizer=adamw",)),
+    ("train.min_lr_ratio=0.1", ("train.lr_scheduler=inverse_sqrt",), ("train.lr_scheduler=linear",)),
+    ("train.warmup_ratio=0.1", CONSTANT, ("train.lr_scheduler=linear",)),
+    ("train.warmup_steps=5", CONSTANT, ("train.lr_scheduler=constant_with_warmup",)),
+    *(
+        (f"train.lr_scheduler_kwargs.{name}={value}", CONSTANT, (f"train.lr_scheduler={kind}",))
+        for kind, name, value in (
+            ("cosine", "num_cycles", 2), ("polynomial", "power", 2), ("inverse_sqrt", "timescale", 9),
+            ("warmup_stable_decay", "num_decay_steps", 9), ("warmup_stable_decay", "num_stable_steps", 9),
+            ("warmup_stable_decay", "warmup_type", "cosine"), ("warmup_stable_decay", "decay_type", "cosine"),
+        )
+    ),
+    (
+        "train.lr_scheduler_kwargs.warmup_lr_rate=0.1", CONSTANT,
+        ("train.lr_scheduler=cosine_warmup_with_min_lr", "train.min_lr_ratio=0.1"),
+    ),
     ("train.lr_decay_steps=5", ("train.lr_scheduler=constant",), ("train.lr_scheduler=linear",)),
     ("eval.every=5", ("data.train=a",), ("data.eval=b",)),
     ("eval.at_start=true", ("data.train=a",), ("data.eval_split=0.1",)),
@@ -55,8 +73,7 @@ CASES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("hub.private=false", (), ("hub.push_to=me/tuned",)),
     ("output_exists=extend", ("checkpoint.resume=never",), ("output_exists=new",)),
 ]  # fmt: skip
-# Settings that take effect by themselves, or that are judged where their table is: schedules.py,
-# optimizers.py, layout.py, precision.py.
+# Settings that take effect by themselves, or that are judged where their table is: layout.py, precision.py.
 ALONE = """
     model model.name model.init model.attention model.trust_remote_code model.freeze method lora data
     data.train data.train.path data.train.weight data.train.split data.train.format data.train.columns
@@ -64,9 +81,9 @@ ALONE = """
     data.eval.columns data.eval.roles data.eval.where data.chat_template data.seq_len
     data.mean_document_tokens data.packing data.overlong data.on_bad_row data.streaming data.max_samples
     data.cache train train.global_batch_size train.max_steps train.learning_rate train.lr_scheduler
-    train.min_lr_ratio train.lr_scheduler_kwargs train.warmup_steps train.weight_decay
+    train.lr_scheduler_kwargs train.weight_decay
     train.max_grad_norm train.neftune_alpha train.label_smoothing train.precision train.reduce_dtype
-    train.optimizer train.adam_betas train.adam_eps
+    train.optimizer
     train.seed train.compile train.max_nonfinite_steps train.device eval layout cluster cluster.gpu
     cluster.gpus cluster.gpus_per_node cluster.memory_gib cluster.link cluster.network
     cluster.network_share cluster.price_per_gpu_hour cluster.hardware cluster.efficiency checkpoint
@@ -115,6 +132,56 @@ def test_a_setting_that_can_not_take_effect_is_refused_with_the_remedy(
             ("method=full",),
             ["lora.r=8 of the config is left out: method is full."],
         ),
+        *(
+            (
+                f"data: {{train: a, {held_out}}}\n"
+                "eval: {every: 1, samples: 1, exact_match: 4, keep_best: true, max_new_tokens: 16}",
+                (switch,),
+                [
+                    *(
+                        f"eval.{pair} of the config is left out: there are no held-out rows."
+                        for pair in ("every=1", "samples=1", "exact_match=4", "keep_best=true")
+                    ),
+                    "eval.max_new_tokens=16 of the config is left out: no answers are asked for.",
+                ],
+            )
+            for held_out, switch in (
+                ("eval: b", "data.eval=[]"),
+                ("eval: b", "data.eval=null"),
+                ("eval_split: 0.1", "data.eval_split=0"),
+            )
+        ),
+        (
+            "data: {train: a, eval_split: 0.1}\neval: {every: 5}",
+            ("data.streaming=true", "data.eval=b", "train.max_steps=5"),
+            ["data.eval_split=0.1 of the config is left out: data.eval names the held-out rows."],
+        ),
+        (
+            "train: {adam_betas: [0.8, 0.9], adam_eps: 1.0e-6}",
+            ("train.optimizer=adafactor",),
+            [
+                "train.adam_betas=[0.8, 0.9] of the config is left out: train.optimizer has no betas.",
+                "train.adam_eps=1e-06 of the config is left out: train.optimizer has no eps.",
+            ],
+        ),
+        (
+            "train: {min_lr_ratio: 0.1, lr_scheduler_kwargs: {num_cycles: 2}, warmup_steps: 5}",
+            ("train.lr_scheduler=constant",),
+            [
+                "train.min_lr_ratio=0.1 of the config is left out: train.lr_scheduler has no lowest rate.",
+                "train.warmup_steps=5 of the config is left out: train.lr_scheduler has no warm-up.",
+                "train.lr_scheduler_kwargs.num_cycles=2 of the config is left out: train.lr_scheduler takes "
+                "no num_cycles.",
+            ],
+        ),
+        (
+            "train: {lr_scheduler: polynomial, lr_scheduler_kwargs: {power: 2}}",
+            ("train.lr_scheduler=inverse_sqrt", "train.lr_scheduler_kwargs={timescale: 9}"),
+            [
+                "train.lr_scheduler_kwargs.power=2 of the config is left out: train.lr_scheduler takes no "
+                "power."
+            ],
+        ),
     ],
 )
 def test_switching_a_feature_off_leaves_out_its_settings_of_the_file(
@@ -156,6 +223,25 @@ def test_a_setting_that_is_idle_where_it_is_written_stays_refused(
         config.load(path, words)
 
 
+def test_streaming_over_rows_that_are_held_out_asks_for_others_and_says_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: {name: a/model}\ndata: {train: a, eval_split: 0.1}\n"
+        "eval: {every: 0.5 epoch, keep_best: true, samples: 1, max_new_tokens: 16}\n"
+    )
+    with pytest.raises(UserError) as refused:
+        config.load(path, ["data.streaming=true", "train.max_steps=5"])
+    assert [*refused.value.problems] == [
+        "data.eval_split=0.1 has no effect: data.streaming does not know the number of documents; give "
+        "data.eval instead.",
+        "eval.every=0.5 epoch has no effect: with data.streaming the length of an epoch is unknown; give it "
+        "in steps, such as eval.every=200.",
+    ]
+    assert not capsys.readouterr().err
+
+
 def test_every_row_has_a_case() -> None:
     met = {id(need) for need in NEEDS for idle, beside, _ in CASES if refuses(need, *beside, idle)}
     assert [need.setting for need in NEEDS if id(need) not in met] == []
@@ -175,7 +261,8 @@ def test_every_setting_has_a_row_or_takes_effect_alone() -> None:
     settings = {line for line in listed if line and not line.startswith("#")}
     rowed = {name for name in settings for pattern in rows if fnmatch(name, pattern)}
     assert settings - rowed - set(ALONE.split()) == set()
-    assert (rows - {"lora.*"}) | set(ALONE.split()) <= settings
+    arguments = {name for name in rows if name.startswith("train.lr_scheduler_kwargs.")}
+    assert (rows - {"lora.*"} - arguments) | set(ALONE.split()) <= settings
 
 
 def test_the_defaults_ask_for_nothing() -> None:

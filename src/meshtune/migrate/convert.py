@@ -19,7 +19,6 @@ from meshtune.errors import UserError, check_file, explained, type_name, written
 from meshtune.migrate import model, outputs, sharding, sources, training
 from meshtune.migrate.job import CONVERSIONS, Converted, Job, NoCounterpart, NotNeeded, Refused, flat, is_off
 from meshtune.migrate.pickled import training_arguments
-from meshtune.optimizers import constants_of
 from meshtune.setting_partners import HELD_OUT, unchecked, unmet
 from meshtune.trainers.table import TOOLS, Entry, Table, table
 from meshtune.yaml_tree import merge, nested, overridden, read_yaml
@@ -219,9 +218,6 @@ def _converted(entry: Entry, value: Any, job: Job) -> Converted:
 
 def _without_effect(result: Migrated) -> None:
     """Drop settings that can take no effect, and note those that the file has."""
-    optimizer = result.settings.get("train.optimizer", "adamw")
-    for name in {"betas", "eps"} - {*constants_of(optimizer)}:
-        _drop(result, f"train.adam_{name}", f"{optimizer} has no {name}")
     if result.tree.get("method", "full") == "full":
         for name in [name for name in result.settings if name.startswith("lora.")]:
             _drop(result, name, "method is full; set method=lora")

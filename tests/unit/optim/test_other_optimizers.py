@@ -128,7 +128,7 @@ def test_a_constant_that_an_optimizer_does_not_take_is_refused(
 ) -> None:
     words = ["model.name=x", f"train.optimizer={optimizer}", f"train.{setting}"]
     if refused:
-        with pytest.raises(UserError, match=rf"has no effect on train\.optimizer={optimizer}"):
+        with pytest.raises(UserError, match=r"has no effect: train\.optimizer has no"):
             config.load(None, words)
     else:
         assert math.isfinite(config.load(None, words).train.adam_eps)

@@ -128,10 +128,14 @@ def test_the_remedies_for_few_updates_give_twenty() -> None:
     [
         (["lr_scheduler=cosin"], "train.lr_scheduler = cosin: .*did you mean cosine"),
         (["lr_scheduler=cosine_with_min_lr"], "cosine_with_min_lr needs train.min_lr_ratio"),
-        (["lr_scheduler=inverse_sqrt", "min_lr_ratio=0.1"], "no effect on train.lr_scheduler=inverse_sqrt"),
+        (
+            ["lr_scheduler=inverse_sqrt", "min_lr_ratio=0.1"],
+            "no effect: train.lr_scheduler has no lowest rate",
+        ),
         (["lr_scheduler=constant", "warmup_steps=5"], "has no warm-up.*or use constant_with_warmup"),
         (["lr_scheduler=constant", "warmup_ratio=0.1"], "has no warm-up"),
-        (["lr_scheduler=linear", "lr_scheduler_kwargs={power: 2}"], "linear takes no power; it takes none"),
+        (["lr_scheduler=linear", "lr_scheduler_kwargs={power: 2}"], "takes no power; .* use polynomial"),
+        (["lr_scheduler_kwargs={powr: 2}"], "cosine takes no powr; it takes num_cycles"),
         (["min_lr_ratio=1.0"], "train.min_lr_ratio = 1.0: write a number below 1"),
     ],
 )
