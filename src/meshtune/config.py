@@ -31,7 +31,7 @@ from meshtune.setting_types import (
     unusable,
 )
 from meshtune.trainers.pasted import unknown_setting
-from meshtune.units import notice, on_first_rank
+from meshtune.units import notice, on_first_rank, scientific
 from meshtune.yaml_tree import merge, overridden, read_yaml, undotted, without
 
 TABLES = {
@@ -332,8 +332,11 @@ class Config(Section):
         return self.train.learning_rate or LEARNING_RATES[self.method]
 
     def to_yaml(self) -> str:
-        """Write the whole resolved tree as YAML, which `load` reads back."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        """Write the whole resolved tree as YAML, which `load` reads back; a comment has the default rate."""
+        text = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        unset = "\n  learning_rate: null"
+        default = f"{scientific(self.learning_rate)}, the default of method {self.method}"
+        return text.replace(f"{unset}\n", f"{unset}  # {default}\n")
 
 
 def _cluster_config(tree: Mapping[str, Any]) -> ClusterConfig:

@@ -105,7 +105,7 @@ def assemble(
         device=world.device.type,
         memory=config.log.memory,
         peak_flops_per_second=peak_flops(world.device, config.train.precision, datasheet_flops),
-        settings=output.resolved(config, run_folder).model_dump(mode="json"),
+        settings=output.settings(config, run_folder),
         labels=Labels(config.log.project, config.log.name, config.log.tags, config.log.group),
         more=[Callbacks(callbacks, training)] if training else (),
     )

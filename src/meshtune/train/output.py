@@ -74,7 +74,7 @@ def decision_at(run: RunDir, config: Config, steps: int | None, *, first: bool) 
         return None
     choice, never = config.output_exists, config.checkpoint.resume == "never"
     before, ended = load(run.config_file), end_of(run)
-    differing = list(differences(settings(config), before.model_dump(mode="json")))
+    differing = list(differences(settings(config), settings(before)))
     continues = not never and not differing
     if ended is None and continues:
         return Decision(run, "continue")
@@ -191,6 +191,7 @@ def candidates(run: RunDir) -> Iterator[RunDir]:
 def resolved(config: Config, run: RunDir) -> Config:
     """The settings with absolute paths, so that the file works from any folder; output is `run`'s path.
 
+    A learning rate that nobody set stays so: where the file is run with another method, it is that one's.
     output_exists is left out: it says how the run was started, and a file that repeats `replace` by itself
     would delete the run that it describes.
     """
@@ -207,8 +208,7 @@ def resolved(config: Config, run: RunDir) -> Config:
         }
     )
     model = config.model.model_copy(update={"name": absolute(config.model.name)})
-    train = config.train.model_copy(update={"learning_rate": config.learning_rate})
-    changed = {"data": data, "model": model, "train": train, "output": str(run.path), "output_exists": None}
+    changed = {"data": data, "model": model, "output": str(run.path), "output_exists": None}
     return config.model_copy(update=changed)
 
 
@@ -218,9 +218,14 @@ def absolute(name: str) -> str:
     return str(path.absolute()) if path.exists() else name
 
 
-def settings(config: Config) -> dict[str, Any]:
-    """The settings with absolute paths, as plain values."""
-    return resolved(config, RunDir(config.output)).model_dump(mode="json")
+def settings(config: Config, run: RunDir | None = None) -> dict[str, Any]:
+    """The settings as plain values, with absolute paths and the learning rate that is used.
+
+    run: the run's folder; None: `output`.
+    """
+    values = resolved(config, run or RunDir(config.output)).model_dump(mode="json")
+    values["train"]["learning_rate"] = config.learning_rate
+    return values
 
 
 def differences(now: Any, before: Any, key: str = "") -> Iterator[str]:

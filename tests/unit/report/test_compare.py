@@ -64,6 +64,16 @@ def test_settings_and_versions_that_differ_are_listed_and_no_others(run, other):
     assert not compared.caution
 
 
+def test_the_default_rate_is_compared_as_a_number(run, other):
+    """Runs with LoRA: one with the default, one with 2e-4 as a setting."""
+    tree = "model: {name: tiny}\nmethod: lora\ntrain: {learning_rate: RATE}\n"
+    run.config_file.write_text(tree.replace("RATE", "null"))
+    for rate, differ in (("2.0e-4", {}), ("1.0e-5", {"train.learning_rate": ("0.0002", "1e-05")})):
+        other.config_file.write_text(tree.replace("RATE", rate))
+        settings = lines(compare([run.path, other.path]).settings)
+        assert {name: line.cells for name, line in settings.items()} == differ
+
+
 def test_losses_of_other_held_out_tokens_are_not_ranked(run, other):
     other.config_file.write_text(CONFIG.format(rate=0.1, seq_len=128))
     compared = compare([run.path, other.path])

@@ -62,13 +62,21 @@ def test_the_default_learning_rate_is_the_methods_and_is_called_default(
     assert schedule_of(read, 50)(3) == pytest.approx(rate)  # the first after warm-up
 
 
-def test_the_run_folder_records_the_resolved_rate_and_is_the_same_run(tmp_path: Path) -> None:
-    read = load("method=lora", f"output={tmp_path}")
-    recorded = output.resolved(read, RunDir(tmp_path))
-    assert recorded.train.learning_rate == 2e-4
+def test_the_run_folder_records_that_the_rate_is_the_default_and_is_the_same_run(tmp_path: Path) -> None:
+    """Its config with another method is trained at that method's rate, and says that this is the default."""
+    read, file = load("method=lora", f"output={tmp_path}"), tmp_path / "config.yaml"
+    file.write_text(output.resolved(read, RunDir(tmp_path)).to_yaml())
+    assert "  learning_rate: null  # 2e-4, the default of method lora\n" in file.read_text()
+    again = config.load(file, ["method=full", "output=other"])
+    assert rate_in_words(again) == "1e-5 (default for method=full), cosine"
+    recorded = config.load(file)
+    assert output.settings(recorded)["train"]["learning_rate"] == 2e-4  # shown by trackers
+    for rate, count in (("2e-4", 0), ("1e-5", 1)):
+        other = load("method=lora", f"train.learning_rate={rate}", f"output={tmp_path}")
+        assert len(list(output.differences(output.settings(other), output.settings(recorded)))) == count
+        file.write_text(output.resolved(other, RunDir(tmp_path)).to_yaml())
+        assert config.load(file, ["method=full"]).learning_rate == other.learning_rate  # it was asked for
     assert list(output.differences(output.settings(read), output.settings(recorded))) == []
-    other = load("method=lora", "train.learning_rate=1e-5", f"output={tmp_path}")
-    assert len(list(output.differences(output.settings(other), output.settings(recorded)))) == 1
 
 
 @pytest.mark.parametrize(

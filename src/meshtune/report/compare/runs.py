@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from meshtune.config import LEARNING_RATES
 from meshtune.errors import UserError
 from meshtune.report.draw.theme import OTHERS
 from meshtune.report.run.summary import Sample, Summary, facts_of, samples_of, summarise
@@ -200,8 +201,13 @@ def answers_of(runs: Sequence[RunDir]) -> Iterator[Answers]:
 
 
 def _config(run: RunDir) -> dict[str, Any]:
-    """The resolved settings by dotted key; {} for a run without config.yaml."""
-    return dict(leaves(read_yaml(run.config_file))) if run.config_file.exists() else {}
+    """The settings by dotted key, the default learning rate as a number; {} for a run without config.yaml."""
+    if not run.config_file.exists():
+        return {}
+    settings = dict(leaves(read_yaml(run.config_file)))
+    if settings.get("train.learning_rate") is None:
+        settings["train.learning_rate"] = LEARNING_RATES.get(settings.get("method", "full"))
+    return settings
 
 
 def _written(value: Any) -> str:
