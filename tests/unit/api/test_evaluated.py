@@ -36,6 +36,6 @@ def test_figures_on_the_terminal_are_rounded() -> None:
         "loss": "5.5211",
         "perplexity": "249.9",
         "tokens": "5,776",
-        "exact_match": "12.5%",
-        "seconds": "0.80 s",
+        "exact match": "12.5%",
+        "time": "0.80 s",
     }
