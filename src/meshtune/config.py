@@ -293,8 +293,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _takes_effect(self) -> "Config":
-        """Raise UserError for settings that have no effect beside the others."""
-        if problems := [*without_effect(self)]:
+        """Raise UserError for settings that have no effect beside the others, whatever rows there will be."""
+        if problems := [*without_effect(self, late=False)]:
             raise UserError(problems)
         return self
 
@@ -347,15 +347,20 @@ def _cluster_config(tree: Mapping[str, Any]) -> ClusterConfig:
 
 
 def load(
-    file: str | Path | None = None, overrides: Sequence[str] = (), defaults: Mapping[str, Any] | None = None
+    file: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+    *,
+    remedy: str = "",
 ) -> Config:
     """Read the settings in `file` (YAML), laid over `defaults`; lay `overrides` over both, in their order.
 
     file: None for none. overrides: section.key=value each. defaults: a tree of sections. Keys of both trees
-    may be dotted (`train.seed: 1`).
+    may be dotted (`train.seed: 1`). remedy: the caller's own where settings lack held-out rows.
 
     Raises UserError for the first of: unreadable file, malformed override, no model; else for all unknown
-    keys and wrong values at once (values of one section that contradict each other: once each is valid).
+    keys and wrong values at once (values of one section that contradict each other: once each is valid; those
+    that lack held-out rows: once all else is valid).
     """
     known = [*keys(Config)]
     tree = merge(undotted(dict(defaults or {}), known), read_yaml(Path(file), known) if file else {})
@@ -370,7 +375,10 @@ def load(
                 *(unknown_key([name]) for name in unknown),
             ]
         )
-    return Config(**tree)
+    config = Config(**tree)
+    if problems := [*without_effect(config, late=True, remedy=remedy)]:
+        raise UserError(problems)
+    return config
 
 
 def laid_over(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

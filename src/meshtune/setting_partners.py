@@ -36,6 +36,7 @@ class Need(NamedTuple):
     # True: refused even where an override took the effect: it did not switch the feature off, and without the
     # setting the run would do something else.
     relied_on: bool = False
+    late: bool = False  # judged by `load`, not by Config: train(eval_data=…) gives a Config its rows
 
 
 def held_out(config: Any) -> bool:
@@ -137,7 +138,7 @@ NEEDS = (
         for name in sorted({name for row in SCHEDULES.values() for name in row.arguments})
     ),
     *(
-        Need(f"eval.{name}", held_out, *HELD_OUT)
+        Need(f"eval.{name}", held_out, *HELD_OUT, late=True)
         for name in ("every", "at_start", "samples", "exact_match", "keep_best", "early_stopping")
     ),
     Need("eval.keep_best", evaluates_often, *ONE_EVALUATION),
@@ -165,10 +166,14 @@ NEEDS = (
 )  # fmt: skip
 
 
-def without_effect(config: Section) -> Iterator[str]:
-    """Yield a sentence for each setting that lacks what it needs to take effect."""
+def without_effect(config: Section, *, late: bool, remedy: str = "") -> Iterator[str]:
+    """Yield a sentence for each setting that lacks what it needs to take effect.
+
+    late: of the needs that are late, or of the others. remedy: another one, before that of the need.
+    """
     for key, value, need in unmet(config):
-        yield f"{key}={shown(value)} has no effect: {need.reason}; {need.remedy}."
+        if need.late == late:
+            yield f"{key}={shown(value)} has no effect: {need.reason}; {remedy}{need.remedy}."
 
 
 def unmet(config: Section) -> Iterator[tuple[str, Any, Need]]:

@@ -266,6 +266,6 @@ def test_every_setting_has_a_row_or_takes_effect_alone() -> None:
 
 
 def test_the_defaults_ask_for_nothing() -> None:
-    assert [*setting_partners.without_effect(load())] == []
+    assert [*setting_partners.unmet(load())] == []
     read = load(*DATA, "eval.every=5")
     assert config.Config.model_validate(read.model_dump(mode="json")) == read

@@ -71,7 +71,8 @@ def train(
     bug on one of several ranks. A process that torchrun or srun started is one rank: all call this alike.
     """
     tree = with_rows(tree_of(config, overrides), train_data, eval_data)
-    settings = load(defaults=tree if layout is None else merge(tree, {"layout": str(layout)}))
+    tree = tree if layout is None else merge(tree, {"layout": str(layout)})
+    settings = load(defaults=tree, remedy="give eval_data=[…], ")
     hooks = Hooks(loss, tuple(callbacks))
     check_call(settings, hooks)
     run = train_here(settings, nproc, keep_quiet, hooks)
@@ -81,6 +82,10 @@ def train(
 def check_call(config: Config, hooks: Hooks) -> None:
     """Raise UserError for a call that can't work, or of which a part would be without effect."""
     problems = []
+    if not config.data.train:
+        problems.append(
+            "No data is named; give train_data=[…], or add data: {train: rows.jsonl} to the config."
+        )
     if hooks.loss and config.train.label_smoothing:
         problems.append(
             f"train.label_smoothing={config.train.label_smoothing:g} belongs to the cross entropy, which "
@@ -113,7 +118,7 @@ def with_rows(tree: dict[str, Any], train_data: Rows | None, eval_data: Rows | N
     """The settings with in-memory rows as files of the data cache. Raises UserError as `store_rows`, and if
     the settings name data of the same purpose.
 
-    tree: of sections. It is validated with the rows: without held-out ones settings of eval are refused.
+    tree: of sections, not validated yet.
     """
     given = {"train": train_data, "eval": eval_data}
     given = {name: rows for name, rows in given.items() if rows is not None}

@@ -177,6 +177,26 @@ def test_rows_take_part_in_the_judgement_of_the_settings(tmp_path: Path) -> None
     assert config.load(defaults=held_out).data.eval[0].path.startswith(str(tmp_path / "rows" / "eval_data-"))
 
 
+def test_without_rows_the_arguments_that_take_them_are_named() -> None:
+    with pytest.raises(UserError, match=r"\ANo data is named; give train_data=\[…\], or add data:"):
+        train({"model": {"name": "x"}})
+    with pytest.raises(UserError) as caught:
+        train(Config(model={"name": "x"}, eval={"every": 2}), train_data=ROWS)
+    assert caught.value.problems == (
+        "eval.every=2 has no effect: there are no held-out rows; give eval_data=[…], set data.eval or "
+        "data.eval_split, or leave it out.",
+    )
+
+
+def test_a_config_leaves_it_to_its_reader_whether_there_are_held_out_rows(tmp_path: Path) -> None:
+    named = Config(model={"name": "x"}, data={"train": "a", "cache": str(tmp_path)}, eval={"every": 2})
+    assert config.load(defaults=with_rows(tree_of(named), None, ROWS[:2])).eval.every == 2
+    with pytest.raises(UserError, match=r"\Aeval\.every=2 has no effect: .* rows; set data\.eval or"):
+        config.load(defaults=tree_of(named))
+    with pytest.raises(UserError, match=r"eval\.keep_best=true has no effect: with eval\.every=0"):
+        Config(model={"name": "x"}, data={"train": "a"}, eval={"keep_best": True})
+
+
 def test_rows_beside_files_are_refused(settings: Callable[..., list[str]]) -> None:
     both = config.load(None, settings())
     with pytest.raises(UserError, match=r"train_data and data\.train of the config both name rows"):
