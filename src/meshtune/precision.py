@@ -49,8 +49,8 @@ PRECISIONS = Table(
             rate="bf16",
             # benchmarks/pure_bf16.py measured it
             caution="train.precision=bf16-pure rounds weights to bf16 after each update, and most updates of "
-            "a fine-tuning are too small for it: at a learning rate of 1e-5, 100 AdamW steps moved 15.6 % of "
-            "the weights; with bf16 (fp32 masters) 100 %.",
+            "a fine-tuning are too small for it. Measured with AdamW: at a learning rate of 1e-5, 100 steps "
+            "moved 15.6 % of the weights; with bf16 (fp32 masters) 100 %.",
         ),
         "fp64": Precision("float64", "float64", "float64", rate="fp32", rate_share=0.5, offered=False),
     },

@@ -66,8 +66,9 @@ class Conversation:
             raise
         if left_out:
             yield (
-                f"The context of {self.answerer.context:,} tokens is full: the oldest {left_out} messages "
-                "are left out from here on; /reset begins anew."
+                f"The context of {self.answerer.context:,} tokens is full: the oldest {left_out} "
+                f"{'message is' if left_out == 1 else 'messages are'} left out from here on; /reset begins "
+                "anew."
             )
         # The signal is noted, not raised at once: Python drops a KeyboardInterrupt that comes in a finalizer.
         request = StopRequest(

@@ -21,7 +21,7 @@ from meshtune.report.run.summary import Summary, summarise
 from meshtune.rundir import Row, RunDir
 from meshtune.sections import DataConfig
 from meshtune.train.callbacks import Callback, Hooks
-from meshtune.units import notice
+from meshtune.units import counted, notice
 from meshtune.yaml_tree import merge
 
 if TYPE_CHECKING:
@@ -189,8 +189,8 @@ def ranks_of(config: Config, nproc: int | None) -> tuple[int, str]:
         return nproc or gpus or 1, device
     if nproc and nproc != world:
         raise UserError(
-            f"--nproc {nproc}, but layout {config.layout} is for {world} ranks; leave --nproc out, or change "
-            "the layout."
+            f"--nproc {nproc}, but layout {config.layout} is for {counted(world, 'rank')}; leave --nproc "
+            "out, or change the layout."
         )
     if gpus and world > gpus:
         raise UserError(

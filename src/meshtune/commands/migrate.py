@@ -8,6 +8,7 @@ import typer
 
 from meshtune.commands.options import AsJson, show_json, split
 from meshtune.errors import UserError
+from meshtune.units import counted
 
 
 def migrate(
@@ -59,8 +60,8 @@ def migrate(
     lost = ", ".join(note.key for note in result.unsupported)
     unused = ", ".join(note.key for note in result.without_effect)
     print(
-        f"{f'{out}: ' if out else ''}{len(result.settings)} settings from {result.job.table.name}; "
-        f"without a counterpart: {lost or 'none'}"
+        f"{f'{out}: ' if out else ''}{counted(len(result.settings), 'setting')} from "
+        f"{result.job.table.name}; without a counterpart: {lost or 'none'}"
         f"{f'; without effect: {unused}' if unused else ''}.",
         file=sys.stderr,
     )

@@ -157,7 +157,7 @@ def notes_sentences(notes: dict[str, dict[str, int]]) -> list[str]:
         lines.append(f"columns that are not used: {', '.join(unused)}")
     lines += [f"data.columns maps {names}, which no row has" for names in notes["unfound"]]
     lines += [
-        f"the chat template leaves out {what}: {count:,} messages"
+        f"the chat template leaves out {what}: {counted(count, 'message')}"
         for what, count in notes["unwritten"].items()
     ]
     lines += [

@@ -21,6 +21,7 @@ from meshtune.migrate.job import CONVERSIONS, Converted, Job, NoCounterpart, Not
 from meshtune.migrate.pickled import training_arguments
 from meshtune.setting_partners import HELD_OUT, unchecked, unmet
 from meshtune.trainers.table import TOOLS, Entry, Table, table
+from meshtune.units import counted
 from meshtune.yaml_tree import merge, nested, overridden, read_yaml
 
 MODULES = (model, outputs, sharding, sources, training)  # each adds to CONVERSIONS
@@ -146,8 +147,8 @@ def tool_of(tree: Mapping[str, Any], file: Path) -> str:
     if known[best] < max(1, len(tree) / 2):
         names = ", ".join(table(tool).name for tool in ORDER)
         raise UserError(
-            f"{file} has {len(tree)} keys, of which {table(best).name} knows {known[best]}; it is no "
-            f"configuration of {names}. Name the tool with --from if it is."
+            f"{file} has {counted(len(tree), 'key')}, of which {table(best).name} knows {known[best]}; it is "
+            f"no configuration of {names}. Name the tool with --from if it is."
         )
     return best
 

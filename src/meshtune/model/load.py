@@ -45,6 +45,7 @@ from meshtune.model.generation import read_generation_config
 from meshtune.model.multimodal import auto_class, set_aside
 from meshtune.model.pieces import StoredTensors, fill, materialise, whole_pieces
 from meshtune.nearest import did_you_mean, nearest
+from meshtune.units import counted
 
 logger = logging.getLogger(__name__)
 
@@ -386,7 +387,8 @@ def _load_pretrained(folder: Path, config: PretrainedConfig, trust_remote_code: 
     problems = []
     if missing := sorted(report["missing_keys"]):
         problems.append(
-            f"{folder} lacks {len(missing)} tensors of a {config.model_type} model: {_few(missing)}."
+            f"{folder} lacks {counted(len(missing), 'tensor')} of a {config.model_type} model: "
+            f"{_few(missing)}."
         )
     for key, shape, expected in sorted(report["mismatched_keys"])[:10]:
         problems.append(

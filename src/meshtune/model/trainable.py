@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from meshtune.errors import UserError
 from meshtune.model.multimodal import aside_names
 from meshtune.nearest import nearest
+from meshtune.units import counted
 
 
 def embeddings_needed(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -74,5 +75,5 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
     for name in frozen:
         names[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in names.values()):
-        raise UserError(f"With {len(frozen)} parameters frozen, nothing is left to train.")
+        raise UserError(f"With {counted(len(frozen), 'parameter')} frozen, nothing is left to train.")
     return sorted(frozen)

@@ -21,7 +21,7 @@ from meshtune.plan.fits import Lighter
 from meshtune.plan.phrases import memory_limit
 from meshtune.plan.search import Choice, Plan, explained, search
 from meshtune.plan.workload import Workload
-from meshtune.units import human
+from meshtune.units import counted, human
 
 GOALS = ("speed", "cost", "gpus", "memory")
 
@@ -212,7 +212,7 @@ def _explained(workload: Workload, cluster: Cluster, layout: Layout) -> tuple[Ch
     batch = layout.global_batch_size
     if batch != workload.global_batch_size:
         against.append(
-            f"{layout} makes {batch} sequences a step, but train.global_batch_size is "
+            f"{layout} makes {counted(batch, 'sequence')} a step, but train.global_batch_size is "
             f"{workload.global_batch_size}; the prediction is for {batch}."
         )
         workload = workload.of_batch(batch)

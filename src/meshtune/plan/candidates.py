@@ -20,6 +20,7 @@ from meshtune.layout import AXES, CP_METHODS, MODEL_AXES, SCHEDULES, V_SCHEDULES
 from meshtune.placement.columns import ENCODINGS, Columns, Number, rows
 from meshtune.plan.cluster import Cluster
 from meshtune.recomputation import RECOMPUTATIONS
+from meshtune.units import counted
 
 if TYPE_CHECKING:
     from meshtune.plan.workload import Workload
@@ -245,8 +246,8 @@ def _no_batch(workload: Workload, cluster: Cluster, fixed: Given) -> str:
     for other in sorted(near, key=lambda batch: (abs(batch - size), batch)):
         if _outer(workload.of_batch(other), cluster, fixed):
             return (
-                f"{layouts} makes a global batch of {size} sequences; try train.global_batch_size={other}, "
-                "or another number of GPUs."
+                f"{layouts} makes a global batch of {counted(size, 'sequence')}; try "
+                f"train.global_batch_size={other}, or another number of GPUs."
             )
     least = math.prod(fixed.get(axis, 1) for axis in AXES)
     return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshtune.units import duration
+from meshtune.units import counted, duration
 
 if TYPE_CHECKING:
     from meshtune.plan.search import Choice
@@ -29,7 +29,10 @@ class RunCost:
 
     def sentence(self) -> str:
         """The run's duration, its GPU-hours and, with a price, its cost."""
-        sentence = f"{self.steps} steps take {duration(self.seconds)}: {self.gpu_hours:,.1f} GPU-hours"
+        takes = "takes" if self.steps == 1 else "take"
+        sentence = (
+            f"{counted(self.steps, 'step')} {takes} {duration(self.seconds)}: {self.gpu_hours:,.1f} GPU-hours"
+        )
         if self.cost is None:
             return f"{sentence}."
         return f"{sentence}, which cost {self.cost:,.2f} in the currency of cluster.price_per_gpu_hour."

@@ -15,7 +15,7 @@ from meshtune.plan.phrases import memory_limit, memory_need
 from meshtune.plan.search import Choice, Plan, search
 from meshtune.plan.workload import Workload
 from meshtune.precision import PRECISIONS, narrower
-from meshtune.units import human
+from meshtune.units import counted, human
 
 Lighter = Callable[[], Mapping[str, Workload]]  # returns workloads that need less, by the setting for them
 NEXT_TRY = 0.85  # of the predicted peak of a run that ran out of memory: the most that another may need
@@ -68,7 +68,7 @@ def nothing_fits(plan: Plan, lighter: Lighter = dict) -> list[str]:
 def _reasons(plan: Plan) -> list[str]:
     """Reasons for which layouts were refused, each with their number and an example."""
     return [
-        f"{rejected.reason.rstrip('.')} ({rejected.count} layouts, such as {rejected.example})"
+        f"{rejected.reason.rstrip('.')} ({counted(rejected.count, 'layout')}, such as {rejected.example})"
         for rejected in plan.rejected
     ]
 

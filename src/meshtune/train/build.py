@@ -44,6 +44,7 @@ from meshtune.train.updates import (
     steps_between,
 )
 from meshtune.train.upload import try_repository
+from meshtune.units import counted
 
 Claimed = Callable[[RunDir], None]
 
@@ -201,8 +202,8 @@ def announce(config: Config, run: Run, model: RankModel, resumed: int | None, no
         metrics.log_line(sentence)
     if model.added_embeddings:
         metrics.log_line(
-            f"{model.added_embeddings} tokens of the tokenizer had no embedding; theirs start from the mean "
-            "of the others."
+            f"{counted(model.added_embeddings, 'token')} of the tokenizer had no embedding: new ones start "
+            "from the mean of the others."
         )
     if resumed is not None:
         metrics.log_line(f"Going on from the checkpoint of step {resumed} in {run.folder.path}.")

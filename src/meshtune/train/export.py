@@ -18,12 +18,12 @@ from meshtune.model.adapter import is_named, save_adapter
 from meshtune.model.pieces import Piece
 from meshtune.model.save import save_model, save_pieces, stored_differently
 from meshtune.model.trainable import tables
-from meshtune.optimizers import constants_of
+from meshtune.optimizers import OPTIMIZERS
 from meshtune.parallel.mesh import World
 from meshtune.rundir import RunDir
 from meshtune.train.output import absolute
 from meshtune.train.upload import push
-from meshtune.units import scientific
+from meshtune.units import counted, scientific
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class Exporter:
     def card(self, steps: int) -> str:
         """The model card: front matter that the hub reads, and the recipe as a table."""
         library = "transformers" if self.adapter is None else "peft"
-        verb = "fine-tuned" if self.adapter is None else "adapted (LoRA)"
+        verb = f"adapted ({kind_of(self.adapter['use_dora'])})" if self.adapter else "fine-tuned"
         rows = "\n".join(f"| {name} | {value} |" for name, value in [*self.recipe.items(), ("steps", steps)])
         base = f"base_model: {hub_id(self.base_name)}\n"
         resized = (
@@ -188,21 +188,28 @@ def exporter_of(
 def recipe(config: Config) -> dict[str, str]:
     """The settings of a run that its model card lists."""
     train, data = config.train, config.data
-    betas = f", betas {train.adam_betas}" if "betas" in constants_of(train.optimizer) else ""
+    row, betas = OPTIMIZERS[train.optimizer], f"betas {train.adam_betas}"
+    rest = f", {row.rest} with {betas} for the rest" if row.rest else ""
+    constants = f", {betas}" if "betas" in row.constants else rest
     return {
         "base model": shown(config.model.name),
         "method": config.method
         if config.method == "full"
-        else f"{'DoRA' if config.lora.use_dora else 'LoRA'} r {config.lora.r}, alpha {config.lora.alpha:g}",
+        else f"{kind_of(config.lora.use_dora)} r {config.lora.r}, alpha {config.lora.alpha:g}",
         "data": ", ".join(shown(source.path) for source in data.train),
         "labelled": data.train_on,
         "sequence length": f"{data.seq_len}{', packed' if data.packing else ''}",
-        "global batch": f"{config.global_batch_size} sequences",
+        "global batch": counted(config.global_batch_size, "sequence"),
         "learning rate": f"{scientific(config.learning_rate)}, {train.lr_scheduler}",
-        "optimizer": f"{train.optimizer}{betas}, weight decay {train.weight_decay:g}",
+        "optimizer": f"{train.optimizer}{constants}, weight decay {train.weight_decay:g}",
         "precision": train.precision,
         "seed": str(train.seed),
     }
+
+
+def kind_of(use_dora: bool) -> str:
+    """Name of the adapters."""
+    return "DoRA" if use_dora else "LoRA"
 
 
 def hub_id(name: str) -> str:

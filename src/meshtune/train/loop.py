@@ -370,8 +370,8 @@ def interrupted(run: Run) -> Interrupted:
 def stopped_nonfinite(run: Run, steps: int, batch: Batch) -> str:
     """Text of the NonFinite error. steps: how many in a row were not applied; batch: that of the last one."""
     return (
-        f"Loss or gradients were not finite for {steps} steps in a row, up to step {run.progress.step} "
-        f"({batch.origin}). "
+        f"Loss or gradients were not finite for {counted(steps, 'step')} in a row, up to step "
+        f"{run.progress.step} ({batch.origin}). "
         f"{last_checkpoint(run)} "
         "Try a lower train.learning_rate, a longer warm-up, or train.precision=fp32; `meshtune data` shows "
         "the rows."

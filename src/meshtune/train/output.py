@@ -26,6 +26,7 @@ from meshtune.data.example import rows_name
 from meshtune.errors import UserError, expanded, written
 from meshtune.rundir import Row, RunDir, aside_pattern
 from meshtune.sections import SourceConfig
+from meshtune.units import counted
 
 # Settings that may change when a run goes on. A longer or shorter run continues with the schedule of its new
 # length; the other settings do not change what a step computes.
@@ -139,7 +140,8 @@ def to_be_longer(config: Config, before: Config, ended: Row) -> list[str]:
 def state_of(run: RunDir) -> str:
     """Noun phrase on a run that is there: "a finished run of 400 steps"."""
     if ended := end_of(run):
-        return f"a finished run of {ended['step']} steps{', stopped early' if ended.get('early') else ''}"
+        early = ", stopped early" if ended.get("early") else ""
+        return f"a finished run of {counted(ended['step'], 'step')}{early}"
     return "an unfinished run"
 
 

@@ -58,7 +58,7 @@ def which_ends(config: Config, steps: int) -> str:
     first, second = f"train.num_epochs={epochs:g}", f"train.max_steps={most}"
     if steps == most:
         first, second = second, first
-    return f"The run has {steps} steps: {first} ends it before {second}."
+    return f"The run has {counted(steps, 'step')}: {first} ends it before {second}."
 
 
 def steps_between(every: int | str, config: Config, train: Dataset | Stream) -> int:

@@ -5,8 +5,8 @@ import pytest
 from rich.console import Console
 
 from meshtune.report.facts import capability_table, facts_table
-from meshtune.report.run.summary import samples_of
-from meshtune.report.run.tables import places, run_summary, samples_table
+from meshtune.report.run.summary import samples_of, summarise
+from meshtune.report.run.tables import headline, places, run_summary, samples_table
 
 
 def shown(renderable, width: int = 100) -> str:
@@ -36,6 +36,15 @@ def test_the_summary_of_a_run_without_evaluations_or_rows_is_no_error(empty, tra
     shown(run_summary(empty))
     empty.append(train(1, loss=None))
     assert "held-out" not in shown(run_summary(empty))
+
+
+def test_one_step_and_one_prompt_are_singular(empty, train, evaluation):
+    empty.append(train(1, skipped=True))
+    empty.append(evaluation(1, 2.0, exact_match=1.0, prompts=1))
+    lines = dict(headline(summarise(empty)))
+    assert lines["loss"] == "4.0000 → 4.0000 in 1 step"
+    assert lines["exact match"] == "100.0% of 1 held-out prompt"
+    assert lines["not applied"] == "1 step, whose loss or gradients were not finite"
 
 
 def test_samples_stand_below_each_other_and_are_not_read_as_markup(run):

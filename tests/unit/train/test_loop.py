@@ -144,7 +144,8 @@ def test_bf16_without_masters_is_warned_about(
     precision: str, settings: Callable[..., list[str]], capsys: pytest.CaptureFixture
 ) -> None:
     build.build(config.load(None, settings("log.to=[console]", f"train.precision={precision}")))
-    assert ("15.6 % of the weights" in capsys.readouterr().err) == (precision == "bf16-pure")
+    figure = "Measured with AdamW: at a learning rate of 1e-5, 100 steps moved 15.6 % of the weights"
+    assert (figure in capsys.readouterr().err) == (precision == "bf16-pure")
 
 
 def test_resuming_equals_never_stopping_bit_for_bit(train: Train, tmp_path: Path) -> None:
@@ -582,7 +583,7 @@ def test_a_run_none_of_whose_steps_was_applied_writes_no_model(
     honest = run.passes.forward_backward
     poisoned = lambda _, *args: honest(*args) * float("nan")  # noqa: E731
     monkeypatch.setattr(type(run.passes), "forward_backward", poisoned)
-    with pytest.raises(NonFinite, match="not finite for 1 steps in a row, up to step 1"):
+    with pytest.raises(NonFinite, match="not finite for 1 step in a row, up to step 1"):
         loop.train(run)
     assert not run.folder.model.exists()
     assert "stopped" in run.folder.rows("end")[-1]["status"]

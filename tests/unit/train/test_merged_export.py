@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from meshtune.api.export import exported
-from meshtune.train.export import hub_id
+from meshtune.config import load
+from meshtune.train.export import hub_id, recipe
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,19 @@ def test_a_card_names_the_base_by_its_hub_id() -> None:
     assert hub_id("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        ("adamw", "adamw, betas (0.9, 0.999), weight decay 0"),
+        ("muon", "muon, adamw with betas (0.9, 0.999) for the rest, weight decay 0"),
+        ("adafactor", "adafactor, weight decay 0"),
+    ],
+)
+def test_a_card_gives_betas_to_the_optimizer_that_has_them(optimizer: str, said: str) -> None:
+    words = ["model.name=x", "data.train=y", f"train.optimizer={optimizer}", "train.weight_decay=0"]
+    assert recipe(load(None, words))["optimizer"] == said
+
+
 def test_a_trained_dora_is_merged_as_by_peft(train: Callable[..., Any], tiny: Path, tmp_path: Path) -> None:
     run = train(f"model.name={tiny / 'model'}", "train.precision=fp32", "method=lora", "lora.use_dora=true",
                 "train.learning_rate=1e-2", "train.max_steps=2")  # fmt: skip
@@ -52,6 +66,7 @@ def test_a_trained_dora_is_merged_as_by_peft(train: Callable[..., Any], tiny: Pa
     base = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
     adapter = load_file(run.folder.model / "adapter_model.safetensors")
     assert any(name.endswith(".lora_magnitude_vector") for name in adapter)
+    assert "# model, adapted (DoRA)\n" in (run.folder.model / "README.md").read_text()
     theirs = PeftModel.from_pretrained(base, str(run.folder.model)).merge_and_unload()
     for name, tensor in theirs.state_dict().items():
         if name in tensors:

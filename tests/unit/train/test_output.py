@@ -205,6 +205,10 @@ def test_new_goes_on_with_the_second_run_and_then_takes_a_third_name(make, decid
     assert decide("output_exists=new") == ("run-3", "begin")
 
 
+def test_a_run_of_one_step_is_singular(make) -> None:
+    assert output.state_of(make(finished=1)) == "a finished run of 1 step"
+
+
 def test_a_run_that_goes_on_is_unfinished_until_it_ends_again(make, decide) -> None:
     """Killed in an extension, the run is not taken for a finished one of fewer steps."""
     run = make("train.num_epochs=1", finished=9)

@@ -105,6 +105,7 @@ def test_a_global_batch_that_leaves_few_updates_is_named_with_figures_and_the_re
         (["max_steps=5", "num_epochs=3"], 5, "5 steps: train.max_steps=5 ends it before"),
         (["max_steps=50", "num_epochs=3"], 18, "18 steps: train.num_epochs=3 ends it before train.max_steps"),
         (["max_steps=18", "num_epochs=3"], 18, "18 steps: train.max_steps=18 ends it before"),
+        (["max_steps=1", "num_epochs=3"], 1, "1 step: train.max_steps=1 ends it before"),
         (["max_steps=50"], 50, ""),
         (["num_epochs=3"], 18, ""),
         ([], 6, ""),

@@ -141,6 +141,8 @@ def test_without_a_network_the_wheels_are_skipped_with_the_reason_but_required_i
         ("data.block_size", "did you mean data.seq_len?"),
         ("model.use_gradient_checkpointing", "did you mean layout.recompute?"),
         ("data.test_size", "did you mean data.eval_split?"),
+        ("train.muon_lr", "muon takes train.learning_rate"),
+        ("train.momentum", "0.95; its learning rate is train.learning_rate"),
         ("train.nproc", "chosen where the run is started; give meshtune train --nproc"),
     ],
 )

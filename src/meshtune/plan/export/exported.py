@@ -12,6 +12,7 @@ from meshtune.layout import AXES, Layout
 from meshtune.schedules import SCHEDULES
 from meshtune.sections import DataConfig, SourceConfig
 from meshtune.setting_types import SUFFIXES, epochs_of
+from meshtune.units import counted
 
 # The export to every tool writes these or refuses them itself. Anything else is refused for all, so that none
 # can leave out what it doesn't know.
@@ -103,8 +104,8 @@ def problems_of_all_tools(tool: str, config: Config, layout: Layout, gpus_per_no
         )
     if layout.global_batch_size != config.global_batch_size:
         yield (
-            f"{layout} makes {layout.global_batch_size} sequences per step, but train.global_batch_size is "
-            f"{config.global_batch_size}; change one of them."
+            f"{layout} makes {counted(layout.global_batch_size, 'sequence')} per step, but "
+            f"train.global_batch_size is {config.global_batch_size}; change one of them."
         )
 
 

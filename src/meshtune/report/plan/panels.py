@@ -29,7 +29,7 @@ from meshtune.report.draw.kinds import (
     Stacks,
 )
 from meshtune.report.plan.numbers import memory_parts, nonzero, number, seconds, speed_unit, time_parts
-from meshtune.units import GIB
+from meshtune.units import GIB, counted
 
 MOST_LAYOUTS = 8  # as stacks
 MOST_LABELS = 7  # along the front
@@ -116,7 +116,7 @@ def time_against_memory(plan: Plan) -> Scatter:
     return Scatter(
         "front",
         "Speed against memory",
-        f"time of a step in seconds, peak memory in GiB · {len(plan):,} layouts{drawn}",
+        f"time of a step in seconds, peak memory in GiB · {counted(len(plan), 'layout')}{drawn}",
         (
             Group("layouts that fit", points(dots), "main", opacity=0.3),
             Group("none is faster with less memory", points(front), "other", joined="steps", size=44),
@@ -208,7 +208,7 @@ def batch_map(batches: Mapping[SizeAndGpus, Choice | None]) -> HeatMap:
         "batches",
         "The best layout of each global batch and number of GPUs",
         speed_unit(batches.values()),
-        tuple(f"{count:,} GPUs" for count in gpus),
+        tuple(counted(number, "GPU") for number in gpus),
         tuple(f"GBS {size:,}" for size in reversed(sizes)),
         tuple(
             tuple(cell_of(batches[size, count]) if (size, count) in batches else None for count in gpus)

@@ -14,6 +14,7 @@ from meshtune.report.draw.picture import SUFFIXES, known_suffix
 from meshtune.report.draw.picture import write as write_picture
 from meshtune.report.plan.panels import SizeAndGpus, panels
 from meshtune.rundir import write_text_atomically
+from meshtune.units import counted
 
 
 def write(
@@ -75,8 +76,8 @@ def subject(plan: Plan) -> str:
     workload, cluster = plan.workload, plan.cluster
     return (
         f"{cluster.gpus:,} × {cluster.gpu.name} · global batch {workload.global_batch_size:,} × "
-        f"{workload.seq_len:,} tokens · {workload.precision} · {plan.considered:,} layouts considered, "
-        f"{len(plan):,} fit"
+        f"{workload.seq_len:,} tokens · {workload.precision} · "
+        f"{counted(plan.considered, 'layout')} considered, {len(plan):,} fit"
     )
 
 

@@ -17,7 +17,7 @@ from meshtune.report.run.panels import panels
 from meshtune.report.run.samples import Asked, samples_section
 from meshtune.report.run.summary import Summary, facts_of, samples_of, summarise
 from meshtune.rundir import Row, RunDir, write_text_atomically
-from meshtune.units import count, duration, human
+from meshtune.units import count, counted, duration, human
 
 LABELS = {  # facts of the "run" row about what was run; the others are its environment
     "model": "Model",
@@ -97,7 +97,7 @@ def report_page(run: RunDir) -> str:
 
 def _subtitle(summary: Summary, facts: Row) -> str:
     """HTML of one line: model, method, steps, tokens, time, and how the run ended. facts: of `facts_of`."""
-    parts = [f"{summary.steps:,} steps"]
+    parts = [counted(summary.steps, "step")]
     if facts.get("model"):
         parts.insert(0, f"{text(facts['model'])}, {text(facts.get('method', 'full'))} fine-tuning")
     if summary.tokens:

@@ -8,7 +8,7 @@ from rich.text import Text
 from meshtune.report.run.curve import curve
 from meshtune.report.run.summary import Summary, samples_of, summarise, values
 from meshtune.rundir import RunDir
-from meshtune.units import count, duration, human, printable
+from meshtune.units import count, counted, duration, human, printable
 
 LABEL_WIDTH = 16  # columns of the terminal, of labels and the space behind them
 
@@ -48,12 +48,12 @@ def headline(summary: Summary) -> list[tuple[str, str]]:
     """The known headline numbers as pairs of label and text, the most important first."""
     lines: list[tuple[str, str]] = []
     if summary.last_exact_match is not None:
-        of = f" of {summary.prompts:,} held-out prompts" if summary.prompts else " of held-out prompts"
-        lines.append(("exact match", change(summary.first_exact_match, summary.last_exact_match, ".1%") + of))
+        shares = change(summary.first_exact_match, summary.last_exact_match, ".1%")
+        prompts = counted(summary.prompts, "held-out prompt") if summary.prompts else "held-out prompts"
+        lines.append(("exact match", f"{shares} of {prompts}"))
     if summary.last_loss is not None:
-        lines.append(
-            ("loss", f"{change(summary.first_loss, summary.last_loss, '.4f')} in {summary.steps:,} steps")
-        )
+        losses = change(summary.first_loss, summary.last_loss, ".4f")
+        lines.append(("loss", f"{losses} in {counted(summary.steps, 'step')}"))
     if summary.last_eval_loss is not None:
         first, best = summary.first_eval_loss, ""
         if first == summary.last_eval_loss:
@@ -72,7 +72,9 @@ def headline(summary: Summary) -> list[tuple[str, str]]:
     if summary.peak_memory_bytes is not None:
         lines.append(("peak memory", human(summary.peak_memory_bytes)))
     if summary.skipped:
-        lines.append(("not applied", f"{summary.skipped:,} steps, whose loss or gradients were not finite"))
+        lines.append(
+            ("not applied", f"{counted(summary.skipped, 'step')}, whose loss or gradients were not finite")
+        )
     if summary.status != "finished":
         lines.append(("status", summary.status))
     return lines
