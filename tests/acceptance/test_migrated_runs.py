@@ -86,7 +86,9 @@ def test_the_command_prints_a_config_and_names_what_has_no_counterpart(meshtune:
     printed = meshtune("migrate", FILES / "axolotl-qlora.yaml", "--gpus", "4")
     assert printed.code == 0 and yaml.safe_load(printed.out)["layout"] == "zero3x4-mb2-ga4-full"
     assert "# - load_in_4bit: true\n#     weights are not quantised" in printed.out
-    assert "without a counterpart: load_in_4bit, fsdp_config.fsdp_offload_params." in printed.err
+    assert "without a counterpart: load_in_4bit, fsdp_config.fsdp_offload_params;" in printed.err
+    assert printed.err.endswith("; without effect: evals_per_epoch.\n")
+    assert "# eval:" in printed.out and "#   every: 0.25 epoch  # evals_per_epoch" in printed.out
 
 
 @pytest.mark.parametrize(
