@@ -9,7 +9,7 @@ config.yaml   the model it names, before training
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -34,6 +34,7 @@ from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.loss import head_loss
 from meshtune.train.model import single_model
 from meshtune.units import notice
+from meshtune.yaml_tree import leaves, overridden
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Target:
     @property
     def adapted(self) -> bool:
         """Whether `folder` holds an adapter."""
-        return self.folder is not None and (self.folder / "adapter_config.json").exists()
+        return self.folder is not None and is_adapter(self.folder)
 
 
 def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = None) -> Target:
@@ -60,8 +61,8 @@ def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = 
     name: a run, model or adapter folder, a config file, a hub id; RUN/model means the run; None: `overrides`
     alone name the model. overrides: section.key=value, which change the run's or file's settings. step: of
     the run's checkpoint to use; None: model/, or without it the newest whole checkpoint (damaged ones that
-    are newer are printed on stderr). Raises UserError if a run has neither, or if `step` is given and `name`
-    is no run folder.
+    are newer are printed on stderr). Raises UserError if a run has neither, if `step` is given and `name` is
+    no run folder, and for overrides of what weights that are there decide.
     """
     path = expanded(name) if name else None
     if path and path.name == "model" and (path.parent / "config.yaml").exists():
@@ -72,6 +73,9 @@ def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = 
         return Target(settings.load(path, overrides))
     if (path / "config.yaml").exists():
         run = RunDir(path)
+        whole = step is None and run.model.exists() and not is_adapter(run.model)
+        # A base is read for an adapter and a checkpoint; model.name is where it is now.
+        refuse_decided(path, overrides, ("model.init", *(("model.name", "model.revision") if whole else ())))
         config = settings.load(run.config_file, overrides)
         if step is None and run.model.exists():
             return Target(config, run.model, run)
@@ -83,11 +87,35 @@ def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = 
             notice(sentence)
         return Target(config, None, run, step)
     folder = path if path.is_dir() else None
-    adapter = folder is not None and (folder / "adapter_config.json").exists()
+    adapter = folder is not None and is_adapter(folder)
+    refuse_decided(folder or str(name), overrides, ("model.init",) if adapter else ("model.name",))
     base = adapter_base(folder) if adapter and folder else str(name)
     precision = stored_precision(base)
     defaults = {"model": {"name": base}, "train": {"precision": precision}}
     return Target(settings.load(None, overrides, defaults), folder if adapter else None)
+
+
+def is_adapter(folder: Path) -> bool:
+    return (folder / "adapter_config.json").exists()
+
+
+def refuse_decided(name: str | Path, overrides: Sequence[str], more: Sequence[str]) -> None:
+    """Raise UserError for the overrides that have no effect on weights that are there.
+
+    name: of a run, model or adapter folder, or a hub id. more: settings that these weights decide, beside
+    those that all do.
+    """
+    decided = ("method", "lora", "model.freeze", *more)
+    given: dict[str, Any] = {}
+    for override in overrides:
+        given = overridden(given, override)
+    keys = [".".join(map(str, leaf.path)) for leaf in leaves(given, ())]
+    if problems := [
+        f"{key} has no effect on {name}: its weights are there already; leave it out."
+        for key in keys
+        if f"{key}.".startswith(tuple(f"{setting}." for setting in decided))
+    ]:
+        raise UserError(problems)
 
 
 def stored_precision(name: str) -> str:
@@ -129,6 +157,9 @@ def open_model(target: Target, device: str | None = None) -> Opened:
     register()
     quiet()
     config, place = target.config, choose.device_of(device or target.config.train.device)
+    if target.folder and not target.adapted:  # the model that it was trained from may be gone
+        of_folder = {"name": str(target.folder), "init": "pretrained", "revision": None}
+        config = config.model_copy(update={"model": config.model.model_copy(update=of_folder)})
     unpacked = config.data.model_copy(update={"packing": False})  # generating packs nothing
     attention = choose.attention_of(config.model_copy(update={"data": unpacked}), Layout(), 1)
     spec = build.model_spec(config, attention)
@@ -151,8 +182,6 @@ def open_model(target: Target, device: str | None = None) -> Opened:
             model = single_model(spec, place)
             load_adapter(model, target.folder)
         else:
-            if target.folder:
-                spec = replace(spec, source=str(target.folder), init="pretrained", revision=None)
             model = single_model(replace(spec, embeddings=embeddings_needed(tokenizer)), place)
     eos = model.generation_config.eos_token_id if model.generation_config else None
     stops = [eos] if isinstance(eos, int) else eos or []
