@@ -21,6 +21,7 @@ killed run, and the next writer cuts it off.
 """
 
 import errno
+import fcntl
 import json
 import math
 import os
@@ -76,6 +77,25 @@ class RunDir:
     @property
     def report_file(self) -> Path:
         return self.path / "report.html"
+
+    @property
+    def lock_file(self) -> Path:
+        """File that the process which trains here holds locked, until it ends in whatever way."""
+        return self.path / ".lock"
+
+    @property
+    def is_training(self) -> bool:
+        """True while a process trains in the folder, on this machine or on one that shares its locks."""
+        if not self.lock_file.is_file():
+            return False
+        try:
+            with open(self.lock_file) as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until `lock` is closed
+        except BlockingIOError:
+            return True
+        except OSError:  # no right to read it, or a file system without locks, on which no run starts
+            return False
+        return False
 
     @property
     def replaced(self) -> Path:

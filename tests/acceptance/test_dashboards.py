@@ -81,13 +81,14 @@ def test_wandb_has_one_run_with_labels_settings_and_rows(
 
 @pytest.mark.skipif(not importlib.util.find_spec("mlflow"), reason="mlflow is not installed")
 def test_mlflow_has_one_run_with_labels_settings_and_rows(
-    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     import mlflow  # pyright: ignore[reportMissingImports]
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri(f"file://{tmp_path / 'mlruns'}")
     interrupted_and_resumed(settings("log.to=[mlflow]", "checkpoint.every=2", "eval.samples=1", *LABELS))
+    assert "INFO" not in capfd.readouterr().err
     client = mlflow.MlflowClient()
     (experiment,) = client.search_experiments(filter_string="name = 'shapes'")
     (run,) = client.search_runs([experiment.experiment_id])

@@ -4,6 +4,7 @@ A run folder is one tracked run, however often it goes on: the id is in logs/ be
 so a kill at any moment loses neither.
 """
 
+import logging
 import math
 import os
 import uuid
@@ -96,6 +97,8 @@ class MlflowTracker:
     def __init__(self, run: RunDir, labels: Labels, settings: Mapping[str, Any]) -> None:
         import mlflow  # pyright: ignore[reportMissingImports]
 
+        if "MLFLOW_LOGGING_LEVEL" not in os.environ:  # tables and experiments that it makes are no news
+            logging.getLogger("mlflow").setLevel(logging.WARNING)
         self.mlflow = mlflow
         key = kept_id(run.logs / "mlflow.id")
         found = mlflow.search_runs(

@@ -12,7 +12,7 @@ from meshtune.config import Config
 from meshtune.errors import UserError, check_file
 from meshtune.rundir import RunDir, write_text_atomically
 from meshtune.train.checkpoint import Checkpoints
-from meshtune.train.output import LOCK, Decision, decide, resolved
+from meshtune.train.output import Decision, decide, resolved
 
 HEADER = """\
 # Settings of the run in this folder. `meshtune train config.yaml output=NEW` repeats it in the folder NEW;
@@ -107,7 +107,7 @@ class Claim:
         Raises UserError if another process has begun a run there.
         """
         with suppress(OSError):
-            if os.path.samestat(os.fstat(self._lock.fileno()), (self.run.path / LOCK).stat()):
+            if os.path.samestat(os.fstat(self._lock.fileno()), self.run.lock_file.stat()):
                 return False
         self._lock.close()
         self._lock = self._locked()
@@ -122,8 +122,8 @@ class Claim:
 
     def _locked(self) -> IO[str]:
         self.run.create()
-        check_file(self.run.path / LOCK)
-        lock = open(self.run.path / LOCK, "w")  # noqa: SIM115 - open as long as the run
+        check_file(self.run.lock_file)
+        lock = open(self.run.lock_file, "w")  # noqa: SIM115 - open as long as the run
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

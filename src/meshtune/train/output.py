@@ -32,7 +32,6 @@ from meshtune.units import counted
 # length; the other settings do not change what a step computes.
 FREE = ("train.max_steps", "train.num_epochs", "train.lr_decay_steps", "train.device", "eval", "checkpoint",
         "log", "hub", "layout", "cluster", "output", "output_exists", "data.cache")  # fmt: skip
-LOCK = ".lock"
 
 
 class Decision(NamedTuple):
@@ -177,7 +176,7 @@ def is_unused(run: RunDir) -> bool:
     """
     if run.config_file.exists():
         return not (run.rows("train") or run.model.exists() or any(run.checkpoints.glob("[!.]*")))
-    first = {LOCK, aside_pattern(run.config_file)}
+    first = {run.lock_file.name, aside_pattern(run.config_file)}
     return not run.path.exists() or all(
         any(fnmatch(path.name, pattern) for pattern in first) for path in run.path.iterdir()
     )

@@ -52,7 +52,7 @@ def test_figures_stand_beside_each_other_and_the_best_is_marked(run, other):
     assert figures["tokens/s"].best == (True, False)  # more is better
     assert figures["exact match"].cells == ("75.0%", "–")
     assert figures["steps"].best == (False, False)
-    assert figures["status"].cells == ("finished", "running")
+    assert figures["status"].cells == ("finished", "stopped without an end")
 
 
 def test_settings_and_versions_that_differ_are_listed_and_no_others(run, other):

@@ -4,6 +4,7 @@ import pytest
 
 from meshtune.errors import UserError
 from meshtune.report.run.summary import samples_of, summarise
+from meshtune.train.folder import Claim
 
 
 def test_headline_numbers_are_those_of_the_rows(run):
@@ -23,7 +24,7 @@ def test_the_first_step_does_not_count_for_speed(run):
 def test_an_empty_folder_has_a_summary(empty):
     summary = summarise(empty)
     assert (summary.status, summary.steps, summary.last_loss, summary.model_folder) == (
-        "running",
+        "stopped without an end",
         0,
         None,
         None,
@@ -46,10 +47,15 @@ def test_sums_are_not_made_of_every_tenth_row(empty, train):
     assert summarise(empty).seconds is None
 
 
-def test_a_resumed_run_is_running_again(run):
+def test_a_resumed_run_is_running_again_until_its_process_ends(run):
     assert summarise(run).status == "finished"
-    run.append({"kind": "run", "resumed_from": 4})
-    assert summarise(run).status == "running"
+    with Claim(run):
+        run.append({"kind": "run", "resumed_from": 4})
+        assert summarise(run).status == "running"
+    assert summarise(run).status == "stopped without an end"
+    with Claim(run):  # looking at the lock has not kept it
+        run.append({"kind": "end", "step": 4, "status": "stopped by SIGTERM"})
+        assert summarise(run).status == "stopped by SIGTERM"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import io
 import json
+import logging
 import math
 import subprocess
 import sys
@@ -246,6 +247,22 @@ def test_mlflow_gets_settings_and_rows_and_a_resumed_run_goes_on(run, monkeypatc
     labels = {"baseline": "true", "lr": "high", "group": "g"}
     assert tags == [labels, labels, {"train.max_steps": "9"}], "a parameter can't change"
     assert [kwargs["step"] for _, kwargs in mlflow.named("log_metrics")] == [1, 2]
+
+
+@pytest.mark.parametrize(("wanted", "level"), [(None, logging.WARNING), ("INFO", logging.INFO)])
+def test_mlflow_is_quiet_unless_its_level_is_set(wanted, level, run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", Experiments())
+    monkeypatch.delenv("MLFLOW_LOGGING_LEVEL", raising=False)
+    if wanted:
+        monkeypatch.setenv("MLFLOW_LOGGING_LEVEL", wanted)
+    logger = logging.getLogger("mlflow")
+    before = logger.level
+    try:
+        logger.setLevel(logging.INFO)  # as its import does
+        with Metrics.open(run, ["mlflow"], course=Course(1)):
+            assert logger.level == level
+    finally:
+        logger.setLevel(before)
 
 
 def test_metrics_import_neither_torch_nor_any_tracker(tmp_path):

@@ -22,7 +22,7 @@ class Summary:
     """
 
     name: str
-    status: str  # running | finished | what the last "end" row says
+    status: str  # running | finished | what the last "end" row says | stopped without an end (killed)
     steps: int  # optimizer steps done
     skipped: int  # of these, not applied because loss or gradients were not finite
     speed_unit: str  # tokens/s, tokens/s/GPU, or on a processor tokens/s/rank
@@ -69,6 +69,7 @@ def summarise(run: RunDir) -> Summary:
     train, evals = of_kind(rows, "train"), of_kind(rows, "eval")
     last_row = ([row for row in rows if row.get("kind") in ("run", "end")] or [{}])[-1]
     end: Row = last_row if last_row.get("kind") == "end" else {}  # a "run" row after it: the run was resumed
+    unended = "running" if run.is_training else "stopped without an end"
     losses = values(train, "loss")
     eval_losses = [row for row in evals if row.get("loss") is not None]
     best: Row = min(eval_losses, key=lambda row: row["loss"], default={})
@@ -78,7 +79,7 @@ def summarise(run: RunDir) -> Summary:
     warm = train[1:] or train  # the first step compiles, allocates and fills caches
     return Summary(
         name=run.path.resolve().name,
-        status=end.get("status", "finished" if end else "running"),
+        status=end.get("status", "finished") if end else unended,
         steps=steps,
         skipped=sum(bool(row.get("skipped")) for row in train),
         speed_unit=speed_unit(rows),
