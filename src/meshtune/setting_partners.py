@@ -122,7 +122,7 @@ NEEDS = (
              f"train.optimizer has no {name}", "leave it out")
         for name in ("betas", "eps")
     ),
-    Need("train.min_lr_ratio", lambda config: schedule_of(config).floor,
+    Need("train.min_lr_ratio", lambda config: bool(schedule_of(config).floor),
          "train.lr_scheduler has no lowest rate", f"leave it out, or use {schedules(lambda row: row.floor)}"),
     *(
         Need(f"train.{name}",
