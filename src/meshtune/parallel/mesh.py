@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshtune.errors import UserError
 from meshtune.layout import AXES, Layout
+from meshtune.units import counted
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,9 @@ def join(layout: Layout, device: torch.device) -> World:
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks != layout.world:
+        were = "was" if ranks == 1 else "were"
         raise UserError(
-            f"Layout {layout} is for {layout.world} ranks, but {ranks} were started; "
+            f"Layout {layout} is for {counted(layout.world, 'rank')}, but {ranks} {were} started; "
             f"start {layout.world} (--nproc {layout.world}), or change the layout."
         )
     if ranks == 1:

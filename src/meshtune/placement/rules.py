@@ -17,6 +17,7 @@ from meshtune.families import see
 from meshtune.layout import MODEL_AXES, ZERO_BUBBLE, Layout
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.placement.columns import Columns, Number
+from meshtune.units import counted
 
 ROUNDS = ("interleaved1f1b", "zb")  # micro-batches go round in equal groups
 
@@ -66,8 +67,9 @@ def rules(
             "another number of ranks",
             lambda layouts: layouts.world != ranks,
             lambda layout: (
-                f"Layout {layout} is for {layout.world} ranks, but {ranks} were started; start "
-                f"{layout.world} (--nproc {layout.world}), or change the layout."
+                f"Layout {layout} is for {counted(layout.world, 'rank')}, but {ranks} "
+                f"{'was' if ranks == 1 else 'were'} started; start {layout.world} (--nproc "
+                f"{layout.world}), or change the layout."
             ),
         )
     yield from _attention(traits, attention, packing)

@@ -255,10 +255,11 @@ def restore(run: Run, step: int) -> None:
     Dropout's generators too, if the layout is the same; else they are seeded for `step`. Every rank calls it.
     Raises UserError if the checkpoint is damaged or does not fit.
     """
+    absent: dict[str, Any] = {"tokens": None, "seconds": None}  # from an earlier version's checkpoint
     values = run.checkpoints.values(step)
     generators = random_state(run.world)
     with explained(f"The checkpoint of step {step} has values that are no run's", UNUSABLE):
-        values = {"tokens": None, "seconds": None} | values
+        values = absent | values
         run.progress = Progress(**{key: values[key] for key in vars(run.progress)})
         now = run.progress
         if not isinstance(now.data, dict):  # None would begin the data again

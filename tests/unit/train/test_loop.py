@@ -377,7 +377,7 @@ def test_out_of_memory_names_the_largest_part_and_what_would_fit(
 def test_a_layout_for_several_devices_is_refused_before_anything_is_written(
     settings: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match="for 4 ranks, but 1 were started; start 4"):
+    with pytest.raises(UserError, match="for 4 ranks, but 1 was started; start 4"):
         build.build(config.load(None, settings("layout=zero3x2-tp2-mb1")))
     assert not (tmp_path / "run").exists()
 
