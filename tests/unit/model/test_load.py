@@ -206,7 +206,7 @@ def test_missing_and_misshapen_tensors_are_errors(save):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError) as caught:
         load(str(folder), dtype=torch.float32, attention="eager")
-    assert "lacks 1 tensors" in caught.value.problems[0]
+    assert "lacks 1 tensor of a" in caught.value.problems[0]
     assert "lm_head.weight has shape [8, 64]" in caught.value.problems[1]
 
 
