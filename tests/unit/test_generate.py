@@ -139,7 +139,7 @@ def test_a_small_top_p_draws_the_likeliest_token(model):
 def test_every_bad_row_is_named_before_anything_is_loaded(tmp_path, model):
     bad: list[Any] = [
         {"a": 1}, {"prompt": 3}, {"messages": []}, {"messages": [{"role": "assistant", "content": "x"}]},
-        {"prompt": "a", "messages": ASKED}, 5,
+        {"prompt": "a", "messages": ASKED}, {"role": "user", "content": "a"}, 5,
     ]  # fmt: skip
     with pytest.raises(UserError) as caught:
         generate([model], prompts=rows_file(tmp_path, *bad))
@@ -147,11 +147,12 @@ def test_every_bad_row_is_named_before_anything_is_loaded(tmp_path, model):
     for sentence, part in zip(
         sentences,
         ("neither prompt nor messages (there are a)", "column prompt is a number", "conversation is empty",
-         "the only message is the assistant's", "both messages and prompt", "the row is a number"),
+         "the only message is the assistant's", "both messages and prompt", "a message alone is no row",
+         "the row is a number"),
         strict=True,
     ):  # fmt: skip
         assert part in sentence
-    assert "rows.jsonl, line 6" in sentences[-1]
+    assert "rows.jsonl, line 7" in sentences[-1]
 
 
 @pytest.mark.parametrize(
@@ -174,6 +175,13 @@ def test_a_prompt_beside_the_target_is_answered_with_the_option(model, prompt):
         generate([model, prompt, "train.device=cpu"])
     names = f"Several targets are named: {model}, {prompt}; "
     assert str(caught.value) == f"{names}name one, and give each prompt by --prompt TEXT."
+
+
+def test_messages_given_as_a_prompt_are_not_answered_as_a_text(answered):
+    with pytest.raises(
+        UserError, match=r'--prompt \[{"role": "user".* is a list of messages; give it by --me'
+    ):
+        answered(prompt=[json.dumps(ASKED)])
 
 
 def test_answers_without_tokens_are_refused(model):

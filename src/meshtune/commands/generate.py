@@ -1,6 +1,7 @@
 """`meshtune generate`: answer prompts with a target."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,11 @@ def generate(
 ) -> None:
     """Answer prompts, wrapped as in training (chat template, or prompt and separator), and conversations."""
     name, overrides = target_of(target, "name one, and give each prompt by --prompt TEXT.")
+    lists = [text for text in prompt or () if re.match(r'\s*\[\s*\{\s*"role"\s*:', text)]
+    if lists:
+        raise UserError(
+            [f"--prompt {shortened(text)} is a list of messages; give it by --messages." for text in lists]
+        )
     given = [*(prompt or ()), *map(conversation_of, messages or ())]
     if not (given or prompts):
         given = [*stdin_lines()]
@@ -70,7 +76,7 @@ def generate(
 
 def conversation_of(text: str) -> list[dict[str, Any]]:
     """The messages in a JSON list, or in the file that `text` names. Raises UserError for anything else."""
-    shown = text if len(text) <= 60 else f"{text[:57]}…"
+    shown = shortened(text)
     if not text.lstrip().startswith(("[", "{")):
         try:
             text = expanded(text).read_text(encoding="utf-8")
@@ -84,6 +90,10 @@ def conversation_of(text: str) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         raise UserError(f'--messages {shown} is no list; write [{{"role": "user", "content": "…"}}].')
     return value
+
+
+def shortened(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}…"
 
 
 def write_rows(rows: Iterator[dict[str, Any]], file: Path) -> int:

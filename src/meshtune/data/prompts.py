@@ -90,6 +90,8 @@ def _example(origin: Origin, columns: Columns) -> Example:
             f"both {forms[0]} and {forms[1]}" if forms else f"neither prompt nor messages (there are {seen})"
         )
         remedy = "keep one" if forms else "map their names, such as data.columns={prompt: question}"
+        if {"role", "content"} <= columns.row.keys():
+            remedy = "a message alone is no row: write {messages: [all of them]} in a line, or use --messages"
         raise BadRow("no prompt", f"the row has {what}; {remedy}")
     (form,) = forms
     if form == "prompt" and isinstance(columns.get(form), list):  # TRL's conversational prompt
