@@ -313,7 +313,8 @@ def differences(straight: RunDir, run: RunDir) -> list[str]:
         else:
             unequal = [row["step"] for row, other in zip(rows, wanted, strict=True) if row != other]
             problems += [f"{kind} rows of steps {unequal} have other numbers"] if unequal else []
-    if run.rows("end")[-1:] != straight.rows("end")[-1:]:
+    ended, wanted = (list(map(unmeasured, folder.rows("end")[-1:])) for folder in (run, straight))
+    if ended != wanted:
         problems.append(f"it ended otherwise: {run.rows('end')[-1:]}")
     if run.samples() != straight.samples():
         problems.append(f"samples.jsonl has other answers, or {len(run.samples())} of them")
