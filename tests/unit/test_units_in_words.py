@@ -1,8 +1,7 @@
-"""Figures on the terminal in words: counts with their noun, results with a name and a unit."""
+"""Figures on the terminal in words: counts with their noun."""
 
 from rich.console import Console
 
-from meshtune.commands.evaluate import rounded
 from meshtune.data.example import Notes
 from meshtune.data.inspect import histogram_table
 from meshtune.data.prepare import sentences
@@ -37,20 +36,3 @@ def test_a_bar_of_one_length_shows_it_once() -> None:
         console.print(histogram_table(bars))
     text = capture.get()
     assert "2–9" in text and "1–1" not in text
-
-
-def test_an_evaluation_is_shown_with_words_and_units() -> None:
-    figures = {
-        "loss": 1.23456,
-        "perplexity": 3.4371,
-        "label_tokens": 12345,
-        "exact_match": 0.5,
-        "seconds": 0.18,
-    }
-    assert rounded(figures) == {
-        "loss": "1.2346",
-        "perplexity": "3.437",
-        "labelled tokens": "12,345",
-        "exact match": "50.0%",
-        "time": "0.18 s",
-    }

@@ -23,6 +23,7 @@ from meshtune.errors import UserError, expanded
 from meshtune.layout import Layout
 from meshtune.model.adapter import adapter_base, load_adapter
 from meshtune.model.anatomy import anatomy
+from meshtune.model.files import ADAPTER_CONFIG
 from meshtune.model.load import load_config, load_tokenizer, quiet
 from meshtune.model.trainable import embeddings_needed
 from meshtune.parallel.apply import Parallel, apply
@@ -96,7 +97,7 @@ def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = 
 
 
 def is_adapter(folder: Path) -> bool:
-    return (folder / "adapter_config.json").exists()
+    return (folder / ADAPTER_CONFIG).exists()
 
 
 def refuse_decided(name: str | Path, overrides: Sequence[str], more: Sequence[str]) -> None:

@@ -127,7 +127,7 @@ class Dropped:
         if not self.total:
             return "no rows dropped"
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.counts.most_common())
-        return f"{self.total:,} bad row{'s' * (self.total != 1)} dropped: {reasons}"
+        return f"{counted(self.total, 'bad row')} dropped: {reasons}"
 
 
 @dataclass

@@ -14,11 +14,11 @@ from transformers.pytorch_utils import Conv1D
 
 from meshtune.errors import UserError
 from meshtune.model.anatomy import anatomy
-from meshtune.model.files import read_json
+from meshtune.model.files import ADAPTER_CONFIG, read_json
 from meshtune.model.generation import generation_config
 from meshtune.model.lora import add_lora, lora_layers, shortest_endings
 from meshtune.model.multimodal import aside_names
-from meshtune.model.save import ADAPTER_CONFIG, complete_folder, write_tokenizer_and_card
+from meshtune.model.save import complete_folder, write_tokenizer_and_card
 from meshtune.model.trainable import resize_to, tables
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

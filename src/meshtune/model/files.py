@@ -20,6 +20,7 @@ from meshtune.errors import UserError, reason_of, type_name
 from meshtune.model.hub import hub_errors, local_path, reachable
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"  # of a folder with a peft adapter
 SAFETENSORS_DTYPES = {  # the word of a safetensors header for each dtype
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
@@ -158,7 +159,7 @@ def checked_weight_files(folder: Path, config: PretrainedConfig) -> list[Path]:
     weights.
     """
     problems = []
-    if (folder / "adapter_config.json").is_file():
+    if (folder / ADAPTER_CONFIG).is_file():
         # from_pretrained would also load the adapter, and through it whatever base it names.
         problems.append(f"{folder} holds a peft adapter beside a model; move adapter_config.json elsewhere.")
     if (folder / ".metadata").exists():

@@ -40,7 +40,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from meshtune.errors import UserError, explained
 from meshtune.families import see
 from meshtune.model.draw import Receive, draw
-from meshtune.model.files import SAFETENSORS_DTYPES, checked_weight_files, read_json, resolve
+from meshtune.model.files import ADAPTER_CONFIG, SAFETENSORS_DTYPES, checked_weight_files, read_json, resolve
 from meshtune.model.generation import read_generation_config
 from meshtune.model.multimodal import auto_class, set_aside
 from meshtune.model.pieces import StoredTensors, fill, materialise, whole_pieces
@@ -82,8 +82,8 @@ def read_config(file: Path, name: str, trust_remote_code: bool) -> PretrainedCon
     """
     folder = file.parent
     if not file.is_file():
-        if (folder / "adapter_config.json").is_file():
-            base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+        if (folder / ADAPTER_CONFIG).is_file():
+            base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
             raise UserError(
                 f"{name} is a LoRA adapter, not a model: name its base ({base}) as the model, or merge the "
                 f"two with `meshtune export --merge` first."

@@ -26,14 +26,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from meshtune.errors import UserError
-from meshtune.model.files import INDEX, SAFETENSORS_DTYPES, WEIGHTS
+from meshtune.model.files import ADAPTER_CONFIG, INDEX, SAFETENSORS_DTYPES, WEIGHTS
 from meshtune.model.generation import generation_config
 from meshtune.model.lora import lora_layers
 from meshtune.model.multimodal import put_back
 from meshtune.model.pieces import Piece
 from meshtune.rundir import flush
 
-ADAPTER_CONFIG = "adapter_config.json"
 PROCESSOR_FILES = (  # of a model that also sees or hears; AutoProcessor reads them beside the tokenizer's
     "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
     "audio_tokenizer_config.json",

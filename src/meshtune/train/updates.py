@@ -92,7 +92,7 @@ def nothing_left(config: Config, resumed: int, steps: int) -> str:
     limit = "train.max_steps" if steps == config.train.max_steps else "train.num_epochs"
     return (
         f"Nothing is left to train: the checkpoint is of step {resumed}, and {limit} ends the run after "
-        f"{steps} step{'s' * (steps != 1)}. The model of step {resumed} is written."
+        f"{counted(steps, 'step')}. The model of step {resumed} is written."
     )
 
 

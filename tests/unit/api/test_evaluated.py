@@ -30,12 +30,14 @@ def test_figures_on_the_terminal_are_rounded() -> None:
         "loss": 5.521144562873287,
         "perplexity": 249.92092376150094,
         "tokens": 5776,
+        "label_tokens": 12345,
         "exact_match": 0.125,
     }
     assert rounded(figures | {"seconds": 0.7963559}) == {
         "loss": "5.5211",
         "perplexity": "249.9",
         "tokens": "5,776",
+        "labelled tokens": "12,345",
         "exact match": "12.5%",
         "time": "0.80 s",
     }

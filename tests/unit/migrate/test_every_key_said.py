@@ -12,6 +12,7 @@ import transformers
 import trl
 import yaml
 from cases import cases
+from fewest_keys import AXOLOTL, FACTORY, TORCHTUNE
 from typer.testing import CliRunner
 
 from meshtune import config
@@ -21,14 +22,6 @@ from meshtune.migrate.convert import Migrated, migrate
 from meshtune.migrate.write import text_of
 
 Migrate = Callable[..., Migrated]
-AXOLOTL = {"base_model": "m", "datasets": [{"path": "rows.jsonl"}], "learning_rate": 1e-4}
-FACTORY = {"model_name_or_path": "m", "stage": "sft", "dataset": "a", "cutoff_len": 64}
-TORCHTUNE = {
-    "model": {"_component_": "torchtune.models.qwen2.qwen2_0_5b"},
-    "checkpointer": {"checkpoint_dir": "m"},
-    "dataset": {"_component_": "torchtune.datasets.alpaca_dataset"},
-    "batch_size": 2,
-}
 
 
 @pytest.mark.parametrize("name", cases(["TrainingArguments", "SFTConfig"], default=["TrainingArguments"]))

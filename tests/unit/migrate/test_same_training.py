@@ -4,7 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fewest_keys
 import pytest
+from fewest_keys import AXOLOTL, FACTORY, TRL
 from typer.testing import CliRunner
 
 from meshtune.cli import app
@@ -12,16 +14,7 @@ from meshtune.migrate.convert import Migrated
 
 FILES = Path(__file__).parents[2] / "data" / "migrate"
 Migrate = Callable[..., Migrated]
-AXOLOTL = {"base_model": "m", "datasets": [{"path": "rows.jsonl"}], "learning_rate": 1e-4}
-TRL = {"model_name_or_path": "m", "dataset_name": "org/rows", "max_length": 64, "output_dir": "out"}
-FACTORY = {"model_name_or_path": "m", "stage": "sft", "dataset": "a", "cutoff_len": 64}
-TORCHTUNE = {
-    "model": {"_component_": "torchtune.models.qwen2.qwen2_0_5b"},
-    "checkpointer": {"checkpoint_dir": "m"},
-    "dataset": {"_component_": "torchtune.datasets.alpaca_dataset"},
-    "batch_size": 2,
-    "optimizer": {"_component_": "torch.optim.AdamW", "lr": "3e-4"},
-}
+TORCHTUNE = fewest_keys.TORCHTUNE | {"optimizer": {"_component_": "torch.optim.AdamW", "lr": "3e-4"}}
 ALPACA = {"path": "org/a", "type": "alpaca"}
 
 
@@ -104,6 +97,13 @@ def test_trl_labels_all_tokens_of_messages(migrated: Migrate) -> None:
         (TRL | {"eval_strategy": "epoch"}, {"eval.at_start": None}),
         (FACTORY, {"log.every": None}),
         (FACTORY | {"eval_strategy": "steps", "val_size": 0.1}, {"eval.every": 500}),
+        # beside keys that are off
+        (TRL | {"assistant_only_loss": False}, {"data.train_on": "all"}),
+        (
+            AXOLOTL | {"adapter": "lora", "lora_target_linear": False},
+            {"lora.target_modules": ["q_proj", "v_proj"]},
+        ),
+        (TRL | {"warmup_ratio": 0.0}, {"train.warmup_steps": 0}),
     ],
 )
 def test_defaults_of_the_tool_are_kept(
@@ -140,24 +140,6 @@ def test_axolotl_has_master_weights_only_where_it_shards(migrated: Migrate) -> N
 def test_a_sharding_file_asks_for_the_number_of_gpus(name: str, gpus: tuple[str, ...], said: bool) -> None:
     ended = CliRunner().invoke(app, ["migrate", str(FILES / name), *gpus])
     assert ended.exit_code == 0 and ("name how many with --gpus" in ended.stderr) == said
-
-
-@pytest.mark.parametrize(
-    ("tree", "expected"),
-    [
-        (TRL | {"assistant_only_loss": False}, {"data.train_on": "all"}),
-        (
-            AXOLOTL | {"adapter": "lora", "lora_target_linear": False},
-            {"lora.target_modules": ["q_proj", "v_proj"]},
-        ),
-        (TRL | {"warmup_ratio": 0.0}, {"train.warmup_steps": 0}),
-    ],
-)
-def test_a_key_that_is_off_leaves_the_default_of_another_key(
-    tree: dict[str, Any], expected: dict[str, Any], migrated: Migrate
-) -> None:
-    settings = migrated(tree).settings
-    assert {name: settings.get(name) for name in expected} == expected
 
 
 def test_torchtunes_validation_rows_are_held_out_rows(migrated: Migrate) -> None:

@@ -152,13 +152,18 @@ def test_the_states_of_muon_are_the_shares_to_the_byte(family: str, method: str)
     texts = ["mb1-ga1", "dp2-mb2-ga4", "cp2-mb1-ga1", "pp2-1f1b-mb1-ga4", "pp2-dualpipev-mb1-ga4"]
     for precision in ("fp32", "bf16", "bf16-pure"):
         workload = workload_for(census, precision, optimizer="muon")
-        layouts = [Layout.parse(text) for text in texts]
-        found = held(workload, layouts)
-        for place, layout in enumerate(layouts):
-            for index, rank in ((0, 0), (2, layout.pp - 1)):
-                planned = {name: value[index, place] for name, value in found.items()}
-                expected = shared(workload, census, layout, rank)
-                assert planned == pytest.approx(expected, abs=1e-3), (precision, layout, rank)
+        assert_ends_hold_their_shares(workload, census, texts)
+
+
+def assert_ends_hold_their_shares(workload: Workload, census: Census, texts: Sequence[str]) -> None:
+    """Compare planned states of the first and last stage with those of their ranks. texts: layouts."""
+    layouts = [Layout.parse(text) for text in texts]
+    found = held(workload, layouts)
+    for place, layout in enumerate(layouts):
+        for index, rank in ((0, 0), (2, layout.pp - 1)):
+            planned = {name: value[index, place] for name, value in found.items()}
+            expected = shared(workload, census, layout, rank)
+            assert planned == pytest.approx(expected, abs=1e-3), (workload.precision, layout, rank)
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "qwen3"])
@@ -191,13 +196,7 @@ def test_states_of_the_pipelines_ends_are_the_shares(family: str, method: str, t
     census = census_for(family, 7, method, tied)
     for precision in ("fp32", "bf16"):
         workload = workload_for(census, precision)
-        layouts = [Layout.parse(text) for text in PIPELINE]
-        found = held(workload, layouts)
-        for place, layout in enumerate(layouts):
-            for index, rank in ((0, 0), (2, layout.pp - 1)):
-                planned = {name: value[index, place] for name, value in found.items()}
-                expected = shared(workload, census, layout, rank)
-                assert planned == pytest.approx(expected, abs=1e-3), (precision, layout, rank)
+        assert_ends_hold_their_shares(workload, census, PIPELINE)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
