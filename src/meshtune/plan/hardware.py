@@ -45,7 +45,8 @@ class Gpu:
     multiprocessors: int
     source: str
     efficiency: Mapping[str, float]  # fields of machine.Machine that belong to a GPU kind, by name
-    as_of: str | None = None  # kind whose efficiencies are used, because this kind has no measured ones
+    measured: bool = True  # a rate of matmuls was measured on this kind; False: that of `as_of` stands for it
+    as_of: str | None = None  # kind whose efficiencies stand for those that this kind has not measured
 
 
 @cache
@@ -136,5 +137,6 @@ def gpu_of(name: str, table: Mapping[str, Any], tables: Mapping[str, Mapping[str
         multiprocessors=table["multiprocessors"],
         source=table["source"],
         efficiency={key: value for key, value in efficiency.items() if not isinstance(value, str)},
+        measured="matmul" in table.get("efficiency", {}),
         as_of=as_of,
     )

@@ -59,3 +59,9 @@ def test_a_stack_and_a_gpu_make_a_machine(name: str) -> None:
     gpu = {key: value for key, value in catalogue()["h100-sxm"].efficiency.items() if key != "matmul_fp8"}
     assert not stacks()[name].keys() & gpu.keys()
     assert stacks()[name].keys() | gpu.keys() == wanted
+
+
+def test_kinds_without_a_matmul_rate_of_their_own_are_not_measured():
+    kinds = catalogue()
+    assert kinds["h100-sxm"].measured and kinds["a100-80"].measured
+    assert not kinds["rtx-4090"].measured and kinds["rtx-4090"].as_of == "h100-sxm"
