@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart quickstart-lora test test-default test-slow test-oldest test-migrate test-cases fuzz families kill-loop style lint docs benchmark gpu-check clean
+.PHONY: quickstart quickstart-lora test test-default test-slow test-oldest test-migrate test-cases fuzz families validation kill-loop style lint docs benchmark gpu-check clean
 
 # The main job on the embedded model and data: fine-tune, evaluate, write a Hugging Face folder and a report.
 quickstart: $(STAMP)
@@ -57,6 +57,12 @@ fuzz: $(STAMP)
 FAMILY_RUNS ?=
 families: $(STAMP)
 	$(BIN)/python validation/families.py --page docs/families.md $(if $(FAMILY_RUNS),--out $(FAMILY_RUNS))
+
+# The planner against published measurements: the figures of validation/README.md, from the tables in validation/data.
+validation: $(STAMP)
+	$(BIN)/python validation/published.py
+	$(BIN)/python validation/published.py validation/data/throughput_single_node_small.csv
+	$(BIN)/python validation/fit.py --folds 4 --leave-out
 
 style: $(STAMP)
 	$(BIN)/ruff check .

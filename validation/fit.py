@@ -1,6 +1,8 @@
 """Fit the planner's constants to published throughput; show how far off each source is when it is left out.
 
-    python validation/fit.py FILE.csv … [--apply] [--leave-out] [--folds 4]
+    python validation/fit.py [FILE.csv …] [--apply] [--leave-out] [--folds 4]
+
+Without a file: all rows of validation/data/.
 
 Constants are of a GPU kind, a software stack or a cluster; FREE says which are fitted, within which bounds.
 Everything else follows from what hardware and software are. Weighted so that no source counts by its number
@@ -17,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 from measured import (
+    LARGE,
+    SMALL,
     Machines,
     Row,
     columns_of,
@@ -271,7 +275,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("files", nargs="*", type=Path, default=[*LARGE, SMALL])
     parser.add_argument("--apply", action="store_true", help="write the constants to where they belong")
     parser.add_argument("--leave-out", action="store_true", help="also predict each cluster by the others")
     parser.add_argument(

@@ -22,6 +22,8 @@ from meshtune.plan.work import Work
 
 Row = dict[str, str]
 HERE = Path(__file__).parent
+LARGE = [HERE / "data" / name for name in ("throughput.csv", "simumax.csv")]
+SMALL = HERE / "data" / "throughput_single_node_small.csv"
 NEEDED = (
     "layers", "hidden", "ffn", "heads", "vocab", "gpu", "gpus", "precision", "seq_len", "micro_batch",
     "global_batch", "dp", "zero_stage", "tp", "pp", "cp", "recompute",
@@ -37,8 +39,9 @@ RATES = {"bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "mxfp8": "fp8"}
 
 
 def read(file: Path) -> list[Row]:
+    """Rows of a table, each with the name of its file as "file"."""
     with file.open(newline="", encoding="utf-8") as lines:
-        return list(csv.DictReader(lines))
+        return [row | {"file": file.name} for row in csv.DictReader(lines)]
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """Compare the planner with published measurements: throughput and peak memory, row by row.
 
-    python validation/published.py FILE.csv [--json] [--predictions OUT.csv] [--picture FILE.svg]
+    python validation/published.py [FILE.csv …] [--json] [--predictions OUT.csv] [--picture FILE.svg]
 
-FILE.csv has the columns of the published tables (validation/README.md). Every row that states all that the
-planner needs is predicted; nothing is fitted here. Printed: the error by source, GPU and technique (median,
-mean absolute percentage, worst, signed bias); in each group of rows that differ only in their layout the rank
-correlation and the regret: how much slower the planner's choice was, when measured, than the best measured.
-Of memory: the same errors, rows that are more than 8 % off, and whether runs that did not fit are refused.
+Without a file: the large runs of validation/data/. A file of your own has the same columns.
+
+Every row that states all that the planner needs is predicted; nothing is fitted here. Printed: the error by
+source, GPU and technique (median, mean absolute percentage, worst, signed bias); in each group of rows that
+differ only in their layout the rank correlation and the regret: how much slower the planner's choice was,
+when measured, than the best measured. Of memory: the same errors, rows that are more than 8 % off, and
+whether runs that did not fit are refused.
 """
 
 import argparse
@@ -22,6 +24,8 @@ from typing import Any
 import numpy as np
 from fit import FREE
 from measured import (
+    LARGE,
+    RATES,
     Machines,
     Row,
     columns_of,
@@ -59,6 +63,11 @@ def predict(rows: Sequence[Row]) -> np.ndarray:
 
 def source_of(row: Row) -> str:
     return row["id"].rsplit("-", 1)[0].split("-")[0]
+
+
+def file_of(row: Row) -> str:
+    """The row's file, and the bits of its matmuls."""
+    return f"{row['file'].removesuffix('.csv')}, {16 if RATES[row['precision']] == 'bf16' else 8} bits"
 
 
 def technique_of(row: Row) -> str:
@@ -198,6 +207,7 @@ def validate(rows: Sequence[Row]) -> tuple[dict[str, Any], list[Row], np.ndarray
         "throughput": {
             "all": errors(ours, theirs) if len(scored) else {"n": 0},
             "by_source": by(scored, source_of, ours, theirs),
+            "by_file": by(scored, file_of, ours, theirs),
             "by_gpu": by(scored, lambda row: row["gpu"], ours, theirs),
             "by_technique": by(scored, technique_of, ours, theirs),
             "by_precision": by(scored, lambda row: row["precision"], ours, theirs),
@@ -232,7 +242,9 @@ def table(answer: dict[str, Any]) -> str:
     sections = [
         ("", {name: found[name] for name in ("all", "16-bit", "16-bit without nanotron") if name in found})
     ]
-    sections += [(kind, found[kind]) for kind in ("by_source", "by_gpu", "by_technique", "by_precision")]
+    sections += [
+        (kind, found[kind]) for kind in ("by_file", "by_source", "by_gpu", "by_technique", "by_precision")
+    ]
     for title, rows in sections:
         lines += section(title.replace("_", " ") or "throughput", rows)
     if held := answer["memory"]:
@@ -327,12 +339,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", type=Path)
+    parser.add_argument("files", nargs="*", type=Path, default=LARGE)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--predictions", type=Path, help="write id,tokens_per_s_per_gpu,peak_mem_gib")
     parser.add_argument("--picture", type=Path, help="predicted against measured, .svg or .png")
     options = parser.parse_args()
-    answer, kept, predicted = validate(read(options.file))
+    answer, kept, predicted = validate([row for file in options.files for row in read(file)])
     if options.predictions:
         write_text_atomically(options.predictions, predictions(kept, predicted))
     if options.picture:

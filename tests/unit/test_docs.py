@@ -11,7 +11,7 @@ import meshtune
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("benchmarks/**/*.md")),
-         *sorted(ROOT.glob("validation/*.md"))]  # fmt: skip
+         *sorted(ROOT.glob("validation/**/*.md"))]  # fmt: skip
 COMMAND = re.compile(r"(?:python|pytest) ((?:benchmarks|validation|scripts|tests)/[\w./-]+)")
 OPTION = re.compile(r"python ((?:benchmarks|validation)/\w+\.py)([^`\n]*)")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
