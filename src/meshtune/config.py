@@ -28,6 +28,7 @@ from meshtune.setting_types import (
     NonNegative,
     Positive,
     Section,
+    TokenCount,
     unusable,
 )
 from meshtune.trainers.pasted import unknown_setting
@@ -55,10 +56,14 @@ class TrainConfig(Section):
         description="Tokens per optimizer step, instead of global_batch_size; a multiple of data.seq_len.",
     )
     max_steps: Positive | None = Field(
-        default=None, description="Optimizer steps of the run; beside num_epochs, the smaller ends it."
+        default=None, description="Optimizer steps of the run; of several limits the smallest ends it."
+    )
+    total_tokens: TokenCount | None = Field(
+        default=None,
+        description="Tokens of the run: it ends with the step whose global batches reach so many.",
     )
     num_epochs: float | None = Field(
-        default=None, gt=0, description="Passes through the data; without max_steps, null is 1."
+        default=None, gt=0, description="Passes through the data; null is 1 where nothing else ends the run."
     )
     learning_rate: float | None = Field(
         default=None, gt=0, description="Peak learning rate; null: 1e-5 for method full, 2e-4 for lora."
@@ -74,7 +79,7 @@ class TrainConfig(Section):
     )
     lr_decay_steps: Positive | None = Field(
         default=None,
-        description="Steps that the schedule spans, after which the learning rate stays; null: max_steps.",
+        description="Steps that the schedule spans, after which the learning rate stays; null: all.",
     )
     warmup_ratio: Fraction = Field(
         default=0.03, description="Share of the steps in which the learning rate rises to its peak."

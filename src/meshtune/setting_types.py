@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -18,6 +19,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 GpuCount = Annotated[int, Field(ge=1, le=MOST_GPUS)]
 COMPRESSIBLE = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 SUFFIXES = (*COMPRESSIBLE, ".parquet", *(f"{suffix}.gz" for suffix in COMPRESSIBLE))  # of data files
+MOST_TOKENS = 10**15  # of a run
 INTERVAL = r"^(\d*\.?\d+ epochs?|\d+( steps?)?)$"
 
 
@@ -39,6 +41,17 @@ def epochs_of(interval: int | str) -> float | None:
     return float(interval.split()[0]) if isinstance(interval, str) else None
 
 
+def whole(value: Any) -> Any:
+    """Return the int of a whole number with an exponent, such as "20e9", which is text in YAML; else the
+    value.
+    """
+    if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d{1,2}", value):
+        number = Decimal(value)
+        return int(number) if number == number.to_integral_value() else value
+    return value
+
+
+TokenCount = Annotated[int, Field(ge=1, le=MOST_TOKENS), BeforeValidator(whole)]
 Interval = Annotated[NonNegative | Annotated[str, Field(pattern=INTERVAL)], BeforeValidator(interval)]
 Format = Literal["auto", "text", "prompt-completion", "alpaca", "messages", "sharegpt", "tokens"]
 PATHS = ("model.name", "data.train", "data.eval", "data.cache", "data.chat_template", "cluster", "output")

@@ -261,9 +261,12 @@ def test_bf16_leaves_a_bf16_model(meshtune: Command, settings: Settings, tmp_pat
 
 def test_a_stream_is_trained_on_and_resumed(meshtune: Command, settings: Settings, tmp_path: Path) -> None:
     lasting = ("data.streaming=true", "train.lr_scheduler=constant")
-    for steps, name in ((6, "whole"), (3, "parts"), (6, "parts")):
+    tokens = 4 * 128  # of a step
+    lengths = ("train.max_steps=6", "train.max_steps=3", f"train.total_tokens={6 * tokens - 1}")
+    for length, name in zip(lengths, ("whole", "parts", "parts"), strict=True):
         ended = meshtune(
-            "train", *settings(*lasting, f"train.max_steps={steps}", f"output={tmp_path / name}")
+            "train",
+            *settings("train.max_steps=null", *lasting, length, f"output={tmp_path / name}"),
         )
         assert ended.code == 0, ended.err
     assert len(losses(tmp_path / "whole")) == 6

@@ -62,6 +62,7 @@ CASES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("eval.early_stopping=2", ("data.train=a", "eval.every=5"), ("data.eval=b",)),
     ("eval.keep_best=true", DATA, ("eval.every=5",)),
     ("eval.early_stopping=2", DATA, ("eval.every=0.5 epoch",)),
+    ("train.total_tokens=1e9", ("data.packing=false",), ("data.packing=true",)),
     ("eval.max_new_tokens=9", DATA, ("eval.samples=1",)),
     ("eval.every=0.5 epoch", ("data.streaming=true",), ("eval.every=5",)),
     ("checkpoint.every=0.5 epoch", ("data.streaming=true",), ("checkpoint.every=5",)),

@@ -13,6 +13,7 @@ import yaml
 from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.layout import Layout, PartialLayout, as_mapping
+from meshtune.length import limits
 from meshtune.plan import advice, fits
 from meshtune.plan.advice import Alternative
 from meshtune.plan.cluster import Cluster, cluster_of, gpus_here
@@ -127,7 +128,7 @@ def ask(
 
     sizes: in GPUs; empty: the config's, or for the goals cost and gpus all `cluster_sizes` up to it. Those
     that are impossible are left out (`Answer.left_out`). goal: as in `by_goal`. steps: of the whole run;
-    None: train.max_steps. lighter: returns workloads to offer where nothing fits. Raises UserError for bad
+    None: as the settings give it without the data. lighter: returns workloads to offer where nothing fits. Raises UserError for bad
     settings and if every size is impossible, NothingFits or Refused as `by_goal`.
     """
     cluster = cluster_for(config)
@@ -142,8 +143,8 @@ def ask(
     if not plans:
         raise UserError(problems)
     gpus, choice = by_goal(plans, goal, lighter)
-    steps = steps or config.train.max_steps
-    run = RunCost.of(choice, steps) if steps else None
+    known = [limit.steps for limit in limits(config, None)]
+    run = RunCost.of(choice, steps or known[0]) if steps or known else None
     return Answer(workload, plans, gpus, choice, goal, run, tuple(problems))
 
 

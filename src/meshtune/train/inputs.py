@@ -1,6 +1,5 @@
 """From settings to what a model reads: tokenizer, encoder, prepared data, loader."""
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from meshtune.data.pack import Dataset
 from meshtune.data.prepare import Prepared, prepare, sentences
 from meshtune.data.stream import Stream
 from meshtune.errors import UserError, expanded, explained
+from meshtune.length import limits
 from meshtune.model.generation import stop_tokens
 from meshtune.model.load import load_tokenizer
 from meshtune.parallel.apply import width_multiple
@@ -116,18 +116,17 @@ def source_of(source: SourceConfig, data: DataConfig, split: str) -> Source:
 
 
 def steps_of(config: Config, train: Dataset | Stream) -> int:
-    """Updates in the whole run: max_steps, or so many that every epoch's sequences are seen, rounded up; the
-    smaller of both, one epoch without either. Raises UserError for a stream without max_steps.
+    """Updates in the whole run, by the limit that ends it first (length.py).
+
+    Raises UserError for a stream without train.max_steps and train.total_tokens.
     """
-    most, epochs = config.train.max_steps, config.train.num_epochs
-    if isinstance(train, Stream):
-        if most is None:
-            raise UserError("data.streaming = true: the length of an epoch is unknown; set train.max_steps.")
-        return most
-    steps = math.ceil((epochs or 1) * len(train) / config.global_batch_size)
-    if most is None:
-        return steps
-    return min(most, steps) if epochs else most
+    ends = limits(config, None if isinstance(train, Stream) else len(train))
+    if not ends:
+        raise UserError(
+            "data.streaming = true: the length of an epoch is unknown; set train.max_steps or "
+            "train.total_tokens."
+        )
+    return ends[0].steps
 
 
 def loader_of(

@@ -24,14 +24,15 @@ from typing import Any, Literal, NamedTuple
 from meshtune.config import Config, load
 from meshtune.data.example import rows_name
 from meshtune.errors import UserError, expanded, written
+from meshtune.length import limits
 from meshtune.rundir import Row, RunDir, aside_pattern
 from meshtune.sections import SourceConfig
 from meshtune.units import counted
 
 # Settings that may change when a run goes on. A longer or shorter run continues with the schedule of its new
 # length; the other settings do not change what a step computes.
-FREE = ("train.max_steps", "train.num_epochs", "train.lr_decay_steps", "train.device", "eval", "checkpoint",
-        "log", "hub", "layout", "cluster", "output", "output_exists", "data.cache")  # fmt: skip
+FREE = ("train.max_steps", "train.total_tokens", "train.num_epochs", "train.lr_decay_steps", "train.device",
+        "eval", "checkpoint", "log", "hub", "layout", "cluster", "output", "output_exists", "data.cache")  # fmt: skip
 
 
 class Decision(NamedTuple):
@@ -128,10 +129,12 @@ def to_be_longer(config: Config, before: Config, ended: Row) -> list[str]:
     """
     now, step, early = config.train, ended["step"], ended.get("early")
     needs = ["eval.early_stopping=0, since it stopped early,"] if early else []
-    fewest = now.max_steps is not None and now.max_steps <= step
-    if fewest or not (now.num_epochs or early):
+    reached = [limit for limit in limits(config, None) if limit.steps <= step]
+    needs += [f"a {limit.setting} above {step * limit.per_step}" for limit in reached]
+    if not (reached or now.num_epochs or early):
         needs.append(f"a train.max_steps above {step}")
-    if now.num_epochs and not early and not (fewest and before.train.max_steps == step):
+    ended_there = any(limit.steps == step for limit in limits(before, None))
+    if now.num_epochs and not early and not (reached and ended_there):
         needs.append(f"a train.num_epochs above {before.train.num_epochs or now.num_epochs:g}")
     return needs
 
@@ -161,12 +164,13 @@ def may_be_longer(config: Config, before: Config, ended: Row, steps: int | None)
         return False
     if steps is not None:
         return steps > ended["step"]
-    if now.max_steps and now.max_steps <= ended["step"]:
+    mine, theirs = limits(config, None), limits(before, None)  # steps of an epoch are not known here
+    if any(limit.steps <= ended["step"] for limit in mine):
         return False
-    if early or (now.max_steps and not now.num_epochs):
+    if early or (mine and not now.num_epochs):
         return True
-    if then.max_steps:  # steps of an epoch are not known here
-        return (now.max_steps, now.num_epochs) != (then.max_steps, then.num_epochs)
+    if theirs:
+        return (mine, now.num_epochs) != (theirs, then.num_epochs)
     return (now.num_epochs or 1) > (then.num_epochs or 1)
 
 

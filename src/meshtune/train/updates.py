@@ -7,6 +7,7 @@ from meshtune.config import Config
 from meshtune.data.pack import Dataset
 from meshtune.data.prepare import Prepared
 from meshtune.data.stream import Stream
+from meshtune.length import ending, limits
 from meshtune.optim.schedule import learning_rates
 from meshtune.schedules import warmup
 from meshtune.setting_types import epochs_of
@@ -44,21 +45,14 @@ def length_sentences(config: Config, train: Dataset | Stream, steps: int, resume
     if resumed is not None and (done := nothing_left(config, resumed, steps)):
         return [done]
     few = few_updates(config, train, steps, resumed=resumed is not None)
-    return [*filter(None, [which_ends(config, steps), few])]
+    return [*filter(None, [which_ends(config, train), few])]
 
 
-def which_ends(config: Config, steps: int) -> str:
-    """Sentence on which of train.max_steps and train.num_epochs ends the run where both are set; else "".
-
-    steps: updates of the whole run.
+def which_ends(config: Config, train: Dataset | Stream) -> str:
+    """Sentence on which of train.max_steps, train.total_tokens and train.num_epochs ends the run; "" where
+    only one of the first and the last is set.
     """
-    most, epochs = config.train.max_steps, config.train.num_epochs
-    if not (most and epochs):
-        return ""
-    first, second = f"train.num_epochs={epochs:g}", f"train.max_steps={most}"
-    if steps == most:
-        first, second = second, first
-    return f"The run has {counted(steps, 'step')}: {first} ends it before {second}."
+    return ending(limits(config, None if isinstance(train, Stream) else len(train)))
 
 
 def steps_between(every: int | str, config: Config, train: Dataset | Stream) -> int:
@@ -89,7 +83,8 @@ def nothing_left(config: Config, resumed: int, steps: int) -> str:
     """
     if resumed < steps:
         return ""
-    limit = "train.max_steps" if steps == config.train.max_steps else "train.num_epochs"
+    known = [each.setting for each in limits(config, None) if each.steps == steps]
+    limit = known[0] if known else "train.num_epochs"
     return (
         f"Nothing is left to train: the checkpoint is of step {resumed}, and {limit} ends the run after "
         f"{counted(steps, 'step')}. The model of step {resumed} is written."
@@ -101,7 +96,8 @@ def few_updates(config: Config, train: Dataset | Stream, steps: int, *, resumed:
 
     resumed: True for a run that goes on, with the global batch that it has.
     """
-    if isinstance(train, Stream) or steps >= FEW_UPDATES or steps == config.train.max_steps:
+    asked_for = any(limit.steps == steps for limit in limits(config, None))
+    if isinstance(train, Stream) or steps >= FEW_UPDATES or asked_for:
         return ""
     sequences, size, epochs = len(train), config.global_batch_size, config.train.num_epochs or 1
     if size > 1 and not resumed:

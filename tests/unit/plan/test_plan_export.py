@@ -580,6 +580,12 @@ def test_steps_that_are_not_known_are_asked_for(tmp_path: Path) -> None:
     assert megatron_flags(result, saved(result, tmp_path))["train-iters"] == "7"
 
 
+def test_tokens_of_the_run_are_written_as_the_steps_that_they_give(tmp_path: Path) -> None:
+    result = exported("megatron", "mb1-ga1", "train.max_steps=null", "train.total_tokens=1e9")
+    assert megatron_flags(result, saved(result, tmp_path))["train-iters"] == "488282"
+    assert not any("TRAIN_STEPS" in sentence for sentence in result.missing)
+
+
 def test_megatron_quotes_what_the_shell_would_read(tmp_path: Path) -> None:
     result = exported("megatron", "mb1-ga1", "output=$(touch oops) run", "model.name=it's")
     flags = megatron_flags(result, saved(result, tmp_path))

@@ -137,6 +137,11 @@ def test_the_choices_of_a_run_with_other_settings_name_what_differs(make, decide
         ),
         (("train.max_steps=9",), ("train.max_steps=9", "train.num_epochs=2"), "a train.max_steps above 9"),
         ((), (), "a train.max_steps above 9"),
+        (
+            ("train.total_tokens=4608", "train.num_epochs=5"),
+            ("train.max_steps=null", "train.total_tokens=4500", "train.num_epochs=5"),
+            "a train.total_tokens above 4608",
+        ),
         ((), (LEARNING_RATE,), "its own settings and a train.max_steps above 9"),
     ],
 )

@@ -13,6 +13,7 @@ import yaml
 from meshtune import config
 from meshtune.config import Config
 from meshtune.data.pack import Dataset
+from meshtune.data.stream import Stream
 from meshtune.errors import UserError
 from meshtune.optim.schedule import learning_rates
 from meshtune.rundir import RunDir
@@ -107,6 +108,15 @@ def test_a_global_batch_that_leaves_few_updates_is_named_with_figures_and_the_re
         (["max_steps=18", "num_epochs=3"], 18, "18 steps: train.max_steps=18 ends it before"),
         (["max_steps=1", "num_epochs=3"], 1, "1 step: train.max_steps=1 ends it before"),
         (["max_steps=50"], 50, ""),
+        (["total_tokens=1310720"], 10, "10 steps: train.total_tokens=1310720 (a step has 131,072 tokens)."),
+        (["total_tokens=1310721"], 11, "11 steps: train.total_tokens=1310721"),
+        (["total_tokens=131072"], 1, "1 step: train.total_tokens=131072"),
+        (["total_tokens=1e9", "max_steps=7"], 7, "7 steps: train.max_steps=7 ends it before train.total_tok"),
+        (["total_tokens=1e6", "max_steps=9", "num_epochs=3"], 8, (
+            "8 steps: train.total_tokens=1000000 (a step has 131,072 tokens) ends it before "
+            "train.max_steps=9 and train.num_epochs=3."
+        )),
+        (["total_tokens=1e9", "num_epochs=3"], 18, "18 steps: train.num_epochs=3 ends it before train.total"),
         (["num_epochs=3"], 18, ""),
         ([], 6, ""),
     ],
@@ -116,8 +126,34 @@ def test_the_smaller_of_steps_and_epochs_ends_the_run_and_is_named(
 ) -> None:
     read = load("train.global_batch_size=64", *(f"train.{word}" for word in overrides))
     assert steps_of(read, Sequences(384)) == steps
-    said = which_ends(read, steps)
+    said = which_ends(read, Sequences(384))
     assert said.startswith(f"The run has {sentence}") if sentence else said == ""
+
+
+def test_tokens_give_a_stream_its_length_and_are_no_fewer_than_a_step_has() -> None:
+    read = load("data.streaming=true", "train.total_tokens=20e9")
+    stream = Stream.__new__(Stream)
+    assert steps_of(read, stream) == 152_588 == math.ceil(20e9 / (64 * 2048))
+    for words in (["data.streaming=true"], ["data.streaming=true", "train.total_tokens=null"]):
+        with pytest.raises(UserError, match=r"set train\.max_steps or train\.total_tokens\.$"):
+            steps_of(load(*words), stream)
+    with pytest.raises(
+        UserError, match=r"=131071 is less than one step has: 64 x 2048 = 131072 tokens; give"
+    ):
+        steps_of(load("train.total_tokens=131071"), Sequences(384))
+    for wrong in ("0", "-5", "2.5e0", "many", "1e20"):
+        with pytest.raises(UserError, match=r"train\.total_tokens"):
+            load(f"train.total_tokens={wrong}")
+
+
+def test_the_schedule_spans_the_steps_that_the_tokens_give() -> None:
+    by_tokens = load("train.total_tokens=1310720", "train.learning_rate=1")
+    by_steps = load("train.max_steps=10", "train.learning_rate=1")
+    rates = [
+        [schedule_of(read, steps_of(read, Sequences(99_999)))(step) for step in range(1, 11)]
+        for read in (by_tokens, by_steps)
+    ]
+    assert rates[0] == rates[1] and rates[0][-1] < rates[0][1]
 
 
 def test_the_remedies_for_few_updates_give_twenty() -> None:
@@ -240,7 +276,10 @@ def test_a_run_that_goes_on_is_not_advised_to_change_its_global_batch() -> None:
     )
 
 
-@pytest.mark.parametrize(("word", "limit"), [("max_steps=30", "max_steps"), ("num_epochs=5", "num_epochs")])
+@pytest.mark.parametrize(
+    ("word", "limit"),
+    [("max_steps=30", "max_steps"), ("num_epochs=5", "num_epochs"), ("total_tokens=3.9e6", "total_tokens")],
+)
 def test_a_run_behind_its_last_step_has_nothing_left_to_train(word: str, limit: str) -> None:
     read = load("train.global_batch_size=64", f"train.{word}")
     said = f"the checkpoint is of step 307, and train.{limit} ends the run after 30 steps. The model of step"

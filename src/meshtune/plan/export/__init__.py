@@ -14,6 +14,7 @@ from pathlib import Path
 from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.layout import Layout
+from meshtune.length import in_steps
 from meshtune.nearest import did_you_mean, nearest
 from meshtune.plan.export import accelerate, axolotl, deepspeed, llamafactory, megatron, torchtitan
 from meshtune.plan.export.exported import Exported
@@ -43,9 +44,10 @@ def check_tool(tool: str) -> str:
 def export(tool: str, config: Config, layout: Layout, gpus_per_node: int) -> Exported:
     """Return the files and the command with which `tool` runs `layout`; nothing is written to disk.
 
+    The tools count steps or epochs: train.total_tokens is written as the steps that it gives.
     Raises UserError for an unknown tool, and for a layout that it can't run, with every reason.
     """
-    return TOOLS[check_tool(tool)](config, layout, gpus_per_node)
+    return TOOLS[check_tool(tool)](in_steps(config), layout, gpus_per_node)
 
 
 def write(tool: str, config: Config, choices: Iterable[Choice], folder: Path) -> list[str]:
