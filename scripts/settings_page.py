@@ -18,7 +18,8 @@ UNITS = {  # of numbers; "": a number without one
     "steps": "train.max_steps train.lr_decay_steps train.warmup_steps train.max_nonfinite_steps eval.every "
     "checkpoint.every log.every",
     "epochs": "train.num_epochs data.train.weight data.eval.weight",
-    "tokens": "train.global_batch_tokens train.total_tokens data.seq_len data.mean_document_tokens eval.max_new_tokens",
+    "tokens": "train.global_batch_tokens train.total_tokens data.seq_len data.mean_document_tokens "
+    "eval.max_new_tokens",
     "sequences": "train.global_batch_size layout.micro_batch_size",
     "micro-batches": "layout.gradient_accumulation_steps",
     "documents": "data.eval_split",

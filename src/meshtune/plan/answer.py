@@ -121,15 +121,14 @@ def ask(
     *,
     sizes: Sequence[int] = (),
     goal: str = "speed",
-    steps: int | None = None,
     lighter: Lighter = dict,
 ) -> Answer:
     """Plan the workload on the config's cluster, or on clusters of these sizes, and choose by the goal.
 
     sizes: in GPUs; empty: the config's, or for the goals cost and gpus all `cluster_sizes` up to it. Those
-    that are impossible are left out (`Answer.left_out`). goal: as in `by_goal`. steps: of the whole run;
-    None: as the settings give it without the data. lighter: returns workloads to offer where nothing fits. Raises UserError for bad
-    settings and if every size is impossible, NothingFits or Refused as `by_goal`.
+    that are impossible are left out (`Answer.left_out`). goal: as in `by_goal`. lighter: returns
+    workloads to offer where nothing fits. Raises UserError for bad settings and if every size is impossible,
+    NothingFits or Refused as `by_goal`.
     """
     cluster = cluster_for(config)
     if not sizes and goal in ("cost", "gpus"):
@@ -144,7 +143,7 @@ def ask(
         raise UserError(problems)
     gpus, choice = by_goal(plans, goal, lighter)
     known = [limit.steps for limit in limits(config, None)]
-    run = RunCost.of(choice, steps or known[0]) if steps or known else None
+    run = RunCost.of(choice, known[0]) if known else None
     return Answer(workload, plans, gpus, choice, goal, run, tuple(problems))
 
 

@@ -31,8 +31,10 @@ from meshtune.units import counted
 
 # Settings that may change when a run goes on. A longer or shorter run continues with the schedule of its new
 # length; the other settings do not change what a step computes.
-FREE = ("train.max_steps", "train.total_tokens", "train.num_epochs", "train.lr_decay_steps", "train.device",
-        "eval", "checkpoint", "log", "hub", "layout", "cluster", "output", "output_exists", "data.cache")  # fmt: skip
+FREE = (
+    "train.max_steps", "train.total_tokens", "train.num_epochs", "train.lr_decay_steps", "train.device",
+    "eval", "checkpoint", "log", "hub", "layout", "cluster", "output", "output_exists", "data.cache",
+)  # fmt: skip
 
 
 class Decision(NamedTuple):
