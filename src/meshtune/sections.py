@@ -6,7 +6,16 @@ from urllib.parse import urlparse
 from pydantic import Field, field_validator, model_validator
 
 from meshtune.errors import UserError, expanded
-from meshtune.setting_types import SUFFIXES, Format, Fraction, GpuCount, NonNegative, Positive, Section
+from meshtune.setting_types import (
+    SUFFIXES,
+    Format,
+    Fraction,
+    GpuCount,
+    Margin,
+    NonNegative,
+    Positive,
+    Section,
+)
 
 
 class ModelConfig(Section):
@@ -194,6 +203,9 @@ class ClusterConfig(Section):
     )
     price_per_gpu_hour: float | None = Field(
         default=None, gt=0, description="Price of a GPU for an hour, in any currency."
+    )
+    memory_margin: Margin | None = Field(
+        default=None, description="Share of each GPU's memory that a plan leaves free; null: 0.04 or 0.1."
     )
     hardware: str | None = Field(default=None, description="A TOML file with more kinds of GPUs.")
     efficiency: dict[str, float] = Field(

@@ -16,6 +16,7 @@ LARGEST = 10**12  # of a setting that counts: beyond it search and arithmetic ta
 Positive = Annotated[int, Field(ge=1, le=LARGEST)]
 NonNegative = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Margin = Annotated[float, Field(ge=0, lt=1)]
 GpuCount = Annotated[int, Field(ge=1, le=MOST_GPUS)]
 COMPRESSIBLE = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 SUFFIXES = (*COMPRESSIBLE, ".parquet", *(f"{suffix}.gz" for suffix in COMPRESSIBLE))  # of data files

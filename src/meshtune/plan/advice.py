@@ -18,7 +18,7 @@ from meshtune.errors import UserError
 from meshtune.layout import MODEL_AXES, Layout
 from meshtune.placement.columns import Columns, Number
 from meshtune.plan.machine import machine_of
-from meshtune.plan.phrases import device, longer, memory_limit, memory_need, spent
+from meshtune.plan.phrases import device, longer, memory_limit, memory_margin, memory_need, spent
 from meshtune.plan.search import Choice, Plan, explained, search
 from meshtune.plan.seconds.step import PARTS, TIE, compute_parts
 from meshtune.plan.workload import Workload
@@ -72,7 +72,8 @@ def reasoning(plan: Plan, choice: Choice) -> list[str]:
         f"Model: {count(parameters)} parameters"
         + (f", {count(trained)} of them trained" * (trained < parameters))
         + f". Weights, gradients and optimizer state of one unsharded copy need {human(states)} "
-        f"({states / parameters:.1f} bytes per parameter); a {device(cluster)} has {human(cluster.memory)}.",
+        f"({states / parameters:.1f} bytes per parameter); a {device(cluster)} has {human(cluster.memory)}, "
+        f"and {memory_margin(cluster)}.",
         f"Micro-batch: {_sequences(layout.micro_batch_size)}{_larger_micro_batch(plan, choice)}",
         f"GPUs: {layout.world} = {model_axes} x {ranks} data rank{'s' * (ranks > 1)} ({_sharding(layout)}).",
         f"Accumulation: {batch} / ({layout.micro_batch_size} x {ranks}) = {steps} "

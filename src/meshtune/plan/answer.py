@@ -291,6 +291,8 @@ def cluster_facts(cluster: Cluster) -> dict[str, Any]:
         "gpus": cluster.gpus,
         "gpus_per_node": cluster.node,
         "memory": cluster.memory,
+        "memory_margin": cluster.margin,
+        "usable_memory": cluster.usable_memory,
         "link": cluster.link,
         "network": cluster.network,
         "network_share": cluster.network_share,

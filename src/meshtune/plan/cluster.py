@@ -24,7 +24,8 @@ from meshtune.plan.hardware import GIGA, Gpu, catalogue, gpu_of, named
 from meshtune.sections import ClusterConfig
 from meshtune.units import GIB, speed_unit
 
-MARGIN = 0.04  # share of a GPU's memory that a plan leaves free
+MARGIN = 0.04  # share of a GPU's memory that a plan leaves free, on a kind with a measured matmul rate
+UNMEASURED_MARGIN = 0.10  # on any other kind
 NETWORK_SHARE = 0.7  # of the network's bandwidth that collectives reach, until it is measured
 
 
@@ -40,6 +41,7 @@ class Cluster:
     network: float  # between nodes, each GPU's part of it, bytes/s in one direction
     network_share: float = NETWORK_SHARE  # of `network` that collectives reach
     price: float | None = None  # of a GPU-hour, in any currency
+    memory_margin: float | None = None  # share of `memory` left free; None: MARGIN or UNMEASURED_MARGIN
 
     def of_size(self, gpus: int) -> Cluster:
         """The same nodes, more or fewer of them: `gpus` in all, which may be a part of one node.
@@ -66,7 +68,14 @@ class Cluster:
     @property
     def usable_memory(self) -> float:
         """Bytes of each GPU that a plan may use."""
-        return self.memory * (1 - MARGIN)
+        return self.memory * (1 - self.margin)
+
+    @property
+    def margin(self) -> float:
+        """Share of each GPU's memory that a plan leaves free."""
+        if self.memory_margin is not None:
+            return self.memory_margin
+        return MARGIN if self.gpu.measured else UNMEASURED_MARGIN
 
 
 def cluster_of(
@@ -99,7 +108,8 @@ def cluster_of(
                 f"{', '.join(sorted(gpu.efficiency))}."
                 for name in unknown
             )
-        gpu = replace(gpu, efficiency={**gpu.efficiency, **settings.efficiency})
+        measured = gpu.measured or "matmul" in settings.efficiency
+        gpu = replace(gpu, efficiency={**gpu.efficiency, **settings.efficiency}, measured=measured)
     count = settings.gpus or gpus or here or 1
     here_alone = settings.gpu is None and here > 0
     return Cluster(
@@ -111,6 +121,7 @@ def cluster_of(
         network=settings.network * GIGA if settings.network else gpu.network,
         network_share=settings.network_share or NETWORK_SHARE,
         price=settings.price_per_gpu_hour,
+        memory_margin=settings.memory_margin,
     ).of_size(count)
 
 
@@ -191,8 +202,10 @@ def _kinds_of_file(settings: ClusterConfig) -> dict[str, Gpu]:
 def cluster_here(config: Config, ranks: int, gpus: Sequence[tuple[str, float]]) -> Cluster:
     """The devices of `ranks` ranks; the settings say what can't be seen, such as the network.
 
-    gpus: (driver's name, bytes) of each GPU of this machine; empty: the ranks are on the processor, and the
-    cluster's settings are ignored. cluster.gpus never counts. Raises as `cluster_of`.
+    gpus: (driver's name, bytes) of each GPU of this machine; empty: the ranks are on the processor, and of
+    the cluster's settings only memory_margin counts. cluster.gpus never counts. Raises as `cluster_of`.
     """
-    settings = config.cluster_config if gpus else ClusterConfig()
+    settings = config.cluster_config
+    if not gpus:
+        settings = ClusterConfig(memory_margin=settings.memory_margin)
     return cluster_of(settings.model_copy(update={"gpus": ranks}), seen=lambda: list(gpus))

@@ -144,7 +144,7 @@ def out_of_memory(failed: Choice, workload: Workload, lighter: Lighter = dict) -
     fitting = [
         f"layout={choice.layout} ({human(choice.memory.peak)}, "
         f"{choice.seconds.total / failed.seconds.total - 1:+.0%} time)"
-        for choice in search(workload, smaller, margin=0.0).best(2)
+        for choice in search(workload, replace(smaller, memory_margin=0.0)).best(2)
     ]
     fitting = fitting or list(remedies(workload, smaller, lighter))
     if not fitting:

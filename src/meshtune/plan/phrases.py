@@ -53,6 +53,14 @@ def memory_limit(cluster: Cluster) -> str:
     return f"the planner fills at most {usable} of a {device(cluster)}'s {memory}"
 
 
+def memory_margin(cluster: Cluster) -> str:
+    """A clause on the memory that a plan leaves free, with the setting and why it is that much."""
+    clause = f"a plan leaves {cluster.margin:.0%} of it free (cluster.memory_margin"
+    if cluster.memory_margin is None:
+        clause += f": {'a' if cluster.gpu.measured else 'no'} matmul rate was measured on {cluster.gpu.name}"
+    return f"{clause})"
+
+
 def longer(ratio: float) -> str:
     """A step's time against another one's, as a share of it: "takes 4% longer" for a ratio of 1.04."""
     if abs(ratio - 1) < TIE:

@@ -28,7 +28,7 @@ from meshtune.plan.candidates import (
     with_micro_batches,
     with_regathering,
 )
-from meshtune.plan.cluster import MARGIN, Cluster
+from meshtune.plan.cluster import Cluster
 from meshtune.plan.machine import machine_of, rates
 from meshtune.plan.memory import timeline
 from meshtune.plan.memory.stages import RANKS, Stages
@@ -63,7 +63,7 @@ class Choice:
 
     @property
     def fits(self) -> bool:
-        return self.memory.peak <= self.cluster.memory * (1 - MARGIN)
+        return self.memory.peak <= self.cluster.usable_memory
 
     def as_dict(self) -> dict[str, Any]:
         """The contract of `plan --json`: bytes and seconds."""
@@ -130,14 +130,12 @@ def search(
     *,
     fixed: Mapping[str, Any] | None = None,
     where: Callable[[Columns], Number] | None = None,
-    margin: float = MARGIN,
 ) -> Plan:
     """All layouts of the whole cluster, predicted; those that fit ranked by step time (`_ranked`).
 
     fixed: fields of Layout that are given; None: none. where: returns a mask of the layouts to consider, from
-    all columns but micro-batch size, accumulation and recomputation; None: all. margin: share of each GPU's
-    memory that is left free. Raises UserError where no layout makes the global batch; if none fits, the Plan
-    is empty.
+    all columns but micro-batch size, accumulation and recomputation; None: all. Raises UserError where no
+    layout makes the global batch; if none fits, the Plan is empty.
     """
     fixed = fixed or {}
     outer = candidates(workload, cluster, fixed)
@@ -155,7 +153,7 @@ def search(
         workload, layouts, weights=np.ones(len(layouts.tp)), examples=layouts, others=others
     )
     rejected, layouts = rejected + later, rows(layouts, allowed)
-    room = cluster.memory * (1 - margin)
+    room = cluster.usable_memory
     layouts, memory = _by_memory(workload, cluster, layouts)
     regathering = _regathering(workload, rows(layouts, memory.peak > room), fixed)
     if added := len(regathering.tp):

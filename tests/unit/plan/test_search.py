@@ -30,7 +30,7 @@ from meshtune.placement.rules import Traits, refusals
 from meshtune.plan import advice, fits
 from meshtune.plan.answer import by_goal
 from meshtune.plan.candidates import divisors
-from meshtune.plan.cluster import MARGIN, Cluster, cluster_of, gpus_here
+from meshtune.plan.cluster import Cluster, cluster_of, gpus_here
 from meshtune.plan.cost import RunCost
 from meshtune.plan.hardware import catalogue
 from meshtune.plan.machine import machine_of
@@ -43,7 +43,7 @@ from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig
 
-EVERYTHING = -1e6  # a margin that lets every layout fit
+EVERYTHING = -1e6  # a memory_margin that lets every layout fit
 
 
 def machines(gpus: int, gpu: str = "h100-sxm", **settings: Any) -> Cluster:
@@ -98,7 +98,7 @@ def test_every_layout_fills_the_cluster_makes_the_batch_and_runs_and_fits(plan: 
     assert len(plan) > 0
     assert (plan.columns.world == plan.cluster.gpus).all()
     assert (plan.columns.global_batch_size == plan.workload.global_batch_size).all()
-    assert (plan.memory.peak <= plan.cluster.memory * (1 - MARGIN)).all()
+    assert (plan.memory.peak <= plan.cluster.usable_memory).all()
     for place in some(plan):
         choice = plan.choice(place)
         assert choice.fits
@@ -200,7 +200,7 @@ def outdone(w: Workload, layout: Layout) -> bool:
 @pytest.mark.parametrize(("gpus", "size", "node"), [(1, 6, 8), (2, 4, 8), (4, 8, 2), (6, 6, 6), (8, 4, 4)])
 def test_nothing_that_runs_is_missed(gpus: int, size: int, node: int) -> None:
     w, cluster = little(size), machines(gpus, gpus_per_node=node)
-    plan = search(w, cluster, margin=EVERYTHING)
+    plan = search(w, replace(cluster, memory_margin=EVERYTHING))
     every = list(by_hand(w, cluster))
     runs = {str(x) for x in every if not w.refusals(x) and not outdone(w, x)}
     assert plan.considered == len(every)
@@ -571,7 +571,7 @@ def check(each: advice.Alternative, best: Choice, plan: Plan) -> None:
     if said.startswith(("is the chosen layout (", "is part of the chosen layout (")):
         assert choice == best and str(best.layout) in said
     elif said.startswith("does not fit"):
-        assert choice and choice.memory.peak > plan.cluster.memory * (1 - MARGIN)
+        assert choice and choice.memory.peak > plan.cluster.usable_memory
         assert str(choice.layout) in said
     elif said.startswith("is not possible"):
         assert choice is None
