@@ -179,6 +179,26 @@ def test_explain_takes_one_layout_apart(plan: Plan) -> None:
     assert plan(*EIGHT, "--explain", "auto", "--json").json["world"] == 8
 
 
+def test_several_layouts_are_explained_compared_and_drawn(plan: Plan, tmp_path: Path) -> None:
+    both = ["zero3x8-mb2-ga4", "tp2-sp-zero1x4-mb1-ga16-full"]
+    picture = tmp_path / "two.png"
+    found = plan(*EIGHT, "--explain", both[0], "--explain", both[1], "--plot", picture, "--json").json
+    assert [each["layout"] for each in found["layouts"]] == [str(Layout.parse(text)) for text in both]
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    for each in found["layouts"]:
+        is_choice(each)
+        assert 1 <= len(each["levers"]) <= 3
+        for lever in each["levers"]:
+            assert {"change", "setting", "speed", "freed", "fits"} == set(lever)
+    shown = plan(*EIGHT, "--compare", ",".join(both))
+    assert shown.code == 0, shown.err
+    assert "B - A" in shown.out and "The largest levers (B)" in shown.out
+    for words in (["--compare", both[0]], ["--explain", ","], ["--explain", both[0], "--compare", both[1]]):
+        refused = plan(*EIGHT, *words)
+        assert refused.code == 2
+        assert "zero3x8-mb1-ga8" in refused.err or "use one of them" in refused.err
+
+
 def test_clusters_are_compared_and_the_goal_chooses(plan: Plan) -> None:
     sizes = [
         "cluster.gpu=h100-sxm",

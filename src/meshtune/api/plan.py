@@ -8,6 +8,7 @@ from meshtune.config import Config
 from meshtune.model.census_cache import numbers_of
 from meshtune.plan import answer
 from meshtune.plan.answer import Answer
+from meshtune.plan.explanation import Explanation, explain
 from meshtune.plan.search import Choice
 from meshtune.plan.workload import Workload, lighter_workloads, workload_of
 
@@ -38,9 +39,10 @@ def plan(
     return answer.ask(config, workload(config, log), sizes=sizes, goal=goal, lighter=lighter)
 
 
-def explained(config: Config, layout: str, *, log: Log = silent) -> tuple[Choice, list[str]]:
-    """Predict one layout; return the prediction, and reasons why it can't run. See `answer.explain`."""
-    return answer.explain(config, workload(config, log), layout)
+def explained(config: Config, layouts: Sequence[str], *, log: Log = silent) -> list[Explanation]:
+    """Predict each layout, in their order, and say why it can't run if it can't (`explanation.explain`)."""
+    planned = workload(config, log)
+    return [explain(config, planned, layout) for layout in layouts]
 
 
 def largest(config: Config, quantity: str, *, log: Log = silent) -> tuple[int | str, Choice]:

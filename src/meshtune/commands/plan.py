@@ -14,11 +14,17 @@ if TYPE_CHECKING:
     from meshtune.config import Config
     from meshtune.plan.answer import Answer
 
+MOST_COMPARED = 6  # layouts in one table
+
 
 def plan(
     settings: Settings = None,
     explain: Annotated[
-        str | None, typer.Option(metavar="LAYOUT", help="memory and time of one layout, part by part")
+        list[str] | None,
+        typer.Option(metavar="LAYOUT,…", help="memory and time of each layout, part by part, and its levers"),
+    ] = None,
+    compare: Annotated[
+        list[str] | None, typer.Option(metavar="LAYOUT,LAYOUT,…", help="these layouts side by side, by part")
     ] = None,
     gpus: Annotated[
         str | None, typer.Option(metavar="N,N,…", help="compare clusters of these numbers of GPUs")
@@ -43,15 +49,17 @@ def plan(
     announce(file)
     from meshtune import config
 
-    if (explain or most) and (plot or export or gpus):
+    layouts = layouts_of(explain, compare)
+    if (layouts and (export or gpus or most)) or (most and (plot or export or gpus)):
         raise UserError(
-            "--explain and --max answer one question; ask for --plot, --export and --gpus without them."
+            "--explain, --compare and --max answer one question: --plot goes with the first two; ask for "
+            "--export and --gpus without them."
         )
     plot, to = plot and expanded(plot), expanded(to)
     check_outputs(plot, export)
     resolved = config.load(file, overrides)
-    if explain:
-        explain_layout(resolved, explain, as_json=as_json)
+    if layouts:
+        explain_layouts(resolved, layouts, side_by_side=bool(compare), plot=plot, as_json=as_json)
     elif most:
         show_largest(resolved, most, as_json=as_json)
     else:
@@ -90,17 +98,25 @@ def check_outputs(plot: Path | None, export: str | None) -> None:
         check_tool(export)
 
 
-def explain_layout(config: "Config", layout: str, *, as_json: bool) -> None:
-    """Print memory and time of one layout, part by part, and the reasons against it.
+def explain_layouts(
+    config: "Config", layouts: Sequence[str], *, side_by_side: bool, plot: Path | None, as_json: bool
+) -> None:
+    """Print memory and time of each layout, part by part, the reasons against it, and its levers.
 
-    layout: as text; what it leaves open, the planner chooses. Raises UserError for a text that is no layout.
+    layouts: as text; what they leave open, the planner chooses. side_by_side: in one table. plot: a file for
+    charts of them; None: no charts. Raises UserError for a text that is no layout.
     """
     from meshtune.api.plan import explained
-    from meshtune.report.plan import terminal
+    from meshtune.report.plan import pictures, terminal
 
-    choice, against = explained(config, layout, log=notice)
-    facts = choice.as_dict() | {"against": against}
-    show(facts, terminal.explained(choice, against), as_json=as_json)
+    explanations = explained(config, layouts, log=notice)
+    entries = [one.as_dict() for one in explanations]
+    facts = entries[0] if len(entries) == 1 else {"layouts": entries}
+    printed = terminal.compared(explanations) if side_by_side else terminal.explained(explanations)
+    show(facts, printed, as_json=as_json)
+    if plot:
+        pictures.write_explained(plot, explanations)
+        notice(f"pictures in {plot}")
 
 
 def show_largest(config: "Config", quantity: str, *, as_json: bool) -> None:
@@ -141,6 +157,25 @@ def write_export(config: "Config", answer: "Answer", tool: str, folder: Path) ->
 def notice(text: str) -> None:
     """Print a line of the planner on stderr."""
     units.notice(f"meshtune: {text}")
+
+
+def layouts_of(explain: Sequence[str] | None, compare: Sequence[str] | None) -> list[str]:
+    """The layouts of --explain or --compare, each as text; [] without these options.
+
+    Raises UserError for both options at once, for one layout to compare and for more than MOST_COMPARED.
+    """
+    if explain and compare:
+        raise UserError("--explain and --compare name layouts; use one of them for all.")
+    words = [word.strip() for text in explain or compare or () for word in text.split(",")]
+    layouts = [word for word in words if word]
+    if explain and not layouts:
+        raise UserError(f"--explain {','.join(explain)} names no layout; write --explain zero3x8-mb1-ga8.")
+    if compare and not 2 <= len(layouts) <= MOST_COMPARED:
+        raise UserError(
+            f"--compare {','.join(compare)}: it takes 2 to {MOST_COMPARED} layouts, such as "
+            "--compare zero3x8-mb1-ga8,zero2x8-mb1-ga8."
+        )
+    return layouts
 
 
 def numbers(text: str | None, option: str) -> list[int]:

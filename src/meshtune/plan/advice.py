@@ -285,7 +285,7 @@ def changes(plan: Plan, best: Choice | None = None) -> list[str]:
         what = spent(largest, best.layout)
         share = f"{seconds / best.seconds.total:.0%}"
         sentences.append(f"Largest cost besides compute: {what}, {duration(seconds)} a step ({share}).")
-    for setting, workload in _variations(plan.workload):
+    for setting, workload in variations(plan.workload):
         try:
             others = search(workload, plan.cluster, fixed=plan.fixed)
         except UserError:
@@ -309,12 +309,12 @@ def changes(plan: Plan, best: Choice | None = None) -> list[str]:
     return sentences
 
 
-def _variations(workload: Workload) -> Iterator[tuple[str, Workload]]:
+def variations(workload: Workload) -> Iterator[tuple[str, Workload]]:
     """(setting, workload with it) of settings that may be faster."""
     size = workload.global_batch_size
     yield f"train.global_batch_size={2 * size}", replace(workload, global_batch_size=2 * size)
     if not workload.compile:
-        yield "train.compile=true", replace(workload, compile=True)
+        yield "train.compile=true", workload.compiled()
     trained = PRECISIONS[workload.precision].trained
     for precision in narrower(workload.precision):
         if PRECISIONS[precision].trained == trained:  # updates stay as exact

@@ -12,17 +12,15 @@ import yaml
 
 from meshtune.config import Config
 from meshtune.errors import UserError
-from meshtune.layout import Layout, PartialLayout, as_mapping
+from meshtune.layout import as_mapping
 from meshtune.length import limits
 from meshtune.plan import advice, fits
 from meshtune.plan.advice import Alternative
 from meshtune.plan.cluster import Cluster, cluster_of, gpus_here
 from meshtune.plan.cost import RunCost
 from meshtune.plan.fits import Lighter
-from meshtune.plan.phrases import memory_limit
-from meshtune.plan.search import Choice, Plan, explained, search
+from meshtune.plan.search import Choice, Plan, search
 from meshtune.plan.workload import Workload
-from meshtune.units import counted, human
 
 GOALS = ("speed", "cost", "gpus", "memory")
 
@@ -176,52 +174,6 @@ def by_goal(plans: Mapping[int, Plan], goal: str, lighter: Lighter = dict) -> tu
 def _smallest(plan: Plan) -> Choice:
     """The layout with the lowest peak."""
     return plan.choice(int(np.argmin(plan.memory.peak)))
-
-
-def explain(config: Config, workload: Workload, text: str) -> tuple[Choice, list[str]]:
-    """Predict one layout; return the prediction and reasons why the layout can't run.
-
-    text: a layout. With neither micro-batch nor accumulation it gets the best ones that fit, else those that
-    need least; with one of them the other follows from the global batch; with both, their global batch is
-    predicted. Raises UserError for a bad layout, Refused if no micro-batch can run.
-    """
-    partial = PartialLayout.parse(text)
-    cluster = cluster_for(config)
-    if partial.world:
-        cluster = cluster.of_size(partial.world)
-    if not partial.whole:
-        plan = search(workload, cluster, fixed=partial.given)
-        if len(plan):
-            return plan.choice(0), []
-        if not (near := plan.nearest(1)):
-            raise fits.empty_plan_error(plan)
-        layout = near[0].layout
-    elif {"micro_batch_size", "gradient_accumulation_steps"} - partial.fixed.keys():
-        layout = partial.complete(devices=partial.known.world, global_batch_size=workload.global_batch_size)
-    else:
-        layout = partial.known
-    return _explained(workload, cluster, layout)
-
-
-def _explained(workload: Workload, cluster: Cluster, layout: Layout) -> tuple[Choice, list[str]]:
-    """The prediction for a whole layout, and reasons why the layout can't run (none: it can).
-
-    With another global batch than the workload's, the layout's is predicted, and a sentence says so.
-    """
-    against = workload.refusals(layout)
-    batch = layout.global_batch_size
-    if batch != workload.global_batch_size:
-        against.append(
-            f"{layout} makes {counted(batch, 'sequence')} a step, but train.global_batch_size is "
-            f"{workload.global_batch_size}; the prediction is for {batch}."
-        )
-        workload = workload.of_batch(batch)
-    choice = explained(workload, cluster, layout)
-    if not choice.fits:
-        peak = choice.memory.peak
-        too_much = human(peak - cluster.usable_memory)
-        against.append(f"It needs {human(peak)}, {too_much} too much: {memory_limit(cluster)}.")
-    return choice, against
 
 
 def largest(config: Config, workload: Workload, what: str) -> tuple[Any, Choice]:

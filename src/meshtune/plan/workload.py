@@ -76,6 +76,11 @@ class Workload:
         """The same with a global batch of `size` sequences."""
         return replace(self, global_batch_size=size)
 
+    def compiled(self) -> Workload:
+        """The same under train.compile: `work.kept` is what compiled blocks save."""
+        kept = {element: compiled(saved) for element, saved in self.work.kept.items()}
+        return replace(self, work=replace(self.work, kept=kept), compile=True)
+
     def refusals(self, layout: Layout) -> list[str]:
         """Sentences that say why the model can't be trained under a layout; none: it can."""
         return refusals(
@@ -90,7 +95,7 @@ class Uncounted(UserError):
 
 def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
     """The workload of a config and of its model's numbers; the data need not exist. Raises Uncounted for a
-    model that can't be planned. Under train.compile, `work.kept` is what compiled blocks save.
+    model that can't be planned.
     """
     model = config.model
     if numbers.census.unsupported:
@@ -98,12 +103,9 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
             f"{model.name} can't be planned: {numbers.census.unsupported}. Name a layout to train it "
             "(layout=zero3x8-mb1)."
         )
-    work = Work.of(numbers.census)
-    if config.train.compile:
-        work = replace(work, kept={element: compiled(saved) for element, saved in work.kept.items()})
-    return Workload(
+    workload = Workload(
         model=model.name,
-        work=work,
+        work=Work.of(numbers.census),
         traits=numbers.traits,
         seq_len=config.data.seq_len,
         global_batch_size=config.global_batch_size,
@@ -111,11 +113,11 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
         precision=config.train.precision,
         reduce_dtype=config.train.reduce_dtype,
         optimizer=config.train.optimizer,
-        compile=config.train.compile,
         packing=config.data.packing,
         attention=numbers.attention if model.attention == "auto" else model.attention,
         lora_r=config.lora.r if config.method == "lora" else None,
     )
+    return workload.compiled() if config.train.compile else workload
 
 
 def lighter_workloads(config: Config, numbers_of: Callable[[Config], ModelNumbers]) -> dict[str, Workload]:

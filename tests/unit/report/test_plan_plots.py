@@ -124,7 +124,7 @@ def test_where_nothing_fits_the_nearest_are_drawn_and_called_so(tmp_path):
     tight = plan_of(1, memory_gib=12)
     assert len(tight) == 0
     stack = panels(tight)[0]
-    assert isinstance(stack, Stacks) and "Nothing fits" in stack.title
+    assert isinstance(stack, Stacks) and "nothing fits" in stack.title
     assert write(tmp_path / "tight.png", tight).stat().st_size > 10_000
 
 

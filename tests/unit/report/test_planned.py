@@ -15,7 +15,9 @@ from meshtune.report.draw.colours import COLOURS, MEMORY, TIME
 from meshtune.report.plan.bars import LETTERS, Bar, blocks
 from meshtune.report.plan.numbers import seconds
 from meshtune.report.plan.panels import batch_map, scaling
+from meshtune.report.plan.side_by_side import side_by_side
 from meshtune.report.plan.tables import explanation, layouts_table, sizes_table
+from meshtune.report.plan.terminal import section
 from meshtune.sections import ClusterConfig
 from meshtune.units import GIB
 
@@ -51,13 +53,28 @@ def test_a_table_is_never_wider_than_the_terminal_and_keeps_a_line_for_each_layo
     for each in (layouts_table(CHOICES), layouts_table(CHOICES[:2]), explanation(CHOICES[2])):
         assert max(map(len, shown(each, width).splitlines())) <= width
     lines = shown(layouts_table(CHOICES[:2]), width).splitlines()
-    assert sum(any(name in line for name in NAMES) for line in lines) == 2
+    assert sum(any(name[:7] in line for name in NAMES) for line in lines) == 2
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_names_are_cut_in_a_narrow_terminal_and_never_the_step_time_and_the_mfu(width):
+    long = "zero3x8-cp2-tp2-sp-pp2-interleaved1f1b-v8-mb1-ga16-selective"
+    lines = shown(layouts_table([*CHOICES, choice(long, step=11)]), width).splitlines()
+    assert {"step", "MFU"} <= set(" ".join(lines[:2]).split())
+    rows = [line for line in lines if "40.0%" in line]
+    assert len(rows) == 4 and max(map(len, lines)) <= width
+    for row, step in zip(rows, ("8.00 s", "9.00 s", "10.00 s", "11.00 s"), strict=True):
+        assert step in row and "1,000" in row
+    assert (long in rows[3]) == (width == 120)
+    if width < 120:
+        assert "zero3x" in rows[3] and "…" in rows[3] and "ective" in rows[3]
+    assert "GiB" in " ".join(lines) or width == 40
 
 
 def test_a_wide_terminal_shows_all_and_a_narrow_one_leaves_columns_out():
-    wide, narrow = (shown(layouts_table(CHOICES), width) for width in (160, 80))
-    assert "60.0 / 79.1 GiB" in wide and "MFU" in wide and "time" in wide
-    assert "60.0" in narrow and "/ 79.1 GiB" not in narrow and "time" not in narrow
+    wide, narrow = (shown(layouts_table(CHOICES[:2]), width) for width in (160, 72))
+    assert "50.0 / 79.1 GiB" in wide and "MFU" in wide and "time" in wide
+    assert "50.0" in narrow and "/ 79.1 GiB" not in narrow and "time" not in narrow
 
 
 def test_bars_shrink_before_a_column_is_left_out():
@@ -161,3 +178,26 @@ def test_seconds_have_three_or_four_digits():
     assert [seconds(each) for each in (0, 0.0123, 3.456, 73.8, 1234.5)] == [
         "0 s", "12.3 ms", "3.46 s", "73.80 s", "1,234 s",
     ]  # fmt: skip
+
+
+def test_layouts_stand_side_by_side_and_notable_differences_are_marked():
+    text = shown(side_by_side([choice(gib=64, step=8), choice(NAMES[2], gib=100, step=8.05)]), 80)
+    rows = {line.split()[0]: line for line in text.splitlines() if line}
+    assert text.splitlines()[0].split() == ["A", NAMES[1]]
+    assert text.splitlines()[1].split() == ["B", NAMES[2], "does", "not", "fit"]
+    assert rows["peak"].split()[2:] == ["64.0", "GiB", "100", "GiB", "+36.0", "GiB*"]
+    assert rows["W"].split()[2:] == ["32.0", "GiB", "50.0", "GiB", "+18.0", "GiB*"]
+    assert rows["step"].split()[1:] == ["8.00", "s", "8.05", "s", "+50", "ms"]  # less than 1 %
+    assert rows["MFU"].split()[1:] == ["40.0%", "40.0%"]
+    assert "logits" not in text and "pipeline" not in text  # of neither
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("width", [50, 80, 160])
+def test_three_layouts_side_by_side_are_no_wider_than_the_terminal(width):
+    assert max(map(len, shown(side_by_side([choice()] * 3), width).splitlines())) <= width
+
+
+def test_a_section_without_lines_has_no_title():
+    assert shown(section("Why the usual ones are not first", [])) == ""
+    assert shown(section("One", ["line"])).split() == ["One", "line"]

@@ -1,7 +1,7 @@
 """Bars, legends and tables for a terminal of any width.
 
 Bars are of colours where the terminal has enough of them, else of letters. Where it is narrow they shrink;
-when they are as short as they may be, a column is left out, so that nothing is wrapped.
+when they are as short as they may be, columns are left out, bars before numbers; then names are cut.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ LETTERS = {name: name[0].upper() for name in COLOURS} | {"context": "X", "overhe
 FREE = "·"
 NAMES = max(map(len, COLOURS)) + 2  # terminal columns of a name with its mark
 NARROWEST, WIDEST = 8, 26  # bars, in terminal columns
+SHORTEST_NAME = 14  # terminal columns that are left of a layout's name
 GAP = 2  # between columns of a table
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 
@@ -147,14 +148,29 @@ class Column:
     bars: Sequence[tuple[Mapping[str, float], float, float]] = ()  # (segments, scale, until) instead of cells
     justify: JustifyMethod = "right"
     style: str = ""
+    cut: bool = False  # its texts may be cut, to SHORTEST_NAME columns, in a table without bars
 
     @property
     def width(self) -> int:
-        """Terminal columns that this one needs at least; 0 for bars, because they can shrink."""
+        """Terminal columns of the longest cell; 0 for bars, because they can shrink."""
         if self.bars:
             return 0
         texts = [*self.title.splitlines(), *(len_of(cell) * " " for cell in self.cells)]
         return max(map(len, texts), default=0)
+
+    @property
+    def least(self) -> int:
+        """Terminal columns that this one needs in a table without bars."""
+        return min(self.width, SHORTEST_NAME) if self.cut else self.width
+
+
+def shortened(cell: RenderableType, width: int) -> RenderableType:
+    """A text cut in its middle to `width` terminal columns; its end names micro-batch and recomputation."""
+    text = cell if isinstance(cell, Text) else Text(str(cell))
+    if text.cell_len <= width:
+        return cell
+    tail = (width - 1) // 2
+    return Text.assemble(text[: width - 1 - tail], "…", text[len(text) - tail :])
 
 
 def len_of(cell: RenderableType) -> int:
@@ -178,7 +194,7 @@ class Fitted:
     below: Callable[[Sequence[str]], Iterator[RenderableType]] = lambda names: iter(())
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        names, bar = self.chosen(options.max_width)
+        names, bar, cut = self.chosen(options.max_width)
         table = Table(box=None, padding=(0, GAP // 2), pad_edge=False, header_style="dim")
         chosen = [self.columns[name] for name in names]
         table.show_header = any(column.title for column in chosen)
@@ -188,7 +204,8 @@ class Fitted:
             for column in table.columns:
                 column.no_wrap, column.overflow = False, "fold"  # nothing is left to leave out
         cells = [
-            [Bar(segments, scale, bar, until) for segments, scale, until in column.bars] or column.cells
+            [Bar(segments, scale, bar, until) for segments, scale, until in column.bars]
+            or [shortened(cell, column.width - cut) if column.cut else cell for cell in column.cells]
             for column in chosen
         ]
         for row in zip(*cells, strict=True):
@@ -196,14 +213,17 @@ class Fitted:
         yield table
         yield from self.below(names)
 
-    def chosen(self, width: int) -> tuple[Sequence[str], int]:
-        """(Names of the first choice that fits in `width` terminal columns, else the last; a bar's width)."""
-        names, bar = self.choices[-1], NARROWEST
+    def chosen(self, width: int) -> tuple[Sequence[str], int, int]:
+        """The first choice that fits in `width` terminal columns, else the last; as (names of its columns,
+        columns of a bar, columns by which a column that may be cut is cut).
+        """
+        names, bar, spare = self.choices[-1], NARROWEST, 0
         for names in self.choices:
             columns = [self.columns[name] for name in names]
             bars = sum(bool(column.bars) for column in columns)
             spare = width - sum(column.width for column in columns) - GAP * (len(columns) - 1)
             bar = min(WIDEST, spare // max(1, bars))
-            if spare >= NARROWEST * bars:
+            cut = 0 if bars else sum(column.width - column.least for column in columns)
+            if spare + cut >= NARROWEST * bars:
                 break
-        return names, max(bar, NARROWEST)
+        return names, max(bar, NARROWEST), max(0, -spare)

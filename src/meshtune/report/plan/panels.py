@@ -52,7 +52,7 @@ def panels(
     -> best layout, or None where nothing fits. Without sizes or batches there is no panel of them.
     """
     shown = plan.best(MOST_LAYOUTS) or plan.nearest(MOST_LAYOUTS)
-    panels: list[Panel] = [memory_stacks(shown, fit=len(plan) > 0), time_stacks(shown)] if shown else []
+    panels: list[Panel] = [memory_stacks(shown), time_stacks(shown)] if shown else []
     if len(plan):
         panels.append(time_against_memory(plan))
     if best := {gpus: of_size.best(1)[0] for gpus, of_size in sorted((sizes or {}).items()) if len(of_size)}:
@@ -62,16 +62,18 @@ def panels(
     return panels
 
 
-def memory_stacks(choices: Sequence[Choice], *, fit: bool) -> Stacks:
-    """Peak memory in GiB of each layout by category, in the order given.
+def memory_stacks(choices: Sequence[Choice]) -> Stacks:
+    """Peak memory in GiB of each layout by category, in the order given; the title says if none of them fits.
 
-    choices: at least one, all on the same cluster. fit: False, if none of them fits, changes the title.
+    choices: at least one, all of the same GPU kind.
     """
     capacity = choices[0].cluster.memory / GIB
     names = nonzero(CATEGORIES, map(memory_parts, choices))
     return Stacks(
         "memory",
-        "Peak memory of a GPU" if fit else "Nothing fits; the layouts that need least memory",
+        "Peak memory of a GPU"
+        if any(choice.fits for choice in choices)
+        else "Peak memory of a GPU: nothing fits",
         "GiB",
         tuple(str(choice.layout) for choice in choices),
         {name: tuple(memory_parts(choice)[name] / GIB for choice in choices) for name in names},

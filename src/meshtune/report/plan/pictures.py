@@ -6,15 +6,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from meshtune.errors import UserError
+from meshtune.plan.explanation import Explanation
 from meshtune.plan.search import Choice, Plan
 from meshtune.report.draw import vega
 from meshtune.report.draw.kinds import HeatMap, Panel, Stacks
 from meshtune.report.draw.page import page, text
 from meshtune.report.draw.picture import SUFFIXES, known_suffix
 from meshtune.report.draw.picture import write as write_picture
-from meshtune.report.plan.panels import SizeAndGpus, panels
+from meshtune.report.plan.panels import SizeAndGpus, memory_stacks, panels, time_stacks
 from meshtune.rundir import write_text_atomically
 from meshtune.units import counted
+
+FOOTER = "Predicted by meshtune; nothing here was measured."
 
 
 def write(
@@ -43,6 +46,25 @@ def write(
     return file
 
 
+def write_explained(file: Path, explanations: Sequence[Explanation]) -> Path:
+    """Write what fills memory and a step's time of these layouts as .html, .png or .svg, and return `file`.
+
+    explanations: at least one. Raises as `write`.
+    """
+    choices = [one.choice for one in explanations]
+    drawn: list[Panel] = [memory_stacks(choices), time_stacks(choices)]
+    name = explanations[0].workload.model
+    subtitle = f"{counted(len(choices), 'layout')} on {choices[0].cluster.gpu.name}"
+    if check(file) == ".html":
+        text_of_page = page(
+            name=name, kind="plan", subtitle=text(subtitle), panels=drawn, before="", after="", footer=FOOTER
+        )
+        write_text_atomically(file, text_of_page)
+    else:
+        write_picture(file, rows(drawn), title=f"{name} · {subtitle}")
+    return file
+
+
 def check(file: Path) -> str:
     """Suffix in lower case of a file that `write` can write. UserError for another one, or without Altair."""
     suffix = known_suffix(file, (".html", *SUFFIXES))
@@ -67,7 +89,7 @@ def plan_page(plan: Plan, drawn: Sequence[Panel]) -> str:
         panels=drawn,
         before="",
         after=left_out(plan),
-        footer="Predicted by meshtune; nothing here was measured.",
+        footer=FOOTER,
     )
 
 

@@ -37,7 +37,7 @@ MEMORY_MEANING = {  # parts of a rank's memory
 def layouts_table(choices: Sequence[Choice]) -> RenderableType:
     """Table of layouts in the order given, with speed, memory and time; peaks that do not fit are red.
 
-    A narrow terminal gets fewer columns.
+    A narrow terminal gets fewer columns, and names that are cut; speed, step and MFU always stay.
     """
     room = max((max(c.cluster.memory, c.memory.peak) for c in choices), default=1)
     longest = max((c.seconds.total for c in choices), default=1)
@@ -47,6 +47,7 @@ def layouts_table(choices: Sequence[Choice]) -> RenderableType:
             "layout",
             [Text(str(c.layout), style="" if place else "bold") for place, c in enumerate(choices)],
             justify="left",
+            cut=True,
         ),
         "speed": Column(speed_head(choices), [number(c.tokens_per_second_per_gpu) for c in choices]),
         "step": Column("step", [seconds(c.seconds.total) for c in choices]),
@@ -68,18 +69,15 @@ def layouts_table(choices: Sequence[Choice]) -> RenderableType:
         if "time" in names:
             yield Legend("time", nonzero(PARTS, map(time_parts, choices)))
 
-    start = ("rank", "layout", "speed", "step")
+    start = ("rank", "layout", "speed", "step", "mfu")
     return Fitted(
         columns,
         (
-            (*start, "mfu", "bar", "memory", "time"),
-            (*start, "mfu", "bar", "memory"),
-            (*start, "mfu", "bar", "peak"),
+            (*start, "bar", "memory", "time"),
+            (*start, "bar", "memory"),
             (*start, "bar", "peak"),
-            ("rank", "layout", "speed", "bar", "peak"),  # the step's time follows from its tokens/s
             (*start, "peak"),
-            ("layout", "speed", "peak"),
-            ("layout", "speed" if all(c.fits for c in choices) else "peak"),
+            start[1:],
         ),
         legends,
     )
@@ -168,6 +166,7 @@ def sizes_table(best: Mapping[int, Choice | None], *, steps: int | None = None) 
                 for gpus in sizes
             ],
             justify="left",
+            cut=True,
         ),
         "speed": Column(
             speed_head(best.values()), texts(lambda _, choice: number(choice.tokens_per_second_per_gpu))

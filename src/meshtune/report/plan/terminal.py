@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import string
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -10,8 +11,10 @@ from rich.padding import Padding
 from rich.text import Text
 
 from meshtune.plan.answer import Answer
+from meshtune.plan.explanation import Explanation
 from meshtune.plan.search import TIE_MEMORY_STEP, Choice
 from meshtune.plan.seconds.step import TIE
+from meshtune.report.plan.side_by_side import side_by_side
 from meshtune.report.plan.tables import explanation, layouts_table, sizes_table
 from meshtune.units import human
 
@@ -68,16 +71,29 @@ def answer(result: Answer, most: int) -> RenderableType:
     return Group(*parts)
 
 
-def explained(choice: Choice, against: Iterable[str]) -> RenderableType:
-    """Memory and time of one layout, part by part.
-
-    against: reasons why it can't run, does not fit or has another global batch; may be empty.
-    """
-    lines = list(against)
-    parts: list[RenderableType] = [explanation(choice)]
-    if lines:
-        parts.append(section("Against it", lines))
+def explained(explanations: Sequence[Explanation]) -> RenderableType:
+    """Memory and time of each layout, part by part, the reasons against it, and its levers."""
+    parts: list[RenderableType] = []
+    for place, one in enumerate(explanations):
+        parts += [*([Text()] if place else []), explanation(one.choice), *reasons(one)]
     return Group(*parts)
+
+
+def compared(explanations: Sequence[Explanation]) -> RenderableType:
+    """Layouts beside each other, then the reasons against each and its levers."""
+    parts: list[RenderableType] = [side_by_side([one.choice for one in explanations])]
+    for letter, one in zip(string.ascii_uppercase, explanations, strict=False):
+        parts += reasons(one, letter)
+    return Group(*parts)
+
+
+def reasons(one: Explanation, letter: str = "") -> list[RenderableType]:
+    """Sections of an explained layout. letter: that it has in a table of several; "": none."""
+    name = f" ({letter})" if letter else ""
+    return [
+        section(f"Against it{name}", one.against),
+        section(f"The largest levers{name}", (lever.sentence() for lever in one.levers), numbered=True),
+    ]
 
 
 def largest(what: str, value: Any, choice: Choice) -> RenderableType:
@@ -103,6 +119,6 @@ def title(text: str) -> Text:
 
 
 def section(name: str, lines: Iterable[str], *, numbered: bool = False) -> RenderableType:
-    """A heading and its lines, indented, numbered from 1 if `numbered`; only an empty line without any."""
+    """A heading and its lines, indented, numbered from 1 if `numbered`; nothing at all without any."""
     texts = [Text(f"{number}. {line}" if numbered else line) for number, line in enumerate(lines, 1)]
-    return Group(title(name), *(Padding(text, (0, 0, 0, 2)) for text in texts)) if texts else Text("")
+    return Group(*([title(name)] if texts else []), *(Padding(text, (0, 0, 0, 2)) for text in texts))

@@ -1,0 +1,85 @@
+"""One layout explained: its prediction, the reasons against it, and what would change it most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from meshtune.config import Config
+from meshtune.layout import Layout, PartialLayout
+from meshtune.plan import fits
+from meshtune.plan.answer import cluster_for
+from meshtune.plan.cluster import Cluster
+from meshtune.plan.levers import Lever, levers
+from meshtune.plan.phrases import memory_limit
+from meshtune.plan.search import Choice, explained, search
+from meshtune.plan.workload import Workload
+from meshtune.units import counted, human
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The prediction for one layout, whether it can run or not."""
+
+    workload: Workload  # with the layout's global batch
+    choice: Choice
+    against: tuple[str, ...]  # reasons why it can't run, does not fit or has another global batch
+
+    @cached_property
+    def levers(self) -> list[Lever]:
+        """The three single changes that gain most time or memory."""
+        return levers(self.workload, self.choice)
+
+    def as_dict(self) -> dict[str, Any]:
+        """An entry of `layouts` in the JSON document, with `against` and `levers`."""
+        return self.choice.as_dict() | {
+            "against": list(self.against),
+            "levers": [lever.as_dict() for lever in self.levers],
+        }
+
+
+def explain(config: Config, workload: Workload, text: str) -> Explanation:
+    """Predict one layout, and say why it can't run if it can't.
+
+    text: a layout. With neither micro-batch nor accumulation it gets the best ones that fit, else those that
+    need least; with one of them the other follows from the global batch; with both, their global batch is
+    predicted. Raises UserError for a bad layout, Refused if no micro-batch can run.
+    """
+    partial = PartialLayout.parse(text)
+    cluster = cluster_for(config)
+    if partial.world:
+        cluster = cluster.of_size(partial.world)
+    if not partial.whole:
+        plan = search(workload, cluster, fixed=partial.given)
+        if len(plan):
+            return Explanation(workload, plan.choice(0), ())
+        if not (near := plan.nearest(1)):
+            raise fits.empty_plan_error(plan)
+        layout = near[0].layout
+    elif {"micro_batch_size", "gradient_accumulation_steps"} - partial.fixed.keys():
+        layout = partial.complete(devices=partial.known.world, global_batch_size=workload.global_batch_size)
+    else:
+        layout = partial.known
+    return _explained(workload, cluster, layout)
+
+
+def _explained(workload: Workload, cluster: Cluster, layout: Layout) -> Explanation:
+    """The prediction for a whole layout, and reasons why the layout can't run (none: it can).
+
+    With another global batch than the workload's, the layout's is predicted, and a sentence says so.
+    """
+    against = workload.refusals(layout)
+    batch = layout.global_batch_size
+    if batch != workload.global_batch_size:
+        against.append(
+            f"{layout} makes {counted(batch, 'sequence')} a step, but train.global_batch_size is "
+            f"{workload.global_batch_size}; the prediction is for {batch}."
+        )
+        workload = workload.of_batch(batch)
+    choice = explained(workload, cluster, layout)
+    if not choice.fits:
+        peak = choice.memory.peak
+        too_much = human(peak - cluster.usable_memory)
+        against.append(f"It needs {human(peak)}, {too_much} too much: {memory_limit(cluster)}.")
+    return Explanation(workload, choice, tuple(against))

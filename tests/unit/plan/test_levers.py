@@ -1,0 +1,103 @@
+"""Single changes to a layout, and what they are predicted to gain."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshtune.layout import Layout
+from meshtune.plan.advice import variations
+from meshtune.plan.cluster import cluster_of
+from meshtune.plan.levers import changes, levers, neighbours
+from meshtune.plan.models import models
+from meshtune.plan.search import explained
+from meshtune.plan.seconds.step import TIE
+from meshtune.plan.work import Kept
+from meshtune.plan.workload import Workload
+from meshtune.sections import ClusterConfig
+
+LLAMA = models()["llama-3.1-8b"]
+CLUSTER = cluster_of(ClusterConfig(gpu="h100-sxm", gpus=64))
+WORKLOAD = Workload("llama-3.1-8b", LLAMA.work, LLAMA.traits, seq_len=8192, global_batch_size=256)
+LAYOUTS = (
+    "zero3x64-mb1-ga4",
+    "dp8-tp2-sp-regather-pp4-interleaved1f1b-v2-mb1-ga32",
+    "dp2-zero3x2-ulysses2-tp8-sp-mb4-ga16-full",
+    "pp8-zbv-tp8-sp-mb1-ga256",
+)
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_a_neighbour_has_the_same_gpus_and_global_batch(text):
+    layout = Layout.parse(text)
+    near = list(neighbours(layout))
+    assert len(near) > 10
+    for _, _, other in near:
+        assert (other.world, other.global_batch_size) == (layout.world, layout.global_batch_size), other
+        assert other != layout and Layout.parse(str(other)) == other
+
+
+def test_every_degree_recomputation_schedule_and_setting_is_tried():
+    kinds = set()
+    for text in ("dp2-zero3x4-cp2-tp2-sp-pp2-1f1b-mb2-ga16", "zero3x64-mb1-ga4"):
+        choice = explained(WORKLOAD, CLUSTER, Layout.parse(text))
+        kinds |= {change.kind for change in changes(WORKLOAD, choice)}
+    assert kinds == {
+        "micro-batch", "recomputation", "schedule", "tp", "cp", "pp", "ZeRO", "compile", "network", "batch",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_gains_are_those_of_a_prediction_of_the_changed_layout(text):
+    choice = explained(WORKLOAD, CLUSTER, Layout.parse(text))
+    found = levers(WORKLOAD, choice)
+    assert 1 <= len(found) <= 3
+    for lever in found:
+        workload, cluster, layout = WORKLOAD, CLUSTER, choice.layout
+        for word in lever.setting.split():
+            name, value = word.split("=")
+            match name:
+                case "layout":
+                    layout = Layout.parse(value)
+                case "train.compile":
+                    workload = workload.compiled()
+                case "train.global_batch_size":
+                    workload = workload.of_batch(int(value))
+                case "cluster.network":
+                    cluster = replace(cluster, network=float(value) * 1e9)
+        again = explained(workload, cluster, layout)
+        ratio = again.tokens_per_second_per_gpu / choice.tokens_per_second_per_gpu
+        assert lever.speed == pytest.approx(ratio - 1, abs=1e-9)
+        assert lever.freed == pytest.approx(choice.memory.peak - again.memory.peak, abs=1)
+        assert f"{abs(lever.speed):.1%}" in lever.sentence() or abs(lever.speed) < TIE
+
+
+def test_the_largest_levers_of_a_layout_that_fits_are_the_fastest_that_fit():
+    choice = explained(WORKLOAD, CLUSTER, Layout.parse("dp8-tp2-sp-pp4-1f1b-mb1-ga32-full"))
+    found = levers(WORKLOAD, choice)
+    assert found[0].change == "recomputation none instead of full"
+    assert all(lever.choice.fits for lever in found)
+    assert [lever.speed for lever in found] == sorted((lever.speed for lever in found), reverse=True)
+    fitting = [
+        explained(WORKLOAD, CLUSTER, other).seconds.total
+        for _, _, other in neighbours(choice.layout)
+        if not WORKLOAD.refusals(other) and explained(WORKLOAD, CLUSTER, other).fits
+    ]
+    assert found[0].choice.seconds.total <= min(fitting) * 1.0001
+
+
+def test_the_levers_of_a_layout_that_does_not_fit_make_it_fit_where_one_does():
+    choice = explained(WORKLOAD, CLUSTER, Layout.parse("zero1x64-mb1-ga4"))
+    assert not choice.fits
+    found = levers(WORKLOAD, choice)
+    assert len(found) == 3 and all(lever.choice.fits and lever.freed > 0 for lever in found)
+    assert any(lever.change.startswith("ZeRO-") for lever in found)
+
+
+def test_the_compile_lever_counts_what_compiled_blocks_save():
+    """As workload_of does for train.compile=true: it was counted as eager blocks save it."""
+    traced = Kept(outside=12, entering=4, inside=8, core=6, keys=2, statistics=1)
+    workload = replace(WORKLOAD, work=replace(WORKLOAD.work, kept={2: traced}))
+    compiled = workload.compiled()
+    assert compiled.compile
+    assert compiled.work.kept[2] == traced._replace(outside=4, inside=6)
+    assert dict(variations(workload))["train.compile=true"] == compiled
