@@ -7,9 +7,9 @@ cause only if the parts of both predictions show it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +17,18 @@ import numpy as np
 from meshtune.errors import UserError
 from meshtune.layout import MODEL_AXES, Layout
 from meshtune.placement.columns import Columns, Number
+from meshtune.plan.candidates import is_uneven
 from meshtune.plan.machine import machine_of
-from meshtune.plan.phrases import device, longer, memory_limit, memory_margin, memory_need, spent
+from meshtune.plan.phrases import (
+    device,
+    indivisible,
+    longer,
+    memory_limit,
+    memory_margin,
+    memory_need,
+    sequences,
+    spent,
+)
 from meshtune.plan.search import Choice, Plan, explained, search
 from meshtune.plan.seconds.step import PARTS, TIE, compute_parts
 from meshtune.plan.workload import Workload
@@ -67,18 +77,44 @@ def reasoning(plan: Plan, choice: Choice) -> list[str]:
         f" Attention is within documents of {documents:.0f} tokens (mean over tokens)." if documents else ""
     )
     return [
-        f"Global batch: {_sequences(batch)} of {workload.seq_len} tokens, {count(workload.tokens)} tokens a "
+        f"Global batch: {sequences(batch)} of {workload.seq_len} tokens, {count(workload.tokens)} tokens a "
         f"step.{within}",
         f"Model: {count(parameters)} parameters"
         + (f", {count(trained)} of them trained" * (trained < parameters))
         + f". Weights, gradients and optimizer state of one unsharded copy need {human(states)} "
         f"({states / parameters:.1f} bytes per parameter); a {device(cluster)} has {human(cluster.memory)}, "
         f"and {memory_margin(cluster)}.",
-        f"Micro-batch: {_sequences(layout.micro_batch_size)}{_larger_micro_batch(plan, choice)}",
+        f"Micro-batch: {sequences(layout.micro_batch_size)}{_larger_micro_batch(plan, choice)}",
         f"GPUs: {layout.world} = {model_axes} x {ranks} data rank{'s' * (ranks > 1)} ({_sharding(layout)}).",
         f"Accumulation: {batch} / ({layout.micro_batch_size} x {ranks}) = {steps} "
         f"micro-batch{'es' * (steps > 1)} a step.",
+        *_uneven(plan, choice),
     ]
+
+
+def _uneven(plan: Plan, choice: Choice) -> Iterator[str]:
+    """Yield a sentence if uneven degrees of tp or cp rank behind the chosen layout but are faster, or are
+    its own because nothing else fits.
+    """
+    places = np.flatnonzero(plan.uneven)
+    if not len(places):
+        return
+    fastest = plan.choice(int(places[0]))
+    degrees = [
+        f"{axis}{size}"
+        for axis in ("tp", "cp")
+        if axis not in plan.fixed
+        and is_uneven(size := getattr(fastest.layout, axis), plan.workload, plan.cluster)
+    ]
+    why = (
+        f"{' and '.join(degrees)} divides neither a node of {plan.cluster.node} GPUs nor the "
+        f"{plan.workload.traits.heads} attention heads"
+    )
+    faster = 1 - fastest.seconds.total / choice.seconds.total
+    if plan.uneven.all():
+        yield f"Degrees: {why}, but no other layout fits."
+    elif faster > TIE:
+        yield f"Degrees: {fastest.layout} would take {faster:.1%} less time, but ranks last: {why}."
 
 
 def _larger_micro_batch(plan: Plan, choice: Choice) -> str:
@@ -101,10 +137,6 @@ def _larger_micro_batch(plan: Plan, choice: Choice) -> str:
     if abs(slower) < TIE:
         return f". {2 * micro_batch} would fit and be as fast."
     return f". {2 * micro_batch} would fit and be {abs(slower):.1%} {'slower' if slower > 0 else 'faster'}."
-
-
-def _sequences(number: int) -> str:
-    return f"{number} sequence{'s' * (number > 1)}"
 
 
 def _sharding(layout: Layout) -> str:
@@ -156,7 +188,18 @@ def alternatives(plan: Plan, best: Choice | None = None) -> list[Alternative]:
         Kind("pipeline parallel without cp", {"cp": 1}, lambda layouts: layouts.pp > 1),
         Kind("context parallel without tp or pp", {"pp": 1, "tp": 1}, lambda layouts: layouts.cp > 1),
     )
-    return [_alternative(plan, best or plan.choice(0), kind) for kind in kinds]
+    return [*_grouped(_alternative(plan, best or plan.choice(0), kind) for kind in kinds)]
+
+
+def _grouped(alternatives: Iterable[Alternative]) -> Iterator[Alternative]:
+    """Yield the alternatives; neighbours that one reason makes impossible become one, with both names."""
+    for sentence, several in groupby(alternatives, key=lambda one: one.sentence):
+        group = list(several)
+        if len(group) == 1:
+            yield group[0]
+        else:
+            names = ", ".join(one.name for one in group)
+            yield Alternative(names, None, sentence.replace("is not", "are not", 1))
 
 
 def _alternative(plan: Plan, best: Choice, kind: Kind) -> Alternative:
@@ -179,7 +222,7 @@ def _alternative(plan: Plan, best: Choice, kind: Kind) -> Alternative:
         data_ranks, batch = plan.cluster.gpus // model_ranks, plan.workload.global_batch_size
         reason = error.problems[0]
         if batch % data_ranks:
-            reason = f"{_sequences(batch)} can't be divided over {data_ranks} data ranks."
+            reason = indivisible(batch, data_ranks)
         return Alternative(kind.name, None, f"is not possible: {reason}")
     if len(others):  # the plan's own fixed fields kept it out
         return _compared(plan.workload, kind, others.choice(0), best)
@@ -266,12 +309,13 @@ def _signed(seconds: float, like: float) -> str:
 # what to change first #
 
 
-def changes(plan: Plan, best: Choice | None = None) -> list[str]:
+def changes(plan: Plan, best: Choice | None = None, *, double_batch: bool = True) -> list[str]:
     """A caution of the precision, the largest cost beside compute, then settings that are faster and layouts
     that need less memory.
 
-    best: the chosen layout, which all are compared with; None: the plan's first. Each was predicted. Only
-    costs of 1 % of a step, 2 % more speed and 5 % less memory are worth a sentence.
+    best: the chosen layout, which all are compared with; None: the plan's first. double_batch: whether to
+    try twice the global batch. Each was predicted. Only costs of 1 % of a step, 2 % more speed and 5 % less
+    memory are worth a sentence.
     """
     if not len(plan):
         return []
@@ -285,7 +329,7 @@ def changes(plan: Plan, best: Choice | None = None) -> list[str]:
         what = spent(largest, best.layout)
         share = f"{seconds / best.seconds.total:.0%}"
         sentences.append(f"Largest cost besides compute: {what}, {duration(seconds)} a step ({share}).")
-    for setting, workload in variations(plan.workload):
+    for setting, workload in variations(plan.workload, double_batch=double_batch):
         try:
             others = search(workload, plan.cluster, fixed=plan.fixed)
         except UserError:
@@ -309,61 +353,17 @@ def changes(plan: Plan, best: Choice | None = None) -> list[str]:
     return sentences
 
 
-def variations(workload: Workload) -> Iterator[tuple[str, Workload]]:
-    """(setting, workload with it) of settings that may be faster."""
-    size = workload.global_batch_size
-    yield f"train.global_batch_size={2 * size}", replace(workload, global_batch_size=2 * size)
+def variations(workload: Workload, *, double_batch: bool = True) -> Iterator[tuple[str, Workload]]:
+    """(setting, workload with it) of settings that may be faster.
+
+    double_batch: whether twice the global batch is one of them.
+    """
+    if double_batch:
+        size = 2 * workload.global_batch_size
+        yield f"train.global_batch_size={size}", workload.of_batch(size)
     if not workload.compile:
         yield "train.compile=true", workload.compiled()
     trained = PRECISIONS[workload.precision].trained
     for precision in narrower(workload.precision):
         if PRECISIONS[precision].trained == trained:  # updates stay as exact
             yield f"train.precision={precision}", replace(workload, precision=precision)
-
-
-# global batches #
-
-
-def batch_sizes(workload: Workload) -> list[int]:
-    """Global batch sizes to compare, in sequences: a quarter to four times the workload's."""
-    size = workload.global_batch_size
-    return [other for other in (size // 4, size // 2, size, 2 * size, 4 * size) if other >= 1]
-
-
-def batch_sentences(workload: Workload, choices: Mapping[int, Choice | None]) -> list[str]:
-    """Speed, updates per token and memory of each global batch size; one sentence if all are as fast.
-
-    choices: the best layout by size, in sequences, ascending; None: none fits. As fast: within 2 % of each
-    other, with a layout for every size.
-    """
-    current = choices.get(workload.global_batch_size)
-    speeds = [choice.tokens_per_second_per_gpu for choice in choices.values() if choice]
-    updates = {size: _two_digits(1e6 / (size * workload.seq_len)) for size in choices}
-    per_token = "optimizer updates per million tokens"
-    if current and None not in choices.values() and max(speeds) / min(speeds) < 1.02:
-        fewest, most = min(choices), max(choices)
-        return [
-            f"From {fewest} to {most} sequences the speed differs by less than 2%; choose by convergence: "
-            f"{updates[fewest]} {per_token} with {fewest} sequences, {updates[most]} with {most}."
-        ]
-    sentences = []
-    for size, choice in choices.items():
-        if choice is None:
-            sentences.append(f"{_sequences(size)}: no layout fits.")
-            continue
-        speed = choice.tokens_per_second_per_gpu
-        ratio = ""
-        if current is not None and size != workload.global_batch_size:
-            ratio = speed / current.tokens_per_second_per_gpu
-            ratio = f" ({ratio:.2f} x that of {workload.global_batch_size})"
-        sentences.append(
-            f"{_sequences(size)}: {speed:,.0f} {choice.cluster.speed_unit}{ratio}, {updates[size]} "
-            f"{per_token}, {human(choice.memory.peak)} ({choice.layout})."
-        )
-    return sentences
-
-
-def _two_digits(number: float) -> str:
-    """A number with two significant digits, never in scientific notation from 0.0001 on."""
-    rounded = f"{number:.2g}"
-    return rounded if number < 100 else f"{float(rounded):,.0f}"

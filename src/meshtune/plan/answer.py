@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
-import numpy as np
 import yaml
 
 from meshtune.config import Config
@@ -16,6 +16,7 @@ from meshtune.layout import as_mapping
 from meshtune.length import limits
 from meshtune.plan import advice, fits
 from meshtune.plan.advice import Alternative
+from meshtune.plan.batches import batch_sentences, batch_sizes, best_of_batches, nearest_sentences
 from meshtune.plan.cluster import Cluster, cluster_of, gpus_here
 from meshtune.plan.cost import RunCost
 from meshtune.plan.fits import Lighter
@@ -43,8 +44,10 @@ class Answer:
         return self.plans[self.gpus]
 
     def best(self, most: int) -> list[Choice]:
-        """The chosen layout, then the fastest of the others: `most` layouts in all."""
-        others = [choice for choice in self.plan.best(most) if choice.layout != self.choice.layout]
+        """The chosen layout, then the others by step time, for the goal memory by peak: `most` in all."""
+        places = self.plan.by_memory() if self.goal == "memory" else range(len(self.plan))
+        ranked = (self.plan.choice(place) for place in islice(places, most))
+        others = [choice for choice in ranked if choice.layout != self.choice.layout]
         return [self.choice, *others][:most]
 
     @cached_property
@@ -57,15 +60,16 @@ class Answer:
 
     @cached_property
     def changes(self) -> list[str]:
-        return advice.changes(self.plan, self.choice)
+        nearest = nearest_sentences(self.plan, self.choice)
+        return [*nearest, *advice.changes(self.plan, self.choice, double_batch=not nearest)]
 
     @cached_property
     def batch_advice(self) -> list[str]:
         """Sentences on smaller and larger global batches; of this one, the fastest layout."""
         current = self.workload.global_batch_size
-        others = [size for size in advice.batch_sizes(self.workload) if size != current]
-        choices = fits.batches(self.workload, self.plan.cluster, others) | {current: self.plan.choice(0)}
-        return advice.batch_sentences(self.workload, dict(sorted(choices.items())))
+        plan, others = self.plan, [size for size in batch_sizes(self.workload) if size != current]
+        choices = best_of_batches(self.workload, plan.cluster, others, plan.fixed)
+        return batch_sentences(self.workload, dict(sorted({**choices, current: plan.choice(0)}.items())))
 
     def batches(self) -> dict[tuple[int, int], Choice | None]:
         """The best layout by (global batch size, GPUs), around the workload's batch; None: none fits."""
@@ -73,8 +77,8 @@ class Answer:
         return {
             (size, gpus): choice
             for gpus in sizes
-            for size, choice in fits.batches(
-                self.workload, self.plan.cluster.of_size(gpus), advice.batch_sizes(self.workload)
+            for size, choice in best_of_batches(
+                self.workload, self.plan.cluster.of_size(gpus), batch_sizes(self.workload)
             ).items()
         }
 
@@ -155,7 +159,7 @@ def by_goal(plans: Mapping[int, Plan], goal: str, lighter: Lighter = dict) -> tu
     if goal not in GOALS:
         raise UserError(f"--goal {goal} is no goal; goals: {', '.join(GOALS)}.")
     choices = {
-        gpus: _smallest(plan) if goal == "memory" else plan.best(1)[0]
+        gpus: plan.choice(plan.by_memory()[0] if goal == "memory" else 0)
         for gpus, plan in plans.items()
         if len(plan)
     }
@@ -169,11 +173,6 @@ def by_goal(plans: Mapping[int, Plan], goal: str, lighter: Lighter = dict) -> tu
     }
     gpus = min(choices, key=keys[goal])
     return gpus, choices[gpus]
-
-
-def _smallest(plan: Plan) -> Choice:
-    """The layout with the lowest peak."""
-    return plan.choice(int(np.argmin(plan.memory.peak)))
 
 
 def largest(config: Config, workload: Workload, what: str) -> tuple[Any, Choice]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from meshtune.plan.workload import Workload
 
 MOST_VIRTUAL_STAGES = 8
+NEAREST = 2  # other global batches, below and above one that the data ranks don't divide
 EVERY_HYBRID = 128  # GPUs, up to which all hybrids of replicas and shards are considered
 
 Option = Mapping[str, Any]  # values for some fields of Layout, by name
@@ -71,6 +72,27 @@ def micro_batches(workload: Workload, data_ranks: int, fixed: Given) -> list[Opt
     ]  # fmt: skip
 
 
+def nearest_sizes(size: int, cluster: Cluster, fixed: Mapping[str, Any]) -> list[int]:
+    """Global batch sizes nearest to `size`, in sequences, that more data ranks can share; smaller ones first.
+
+    At most NEAREST below and NEAREST above, between half and twice `size`: multiples of numbers of data ranks
+    that leave at most a node to the other axes or, where these have no such multiple, of the largest number
+    that has one. fixed: as in `search`. Empty if all data ranks can share `size`.
+    """
+    ranks = cluster.gpus // math.prod(fixed.get(axis, 1) for axis in MODEL_AXES)
+    near: set[int] = set()
+    for model_ranks in divisors(ranks) if ranks else ():
+        data_ranks = ranks // model_ranks
+        if data_ranks <= math.gcd(size, ranks) or (near and model_ranks > cluster.node):
+            break
+        below = size // data_ranks * data_ranks
+        near |= {other for other in (below, below + data_ranks) if size / 2 < other < 2 * size}
+    return [
+        *sorted(other for other in near if other < size)[-NEAREST:],
+        *sorted(other for other in near if other > size)[:NEAREST],
+    ]
+
+
 def with_micro_batches(layouts: Columns, options: Mapping[int, Sequence[Option]]) -> Columns:
     """Each layout with each of the micro-batches of its number of data ranks; fewer data ranks first.
 
@@ -85,6 +107,21 @@ def with_regathering(layouts: Columns) -> Columns:
     """Layouts that sp_regather would change, with it: the same matmuls, less memory, more time."""
     changed = rows(layouts, (layouts.sp > layouts.sp_regather) & ~layouts.recomputation("block"))
     return changed.replace(sp_regather=changed.sp)
+
+
+def uneven_degrees(workload: Workload, cluster: Cluster, layouts: Columns, fixed: Given) -> Number:
+    """True where a tp or cp that is not fixed is uneven (`is_uneven`)."""
+    free = [getattr(layouts, axis) for axis in ("tp", "cp") if axis not in fixed]
+    return np.any([np.zeros(len(layouts.tp), bool), *(is_uneven(n, workload, cluster) for n in free)], axis=0)
+
+
+def is_uneven(size: Number, workload: Workload, cluster: Cluster) -> Number:
+    """True for a degree of tp or cp that divides neither a node's GPUs nor the heads.
+
+    Whole nodes that split the sequence into equal parts are even too, such as cp16 on nodes of 8.
+    """
+    whole_nodes = (size % cluster.node == 0) & (workload.seq_len % size == 0)
+    return (cluster.node % size != 0) & (workload.traits.heads % size != 0) & ~whole_nodes
 
 
 def crossed(

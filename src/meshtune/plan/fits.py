@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from meshtune.errors import NothingFits, UserError
+from meshtune.plan.candidates import nearest_sizes
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.hardware import catalogue
 from meshtune.plan.memory.timeline import CATEGORIES, CATEGORY_NAMES, EVENTS
 from meshtune.plan.models import models
 from meshtune.plan.phrases import memory_limit, memory_need
-from meshtune.plan.search import Choice, Plan, search
+from meshtune.plan.search import Choice, Plan, best_fitting, search
 from meshtune.plan.workload import Workload
 from meshtune.precision import PRECISIONS, narrower
 from meshtune.units import counted, human
@@ -59,7 +60,7 @@ def nothing_fits(plan: Plan, lighter: Lighter = dict) -> list[str]:
     else:
         sentences += [f"{reason}." for reason in _reasons(plan)[:4]]
     fitting = list(remedies(workload, cluster, lighter))
-    if plan.fixed and (free := _best(workload, cluster)):
+    if plan.fixed and (free := best_fitting(workload, cluster)):
         fitting.insert(0, f"layout={free.layout} ({human(free.memory.peak)})")
     sentences.append(f"What would fit: {'; '.join(fitting)}." if fitting else "Nothing tried here would fit.")
     return [*sentences, *_cautions(fitting)]
@@ -76,8 +77,8 @@ def _reasons(plan: Plan) -> list[str]:
 def remedies(workload: Workload, cluster: Cluster, lighter: Lighter = dict) -> Iterator[str]:
     """Settings that fit, each with its layout and memory: the least change of each kind.
 
-    More GPUs, shorter sequences, lower precision, every workload that `lighter` returns, larger GPUs. Each is
-    searched for with no field of the layout fixed.
+    A global batch that the data ranks share, more GPUs, shorter sequences, lower precision, every workload
+    that `lighter` returns, larger GPUs. Each is searched for with no field of the layout fixed.
     """
     for setting, choice in _remedies(workload, cluster, lighter):
         yield f"{setting} layout={choice.layout} ({human(choice.memory.peak)})"
@@ -94,21 +95,26 @@ def _cautions(settings: Sequence[str]) -> list[str]:
 
 def _remedies(workload: Workload, cluster: Cluster, lighter: Lighter) -> Iterator[tuple[str, Choice]]:
     """(setting, best layout under it) for each kind of change in `remedies` that makes something fit."""
+    batch = workload.global_batch_size
+    for size in sorted(nearest_sizes(batch, cluster, {}), key=lambda size: abs(size - batch)):
+        if choice := best_fitting(workload.of_batch(size), cluster):
+            yield f"train.global_batch_size={size}", choice
+            break
     for factor in MORE_GPUS if cluster.gpu.name != "cpu" else ():  # processors share one memory
-        if choice := _best(workload, cluster, cluster.gpus * factor):
+        if choice := best_fitting(workload, cluster, gpus=cluster.gpus * factor):
             yield f"cluster.gpus={cluster.gpus * factor}", choice
             break
     for parts in SHORTER:
         shorter = replace(workload, seq_len=workload.seq_len // parts)
-        if workload.seq_len % parts == 0 and (choice := _best(shorter, cluster)):
+        if workload.seq_len % parts == 0 and (choice := best_fitting(shorter, cluster)):
             yield f"data.seq_len={shorter.seq_len}", choice
             break
     for precision in narrower(workload.precision):
-        if choice := _best(replace(workload, precision=precision), cluster):
+        if choice := best_fitting(replace(workload, precision=precision), cluster):
             yield f"train.precision={precision}", choice
             break
     for setting, other in lighter().items():
-        if choice := _best(other, cluster):
+        if choice := best_fitting(other, cluster):
             yield setting, choice
     for gpu in sorted(catalogue().values(), key=lambda gpu: gpu.memory):
         if gpu.memory <= 1.1 * cluster.memory or gpu.name == "cpu":
@@ -117,7 +123,7 @@ def _remedies(workload: Workload, cluster: Cluster, lighter: Lighter) -> Iterato
         larger = replace(
             cluster, gpu=gpu, memory=gpu.memory, link=gpu.link, network=gpu.network, node=node
         )  # fmt: skip
-        if choice := _best(workload, larger, cluster.gpus):
+        if choice := best_fitting(workload, larger):
             yield f"cluster.gpu={gpu.name}", choice
             break
 
@@ -152,26 +158,7 @@ def out_of_memory(failed: Choice, workload: Workload, lighter: Lighter = dict) -
     return [predicted, f"What needs less, fastest first: {'; '.join(fitting)}.", *_cautions(fitting)]
 
 
-def _best(
-    workload: Workload, cluster: Cluster, gpus: int | None = None, *, fixed: Mapping[str, Any] | None = None
-) -> Choice | None:
-    """The best layout that fits; None if none does or no layout makes the global batch.
-
-    gpus: instead of the cluster's number; None: that. fixed: fields of Layout that are given; None: none.
-    """
-    try:
-        plan = search(workload, cluster.of_size(gpus) if gpus else cluster, fixed=fixed)
-    except UserError:
-        return None
-    return plan.best(1)[0] if len(plan) else None
-
-
 # the largest that fits #
-
-
-def batches(workload: Workload, cluster: Cluster, sizes: Sequence[int]) -> dict[int, Choice | None]:
-    """The best layout, no field fixed, for each global batch size in `sizes`; None where none fits."""
-    return {size: _best(workload.of_batch(size), cluster) for size in sizes}
 
 
 def largest(workload: Workload, cluster: Cluster, what: str) -> tuple[Any, Choice]:
@@ -189,7 +176,7 @@ def largest(workload: Workload, cluster: Cluster, what: str) -> tuple[Any, Choic
         by_size = sorted(models().items(), key=lambda item: -float(item[1].work.parameters))
         for name, model in by_size:
             work = model.work if workload.lora_r is None else model.work.adapted(workload.lora_r)
-            if choice := _best(replace(workload, model=name, work=work, traits=model.traits), cluster):
+            if choice := best_fitting(replace(workload, model=name, work=work, traits=model.traits), cluster):
                 return name, choice
         raise NothingFits(f"None of {', '.join(models())} fits {cluster.gpus} x {cluster.gpu.name}.")
     raise UserError(
@@ -206,7 +193,7 @@ def _largest_batch(workload: Workload, cluster: Cluster) -> tuple[int, Choice]:
     fitting: dict[int, Choice] = {}
 
     def fits(size: int) -> bool:
-        choice = _best(workload.of_batch(size), cluster, fixed={"gradient_accumulation_steps": 1})
+        choice = best_fitting(workload.of_batch(size), cluster, {"gradient_accumulation_steps": 1})
         if choice:
             fitting[size] = choice
         return choice is not None
@@ -230,7 +217,7 @@ def _largest_seq_len(workload: Workload, cluster: Cluster) -> tuple[int, Choice]
     fitting: dict[int, Choice] = {}
 
     def fits(seq_len: int) -> bool:
-        choice = _best(replace(workload, seq_len=seq_len), cluster)
+        choice = best_fitting(replace(workload, seq_len=seq_len), cluster)
         if choice:
             fitting[seq_len] = choice
         return choice is not None

@@ -28,6 +28,20 @@ DATA_COLLECTIVES = {
 }
 
 
+def sequences(number: int) -> str:
+    """A number of sequences as settings write it, without grouped digits: "1024 sequences"."""
+    return f"{number} sequence{'s' * (number > 1)}"
+
+
+def indivisible(size: int, data_ranks: int) -> str:
+    """A sentence for a global batch that `data_ranks` does not divide, with the nearest ones that it does."""
+    below = size // data_ranks * data_ranks
+    near = [other for other in (below, below + data_ranks) if other]
+    return (
+        f"{sequences(size)} can't be divided by {data_ranks} data ranks; {' or '.join(map(str, near))} can."
+    )
+
+
 def largest_category(memory: Memory) -> str:
     """The category, one of CATEGORIES, with most bytes."""
     return max(CATEGORIES, key=lambda category: getattr(memory, category))

@@ -3,7 +3,8 @@
     workload + cluster ──> candidates ──> rules (refused) ──> memory (does not fit) ──> seconds ──> Plan
 
 Layouts are columns of numbers until one is shown, so that tens of thousands take less than a second. Nothing
-is excluded by taste: a layout that nobody would run loses by its predicted time.
+is excluded by taste: a layout that nobody would run loses by its predicted time. Only uneven degrees of tp
+and cp (`uneven_degrees`) rank after all others.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshtune.errors import UserError
 from meshtune.layout import SCHEDULES, V_SCHEDULES, Layout
 from meshtune.placement.columns import Columns, Number, at, joined, layout_at, rows
 from meshtune.placement.rules import rules
@@ -25,6 +27,7 @@ from meshtune.plan.candidates import (
     candidates,
     columns_of,
     micro_batches,
+    uneven_degrees,
     with_micro_batches,
     with_regathering,
 )
@@ -116,9 +119,22 @@ class Plan:
         places = range(min(most, len(self.near.tp)))
         return [explained(self.workload, self.cluster, layout_at(self.near, place)) for place in places]
 
+    @cached_property
+    def uneven(self) -> Number:
+        """Mask of the layouts that rank last for their degrees of tp or cp: see `uneven_degrees`."""
+        return uneven_degrees(self.workload, self.cluster, self.columns, self.fixed)
+
+    def by_memory(self) -> list[int]:
+        """Places by peak memory, the lowest first, those with uneven degrees last."""
+        return np.lexsort((self.seconds.total, self.memory.peak, self.uneven)).tolist()
+
     def pareto(self) -> list[int]:
-        """Places of the layouts that no other beats in both speed and memory, fastest first."""
-        order = np.argsort(self.seconds.total, kind="stable")
+        """Places of the layouts that no other beats in both speed and memory, fastest first.
+
+        Without those of uneven degrees, unless there are no others.
+        """
+        places = np.flatnonzero(self.uneven == self.uneven[:1])
+        order = places[np.argsort(self.seconds.total[places], kind="stable")]
         peaks = self.memory.peak[order]
         before = np.minimum.accumulate(np.concatenate([[np.inf], peaks]))[:-1]
         return [int(place) for place in order[peaks < before]]
@@ -165,12 +181,31 @@ def search(
     tight = tight[np.argsort(memory.peak[tight], kind="stable")][:8]
     fitting = rows(layouts, fits)
     seconds = joined([times(workload, cluster, chunk) for chunk in chunks(fitting)])
-    order = _ranked(seconds.total, memory.peak[fits] / cluster.memory, fitting.recompute)
+    uneven = uneven_degrees(workload, cluster, fitting, fixed)
+    order = _ranked(seconds.total, memory.peak[fits] / cluster.memory, fitting.recompute, uneven)
     considered = int(alternatives.sum()) + added
     return Plan(
         workload, cluster, considered, tuple(rejected), rows(fitting, order), rows(seconds, order),
         rows(rows(memory, fits), order), rows(layouts, tight), fixed,
     )  # fmt: skip
+
+
+def best_fitting(
+    workload: Workload,
+    cluster: Cluster,
+    fixed: Mapping[str, Any] | None = None,
+    *,
+    gpus: int | None = None,
+) -> Choice | None:
+    """The best layout that fits; None if none does, no layout makes the global batch or nodes are not full.
+
+    fixed: as in `search`. gpus: instead of the cluster's number; None: that.
+    """
+    try:
+        plan = search(workload, cluster.of_size(gpus or cluster.gpus), fixed=fixed)
+    except UserError:
+        return None
+    return plan.choice(0) if len(plan) else None
 
 
 def _by_memory(workload: Workload, cluster: Cluster, layouts: Columns) -> tuple[Columns, Memory]:
@@ -189,15 +224,17 @@ def _regathering(workload: Workload, too_large: Columns, fixed: Mapping[str, Any
     return rows(added, allowed & ("sp_regather" not in fixed))
 
 
-def _ranked(seconds: Number, occupied: Number, recompute: Number) -> Number:
+def _ranked(seconds: Number, occupied: Number, recompute: Number, uneven: Number) -> Number:
     """Indices by step time, except that the best of all ties with the quickest comes first.
 
     Among those, the one with most free memory in steps of TIE_MEMORY_STEP, then with least recomputation.
-    occupied: peak as a share of a GPU's memory. recompute: index of the mode in RECOMPUTE.
+    occupied: peak as a share of a GPU's memory. recompute: index of the mode in RECOMPUTE. uneven: mask of
+    the layouts that come after all others.
     """
-    order = np.lexsort((occupied, seconds))
+    order = np.lexsort((occupied, seconds, uneven))
     if len(order):
-        ties = order[seconds[order] <= seconds[order[0]] * math.exp(TIE)]
+        first = order[0]
+        ties = order[(seconds[order] <= seconds[first] * math.exp(TIE)) & (uneven[order] == uneven[first])]
         steps = np.floor(occupied[ties] / TIE_MEMORY_STEP)
         best = ties[np.lexsort((occupied[ties], recompute[ties], steps))[0]]
         order = np.concatenate([[best], order[order != best]])

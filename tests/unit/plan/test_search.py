@@ -25,7 +25,7 @@ from meshtune.layout import (
     Layout,
     PartialLayout,
 )
-from meshtune.placement.columns import Columns, layout_at
+from meshtune.placement.columns import Columns, layout_at, rows
 from meshtune.placement.rules import Traits, refusals
 from meshtune.plan import advice, fits
 from meshtune.plan.answer import by_goal
@@ -110,7 +110,20 @@ def test_every_layout_fills_the_cluster_makes_the_batch_and_runs_and_fits(plan: 
     assert len(set(every)) == len(every), "no layout twice"
 
 
+def even(plan: Plan) -> Plan:
+    """The plan without the layouts that rank last for their degrees, which are no smaller than the others."""
+    assert not plan.uneven[: int((~plan.uneven).sum())].any(), "all of them are last"
+    keep = ~plan.uneven
+    return replace(
+        plan,
+        columns=rows(plan.columns, keep),
+        seconds=rows(plan.seconds, keep),
+        memory=rows(plan.memory, keep),
+    )
+
+
 def test_the_quickest_come_first_and_of_those_alike_the_smallest(plan: Plan) -> None:
+    plan = even(plan)
     total, held = plan.seconds.total, plan.memory.peak
     slowest_before = np.maximum.accumulate(total)
     assert (total >= slowest_before * math.exp(-TIE) * (1 - 1e-12)).all()
@@ -220,7 +233,7 @@ def test_hundreds_of_gpus_are_searched_whole() -> None:
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_the_front_of_speed_and_memory_is_beaten_by_nothing(name: str) -> None:
-    plan = found(name)
+    plan = even(found(name))
     front = plan.pareto()
     for place in front:
         quicker = plan.seconds.total < plan.seconds.total[place]
@@ -573,7 +586,7 @@ def check(each: advice.Alternative, best: Choice, plan: Plan) -> None:
     elif said.startswith("does not fit"):
         assert choice and choice.memory.peak > plan.cluster.usable_memory
         assert str(choice.layout) in said
-    elif said.startswith("is not possible"):
+    elif said.startswith(("is not possible", "are not possible")):
         assert choice is None
     else:
         assert choice and choice.fits and str(choice.layout) in said
@@ -654,15 +667,18 @@ KINDS = {
 def test_what_is_said_of_the_alternatives_is_true(plan: Plan, goal: str) -> None:
     _, best = by_goal({plan.cluster.gpus: plan}, goal)
     found = advice.alternatives(plan, best)
-    assert [each.name for each in found] == (list(KINDS) if plan.cluster.gpus > 1 else [])
+    names = [each.name.split(", ") for each in found]
+    assert [name for several in names for name in several] == (list(KINDS) if plan.cluster.gpus > 1 else [])
+    assert len({each.sentence for each in found}) == len(found), "no reason twice"
     quickest = plan.best(1500)
-    for each in found:
+    for each, several in zip(found, names, strict=True):
         check(each, best, plan)
-        if each.choice:
-            assert KINDS[each.name](each.choice.layout), f"{each.name}: {each.choice.layout}"
-        fitting = [c for c in quickest if KINDS[each.name](c.layout)]
-        if "does not fit" in each.sentence or "not possible" in each.sentence:
-            assert not fitting, f"{each.name} {each.sentence}"
+        for name in several:
+            if each.choice:
+                assert KINDS[name](each.choice.layout), f"{name}: {each.choice.layout}"
+            fitting = [c for c in quickest if KINDS[name](c.layout)]
+            if "does not fit" in each.sentence or "not possible" in each.sentence:
+                assert not fitting, f"{name} {each.sentence}"
 
 
 def test_alternatives_to_a_fixed_layout_may_be_quicker() -> None:

@@ -1,0 +1,94 @@
+"""Other global batches: near one that the data ranks do not divide, and a quarter to four times it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshtune.plan.candidates import nearest_sizes
+from meshtune.plan.cluster import Cluster
+from meshtune.plan.phrases import sequences
+from meshtune.plan.search import Choice, Plan, best_fitting
+from meshtune.plan.workload import Workload
+from meshtune.units import human
+
+WORTH = 0.02  # gain in speed from which another batch is worth a sentence
+
+
+# near one that does not divide #
+
+
+def nearest_sentences(plan: Plan, best: Choice) -> list[str]:
+    """The faster of the `nearest_sizes` below and above the plan's batch, each with its gain and layout.
+
+    best: the chosen layout, which they are compared with. Gains below WORTH are left out.
+    """
+    workload, size = plan.workload, plan.workload.global_batch_size
+    gains: dict[bool, tuple[float, int, Choice]] = {}  # by whether the batch is larger
+    for other in nearest_sizes(size, plan.cluster, plan.fixed):
+        if choice := best_fitting(workload.of_batch(other), plan.cluster, plan.fixed):
+            gain = choice.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu - 1
+            if gain > gains.get(other > size, (WORTH,))[0]:
+                gains[other > size] = (gain, other, choice)
+    order = sorted(gains.values(), key=lambda entry: (-round(entry[0], 2), abs(entry[1] - size)))
+    return [
+        f"{sequences(other)} instead of {size}: {gain:.0%} faster ({choice.layout}), "
+        f"{choice.tokens_per_second_per_gpu:,.0f} {plan.cluster.speed_unit}; "
+        f"{choice.layout.data_ranks} data ranks divide them. Set train.global_batch_size={other}."
+        for gain, other, choice in order
+    ]
+
+
+# a quarter to four times #
+
+
+def batch_sizes(workload: Workload) -> list[int]:
+    """Global batch sizes to compare, in sequences: a quarter to four times the workload's."""
+    size = workload.global_batch_size
+    return [other for other in (size // 4, size // 2, size, 2 * size, 4 * size) if other >= 1]
+
+
+def best_of_batches(
+    workload: Workload, cluster: Cluster, sizes: Sequence[int], fixed: Mapping[str, Any] | None = None
+) -> dict[int, Choice | None]:
+    """The best layout for each global batch size in `sizes`; None where none fits. fixed: as in `search`."""
+    return {size: best_fitting(workload.of_batch(size), cluster, fixed) for size in sizes}
+
+
+def batch_sentences(workload: Workload, choices: Mapping[int, Choice | None]) -> list[str]:
+    """Speed, updates per token and memory of each global batch size; one sentence if all are as fast.
+
+    choices: the best layout by size, in sequences, ascending; None: none fits. As fast: within 2 % of each
+    other, with a layout for every size.
+    """
+    current = choices.get(workload.global_batch_size)
+    speeds = [choice.tokens_per_second_per_gpu for choice in choices.values() if choice]
+    updates = {size: _two_digits(1e6 / (size * workload.seq_len)) for size in choices}
+    per_token = "optimizer updates per million tokens"
+    if current and None not in choices.values() and max(speeds) / min(speeds) < 1.02:
+        fewest, most = min(choices), max(choices)
+        return [
+            f"From {fewest} to {most} sequences the speed differs by less than 2%; choose by convergence: "
+            f"{updates[fewest]} {per_token} with {fewest} sequences, {updates[most]} with {most}."
+        ]
+    sentences = []
+    for size, choice in choices.items():
+        if choice is None:
+            sentences.append(f"{sequences(size)}: no layout fits.")
+            continue
+        speed = choice.tokens_per_second_per_gpu
+        ratio = ""
+        if current is not None and size != workload.global_batch_size:
+            ratio = speed / current.tokens_per_second_per_gpu
+            ratio = f" ({ratio:.2f} x that of {workload.global_batch_size})"
+        sentences.append(
+            f"{sequences(size)}: {speed:,.0f} {choice.cluster.speed_unit}{ratio}, {updates[size]} "
+            f"{per_token}, {human(choice.memory.peak)} ({choice.layout})."
+        )
+    return sentences
+
+
+def _two_digits(number: float) -> str:
+    """A number with two significant digits, never in scientific notation from 0.0001 on."""
+    rounded = f"{number:.2g}"
+    return rounded if number < 100 else f"{float(rounded):,.0f}"

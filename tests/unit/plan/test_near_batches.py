@@ -1,0 +1,164 @@
+"""A global batch that the data ranks do not divide: the nearest ones, and layouts that nobody runs."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshtune.layout import Layout
+from meshtune.plan import advice, fits
+from meshtune.plan.answer import Answer
+from meshtune.plan.batches import nearest_sentences
+from meshtune.plan.candidates import is_uneven, nearest_sizes
+from meshtune.plan.cluster import Cluster, cluster_of
+from meshtune.plan.models import models
+from meshtune.plan.search import Plan, explained, search
+from meshtune.plan.workload import Workload
+from meshtune.sections import ClusterConfig
+
+
+def machines(gpus: int, gpu: str = "h100-sxm", **settings: Any) -> Cluster:
+    return cluster_of(ClusterConfig(gpu=gpu, gpus=gpus, **settings))
+
+
+def workload(model: str, size: int, seq_len: int = 8192) -> Workload:
+    shape = models()[model]
+    return Workload(model, shape.work, shape.traits, seq_len, size)
+
+
+def plan(model: str, gpus: int, size: int, **fixed: Any) -> Plan:
+    return search(workload(model, size), machines(gpus), fixed=fixed)
+
+
+@pytest.mark.parametrize(
+    ("size", "gpus", "near"),
+    [
+        (1024, 1000, [1000, 1125, 1200]),
+        (64, 7, [63, 70]),
+        (13, 8, [8, 12, 14, 16]),
+        (
+            1000,
+            16384,
+            [1024],
+        ),  # data ranks that leave two nodes to the other axes: fewer have no multiple near
+        (64, 8, []),
+        (1, 8, []),  # twice as many is no near one
+    ],
+)
+def test_the_nearest_batches_are_multiples_of_more_data_ranks(size: int, gpus: int, near: list[int]) -> None:
+    assert nearest_sizes(size, machines(gpus), {}) == near
+    for other in near:
+        assert np.gcd(other, gpus) > np.gcd(size, gpus)
+
+
+def test_fixed_axes_leave_fewer_data_ranks() -> None:
+    assert nearest_sizes(13, machines(8), {"tp": 4}) == [12, 14]
+    assert nearest_sizes(12, machines(8), {"tp": 4}) == []
+    assert nearest_sizes(12, machines(8), {"tp": 16}) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "size", "first"),
+    [("llama-3.1-70b", 1000, 1024, 1000), ("llama-3.1-8b", 7, 64, 63), ("llama-3.1-8b", 8, 13, 16)],
+)
+def test_a_batch_that_does_not_divide_gets_the_nearest_with_speed_and_layout(
+    model: str, gpus: int, size: int, first: int
+) -> None:
+    """The three cases of a review, whose answers were cp25, pp7 and cp2-tp4 without another word."""
+    found = plan(model, gpus, size)
+    best = found.choice(0)
+    sentences = nearest_sentences(found, best)
+    changes = Answer(found.workload, {gpus: found}, gpus, best, "speed", None).changes
+    assert sentences[0].startswith(f"{first} sequences instead of {size}: ")
+    assert changes[: len(sentences)] == sentences
+    assert not any("train.global_batch_size" in said for said in changes[len(sentences) :])
+    for said in sentences:
+        parts = re.match(
+            r"(\d+) sequences instead of \d+: (\d+)% faster \((\S+)\), ([\d,]+) tokens/s/GPU", said
+        )
+        assert parts
+        layout = Layout.parse(parts[3])
+        assert layout.global_batch_size == int(parts[1]) and layout.world == gpus
+        other = explained(found.workload.of_batch(int(parts[1])), found.cluster, layout)
+        assert other.fits
+        gain = other.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu - 1
+        assert gain > 0.02 and 100 * gain == pytest.approx(int(parts[2]), abs=0.51)
+        assert int(parts[4].replace(",", "")) == round(other.tokens_per_second_per_gpu)
+
+
+def test_a_batch_that_divides_gets_none() -> None:
+    found = plan("llama-3.1-8b", 8, 64)
+    assert nearest_sentences(found, found.choice(0)) == []
+
+
+def test_a_nearest_batch_is_a_remedy_where_nothing_fits() -> None:
+    """ZeRO-3 over 7 GPUs of 35 GiB fits; the pipeline that 64 sequences leave does not."""
+    found = search(workload("llama-3.1-8b", 64), machines(7, memory_gib=35))
+    assert not len(found)
+    remedies = list(fits.remedies(found.workload, found.cluster))
+    setting = re.match(r"train\.global_batch_size=(63) layout=(\S+) ", remedies[0])
+    assert setting
+    w = found.workload.of_batch(int(setting[1]))
+    assert explained(w, found.cluster, Layout.parse(setting[2])).fits
+
+
+def test_degrees_that_divide_neither_node_nor_heads_rank_last() -> None:
+    found = plan("llama-3.1-8b", 24, 8)
+    uneven = found.columns.cp % 3 == 0  # of 8 GPUs a node and 32 heads; tp3 is refused
+    assert uneven.any() and not uneven.all()
+    assert (found.uneven == uneven).all()
+    assert not uneven[: int((~uneven).sum())].any()
+    assert not any(found.uneven[place] for place in found.pareto())
+    answer = Answer(found.workload, {24: found}, 24, found.choice(found.by_memory()[0]), "memory", None)
+    assert all(choice.layout.cp % 3 for choice in answer.best(int((~uneven).sum())))
+    first = int(uneven.argmax())
+    said = [line for line in advice.reasoning(found, found.choice(0)) if line.startswith("Degrees: ")]
+    if found.seconds.total[first] < 0.99 * found.seconds.total[0]:
+        assert re.search(r"cp\d+ divides neither a node of 8 GPUs nor the 32 attention heads", said[0])
+        assert "ranks last" in said[0] and str(found.choice(first).layout) in said[0]
+    else:
+        assert said == []
+
+
+def test_uneven_degrees_are_first_only_where_nothing_else_fits_and_the_answer_says_so() -> None:
+    found = plan("llama-3.1-70b", 1000, 1024)
+    assert found.uneven.all() and len(found)
+    said = advice.reasoning(found, found.choice(0))[-1]
+    assert re.search(r"^Degrees: .*cp25 .*neither a node of 8 GPUs nor the 64 attention heads", said)
+    assert said.endswith("no other layout fits.")
+
+
+def test_a_degree_that_is_fixed_is_not_uneven() -> None:
+    found = search(workload("llama-3.1-8b", 8), machines(24), fixed={"cp": 3})
+    assert len(found) and not found.uneven.any()
+
+
+def test_whole_nodes_that_split_the_sequence_are_even() -> None:
+    """28 heads and nodes of 8: cp16 is two nodes; cp24 does not divide 8192 tokens."""
+    w = workload("llama-3.1-8b", 16)
+    w = replace(w, traits=replace(w.traits, heads=28))
+    sizes = np.array([1, 2, 4, 7, 8, 14, 16, 24, 3, 5])
+    assert is_uneven(sizes, w, machines(48)).tolist() == [False] * 7 + [True] * 3
+
+
+def test_reasons_that_several_kinds_share_are_said_once() -> None:
+    found = plan("llama-3.1-8b", 7, 64)
+    impossible = [one for one in advice.alternatives(found) if "data ranks" in one.sentence]
+    assert len(impossible) == 1
+    assert impossible[0].sentence == (
+        "are not possible: 64 sequences can't be divided by 7 data ranks; 63 or 70 can."
+    )
+    assert impossible[0].name.startswith("plain data parallel, ZeRO-1 alone, ZeRO-2 alone, ZeRO-3 alone")
+
+
+@pytest.mark.parametrize("size", [8, 64])
+def test_the_goal_memory_sorts_every_row_by_peak(size: int) -> None:
+    found = plan("llama-3.1-8b", 8, size)
+    answer = Answer(found.workload, {8: found}, 8, found.choice(found.by_memory()[0]), "memory", None)
+    peaks = [choice.memory.peak for choice in answer.best(50)]
+    assert peaks == sorted(peaks) and peaks[0] == found.memory.peak.min()
+    fastest = Answer(found.workload, {8: found}, 8, found.choice(0), "speed", None)
+    seconds = [choice.seconds.total for choice in fastest.best(50)[1:]]
+    assert seconds == sorted(seconds)
