@@ -26,8 +26,9 @@ from meshtune.rundir import flush
 
 STALE_SECONDS = 24 * 3600  # age at which an unfinished folder must be that of a killed process
 MANIFEST = "manifest.json"
-# Of a folder of arrays, of the digests of data files (files.py), of a model's numbers (census_cache.py).
-TEMPORARY = re.compile(r"\.([0-9a-f]{32}|hashes(\.json)?|census-\w+\.json)\.(?!lock$)\w+(\.tmp)?")
+# Of a folder of arrays, of the digests of data files (files.py), of a model's numbers (census_cache.py), of
+# the data's size (summary.py).
+TEMPORARY = re.compile(r"\.([0-9a-f]{32}|hashes(\.json)?|(census|summary)-\w+\.json)\.(?!lock$)\w+(\.tmp)?")
 
 
 def write_folder(folder: Path, write: Callable[[Path], dict[str, Any]]) -> None:

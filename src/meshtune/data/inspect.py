@@ -136,8 +136,7 @@ def _lengths(dataset: Dataset) -> dict[str, Any]:
     return {
         "label_share": dataset.label_tokens / dataset.token_count,
         "mean_length": float(lengths.mean()),
-        # length of a token's document, averaged over tokens: attention costs this much; the planner uses it
-        "mean_document_tokens": float((lengths.astype(float) ** 2).sum() / max(1, lengths.sum())),
+        "mean_document_tokens": dataset.mean_document_tokens,
         "longest": int(lengths.max()),
         "histogram": [
             {"from": int(low), "to": int(high) - 1, "documents": int(count)}

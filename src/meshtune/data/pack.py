@@ -60,6 +60,12 @@ class Dataset:
         return int(self.sequence_labels.sum())
 
     @property
+    def mean_document_tokens(self) -> float:
+        """Length of a token's document, averaged over tokens: attention costs this much."""
+        lengths = np.diff(self.offsets)[self.members].astype(float)
+        return float((lengths**2).sum() / max(1, lengths.sum()))
+
+    @property
     def width(self) -> int:
         """Tokens of the longest sequence: the width of all packed micro-batches, so shapes never change."""
         return int(self.sequence_tokens.max(initial=0))

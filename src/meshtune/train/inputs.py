@@ -13,6 +13,7 @@ from meshtune.data.loader import Loader
 from meshtune.data.pack import Dataset
 from meshtune.data.prepare import Prepared, prepare, sentences
 from meshtune.data.stream import Stream
+from meshtune.data.summary import write_summary
 from meshtune.errors import UserError, expanded, explained
 from meshtune.length import limits
 from meshtune.model.generation import stop_tokens
@@ -20,6 +21,7 @@ from meshtune.model.load import load_tokenizer
 from meshtune.parallel.apply import width_multiple
 from meshtune.parallel.mesh import World
 from meshtune.sections import DataConfig, ModelConfig, SourceConfig
+from meshtune.units import on_first_rank
 
 
 class Inputs(NamedTuple):
@@ -31,10 +33,13 @@ class Inputs(NamedTuple):
 
 
 def inputs_of(config: Config) -> Inputs:
-    """Tokenizer, encoder and prepared data of a config."""
+    """Tokenizer, encoder and prepared data of a config, whose size is kept for the planner."""
     tokenizer = tokenizer_of(config.model, config.data)
     encoder = encoder_of(tokenizer, config.data, stops_of(config.model))
-    return Inputs(tokenizer, encoder, data_of(config.data, encoder, seed=config.train.seed))
+    prepared = data_of(config.data, encoder, seed=config.train.seed)
+    if isinstance(prepared.train, Dataset) and on_first_rank():
+        write_summary(config, prepared.train)
+    return Inputs(tokenizer, encoder, prepared)
 
 
 def tokenizer_of(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerBase:
