@@ -14,6 +14,7 @@ from meshtune.setting_types import (
     Margin,
     NonNegative,
     Positive,
+    Prices,
     Section,
 )
 
@@ -201,8 +202,10 @@ class ClusterConfig(Section):
     network_share: Fraction | None = Field(
         default=None, description="Share of `network` that collectives reach."
     )
-    price_per_gpu_hour: float | None = Field(
-        default=None, gt=0, description="Price of a GPU for an hour, in any currency."
+    price_per_gpu_hour: Prices = Field(
+        default=None,
+        description="Price of a GPU for an hour: a number, prices by kind such as {h100-sxm: 2.5, currency: "
+        "USD}, or a TOML or YAML file of these.",
     )
     memory_margin: Margin | None = Field(
         default=None, description="Share of each GPU's memory that a plan leaves free; null: 0.04 or 0.1."

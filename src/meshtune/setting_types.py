@@ -52,6 +52,21 @@ def whole(value: Any) -> Any:
     return value
 
 
+def prices(value: Any) -> Any:
+    """Return a value that can be a price or several; plan/prices.py judges the entries of a mapping."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    table = isinstance(value, Mapping) and all(
+        isinstance(price, int | float | str) for price in value.values()
+    )
+    if value is None or number or table or isinstance(value, str):
+        return value
+    raise PydanticCustomError(
+        "prices",
+        "Write a number above 0, prices by kind such as {h100-sxm: 2.5, currency: USD}, or a file of these",
+    )
+
+
+Prices = Annotated[float | dict[str, float | str] | str | None, BeforeValidator(prices)]
 TokenCount = Annotated[int, Field(ge=1, le=MOST_TOKENS), BeforeValidator(whole)]
 Interval = Annotated[NonNegative | Annotated[str, Field(pattern=INTERVAL)], BeforeValidator(interval)]
 Format = Literal["auto", "text", "prompt-completion", "alpaca", "messages", "sharegpt", "tokens"]

@@ -13,12 +13,11 @@ import yaml
 from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.layout import as_mapping
-from meshtune.length import limits
 from meshtune.plan import advice, fits
 from meshtune.plan.advice import Alternative
 from meshtune.plan.batches import batch_sentences, batch_sizes, best_of_batches, nearest_sentences
 from meshtune.plan.cluster import Cluster, cluster_of, gpus_here
-from meshtune.plan.cost import RunCost
+from meshtune.plan.cost import RunCost, RunLength, run_length
 from meshtune.plan.fits import Lighter
 from meshtune.plan.search import Choice, Plan, search
 from meshtune.plan.workload import Workload
@@ -35,7 +34,8 @@ class Answer:
     gpus: int  # of the chosen layout
     choice: Choice  # the best by the goal
     goal: str  # one of GOALS
-    run: RunCost | None  # of the whole run, if its steps are known
+    run: RunCost  # of the whole run under it
+    length: RunLength
     left_out: tuple[str, ...] = ()  # sentences on cluster sizes that are impossible
 
     @property
@@ -106,7 +106,7 @@ class Answer:
             ],
             "changes": self.changes,
             "batches": self.batch_advice,
-            "run": None if self.run is None else vars(self.run),
+            "run": vars(self.run) | {"notes": list(self.length.notes)},
         }
         if len(self.plans) > 1:
             document["sizes"] = {
@@ -144,9 +144,8 @@ def ask(
     if not plans:
         raise UserError(problems)
     gpus, choice = by_goal(plans, goal, lighter)
-    known = [limit.steps for limit in limits(config, None)]
-    run = RunCost.of(choice, known[0]) if known else None
-    return Answer(workload, plans, gpus, choice, goal, run, tuple(problems))
+    length = run_length(config)
+    return Answer(workload, plans, gpus, choice, goal, RunCost.of(choice, length), length, tuple(problems))
 
 
 def by_goal(plans: Mapping[int, Plan], goal: str, lighter: Lighter = dict) -> tuple[int, Choice]:

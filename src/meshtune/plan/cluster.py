@@ -21,6 +21,7 @@ from meshtune.config import Config
 from meshtune.errors import UserError, check_file, expanded
 from meshtune.nearest import did_you_mean, nearest
 from meshtune.plan.hardware import GIGA, Gpu, catalogue, gpu_of, named
+from meshtune.plan.prices import prices_of
 from meshtune.sections import ClusterConfig
 from meshtune.units import GIB, speed_unit
 
@@ -40,7 +41,8 @@ class Cluster:
     link: float  # between the GPUs of a node, bytes/s in one direction
     network: float  # between nodes, each GPU's part of it, bytes/s in one direction
     network_share: float = NETWORK_SHARE  # of `network` that collectives reach
-    price: float | None = None  # of a GPU-hour, in any currency
+    price: float | None = None  # of a GPU-hour, in `currency`
+    currency: str = ""  # as the user named it; "": not named
     memory_margin: float | None = None  # share of `memory` left free; None: MARGIN or UNMEASURED_MARGIN
 
     def of_size(self, gpus: int) -> Cluster:
@@ -55,6 +57,11 @@ class Cluster:
                 "set cluster.gpus_per_node."
             )
         return replace(self, gpus=gpus)
+
+    @property
+    def title(self) -> str:
+        """Number and kind, as "8 x mi300x (not measured)" for a kind without a matmul rate of its own."""
+        return f"{self.gpus:,} x {self.gpu.name}{' (not measured)' * (not self.gpu.measured)}"
 
     @property
     def nodes(self) -> int:
@@ -91,7 +98,7 @@ def cluster_of(
     gpus: their number, if the settings leave it out; None: those here if no kind is set, else 1. seen:
     returns (driver's name, bytes) of each GPU here, called only if no kind is set; None: asks the driver.
     Where it returns none, the cluster is this machine's processor. Raises UserError for an unknown kind or
-    efficiency, a cluster.hardware that can't be read, and GPUs that don't fill whole nodes.
+    efficiency, a cluster.hardware that can't be read, GPUs that don't fill whole nodes, and as `prices_of`.
     """
     kinds = catalogue() | _kinds_of_file(settings)
     memory = settings.memory_gib * GIB if settings.memory_gib else None
@@ -110,6 +117,7 @@ def cluster_of(
             )
         measured = gpu.measured or "matmul" in settings.efficiency
         gpu = replace(gpu, efficiency={**gpu.efficiency, **settings.efficiency}, measured=measured)
+    prices = prices_of(settings.price_per_gpu_hour, gpu.name, kinds)
     count = settings.gpus or gpus or here or 1
     here_alone = settings.gpu is None and here > 0
     return Cluster(
@@ -120,7 +128,8 @@ def cluster_of(
         link=settings.link * GIGA if settings.link else gpu.link,
         network=settings.network * GIGA if settings.network else gpu.network,
         network_share=settings.network_share or NETWORK_SHARE,
-        price=settings.price_per_gpu_hour,
+        price=prices.of_kind.get(gpu.name),
+        currency=prices.currency,
         memory_margin=settings.memory_margin,
     ).of_size(count)
 

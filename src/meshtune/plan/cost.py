@@ -1,38 +1,111 @@
-"""Time and cost of a whole run."""
+"""Length, hours and price of a whole run."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshtune.units import counted, duration
+from meshtune.config import Config
+from meshtune.data.summary import read_summary
+from meshtune.length import ending, limits, step_tokens
+from meshtune.units import count, counted, duration
 
 if TYPE_CHECKING:
     from meshtune.plan.search import Choice
 
 
 @dataclass(frozen=True)
-class RunCost:
-    """Time and cost of a run of `steps` optimizer steps under one layout."""
+class RunLength:
+    """Length of the run that is planned, as `meshtune train` will count it."""
 
-    steps: int
-    seconds: float  # of the whole run
-    gpu_hours: float  # of all its GPUs
-    cost: float | None  # in the currency of cluster.price_per_gpu_hour; None: no price was given
+    steps: int | None  # optimizer steps; None: unknown
+    tokens: int | None  # of their global batches
+    notes: tuple[str, ...] = ()  # sentences: which limit ends the run, and what could not be counted
+    missing: str = ""  # sentence on why an epoch's sequences are unknown; "": they are known
+
+
+def run_length(config: Config) -> RunLength:
+    """The length that the settings give; epochs are counted by `meshtune data`.
+
+    A note says what is missing where train.num_epochs could end the run, or the length of a run with a price
+    is unknown. Raises UserError as `length.limits`.
+    """
+    sequences, missing = epoch_of(config)
+    ends = limits(config, sequences)
+    if not ends:
+        wanted = config.train.num_epochs or config.cluster_config.price_per_gpu_hour
+        return RunLength(None, None, (unknown(missing),) if wanted else (), missing)
+    steps, notes = ends[0].steps, [*filter(None, [ending(ends)])]
+    if config.train.num_epochs and sequences is None:
+        notes.append(f"train.num_epochs={config.train.num_epochs:g} may end the run sooner: {missing}")
+    return RunLength(steps, steps * step_tokens(config), tuple(notes), missing)
+
+
+def unknown(missing: str) -> str:
+    """Sentence on a run of unknown length. missing: as in RunLength."""
+    return f"The length of the run is unknown: {missing} Or set train.max_steps or train.total_tokens."
+
+
+def epoch_of(config: Config) -> tuple[int | None, str]:
+    """(Sequences of an epoch, "") or (None, a sentence on why they are unknown)."""
+    if config.data.streaming:
+        return None, "with data.streaming an epoch has no known length."
+    if not config.data.train:
+        return None, "data.train names no rows for `meshtune data` to count."
+    if (summary := read_summary(config)) is None:
+        return None, "`meshtune data` has not counted these rows; run it with the same settings."
+    if changed := summary.changed():
+        return None, f"{changed[0]} has changed since `meshtune data` counted the rows; run it again."
+    return summary.sequences, ""
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """Time and price of a run under one layout; None: the length of the run, or the price, is unknown."""
+
+    steps: int | None
+    tokens: int | None
+    seconds: float | None
+    gpu_hours: float | None
+    cost: float | None  # in `currency`
+    cost_per_million_tokens: float | None
+    currency: str  # as the user named it; "": not named
 
     @classmethod
-    def of(cls, choice: Choice, steps: int) -> RunCost:
-        seconds = steps * choice.seconds.total
-        gpu_hours = seconds * choice.layout.world / 3600
-        price = choice.cluster.price
-        return cls(steps, seconds, gpu_hours, None if price is None else gpu_hours * price)
+    def of(cls, choice: Choice, length: RunLength) -> RunCost:
+        """The run of this length under the choice's layout, at its cluster's price."""
+        cluster = choice.cluster
+        seconds = None if length.steps is None else length.steps * choice.seconds.total
+        gpu_hours = None if seconds is None else seconds * choice.layout.world / 3600
+        price, million = cluster.price, 1e6 / choice.tokens_per_second_per_gpu / 3600  # GPU-hours
+        return cls(
+            steps=length.steps,
+            tokens=length.tokens,
+            seconds=seconds,
+            gpu_hours=gpu_hours,
+            cost=None if price is None or gpu_hours is None else gpu_hours * price,
+            cost_per_million_tokens=None if price is None else million * price,
+            currency=cluster.currency,
+        )
 
     def sentence(self) -> str:
-        """The run's duration, its GPU-hours and, with a price, its cost."""
+        """The run's duration, GPU-hours and price, as far as they are known; "" if none is."""
+        rate = self.cost_per_million_tokens
+        per_million = "" if rate is None else f"{money(rate, self.currency)} per million tokens"
+        if self.steps is None or self.tokens is None or self.seconds is None or self.gpu_hours is None:
+            return f"Training costs {per_million}." if per_million else ""
         takes = "takes" if self.steps == 1 else "take"
         sentence = (
-            f"{counted(self.steps, 'step')} {takes} {duration(self.seconds)}: {self.gpu_hours:,.1f} GPU-hours"
+            f"{counted(self.steps, 'step')} ({count(self.tokens)} tokens) {takes} {duration(self.seconds)}: "
+            f"{self.gpu_hours:,.1f} GPU-hours"
         )
         if self.cost is None:
             return f"{sentence}."
-        return f"{sentence}, which cost {self.cost:,.2f} in the currency of cluster.price_per_gpu_hour."
+        return f"{sentence}, which cost {money(self.cost, self.currency)} ({per_million})."
+
+
+def money(amount: float, currency: str = "") -> str:
+    """Format an amount, with its currency where one is named: `money(0.0951, "USD") == "0.0951 USD"`."""
+    decimals = 0 if amount >= 10_000 else 2 if amount >= 1 else 2 - math.floor(math.log10(amount))
+    return f"{amount:,.{decimals}f} {currency}".rstrip()

@@ -31,7 +31,7 @@ from meshtune.plan import advice, fits
 from meshtune.plan.answer import by_goal
 from meshtune.plan.candidates import divisors
 from meshtune.plan.cluster import Cluster, cluster_of, gpus_here
-from meshtune.plan.cost import RunCost
+from meshtune.plan.cost import RunCost, RunLength
 from meshtune.plan.hardware import catalogue
 from meshtune.plan.machine import machine_of
 from meshtune.plan.memory.timeline import CATEGORIES, CATEGORY_NAMES
@@ -720,12 +720,17 @@ def test_what_to_change_first_was_predicted(plan: Plan) -> None:
 
 def test_a_whole_run_is_steps_times_a_step_at_the_price_of_its_hours() -> None:
     choice = search(workload("llama-3.1-8b", 64), machines(8, price_per_gpu_hour=2.5)).choice(0)
-    run = RunCost.of(choice, 100)
+    length = RunLength(100, 100 * 64 * 4096)
+    run = RunCost.of(choice, length)
     assert run.seconds == 100 * choice.seconds.total
     assert run.gpu_hours == pytest.approx(run.seconds * 8 / 3600)
     assert run.cost == pytest.approx(2.5 * run.gpu_hours)
-    free = RunCost.of(search(workload("llama-3.1-8b", 64), machines(8)).choice(0), 100)
-    assert free.cost is None and "price" not in free.sentence()
+    assert run.cost_per_million_tokens == pytest.approx(run.cost / (run.tokens / 1e6))
+    assert " per million tokens)." in run.sentence()
+    free = RunCost.of(search(workload("llama-3.1-8b", 64), machines(8)).choice(0), length)
+    assert free.cost is free.cost_per_million_tokens is None and "cost" not in free.sentence()
+    endless = RunCost.of(choice, RunLength(None, None))
+    assert endless.seconds is endless.cost is None and endless.sentence().startswith("Training costs 0.")
 
 
 # the cluster #

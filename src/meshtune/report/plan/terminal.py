@@ -63,8 +63,8 @@ def answer(result: Answer, most: int) -> RenderableType:
             more = sum(group.count for group in others)
             lines.append(f"{more:,}: {len(others)} other reasons, which --json lists")
         parts.append(section("Left out", lines))
-    if result.run is not None:
-        parts.append(section("The run", [result.run.sentence()]))
+    if lines := [*filter(None, [result.run.sentence()]), *result.length.notes]:
+        parts.append(section("The run", lines))
     if note := unmeasured(result.choice):
         parts.append(Text(note, style="dim"))
     parts.append(Text(f"meshtune train … layout={result.choice.layout}", style="bold"))

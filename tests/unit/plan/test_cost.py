@@ -1,0 +1,118 @@
+"""Length and price of a whole run: prices by kind, epochs that `meshtune data` has counted."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshtune import config
+from meshtune.config import Config
+from meshtune.errors import UserError
+from meshtune.plan.cluster import cluster_of
+from meshtune.plan.cost import money, run_length
+from meshtune.plan.hardware import catalogue
+from meshtune.plan.prices import prices_of
+from meshtune.sections import ClusterConfig
+from meshtune.train.inputs import inputs_of, steps_of
+
+Settings = Callable[..., list[str]]
+
+
+def load(*words: str) -> Config:
+    return config.load(None, ["model.name=x", *words])
+
+
+# prices #
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("p.toml", 'currency = "EUR"\nh100-sxm = 2.5\nmi300x = 2\n'),
+        ("p.yaml", "currency: EUR\nh100-sxm: 2.5\nmi300x: 2\n"),
+    ],
+)
+def test_a_file_has_the_prices_of_several_kinds_and_their_currency(
+    name: str, text: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    for gpu, price in (("h100-sxm", 2.5), ("mi300x", 2), ("a100-80", None)):
+        cluster = cluster_of(ClusterConfig(gpu=gpu, price_per_gpu_hour=str(tmp_path / name)))
+        assert (cluster.price, cluster.currency) == (price, "EUR")
+
+
+def test_a_number_is_the_price_of_the_clusters_kind() -> None:
+    assert prices_of(2.5, "h100-sxm", catalogue()) == ({"h100-sxm": 2.5}, "")
+    assert prices_of(None, "h100-sxm", catalogue()) == ({}, "")
+    table = {"mi300x": 1.5, "currency": "USD"}
+    assert prices_of(table, "h100-sxm", catalogue()) == ({"mi300x": 1.5}, "USD")
+
+
+def test_every_wrong_price_is_named(tmp_path: Path) -> None:
+    table = {"h100": 2, "mi300x": -1, "a100-80": "two", "currency": 3, "nonsense": 1}
+    with pytest.raises(UserError) as refused:
+        prices_of(table, "h100-sxm", catalogue())
+    said = "\n".join(refused.value.problems)
+    assert len(refused.value.problems) == 5
+    for part in (
+        "h100 is no GPU kind; did you mean h100-sxm", "mi300x = -1: write a number above 0",
+        "a100-80 = two: write a number above 0", "currency = 3 is no text", "nonsense is no GPU kind",
+    ):  # fmt: skip
+        assert part in said
+    (tmp_path / "bad.toml").write_text("h100-sxm = ")
+    for file, reason in (("bad.toml", "is not TOML"), ("none.toml", "cannot be read: No such file")):
+        with pytest.raises(UserError, match=reason):
+            prices_of(str(tmp_path / file), "h100-sxm", catalogue())
+    for wrong in ("-3", "[1]", "true", ".inf", "{a: {b: 1}}"):
+        with pytest.raises(UserError, match=r"price_per_gpu_hour = .*: write a number above 0, prices by k"):
+            load(f"cluster.price_per_gpu_hour={wrong}")
+
+
+def test_amounts_have_their_currency_and_no_exponent() -> None:
+    assert money(0.0951, "USD") == "0.0951 USD" and money(398.127) == "398.13"
+    assert money(1_234_567.8, "EUR") == "1,234,568 EUR" and money(0.00004) == "0.0000400"
+
+
+# length #
+
+
+def test_limits_without_data_give_steps_and_tokens_and_say_what_may_end_the_run_sooner() -> None:
+    length = run_length(load("train.max_steps=100"))
+    assert (length.steps, length.tokens, length.notes) == (100, 100 * 64 * 2048, ())
+    both = run_length(load("train.max_steps=100", "train.num_epochs=3"))
+    assert both.steps == 100
+    assert both.notes == (
+        "train.num_epochs=3 may end the run sooner: data.train names no rows for `meshtune data` to count.",
+    )
+    stream = run_length(load("data.streaming=true", "data.train=a.jsonl", "train.total_tokens=1e9"))
+    assert stream.steps == 7630 and "a step has 131,072 tokens" in stream.notes[0]
+
+
+def test_an_unknown_length_is_said_where_it_was_asked_for() -> None:
+    assert run_length(load()).notes == ()
+    for asked in ("train.num_epochs=2", "cluster.price_per_gpu_hour=2"):
+        length = run_length(load(asked))
+        assert length.steps is None
+        assert length.notes[0].endswith("Or set train.max_steps or train.total_tokens.")
+
+
+def test_epochs_are_those_that_the_data_command_counted(settings: Settings, tmp_path: Path) -> None:
+    words = settings("train.max_steps=null", "train.num_epochs=3", "train.global_batch_size=2")
+    (tmp_path / "rows.jsonl").write_bytes(Path(words[1].partition("=")[2]).read_bytes())
+    words.append(f"data.train={tmp_path / 'rows.jsonl'}")
+    read = config.load(None, words)
+    assert "`meshtune data` has not counted these rows" in run_length(read).notes[0]
+    train = inputs_of(read).prepared.train
+    length = run_length(read)
+    assert length.steps == steps_of(read, train) and not length.missing
+    assert length.tokens == length.steps * 2 * 128
+    longer = config.load(None, [*words, "train.max_steps=100000"])
+    assert run_length(longer).steps == length.steps == steps_of(longer, train)
+    assert "train.num_epochs=3 ends it before train.max_steps=100000" in run_length(longer).notes[0]
+    other = config.load(None, [*words, "data.seq_len=64"])
+    assert run_length(other).steps is None, "other settings were not counted"
+    elsewhere = config.load(None, [*words, "train.global_batch_size=4", "data.mean_document_tokens=9"])
+    assert run_length(elsewhere).steps == steps_of(elsewhere, train)
+    with open(tmp_path / "rows.jsonl", "a") as file:
+        file.write('{"text": "one more"}\n')
+    assert f"{tmp_path / 'rows.jsonl'} has changed since `meshtune data` counted" in run_length(read).notes[0]
