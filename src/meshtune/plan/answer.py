@@ -35,7 +35,7 @@ class Answer:
     choice: Choice  # the best by the goal
     goal: str  # one of GOALS
     run: RunCost  # of the whole run under it
-    length: RunLength
+    length: RunLength = RunLength(None, None)
     left_out: tuple[str, ...] = ()  # sentences on cluster sizes that are impossible
 
     @property
