@@ -22,6 +22,7 @@ from meshtune.plan.fits import Lighter
 from meshtune.plan.search import Choice, Plan, search
 from meshtune.plan.workload import Workload
 
+UNPLANNED = RunLength(None, None)
 GOALS = ("speed", "cost", "gpus", "memory")
 
 
@@ -35,7 +36,7 @@ class Answer:
     choice: Choice  # the best by the goal
     goal: str  # one of GOALS
     run: RunCost  # of the whole run under it
-    length: RunLength = RunLength(None, None)
+    length: RunLength = UNPLANNED
     left_out: tuple[str, ...] = ()  # sentences on cluster sizes that are impossible
 
     @property
