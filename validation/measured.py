@@ -192,6 +192,7 @@ def columns_of(rows: Sequence[Row], among: Sequence[Origin]) -> Columns:
         virtual_stages=virtual,
         micro_batch_size=column(rows, "micro_batch"),
         gradient_accumulation_steps=column(rows, "global_batch") / column(rows, "micro_batch") / dp,
+        recompute_blocks=np.full(len(rows), np.inf),
         recompute=np.array([float(recompute_of(row, origin_of(row, among))) for row in rows]),  # type: ignore[arg-type]
     )
 

@@ -33,6 +33,7 @@ VIRTUAL_SCHEDULES = ("interleaved1f1b", "loopedbfs", "zb")  # the ones that take
 V_SCHEDULES = ("zbv", "dualpipev")  # two stages a rank: down the ranks and up again
 ZERO_BUBBLE = ("zb", *V_SCHEDULES)  # the backward of weights runs later than that of activations
 RECOMPUTE = tuple(RECOMPUTATIONS)
+BY_BLOCK = tuple(name for name, mode in RECOMPUTATIONS.items() if mode.block)  # may be of some blocks alone
 CHOICES = {
     "cp_method": CP_METHODS,
     "schedule": SCHEDULES,
@@ -64,6 +65,7 @@ class Layout:
     micro_batch_size: int = 1
     gradient_accumulation_steps: int = 1
     recompute: str = "none"
+    recompute_blocks: int | None = None  # how many of each stage, from its first on; None: all
 
     def __post_init__(self) -> None:
         if problems := list(contradictions(self)):
@@ -142,8 +144,9 @@ TOKENS = (
           lambda x: f"mb{x.micro_batch_size}"),
     Token("ga4", r"ga(\d+)", lambda count: {"gradient_accumulation_steps": int(count)},
           lambda x: f"ga{x.gradient_accumulation_steps}"),
-    Token("full", "(" + "|".join(RECOMPUTE) + ")", lambda name: {"recompute": name},
-          lambda x: x.recompute if x.recompute != "none" else ""),
+    Token("full", "(" + "|".join(RECOMPUTE) + r")(\d*)",
+          lambda name, count: {"recompute": name} | ({"recompute_blocks": int(count)} if count else {}),
+          lambda x: f"{x.recompute}{x.recompute_blocks or ''}" if x.recompute != "none" else ""),
 )  # fmt: skip
 
 
@@ -186,6 +189,8 @@ def misread(word: str) -> str:
 def contradictions(layout: Layout) -> Iterator[str]:
     """Sentences, with the remedy, on what is wrong with a layout for any model and machine."""
     numbers = {f.name: getattr(layout, f.name) for f in fields(layout) if f.type in (int, "int")}
+    if layout.recompute_blocks is not None:
+        numbers["recompute_blocks"] = layout.recompute_blocks
     if wrong := {name: value for name, value in numbers.items() if type(value) is not int}:
         yield from (
             f"{name} is {written(value)}; it must be a whole number." for name, value in wrong.items()
@@ -213,10 +218,16 @@ def contradictions(layout: Layout) -> Iterator[str]:
         yield "sp splits the sequence over the tensor-parallel ranks and needs tp > 1; add tp2, or drop sp."
     if layout.sp_regather and not layout.sp:
         yield "regather gathers again what sp gathers and needs sp; write tp2-sp-regather, or drop regather."
-    if layout.sp_regather and layout.recompute in RECOMPUTE and RECOMPUTATIONS[layout.recompute].block:
+    if layout.sp_regather and layout.recompute in BY_BLOCK:
         yield (
-            f"regather with recompute {layout.recompute}: a block that runs again gathers again anyway, so "
-            "it would change nothing; drop regather, or use recompute none or attention."
+            f"regather with recompute {layout.recompute}: a block that runs again gathers again anyway; drop "
+            "regather, or use recompute none or attention."
+        )
+    if layout.recompute_blocks is not None and layout.recompute not in BY_BLOCK:
+        yield (
+            f"recompute_blocks is {layout.recompute_blocks} with recompute {layout.recompute}: only "
+            f"{' and '.join(BY_BLOCK)} recompute some blocks and save the others; use one of these, or leave "
+            "the number out."
         )
     if layout.cp == 1 and layout.cp_method != "allgather":
         yield f"cp_method={layout.cp_method} needs cp > 1; write ulysses2, or leave it out."
@@ -236,6 +247,7 @@ BELONGS = {  # field -> what only has a meaning with it
     "tp": ("sp", "sp_regather"),
     "sp": ("sp_regather",),
     "pp": ("schedule", "virtual_stages"),
+    "recompute": ("recompute_blocks",),
 }
 
 

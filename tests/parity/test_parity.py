@@ -15,6 +15,7 @@ dp2 zero1x2 zero2x2 zero3x2 tp2 tp2-sp tp2-sp-regather cp2 ulysses2
 pp2-gpipe pp2-1f1b pp2-interleaved1f1b-v2 pp2-loopedbfs-v2 pp2-zb-v2 pp2-zbv pp2-dualpipev
 dp2-full zero3x2-full zero3x2-selective tp2-sp-selective tp2-sp-regather-attention tp2-attention cp2-full
 ulysses2-attention pp2-1f1b-attention pp2-interleaved1f1b-v2-full pp2-zbv-attention
+dp2-full2 zero3x2-full2 zero3x2-selective2 tp2-sp-selective2 pp2-1f1b-full2 pp2-interleaved1f1b-v2-selective1
 """
 FOUR = """
 dp4 zero3x4 dp2-zero1x2 dp2-zero2x2 dp2-zero3x2 tp4 tp4-sp cp4
@@ -22,7 +23,7 @@ dp2-tp2-sp zero1x2-tp2 zero2x2-tp2-sp zero3x2-tp2-sp-selective
 dp2-cp2 zero3x2-cp2 zero2x2-ulysses2 cp2-tp2-sp ulysses2-tp2
 dp2-pp2-1f1b zero1x2-pp2-1f1b zero2x2-pp2-1f1b zero3x2-pp2-gpipe zero3x2-pp2-interleaved1f1b-v2
 dp2-ulysses2 ulysses2-pp2-1f1b ulysses2-tp2-sp tp2-sp-pp2-zbv cp2-pp2-zbv tp2-pp2-loopedbfs-v2
-zero3x2-tp2-sp-regather tp2-sp-regather-pp2-1f1b
+zero3x2-tp2-sp-regather tp2-sp-regather-pp2-1f1b zero3x2-cp2-full2 zero3x2-pp2-1f1b-selective2
 tp2-pp2-dualpipev-mb2-ga8 zero1x2-pp2-dualpipev-mb2-ga4 ulysses2-pp2-zb-v2
 zero1x2-pp2-zb-v2 zero1x2-pp2-zbv dp2-pp2-dualpipev-mb2-ga4 cp2-pp2-1f1b tp2-sp-pp2-1f1b tp2-pp2-zbv
 pp4-1f1b pp4-interleaved1f1b-v2-mb2-ga8 pp4-zbv-mb2-ga8 pp4-dualpipev-mb2-ga8
@@ -37,7 +38,7 @@ LAYOUTS = [*TWO.split(), *FOUR.split(), *EIGHT.split()]
 ALONE = TWO.split()[:16]
 ALONE_DEFAULT = "zero1x2 zero3x2 tp2-sp cp2 ulysses2 pp2-1f1b"
 DEFAULT = """
-dp2-full cp2-tp2-sp zero1x2-pp2-zbv
+zero3x2-full2 cp2-tp2-sp zero1x2-pp2-zbv
 """
 
 

@@ -17,6 +17,7 @@ sizes = st.integers(1, 8)
 def layouts(draw: st.DrawFn) -> Layout:
     dp_shard, cp, tp, pp = (draw(sizes) for _ in range(4))
     schedule = draw(st.sampled_from(SCHEDULES)) if pp > 1 else "1f1b"
+    recompute = draw(st.sampled_from(("none", "attention", "selective", "full")))
     return Layout(
         dp_replicate=draw(sizes),
         dp_shard=dp_shard,
@@ -30,7 +31,8 @@ def layouts(draw: st.DrawFn) -> Layout:
         virtual_stages=draw(sizes) if schedule in VIRTUAL_SCHEDULES and pp > 1 else 1,
         micro_batch_size=draw(sizes),
         gradient_accumulation_steps=draw(sizes),
-        recompute=draw(st.sampled_from(("none", "attention", "selective", "full"))),
+        recompute=recompute,
+        recompute_blocks=draw(st.none() | sizes) if recompute in ("selective", "full") else None,
     )
 
 
@@ -60,6 +62,11 @@ def test_the_documented_example() -> None:
         ("pp1-gpipe", "needs pp > 1"),
         ("pp2-1f1b-v2", "v2 needs"),
         ("tp0", "at least 1"),
+        ("full0", "recompute_blocks is 0; it must be at least 1"),
+        ("attention8", "only selective and full recompute some blocks"),
+        ("none8", "or leave the number out"),
+        ("full8-full", "sets recompute twice"),
+        ("tp2-sp-regather-full8", "gathers again anyway"),
         ("zero3x1", "zero"),
     ],
 )
@@ -112,6 +119,10 @@ def test_a_mapping_may_fix_some_fields_and_leave_others_auto() -> None:
         ({"tp": "auto", "sp": True}, 1, "mb4-ga4"),
         ({"tp": "auto", "sp": "auto", "sp_regather": True}, 1, "mb4-ga4"),
         ({"tp": 2, "sp": True, "sp_regather": True}, 2, "tp2-sp-regather-mb4-ga4"),
+        ({"recompute": "full", "recompute_blocks": 3}, 1, "mb4-ga4-full3"),
+        ({"recompute": "full", "recompute_blocks": "auto"}, 1, "mb4-ga4-full"),
+        ({"recompute": "full", "recompute_blocks": None}, 1, "mb4-ga4-full"),
+        ({"recompute": "auto", "recompute_blocks": 3}, 1, "mb4-ga4"),
     ],
     ids=str,
 )
@@ -130,7 +141,7 @@ def test_a_size_is_a_whole_number() -> None:
 def test_every_field_has_a_token() -> None:
     from meshtune.layout import parse_fields
 
-    named = parse_fields("dp2-zero3x4-ulysses2-tp2-sp-regather-pp2-zb-v2-mb2-ga8-full")
+    named = parse_fields("dp2-zero3x4-ulysses2-tp2-sp-regather-pp2-zb-v2-mb2-ga8-full8")
     assert set(named) == {each.name for each in fields(Layout)}
 
 

@@ -75,7 +75,7 @@ def layouts(start: str) -> list[str]:
 
 def beginnings(pattern: str) -> list[str]:
     """Texts that a layout token's pattern matches, up to its last number: zero1x, zero2x, zero3x."""
-    text = pattern.replace(r"(\d+)", "")
+    text = re.sub(r"\(\\d[+*]\)", "", pattern)
     if not (group := re.search(r"\(([^)]*)\)", text)):
         return [text]
     choices = list(group[1].strip("[]")) if group[1].startswith("[") else group[1].split("|")

@@ -210,7 +210,7 @@ def apply(
         if world.cp.size > 1:
             context.attach(model, parts, world.cp, layout.cp_method)
         stage = Stage(model, parts, numbers, index=index, of=layout.stages, finish=finish)
-        recompute_blocks(model, parts, layout.recompute)
+        recompute_blocks(model, parts, layout.recompute, numbers[: layout.recompute_blocks])
         inside = [model.get_submodule(f"{parts.blocks}.{number}") for number in numbers]
         if compile:
             for block in inside:

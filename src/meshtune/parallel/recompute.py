@@ -1,4 +1,5 @@
-"""Recompute activations in the backward instead of keeping them: `Layout.recompute`, block by block.
+"""Recompute activations in the backward instead of keeping them: `Layout.recompute`, block by block, in the
+first `Layout.recompute_blocks` of each stage.
 
     none       keep everything
     attention  keep query, key and value; run the attention core again
@@ -9,7 +10,7 @@ Gradients are the same in every mode. The generators' states are restored before
 dropout repeats exactly. Names of modules and parameters stay what they are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -38,10 +39,13 @@ SAVED_OPERATORS = {
 }
 
 
-def recompute_blocks(model: PreTrainedModel, anatomy: Anatomy, mode: str) -> None:
-    """Make every block of `model` recompute activations in its backward by `mode`. In place; call it once.
+def recompute_blocks(
+    model: PreTrainedModel, anatomy: Anatomy, mode: str, numbers: Collection[int] | None = None
+) -> None:
+    """Make blocks of `model` recompute activations in their backward by `mode`. In place; call it once.
 
-    mode: none, attention, selective or full, as above.
+    mode: none, attention, selective or full, as above. numbers: of the blocks that do; None: all. `attention`
+    is always of all.
     Call it before blocks are sharded, so that the hooks of sharding are outside the recomputed part.
     Raises ValueError for an unknown mode, or for `attention` with a model that does not run meshtune's
     attention.
@@ -52,9 +56,10 @@ def recompute_blocks(model: PreTrainedModel, anatomy: Anatomy, mode: str) -> Non
         case "attention":
             _recompute_attention(model)
         case "selective":
-            _recompute_each_block(model, anatomy, partial(create_selective_checkpoint_contexts, _policy))
+            saving = partial(create_selective_checkpoint_contexts, _policy)
+            _recompute_each_block(model, anatomy, numbers, saving)
         case "full":
-            _recompute_each_block(model, anatomy, None)
+            _recompute_each_block(model, anatomy, numbers, None)
         case _:
             raise ValueError(f"recompute={mode!r} is none of {', '.join(RECOMPUTATIONS)}.")
 
@@ -72,15 +77,21 @@ def _recompute_attention(model: PreTrainedModel) -> None:
     model.set_attn_implementation(ATTENTION_NAMES[1])
 
 
-def _recompute_each_block(model: nn.Module, anatomy: Anatomy, contexts: Callable[[], Any] | None) -> None:
-    """Make each block's forward run under torch's checkpoint, in place.
+def _recompute_each_block(
+    model: nn.Module,
+    anatomy: Anatomy,
+    numbers: Collection[int] | None,
+    contexts: Callable[[], Any] | None,
+) -> None:
+    """Make the forward of the blocks `numbers` (None: all) run under torch's checkpoint, in place.
 
     contexts: its context_fn, which says what is kept; None: the block's inputs alone.
     """
     options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
-    for block in model.get_submodule(anatomy.blocks).children():
-        # A partial of the bound method, and no closure: a deep copy of the model then runs its own blocks.
-        block.forward = partial(_checkpointed, block.forward, options)  # type: ignore[method-assign]
+    for number, block in enumerate(model.get_submodule(anatomy.blocks).children()):
+        if numbers is None or number in numbers:
+            # A partial of the bound method, no closure: a deep copy of the model then runs its own blocks.
+            block.forward = partial(_checkpointed, block.forward, options)  # type: ignore[method-assign]
 
 
 def _checkpointed(forward: Callable[..., Any], options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

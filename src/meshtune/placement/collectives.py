@@ -10,7 +10,7 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from meshtune.layout import Layout
+from meshtune.layout import BY_BLOCK, Layout
 from meshtune.placement.census import Census, Parameter
 from meshtune.placement.states import Copies
 from meshtune.recomputation import RECOMPUTATIONS
@@ -23,6 +23,13 @@ class Unit(NamedTuple):
 
     parameters: list[tuple[Shape, Parameter]]  # with their shapes after tp
     again: bool = True  # ZeRO-3 gathers them for the backward too
+
+
+def recomputed(layout: Layout, blocks: Iterable[range]) -> list[range]:
+    """The blocks of each stage whose backward runs the block again, or its attention (`attention`)."""
+    mode = RECOMPUTATIONS[layout.recompute]
+    most = layout.recompute_blocks if mode.block or mode.attention else 0
+    return [stage[:most] for stage in blocks]
 
 
 class Collective(NamedTuple):
@@ -86,7 +93,7 @@ def pipeline_collectives(layout: Layout, stages: Sequence[int], *, hidden_bytes:
 
 
 def context_collectives(
-    census: Census, layout: Layout, blocks: Iterable[range], *, token_bytes: int
+    census: Census, layout: Layout, blocks: Sequence[range], *, token_bytes: int
 ) -> Iterator[Collective]:
     """Keys and values, or heads, exchanged by context ranks around each attention (parallel/context.py).
 
@@ -96,30 +103,33 @@ def context_collectives(
     if layout.cp == 1:
         return
     steps, mode = layout.gradient_accumulation_steps, RECOMPUTATIONS[layout.recompute]
-    cores = [a for stage in blocks for block in stage for a in census.blocks[block].attention]
+    cores, again = (
+        [a for stage in stages for block in stage for a in census.blocks[block].attention]
+        for stages in (blocks, recomputed(layout, blocks))
+    )
     if layout.cp_method == "ulysses":  # queries, keys, values, and what comes out; back again in the backward
-        times = 8 + (4 if mode.block else 3 if mode.attention else 0)
+        passed = 8 * cores + (4 if mode.block else 3) * again
         # keys and values are repeated until each rank gets as many of their heads
         features = sum(
             (a.query_heads // layout.tp + math.lcm(max(a.key_heads // layout.tp, 1), layout.cp))
             * (a.qk_dim + a.v_dim)
-            for a in cores
+            for a in passed
         )
-        count = steps * times * len(cores)
-        yield Collective("cp", "all_to_all", "heads", count, steps * times * features * token_bytes // 4)
+        yield Collective(
+            "cp", "all_to_all", "heads", steps * len(passed), steps * features * token_bytes // 4
+        )
         return
-    again = mode.block or mode.attention
-    features = sum(max(a.key_heads // layout.tp, 1) * (a.qk_dim + a.v_dim) for a in cores)
-    whole = features * token_bytes * layout.cp
-    for op, times in (("all_gather", 1 + again), ("reduce_scatter", 1)):
-        yield Collective("cp", op, "keys and values", steps * times * len(cores), steps * times * whole)
+    for op, passed in (("all_gather", cores + again), ("reduce_scatter", cores)):
+        features = sum(max(a.key_heads // layout.tp, 1) * (a.qk_dim + a.v_dim) for a in passed)
+        size = features * token_bytes * layout.cp
+        yield Collective("cp", op, "keys and values", steps * len(passed), steps * size)
 
 
 def tensor_collectives(
     census: Census,
     layout: Layout,
     stages: Sequence[int],
-    blocks: Iterable[range],
+    blocks: Sequence[range],
     *,
     units: Sequence[Unit],
     token_bytes: int,
@@ -141,21 +151,23 @@ def tensor_collectives(
     # Attention and mlp are entered and left, forward and backward. What runs again ends with the last matrix:
     # the sum of its outputs is not needed (but by families that normalise it, such as Olmo2 and Gemma2).
     # regather enters both once more, alone.
-    again = RECOMPUTATIONS[layout.recompute].block
+    whole = layout.recompute in BY_BLOCK
+    again = [block for stage in recomputed(layout, blocks) for block in stage] if whole else []
     if layout.sp:
-        gathers = 4 + 2 * (again or layout.sp_regather)
-        for op, times in (("all_gather", gathers), ("reduce_scatter", 4 + again)):
-            count = steps * (count_of_blocks * times + ends)
+        entered_again = count_of_blocks if layout.sp_regather else len(again)
+        for op, more in (("all_gather", 2 * entered_again), ("reduce_scatter", len(again))):
+            count = steps * (4 * count_of_blocks + more + ends)
             yield Collective("tp", op, "hidden states", count, count * hidden)
     else:
-        count = steps * (count_of_blocks * (4 + again) + ends)
+        count = steps * (4 * count_of_blocks + len(again) + ends)
         yield Collective("tp", "all_reduce", "hidden states", count, count * hidden)
+    parameters_again = {p for block in again for p in census.blocks[block].parameters}
     widths = [
         p.shape[cut]
         for unit in units
         for _, p in unit.parameters
         if p.gathered(layout.tp) and (cut := p.cut) is not None
-        for _ in range(2 if again and cut == 0 else 1)
+        for _ in range(2 if p in parameters_again and cut == 0 else 1)
     ]
     if widths:
         yield Collective(

@@ -2,8 +2,9 @@
 
     Columns.of(layouts) ──> one array for each field of Layout, by its name ──> layout_at(columns, place)
 
-A field that names one of several choices is the index of its choice (`layout.CHOICES`). What is computed from
-columns takes floats as well as arrays, so that one formula explains a layout and ranks tens of thousands.
+A field that names one of several choices is the index of its choice (`layout.CHOICES`); None, which stands
+for all, is infinite. What is computed from columns takes floats as well as arrays, so that one formula
+explains a layout and ranks tens of thousands.
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ class Encoding(NamedTuple):
 def _encoding(field: Field[Any]) -> Encoding:
     if names := CHOICES.get(field.name):
         return Encoding(names.index, lambda number: names[int(number)])
+    if field.default is None:
+        return Encoding(
+            lambda value: math.inf if value is None else float(value),
+            lambda number: None if math.isinf(number) else int(number),
+        )
     return Encoding(float, type(field.default))
 
 

@@ -7,6 +7,7 @@ model/capabilities.py makes the Traits. A run, `meshtune env`, `meshtune plan --
 docs/parallelism.md ask `refusals`.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -79,6 +80,7 @@ def rules(
     else:
         yield _ulysses(traits)
     yield from _pipeline(traits)
+    yield _every_block(traits)
     if compile:
         yield from _COMPILED
     if not OPTIMIZERS[optimizer].by_element:
@@ -315,6 +317,29 @@ def _pipeline(traits: Traits) -> Iterator[Rule]:
             "input and again for its weights, and would gather the same tokens each time; drop regather, or "
             "use 1f1b."
         ),
+    )
+
+
+def _every_block(traits: Traits) -> Rule:
+    """Return the rule that as many blocks as a stage has on average are written as all of them."""
+
+    def sentence(layout: Layout) -> str:
+        of_stage = traits.blocks / layout.stages
+        fewer = math.ceil(of_stage) - 1
+        remedy = f"or {layout.recompute}{fewer} or less" if fewer else "which says the same"
+        return (
+            f"{layout.recompute}{layout.recompute_blocks} recomputes every block: "
+            f"{counted(traits.blocks, 'block')} in {counted(layout.stages, 'stage')} are {of_stage:.3g} a "
+            f"stage; write {layout.recompute}, {remedy}."
+        )
+
+    return Rule(
+        "as many recomputed blocks as a stage has",
+        lambda layouts: (
+            np.isfinite(layouts.recompute_blocks)
+            & (layouts.recompute_blocks * layouts.pp * layouts.virtual_stages >= traits.blocks)
+        ),
+        sentence,
     )
 
 

@@ -46,7 +46,10 @@ def candidates(workload: Workload, cluster: Cluster, fixed: Given) -> Columns:
     if not outer:
         raise UserError(_no_batch(workload, cluster, fixed))
     steps = workload.global_batch_size * cluster.gpus  # more than any schedule asks for
-    inner = {"micro_batch_size": 1, "gradient_accumulation_steps": steps, "recompute": "none"}
+    inner = {
+        "micro_batch_size": 1, "gradient_accumulation_steps": steps, "recompute": "none",
+        "recompute_blocks": None,
+    }  # fmt: skip
     return Columns(**crossed(outer, outer["pp"], lambda _: [inner]))
 
 
@@ -54,17 +57,23 @@ def micro_batches(workload: Workload, data_ranks: int, fixed: Given) -> list[Opt
     """Micro-batch size, accumulation steps and recomputation that make a data rank's part of the batch.
 
     Empty if `data_ranks` does not divide the global batch, or fixed sizes do not make that part. Modes that
-    the search does not offer are there only if fixed.
+    the search does not offer, and recomputation of some blocks, are there only if fixed (fewest_blocks.py).
     """
     sequences, rest = divmod(workload.global_batch_size, data_ranks)
     if rest:
         return []
     micro, accumulation = fixed.get("micro_batch_size"), fixed.get("gradient_accumulation_steps")
     regather = fixed.get("sp_regather", False)
-    modes = [name for name, mode in RECOMPUTATIONS.items() if mode.searched and not (regather and mode.block)]
+    some = fixed.get("recompute_blocks")
+    modes = [
+        name
+        for name, mode in RECOMPUTATIONS.items()
+        if mode.searched and not (regather and mode.block) and (mode.block or some is None)
+    ]
     return [
         {
-            "micro_batch_size": size, "gradient_accumulation_steps": sequences // size, "recompute": mode
+            "micro_batch_size": size, "gradient_accumulation_steps": sequences // size, "recompute": mode,
+            "recompute_blocks": some,
         }
         for size in divisors(sequences)
         if micro in (None, size) and accumulation in (None, sequences // size)

@@ -32,6 +32,7 @@ from meshtune.plan.candidates import (
     with_regathering,
 )
 from meshtune.plan.cluster import Cluster
+from meshtune.plan.fewest_blocks import with_fewest_blocks
 from meshtune.plan.machine import machine_of, rates
 from meshtune.plan.memory import timeline
 from meshtune.plan.memory.stages import RANKS, Stages
@@ -179,14 +180,23 @@ def search(
     rejected += _too_large(room, layouts, memory, fits)
     tight = np.flatnonzero(~fits)
     tight = tight[np.argsort(memory.peak[tight], kind="stable")][:8]
-    fitting = rows(layouts, fits)
+    fitting, held = rows(layouts, fits), rows(memory, fits)
     seconds = joined([times(workload, cluster, chunk) for chunk in chunks(fitting)])
+    if "recompute_blocks" not in fixed:
+        fewer = with_fewest_blocks(
+            fitting, seconds.total, workload.work.blocks,
+            total=lambda layouts: times(workload, cluster, layouts).total,
+            fits=lambda layouts: peak(workload, cluster, layouts).peak <= room,
+        )  # fmt: skip
+        fitting, added = joined([fitting, fewer]), added + len(fewer.tp)
+        seconds = joined([seconds, times(workload, cluster, fewer)])
+        held = joined([held, peak(workload, cluster, fewer)])
     uneven = uneven_degrees(workload, cluster, fitting, fixed)
-    order = _ranked(seconds.total, memory.peak[fits] / cluster.memory, fitting.recompute, uneven)
+    order = _ranked(seconds.total, held.peak / cluster.memory, fitting.recompute, uneven)
     considered = int(alternatives.sum()) + added
     return Plan(
         workload, cluster, considered, tuple(rejected), rows(fitting, order), rows(seconds, order),
-        rows(rows(memory, fits), order), rows(layouts, tight), fixed,
+        rows(held, order), rows(layouts, tight), fixed,
     )  # fmt: skip
 
 

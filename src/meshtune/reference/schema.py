@@ -31,6 +31,7 @@ LAYOUT_FIELDS = {
     "micro_batch_size": "Sequences in one forward of a rank.",
     "gradient_accumulation_steps": "Micro-batches summed in one optimizer step.",
     "recompute": "Activations computed again in the backward instead of saved.",
+    "recompute_blocks": "Blocks of each pipeline stage that do, from its first on; null: all.",
 }
 
 
@@ -88,7 +89,7 @@ def layout_mapping() -> dict[str, Any]:
         elif field.name in CHOICES:
             value = {"enum": list(CHOICES[field.name])}
         properties[field.name] = {
-            "anyOf": [value, {"const": AUTO}],
+            "anyOf": [value, {"const": AUTO}, *[{"type": "null"}] * (field.default is None)],
             "default": field.default,
             "description": LAYOUT_FIELDS[field.name],
         }

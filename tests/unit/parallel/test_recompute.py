@@ -64,11 +64,11 @@ class Watch(TorchDispatchMode):
         )
 
 
-def build(family, mode, **changes):
+def build(family, mode, numbers=None, **changes):
     torch.manual_seed(1)
-    config = FAMILIES[family](num_hidden_layers=LAYERS, **changes)
+    config = FAMILIES[family](**{"num_hidden_layers": LAYERS} | changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="meshtune").train()
-    recompute_blocks(model, anatomy(model), mode)
+    recompute_blocks(model, anatomy(model), mode, numbers)
     return model
 
 
@@ -111,6 +111,23 @@ def test_each_mode_repeats_what_it_says_and_no_more(family):
     assert backward["attention"].matmuls == backward["selective"].matmuls == none
     # q, k, v, o, gate, up again; `down` only where a norm after it needs its output (Gemma 2)
     assert backward["full"].matmuls == none + LAYERS * (7 if family == "gemma2" else 6)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_some_blocks_recompute_and_the_others_save_all(mode):
+    """The bytes of one block of each kind, from models with all of one kind; the gradients stay."""
+    kept = {
+        (number, recomputed): run(build("llama", mode, range(recomputed), num_hidden_layers=number))[2]
+        for number, recomputed in ((3, 0), (3, 3), (2, 0), (2, 2))
+    }
+    saving, recomputing = kept[3, 0] - kept[2, 0], kept[3, 3] - kept[2, 2]
+    _, grads, all_saved, _ = run(build("llama", "none", num_hidden_layers=3))
+    assert kept[3, 0] == all_saved and recomputing < saving
+    for recomputed in (1, 2):
+        _, own, saved, backward = run(build("llama", mode, range(recomputed), num_hidden_layers=3))
+        assert saved == all_saved - recomputed * (saving - recomputing)
+        assert backward.cores == (RUNS * recomputed if mode == "full" else 0)
+        assert all(torch.equal(own[name], grad) for name, grad in grads.items())
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])

@@ -47,6 +47,10 @@ def test_what_fits_is_taken(layout):
         ("pp2-zb-ga4-selective", "run the block's forward every time", "pp2-zb-ga4-attention"),
         ("tp2-sp-regather-pp2-zb-ga4", "gather the same tokens each time", "tp2-sp-regather-pp2-1f1b-ga4"),
         ("pp2-zbv-ga4-full", "run the block's forward every time", "pp2-1f1b-ga4-full"),
+        ("pp2-zbv-ga4-full1", "run the block's forward every time", "pp2-1f1b-ga4-full1"),
+        ("full6", "6 blocks in 1 stage are 6 a stage; write full, or full5 or less", "full5"),
+        ("pp4-1f1b-ga4-selective2", "6 blocks in 4 stages are 1.5 a stage", "pp4-1f1b-ga4-selective1"),
+        ("pp3-interleaved1f1b-v2-ga6-full1", "write full, which says the same", "pp6-1f1b-ga6-full"),
     ],
 )  # fmt: skip
 def test_the_refusal_names_what_works(layout, reason, works):
@@ -93,11 +97,11 @@ def test_blocks_are_compiled_under_data_parallelism(layout):
     assert refused(layout, compile=True) == []
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("mode", ["selective", "full", "full2"])
 def test_recomputed_blocks_are_not_compiled(mode):
     (sentence,) = refused(f"zero3x2-{mode}", compile=True)
 
-    assert f"recompute {mode}" in sentence and "use none or attention" in sentence
+    assert f"recompute {mode.rstrip('2')}" in sentence and "use none or attention" in sentence
 
 
 def test_the_number_of_ranks_is_the_layouts():

@@ -239,7 +239,11 @@ def test_real_ranks_keep_exactly_the_bytes_of_their_shares(text):
         ("zero1x2-pp2-1f1b-ga4", {"all_gather": 3, "reduce_scatter": 3, "send": 4}),
         ("zero3x2-pp2-1f1b-ga4", {"all_gather": 4 * (2 * 2 + 1), "reduce_scatter": 12, "send": 4}),
         ("dp2-cp2-full-ga2", {"all_reduce": 5, "all_gather": 2 * 8, "reduce_scatter": 2 * 4}),
+        ("dp2-cp2-full3-ga2", {"all_reduce": 5, "all_gather": 2 * (4 + 3), "reduce_scatter": 2 * 4}),
         ("dp2-ulysses2-attention-ga2", {"all_reduce": 5, "all_to_all": 2 * 4 * 11}),
+        ("dp2-ulysses2-full1-ga2", {"all_reduce": 5, "all_to_all": 2 * (4 * 8 + 4)}),
+        ("tp2-sp-full1-ga4", {"all_gather": 4 * (18 + 2), "reduce_scatter": 4 * (18 + 1)}),
+        ("tp2-pp2-1f1b-full1-ga4", {"all_reduce": 4 * (2 * 4 + 1 + 1), "send": 4}),
         ("tp2-ga4", {"all_reduce": 4 * 18}),
         ("tp2-sp-ga4", {"all_gather": 4 * 18, "reduce_scatter": 4 * 18}),
         ("tp2-sp-regather-ga4", {"all_gather": 4 * (18 + 8), "reduce_scatter": 4 * 18}),
@@ -272,7 +276,7 @@ def a_pass(family, text):
     parts, ids = anatomy(model), torch.arange(32)[None]
     tp = join(layout, torch.device("cpu")).tp
     split_model(model, parts, tp, sequence=layout.sp, regather=layout.sp_regather)
-    recompute_blocks(model, parts, layout.recompute)
+    recompute_blocks(model, parts, layout.recompute, range(2)[: layout.recompute_blocks])
     with Messages() as messages:
         body = model.get_submodule(parts.body)
         out = body(input_ids=ids, position_ids=ids, documents=((32,),), use_cache=False)
@@ -281,7 +285,14 @@ def a_pass(family, text):
 
 
 @pytest.mark.parametrize(
-    ("family", "text"), [("llama", "tp2-full"), ("phi3", "tp2-sp-selective"), ("llama", "tp2-sp-regather")]
+    ("family", "text"),
+    [
+        ("llama", "tp2-full"),
+        ("llama", "tp2-sp-full1"),
+        ("phi3", "tp2-sp-selective"),
+        ("phi3", "tp2-selective1"),
+        ("llama", "tp2-sp-regather"),
+    ],
 )
 def test_tensor_parallel_messages_are_those_of_a_real_pass(family, text):
     counted = run_ranks(2, a_pass, family, text)[0]

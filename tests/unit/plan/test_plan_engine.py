@@ -272,7 +272,7 @@ def random_layout(draw: random.Random) -> Layout:
                 sp=tp > 1 and one(False, True), pp=pp, schedule=schedule,
                 virtual_stages=one(1, 2, 3) if schedule in VIRTUAL_SCHEDULES else 1,
                 micro_batch_size=one(1, 2, 6), gradient_accumulation_steps=one(*range(1, 14)),
-                recompute=one(*RECOMPUTE),
+                recompute=one(*RECOMPUTE), recompute_blocks=one(None, None, 1, 8),
             )  # fmt: skip
         except UserError:
             continue

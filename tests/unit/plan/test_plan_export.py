@@ -635,6 +635,18 @@ def test_megatron_keeps_zero_stage_schedule_and_recomputation(
     assert model.virtual_pipeline_model_parallel_size == 2 and not sharding.use_megatron_fsdp
 
 
+def test_megatron_recomputes_the_first_blocks_of_each_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = exported("megatron", "pp2-interleaved1f1b-v2-mb1-ga8-full3")
+    flags = megatron_flags(result, saved(result, tmp_path))
+    assert flags["recompute-method"] == "block" and flags["recompute-num-layers"] == "3"
+    assert not any("full3" in sentence for sentence in result.missing)
+    if installed("megatron"):
+        model, _ = read("megatron", result, tmp_path, monkeypatch).more
+        assert model.recompute_method == "block" and model.recompute_num_layers == 3
+
+
 ROWS = {
     "text": (["data.format=text", "data.columns={text: body}"], {"type": "completion", "field": "body"}),
     "prompt-completion": (
@@ -851,6 +863,11 @@ SAID = [
         (tool, "mb1-ga1-attention", [], "recompute=attention is written as none")
         for tool in ("accelerate", "torchtitan", "axolotl", "llamafactory")
     ),
+    *(
+        (tool, "zero3x4-mb1-ga1-full8", [], "full8 is written for every block")
+        for tool in ("accelerate", "torchtitan", "axolotl", "llamafactory", "deepspeed")
+    ),
+    ("megatron", "mb1-ga1-selective8", [], "selective8 is written for every block"),
     *((tool, "zero1x4-mb1-ga1", [], FSDP_ZERO1) for tool in ("accelerate", "axolotl", "torchtitan")),
     *(
         (tool, "cp2-mb1-ga1", [], "shards over the 2 context ranks")

@@ -60,14 +60,14 @@ def kept(text: str, s=MEGATRON, work: Work = GPT3, seq_len: int = 2048) -> float
     layout = Layout.parse(text)
     tokens = layout.micro_batch_size * seq_len / layout.cp
     columns = Columns.of([layout])
-    found, _ = saved_by_block(
+    found = saved_by_block(
         s.per_token(work, seq_len),
         work,
         columns,
         tokens,
         regathers_inputs=(s is MEGATRON) | (columns.sp_regather > 0),
     )
-    return float(found[0]) / (layout.micro_batch_size * seq_len)
+    return float(found.saved[0]) / (layout.micro_batch_size * seq_len)
 
 
 def test_activations_of_korthikanti_table_2() -> None:

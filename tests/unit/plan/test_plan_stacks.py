@@ -107,10 +107,10 @@ def test_activations_of_korthikanti_figure_1(work: Work, layout: str, whole: flo
     for text, published in ((layout.format(""), whole), (layout.format("-sp") + "-attention", split)):
         c = columns(text)
         tokens = c.micro_batch_size * 2048
-        kept, _ = saved_by_block(
+        kept = saved_by_block(
             how.saved.per_token(work, 2048), work, c, tokens, regathers_inputs=how.regathers_inputs
         )
-        assert float((kept * in_flight(c) * work.blocks / c.pp)[0]) / GIB == pytest.approx(
+        assert float((kept.saved * in_flight(c) * work.blocks / c.pp)[0]) / GIB == pytest.approx(
             published, rel=2e-3
         )
 
@@ -131,10 +131,10 @@ def test_activations_of_korthikanti_figure_7(work: Work, splits: str, percent: f
     cut, recompute = splits.startswith("-sp"), splits.removeprefix("-sp")
     found = []
     for text in ("tp8-mb1-ga1", f"tp8{'-sp' if cut else ''}-mb1-ga1{recompute}"):
-        kept, _ = saved_by_block(
+        kept = saved_by_block(
             how.saved.per_token(work, 2048), work, columns(text), 2048, regathers_inputs=True
         )
-        found.append(float(kept[0]))
+        found.append(float(kept.saved[0]))
     assert 100 * found[1] / found[0] == pytest.approx(percent, abs=0.5)
 
 

@@ -349,6 +349,8 @@ ALL_AUTO = {"dp_replicate": "auto", "dp_shard": "auto", "cp": "auto", "tp": "aut
         {"cp": 2, "cp_method": "auto", "dp_shard": "auto"},
         ALL_AUTO | {"recompute": "attention"},
         ALL_AUTO | {"recompute": "auto", "micro_batch_size": 2},
+        ALL_AUTO | {"recompute": "auto", "recompute_blocks": 3},
+        ALL_AUTO | {"recompute": "selective", "recompute_blocks": "auto"},
         ALL_AUTO | {"gradient_accumulation_steps": 4},
     ],
     ids=str,
@@ -386,6 +388,34 @@ def test_the_choice_is_the_best_of_all_that_keep_what_is_fixed() -> None:
     assert part.choice(0).layout in [layout_at(free.columns, int(place)) for place in places]
     assert part.choice(0).seconds.total <= free.seconds.total[places].min() * math.exp(TIE)
     assert len(part) == kept.sum()
+
+
+@pytest.mark.parametrize(
+    ("w", "cluster", "mode"),
+    [
+        (workload("llama-3.1-70b", 128, 8192), machines(128), "full"),
+        (workload("llama-3.1-8b", 64, 16384), machines(64), "selective"),
+    ],
+    ids=["70b", "8b"],
+)
+def test_no_more_blocks_recompute_than_the_memory_asks_for(w: Workload, cluster: Cluster, mode: str) -> None:
+    plan, all_or_none = search(w, cluster), search(w, cluster, fixed={"recompute_blocks": None})
+    some_blocks = [choice for choice in plan.best(len(plan)) if choice.layout.recompute_blocks]
+    assert len(some_blocks) == len(plan) - len(all_or_none) == plan.considered - all_or_none.considered
+    assert plan.choice(0).layout.recompute == mode and plan.choice(0).layout.recompute_blocks
+    for choice in some_blocks[::4]:
+        layout = choice.layout
+        fewer = replace(layout, recompute_blocks=layout.recompute_blocks - 1)
+        if layout.recompute_blocks == 1:
+            fewer = replace(layout, recompute="none", recompute_blocks=None)
+        every = explained(w, cluster, replace(layout, recompute_blocks=None))
+        assert (
+            choice.fits and every.fits and w.refusals(layout) == [] and not explained(w, cluster, fewer).fits
+        )
+        assert choice.seconds.total < every.seconds.total
+    assert plan.choice(0).seconds.total < all_or_none.choice(0).seconds.total * math.exp(-TIE)
+    assert "recompute_blocks" not in given({"recompute": "full", "recompute_blocks": "auto"})
+    assert search(w, cluster, fixed=given("auto")).considered == plan.considered
 
 
 def test_inputs_are_gathered_again_only_where_they_do_not_fit_otherwise() -> None:

@@ -70,6 +70,38 @@ def test_backward_is_twice_forward_and_full_recompute_a_third_more() -> None:
     assert full.compute / none.compute == pytest.approx(4 / 3, rel=1e-4)
 
 
+def test_some_recomputed_blocks_cost_their_share_of_the_time() -> None:
+    """Each of 32 blocks a 32nd of what all cost; on a pipeline's rank those of each of its stages."""
+    machine = real()
+    for text, blocks in (
+        ("zero3x8-tp2-sp-mb1-ga4", 32),
+        ("pp4-1f1b-mb1-ga8", 8),
+        ("pp4-interleaved1f1b-v2-mb1-ga8", 4),
+    ):
+        for mode in ("selective", "full"):
+            none, every = seconds(text, machine), seconds(f"{text}-{mode}", machine)
+            for recomputed in range(1, blocks):
+                some = seconds(f"{text}-{mode}{recomputed}", machine)
+                share = recomputed / blocks
+                for part in ("compute", "tensor", "bubble", "host"):
+                    of_none, of_every = getattr(none, part), getattr(every, part)
+                    expected = of_none + share * (of_every - of_none)
+                    assert getattr(some, part) == pytest.approx(expected), (text, mode, part)
+                assert np.all(some.total > none.total) and np.all(some.total < every.total)
+            parts = compute_parts(GPT, Columns.of([Layout.parse(f"{text}-{mode}1")]), machine, SEQ_LEN)
+            assert sum(parts.values()) == pytest.approx(seconds(f"{text}-{mode}1", machine).compute)
+
+
+def test_a_rank_with_more_blocks_recomputes_no_more_of_them() -> None:
+    """Ten blocks in four stages: the fullest rank of three waits with two recomputed, not three."""
+    ten = replace(GPT, blocks=10)
+    none, two, every = (seconds(f"pp4-1f1b-mb1-ga8{mode}", work=ten) for mode in ("", "-full2", "-full"))
+    block = none.compute / 8 / 2.5  # seconds of a block's 6 FLOPs per parameter and token
+    for step_seconds, recomputed in ((none, 0), (two, 2), (every, 3)):
+        mean = 2.5 + min(recomputed, 2.5) / 3
+        assert step_seconds.imbalance == pytest.approx(8 * block * (3 + recomputed / 3 - mean))
+
+
 @pytest.mark.parametrize(
     ("shape", "text"),
     [

@@ -32,6 +32,7 @@ CONTRADICTIONS = [
     ("layout.zero", 1),
     ("layout.sp", True),
     ("layout.sp_regather", True),
+    ("layout.recompute_blocks", 1),
     ("train.lr_scheduler_kwargs", {"path": "a"}),
     ("train.lr_scheduler_kwargs", {"no_such_key": 1}),
 ]

@@ -13,6 +13,7 @@ from meshtune.plan.export.exported import (
     Exported,
     column_name,
     evaluation_differences,
+    every_block,
     file_kind,
     guessed_formats,
     is_file,
@@ -252,6 +253,7 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
         yield no_attention_recompute(TOOL)
     if selective_lora(config, layout):
         yield f"{TOOL} saves attention but no matmuls with LoRA: recompute=selective recomputes more."
+    yield from every_block(TOOL, layout)
     if layout.cp > 1:
         yield (
             f"{TOOL} runs cp{layout.cp} as ring attention and needs ring-flash-attn; each step sends as much."

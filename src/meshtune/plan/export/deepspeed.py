@@ -8,6 +8,7 @@ from meshtune.config import Config
 from meshtune.layout import Layout
 from meshtune.plan.export.exported import (
     Exported,
+    every_block,
     nodes,
     not_carried_over,
     refuse,
@@ -143,6 +144,7 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
             f"recompute={layout.recompute} has no key: the script calls "
             "model.gradient_checkpointing_enable(), which recomputes whole blocks."
         )
+        yield from every_block(TOOL, layout)
     if not config.train.max_steps:
         yield (
             "Without train.max_steps DeepSpeed's schedules can't be written: the script sets the learning "

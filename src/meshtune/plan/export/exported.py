@@ -143,8 +143,18 @@ def whole_blocks(tool: str, layout: Layout) -> tuple[bool, list[str]]:
             f"{tool} recomputes whole blocks or nothing: recompute=selective is written as full, which holds "
             "less memory and takes longer."
         )
-        return True, [sentence]
-    return layout.recompute == "full", []
+        return True, [sentence, *every_block(tool, layout)]
+    return layout.recompute == "full", every_block(tool, layout)
+
+
+def every_block(tool: str, layout: Layout) -> list[str]:
+    """The sentence for a tool that recomputes in every block, where the layout does in some; [] elsewhere."""
+    if layout.recompute_blocks is None:
+        return []
+    return [
+        f"{tool} can't recompute some blocks alone: {layout.recompute}{layout.recompute_blocks} is written "
+        "for every block, which holds less memory and takes longer."
+    ]
 
 
 def no_attention_recompute(tool: str) -> str:

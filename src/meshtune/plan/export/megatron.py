@@ -7,6 +7,7 @@ from meshtune.config import Config
 from meshtune.layout import Layout
 from meshtune.plan.export.exported import (
     Exported,
+    every_block,
     guessed_formats,
     nodes,
     not_carried_over,
@@ -41,7 +42,7 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
     refuse(TOOL, config, layout, gpus_per_node, [*problems(config, layout), *schedules])
     flags = "".join(
         f"\n    --{name}" + ("" if value is True else f" {value}")
-        for name, value in (arguments(config, layout) | RECOMPUTE[layout.recompute]).items()
+        for name, value in (arguments(config, layout) | recomputation(layout)).items()
         if value is not False
     )
     # Overlap of tensor and context parallelism needs one hardware queue, that of Megatron-FSDP several.
@@ -68,6 +69,13 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
         command=" ".join([*(f"{name}=…" for name in names), "bash megatron.sh"]),
         missing=(*differences(config, layout), *not_carried_over(TOOL, config)),
     )
+
+
+def recomputation(layout: Layout) -> Flags:
+    flags = RECOMPUTE[layout.recompute]
+    if layout.recompute == "full" and layout.recompute_blocks is not None:  # of each stage, the first
+        return flags | {"recompute-method": "block", "recompute-num-layers": layout.recompute_blocks}
+    return flags
 
 
 def arguments(config: Config, layout: Layout) -> Flags:
@@ -205,6 +213,7 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
             f"{TOOL}'s selective recomputation is by module: norms are recomputed, activation functions of "
             "dense MLPs are kept, so it holds more than recompute=selective."
         )
+        yield from every_block(TOOL, layout)
     if config.train.precision == "bf16-pure":
         yield f"{TOOL} keeps fp32 master weights with --bf16; bf16-pure has no flag."
     if not config.train.max_steps:

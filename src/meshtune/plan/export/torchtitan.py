@@ -13,6 +13,7 @@ from meshtune.layout import TORCH_SCHEDULES, V_SCHEDULES, VIRTUAL_SCHEDULES, Lay
 from meshtune.plan.export.exported import (
     Exported,
     column_name,
+    every_block,
     file_kind,
     guessed_formats,
     is_file,
@@ -295,6 +296,7 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
             f"{TOOL}'s SelectiveAC keeps every second matmul's output only: it holds less and recomputes "
             "more."
         )
+    yield from every_block(TOOL, layout)
     if layout.pp > 1:
         yield (
             f"{TOOL} counts embedding and head as one layer each when it cuts stages; meshtune's cut may "

@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from meshtune.plan.accounting import Accounting
 
 
+class BlockBytes(NamedTuple):
+    """Bytes of an average block's activations on a rank for one micro-batch."""
+
+    everything: Number  # held from forward to backward by a block that recomputes nothing
+    saved: Number  # the same, by a block that recomputes as its layout says
+    recomputed: Number  # what such a block's backward has at once, beside `saved`, once it ran again
+
+
 def saved_by_block(
     per_token: Kept,
     work: Work,
@@ -27,12 +35,11 @@ def saved_by_block(
     element: float = 2,
     regathers_inputs: Number = False,
     selective: Kept | None = None,
-) -> tuple[Number, Number]:
-    """Return (saved, recomputed) bytes of an average block for one micro-batch.
+) -> BlockBytes:
+    """Return the activations of an average block under each layout's recomputation mode.
 
-    saved: held from its forward to its backward, under each layout's recomputation mode. recomputed: what its
-    backward has at once, beside `saved`, after it has computed the rest again: all that mode none saves under
-    full, what is missing of it under selective, else 0.
+    `recomputed` is all that mode none saves under full; under selective what is missing of it and two tensors
+    [tokens, hidden], split by sp; else 0.
 
     per_token: bytes per token that it saves if nothing is recomputed. tokens: of the micro-batch on this
     rank (after cp). element: bytes of an element of activations. regathers_inputs: under sp, matmul inputs
@@ -74,7 +81,8 @@ def saved_by_block(
         saved = np.where(layouts.recomputes(name), saved_under[mode.saves], saved)
     rest = np.maximum(everything - saved, 0.0)  # with adapters, matmul outputs are more than needed
     recomputed = np.where(layouts.recomputation("matmuls"), everything, 0.0)
-    return saved, np.where(layouts.recomputation("by_operation"), rest, recomputed)
+    recomputed = np.where(layouts.recomputation("by_operation"), rest + 2 * block_input, recomputed)
+    return BlockBytes(everything, saved, recomputed)
 
 
 def output_gradients(work: Work, layouts: Columns, tokens: Number, *, element: float) -> Number:
@@ -173,16 +181,15 @@ def loss_bytes(work: Work, layouts: Columns, accounting: Accounting, sizes: Micr
 
 
 def block_backward(work: Work, layouts: Columns, accounting: Accounting, sizes: MicroBatchSizes) -> Number:
-    """Bytes of temporaries of one block's backward on a rank for one micro-batch, beside what it saved.
+    """Bytes of temporaries of one block's backward on a rank for one micro-batch, beside what it saved and
+    recomputed.
 
     The output's gradient [tokens, hidden], split by sp; two tensors [tokens, widest matmul input], split by
-    tp; under selective recomputation two more [tokens, hidden], split by sp; with regather the gathered input
-    [tokens, hidden].
+    tp; with regather the gathered input [tokens, hidden].
     """
     widths = [np.broadcast_to(matrix.cols, np.shape(sizes.tokens)) for matrix in work.matrices]
     widest = np.max(widths, axis=0)
     output_gradient = sizes.hidden_bytes / sizes.sequence_shards
-    recomputed = np.where(layouts.recomputation("by_operation"), 2 * output_gradient, 0.0)
     gathered = np.where(accounting.regathers(layouts), sizes.hidden_bytes, 0.0)
     inside = 2 * accounting.element * sizes.tokens * widest / layouts.tp
-    return output_gradient + inside + recomputed + gathered
+    return output_gradient + inside + gathered

@@ -30,6 +30,13 @@ class Stages:
     has_head: Number  # 1 or 0
     rank: Number  # its index in the pipeline
 
+    def recomputing(self, layouts: Columns) -> Number:
+        """Blocks of each rank that recompute, by layouts.recompute_blocks of each of its stages.
+
+        Exact unless a rank has several stages, one of them with fewer blocks than that.
+        """
+        return np.minimum(layouts.recompute_blocks * layouts.virtual_stages, self.blocks)
+
     @classmethod
     def even(cls, blocks: Number, layouts: Columns) -> Stages:
         """Stages of as equal sizes as can be: each rank counts as one of the largest, ceil(blocks / pp)."""

@@ -145,8 +145,8 @@ def converted_gradients(layouts: Columns, accounting: Accounting, elements: Rank
 class InFlight(NamedTuple):
     """Bytes of micro-batches between their forward and their backward, on each pipeline rank."""
 
-    saved_block: Number  # that an average block saves for one micro-batch
-    in_block_backward: Number  # that a block's backward has at once beside what blocks saved
+    in_block_backward: Number  # that a block's backward has at once beside `total`
+    first_block: Number  # that the backward of a stage's first block has, with nothing else in flight
     total: Number  # of all micro-batches in flight: saved by blocks, sent, held for the loss
     per_micro_batch: Number  # of one of them
     received: Number  # buffers that hidden states and their gradients are received in
@@ -164,7 +164,7 @@ def activations_in_flight(
     sizes = MicroBatchSizes.of(work, layouts, accounting, seq_len)
     traced = work.kept.get(int(accounting.element))
     selective = None if accounting.selected is None else accounting.selected.per_token(work, seq_len)
-    saved_block, recomputed = saved_by_block(
+    block = saved_by_block(
         traced or accounting.saved.per_token(work, seq_len), work, layouts, sizes.tokens,
         element=accounting.element, regathers_inputs=accounting.regathers(layouts), selective=selective,
     )  # fmt: skip
@@ -174,15 +174,20 @@ def activations_in_flight(
     received = hidden * np.minimum(layouts.gradient_accumulation_steps, accounting.receive_buffers)
     received = received * (2 * virtual - stages.has_embedding - stages.has_head)  # from both neighbours
     sent = accounting.keeps_sent * hidden * (virtual - stages.has_head)
-    total = micro_batches * (stages.blocks * saved_block + sent)
+    recomputing = stages.recomputing(layouts)
+    saving = stages.blocks - recomputing  # blocks that recompute nothing, behind those that do
+    total = micro_batches * (recomputing * block.saved + saving * block.everything + sent)
     total = total + stages.has_head * (micro_batches - 1) * loss.per_extra_micro_batch
     waiting = stages.blocks * output_gradients(work, layouts, sizes.tokens, element=accounting.element)
     total = total + awaiting_weights(layouts, stages.rank) * waiting
     # Once the backward of a stage's input has ended; the first stage's input has none.
     of_stage = np.where(layouts.runs("zb", "zbv"), (1 - stages.has_embedding) * waiting / virtual, 0.0)
+    temporaries = block_backward(work, layouts, accounting, sizes)
+    # The blocks that recompute nothing come first in the backward, and free what they saved.
+    at_once = np.maximum(block.recomputed - saving / virtual * block.everything, 0.0)
     return InFlight(
-        saved_block=saved_block,
-        in_block_backward=np.maximum(recomputed + block_backward(work, layouts, accounting, sizes), of_stage),
+        in_block_backward=np.maximum(temporaries + at_once, of_stage),
+        first_block=block.saved + np.maximum(temporaries + block.recomputed, of_stage),
         total=total,
         per_micro_batch=total / np.maximum(micro_batches, 1.0),
         received=received,
@@ -263,7 +268,7 @@ def step_timeline(
         },
         "end of backward": steady | {
             "gradients": states.gradients + flat,
-            "activations": np.maximum(flight.saved_block + flight.in_block_backward, with_embedding),
+            "activations": np.maximum(flight.first_block, with_embedding),
             "communication": behind + buffers.gathered_block + buffers.backward_end,
         },
         "update": steady | {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 if TYPE_CHECKING:
     from meshtune.plan.machine import Machine
+
+
+Part = TypeVar("Part")  # a number, or a dataclass of them
 
 
 @dataclass(frozen=True)
@@ -68,3 +71,42 @@ def block_seconds(
         context=context,
         sharding=shard_collectives(work, layouts, machine, forward + per_pass, backward),
     )
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a model where the first `recompute_blocks` of each stage recompute."""
+
+    recomputing: Block
+    saving: Block  # one that recomputes nothing
+    most: Number  # blocks of a pipeline rank that recompute, if it has as many
+
+    @classmethod
+    def of(
+        cls, work: Work, layouts: Columns, machine: Machine, seq_len: Number, document_tokens: Number
+    ) -> Blocks:
+        """Return both kinds of block; the arguments are those of `block_seconds`."""
+        most = layouts.recompute_blocks * layouts.virtual_stages
+        recomputing = saving = block_seconds(work, layouts, machine, seq_len, document_tokens)
+        if not np.all(np.isinf(most)):
+            nothing = layouts.replace(recompute=0.0 * layouts.recompute)
+            saving = block_seconds(work, nothing, machine, seq_len, document_tokens)
+        return cls(recomputing, saving, most)
+
+    def total(self, blocks: Number) -> Number:
+        """Seconds of a pipeline rank's blocks, `blocks` of them, for one micro-batch."""
+        recomputing = np.minimum(self.most, blocks)
+        return recomputing * self.recomputing.total + (blocks - recomputing) * self.saving.total
+
+    def mean(self, blocks: Number) -> Block:
+        """The mean block of a pipeline rank with `blocks` of them."""
+        if self.recomputing is self.saving:
+            return self.saving
+        return mean(self.recomputing, self.saving, np.minimum(self.most / blocks, 1.0))
+
+
+def mean(one: Part, other: Part, share: Number) -> Part:
+    """Each number of `one` times `share`, and of `other` times the rest."""
+    if not is_dataclass(one):
+        return share * one + (1 - share) * other
+    return type(one)(*(mean(getattr(one, f.name), getattr(other, f.name), share) for f in fields(one)))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 if TYPE_CHECKING:
     from meshtune.plan.machine import Machine
-    from meshtune.plan.seconds.block import Block
+    from meshtune.plan.seconds.block import Blocks
 
 SEND_SHARE_OF_LINK = 0.5  # of the link's bandwidth, for one send to one neighbour; assumed
 
@@ -33,36 +33,40 @@ class Pipeline:
 
 
 def pipeline_seconds(
-    work: Work, layouts: Columns, machine: Machine, seq_len: Number, *, block: Block, head: Number
+    work: Work, layouts: Columns, machine: Machine, seq_len: Number, *, blocks: Blocks, head: Number
 ) -> Pipeline:
     """Seconds of sends and bubble. All stages wait for the slowest one, which may be the one with the head.
 
-    block, head: of one block, and seconds of the head and the loss, for one micro-batch.
+    head: seconds of the head and the loss for one micro-batch.
     """
-    slowest_blocks = _slowest_stage(work.blocks, layouts.pp, head / block.total, machine.balanced)
+    on_rank = work.blocks / layouts.pp
+    block = blocks.mean(on_rank)
     hidden_bytes = machine.element * layouts.rank_tokens(seq_len) * work.hidden
     parts = np.where((layouts.sp > 0) | (machine.send_split > 0), layouts.tp, 1.0)
     send = _send(hidden_bytes / parts, layouts.world / layouts.pp, machine)
     gather = ring_collectives(machine, hidden_bytes, parts, ranks_in_node(parts, 1.0, machine))
     send = send + np.where(layouts.sp > 0, 0.0, gather)
     sends = 2 * send * layouts.virtual_stages * (layouts.pp > 1)
-    blocks = work.blocks / layouts.pp
-    stage = block.total * blocks + sends + machine.host_micro_batch
-    slowest = block.total * slowest_blocks + sends + machine.host_micro_batch
-    bubble = _bubble(layouts, stage, block.forward * blocks, block.compute.weights * blocks)
+    stage = blocks.total(on_rank) + sends + machine.host_micro_batch
+    slowest = _slowest_rank(work.blocks, layouts.pp, blocks, head, machine.balanced)
+    slowest = slowest + sends + machine.host_micro_batch
+    bubble = _bubble(layouts, stage, block.forward * on_rank, block.compute.weights * on_rank)
     return Pipeline(sends, bubble, np.where(layouts.pp > 1, slowest - stage, 0.0))
 
 
-def _slowest_stage(blocks: Number, pp: Number, head_blocks: Number, balanced: Number) -> Number:
-    """Cost of the slowest pipeline rank, in blocks; the head counts only with a pipeline.
+def _slowest_rank(count: Number, pp: Number, blocks: Blocks, head: Number, balanced: Number) -> Number:
+    """Seconds of the slowest pipeline rank's blocks and head for one micro-batch.
 
-    head_blocks: cost of the head and loss, in blocks. balanced: as in Machine.
+    count: blocks of the model. head: seconds of head and loss, which count only with a pipeline. balanced: as
+    in Machine.
     """
-    equal = np.ceil(blocks / pp - 1e-9) + np.where(pp > 1, head_blocks, 0.0)
-    on_last = np.maximum(1.0, np.round((blocks + head_blocks) / pp - head_blocks))
-    on_others = np.ceil((blocks - on_last) / np.maximum(pp - 1, 1.0) - 1e-9)
-    by_cost = np.where(pp > 1, np.maximum(on_last + head_blocks, on_others), blocks)
-    return np.where(balanced > 0, by_cost, equal)
+    head = np.where(pp > 1, head, 0.0)
+    head_blocks = head / blocks.mean(count / pp).total
+    equal = blocks.total(np.ceil(count / pp - 1e-9)) + head
+    on_last = np.maximum(1.0, np.round((count + head_blocks) / pp - head_blocks))
+    on_others = np.ceil((count - on_last) / np.maximum(pp - 1, 1.0) - 1e-9)
+    by_cost = np.maximum(blocks.total(on_last) + head, blocks.total(on_others))
+    return np.where(balanced > 0, np.where(pp > 1, by_cost, blocks.total(count)), equal)
 
 
 def _send(size: Number, stage_gpus: Number, machine: Machine) -> Number:

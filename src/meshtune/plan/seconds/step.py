@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshtune.placement.columns import Columns, Number
-from meshtune.plan.seconds.block import block_seconds
+from meshtune.plan.seconds.block import Blocks
 from meshtune.plan.seconds.collectives import gradient_collectives, optimizer_update
 from meshtune.plan.seconds.gpu import block_compute, head_and_loss
 from meshtune.plan.seconds.pipeline import pipeline_seconds
@@ -60,9 +60,10 @@ def step(
     the sum of their lengths), counted as at most seq_len; None: whole sequences.
     """
     document_tokens = _within(seq_len, document_tokens)
-    block = block_seconds(work, layouts, machine, seq_len, document_tokens)
+    every = Blocks.of(work, layouts, machine, seq_len, document_tokens)
+    block = every.mean(work.blocks / layouts.pp)
     head = head_and_loss(machine, layouts.rank_tokens(seq_len), work, layouts.tp)
-    pipeline = pipeline_seconds(work, layouts, machine, seq_len, block=block, head=head)
+    pipeline = pipeline_seconds(work, layouts, machine, seq_len, blocks=every, head=head)
     micro_batches = layouts.gradient_accumulation_steps
     blocks = micro_batches * work.blocks / layouts.pp
     heads = micro_batches * head / layouts.pp  # the last stage's, shared out over ranks
@@ -89,13 +90,15 @@ def compute_parts(
     block = block_compute(work, layouts, machine, seq_len, _within(seq_len, document_tokens))
     head = head_and_loss(machine, layouts.rank_tokens(seq_len), work, layouts.tp)
     micro_batches = layouts.gradient_accumulation_steps
-    blocks = micro_batches * work.blocks / layouts.pp
+    on_rank = work.blocks / layouts.pp
+    recomputing = np.minimum(layouts.recompute_blocks * layouts.virtual_stages, on_rank)
+    blocks = micro_batches * on_rank
     return {
         "matmuls": blocks * (block.matmul_forward + block.matmul_inputs + block.matmul_weights),
         "attention": blocks * (block.attention_forward + block.attention_backward),
         "elementwise": blocks * 3 * block.elementwise_forward,
         "accumulation": blocks * block.accumulation,
-        "recomputation": blocks * block.recomputation,
+        "recomputation": micro_batches * recomputing * block.recomputation,
         "head": micro_batches * head / layouts.pp,
     }
 

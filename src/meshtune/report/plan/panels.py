@@ -228,9 +228,9 @@ def cell_of(choice: Choice | None) -> Cell:
 
 
 def short(layout: Layout) -> tuple[str, ...]:
-    """(its axes, its micro-batch and recomputation): `short(…) == ("zero3x4 tp2 pp2", "mb2 full")`."""
+    """(its axes, its micro-batch and recomputation): `short(…) == ("zero3x4 tp2 pp2", "mb2 full8")`."""
     words = str(layout).split("-")
-    inner = [word for word in words if re.fullmatch(r"mb\d+", word) or word in RECOMPUTE]
+    inner = [word for word in words if re.fullmatch(rf"mb\d+|({'|'.join(RECOMPUTE)})\d*", word)]
     left_out = [word for word in words if re.fullmatch(r"sp|regather|v\d+|ga\d+", word) or word in SCHEDULES]
     axes = [word for word in words if word not in (*inner, *left_out)]
     return (*([" ".join(axes)] if axes else []), " ".join(inner))
