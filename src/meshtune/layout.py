@@ -101,6 +101,11 @@ class Layout:
         return self.pp * self.stages_per_rank
 
     @property
+    def recomputation(self) -> str:
+        """Mode, and number of blocks unless all recompute: full, full8."""
+        return f"{self.recompute}{self.recompute_blocks or ''}"
+
+    @property
     def global_batch_size(self) -> int:
         """Sequences in one optimizer step."""
         return self.micro_batch_size * self.gradient_accumulation_steps * self.data_ranks
@@ -146,7 +151,7 @@ TOKENS = (
           lambda x: f"ga{x.gradient_accumulation_steps}"),
     Token("full", "(" + "|".join(RECOMPUTE) + r")(\d*)",
           lambda name, count: {"recompute": name} | ({"recompute_blocks": int(count)} if count else {}),
-          lambda x: f"{x.recompute}{x.recompute_blocks or ''}" if x.recompute != "none" else ""),
+          lambda x: x.recomputation if x.recompute != "none" else ""),
 )  # fmt: skip
 
 
@@ -220,8 +225,8 @@ def contradictions(layout: Layout) -> Iterator[str]:
         yield "regather gathers again what sp gathers and needs sp; write tp2-sp-regather, or drop regather."
     if layout.sp_regather and layout.recompute in BY_BLOCK:
         yield (
-            f"regather with recompute {layout.recompute}: a block that runs again gathers again anyway; drop "
-            "regather, or use recompute none or attention."
+            f"regather with recompute {layout.recomputation}: a block that runs again gathers again "
+            "anyway; drop regather, or use recompute none or attention."
         )
     if layout.recompute_blocks is not None and layout.recompute not in BY_BLOCK:
         yield (

@@ -304,9 +304,9 @@ def _pipeline(traits: Traits) -> Iterator[Rule]:
         "zero-bubble schedules would recompute each block several times",
         lambda layouts: layouts.runs(*ZERO_BUBBLE) & layouts.recomputation("block"),
         lambda layout: (
-            f"The schedule {layout.schedule} with recompute {layout.recompute}: it goes through a block's "
-            "backward once for its input and again for each group of its weights, and would run the block's "
-            "forward every time; use attention or none, or 1f1b."
+            f"The schedule {layout.schedule} with recompute {layout.recomputation}: it goes through a "
+            "block's backward once for its input and again for each group of its weights, and would run the "
+            "block's forward every time; use attention or none, or 1f1b."
         ),
     )
     yield Rule(
@@ -328,7 +328,7 @@ def _every_block(traits: Traits) -> Rule:
         fewer = math.ceil(of_stage) - 1
         remedy = f"or {layout.recompute}{fewer} or less" if fewer else "which says the same"
         return (
-            f"{layout.recompute}{layout.recompute_blocks} recomputes every block: "
+            f"{layout.recomputation} recomputes every block: "
             f"{counted(traits.blocks, 'block')} in {counted(layout.stages, 'stage')} are {of_stage:.3g} a "
             f"stage; write {layout.recompute}, {remedy}."
         )
@@ -404,8 +404,8 @@ _COMPILED = (
         "blocks that are recomputed can't be compiled",
         lambda layouts: layouts.recomputation("block"),
         lambda layout: (
-            f"train.compile = true with recompute {layout.recompute}: attention interrupts the compiler, and "
-            "torch's checkpoint then runs the whole block uncompiled; use none or attention, or leave "
+            f"train.compile = true with recompute {layout.recomputation}: attention interrupts the compiler, "
+            "and torch's checkpoint then runs the whole block uncompiled; use none or attention, or leave "
             "train.compile out."
         ),
     ),

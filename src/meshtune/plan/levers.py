@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any, NamedTuple
 
 from meshtune.errors import UserError
@@ -150,8 +150,9 @@ def _fields(layout: Layout) -> Iterator[tuple[str, str, dict[str, Any]]]:
     for micro, rest in sizes:
         fields = {"micro_batch_size": micro, "gradient_accumulation_steps": rest}
         yield "micro-batch", f"micro-batch {micro} instead of {size}", fields
-    for mode in RECOMPUTE:
-        yield "recomputation", f"recomputation {mode} instead of {layout.recompute}", {"recompute": mode}
+    for mode, blocks in product(RECOMPUTE, dict.fromkeys((None, layout.recompute_blocks))):
+        change = f"recomputation {mode}{blocks or ''} instead of {layout.recomputation}"
+        yield "recomputation", change, {"recompute": mode, "recompute_blocks": blocks}
     for schedule in SCHEDULES if layout.pp > 1 else ():
         for virtual in VIRTUAL_STAGES if schedule in VIRTUAL_SCHEDULES else (1,):
             stages = f" with {virtual} stages a rank" if virtual > 1 else ""

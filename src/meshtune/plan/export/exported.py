@@ -152,8 +152,8 @@ def every_block(tool: str, layout: Layout) -> list[str]:
     if layout.recompute_blocks is None:
         return []
     return [
-        f"{tool} can't recompute some blocks alone: {layout.recompute}{layout.recompute_blocks} is written "
-        "for every block, which holds less memory and takes longer."
+        f"{tool} can't recompute some blocks alone: {layout.recomputation} is written for "
+        "every block, which holds less memory and takes longer."
     ]
 
 
