@@ -153,18 +153,18 @@ class Work:
     @classmethod
     def of_shape(
         cls, *, layers: Number, hidden: Number, ffn: Number, heads: Number, kv_heads: Number,
-        vocabulary: Number, gated: Number = 1.0, tied: Number = 0.0,
+        vocabulary: Number, gated: Number = 1.0, tied: Number = 0.0, head_dim: Number | None = None,
     ) -> Work:  # fmt: skip
         """The work of a plain decoder from shape numbers, as published tables give them; all is trained.
 
-        ffn: features inside the MLP. gated: 1 for SwiGLU (three matrices), 0 for two. tied: 1 or 0. Head size
-        is hidden / heads. Norms and biases are counted as 4·hidden a block.
+        ffn: features inside the MLP. gated: 1 for SwiGLU (three matrices), 0 for two. tied: 1 or 0. head_dim:
+        features of a head; None: hidden / heads. Norms and biases are counted as 4·hidden a block.
         """
-        head_dim = hidden / heads
+        head_dim = hidden / heads if head_dim is None else head_dim
         wide = (1 + gated) * ffn
         matrices = (
-            Gemm(hidden + 2 * kv_heads * head_dim, hidden, 1.0, "rows"),
-            Gemm(hidden, hidden, 1.0, "cols"),
+            Gemm((heads + 2 * kv_heads) * head_dim, hidden, 1.0, "rows"),
+            Gemm(hidden, heads * head_dim, 1.0, "cols"),
             Gemm(ffn, hidden, 1 + gated, "rows"),
             Gemm(hidden, ffn, 1.0, "cols"),
         )
