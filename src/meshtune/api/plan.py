@@ -1,18 +1,22 @@
 """Plan: predict every layout, one layout, or the largest workload that fits. Needs no GPU and no data."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
+from meshtune.api.model_file import model_file
 from meshtune.api.settings import Settings, config_of
 from meshtune.config import Config
 from meshtune.model.census_cache import numbers_of
 from meshtune.plan import answer
 from meshtune.plan.answer import Answer
 from meshtune.plan.explanation import Explanation, explain
+from meshtune.plan.fits import Lighter
 from meshtune.plan.search import Choice
 from meshtune.plan.workload import Workload, lighter_workloads, workload_of
 
-Log = Callable[[str], None]  # gets a sentence while a model's numbers are derived
+Log = Callable[[str], None]  # gets sentences on the model, and one while its numbers are derived
 
 
 def silent(_: str) -> None:
@@ -35,22 +39,38 @@ def plan(
     n best. Raises UserError for bad settings, NothingFits if no layout fits.
     """
     config, sizes = config_of(config, overrides), [gpus] if isinstance(gpus, int) else gpus
-    lighter = partial(lighter_workloads, config, numbers_of)
-    return answer.ask(config, workload(config, log), sizes=sizes, goal=goal, lighter=lighter)
+    with workloads(config, log) as (workload, lighter):
+        return answer.ask(config, workload, sizes=sizes, goal=goal, lighter=lighter)
 
 
 def explained(config: Config, layouts: Sequence[str], *, log: Log = silent) -> list[Explanation]:
     """Predict each layout, in their order, and say why it can't run if it can't (`explanation.explain`)."""
-    planned = workload(config, log)
-    return [explain(config, planned, layout) for layout in layouts]
+    with workloads(config, log) as (workload, _):
+        say(workload.notes, log)
+        return [explain(config, workload, layout) for layout in layouts]
 
 
 def largest(config: Config, quantity: str, *, log: Log = silent) -> tuple[int | str, Choice]:
     """The largest `quantity` (model, seq_len or batch) that fits, and its best layout. Raises NothingFits if
     not even the smallest fits.
     """
-    return answer.largest(config, workload(config, log), quantity)
+    with workloads(config, log) as (workload, _):
+        say(workload.notes, log)
+        return answer.largest(config, workload, quantity)
 
 
-def workload(config: Config, log: Log) -> Workload:
-    return workload_of(config, numbers_of(config, log=log))
+def say(notes: Sequence[str], log: Log) -> None:
+    for note in notes:
+        log(note)
+
+
+@contextmanager
+def workloads(config: Config, log: Log) -> Iterator[tuple[Workload, Lighter]]:
+    """Give the config's workload, and a function that returns workloads that need less memory.
+
+    The model's config.json need not exist: see `model_file`. Raises UserError as that and `numbers_of`.
+    """
+    with model_file(config) as (file, notes):
+        workload = workload_of(config, numbers_of(config, file=file, log=log))
+        lighter = partial(lighter_workloads, config, partial(numbers_of, file=file))
+        yield replace(workload, notes=(*notes, *workload.notes)), lighter

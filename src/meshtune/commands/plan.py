@@ -34,6 +34,10 @@ def plan(
         str | None,
         typer.Option("--max", metavar="WHAT", help="the largest model, seq_len or batch that fits"),
     ] = None,
+    params: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="plan a typical Llama of N parameters (13e9, 13B) instead of a model"),
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="layouts to show")] = 10,
     plot: Annotated[Path | None, typer.Option(help="pictures: a file ending in .html, .png or .svg")] = None,
     export: Annotated[
@@ -57,6 +61,8 @@ def plan(
         )
     plot, to = plot and expanded(plot), expanded(to)
     check_outputs(plot, export)
+    if params:
+        overrides = with_typical_model(overrides, params, export)
     resolved = config.load(file, overrides)
     if layouts:
         explain_layouts(resolved, layouts, side_by_side=bool(compare), plot=plot, as_json=as_json)
@@ -176,6 +182,26 @@ def layouts_of(explain: Sequence[str] | None, compare: Sequence[str] | None) -> 
             "--compare zero3x8-mb1-ga8,zero2x8-mb1-ga8."
         )
     return layouts
+
+
+def with_typical_model(overrides: Sequence[str], parameters: str, export: str | None) -> list[str]:
+    """The overrides, and one that names the typical Llama of this many parameters.
+
+    parameters: as text, 13e9 or 13B. Raises UserError for a model among `overrides`, and for an export, which
+    needs one that exists.
+    """
+    from meshtune.plan.typical import PREFIX
+
+    problems = [
+        f"--params plans a typical Llama instead of a model; leave {override} out."
+        for override in overrides
+        if override.startswith("model.name=")
+    ]
+    if export:
+        problems.append("--export needs a model that exists; name it instead of --params.")
+    if problems:
+        raise UserError(problems)
+    return [*overrides, f"model.name={PREFIX}{parameters}"]
 
 
 def numbers(text: str | None, option: str) -> list[int]:

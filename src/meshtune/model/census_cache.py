@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from meshtune.config import Config
 from meshtune.errors import expanded
-from meshtune.model.hub import check_name, hub_errors, local_path
+from meshtune.model.hub import ask_once, hub_errors, local_path
 from meshtune.placement.census import Census
 from meshtune.placement.numbers import ModelNumbers
 from meshtune.placement.rules import Traits
@@ -38,10 +38,12 @@ class LoraShape:
     modules_to_save: tuple[str, ...] = ()  # names or endings of modules that are trained whole
 
 
-def numbers_of(config: Config, *, log: Callable[[str], None] = lambda _: None) -> ModelNumbers:
+def numbers_of(
+    config: Config, *, file: Path | None = None, log: Callable[[str], None] = lambda _: None
+) -> ModelNumbers:
     """Return the numbers of the model that `config` trains, its adapters and frozen parameters included.
 
-    The data set and the weights need not exist. The numbers are cached in the folder `data.cache`. log,
+    The data set and the weights need not exist. The numbers are cached in the folder `data.cache`. file, log,
     errors: see `model_numbers`.
     """
     model, lora = config.model, config.lora
@@ -53,6 +55,7 @@ def numbers_of(config: Config, *, log: Callable[[str], None] = lambda _: None) -
         freeze=model.freeze,
         lora=shape if config.method == "lora" else None,
         cache_dir=expanded(config.data.cache),
+        file=file,
         log=log,
     )
 
@@ -65,24 +68,26 @@ def model_numbers(
     freeze: tuple[str, ...] = (),
     lora: LoraShape | None = None,
     cache_dir: Path,
+    file: Path | None = None,
     log: Callable[[str], None] = lambda _: None,
 ) -> ModelNumbers:
     """Return the numbers of a causal language model, from `cache_dir` or by building it on meta.
 
     name: a hub id, a folder, or a configuration file. freeze: globs of parameter names. lora: None for no
-    adapters. log: called with a line before work that takes seconds. The file in `cache_dir` is named by a
+    adapters. file: its configuration; None: that of `config_file`. log: called with a line before work that
+    takes seconds. The file in `cache_dir` is named by a
     hash of all that the numbers depend on; one that can't be read is replaced, and a failure to write it is
     ignored. A model with remote code is not cached. A hub model's config.json is downloaded if it is missing.
 
     Raises UserError for what is no model, or none that meshtune trains, and as `add_lora` and `freeze`.
     """
-    file = _config_file(name, revision)
+    file = file or config_file(name, revision)
     key = None if trust_remote_code and _has_remote_code(file) else _key(file, freeze, lora)
     cached = cache_dir / f"census-{key}.json"
     if key and (numbers := _read(cached)):
         return numbers
     log(f"Building {name} without weights to count its parameters and FLOPs; the counts are cached.")
-    if trust_remote_code and not local_path(name):
+    if trust_remote_code and _has_remote_code(file) and not local_path(name):
         file = _config_with_code(name, revision)
     numbers = _build_and_count(name, file, trust_remote_code=trust_remote_code, freeze=freeze, lora=lora)
     if key:
@@ -91,8 +96,8 @@ def model_numbers(
     return numbers
 
 
-def _config_file(name: str, revision: str | None) -> Path:
-    """Return the model's configuration file, downloaded if the hub's cache lacks it.
+def config_file(name: str, revision: str | None = None) -> Path:
+    """Return the model's configuration file, downloaded if the hub's cache lacks it: the hub is asked once.
 
     That of a local folder may be missing. Raises UserError as `local_path` and `hub_errors`.
     """
@@ -100,12 +105,12 @@ def _config_file(name: str, revision: str | None) -> Path:
         return path / "config.json" if path.is_dir() else path
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-    check_name(name, revision)
     with hub_errors(name, revision):
         stored = try_to_load_from_cache(name, "config.json", revision=revision)
-        return Path(
-            stored if isinstance(stored, str) else hf_hub_download(name, "config.json", revision=revision)
-        )
+        if isinstance(stored, str):
+            return Path(stored)
+        ask_once(name, revision)
+        return Path(hf_hub_download(name, "config.json", revision=revision))
 
 
 def _config_with_code(name: str, revision: str | None) -> Path:

@@ -2,11 +2,13 @@
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from threading import Thread
+from typing import TypeVar
 from urllib.parse import urlparse
 from urllib.request import getproxies
 
@@ -14,10 +16,19 @@ from meshtune.errors import UserError, check_file, expanded
 from meshtune.nearest import path_meant
 
 HUB = "https://huggingface.co"
-PATIENCE = 2.0  # seconds in which the hub must answer; its own client tries for half a minute
+T = TypeVar("T")
+PATIENCE = 2.5  # seconds in which the hub must answer; its own client tries for half a minute
 MODEL = "config.json"  # file that a model folder holds
 MODEL_OR_RUN = "config.[jy]*"  # config.json, or a run's config.yaml
 HUB_ID = "A hub id is organisation/name, such as Qwen/Qwen3-0.6B."
+
+
+class NotFromHub(UserError):
+    """Error: the hub did not give the model. `reason`: a clause that says why."""
+
+    def __init__(self, problem: str, reason: str = "the Hugging Face hub can't be reached") -> None:
+        super().__init__(problem)
+        self.reason = reason
 
 
 def local_path(name: str, holding: str = MODEL) -> Path | None:
@@ -51,7 +62,7 @@ def check_name(name: str, revision: str | None = None, holding: str = MODEL) -> 
     holding: as `folders_like` takes it.
     """
     if not (local_path(name, holding) or is_stored(name) or reachable()):
-        raise UserError(not_here(name, revision, holding))
+        raise NotFromHub(not_here(name, revision, holding))
 
 
 def is_stored(name: str) -> bool:
@@ -69,20 +80,48 @@ def reachable() -> bool:
     hub = urlparse(os.environ.get("HF_ENDPOINT", HUB))
     if hub.scheme in getproxies():
         return True
-    answers: list[bool] = []
 
-    def ask() -> None:
+    def connect() -> None:
+        port = hub.port or (443 if hub.scheme == "https" else 80)
+        socket.create_connection((hub.hostname or "", port), PATIENCE).close()
+
+    try:
+        in_time(connect)
+    except OSError:
+        return False
+    return True
+
+
+def ask_once(name: str, revision: str | None = None) -> None:
+    """Ask the hub once whether it gives this user the model's config.json. Raises OSError if it doesn't
+    within PATIENCE, ValueError for an impossible name.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    url = hf_hub_url(name, MODEL, revision=revision)
+    try:
+        in_time(lambda: get_hf_file_metadata(url, timeout=PATIENCE))
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # of the HTTP library under the hub's client
+        raise ConnectionError(str(error)) from error
+
+
+def in_time(work: Callable[[], T]) -> T:
+    """Return what `work` returns. Raises TimeoutError after PATIENCE, and what `work` raises.
+
+    Late work goes on in its thread: looking up a host's name has no time limit of its own.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
         try:
-            port = hub.port or (443 if hub.scheme == "https" else 80)
-            with socket.create_connection((hub.hostname or "", port), PATIENCE):
-                answers.append(True)
-        except OSError:
-            answers.append(False)
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
 
-    thread = Thread(target=ask, daemon=True)  # looking up a name has no time limit of its own
-    thread.start()
-    thread.join(PATIENCE)
-    return any(answers)
+    Thread(target=run, daemon=True).start()
+    return outcome.result(PATIENCE)
 
 
 def not_here(name: str, revision: str | None = None, holding: str = MODEL) -> str:
@@ -122,17 +161,19 @@ def hub_errors(name: str, revision: str | None = None) -> Iterator[None]:
     try:
         yield
     except GatedRepoError as error:
-        raise UserError(
+        raise NotFromHub(
             f"{name} is gated: accept its terms at https://huggingface.co/{name}, then run "
-            f"`hf auth login` or set HF_TOKEN."
+            f"`hf auth login` or set HF_TOKEN.",
+            "the model is gated (accept its terms on the hub, then run `hf auth login`)",
         ) from error
     except RevisionNotFoundError as error:
         raise UserError(f"The hub's {name} has no revision {revision}.") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise UserError(
+        raise NotFromHub(
             f"There is no folder {name} here and no model {name} on the Hugging Face hub that you may read"
             f"{folders_like(name) or '.'} Check the spelling ({HUB_ID[:-1]}), or, if it is private, run "
-            "`hf auth login` or set HF_TOKEN."
+            "`hf auth login` or set HF_TOKEN.",
+            "the hub has none of that name that you may read",
         ) from error
     except RemoteEntryNotFoundError as error:
         raise UserError(
@@ -140,4 +181,4 @@ def hub_errors(name: str, revision: str | None = None) -> Iterator[None]:
             "model that it was made from."
         ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        raise UserError(not_here(name, revision)) from error
+        raise NotFromHub(not_here(name, revision)) from error

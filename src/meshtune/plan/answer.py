@@ -108,6 +108,7 @@ class Answer:
             "changes": self.changes,
             "batches": self.batch_advice,
             "run": vars(self.run) | {"notes": list(self.length.notes)},
+            "notes": list(self.workload.notes),
         }
         if len(self.plans) > 1:
             document["sizes"] = {

@@ -175,6 +175,8 @@ def largest(workload: Workload, cluster: Cluster, what: str) -> tuple[Any, Choic
     if what == "model":
         by_size = sorted(models().items(), key=lambda item: -float(item[1].work.parameters))
         for name, model in by_size:
+            if 2 * model.work.parameters > cluster.memory * cluster.gpus:  # not even its weights in bf16
+                continue
             work = model.work if workload.lora_r is None else model.work.adapted(workload.lora_r)
             if choice := best_fitting(replace(workload, model=name, work=work, traits=model.traits), cluster):
                 return name, choice

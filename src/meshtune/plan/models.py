@@ -34,7 +34,7 @@ def known_config(name: str) -> dict[str, Any] | None:
 @cache
 def models() -> dict[str, KnownModel]:
     """The dense models of models.toml whose config has the usual fields, by short name."""
-    shapes = {name: _fields(table) for name, table in _tables().items()}
+    shapes = {name: _fields(table) for name, table in tables().items()}
     return {
         name: _known_model(name, config.get("text_config", config))
         for name, config in shapes.items()
@@ -43,7 +43,8 @@ def models() -> dict[str, KnownModel]:
 
 
 @cache
-def _tables() -> dict[str, dict[str, Any]]:
+def tables() -> dict[str, dict[str, Any]]:
+    """The entries of models.toml, by short name."""
     return tomllib.loads(files("meshtune.plan").joinpath("models.toml").read_text("utf-8"))
 
 
@@ -51,7 +52,7 @@ def _tables() -> dict[str, dict[str, Any]]:
 def _configs() -> dict[str, dict[str, Any]]:
     """Fields of config.json by name in lower case."""
     configs = {}
-    for short, table in _tables().items():
+    for short, table in tables().items():
         differing = {name: {} for name in (short, *table["hub"])} | table.get("differing", {})
         configs |= {name.lower(): _fields(table) | fields for name, fields in differing.items()}
     return configs

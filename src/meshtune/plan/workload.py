@@ -34,6 +34,7 @@ class Workload:
     packing: bool = True
     attention: str = "meshtune"  # implementation that the model is built with
     lora_r: int | None = None  # rank of the adapters beside every linear layer; None: all weights are trained
+    notes: tuple[str, ...] = ()  # sentences on the model that every answer says
 
     @property
     def tokens(self) -> int:

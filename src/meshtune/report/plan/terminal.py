@@ -30,7 +30,9 @@ def answer(result: Answer, most: int) -> RenderableType:
         f" on {cluster.gpus} x {cluster.gpu.name} ({human(cluster.memory)} each, {cluster.nodes} "
         f"machine{'s' * (cluster.nodes > 1)}), in {result.workload.precision}",
     )
-    parts: list[RenderableType] = [head, section("How it was reached", result.reasoning, numbered=True)]
+    notes = [Text(note) for note in result.workload.notes]
+    reasoning = section("How it was reached", result.reasoning, numbered=True)
+    parts: list[RenderableType] = [head, *notes, reasoning]
     if len(result.plans) > 1:
         best = {gpus: one.choice(0) if len(one) else None for gpus, one in result.plans.items()}
         parts += [title("How many GPUs"), sizes_table(best)]

@@ -1,0 +1,59 @@
+"""The configuration that a plan is made of: the model's own, that of a known shape, or of a typical Llama.
+
+model.name ─┬─ folder, or the hub's cache ──────────────────> its config.json
+            ├─ the hub, asked once ─────────────────────────> its config.json
+            └─ the hub doesn't answer, or the model is gated ─> models.toml, and a sentence that says so
+--params ─────> typical.py, and a sentence with the shape
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from meshtune.config import Config
+from meshtune.errors import UserError
+from meshtune.model.census_cache import config_file
+from meshtune.model.hub import NotFromHub
+from meshtune.plan.models import known_config
+from meshtune.plan.typical import typical_config, typical_parameters
+
+
+@contextmanager
+def model_file(config: Config) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Give the configuration file of the model to plan, and sentences on it if it is not the model's own.
+
+    Raises UserError for a model that is neither on this machine, nor given by the hub, nor known, and for an
+    impossible number of parameters.
+    """
+    name = config.model.name
+    if (parameters := typical_parameters(name)) is not None:
+        fields, sentence = typical_config(parameters)
+    else:
+        try:
+            file = config_file(name, config.model.revision)
+        except NotFromHub as error:
+            fields, sentence = _known(name, error)
+        else:
+            yield file, ()
+            return
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "config.json")
+        file.write_text(json.dumps(fields), encoding="utf-8")
+        yield file, (sentence,)
+
+
+def _known(name: str, error: NotFromHub) -> tuple[dict, str]:
+    """The fields of config.json that models.toml has, and a sentence that says so.
+
+    error: why the hub gave none; raised, with a remedy, if models.toml has none either.
+    """
+    fields = known_config(name)
+    if fields is None:
+        remedy = "A typical Llama of its size can be planned without the hub: meshtune plan --params 8e9."
+        raise UserError([*error.problems, remedy]) from error
+    return fields, (
+        f"The shape of {name} is from meshtune's table plan/models.toml: its config.json is not on this "
+        f"machine, and {error.reason}."
+    )

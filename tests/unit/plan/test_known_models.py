@@ -1,0 +1,260 @@
+"""models.toml against what transformers builds of it; plans of models whose config.json is not at hand."""
+
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from cases import cases
+from huggingface_hub import constants
+
+from meshtune import config
+from meshtune.api.model_file import model_file
+from meshtune.api.plan import workloads
+from meshtune.commands.plan import plan as command
+from meshtune.errors import UserError
+from meshtune.model import hub
+from meshtune.model.load import on_meta, read_config
+from meshtune.plan import models as module
+from meshtune.plan.models import known_config, models
+from meshtune.plan.typical import typical_config, typical_parameters
+from meshtune.plan.workload import Workload
+
+ENTRIES = module.tables()
+LLAMA = "meta-llama/Llama-3.1-8B"
+# Whole config.json files of the hub, from memory: with all the fields that models.toml leaves out.
+HUB_CONFIGS: dict[str, dict[str, Any]] = {
+    "EleutherAI/pythia-70m": {
+        "architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "gelu",
+        "hidden_size": 512, "initializer_range": 0.02, "intermediate_size": 2048, "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 2048, "model_type": "gpt_neox", "num_attention_heads": 8,
+        "num_hidden_layers": 6, "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": False,
+        "torch_dtype": "float16", "transformers_version": "4.24.0", "use_cache": True,
+        "use_parallel_residual": True, "vocab_size": 50304,
+    },
+    "meta-llama/Llama-3.2-1B": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 128000, "eos_token_id": 128001, "head_dim": 64, "hidden_act": "silu",
+        "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192,
+        "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+        "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8, "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192, "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "transformers_version": "4.45.0.dev0", "use_cache": True, "vocab_size": 128256,
+    },
+    "google/gemma-2-2b": {
+        "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid",
+        "eos_token_id": 1, "final_logit_softcapping": 30.0, "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304,
+        "initializer_range": 0.02, "intermediate_size": 9216, "max_position_embeddings": 8192,
+        "model_type": "gemma2", "num_attention_heads": 8, "num_hidden_layers": 26, "num_key_value_heads": 4,
+        "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_theta": 10000.0,
+        "sliding_window": 4096, "torch_dtype": "float32", "transformers_version": "4.42.4",
+        "use_cache": True, "vocab_size": 256000,
+    },
+}  # fmt: skip
+
+
+def written(fields: dict[str, Any], folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    file = folder / "config.json"
+    file.write_text(json.dumps(fields))
+    return file
+
+
+def parameters_of(fields: dict[str, Any], folder: Path) -> int:
+    model = on_meta(read_config(written(fields, folder), "known", False), name="known")
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "name", cases(ENTRIES, default=["llama-3.1-8b", "qwen3-30b-a3b", "gemma-3-270m", "pythia-70m"])
+)
+def test_a_known_shape_has_the_parameters_that_transformers_builds(name: str, tmp_path: Path) -> None:
+    fields = known_config(name)
+    assert fields is not None
+    assert parameters_of(fields, tmp_path) == ENTRIES[name]["parameters"]
+
+
+def test_the_most_used_models_are_known_by_their_hub_names() -> None:
+    assert len(ENTRIES) >= 60
+    names = Counter(
+        name.lower()
+        for short, entry in ENTRIES.items()
+        for name in (short, *entry["hub"], *entry.get("differing", ()))
+    )
+    assert names.most_common(1)[0][1] == 1
+    for name in (LLAMA, "Qwen/Qwen3-8B", "mistralai/Mistral-7B-v0.3", "google/gemma-3-27b-it", "gpt2"):
+        assert known_config(name) and known_config(name.upper()) == known_config(name)
+    assert known_config("Qwen/Qwen2.5-7B-Instruct")["max_position_embeddings"] == 32768  # type: ignore[index]
+    assert known_config("someone/else") is None
+    for entry in ENTRIES.values():
+        assert re.match(r"litgpt \S|megatron-bridge \S|recalled$", entry["source"])
+
+
+def test_a_shape_without_norms_and_biases_is_half_a_percent_off_at_most() -> None:
+    assert len(models()) >= 60
+    for name, model in models().items():
+        assert model.work.parameters == pytest.approx(ENTRIES[name]["parameters"], rel=0.005), name
+
+
+@pytest.mark.parametrize("name", cases(HUB_CONFIGS, default=["EleutherAI/pythia-70m"]))
+def test_the_plan_of_a_known_shape_is_that_of_the_config_on_the_hub(name: str, tmp_path: Path) -> None:
+    folder = written(HUB_CONFIGS[name], tmp_path / "model").parent
+
+    def workload(model: Path | str) -> Workload:
+        settings = config.load(None, [f"model.name={model}", f"data.cache={tmp_path}"])
+        with workloads(settings, lambda _: None) as (found, _):
+            return found
+
+    offline, online = workload(name), workload(folder)
+    assert (offline.work, offline.traits) == (online.work, online.traits)
+    assert "plan/models.toml" in offline.notes[0] and not online.notes
+
+
+# the hub #
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """A hub on this machine: `code` and `error` of its answer, `requests` that it has got."""
+    state: dict[str, Any] = {"code": 503, "error": "", "requests": 0}
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            state["requests"] += 1
+            self.send_response(state["code"])
+            self.send_header("X-Error-Code", state["error"])
+            self.end_headers()
+
+        do_GET = do_HEAD
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Hub)
+    Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    yield state
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "reason"),
+    [
+        (503, "", "can't be reached"),
+        (403, "GatedRepo", "the model is gated"),
+        (401, "GatedRepo", "the model is gated"),
+        (404, "RepoNotFound", "none of that name that you may read"),
+    ],
+)
+def test_a_hub_that_gives_nothing_is_asked_once(
+    code: int, error: str, reason: str, answers: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    answers |= {"code": code, "error": error}
+    started = time.monotonic()
+    with model_file(config.load(None, [f"model.name={LLAMA}"])) as (file, notes):
+        assert json.loads(file.read_text())["hidden_size"] == 4096
+    assert time.monotonic() - started < 3
+    assert answers["requests"] == 1 and not caplog.records
+    assert len(notes) == 1 and LLAMA in notes[0] and reason in notes[0] and "plan/models.toml" in notes[0]
+
+
+def test_a_hub_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hub.PATIENCE < 3
+    monkeypatch.setattr(hub, "PATIENCE", 0.2)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *_, **__: time.sleep(60))
+    started = time.monotonic()
+    with model_file(config.load(None, [f"model.name={LLAMA}"])) as (_, notes):
+        assert "can't be reached" in notes[0]
+    assert time.monotonic() - started < 2
+
+
+def test_a_model_that_nobody_knows_is_answered_with_what_works(answers: dict[str, Any]) -> None:
+    with (
+        pytest.raises(UserError, match="hub can't be reached") as raised,
+        model_file(config.load(None, ["model.name=someone/else"])),
+    ):
+        pass
+    assert raised.value.problems[-1].endswith("meshtune plan --params 8e9.")
+    assert answers["requests"] == 1
+
+
+# models that do not exist #
+
+
+@pytest.mark.parametrize(
+    ("parameters", "hidden", "layers", "ffn"),
+    [(8.03e9, 4096, 32, 14336), (13e9, 5120, 40, 14848), (70.55e9, 8192, 76, 30464)],
+)
+def test_a_typical_llama_has_the_proportions_of_published_ones(
+    parameters: float, hidden: int, layers: int, ffn: int
+) -> None:
+    fields, sentence = typical_config(parameters)
+    sizes = (fields["hidden_size"], fields["num_hidden_layers"], fields["intermediate_size"])
+    assert sizes == (hidden, layers, ffn)
+    assert f"{layers} layers, hidden size {hidden:,}, MLP {ffn:,}" in sentence
+
+
+@pytest.mark.parametrize(
+    "parameters", cases([1e8, 1.3e8, 5e8, 2e9, 3.9e9, 4e9, 2e10, 1e12, 1e13], default=[1.3e8, 5e8, 4e9])
+)
+def test_a_typical_llama_has_as_many_parameters_as_asked_for(parameters: float, tmp_path: Path) -> None:
+    fields, _ = typical_config(parameters)
+    assert parameters_of(fields, tmp_path) == pytest.approx(parameters, rel=0.012)
+    heads = fields["num_attention_heads"]
+    assert heads % fields["num_key_value_heads"] == 0
+    assert fields["hidden_size"] < 4096 or heads % 8 == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("13e9", 13e9), ("13B", 13e9), ("1.5b", 1.5e9), ("350M", 350e6), ("1T", 1e12)]
+)
+def test_numbers_of_parameters_are_read(text: str, number: float) -> None:
+    assert typical_parameters(f"typical-llama-{text}") == number
+    assert typical_parameters("meta-llama/Llama-3.1-8B") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "sentences"),
+    [
+        (["model.name=x"], {"params": "13B"}, ["leave model.name=x out"]),
+        ([], {"params": "13B", "export": "axolotl"}, ["--export needs a model that exists"]),
+        ([], {"params": "many"}, ["--params many is no number of parameters; write --params 13e9"]),
+        ([], {"params": "13"}, ["--params 13 is no size that can be planned; give 1e+08 to 1e+13"]),
+        (["cluster.gpu=h100-sxm"], {"params": "1e30"}, ["--params 1e+30 is no size"]),
+    ],
+)
+def test_what_params_can_not_mean_is_refused(
+    words: list[str], options: dict[str, str], sentences: list[str]
+) -> None:
+    with pytest.raises(UserError) as raised:
+        command([*words, "cluster.gpu=h100-sxm"], top=1, **options)
+    for sentence in sentences:
+        assert sentence in str(raised.value)
+
+
+@pytest.mark.slow
+def test_params_are_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    command([f"data.cache={tmp_path}", "cluster.gpu=h100-sxm"], params="125M", top=1, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"]["name"] == "typical-llama-125M"
+    assert found["model"]["parameters"] == pytest.approx(125e6, rel=0.012)
+    assert "10 layers, hidden size 768" in found["notes"][0]
