@@ -55,6 +55,7 @@ class Origin:
     links: Mapping[str, float]  # constants of the cluster, of those in LINKS
     zero: str = ""  # only rows with this ZeRO stage; "": all
     gpu: str = ""  # GPU kind, where the rows' own name for it is not exact
+    cp_method: str = "allgather"
 
 
 def origins() -> list[Origin]:
@@ -69,6 +70,7 @@ def origins() -> list[Origin]:
             {key: float(table[key]) for key in LINKS if key in table},
             str(table.get("zero", "")),
             table.get("gpu", ""),
+            table.get("cp_method", Origin.cp_method),
         )
         for name, table in tables.items()
         for prefix in table["ids"]
@@ -178,12 +180,13 @@ def columns_of(rows: Sequence[Row], among: Sequence[Origin]) -> Columns:
     """Layout of each row, in their order; every row must be one that `why_not` returns None for."""
     dp, zero = column(rows, "dp"), column(rows, "zero_stage")
     virtual = column(rows, "vpp", 1.0)
+    ran = [origin for row in rows if (origin := origin_of(row, among))]
     return Columns(
         dp_replicate=np.where(zero > 0, 1.0, dp),
         dp_shard=np.where(zero > 0, dp, 1.0),
         zero=zero,
         cp=column(rows, "cp"),
-        cp_method=np.full(len(rows), CP_METHODS.index("allgather")),
+        cp_method=np.array([float(CP_METHODS.index(origin.cp_method)) for origin in ran]),
         tp=column(rows, "tp"),
         sp=column(rows, "sp", 0.0),
         sp_regather=np.zeros(len(rows)),  # a stack's habit (`Accounting.regathers_inputs`), no choice
@@ -192,8 +195,12 @@ def columns_of(rows: Sequence[Row], among: Sequence[Origin]) -> Columns:
         virtual_stages=virtual,
         micro_batch_size=column(rows, "micro_batch"),
         gradient_accumulation_steps=column(rows, "global_batch") / column(rows, "micro_batch") / dp,
+<<<<<<< HEAD
         recompute_blocks=np.full(len(rows), np.inf),
         recompute=np.array([float(recompute_of(row, origin_of(row, among))) for row in rows]),  # type: ignore[arg-type]
+=======
+        recompute=np.array([float(recompute_of(row, origin)) for row, origin in zip(rows, ran, strict=True)]),
+>>>>>>> c3f2300 (Megatron Core's memory, counted from its own tensors; recomputation that fits a published row)
     )
 
 

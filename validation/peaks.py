@@ -79,6 +79,18 @@ def peaks(rows: Sequence[Row], *, whole: bool = False) -> np.ndarray:
     return found
 
 
+def recomputation_that_fits(row: Row) -> str:
+    """The least recomputation with which a row fits its GPU by its stack's accounting: none, selective, full.
+
+    row: one that `why_not` returns None for but for its recomputation, which is not read. "full" also where
+    nothing fits.
+    """
+    modes = ("none", "selective", "full")
+    tried = [row | {"recompute": mode} for mode in modes]
+    fits = peaks(tried, whole=True) <= capacities(tried)
+    return next((mode for mode, enough in zip(modes, fits, strict=True) if enough), "full")
+
+
 def fitted() -> dict[str, float]:
     """Values of the constants in FITTED, by name."""
     return {

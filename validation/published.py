@@ -62,7 +62,9 @@ def predict(rows: Sequence[Row]) -> np.ndarray:
 
 
 def source_of(row: Row) -> str:
-    return row["id"].rsplit("-", 1)[0].split("-")[0]
+    """The beginning of a row's id; SimuMax's rows of Megatron-LM have it after that."""
+    first, second = row["id"].split("-")[:2]
+    return second if second == "simumax" else first
 
 
 def file_of(row: Row) -> str:

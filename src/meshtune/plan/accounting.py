@@ -42,6 +42,7 @@ class Saved(NamedTuple):
     wide: float  # per widened feature of the MLP
     scores: float  # per head and key, where attention scores are written to memory
     constant: float = 0  # per token
+    narrow: float = 0  # per feature that the MLP's last matrix reads
 
     def per_token(self, work: Work, seq_len: Number) -> Kept:
         """Bytes per token that an average block of a plain decoder saves.
@@ -52,10 +53,11 @@ class Saved(NamedTuple):
         outputs = sum(core.count * core.query_heads * core.v_dim for core in work.cores)
         keys = sum(core.count * core.key_heads * (core.qk_dim + core.v_dim) for core in work.cores)
         heads = sum(core.count * core.query_heads for core in work.cores)
+        read = sum(matrix.count * matrix.cols for matrix in work.matrices if matrix.cut == "cols")
         return Kept(
             outside=self.outside * work.hidden + self.constant,
             entering=self.entering * work.hidden,
-            inside=self.wide * work.wide,
+            inside=self.wide * work.wide + self.narrow * (read - outputs),
             core=self.queries * queries + self.keys * keys + self.output * outputs,
             keys=self.keys * keys,
             statistics=self.heads * heads + self.scores * heads * seq_len,
@@ -87,8 +89,12 @@ class Accounting:
     flat_buffers: float = 0.0
     flat_shard_buffers: float = 0.0
 
+    # Bytes per element of one tensor for each shape of a weight's gradient, those of a block and of the head.
+    shape_buffers: float = 0.0
+
     regathers_inputs: bool = False  # the stack always runs sp as sp_regather does
-    saved: Saved = EAGER  # by a block, where the model was not traced
+    rings_keys: bool = False  # cp passes keys and values on instead of gathering those of all its ranks
+    saved: Saved | None = None  # by a block; None: as the model was traced, or EAGER
     selected: Saved | None = None  # by a block under selective recomputation; None: all matmul outputs
 
     # Tokens whose logits exist at a time; inf: all, and no hidden states are copied.
@@ -97,6 +103,7 @@ class Accounting:
     logit: float = 8  # at the peak of the loss
     logit_split: float = 0.0  # added to `logit` where tp splits the vocabulary
     logit_head_backward: float = 0.0  # still held while the gradients of the head are computed
+    fused_norms: bool = False  # a norm saves its input as it is; else copies in fp32
 
     ends_apart: bool = True  # ZeRO-3 holds neither embedding nor head in the backward, and them not together
     gathered_groups: float = 2  # blocks whose whole weights ZeRO-3 holds at a time

@@ -104,6 +104,7 @@ def test_states_of_megatron(precision: str, ranks: int, bytes_each: float) -> No
 def test_activations_of_korthikanti_figure_1(work: Work, layout: str, whole: float, split: float) -> None:
     """In GiB on the first rank, of tensor parallelism, and with sequences split and attention recomputed."""
     how = stack_accounting("megatron", "fp16")
+    assert how.saved is not None
     for text, published in ((layout.format(""), whole), (layout.format("-sp") + "-attention", split)):
         c = columns(text)
         tokens = c.micro_batch_size * 2048
@@ -128,6 +129,7 @@ def test_activations_of_korthikanti_figure_1(work: Work, layout: str, whole: flo
 )
 def test_activations_of_korthikanti_figure_7(work: Work, splits: str, percent: float) -> None:
     how = stack_accounting("megatron", "fp16")
+    assert how.saved is not None
     cut, recompute = splits.startswith("-sp"), splits.removeprefix("-sp")
     found = []
     for text in ("tp8-mb1-ga1", f"tp8{'-sp' if cut else ''}-mb1-ga1{recompute}"):
@@ -165,6 +167,44 @@ def test_peaks_of_nanotron(layout: str, gigabytes: float) -> None:
     work = Work.of_shape(layers=24, hidden=2048, ffn=4096, heads=32, kv_heads=32, vocabulary=50272, tied=1.0)
     found = peak(work, columns(layout), with_fields("nanotron", "bf16", **SEEN), 4096)
     assert float(found.peak[0]) / GIB == pytest.approx(gigabytes, rel=0.02)
+
+
+def llama_70b(layers: int) -> Work:
+    return Work.of_shape(
+        layers=layers, hidden=8192, ffn=28672, heads=64, kv_heads=8, vocabulary=128256, gated=1.0, tied=0.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "seq_len", "gibibytes"),
+    [
+        ("zero1x4-pp2-1f1b-mb1-ga8", 4096, 66.55),
+        ("zero1x4-tp2-sp-mb1-ga4", 4096, 60.68),
+        ("zero1x2-tp4-sp-mb1-ga4", 4096, 39.07),
+        ("tp8-sp-mb1-ga4", 4096, 28.29),
+        ("ulysses8-mb1-ga4", 32768, 104.51),
+        ("ulysses4-tp2-sp-mb1-ga4", 131072, 112.67),
+    ],
+)
+def test_peaks_of_megatron_core(layout: str, seq_len: int, gibibytes: float) -> None:
+    """MooreThreads/SimuMax docs/b200: allocated by Megatron-LM 0.14 for 12 blocks of a Llama-3 70B."""
+    sharded = columns(layout).replace(zero=np.ones(1))  # over context ranks too
+    found = peak(llama_70b(12), sharded, with_fields("megatron-core", "bf16", **SEEN), seq_len)
+    assert float(found.peak[0]) / GIB == pytest.approx(gibibytes, rel=0.005)
+
+
+def test_transformer_engine_keeps_no_scores_and_no_others_keys() -> None:
+    """Twice as many tokens save twice as much, 12h + 4·h_kv + 6f + 4a each; so do twice as many cp ranks."""
+    work, how = llama_70b(1), stack_accounting("megatron-core", "bf16")
+    assert how.saved is not None
+    each = 12 * 8192 + 4 * 1024 + 6 * 28672 + 4 * 64
+    for layout, seq_len, tokens in (("mb1", 4096, 4096), ("mb1", 65536, 65536), ("cp4-mb1", 65536, 16384)):
+        kept, _ = saved_by_block(
+            how.saved.per_token(work, seq_len), work, columns(layout), tokens, rings_keys=how.rings_keys
+        )
+        assert float(kept[0]) == tokens * each, layout
+    plain = how.saved.per_token(gpt(1, 1024, 16), 4096)  # two matrices: both 4f features of the MLP are kept
+    assert plain.inside == 2 * 4096 + 2 * 4096
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ def saved_by_block(
     *,
     element: float = 2,
     regathers_inputs: Number = False,
+    rings_keys: bool = False,
     selective: Kept | None = None,
 ) -> BlockBytes:
     """Return the activations of an average block under each layout's recomputation mode.
@@ -43,7 +44,8 @@ def saved_by_block(
 
     per_token: bytes per token that it saves if nothing is recomputed. tokens: of the micro-batch on this
     rank (after cp). element: bytes of an element of activations. regathers_inputs: under sp, matmul inputs
-    are saved split and gathered again in the backward (`Accounting.regathers`). selective: bytes per token
+    are saved split and gathered again in the backward (`Accounting.regathers`). rings_keys: as in Accounting.
+    selective: bytes per token
     that selective recomputation saves; None: all matmul outputs, output and statistics of the attention core,
     and the block's input.
 
@@ -52,7 +54,8 @@ def saved_by_block(
     sequence_shards = np.where(layouts.sp > 0, layouts.tp, 1.0)
     core_outputs = sum(core.count * core.query_heads * core.v_dim for core in work.cores)
     # under cp: the keys and values of all ranks; with ulysses the output as it was received and as it is sent
-    exchanged = np.where(layouts.ulysses > 0, element * core_outputs, (layouts.cp - 1) * per_token.keys)
+    gathered = 0.0 if rings_keys else (layouts.cp - 1) * per_token.keys
+    exchanged = np.where(layouts.ulysses > 0, element * core_outputs, gathered)
     core = (per_token.core + per_token.statistics) / layouts.tp
     core = core + np.where(layouts.cp > 1, exchanged / layouts.tp, 0.0)
 
@@ -156,9 +159,14 @@ def loss_bytes(work: Work, layouts: Columns, accounting: Accounting, sizes: Micr
         at_loss = np.maximum(at_loss, gradients) + copy + sizes.hidden_bytes + head_sum
         per_extra_micro_batch = sizes.hidden_bytes + head_gradient  # made in the forward
 
-    norm_input = work.hidden * sizes.tokens / sizes.sequence_shards * max(4, element)  # in fp32
     normed = sizes.hidden_bytes / sizes.sequence_shards
-    norm_backward_tensors = 6 if element < 4 else 7  # as wide as norm_input, at once
+    if accounting.fused_norms:
+        norm_input = normed
+        # in the head's backward: the norm's input and output and their gradient, under sp gathered too
+        norm_backward = 3 * normed + np.where(sizes.sequence_shards > 1, 2 * sizes.hidden_bytes, 0.0)
+    else:
+        norm_input = work.hidden * sizes.tokens / sizes.sequence_shards * max(4, element)  # in fp32
+        norm_backward = norm_input * (6 if element < 4 else 7)  # as wide as norm_input, at once
 
     sharded, accumulates = accounting.gathers_shards(layouts), layouts.gradient_accumulation_steps > 1
     unsummed = ~(accumulates | (accounting.gradient_replicas(layouts) > 1))
@@ -174,7 +182,7 @@ def loss_bytes(work: Work, layouts: Columns, accounting: Accounting, sizes: Micr
         at_loss=at_loss,
         per_extra_micro_batch=per_extra_micro_batch + norm_input + normed,
         norm_forward=norm_input + normed + sizes.hidden_bytes,
-        norm_backward=norm_input * norm_backward_tensors,
+        norm_backward=norm_backward,
         head_backward=in_backward,
         head_gradient_pending=pending,
     )

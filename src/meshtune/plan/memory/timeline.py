@@ -20,7 +20,7 @@ import numpy as np
 from meshtune.layout import MODEL_AXES
 from meshtune.placement.columns import Columns, Number
 from meshtune.placement.states import Elements, States, held_states
-from meshtune.plan.accounting import Accounting
+from meshtune.plan.accounting import EAGER, Accounting
 from meshtune.plan.memory.activations import (
     LossBytes,
     MicroBatchSizes,
@@ -158,15 +158,22 @@ def activations_in_flight(
 ) -> InFlight:
     """Bytes of activations of all micro-batches that a rank has in flight, and its receive buffers.
 
-    A block saves what was traced (`work.kept`); without a trace, as `accounting.saved` has it. loss: of the
-    rank with the head.
+    A block saves as `accounting.saved` has it; without that, what was traced (`work.kept`). loss: of the rank
+    with the head.
     """
     sizes = MicroBatchSizes.of(work, layouts, accounting, seq_len)
-    traced = work.kept.get(int(accounting.element))
+    traced = None if accounting.saved else work.kept.get(int(accounting.element))
     selective = None if accounting.selected is None else accounting.selected.per_token(work, seq_len)
+<<<<<<< HEAD
     block = saved_by_block(
         traced or accounting.saved.per_token(work, seq_len), work, layouts, sizes.tokens,
         element=accounting.element, regathers_inputs=accounting.regathers(layouts), selective=selective,
+=======
+    saved_block, recomputed = saved_by_block(
+        traced or (accounting.saved or EAGER).per_token(work, seq_len), work, layouts, sizes.tokens,
+        element=accounting.element, regathers_inputs=accounting.regathers(layouts),
+        rings_keys=accounting.rings_keys, selective=selective,
+>>>>>>> c3f2300 (Megatron Core's memory, counted from its own tensors; recomputation that fits a published row)
     )  # fmt: skip
     micro_batches = in_flight(layouts, stages.rank)
     virtual = layouts.virtual_stages
@@ -225,11 +232,13 @@ def step_timeline(
     precision, elements = accounting.precision, rank_elements(work, layouts, stages)
     states = held_states(precision, elements.total, layouts, shards_masters=accounting.shards_masters)
     buffers = data_parallel_buffers(work, layouts, accounting, elements, stages)
-    loss = loss_bytes(work, layouts, accounting, MicroBatchSizes.of(work, layouts, accounting, seq_len))
+    sizes = MicroBatchSizes.of(work, layouts, accounting, seq_len)
+    loss = loss_bytes(work, layouts, accounting, sizes)
     flight = activations_in_flight(work, layouts, accounting, seq_len, stages, loss)
 
     total, sharded = elements.total, accounting.gathers_shards(layouts)
-    flat = total.trained * accounting.flat_buffers
+    of_each_shape = elements.block.matrices + stages.has_head * sizes.head_gradient
+    flat = total.trained * accounting.flat_buffers + of_each_shape * accounting.shape_buffers
     masters, optimizer = optimizer_state(layouts, accounting, states, total)
     reduced = np.where(sharded, total.trained_shard * precision.trained, states.gradients)
     # the embedding's gradient ends a micro-batch's backward, with all other micro-batches still in flight
