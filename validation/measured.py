@@ -195,12 +195,8 @@ def columns_of(rows: Sequence[Row], among: Sequence[Origin]) -> Columns:
         virtual_stages=virtual,
         micro_batch_size=column(rows, "micro_batch"),
         gradient_accumulation_steps=column(rows, "global_batch") / column(rows, "micro_batch") / dp,
-<<<<<<< HEAD
         recompute_blocks=np.full(len(rows), np.inf),
-        recompute=np.array([float(recompute_of(row, origin_of(row, among))) for row in rows]),  # type: ignore[arg-type]
-=======
         recompute=np.array([float(recompute_of(row, origin)) for row, origin in zip(rows, ran, strict=True)]),
->>>>>>> c3f2300 (Megatron Core's memory, counted from its own tensors; recomputation that fits a published row)
     )
 
 

@@ -45,9 +45,8 @@ def saved_by_block(
     per_token: bytes per token that it saves if nothing is recomputed. tokens: of the micro-batch on this
     rank (after cp). element: bytes of an element of activations. regathers_inputs: under sp, matmul inputs
     are saved split and gathered again in the backward (`Accounting.regathers`). rings_keys: as in Accounting.
-    selective: bytes per token
-    that selective recomputation saves; None: all matmul outputs, output and statistics of the attention core,
-    and the block's input.
+    selective: bytes per token that selective recomputation saves; None: all matmul outputs, output and
+    statistics of the attention core, and the block's input.
 
     Korthikanti et al. 2022 (arXiv:2205.05198), sections 4.2 (tp, sp) and 5 (recomputation).
     """

@@ -109,7 +109,7 @@ def data_parallel_buffers(
 
 
 def gradients_before_backward(
-    layouts: Columns, accounting: Accounting, states: States, in_flight: Number, per_micro_batch: Number
+    layouts: Columns, accounting: Accounting, states: States, flight: InFlight
 ) -> Number:
     """Bytes of gradients already allocated when the fullest backward starts.
 
@@ -117,17 +117,25 @@ def gradients_before_backward(
     freed one micro-batch's activations: only what exceeds those counts. Without a pipeline, 0 for a step of
     one micro-batch. Where a sum lies beside the gradients (`Copies.beside`), it is there from the start.
 
-    states: as `held_states` returns them. in_flight: micro-batches, at most. per_micro_batch: bytes of
-    activations of one of them.
+    states: as `held_states` returns them.
     """
     precision, accumulates = accounting.precision, layouts.gradient_accumulation_steps > 1
     if precision.beside:
         both = precision.accumulated + precision.beside * precision.gradient
         sums = states.gradients * precision.accumulated / both
         return sums if accounting.frees_added_gradients else np.where(accumulates, states.gradients, sums)
-    all_in_flight = (layouts.pp > 1) & (in_flight >= layouts.gradient_accumulation_steps)
-    exceeding = np.maximum(states.gradients - per_micro_batch, 0.0)
+    all_in_flight = (layouts.pp > 1) & (flight.micro_batches >= layouts.gradient_accumulation_steps)
+    exceeding = np.maximum(states.gradients - flight.per_micro_batch, 0.0)
     return np.where(all_in_flight, exceeding, np.where(accumulates, states.gradients, 0.0))
+
+
+def gradient_buffers(accounting: Accounting, elements: RankElements, head_gradient: Number) -> Number:
+    """Bytes of contiguous buffers of gradients, and of the tensors that have their shapes.
+
+    head_gradient: elements of the head's gradient on each pipeline rank.
+    """
+    flat = elements.total.trained * accounting.flat_buffers
+    return flat + (elements.block.matrices + head_gradient) * accounting.shape_buffers
 
 
 def converted_gradients(layouts: Columns, accounting: Accounting, elements: RankElements) -> Number:
@@ -164,16 +172,10 @@ def activations_in_flight(
     sizes = MicroBatchSizes.of(work, layouts, accounting, seq_len)
     traced = None if accounting.saved else work.kept.get(int(accounting.element))
     selective = None if accounting.selected is None else accounting.selected.per_token(work, seq_len)
-<<<<<<< HEAD
     block = saved_by_block(
-        traced or accounting.saved.per_token(work, seq_len), work, layouts, sizes.tokens,
-        element=accounting.element, regathers_inputs=accounting.regathers(layouts), selective=selective,
-=======
-    saved_block, recomputed = saved_by_block(
         traced or (accounting.saved or EAGER).per_token(work, seq_len), work, layouts, sizes.tokens,
         element=accounting.element, regathers_inputs=accounting.regathers(layouts),
         rings_keys=accounting.rings_keys, selective=selective,
->>>>>>> c3f2300 (Megatron Core's memory, counted from its own tensors; recomputation that fits a published row)
     )  # fmt: skip
     micro_batches = in_flight(layouts, stages.rank)
     virtual = layouts.virtual_stages
@@ -237,17 +239,14 @@ def step_timeline(
     flight = activations_in_flight(work, layouts, accounting, seq_len, stages, loss)
 
     total, sharded = elements.total, accounting.gathers_shards(layouts)
-    of_each_shape = elements.block.matrices + stages.has_head * sizes.head_gradient
-    flat = total.trained * accounting.flat_buffers + of_each_shape * accounting.shape_buffers
+    flat = gradient_buffers(accounting, elements, stages.has_head * sizes.head_gradient)
     masters, optimizer = optimizer_state(layouts, accounting, states, total)
     reduced = np.where(sharded, total.trained_shard * precision.trained, states.gradients)
     # the embedding's gradient ends a micro-batch's backward, with all other micro-batches still in flight
     embedding_gradient = stages.has_embedding * elements.before_blocks.trained * precision.gradient
     others_and_embedding = flight.total - flight.per_micro_batch + embedding_gradient
     with_embedding = accounting.whole_vocabulary_gradients * others_and_embedding
-    earlier_gradients = gradients_before_backward(
-        layouts, accounting, states, flight.micro_batches, flight.per_micro_batch
-    )
+    earlier_gradients = gradients_before_backward(layouts, accounting, states, flight)
     steady = {
         "weights": states.weights + states.gathered,
         "gradients": earlier_gradients + flat,
