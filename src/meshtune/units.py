@@ -1,5 +1,6 @@
 """Binary units, and numbers and text formatted for people; lines that are no part of a result."""
 
+import math
 import os
 import sys
 import textwrap
@@ -25,6 +26,15 @@ def count(number: float) -> str:
         if abs(number) >= unit:
             return f"{number / unit:.2f} {name}"
     return f"{number:,.0f}"
+
+
+def significant(number: float, digits: int) -> str:
+    """Format a number without scientific notation: `significant(123.4, 2) == "120"`."""
+    if number == 0:
+        return "0"
+    rounded = float(f"{number:.{digits - 1}e}")
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(rounded))))
+    return f"{rounded:,.{decimals}f}"
 
 
 def counted(number: int, noun: str) -> str:

@@ -1,4 +1,4 @@
-"""A plan in sentences: how it was reached, why the usual alternatives lost, what to change first.
+"""A plan in sentences: how it was reached, why the usual alternatives lost.
 
 Every sentence carries numbers of layouts that were predicted, says what they are compared with, and names a
 cause only if the parts of both predictions show it.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,8 +21,8 @@ from meshtune.plan.candidates import is_uneven
 from meshtune.plan.machine import machine_of
 from meshtune.plan.phrases import (
     device,
+    documents,
     indivisible,
-    longer,
     memory_limit,
     memory_margin,
     memory_need,
@@ -32,7 +32,6 @@ from meshtune.plan.phrases import (
 from meshtune.plan.search import Choice, Plan, explained, search
 from meshtune.plan.seconds.step import PARTS, TIE, compute_parts
 from meshtune.plan.workload import Workload
-from meshtune.precision import PRECISIONS, narrower
 from meshtune.units import count, duration, human
 
 NOTABLE = 0.1  # share of a difference in compute from which a kind of work is named as its cause
@@ -65,7 +64,7 @@ def reasoning(plan: Plan, choice: Choice) -> list[str]:
     choice: the chosen layout, one of the plan's.
     """
     workload, cluster, layout = plan.workload, plan.cluster, choice.layout
-    batch, documents = workload.global_batch_size, workload.document_tokens
+    batch, packed = workload.global_batch_size, documents(workload)
     parameters = float(workload.work.parameters)
     trained = parameters * float(workload.work.trainable)
     one_copy = Layout(gradient_accumulation_steps=batch, recompute="full")
@@ -73,12 +72,9 @@ def reasoning(plan: Plan, choice: Choice) -> list[str]:
     states = memory.weights + memory.gradients + memory.optimizer
     ranks, steps = layout.data_ranks, layout.gradient_accumulation_steps
     model_axes = " x ".join(f"{getattr(layout, axis)} {axis}" for axis in MODEL_AXES)
-    within = (
-        f" Attention is within documents of {documents:.0f} tokens (mean over tokens)." if documents else ""
-    )
     return [
         f"Global batch: {sequences(batch)} of {workload.seq_len} tokens, {count(workload.tokens)} tokens a "
-        f"step.{within}",
+        f"step.{packed and f' {packed}'}",
         f"Model: {count(parameters)} parameters"
         + (f", {count(trained)} of them trained" * (trained < parameters))
         + f". Weights, gradients and optimizer state of one unsharded copy need {human(states)} "
@@ -113,7 +109,7 @@ def _uneven(plan: Plan, choice: Choice) -> Iterator[str]:
     faster = 1 - fastest.seconds.total / choice.seconds.total
     if plan.uneven.all():
         yield f"Degrees: {why}, but no other layout fits."
-    elif faster > TIE:
+    elif faster > TIE and plan.cluster.timed:
         yield f"Degrees: {fastest.layout} would take {faster:.1%} less time, but ranks last: {why}."
 
 
@@ -133,6 +129,8 @@ def _larger_micro_batch(plan: Plan, choice: Choice) -> str:
     if not other.fits:
         need, limit = human(other.memory.peak), memory_limit(plan.cluster)
         return f". The same layout with {2 * micro_batch} would need {need} a rank; {limit}."
+    if not plan.cluster.timed:
+        return f". {2 * micro_batch} would fit."
     slower = other.seconds.total / choice.seconds.total - 1
     if abs(slower) < TIE:
         return f". {2 * micro_batch} would fit and be as fast."
@@ -248,10 +246,12 @@ def comparison(workload: Workload, other: Choice, best: Choice) -> str:
     """Compare step times with the chosen layout `best`, and name the parts whose time grows most.
 
     At most NAMED of them, until what is left is no more than the last one named. Where `other` is no slower,
-    within TIE: compare memory instead. The result continues the name of `other`.
+    within TIE, or times mean nothing: compare memory instead. The result continues the name of `other`.
     """
     more = other.seconds.total / best.seconds.total - 1
     needs = f"{human(other.memory.peak)} instead of {human(best.memory.peak)}"
+    if not best.cluster.timed:
+        return f"needs {needs}."
     if more < -TIE:
         joined = "but" if other.memory.peak > best.memory.peak else "and"
         return f"takes {-more:.0%} less time than the chosen layout, {joined} needs {needs}."
@@ -304,66 +304,3 @@ def compute_cause(workload: Workload, other: Choice, best: Choice, *, like: floa
 
 def _signed(seconds: float, like: float) -> str:
     return f"{'+' if seconds >= 0 else '-'}{duration(abs(seconds), like=like)}"
-
-
-# what to change first #
-
-
-def changes(plan: Plan, best: Choice | None = None, *, double_batch: bool = True) -> list[str]:
-    """A caution of the precision, the largest cost beside compute, then settings that are faster and layouts
-    that need less memory.
-
-    best: the chosen layout, which all are compared with; None: the plan's first. double_batch: whether to
-    try twice the global batch. Each was predicted. Only costs of 1 % of a step, 2 % more speed and 5 % less
-    memory are worth a sentence.
-    """
-    if not len(plan):
-        return []
-    best, sentences = best or plan.choice(0), []
-    if caution := PRECISIONS[plan.workload.precision].caution:
-        sentences.append(caution)
-    beside_compute = (part for part in PARTS if part != "compute")
-    largest = max(beside_compute, key=lambda part: getattr(best.seconds, part))
-    seconds = getattr(best.seconds, largest)
-    if seconds / best.seconds.total >= 0.01:
-        what = spent(largest, best.layout)
-        share = f"{seconds / best.seconds.total:.0%}"
-        sentences.append(f"Largest cost besides compute: {what}, {duration(seconds)} a step ({share}).")
-    for setting, workload in variations(plan.workload, double_batch=double_batch):
-        try:
-            others = search(workload, plan.cluster, fixed=plan.fixed)
-        except UserError:
-            continue
-        if len(others):
-            choice = others.best(1)[0]
-            gain = choice.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu - 1
-            if gain > 0.02:
-                sentences.append(
-                    f"{setting}, layout={choice.layout}: {gain:.0%} more tokens per second than the chosen "
-                    "layout."
-                )
-    smaller: dict[str, Choice] = {}  # by the time as it is printed: of equal ones that with least memory
-    for place in plan.pareto():
-        if plan.memory.peak[place] < 0.95 * best.memory.peak:
-            choice = plan.choice(place)
-            smaller[longer(choice.seconds.total / best.seconds.total)] = choice
-    for time, choice in islice(smaller.items(), 2):
-        needs = f"{human(choice.memory.peak)} instead of {human(best.memory.peak)}"
-        sentences.append(f"Less memory: {choice.layout} needs {needs}; a step {time}.")
-    return sentences
-
-
-def variations(workload: Workload, *, double_batch: bool = True) -> Iterator[tuple[str, Workload]]:
-    """(setting, workload with it) of settings that may be faster.
-
-    double_batch: whether twice the global batch is one of them.
-    """
-    if double_batch:
-        size = 2 * workload.global_batch_size
-        yield f"train.global_batch_size={size}", workload.of_batch(size)
-    if not workload.compile:
-        yield "train.compile=true", workload.compiled()
-    trained = PRECISIONS[workload.precision].trained
-    for precision in narrower(workload.precision):
-        if PRECISIONS[precision].trained == trained:  # updates stay as exact
-            yield f"train.precision={precision}", replace(workload, precision=precision)

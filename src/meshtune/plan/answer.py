@@ -16,6 +16,7 @@ from meshtune.layout import as_mapping
 from meshtune.plan import advice, fits
 from meshtune.plan.advice import Alternative
 from meshtune.plan.batches import batch_sentences, batch_sizes, best_of_batches, nearest_sentences
+from meshtune.plan.changes import changes
 from meshtune.plan.cluster import Cluster, cluster_of, gpus_here
 from meshtune.plan.cost import RunCost, RunLength, run_length
 from meshtune.plan.fits import Lighter
@@ -62,7 +63,7 @@ class Answer:
     @cached_property
     def changes(self) -> list[str]:
         nearest = nearest_sentences(self.plan, self.choice)
-        return [*nearest, *advice.changes(self.plan, self.choice, double_batch=not nearest)]
+        return [*nearest, *changes(self.plan, self.choice, double_batch=not nearest)]
 
     @cached_property
     def batch_advice(self) -> list[str]:
@@ -212,7 +213,7 @@ def plan_yaml(choice: Choice, workload: Workload) -> str:
     For a processor, whose speed nobody has measured, the prediction is of memory alone.
     """
     predicted = choice.as_dict()
-    if choice.cluster.gpu.name == "cpu":
+    if not choice.cluster.timed:
         predicted = {key: predicted[key] for key in ("layout", "world", "memory")}
     tree = {
         "layout": str(choice.layout),

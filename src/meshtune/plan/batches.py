@@ -10,7 +10,7 @@ from meshtune.plan.cluster import Cluster
 from meshtune.plan.phrases import sequences
 from meshtune.plan.search import Choice, Plan, best_fitting
 from meshtune.plan.workload import Workload
-from meshtune.units import human
+from meshtune.units import human, significant
 
 WORTH = 0.02  # gain in speed from which another batch is worth a sentence
 
@@ -21,8 +21,11 @@ WORTH = 0.02  # gain in speed from which another batch is worth a sentence
 def nearest_sentences(plan: Plan, best: Choice) -> list[str]:
     """The faster of the `nearest_sizes` below and above the plan's batch, each with its gain and layout.
 
-    best: the chosen layout, which they are compared with. Gains below WORTH are left out.
+    best: the chosen layout, which they are compared with. Gains below WORTH are left out, and all where times
+    mean nothing.
     """
+    if not plan.cluster.timed:
+        return []
     workload, size = plan.workload, plan.workload.global_batch_size
     gains: dict[bool, tuple[float, int, Choice]] = {}  # by whether the batch is larger
     for other in nearest_sizes(size, plan.cluster, plan.fixed):
@@ -59,36 +62,33 @@ def batch_sentences(workload: Workload, choices: Mapping[int, Choice | None]) ->
     """Speed, updates per token and memory of each global batch size; one sentence if all are as fast.
 
     choices: the best layout by size, in sequences, ascending; None: none fits. As fast: within 2 % of each
-    other, with a layout for every size.
+    other, with a layout for every size. No speeds where predicted times mean nothing.
     """
     current = choices.get(workload.global_batch_size)
     speeds = [choice.tokens_per_second_per_gpu for choice in choices.values() if choice]
-    updates = {size: _two_digits(1e6 / (size * workload.seq_len)) for size in choices}
-    per_token = "optimizer updates per million tokens"
-    if current and None not in choices.values() and max(speeds) / min(speeds) < 1.02:
+    updates = {
+        size: f"{significant(1e6 / (size * workload.seq_len), 2)} optimizer updates per million tokens"
+        for size in choices
+    }
+    timed = current is None or current.cluster.timed
+    if current and timed and None not in choices.values() and max(speeds) / min(speeds) < 1 + WORTH:
         fewest, most = min(choices), max(choices)
         return [
-            f"From {fewest} to {most} sequences the speed differs by less than 2%; choose by convergence: "
-            f"{updates[fewest]} {per_token} with {fewest} sequences, {updates[most]} with {most}."
+            f"From {fewest} to {most} sequences the speed differs by less than {WORTH:.0%}; choose by "
+            f"convergence: {updates[fewest]} with {fewest} sequences, {updates[most].split()[0]} with {most}."
         ]
     sentences = []
     for size, choice in choices.items():
         if choice is None:
             sentences.append(f"{sequences(size)}: no layout fits.")
             continue
-        speed = choice.tokens_per_second_per_gpu
-        ratio = ""
-        if current is not None and size != workload.global_batch_size:
-            ratio = speed / current.tokens_per_second_per_gpu
-            ratio = f" ({ratio:.2f} x that of {workload.global_batch_size})"
-        sentences.append(
-            f"{sequences(size)}: {speed:,.0f} {choice.cluster.speed_unit}{ratio}, {updates[size]} "
-            f"{per_token}, {human(choice.memory.peak)} ({choice.layout})."
-        )
+        speed, facts = choice.tokens_per_second_per_gpu, []
+        if choice.cluster.timed:
+            ratio = ""
+            if current is not None and size != workload.global_batch_size:
+                ratio = speed / current.tokens_per_second_per_gpu
+                ratio = f" ({ratio:.2f} x that of {workload.global_batch_size})"
+            facts.append(f"{speed:,.0f} {choice.cluster.speed_unit}{ratio}")
+        facts += [updates[size], f"{human(choice.memory.peak)} ({choice.layout})"]
+        sentences.append(f"{sequences(size)}: {', '.join(facts)}.")
     return sentences
-
-
-def _two_digits(number: float) -> str:
-    """A number with two significant digits, never in scientific notation from 0.0001 on."""
-    rounded = f"{number:.2g}"
-    return rounded if number < 100 else f"{float(rounded):,.0f}"

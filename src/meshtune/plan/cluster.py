@@ -69,8 +69,13 @@ class Cluster:
 
     @property
     def speed_unit(self) -> str:
-        """Unit of one device's tokens per second; a processor is no GPU."""
-        return speed_unit(self.gpus, "cpu" if self.gpu.name == "cpu" else "cuda")
+        """Unit of one GPU's tokens per second; processors have no predicted speed."""
+        return speed_unit(self.gpus, "cuda")
+
+    @property
+    def timed(self) -> bool:
+        """Whether predicted times mean anything: nobody measured how fast processors compute."""
+        return self.gpu.name != "cpu"
 
     @property
     def usable_memory(self) -> float:

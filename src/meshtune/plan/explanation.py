@@ -8,12 +8,13 @@ from typing import Any
 
 from meshtune.config import Config
 from meshtune.layout import Layout, PartialLayout
+from meshtune.placement.columns import Columns
 from meshtune.plan import fits
 from meshtune.plan.answer import cluster_for
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.levers import Lever, levers
-from meshtune.plan.phrases import memory_limit
-from meshtune.plan.search import Choice, explained, search
+from meshtune.plan.phrases import documents, memory_limit
+from meshtune.plan.search import OUTDONE_BY, Choice, explained, outdone, search
 from meshtune.plan.workload import Workload
 from meshtune.units import counted, human
 
@@ -24,7 +25,7 @@ class Explanation:
 
     workload: Workload  # with the layout's global batch
     choice: Choice
-    against: tuple[str, ...]  # reasons why it can't run, does not fit or has another global batch
+    against: tuple[str, ...]  # reasons why it can't run or does not fit; settings that it has otherwise
 
     @cached_property
     def levers(self) -> list[Lever]:
@@ -52,11 +53,9 @@ def explain(config: Config, workload: Workload, text: str) -> Explanation:
         cluster = cluster.of_size(partial.world)
     if not partial.whole:
         plan = search(workload, cluster, fixed=partial.given)
-        if len(plan):
-            return Explanation(workload, plan.choice(0), ())
-        if not (near := plan.nearest(1)):
+        if not (best := plan.best(1) or plan.nearest(1)):
             raise fits.empty_plan_error(plan)
-        layout = near[0].layout
+        layout = best[0].layout
     elif {"micro_batch_size", "gradient_accumulation_steps"} - partial.fixed.keys():
         layout = partial.complete(devices=partial.known.world, global_batch_size=workload.global_batch_size)
     else:
@@ -67,9 +66,12 @@ def explain(config: Config, workload: Workload, text: str) -> Explanation:
 def _explained(workload: Workload, cluster: Cluster, layout: Layout) -> Explanation:
     """The prediction for a whole layout, and reasons why the layout can't run (none: it can).
 
-    With another global batch than the workload's, the layout's is predicted, and a sentence says so.
+    With another global batch than the workload's, the layout's is predicted, and a sentence says so; another
+    one says that the search leaves it out.
     """
     against = workload.refusals(layout)
+    if workload.mean_document_tokens and workload.mean_document_tokens > workload.seq_len:
+        against.append(documents(workload))
     batch = layout.global_batch_size
     if batch != workload.global_batch_size:
         against.append(
@@ -77,6 +79,11 @@ def _explained(workload: Workload, cluster: Cluster, layout: Layout) -> Explanat
             f"{workload.global_batch_size}; the prediction is for {batch}."
         )
         workload = workload.of_batch(batch)
+    if outdone(Columns.of([layout])).all():
+        against.append(
+            f"A search leaves it out: {OUTDONE_BY[layout.schedule]} has the bubble of {layout.schedule} and "
+            "stores fewer activations."
+        )
     choice = explained(workload, cluster, layout)
     if not choice.fits:
         peak = choice.memory.peak

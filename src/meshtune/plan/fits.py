@@ -147,15 +147,18 @@ def out_of_memory(failed: Choice, workload: Workload, lighter: Lighter = dict) -
         f"{listed}. The largest part is {CATEGORY_NAMES[largest_first[0]]}."
     )
     smaller = replace(failed.cluster, memory=min(failed.cluster.memory, NEXT_TRY * memory.peak))
-    fitting = [
-        f"layout={choice.layout} ({human(choice.memory.peak)}, "
-        f"{choice.seconds.total / failed.seconds.total - 1:+.0%} time)"
-        for choice in search(workload, replace(smaller, memory_margin=0.0)).best(2)
-    ]
+    others = search(workload, replace(smaller, memory_margin=0.0)).best(2)
+    fitting = [f"layout={one.layout} ({human(one.memory.peak)}{_slower(one, failed)})" for one in others]
     fitting = fitting or list(remedies(workload, smaller, lighter))
     if not fitting:
         return [predicted, "Nothing tried here needs less."]
     return [predicted, f"What needs less, fastest first: {'; '.join(fitting)}.", *_cautions(fitting)]
+
+
+def _slower(choice: Choice, failed: Choice) -> str:
+    """The change of step time, as ", +4% time"; "" where predicted times mean nothing."""
+    more = choice.seconds.total / failed.seconds.total - 1
+    return f", {more:+.0%} time" if choice.cluster.timed else ""
 
 
 # the largest that fits #

@@ -56,14 +56,15 @@ class Lever(NamedTuple):
         needed, before = human(self.choice.memory.peak), human(self.choice.memory.peak + self.freed)
         memory = f"{needed} instead of {before}" if needed != before else f"{needed} as before"
         fits = "" if self.choice.fits else ", which does not fit"
-        return f"{self.change} ({self.setting}): {tokens}, {memory}{fits}."
+        gain = f"{tokens}, {memory}" if self.choice.cluster.timed else memory
+        return f"{self.change} ({self.setting}): {gain}{fits}."
 
     def as_dict(self) -> dict[str, Any]:
         """The lever in the JSON document; shares and bytes."""
         return {
             "change": self.change,
             "setting": self.setting,
-            "speed": self.speed,
+            "speed": self.speed if self.choice.cluster.timed else None,
             "freed": self.freed,
             "fits": self.choice.fits,
         }
@@ -73,8 +74,8 @@ def levers(workload: Workload, choice: Choice, most: int = 3) -> list[Lever]:
     """The changes that gain most, at most `most`, each of another kind.
 
     Of a layout that fits: the fastest that fit, then, if fewer than `most` gain TIE, those that free most.
-    Of one that does not: the fastest that then fit, then those that free most. workload: with the layout's
-    global batch.
+    Of one that does not: the fastest that then fit, then those that free most. Where predicted times mean
+    nothing: those that free most alone. workload: with the layout's global batch.
     """
     kinds: dict[str, list[Lever]] = defaultdict(list)
     for kind, lever in _predicted(list(changes(workload, choice)), choice):
@@ -83,7 +84,8 @@ def levers(workload: Workload, choice: Choice, most: int = 3) -> list[Lever]:
     faster = {
         kind: max(fitting, key=lambda lever: lever.speed)
         for kind, some in kinds.items()
-        if (fitting := [one for one in some if one.choice.fits and one.speed >= least_speed])
+        if choice.cluster.timed
+        and (fitting := [one for one in some if one.choice.fits and one.speed >= least_speed])
     }
     least_freed = LEAST_FREED * choice.memory.peak
     lighter = {

@@ -6,6 +6,7 @@ from meshtune.layout import Layout
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.memory.timeline import CATEGORIES, CATEGORY_NAMES, Memory
 from meshtune.plan.seconds.step import TIE
+from meshtune.plan.workload import Workload
 from meshtune.units import human
 
 # each part of Seconds but `data`, as what a step's time goes to
@@ -26,6 +27,18 @@ DATA_COLLECTIVES = {
     2: "ZeRO-2 reduce-scatter{} all-gather",
     3: "ZeRO-3 all-gather{} reduce-scatter",
 }
+
+
+def documents(workload: Workload) -> str:
+    """A sentence on the documents of packed sequences; "" where each fills a sequence."""
+    given = workload.mean_document_tokens
+    if given and given > workload.seq_len:
+        return (
+            f"data.mean_document_tokens = {given:.0f} is longer than a sequence; {workload.seq_len} is used."
+        )
+    if workload.document_tokens:
+        return f"Attention is within documents of {workload.document_tokens:.0f} tokens (mean over tokens)."
+    return ""
 
 
 def sequences(number: int) -> str:
@@ -58,7 +71,7 @@ def memory_need(memory: Memory, layout: Layout) -> str:
 
 def device(cluster: Cluster) -> str:
     """The owner of `cluster.memory`: a GPU, or a rank where processors share one memory."""
-    return "rank" if cluster.gpu.name == "cpu" else "GPU"
+    return "GPU" if cluster.timed else "rank"
 
 
 def memory_limit(cluster: Cluster) -> str:

@@ -43,6 +43,7 @@ from meshtune.units import human
 
 TIE_MEMORY_STEP = 0.05  # ties are broken by free memory in steps of 5 % of a GPU, then by less recomputation
 CHUNK = 8192  # layouts that are predicted at a time
+OUTDONE_BY = {"gpipe": "1f1b", "loopedbfs": "interleaved1f1b"}
 OUTDONE = "GPipe or looped BFS, where (interleaved) 1F1B has the same bubble and stores fewer activations"
 
 
@@ -70,21 +71,22 @@ class Choice:
         return self.memory.peak <= self.cluster.usable_memory
 
     def as_dict(self) -> dict[str, Any]:
-        """The contract of `plan --json`: bytes and seconds."""
-        m = self.memory
+        """The contract of `plan --json`: bytes and seconds. Times are None where they mean nothing."""
+        m, timed = self.memory, self.cluster.timed
+        time = {part: getattr(self.seconds, part) for part in PARTS} | {"total": self.seconds.total}
         return {
             "layout": str(self.layout),
             "world": self.layout.world,
-            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
-            "step_seconds": self.seconds.total,
-            "mfu": self.mfu,
+            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu if timed else None,
+            "step_seconds": self.seconds.total if timed else None,
+            "mfu": self.mfu if timed else None,
             "memory": {
                 **{name: getattr(m, name) for name in timeline.CATEGORIES},
                 "peak": m.peak,
                 "capacity": self.cluster.memory,
                 "moment": timeline.EVENTS[int(m.event)],
             },
-            "time": {part: getattr(self.seconds, part) for part in PARTS} | {"total": self.seconds.total},
+            "time": time if timed else None,
         }
 
 
@@ -165,7 +167,7 @@ def search(
     examples = outer.replace(**columns_of([inner[n][0] for n in ranks]))
     rejected, allowed = _refused(workload, outer, weights=alternatives, examples=examples, others={})
     layouts = with_micro_batches(rows(outer, allowed), inner)
-    others = {} if "schedule" in fixed else {OUTDONE: _outdone(layouts)}
+    others = {} if "schedule" in fixed else {OUTDONE: outdone(layouts)}
     later, allowed = _refused(
         workload, layouts, weights=np.ones(len(layouts.tp)), examples=layouts, others=others
     )
@@ -267,7 +269,7 @@ def choice_of(
     return Choice(layout, cluster, seconds, memory, speed, speed * workload.flops_per_token / rate)
 
 
-def _outdone(layouts: Columns) -> Number:
+def outdone(layouts: Columns) -> Number:
     """True where 1F1B has GPipe's bubble, or interleaved 1F1B looped BFS's, and both save fewer activations.
 
     GPipe and looped BFS are left to layouts that those can't run.

@@ -26,7 +26,7 @@ class Workload:
     traits: Traits
     seq_len: int  # tokens
     global_batch_size: int  # sequences
-    document_tokens: float | None = None  # mean length, as in seconds.step.step; None: whole sequences
+    mean_document_tokens: float | None = None  # as in seconds.step.step; None: whole sequences
     precision: str = "bf16"
     reduce_dtype: str = "fp32"
     optimizer: str = "adamw"
@@ -40,6 +40,11 @@ class Workload:
     def tokens(self) -> int:
         """Tokens per optimizer step."""
         return self.global_batch_size * self.seq_len
+
+    @property
+    def document_tokens(self) -> float | None:
+        """Mean length of the documents in a sequence, which none can exceed; None: whole sequences."""
+        return self.mean_document_tokens and min(self.mean_document_tokens, float(self.seq_len))
 
     def block_flops(self, document_tokens: float | None = None) -> float:
         """Model FLOPs per token of an average block, forward and backward, without recomputation.
@@ -110,7 +115,7 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
         traits=numbers.traits,
         seq_len=config.data.seq_len,
         global_batch_size=config.global_batch_size,
-        document_tokens=config.data.mean_document_tokens,
+        mean_document_tokens=config.data.mean_document_tokens,
         precision=config.train.precision,
         reduce_dtype=config.train.reduce_dtype,
         optimizer=config.train.optimizer,

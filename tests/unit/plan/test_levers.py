@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from meshtune.layout import Layout
-from meshtune.plan.advice import variations
+from meshtune.plan.changes import variations
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.levers import changes, levers, neighbours
 from meshtune.plan.models import models

@@ -9,14 +9,23 @@ import pytest
 
 from meshtune.layout import Layout
 from meshtune.plan import advice, fits
-from meshtune.plan.answer import Answer
+from meshtune.plan.answer import Answer, by_goal
 from meshtune.plan.batches import nearest_sentences
 from meshtune.plan.candidates import is_uneven, nearest_sizes
 from meshtune.plan.cluster import Cluster, cluster_of
+from meshtune.plan.cost import RunCost, RunLength
 from meshtune.plan.models import models
 from meshtune.plan.search import Plan, explained, search
 from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig
+
+LENGTH = RunLength(None, None)
+
+
+def answered(found: Plan, goal: str = "speed") -> Answer:
+    _, choice = by_goal({found.cluster.gpus: found}, goal)
+    gpus = found.cluster.gpus
+    return Answer(found.workload, {gpus: found}, gpus, choice, goal, RunCost.of(choice, LENGTH), LENGTH)
 
 
 def machines(gpus: int, gpu: str = "h100-sxm", **settings: Any) -> Cluster:
@@ -70,7 +79,7 @@ def test_a_batch_that_does_not_divide_gets_the_nearest_with_speed_and_layout(
     found = plan(model, gpus, size)
     best = found.choice(0)
     sentences = nearest_sentences(found, best)
-    changes = Answer(found.workload, {gpus: found}, gpus, best, "speed", None).changes
+    changes = answered(found).changes
     assert sentences[0].startswith(f"{first} sequences instead of {size}: ")
     assert changes[: len(sentences)] == sentences
     assert not any("train.global_batch_size" in said for said in changes[len(sentences) :])
@@ -111,7 +120,7 @@ def test_degrees_that_divide_neither_node_nor_heads_rank_last() -> None:
     assert (found.uneven == uneven).all()
     assert not uneven[: int((~uneven).sum())].any()
     assert not any(found.uneven[place] for place in found.pareto())
-    answer = Answer(found.workload, {24: found}, 24, found.choice(found.by_memory()[0]), "memory", None)
+    answer = answered(found, "memory")
     assert all(choice.layout.cp % 3 for choice in answer.best(int((~uneven).sum())))
     first = int(uneven.argmax())
     said = [line for line in advice.reasoning(found, found.choice(0)) if line.startswith("Degrees: ")]
@@ -156,9 +165,9 @@ def test_reasons_that_several_kinds_share_are_said_once() -> None:
 @pytest.mark.parametrize("size", [8, 64])
 def test_the_goal_memory_sorts_every_row_by_peak(size: int) -> None:
     found = plan("llama-3.1-8b", 8, size)
-    answer = Answer(found.workload, {8: found}, 8, found.choice(found.by_memory()[0]), "memory", None)
+    answer = answered(found, "memory")
     peaks = [choice.memory.peak for choice in answer.best(50)]
     assert peaks == sorted(peaks) and peaks[0] == found.memory.peak.min()
-    fastest = Answer(found.workload, {8: found}, 8, found.choice(0), "speed", None)
+    fastest = answered(found)
     seconds = [choice.seconds.total for choice in fastest.best(50)[1:]]
     assert seconds == sorted(seconds)

@@ -30,6 +30,7 @@ from meshtune.placement.rules import Traits, refusals
 from meshtune.plan import advice, fits
 from meshtune.plan.answer import by_goal
 from meshtune.plan.candidates import divisors
+from meshtune.plan.changes import changes
 from meshtune.plan.cluster import Cluster, cluster_of, gpus_here
 from meshtune.plan.cost import RunCost, RunLength
 from meshtune.plan.hardware import catalogue
@@ -67,7 +68,7 @@ WORKLOADS = {
     "0.6b on 2 cards": (workload("qwen3-0.6b", 12, 2048), machines(2, "rtx-4090")),
     "3b with LoRA-like batch on 4": (workload("llama-3.2-3b", 6), machines(4, "a100-40")),
     "8b on 8": (workload("llama-3.1-8b", 64), machines(8)),
-    "8b, long": (workload("llama-3.1-8b", 8, 65536, document_tokens=2000.0), machines(16)),
+    "8b, long": (workload("llama-3.1-8b", 8, 65536, mean_document_tokens=2000.0), machines(16)),
     "8b, compiled": (workload("llama-3.1-8b", 128, compile=True), machines(32)),
     "14b in fp32": (workload("qwen3-14b", 96, precision="fp32"), machines(24)),
     "32b on cards": (workload("qwen3-32b", 60), machines(60, "a100-80", gpus_per_node=6)),
@@ -287,14 +288,15 @@ def test_no_winner_accumulates_where_more_data_ranks_could_do_it_as_quickly(mode
 
 def test_attention_costs_by_the_lengths_of_documents() -> None:
     def speed(documents: float | None) -> float:
-        w = workload("llama-3.1-8b", 16, 65536, document_tokens=documents)
+        w = workload("llama-3.1-8b", 16, 65536, mean_document_tokens=documents)
         return search(w, machines(16)).choice(0).tokens_per_second_per_gpu
 
     assert speed(1000) > 1.2 * speed(16000) > 1.2 * speed(None)
     assert speed(65536) == speed(None), "none: each sequence is one document"
     layout = Layout.parse("zero3x8-mb1-ga8")
     long, short = (
-        explained(workload("llama-3.1-8b", 64, document_tokens=n), machines(8), layout) for n in (None, 500)
+        explained(workload("llama-3.1-8b", 64, mean_document_tokens=n), machines(8), layout)
+        for n in (None, 500)
     )
     assert short.memory.peak == long.memory.peak, "documents cost time, not memory"
 
@@ -731,7 +733,7 @@ def test_the_steps_multiply_to_the_cluster_and_the_batch(plan: Plan) -> None:
 
 def test_what_to_change_first_was_predicted(plan: Plan) -> None:
     best = plan.choice(0)
-    for said in advice.changes(plan):
+    for said in changes(plan):
         if gain := re.search(r"^train\.(\w+)=(\S+), layout=(\S+): (\d+)% more tokens per second", said):
             setting, value = gain[1], gain[2]
             if setting == "global_batch_size":

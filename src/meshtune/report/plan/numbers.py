@@ -48,5 +48,5 @@ def seconds(value: float) -> str:
     if value == 0:
         return "0 s"
     if value < 1:
-        return f"{value * 1000:.3g} ms"
+        return f"{number(value * 1000)} ms"
     return f"{value:.2f} s" if value < 100 else f"{value:,.0f} s"

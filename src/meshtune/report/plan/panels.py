@@ -49,10 +49,13 @@ def panels(
 
     Memory and time are of the best MOST_LAYOUTS layouts, or, if none fits, of those that need least memory.
     sizes: number of GPUs -> plan; those where nothing fits are left out. batches: (global batch size, GPUs)
-    -> best layout, or None where nothing fits. Without sizes or batches there is no panel of them.
+    -> best layout, or None where nothing fits. Without sizes or batches there is no panel of them. Where
+    predicted times mean nothing, there is memory alone.
     """
     shown = plan.best(MOST_LAYOUTS) or plan.nearest(MOST_LAYOUTS)
-    panels: list[Panel] = [memory_stacks(shown), time_stacks(shown)] if shown else []
+    panels = memory_and_time(shown) if shown else []
+    if not plan.cluster.timed:
+        return panels
     if len(plan):
         panels.append(time_against_memory(plan))
     if best := {gpus: of_size.best(1)[0] for gpus, of_size in sorted((sizes or {}).items()) if len(of_size)}:
@@ -60,6 +63,12 @@ def panels(
     if batches and any(batches.values()):
         panels.append(batch_map(batches))
     return panels
+
+
+def memory_and_time(choices: Sequence[Choice]) -> list[Panel]:
+    """Memory of each layout and, where predicted times mean something, the time of its step."""
+    timed = all(choice.cluster.timed for choice in choices)
+    return [memory_stacks(choices), *([time_stacks(choices)] if timed else [])]
 
 
 def memory_stacks(choices: Sequence[Choice]) -> Stacks:

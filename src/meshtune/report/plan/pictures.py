@@ -13,7 +13,7 @@ from meshtune.report.draw.kinds import HeatMap, Panel, Stacks
 from meshtune.report.draw.page import page, text
 from meshtune.report.draw.picture import SUFFIXES, known_suffix
 from meshtune.report.draw.picture import write as write_picture
-from meshtune.report.plan.panels import SizeAndGpus, memory_stacks, panels, time_stacks
+from meshtune.report.plan.panels import SizeAndGpus, memory_and_time, panels
 from meshtune.rundir import write_text_atomically
 from meshtune.units import counted
 
@@ -52,7 +52,7 @@ def write_explained(file: Path, explanations: Sequence[Explanation]) -> Path:
     explanations: at least one. Raises as `write`.
     """
     choices = [one.choice for one in explanations]
-    drawn: list[Panel] = [memory_stacks(choices), time_stacks(choices)]
+    drawn = memory_and_time(choices)
     name = explanations[0].workload.model
     subtitle = f"{counted(len(choices), 'layout')} on {choices[0].cluster.gpu.name}"
     if check(file) == ".html":

@@ -39,7 +39,8 @@ class Row(NamedTuple):
 
 
 def side_by_side(choices: Sequence[Choice]) -> RenderableType:
-    """Table of speed, memory by category and time by part, with one column for each layout.
+    """Table of speed, memory by category and time by part, with one column for each layout; of memory
+    alone where predicted times mean nothing.
 
     Behind the other layouts stand their differences from the first. choices: 2 to 26 layouts.
     """
@@ -50,7 +51,8 @@ def side_by_side(choices: Sequence[Choice]) -> RenderableType:
         )
         for letter, choice in zip(letters, choices, strict=True)
     ]
-    rows = [*_speed(choices), *_memory(choices), *_time(choices)]
+    timed = all(choice.cluster.timed for choice in choices)
+    rows = [*(_speed(choices) if timed else ()), *_memory(choices), *(_time(choices) if timed else ())]
     columns = {"name": Column("", [row.name for row in rows], justify="left")}
     for place, letter in enumerate(letters):
         columns[letter] = Column(letter, [row.form(row.values[place]) for row in rows])

@@ -23,6 +23,7 @@ from meshtune.units import GIB, human
 if TYPE_CHECKING:
     from meshtune.plan.search import Choice
 
+NO_TIMES = "No times: nobody has measured how fast a processor computes. Memory is predicted as on a GPU."
 MEMORY_MEANING = {  # parts of a rank's memory
     "weights": "parameters; under ZeRO the shard of their masters, and weights gathered for a whole step",
     "gradients": "with their sum over micro-batches and ranks",
@@ -37,7 +38,8 @@ MEMORY_MEANING = {  # parts of a rank's memory
 def layouts_table(choices: Sequence[Choice]) -> RenderableType:
     """Table of layouts in the order given, with speed, memory and time; peaks that do not fit are red.
 
-    A narrow terminal gets fewer columns, and names that are cut; speed, step and MFU always stay.
+    Where predicted times mean nothing, memory alone. A narrow terminal gets fewer columns, and names that are
+    cut; speed, step and MFU always stay.
     """
     room = max((max(c.cluster.memory, c.memory.peak) for c in choices), default=1)
     longest = max((c.seconds.total for c in choices), default=1)
@@ -69,6 +71,9 @@ def layouts_table(choices: Sequence[Choice]) -> RenderableType:
         if "time" in names:
             yield Legend("time", nonzero(PARTS, map(time_parts, choices)))
 
+    if not all(choice.cluster.timed for choice in choices):
+        start = ("rank", "layout")
+        return Fitted(columns, ((*start, "bar", "memory"), (*start, "peak"), ("layout", "peak")), legends)
     start = ("rank", "layout", "speed", "step", "mfu")
     return Fitted(
         columns,
@@ -84,7 +89,10 @@ def layouts_table(choices: Sequence[Choice]) -> RenderableType:
 
 
 def explanation(choice: Choice) -> RenderableType:
-    """One layout's memory by category and time by part, and the event and rank of its memory peak."""
+    """One layout's memory by category and time by part, and the event and rank of its memory peak.
+
+    Where predicted times mean nothing, memory alone.
+    """
     memory, total = choice.memory, choice.seconds.total
     rank = f"{RANKS[int(memory.rank)]} pipeline rank" if choice.layout.pp > 1 else ""
     where = f", on the {rank.replace('middle', 'fullest middle')}" if rank else ", on every rank"
@@ -92,16 +100,20 @@ def explanation(choice: Choice) -> RenderableType:
     gpus = f"{choice.layout.world} × {choice.cluster.gpu.name}"
     speed = f"{number(choice.tokens_per_second_per_gpu)} {choice.cluster.speed_unit}"
     time_meaning = {part: spent(part, choice.layout) for part in PARTS}
-    return Group(
-        Text.assemble((str(choice.layout), "bold"), (f"  on {gpus}", "dim")),
-        Text(f"{speed} · {seconds(total)} a step · MFU {choice.mfu:.1%}"),
-        Text(),
-        Text.assemble(("Memory  ", "bold"), of_capacity(choice), f" at the peak: {event}{where}"),
-        *does_not_fit_sentence(choice),
-        shares(memory_parts(choice), MEMORY_MEANING, human, "peak"),
+    speeds: list[RenderableType] = [Text(f"{speed} · {seconds(total)} a step · MFU {choice.mfu:.1%}"), Text()]
+    times: list[RenderableType] = [
         Text(),
         Text.assemble(("Time  ", "bold"), f"{seconds(total)} a step, by what a rank waits for"),
         shares(time_parts(choice), time_meaning, seconds, "step"),
+    ]
+    timed = choice.cluster.timed
+    return Group(
+        Text.assemble((str(choice.layout), "bold"), (f"  on {gpus}", "dim")),
+        *(speeds if timed else []),
+        Text.assemble(("Memory  ", "bold"), of_capacity(choice), f" at the peak: {event}{where}"),
+        *does_not_fit_sentence(choice),
+        shares(memory_parts(choice), MEMORY_MEANING, human, "peak"),
+        *(times if timed else [Text(NO_TIMES, style="dim")]),
     )
 
 
@@ -176,12 +188,15 @@ def sizes_table(best: Mapping[int, Choice | None], *, steps: int | None = None) 
             "GPU-hours",
             texts(lambda gpus, choice: number((steps or 0) * choice.seconds.total * gpus / 3600)),
         ),
+        "memory": Column("memory", texts(lambda _, choice: of_capacity(choice).plain)),
         "gain": Column("speed-up", texts(lambda gpus, choice: f"{gain(gpus, choice):.2f} ×")),
         "efficiency": Column(
             "efficiency",
             texts(lambda gpus, choice: f"{gain(gpus, choice) * first[0] / gpus:.1%}" if first else ""),
         ),
     }
+    if first and not first[1].cluster.timed:
+        return Fitted(columns, (("gpus", "layout", "memory"),))
     hours = ("hours",) if steps else ()
     start = ("gpus", "layout", "speed")
     return Fitted(

@@ -40,14 +40,7 @@ def answer(result: Answer, most: int) -> RenderableType:
     parts += [
         title(f"{len(plan):,} of {plan.considered:,} layouts were ranked; the best"),
         layouts_table(result.best(most)),
-        Text(
-            "Row 1: the lowest peak memory."
-            if result.goal == "memory"
-            else f"Row 1: of the layouts within {TIE:.1%} of the shortest step, the one with the lowest peak "
-            f"memory, counted in whole {TIE_MEMORY_STEP:.0%} of a GPU's; of equal ones, the one that "
-            "recomputes least.",
-            style="dim",
-        ),
+        Text(ranking(result), style="dim"),
         section(
             "Why the usual ones are not first",
             (f"{one.name} {one.sentence}" for one in result.alternatives),
@@ -71,6 +64,21 @@ def answer(result: Answer, most: int) -> RenderableType:
         parts.append(Text(note, style="dim"))
     parts.append(Text(f"meshtune train … layout={result.choice.layout}", style="bold"))
     return Group(*parts)
+
+
+def ranking(result: Answer) -> str:
+    """A sentence on the order of the best layouts."""
+    if result.goal == "memory":
+        return "By peak memory, the lowest first."
+    if not result.choice.cluster.timed:
+        return (
+            f"In the order of their speed on {result.choice.cluster.gpu.as_of}. Nobody has measured how fast "
+            "a processor computes, so no times are shown. Memory is predicted as on a GPU."
+        )
+    return (
+        f"Row 1: of the layouts within {TIE:.1%} of the shortest step, the one with the lowest peak memory, "
+        f"counted in whole {TIE_MEMORY_STEP:.0%} of a GPU's; of equal ones, the one that recomputes least."
+    )
 
 
 def explained(explanations: Sequence[Explanation]) -> RenderableType:
@@ -109,9 +117,9 @@ def largest(what: str, value: Any, choice: Choice) -> RenderableType:
 
 
 def unmeasured(choice: Choice) -> str:
-    """A sentence if the prediction uses efficiencies measured on another kind of GPU, else ""."""
+    """A sentence if the predicted time uses efficiencies measured on another kind of GPU, else ""."""
     gpu = choice.cluster.gpu
-    if gpu.as_of and gpu.as_of != gpu.name:
+    if choice.cluster.timed and gpu.as_of and gpu.as_of != gpu.name:
         return f"No measured efficiencies for {gpu.name}; using those of {gpu.as_of}."
     return ""
 

@@ -1,0 +1,168 @@
+"""Numbers that would mean nothing: times of a processor, and documents longer than their sequence."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from meshtune.config import Config
+from meshtune.layout import Layout
+from meshtune.plan import advice, fits
+from meshtune.plan.answer import Answer, by_goal, workload_facts
+from meshtune.plan.cluster import Cluster, cluster_of
+from meshtune.plan.cost import RunCost, RunLength
+from meshtune.plan.explanation import Explanation, explain
+from meshtune.plan.models import models
+from meshtune.plan.search import Plan, explained, search
+from meshtune.plan.workload import Workload
+from meshtune.report.plan import terminal
+from meshtune.report.plan.panels import panels
+from meshtune.sections import ClusterConfig
+from meshtune.units import significant
+
+TIMES = (
+    "tokens/s",
+    "step ",
+    "MFU",
+    " longer",
+    "faster",
+    "less time",
+    "as fast",
+    "speed differs",
+    "GPU-hours",
+)
+
+
+def machines(gpus: int, gpu: str, **settings: Any) -> Cluster:
+    return cluster_of(ClusterConfig(gpu=gpu, gpus=gpus, **settings))
+
+
+def workload(size: int = 16, seq_len: int = 2048, **settings: Any) -> Workload:
+    shape = models()["llama-3.1-8b"]
+    return Workload("llama-3.1-8b", shape.work, shape.traits, seq_len, size, **settings)
+
+
+def answered(plan: Plan) -> Answer:
+    gpus, choice = by_goal({plan.cluster.gpus: plan}, "speed")
+    length = RunLength(20, 20 * plan.workload.tokens)
+    return Answer(plan.workload, {gpus: plan}, gpus, choice, "speed", RunCost.of(choice, length), length)
+
+
+def printed(what: Any) -> str:
+    console = Console(width=200, no_color=True)
+    with console.capture() as capture:
+        console.print(what)
+    return capture.get()
+
+
+@pytest.fixture(scope="module")
+def processor() -> Plan:
+    return search(workload(), machines(4, "cpu", memory_gib=100, price_per_gpu_hour=1.0))
+
+
+def test_no_times_of_a_processor_are_printed(processor: Plan) -> None:
+    answer = answered(processor)
+    assert len(answer.alternatives) > 4 and answer.batch_advice
+    text = printed(terminal.answer(answer, 10))
+    assert not [word for word in TIMES if word in text.replace("a step", "")]
+    assert "no times are shown" in text and "GiB" in text
+    gpu = printed(terminal.answer(answered(search(workload(), machines(8, "h100-sxm"))), 10))
+    assert [word for word in TIMES if word in gpu.replace("a step", "")] != []
+
+
+def test_an_explained_layout_on_a_processor_has_memory_alone(processor: Plan) -> None:
+    w, choice = processor.workload, processor.choice(0)
+    one = Explanation(w, choice, ())
+    for text in (printed(terminal.explained([one])), printed(terminal.compared([one, one]))):
+        assert "weights" in text and "GiB" in text
+        assert not [
+            word for word in ("tokens/s", "MFU", "optimizer's update", "tokens per second") if word in text
+        ]
+    assert one.levers and all(lever.freed > 0 for lever in one.levers)
+    assert all(lever["speed"] is None for lever in one.as_dict()["levers"])
+
+
+def test_the_document_of_a_processor_has_memory_and_null_for_times(processor: Plan) -> None:
+    document = answered(processor).as_dict(3)
+    json.dumps(document)
+    for layout in document["layouts"]:
+        assert layout["memory"]["peak"] > 0
+        assert [layout[name] for name in ("tokens_per_second_per_gpu", "step_seconds", "mfu", "time")] == [
+            None
+        ] * 4
+    assert document["run"]["steps"] == 20
+    assert document["run"]["seconds"] is document["run"]["gpu_hours"] is document["run"]["cost"] is None
+
+
+def test_the_page_of_a_processor_draws_memory_alone(processor: Plan) -> None:
+    batches = answered(processor).batches()
+    assert [panel.key for panel in panels(processor, {4: processor}, batches)] == ["memory"]
+
+
+def test_a_processor_out_of_memory_is_told_memory_alone(processor: Plan) -> None:
+    failed = explained(processor.workload, processor.cluster, processor.choice(0).layout)
+    assert " time" not in " ".join(fits.out_of_memory(failed, processor.workload))
+
+
+# documents #
+
+
+def test_documents_are_no_longer_than_their_sequence() -> None:
+    layout = Layout.parse("zero3x8-mb1-ga2")
+    usual = explained(workload(), machines(8, "h100-sxm"), layout)
+    longer = explained(workload(mean_document_tokens=100_000.0), machines(8, "h100-sxm"), layout)
+    assert longer.mfu == usual.mfu < 0.7
+    assert longer.seconds.total == usual.seconds.total
+    shorter = explained(workload(mean_document_tokens=500.0), machines(8, "h100-sxm"), layout)
+    assert shorter.seconds.total < usual.seconds.total
+
+
+def test_documents_that_are_cut_are_said_and_grow_with_the_sequence() -> None:
+    w = workload(mean_document_tokens=100_000.0)
+    plan = search(w, machines(8, "h100-sxm"))
+    said = advice.reasoning(plan, plan.choice(0))[0]
+    assert "data.mean_document_tokens = 100000 is longer than a sequence; 2048 is used." in said
+    assert workload_facts(w)["mean_document_tokens"] == 2048
+    assert replace(w, seq_len=8192).document_tokens == 8192
+    assert replace(w, seq_len=2**18).document_tokens == 100_000
+    assert "within documents" not in " ".join(
+        advice.reasoning(search(workload(), plan.cluster), plan.choice(0))
+    )
+
+
+# notation #
+
+
+@pytest.mark.parametrize(
+    ("number", "digits", "text"),
+    [
+        (99.6, 2, "100"), (123.4, 2, "120"), (7.63, 2, "7.6"), (7.63e-5, 2, "0.000076"),
+        (12345.0, 2, "12,000"), (0.996, 2, "1.0"), (0.0, 2, "0"), (78.0, 3, "78.0"), (999.96, 3, "1,000"),
+    ],
+)  # fmt: skip
+def test_numbers_are_never_in_scientific_notation(number: float, digits: int, text: str) -> None:
+    assert significant(number, digits) == text
+
+
+def test_an_explained_layout_that_the_search_leaves_out_says_so() -> None:
+    config = Config.model_validate(
+        {
+            "model": {"name": "any"},
+            "cluster": {"gpu": "h100-sxm", "gpus": 8},
+            "data": {"seq_len": 2048},
+            "train": {"global_batch_size": 16},
+        }
+    )
+    said = {
+        layout: [line for line in explain(config, workload(), layout).against if "leaves it out" in line]
+        for layout in ("pp8-gpipe-mb1-ga16", "pp8-1f1b-mb1-ga16", "pp8-loopedbfs-v2-mb1-ga16")
+    }
+    assert said["pp8-gpipe-mb1-ga16"] == [
+        "A search leaves it out: 1f1b has the bubble of gpipe and stores fewer activations."
+    ]
+    assert said["pp8-1f1b-mb1-ga16"] == []
+    assert "interleaved1f1b has the bubble of loopedbfs" in said["pp8-loopedbfs-v2-mb1-ga16"][0]
+    cut = explain(config, workload(mean_document_tokens=5000.0), "zero3x8")
+    assert cut.against == ("data.mean_document_tokens = 5000 is longer than a sequence; 2048 is used.",)
