@@ -70,6 +70,9 @@ MEGATRON = Saved(outside=6, entering=4, queries=2, keys=2, heads=0, output=2, wi
 EAGER = Saved(outside=12, entering=4, queries=2, keys=2, heads=4, output=2, wide=4, scores=0, constant=8)
 
 
+SAVED = {"saved", "selected"}  # fields of Accounting that are a Saved
+
+
 @dataclass(frozen=True)
 class Accounting:
     """Rules by which one stack in one precision uses memory; the keys of a `memory` table in stacks.toml.
@@ -149,27 +152,28 @@ def stack_accounting(
 ) -> Accounting:
     """Accounting of a stack of stacks.toml in this precision (fp32, fp16, bf16 …).
 
-    8-bit matmuls are counted as bf16. Fields that its tables leave out are as in `engine_accounting`; but if
-    the stack has bytes of its own for the precision (a `precision` key), reduce_dtype and optimizer have no
-    effect, and those fields are Accounting's defaults. Raises UserError for a precision that the stack has no
-    table of.
+    8-bit matmuls are counted as bf16 with what the stack's table of fp8 changes, if it has one. Fields that
+    its tables leave out are as in `engine_accounting`; but if the stack has bytes of its own for the
+    precision (a `precision` key), reduce_dtype and optimizer have no effect, and those fields are
+    Accounting's defaults. Raises UserError for a precision that the stack has no table of.
     """
-    counted = "bf16" if precision in ("fp8", "mxfp8") else precision
-    return _stack_accounting(stack, counted, reduce_dtype, optimizer)
+    eight_bits = precision in ("fp8", "mxfp8")
+    return _stack_accounting(stack, "bf16" if eight_bits else precision, reduce_dtype, optimizer, eight_bits)
 
 
 @cache
-def _stack_accounting(stack: str, precision: str, reduce_dtype: str, optimizer: str) -> Accounting:
+def _stack_accounting(
+    stack: str, precision: str, reduce_dtype: str, optimizer: str, eight_bits: bool
+) -> Accounting:
     fields: dict[str, Any] = {}
     by_precision: Table[dict[str, Any]] = Table(f"precision of the stack {stack}", {})
     for key, value in memory_of(stack).items():
-        if key in ("saved", "selected"):
-            fields[key] = Saved(**{name: float(number) for name, number in value.items()})
-        elif isinstance(value, dict):
-            by_precision[key] = value
-        else:
-            fields[key] = value
-    fields |= by_precision[precision]
+        by_kind = isinstance(value, dict) and key not in SAVED
+        (by_precision if by_kind else fields)[key] = value
+    changed = by_precision.pop("fp8", {})
+    fields |= by_precision[precision] | (changed if eight_bits else {})
+    for key in SAVED & fields.keys():
+        fields[key] = Saved(**{name: float(number) for name, number in fields[key].items()})
     copies = fields.pop("precision", None)
     if copies is None:
         return engine_accounting(precision, reduce_dtype, optimizer, **fields)
