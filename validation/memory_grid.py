@@ -85,6 +85,8 @@ MODEL = LlamaConfig(
 GRID = {
     "bf16": (
         "mb2-ga1", "mb2-ga2", "mb2-ga2-attention", "mb2-ga2-selective", "mb2-ga2-full",
+        "mb2-ga2-selective4", "mb2-ga2-full4", "zero3x2-mb2-ga2-full4", "pp2-1f1b-mb1-ga4-full2",
+        "pp2-interleaved1f1b-v2-mb1-ga4-full1",
         "dp2-mb2-ga1", "dp2-mb2-ga2",
         "zero1x2-mb2-ga2", "zero2x2-mb2-ga2", "zero3x2-mb2-ga2", "zero3x4-mb2-ga1-full",
         "dp2-zero3x2-mb1-ga2",

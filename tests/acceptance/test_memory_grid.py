@@ -52,6 +52,7 @@ UNLIKE_LLAMA = {
         "tp2-sp-regather-mb2-ga2",
         "pp2-1f1b-mb1-ga4",
         "mb2-ga2-full",
+        "mb2-ga2-full4",
     ],
 )
 def test_the_planner_knows_what_a_step_holds(layout: str, tmp_path: Path) -> None:

@@ -21,7 +21,13 @@ def adapted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
 @pytest.mark.parametrize(
     "layout",
     cases(
-        [*TECHNIQUES, "zero3x2-tp2-sp", "zero2x2-tp2-sp-pp2-1f1b-full"],
+        [
+            *TECHNIQUES,
+            "zero3x2-tp2-sp",
+            "zero2x2-tp2-sp-pp2-1f1b-full",
+            "zero3x2-full2",
+            "pp2-1f1b-selective2",
+        ],
         default=["zero3x2"],
     ),
 )

@@ -12,9 +12,15 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from meshtune.attention.register import register
+from meshtune.layout import Layout
 from meshtune.model.anatomy import anatomy
 from meshtune.model.body import ATTENTION_NAMES
+from meshtune.model.trace import census
 from meshtune.parallel.recompute import recompute_blocks
+from meshtune.placement.columns import Columns
+from meshtune.plan.memory.activations import saved_by_block
+from meshtune.plan.memory.stages import Stages
+from meshtune.plan.work import Work
 
 register()
 
@@ -128,6 +134,18 @@ def test_some_blocks_recompute_and_the_others_save_all(mode):
         assert saved == all_saved - recomputed * (saving - recomputing)
         assert backward.cores == (RUNS * recomputed if mode == "full" else 0)
         assert all(torch.equal(own[name], grad) for name, grad in grads.items())
+
+
+def test_the_planner_counts_what_some_blocks_save_to_the_byte():
+    work = Work.of(census(FAMILIES["llama"](num_hidden_layers=3)))
+    all_saved = run(build("llama", "none", num_hidden_layers=3))[2]
+    for recomputed in (1, 2):
+        layouts = Columns.of([Layout.parse(f"full{recomputed}")])
+        block = saved_by_block(work.kept[4], work, layouts, len(DOCUMENTS) * SEQ, element=4)
+        stages = Stages.cut(work, layouts, "blocks")
+        saved = stages.recomputing(layouts) * (block.everything - block.saved)
+        own = run(build("llama", "full", range(recomputed), num_hidden_layers=3))[2]
+        assert saved[0].tolist() == [all_saved - own]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])

@@ -8,9 +8,9 @@ from meshtune.placement.columns import Columns
 from meshtune.placement.states import Copies, Elements, held_states
 from meshtune.plan.accounting import EAGER, MEGATRON, MIXED, MIXED_BESIDE, engine_accounting
 from meshtune.plan.memory.activations import saved_by_block
-from meshtune.plan.memory.stages import in_flight
+from meshtune.plan.memory.stages import Stages, in_flight
 from meshtune.plan.memory.states import gpt_parameters
-from meshtune.plan.memory.timeline import peak
+from meshtune.plan.memory.timeline import peak, step_timeline
 from meshtune.plan.work import Work
 
 GB = 1e9
@@ -96,6 +96,40 @@ def test_activations_of_a_llama_block_to_the_byte(h: int, kv: int, f: int, a: in
     assert kept("mb2-ga1-selective", EAGER, work) == 2 * (5 * h + 2 * kv + 2 * f) + 4 * a
     assert kept("mb2-ga1-full", EAGER, work) == 2 * h
     assert kept("cp2-mb2-ga1", EAGER, work) == (kept("mb2-ga1", EAGER, work) + 4 * kv) / 2  # all keys
+
+
+@pytest.mark.parametrize(
+    ("text", "stages", "micro_batches"),
+    [("mb2-ga4", 1, 1), ("pp4-1f1b-mb1-ga8", 1, 4), ("pp2-interleaved1f1b-v4-mb1-ga8", 4, 2.25)],
+)
+def test_some_recomputed_blocks_hold_their_share_of_the_activations(
+    text: str, stages: int, micro_batches: float
+) -> None:
+    """On the first rank; the last blocks of a stage, which save everything, have freed it when the first ones
+    run again.
+    """
+    work = Work.of_shape(layers=32, hidden=512, ffn=1408, heads=8, kv_heads=4, vocabulary=1000)
+    tokens = 2048 * Layout.parse(text).micro_batch_size
+    blocks = 32 // Layout.parse(text).pp
+    each = 20 * 512 + 4 * 256 + 8 * 1408 + 4 * 8 + 8
+    rest = {mode: kept(f"mb1-ga1-{mode}", EAGER, work) for mode in ("selective", "full")}
+
+    def activations(mode: str) -> dict[str, float]:
+        columns = Columns.of([Layout.parse(text + mode)])
+        found = step_timeline(work, columns, engine_accounting("bf16"), 2048, Stages.even(32, columns))
+        return {event: float(parts["activations"][0, 0]) for event, parts in found.items()}
+
+    none = activations("")
+    for mode, saved in rest.items():
+        every = activations(f"-{mode}")
+        for number in range(1, blocks // stages):
+            freed = micro_batches * stages * number * tokens * (each - saved)
+            some = activations(f"-{mode}{number}")
+            assert some["loss"] == none["loss"] - freed
+            saving = (blocks // stages - number) * each
+            again = (each if mode == "full" else each - saved + 4 * 512) - saving
+            assert some["backward of a block"] == none["backward of a block"] - freed + max(0, tokens * again)
+            assert some["end of backward"] == every["end of backward"]
 
 
 def test_sequence_parallel_here_keeps_gathered_inputs() -> None:
