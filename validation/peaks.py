@@ -3,7 +3,7 @@
 import re
 import tomllib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from operator import attrgetter
@@ -61,15 +61,17 @@ def accounting_of(row: Row) -> Accounting:
     return stack_accounting(figure_of(row).stack or stack_of(row, origin), row["precision"])
 
 
-def peaks(rows: Sequence[Row], *, whole: bool = False) -> np.ndarray:
+def peaks(
+    rows: Sequence[Row], *, whole: bool = False, accounting: Callable[[Row], Accounting] = accounting_of
+) -> np.ndarray:
     """Predicted peaks in GiB, one per row; rows must be such that `why_not` returns None for.
 
     whole: False: as the row's published figure counts them, which may leave out the allocator's reserve or
-    the CUDA context; True: all that is on the GPU.
+    the CUDA context; True: all that is on the GPU. accounting: returns that of a row's software.
     """
     alike: dict[tuple[Accounting, str], list[int]] = defaultdict(list)
     for place, row in enumerate(rows):
-        alike[accounting_of(row), figure_of(row).counts].append(place)
+        alike[accounting(row), figure_of(row).counts].append(place)
     found = np.zeros(len(rows))
     among = origins()
     for (how, counts), places in alike.items():

@@ -151,3 +151,30 @@ def test_errors_stay_as_small_as_they_are() -> None:
     assert answer["regret"]["mean"] < 3
     small = validated(SMALL)["throughput"]
     assert small["all"]["mape"] < 8.4
+
+
+def error_bars(call: str) -> dict[str, list[float]]:
+    """Return the error bars of a call in validation/accuracy.py by "stack.kind", each as [percent, rows]."""
+    code = (
+        f"import json, sys; sys.path.insert(0, 'validation'); import accuracy; errors = accuracy.{call}; "
+        "print(json.dumps({'.'.join(filter(None, key)): each for key, each in errors.items()}))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout)
+
+
+def test_error_bars_of_memory_are_those_of_the_rows() -> None:
+    computed, stored = error_bars("memory_errors()"), error_bars("stored('memory')")
+    assert {name: [round(error, 1), rows] for name, (error, rows) in computed.items()} == stored
+
+
+@pytest.mark.slow
+def test_error_bars_of_time_are_those_of_constants_fitted_without_the_rows() -> None:
+    computed, stored = error_bars("time_errors()"), error_bars("stored('time')")
+    assert computed.keys() == stored.keys()
+    for name, (error, rows) in computed.items():
+        assert rows == stored[name][1]
+        assert error == pytest.approx(stored[name][0], abs=0.3)

@@ -185,8 +185,9 @@ def accounting_of(workload: Workload, cluster: Cluster) -> Accounting:
 
     A processor has no CUDA context or communicators, and the system's allocator: no overhead is counted.
     """
-    stack = "meshtune-compiled" if workload.compile else "meshtune"
-    accounting = stack_accounting(stack, workload.precision, workload.reduce_dtype, workload.optimizer)
+    accounting = stack_accounting(
+        workload.stack, workload.precision, workload.reduce_dtype, workload.optimizer
+    )
     if cluster.gpu.name == "cpu":
         return replace(accounting, reserved=0.0, context=0.0, communicator=0.0)
     return accounting

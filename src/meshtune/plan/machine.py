@@ -111,7 +111,7 @@ def machine_of(workload: Workload, cluster: Cluster) -> Machine:
     The stack's `optimizer_bytes` is bf16's with AdamW, and scales with the bytes that an update of this
     precision and optimizer moves.
     """
-    stack = stacks()["meshtune-compiled" if workload.compile else "meshtune"]
+    stack = stacks()[workload.stack]
     machine = Machine.of(cluster.gpu, stack, network_share=cluster.network_share)
     copies = copies_of(workload.precision, workload.reduce_dtype, workload.optimizer)
     measured = copies_of("bf16", "fp32", "adamw")

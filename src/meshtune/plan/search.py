@@ -23,6 +23,7 @@ from meshtune.placement.columns import Columns, Number, at, joined, layout_at, r
 from meshtune.placement.rules import rules
 from meshtune.placement.share import stage_blocks, stage_of_rank
 from meshtune.plan.accounting import accounting_of
+from meshtune.plan.accuracy import Accuracy, accuracy
 from meshtune.plan.candidates import (
     candidates,
     columns_of,
@@ -65,6 +66,12 @@ class Choice:
     memory: Memory
     tokens_per_second_per_gpu: float
     mfu: float  # model FLOPs, without recomputation, as a share of the precision's dense peak
+    stack: str = "meshtune"  # of stacks.toml, that predicted it
+
+    @property
+    def accuracy(self) -> Accuracy:
+        """Error bars of time and memory."""
+        return accuracy(self.stack, self.cluster.gpu.name)
 
     @property
     def fits(self) -> bool:
@@ -87,6 +94,7 @@ class Choice:
                 "moment": timeline.EVENTS[int(m.event)],
             },
             "time": time if timed else None,
+            "error": self.accuracy.as_dict(),
         }
 
 
@@ -266,7 +274,8 @@ def choice_of(
     """The layout with its speed and MFU; seconds and memory are its prediction, as floats."""
     speed = workload.tokens / seconds.total / layout.world
     rate = rates(cluster, workload.precision)["flops"]
-    return Choice(layout, cluster, seconds, memory, speed, speed * workload.flops_per_token / rate)
+    mfu = speed * workload.flops_per_token / rate
+    return Choice(layout, cluster, seconds, memory, speed, mfu, workload.stack)
 
 
 def outdone(layouts: Columns) -> Number:

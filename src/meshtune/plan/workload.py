@@ -37,6 +37,11 @@ class Workload:
     notes: tuple[str, ...] = ()  # sentences on the model that every answer says
 
     @property
+    def stack(self) -> str:
+        """The stack of stacks.toml that predicts memory and time."""
+        return "meshtune-compiled" if self.compile else "meshtune"
+
+    @property
     def tokens(self) -> int:
         """Tokens per optimizer step."""
         return self.global_batch_size * self.seq_len

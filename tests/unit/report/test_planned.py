@@ -182,9 +182,9 @@ def test_layouts_stand_side_by_side_and_notable_differences_are_marked():
     rows = {line.split()[0]: line for line in text.splitlines() if line}
     assert text.splitlines()[0].split() == ["A", NAMES[1]]
     assert text.splitlines()[1].split() == ["B", NAMES[2], "does", "not", "fit"]
-    assert rows["peak"].split()[2:] == ["64.0", "GiB", "100", "GiB", "+36.0", "GiB*"]
+    assert rows["peak"].split()[3:] == ["64.0", "GiB", "100", "GiB", "+36.0", "GiB*"]
     assert rows["W"].split()[2:] == ["32.0", "GiB", "50.0", "GiB", "+18.0", "GiB*"]
-    assert rows["step"].split()[1:] == ["8.00", "s", "8.05", "s", "+50", "ms"]  # less than 1 %
+    assert rows["step"].split()[2:] == ["8.00", "s", "8.05", "s", "+50", "ms"]  # less than 1 %
     assert rows["MFU"].split()[1:] == ["40.0%", "40.0%"]
     assert "logits" not in text and "pipeline" not in text  # of neither
     assert max(map(len, text.splitlines())) <= 80
@@ -198,3 +198,14 @@ def test_three_layouts_side_by_side_are_no_wider_than_the_terminal(width):
 def test_a_section_without_lines_has_no_title():
     assert shown(section("Why the usual ones are not first", [])) == ""
     assert shown(section("One", ["line"])).split() == ["One", "line"]
+
+
+def test_error_bars_stand_once_in_the_heads_of_a_table_and_behind_the_figures_of_an_explanation():
+    error = CHOICES[0].accuracy
+    time, memory = f"±{error.time:.0%}", f"±{error.memory:.0%}"
+    for width in (60, 80, 160):
+        text = shown(layouts_table(CHOICES[:2]), width)
+        assert text.count(time) == text.count(memory) == 1
+    text = shown(explanation(CHOICES[0]), 120)
+    assert f"8.00 s a step {time}" in text and f"GiB {memory} at the peak" in text
+    assert f"step {time}" in shown(side_by_side(CHOICES[:2]))

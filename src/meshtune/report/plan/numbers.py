@@ -38,6 +38,17 @@ def speed_head(choices: Iterable[Choice | None]) -> str:
     return speed_unit(choices).replace("/s/", "/s\n/")
 
 
+def plus_minus(share: float | None) -> str:
+    """An error bar as a suffix: `plus_minus(0.19) == "±19%"`; "" for None."""
+    return "" if share is None else f"±{share:.0%}"
+
+
+def common_error(choices: Iterable[Choice | None], quantity: str) -> str:
+    """The error bar of layouts that share it, as a suffix; "" if they differ. quantity: time or memory."""
+    errors = {getattr(choice.accuracy, quantity) for choice in choices if choice}
+    return plus_minus(errors.pop()) if len(errors) == 1 else ""
+
+
 def number(value: float) -> str:
     """A number with three digits, or from 100 on all digits before the point: "0.123", "12.3", "1,234"."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -19,7 +19,15 @@ from rich.text import Text
 from meshtune.plan.memory import CATEGORIES
 from meshtune.plan.seconds.step import PARTS
 from meshtune.report.plan.bars import Column, Fitted, Name
-from meshtune.report.plan.numbers import memory_parts, nonzero, number, seconds, speed_unit, time_parts
+from meshtune.report.plan.numbers import (
+    common_error,
+    memory_parts,
+    nonzero,
+    number,
+    seconds,
+    speed_unit,
+    time_parts,
+)
 from meshtune.units import human
 
 if TYPE_CHECKING:
@@ -84,7 +92,8 @@ def _speed(choices: Sequence[Choice]) -> Iterator[Row]:
 def _memory(choices: Sequence[Choice]) -> Iterator[Row]:
     """Rows of the peak and of its categories that any layout has."""
     peaks, parts = [choice.memory.peak for choice in choices], [memory_parts(choice) for choice in choices]
-    yield Row(Text("peak memory", style="bold"), peaks, human, NOTABLE * peaks[0])
+    peak = Text.assemble(("peak memory", "bold"), (f" {common_error(choices, 'memory')}", "dim"))
+    yield Row(peak, peaks, human, NOTABLE * peaks[0])
     for name in nonzero(CATEGORIES, parts):
         yield Row(Name(name), [part[name] for part in parts], human, NOTABLE * peaks[0])
 
@@ -92,6 +101,7 @@ def _memory(choices: Sequence[Choice]) -> Iterator[Row]:
 def _time(choices: Sequence[Choice]) -> Iterator[Row]:
     """Rows of the step and of its parts that any layout has."""
     steps, parts = [choice.seconds.total for choice in choices], [time_parts(choice) for choice in choices]
-    yield Row(Text("step", style="bold"), steps, seconds, NOTABLE * steps[0])
+    step = Text.assemble(("step", "bold"), (f" {common_error(choices, 'time')}", "dim"))
+    yield Row(step, steps, seconds, NOTABLE * steps[0])
     for name in nonzero(PARTS, parts):
         yield Row(Name(name), [part[name] for part in parts], seconds, NOTABLE * steps[0])

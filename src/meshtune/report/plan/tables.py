@@ -17,7 +17,16 @@ from meshtune.plan.memory import CATEGORIES, EVENTS, RANKS
 from meshtune.plan.phrases import spent
 from meshtune.plan.seconds.step import PARTS
 from meshtune.report.plan.bars import Column, Fitted, Legend, Name
-from meshtune.report.plan.numbers import memory_parts, nonzero, number, seconds, speed_head, time_parts
+from meshtune.report.plan.numbers import (
+    common_error,
+    memory_parts,
+    nonzero,
+    number,
+    plus_minus,
+    seconds,
+    speed_head,
+    time_parts,
+)
 from meshtune.units import GIB, human
 
 if TYPE_CHECKING:
@@ -43,6 +52,7 @@ def layouts_table(choices: Sequence[Choice]) -> RenderableType:
     """
     room = max((max(c.cluster.memory, c.memory.peak) for c in choices), default=1)
     longest = max((c.seconds.total for c in choices), default=1)
+    time_error, memory_error = common_error(choices, "time"), common_error(choices, "memory")
     columns = {
         "rank": Column("", [f"{place}" for place in range(1, len(choices) + 1)], style="dim"),
         "layout": Column(
@@ -52,15 +62,17 @@ def layouts_table(choices: Sequence[Choice]) -> RenderableType:
             cut=True,
         ),
         "speed": Column(speed_head(choices), [number(c.tokens_per_second_per_gpu) for c in choices]),
-        "step": Column("step", [seconds(c.seconds.total) for c in choices]),
+        "step": Column(f"step\n{time_error}", [seconds(c.seconds.total) for c in choices]),
         "mfu": Column("MFU", [f"{c.mfu:.1%}" for c in choices]),
         "bar": Column(
             "memory",
             bars=[(memory_parts(c), room, c.cluster.memory) for c in choices],
             justify="left",
         ),
-        "memory": Column("", [of_capacity(c) for c in choices]),
-        "peak": Column("GiB", [red_unless_fits(c, f"{c.memory.peak / GIB:.1f}") for c in choices]),
+        "memory": Column(memory_error, [of_capacity(c) for c in choices]),
+        "peak": Column(
+            f"GiB\n{memory_error}", [red_unless_fits(c, f"{c.memory.peak / GIB:.1f}") for c in choices]
+        ),
         "time": Column("time", bars=[(time_parts(c), longest, 0) for c in choices], justify="left"),
     }
 
@@ -99,8 +111,15 @@ def explanation(choice: Choice) -> RenderableType:
     event = EVENTS[int(memory.event)]
     gpus = f"{choice.layout.world} × {choice.cluster.gpu.name}"
     speed = f"{number(choice.tokens_per_second_per_gpu)} {choice.cluster.speed_unit}"
+    accuracy = choice.accuracy
+    time_error, memory_error = (
+        f" {plus_minus(share)}".rstrip() for share in (accuracy.time, accuracy.memory)
+    )
     time_meaning = {part: spent(part, choice.layout) for part in PARTS}
-    speeds: list[RenderableType] = [Text(f"{speed} · {seconds(total)} a step · MFU {choice.mfu:.1%}"), Text()]
+    step = Text.assemble(
+        f"{speed} · {seconds(total)} a step", (time_error, "dim"), f" · MFU {choice.mfu:.1%}"
+    )
+    speeds: list[RenderableType] = [step, Text()]
     times: list[RenderableType] = [
         Text(),
         Text.assemble(("Time  ", "bold"), f"{seconds(total)} a step, by what a rank waits for"),
@@ -110,7 +129,9 @@ def explanation(choice: Choice) -> RenderableType:
     return Group(
         Text.assemble((str(choice.layout), "bold"), (f"  on {gpus}", "dim")),
         *(speeds if timed else []),
-        Text.assemble(("Memory  ", "bold"), of_capacity(choice), f" at the peak: {event}{where}"),
+        Text.assemble(
+            ("Memory  ", "bold"), of_capacity(choice), (memory_error, "dim"), f" at the peak: {event}{where}"
+        ),
         *does_not_fit_sentence(choice),
         shares(memory_parts(choice), MEMORY_MEANING, human, "peak"),
         *(times if timed else [Text(NO_TIMES, style="dim")]),
@@ -183,7 +204,10 @@ def sizes_table(best: Mapping[int, Choice | None], *, steps: int | None = None) 
         "speed": Column(
             speed_head(best.values()), texts(lambda _, choice: number(choice.tokens_per_second_per_gpu))
         ),
-        "step": Column("step", texts(lambda _, choice: seconds(choice.seconds.total))),
+        "step": Column(
+            f"step\n{common_error(best.values(), 'time')}",
+            texts(lambda _, choice: seconds(choice.seconds.total)),
+        ),
         "hours": Column(
             "GPU-hours",
             texts(lambda gpus, choice: number((steps or 0) * choice.seconds.total * gpus / 3600)),

@@ -60,8 +60,7 @@ def answer(result: Answer, most: int) -> RenderableType:
         parts.append(section("Left out", lines))
     if lines := [*filter(None, [result.run.sentence()]), *result.length.notes]:
         parts.append(section("The run", lines))
-    if note := unmeasured(result.choice):
-        parts.append(Text(note, style="dim"))
+    parts += reliability(result.choice)
     parts.append(Text(f"meshtune train … layout={result.choice.layout}", style="bold"))
     return Group(*parts)
 
@@ -86,7 +85,7 @@ def explained(explanations: Sequence[Explanation]) -> RenderableType:
     parts: list[RenderableType] = []
     for place, one in enumerate(explanations):
         parts += [*([Text()] if place else []), explanation(one.choice), *reasons(one)]
-    return Group(*parts)
+    return Group(*parts, *reliability(explanations[0].choice))
 
 
 def compared(explanations: Sequence[Explanation]) -> RenderableType:
@@ -94,7 +93,7 @@ def compared(explanations: Sequence[Explanation]) -> RenderableType:
     parts: list[RenderableType] = [side_by_side([one.choice for one in explanations])]
     for letter, one in zip(string.ascii_uppercase, explanations, strict=False):
         parts += reasons(one, letter)
-    return Group(*parts)
+    return Group(*parts, *reliability(explanations[0].choice))
 
 
 def reasons(one: Explanation, letter: str = "") -> list[RenderableType]:
@@ -114,6 +113,12 @@ def largest(what: str, value: Any, choice: Choice) -> RenderableType:
     names = {"seq_len": "sequence, in tokens", "batch": "batch at once, in sequences", "model": "model"}
     shown = f"{value:,}" if isinstance(value, int) else value
     return Group(Text.assemble(f"The largest {names[what]}: ", (shown, "bold")), layouts_table([choice]))
+
+
+def reliability(choice: Choice) -> list[RenderableType]:
+    """Sentences on how far the numbers can be trusted, after an empty line."""
+    sentences = [choice.accuracy.sentence(choice.stack, choice.cluster.gpu.name), unmeasured(choice)]
+    return [Text(), *(Text(sentence, style="dim") for sentence in sentences if sentence)]
 
 
 def unmeasured(choice: Choice) -> str:

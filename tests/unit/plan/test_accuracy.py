@@ -1,0 +1,62 @@
+"""Error bars of predictions."""
+
+import tomllib
+from importlib.resources import files
+
+import pytest
+
+from meshtune.layout import Layout
+from meshtune.plan.accuracy import accuracy
+from meshtune.plan.cluster import cluster_of
+from meshtune.plan.hardware import catalogue, stacks
+from meshtune.plan.models import models
+from meshtune.plan.search import explained
+from meshtune.plan.workload import Workload
+from meshtune.sections import ClusterConfig
+
+TABLES = tomllib.loads(files("meshtune.plan").joinpath("accuracy.toml").read_text("utf-8"))
+OTHERS = TABLES["unmeasured"]
+
+
+def test_a_stack_that_nobody_measured_has_the_error_of_sources_left_out_and_is_said_to():
+    found = accuracy("meshtune", "h100-sxm")
+    assert (found.time, found.memory) == (OTHERS["time"] / 100, OTHERS["memory"] / 100)
+    assert (found.time_rows, found.memory_rows) == (0, 0)
+    sentence = found.sentence("meshtune", "h100-sxm")
+    assert f"±{found.time:.0%} of time and ±{found.memory:.0%} of memory: nobody has measured" in sentence
+
+
+def test_a_measured_stack_has_its_own_error_on_the_kind_that_it_was_measured_on_alone():
+    own = TABLES["composer"]["a100-80"]
+    found = accuracy("composer", "a100-80")
+    assert found.time == own["time"] / 100 < OTHERS["time"] / 100 and found.time_rows == own["time_rows"]
+    assert found.memory == OTHERS["memory"] / 100 and found.memory_rows == 0  # no peak of it is published
+    sentence = found.sentence("composer", "a100-80")
+    assert f"the mean error for {own['time_rows']} published runs of composer on a100-80" in sentence
+    assert "of memory: nobody has measured composer on a100-80" in sentence
+    assert accuracy("composer", "b200").time_rows == 0
+
+
+def test_times_on_a_processor_have_no_error_bar():
+    assert accuracy("meshtune", "cpu").time is None
+
+
+def test_every_table_is_of_a_stack_and_a_kind_and_has_rows_enough():
+    for stack, kinds in TABLES.items():
+        if stack == "unmeasured":
+            continue
+        assert stack in stacks() and kinds.keys() <= catalogue().keys()
+        for errors in kinds.values():
+            for name in ("time", "memory"):
+                assert (name in errors) == (f"{name}_rows" in errors)
+                assert errors.get(f"{name}_rows", 5) >= 5
+
+
+@pytest.mark.parametrize(("compiled", "stack"), [(False, "meshtune"), (True, "meshtune-compiled")])
+def test_a_choice_has_the_error_bars_of_its_stack_also_in_json(compiled, stack):
+    model = models()["qwen3-0.6b"]
+    workload = Workload("qwen", model.work, model.traits, 1024, 8)
+    cluster = cluster_of(ClusterConfig(gpu="h100-sxm", gpus=8))
+    choice = explained(workload.compiled() if compiled else workload, cluster, Layout.parse("dp8-mb1-ga1"))
+    assert choice.stack == stack
+    assert choice.as_dict()["error"] == accuracy(stack, "h100-sxm").as_dict()
