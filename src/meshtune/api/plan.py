@@ -8,6 +8,7 @@ from functools import partial
 from meshtune.api.model_file import model_file
 from meshtune.api.settings import Settings, config_of
 from meshtune.config import Config
+from meshtune.errors import UserError
 from meshtune.model.census_cache import numbers_of
 from meshtune.plan import answer
 from meshtune.plan.answer import Answer
@@ -73,4 +74,9 @@ def workloads(config: Config, log: Log) -> Iterator[tuple[Workload, Lighter]]:
     with model_file(config) as (file, notes):
         workload = workload_of(config, numbers_of(config, file=file, log=log))
         lighter = partial(lighter_workloads, config, partial(numbers_of, file=file))
-        yield replace(workload, notes=(*notes, *workload.notes)), lighter
+        workload = replace(workload, notes=(*notes, *workload.notes))
+        try:
+            yield workload, lighter
+        except UserError:  # there is no answer to say them
+            say(workload.notes, log)
+            raise

@@ -154,6 +154,7 @@ def _build_and_count(
     """
     from meshtune.model import trainable
     from meshtune.model.capabilities import auto_attention, traits
+    from meshtune.model.generation import context_of
     from meshtune.model.load import on_meta, read_config
     from meshtune.model.lora import add_lora
     from meshtune.model.trace import census_of
@@ -175,7 +176,7 @@ def _build_and_count(
         )
     if freeze:
         trainable.freeze(model, freeze)
-    return ModelNumbers(census_of(model), model_traits, attention)
+    return ModelNumbers(census_of(model), model_traits, attention, context_of(config))
 
 
 # Dataclasses from JSON #

@@ -23,9 +23,22 @@ def stop_tokens(name: str, *, trust_remote_code: bool = False, revision: str | N
 
 
 def context_of(config: PreTrainedConfig) -> int | None:
-    """Tokens of prompt and answer together that a model has positions for; None without such a limit."""
-    size = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return size if isinstance(size, int) and size > 0 else None
+    """Tokens of the longest document that a model's positions are made for; None without such a limit.
+
+    Scaled rotary embeddings reach as far as their factor times the length they were trained with.
+    """
+    text = config.get_text_config()
+    size = getattr(text, "max_position_embeddings", None)
+    if not isinstance(size, int) or size <= 0:
+        return None
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]  # by kind of layer
+    reach = [
+        int(kind["factor"] * (kind.get("original_max_position_embeddings") or size))
+        for kind in kinds
+        if kind.get("factor")
+    ]
+    return max([size, *reach])
 
 
 def read_generation_config(folder: Path) -> GenerationConfig:

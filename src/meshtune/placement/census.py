@@ -188,6 +188,18 @@ class Census:
         return sum(p.trainable for p in self.parameters.values())
 
     @cached_property
+    def idle(self) -> float:
+        """Elements of the blocks' matrices that a token is not multiplied with: those of other experts."""
+        stored = sum(p.count for block in self.blocks for p in block.parameters if len(p.shape) > 1)
+        used = sum(m.rows * m.cols * m.count for block in self.blocks for m in block.matrices)
+        return max(stored - used, 0.0)
+
+    @property
+    def sparse(self) -> bool:
+        """True for a mixture of experts; the taps of convolutions are idle too, but few."""
+        return self.idle > self.total / 10
+
+    @cached_property
     def matmul(self) -> tuple[float, float]:
         """(forward, backward) FLOPs per token of every matrix but the head."""
         matrices = [*self.outside, *(m for block in self.blocks for m in block.matrices)]

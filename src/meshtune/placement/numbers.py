@@ -13,3 +13,4 @@ class ModelNumbers:
     census: Census
     traits: Traits
     attention: str  # name of the implementation that model.attention=auto means for it
+    positions: int | None  # tokens of the longest document that its positions are made for; None: no limit

@@ -12,6 +12,7 @@ from meshtune.layout import Layout
 from meshtune.placement.rules import Traits, refusals
 from meshtune.plan.memory.activations import compiled
 from meshtune.plan.work import Work, attended
+from meshtune.units import count
 
 if TYPE_CHECKING:
     from meshtune.placement.numbers import ModelNumbers
@@ -127,8 +128,39 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
         packing=config.data.packing,
         attention=numbers.attention if model.attention == "auto" else model.attention,
         lora_r=config.lora.r if config.method == "lora" else None,
+        notes=tuple(filter(None, (experts_note(numbers), positions_note(config, numbers.positions)))),
     )
     return workload.compiled() if config.train.compile else workload
+
+
+def experts_note(numbers: ModelNumbers) -> str | None:
+    """Sentences on what a plan of a mixture of experts leaves out; None for any other model."""
+    census, traits = numbers.census, numbers.traits
+    if not census.sparse:
+        return None
+    problems = {"tp": traits.tensor, "pp": traits.pipeline, "cp": traits.context}
+    axes = [axis for axis, problem in problems.items() if problem is None]
+    return (
+        f"{traits.name} is a mixture of experts: a token uses {count(census.total - census.idle)} of its "
+        f"{count(census.total)} parameters. meshtune has no expert parallelism: layouts are of "
+        f"{', '.join(['dp', *axes])} and ZeRO alone. No measured run of such a model validates these times; "
+        "the measured peaks of small ones are 20 to 40 % larger than predicted."
+    )
+
+
+def positions_note(config: Config, positions: int | None) -> str | None:
+    """A sentence if documents may be longer than the model's positions reach; None if they can't.
+
+    positions: as in ModelNumbers.
+    """
+    seq_len, documents = config.data.seq_len, config.data.mean_document_tokens
+    if positions is None or seq_len <= positions or (documents and documents <= positions):
+        return None
+    return (
+        f"data.seq_len={seq_len} goes beyond the {positions:,} positions of {config.model.name} "
+        "(max_position_embeddings): longer documents need a scaled rotary embedding (rope_scaling in its "
+        "config.json)."
+    )
 
 
 def lighter_workloads(config: Config, numbers_of: Callable[[Config], ModelNumbers]) -> dict[str, Workload]:

@@ -14,11 +14,13 @@ from meshtune.errors import UserError
 from meshtune.meter.mfu import flops_of, peak_flops
 from meshtune.meter.phases import PhaseMemory
 from meshtune.model.anatomy import left_out_of_loss
+from meshtune.model.generation import context_of
 from meshtune.model.load import quiet
 from meshtune.model.multimodal import parts_kept
 from meshtune.model.trainable import embeddings_needed
 from meshtune.parallel.mesh import World, join
 from meshtune.plan.hardware import datasheet_flops
+from meshtune.plan.workload import positions_note
 from meshtune.precision import PRECISIONS
 from meshtune.rundir import RunDir
 from meshtune.train import folder, output
@@ -196,7 +198,8 @@ def announce(config: Config, run: Run, model: RankModel, resumed: int | None, no
     metrics.log_line(f"Learning rate: {rate_in_words(config)}.")
     if caution := PRECISIONS[config.train.precision].caution:
         metrics.log_line(caution)
-    for sentence in filter(None, (parts_kept(model.whole), left_out_of_loss(model.whole))):
+    beyond = positions_note(config, context_of(model.whole.config))
+    for sentence in filter(None, (parts_kept(model.whole), left_out_of_loss(model.whole), beyond)):
         metrics.log_line(sentence)
     for sentence in notices:
         metrics.log_line(sentence)

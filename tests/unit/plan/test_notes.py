@@ -1,0 +1,127 @@
+"""Sentences on a model that every answer says: mixtures of experts, and sequences beyond its positions."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import FAMILIES
+from transformers import AutoConfig, Gemma3TextConfig, MptConfig, PreTrainedConfig
+
+from meshtune import config
+from meshtune.api import plan as api
+from meshtune.commands.plan import plan as command
+from meshtune.errors import UserError
+from meshtune.model.generation import context_of
+from meshtune.model.trace import census
+from meshtune.plan.workload import positions_note
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 512,
+}  # fmt: skip
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 1},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+}
+
+
+def made(kind: str, **fields: Any) -> PreTrainedConfig:
+    return AutoConfig.for_model(kind, **SIZES | fields)
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_a_mixture_of_experts_is_recognised_by_its_census(kind: str) -> None:
+    counted = census(made(kind, **MIXTURES[kind]))
+    assert counted.unsupported is None and counted.sparse
+    blocks = sum(p.count for block in counted.blocks for p in block.parameters)
+    assert 0.3 * blocks < counted.idle < blocks
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_a_dense_model_is_none(family: str) -> None:
+    counted = census(FAMILIES[family]())
+    assert counted.idle == 0 and not counted.sparse
+
+
+def settings(folder: Path, *words: str) -> list[str]:
+    return [f"model.name={folder}", f"data.cache={folder / 'cache'}", "cluster.gpu=h100-sxm", *words]
+
+
+def test_the_answer_says_what_is_left_out_of_a_mixture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made("mixtral", **MIXTURES["mixtral"]).save_pretrained(tmp_path)
+    words = settings(tmp_path, "data.seq_len=256")
+    command(words, top=1, as_json=True)
+    (note,) = json.loads(capsys.readouterr().out)["notes"]
+    assert "MixtralForCausalLM is a mixture of experts: a token uses" in note
+    assert "no expert parallelism: layouts are of dp, pp, cp and ZeRO alone" in note
+    assert "No measured run of such a model validates these times" in note
+    command(words, top=1)
+    assert "no expert parallelism" in capsys.readouterr().out.replace("\n", " ")
+    logged: list[str] = []
+    api.explained(config.load(None, words), ["mb1-ga64"], log=logged.append)
+    assert logged == [note]
+    with pytest.raises(UserError):  # where nothing fits, too
+        api.plan(config.load(None, [*words, "cluster.memory_gib=0.001"]), log=logged.append)
+    assert logged == [note, note]
+
+
+# positions #
+
+
+@pytest.mark.parametrize(
+    ("positions", "fields"),
+    [
+        (512, {}),
+        (2048, {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+        (1024, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+        (
+            1024,
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}},
+        ),
+        (
+            512,
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_positions_reach_as_far_as_their_scaling(positions: int, fields: dict[str, Any]) -> None:
+    assert context_of(made("llama", **fields)) == positions
+
+
+def test_positions_of_other_kinds() -> None:
+    assert context_of(FAMILIES["gpt2"]()) == FAMILIES["gpt2"]().n_positions
+    assert context_of(MptConfig()) is None
+    assert context_of(Gemma3TextConfig(max_position_embeddings=4096)) == 4096
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["data.seq_len=512"], False),
+        (["data.seq_len=513"], True),
+        (["data.seq_len=4096", "data.mean_document_tokens=300"], False),
+        (["data.seq_len=4096", "data.mean_document_tokens=600"], True),
+    ],
+)
+def test_sequences_beyond_the_positions_are_said(words: list[str], said: bool) -> None:
+    loaded = config.load(None, ["model.name=some/model", *words])
+    note = positions_note(loaded, 512)
+    assert (note is not None) == said
+    assert note is None or "goes beyond the 512 positions of some/model (max_position_embeddings)" in note
+    assert positions_note(loaded, None) is None
+
+
+def test_a_plan_says_that_a_sequence_is_beyond_the_positions(tmp_path: Path) -> None:
+    made("llama").save_pretrained(tmp_path)
+    words = settings(tmp_path, "data.seq_len=1024")
+    (note,) = api.plan(config.load(None, words)).as_dict()["notes"]
+    assert "data.seq_len=1024 goes beyond the 512 positions" in note
