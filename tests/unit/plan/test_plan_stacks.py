@@ -13,7 +13,7 @@ from meshtune.plan.accounting import engine_accounting, stack_accounting
 from meshtune.plan.hardware import stacks
 from meshtune.plan.memory.activations import saved_by_block
 from meshtune.plan.memory.stages import Stages, in_flight
-from meshtune.plan.memory.timeline import peak
+from meshtune.plan.memory.timeline import EVENTS, peak
 from meshtune.plan.work import Work
 from meshtune.precision import PRECISIONS
 from meshtune.units import GIB
@@ -191,6 +191,14 @@ def test_peaks_of_megatron_core(layout: str, seq_len: int, gibibytes: float) -> 
     sharded = columns(layout).replace(zero=np.ones(1))  # over context ranks too
     found = peak(llama_70b(12), sharded, with_fields("megatron-core", "bf16", **SEEN), seq_len)
     assert float(found.peak[0]) / GIB == pytest.approx(gibibytes, rel=0.005)
+
+
+def test_the_embedding_s_gradient_is_whole_in_16_bits_before_it_is_added() -> None:
+    """Also where all other gradients go to fp32 as they are made."""
+    work = gpt(1, 1024, 16, vocabulary=262144)
+    found = peak(work, columns("mb1-ga4"), with_fields("megatron-core", "bf16", **SEEN), 128)
+    assert float(found.activations[0]) == 2 * 262144 * 1024
+    assert EVENTS[int(found.event[0])] == "end of backward"
 
 
 def test_transformer_engine_keeps_no_scores_and_no_others_keys() -> None:

@@ -243,7 +243,7 @@ def step_timeline(
     masters, optimizer = optimizer_state(layouts, accounting, states, total)
     reduced = np.where(sharded, total.trained_shard * precision.trained, states.gradients)
     # the embedding's gradient ends a micro-batch's backward, with all other micro-batches still in flight
-    embedding_gradient = stages.has_embedding * elements.before_blocks.trained * precision.gradient
+    embedding_gradient = stages.has_embedding * elements.before_blocks.trained * accounting.element
     others_and_embedding = flight.total - flight.per_micro_batch + embedding_gradient
     with_embedding = accounting.whole_vocabulary_gradients * others_and_embedding
     earlier_gradients = gradients_before_backward(layouts, accounting, states, flight)
