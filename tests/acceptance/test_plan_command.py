@@ -19,7 +19,7 @@ from cases import cases
 from command import Command, Ended
 
 from meshtune.layout import Layout
-from meshtune.plan.export import TOOLS
+from meshtune.plan.export import EXPORTERS
 from meshtune.plan.models import models
 from meshtune.rundir import RunDir
 
@@ -251,7 +251,7 @@ def test_a_plan_is_drawn(suffix: str, plan: Plan, tmp_path: Path) -> None:
     assert file.read_bytes()[:20].lower().startswith(start.lower())
 
 
-@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("tool", EXPORTERS)
 def test_a_plan_is_exported_once(tool: str, plan: Plan, tiny: Path, tmp_path: Path) -> None:
     words = [
         *EIGHT, "layout=zero3x8-mb1-ga8", "train.max_steps=10", f"data.train={tiny / 'train.jsonl'}",
@@ -260,7 +260,10 @@ def test_a_plan_is_exported_once(tool: str, plan: Plan, tiny: Path, tmp_path: Pa
     ended = plan(*words)
     assert ended.code == 0, ended.err
     assert ended.json["layouts"][0]["layout"] == "zero3x8-mb1-ga8"
-    assert f"zero3x8-mb1-ga8 for {tool} is in {tmp_path / 'out'}; start it with:" in ended.err
+    assert ended.json["tool"] == tool and "start it with" not in ended.err
+    said = ended.json["export"]
+    assert (said["tool"], said["layout"], said["folder"]) == (tool, "zero3x8-mb1-ga8", str(tmp_path / "out"))
+    assert said["command"] and said["missing"] and said["files"]
     files = {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()}
     assert files and all(files.values())
     again = plan(*words)

@@ -13,8 +13,10 @@ from meshtune.model.census_cache import numbers_of
 from meshtune.plan import answer
 from meshtune.plan.answer import Answer
 from meshtune.plan.explanation import Explanation, explain
+from meshtune.plan.export import tool_for
 from meshtune.plan.fits import Lighter
 from meshtune.plan.search import Choice
+from meshtune.plan.tools import MESHTUNE
 from meshtune.plan.workload import Workload, lighter_workloads, workload_of
 
 Log = Callable[[str], None]  # gets sentences on the model, and one while its numbers are derived
@@ -30,32 +32,42 @@ def plan(
     *,
     gpus: int | Sequence[int] = (),
     goal: str = "speed",
+    tool: str = MESHTUNE.name,
     log: Log = silent,
 ) -> Answer:
     """Predict every layout on the config's cluster, or on clusters of these numbers of GPUs; choose by the
     goal: speed, cost, gpus or memory.
 
-    config: a Config, a mapping of its sections, or a YAML file. overrides: section.key=value each.
+    config: a Config, a mapping of its sections, or a YAML file. overrides: section.key=value each. tool: that
+    runs the layout, as in --for: memory and time are predicted for it, and only its layouts are considered.
     `Answer.choice` is the chosen layout with its memory (bytes) and step time (seconds), `Answer.best(n)` the
     n best. Raises UserError for bad settings, NothingFits if no layout fits.
     """
     config, sizes = config_of(config, overrides), [gpus] if isinstance(gpus, int) else gpus
-    with workloads(config, log) as (workload, lighter):
+    with workloads(config, tool, log) as (workload, lighter):
         return answer.ask(config, workload, sizes=sizes, goal=goal, lighter=lighter)
 
 
-def explained(config: Config, layouts: Sequence[str], *, log: Log = silent) -> list[Explanation]:
-    """Predict each layout, in their order, and say why it can't run if it can't (`explanation.explain`)."""
-    with workloads(config, log) as (workload, _):
+def explained(
+    config: Config, layouts: Sequence[str], *, tool: str = MESHTUNE.name, log: Log = silent
+) -> list[Explanation]:
+    """Predict each layout, in their order, and say why it can't run if it can't (`explanation.explain`).
+
+    tool: that runs them, as in --for.
+    """
+    with workloads(config, tool, log) as (workload, _):
         say(workload.notes, log)
         return [explain(config, workload, layout) for layout in layouts]
 
 
-def largest(config: Config, quantity: str, *, log: Log = silent) -> tuple[int | str, Choice]:
-    """The largest `quantity` (model, seq_len or batch) that fits, and its best layout. Raises NothingFits if
-    not even the smallest fits.
+def largest(
+    config: Config, quantity: str, *, tool: str = MESHTUNE.name, log: Log = silent
+) -> tuple[int | str, Choice]:
+    """The largest `quantity` (model, seq_len or batch) that fits, and its best layout.
+
+    tool: that runs it, as in --for. Raises NothingFits if not even the smallest fits.
     """
-    with workloads(config, log) as (workload, _):
+    with workloads(config, tool, log) as (workload, _):
         say(workload.notes, log)
         return answer.largest(config, workload, quantity)
 
@@ -66,14 +78,16 @@ def say(notes: Sequence[str], log: Log) -> None:
 
 
 @contextmanager
-def workloads(config: Config, log: Log) -> Iterator[tuple[Workload, Lighter]]:
-    """Give the config's workload, and a function that returns workloads that need less memory.
+def workloads(config: Config, tool: str, log: Log) -> Iterator[tuple[Workload, Lighter]]:
+    """Give the config's workload as a tool runs it, and a function that returns workloads that need less.
 
-    The model's config.json need not exist: see `model_file`. Raises UserError as that and `numbers_of`.
+    The model's config.json need not exist: see `model_file`. Raises UserError as that, as `numbers_of`, and
+    if the tool can't train so.
     """
+    runner = tool_for(tool, config)
     with model_file(config) as (file, notes):
-        workload = workload_of(config, numbers_of(config, file=file, log=log))
-        lighter = partial(lighter_workloads, config, partial(numbers_of, file=file))
+        workload = workload_of(config, numbers_of(config, file=file, log=log)).run_by(runner)
+        lighter = partial(lighter_workloads, config, partial(numbers_of, file=file), partial(tool_for, tool))
         workload = replace(workload, notes=(*notes, *workload.notes))
         try:
             yield workload, lighter

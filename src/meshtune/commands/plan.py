@@ -13,6 +13,7 @@ from meshtune.errors import UserError, expanded
 if TYPE_CHECKING:
     from meshtune.config import Config
     from meshtune.plan.answer import Answer
+    from meshtune.plan.export import Written
 
 MOST_COMPARED = 6  # layouts in one table
 
@@ -38,6 +39,10 @@ def plan(
         str | None,
         typer.Option(metavar="N", help="plan a typical Llama of N parameters (13e9, 13B) instead of a model"),
     ] = None,
+    tool: Annotated[
+        str | None,
+        typer.Option("--for", metavar="TOOL", help="plan for the tool that will run it; --export implies it"),
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="layouts to show")] = 10,
     plot: Annotated[Path | None, typer.Option(help="pictures: a file ending in .html, .png or .svg")] = None,
     export: Annotated[
@@ -60,62 +65,89 @@ def plan(
             "--export and --gpus without them."
         )
     plot, to = plot and expanded(plot), expanded(to)
-    check_outputs(plot, export)
-    if params:
-        overrides = with_typical_model(overrides, params, export)
-    resolved = config.load(file, overrides)
-    if layouts:
-        explain_layouts(resolved, layouts, side_by_side=bool(compare), plot=plot, as_json=as_json)
-    elif most:
-        show_largest(resolved, most, as_json=as_json)
-    else:
-        best = compare_layouts(resolved, numbers(gpus, "--gpus"), goal, top=top, as_json=as_json)
-        if plot:
-            draw(best, plot, compare_sizes=bool(gpus))
-        if export:
-            write_export(resolved, best, export, to)
-
-
-def compare_layouts(config: "Config", gpus: Sequence[int], goal: str, *, top: int, as_json: bool) -> "Answer":
-    """Print the `top` best layouts by `goal` with the reasons, and return the whole answer.
-
-    gpus: numbers of GPUs to compare; empty: the config's. Raises NothingFits if no layout fits.
-    """
-    from meshtune.api import plan as api
-    from meshtune.report.plan import terminal
-
-    best = api.plan(config, gpus=gpus, goal=goal, log=notice)
-    show(best.as_dict(top), terminal.answer(best, top), as_json=as_json)
-    return best
-
-
-def check_outputs(plot: Path | None, export: str | None) -> None:
-    """Raise UserError for pictures or exports that can't be written, before anything is predicted.
-
-    plot: the picture's file. export: the tool's name. None: not asked for.
-    """
     if plot:
         from meshtune.report.plan.pictures import check
 
         check(plot)
-    if export:
-        from meshtune.plan.export import check_tool
+    runner = tool_of(tool, export)
+    if params:
+        overrides = with_typical_model(overrides, params, export)
+    resolved = config.load(file, overrides)
+    if layouts:
+        explain_layouts(
+            resolved, layouts, tool=runner, side_by_side=bool(compare), plot=plot, as_json=as_json
+        )
+    elif most:
+        show_largest(resolved, most, tool=runner, as_json=as_json)
+    else:
+        folder = to if export else None
+        best = compare_layouts(
+            resolved, numbers(gpus, "--gpus"), goal, tool=runner, export_to=folder, top=top, as_json=as_json
+        )
+        if plot:
+            draw(best, plot, compare_sizes=bool(gpus))
 
+
+def compare_layouts(
+    config: "Config", gpus: Sequence[int], goal: str, *, tool: str, export_to: Path | None, top: int,
+    as_json: bool,
+) -> "Answer":  # fmt: skip
+    """Print the `top` best layouts by `goal` with the reasons, and return the whole answer.
+
+    gpus: numbers of GPUs to compare; empty: the config's. tool: that runs the layout. export_to: the folder
+    that gets the tool's configuration; None: none. Raises NothingFits if no layout fits, and UserError,
+    before anything is predicted, for settings that can't be exported.
+    """
+    from meshtune.api import plan as api
+    from meshtune.plan.export import check
+    from meshtune.report.plan import terminal
+
+    if export_to:
+        check(tool, config)
+    best = api.plan(config, gpus=gpus, goal=goal, tool=tool, log=notice)
+    written = write_export(config, best, export_to) if export_to else None
+    facts = best.as_dict(top) | ({"export": written.as_dict()} if written else {})
+    show(facts, terminal.answer(best, top, written), as_json=as_json)
+    return best
+
+
+def tool_of(tool: str | None, export: str | None) -> str:
+    """Return the name of the tool to plan for. tool, export: as in --for and --export; None: not given.
+
+    Raises UserError for a name that is unknown, or two that differ.
+    """
+    from meshtune.plan.export import check_tool
+    from meshtune.plan.tools import MESHTUNE
+
+    if export:
         check_tool(export)
+    if tool and tool != MESHTUNE.name:
+        check_tool(tool, "--for")
+    if tool and export and tool != export:
+        raise UserError(
+            f"--for {tool} with --export {export}: an export is planned for its tool; drop --for."
+        )
+    return export or tool or MESHTUNE.name
 
 
 def explain_layouts(
-    config: "Config", layouts: Sequence[str], *, side_by_side: bool, plot: Path | None, as_json: bool
+    config: "Config",
+    layouts: Sequence[str],
+    *,
+    tool: str,
+    side_by_side: bool,
+    plot: Path | None,
+    as_json: bool,
 ) -> None:
     """Print memory and time of each layout, part by part, the reasons against it, and its levers.
 
-    layouts: as text; what they leave open, the planner chooses. side_by_side: in one table. plot: a file for
-    charts of them; None: no charts. Raises UserError for a text that is no layout.
+    layouts: as text; what they leave open, the planner chooses. tool: that runs them. side_by_side: in one
+    table. plot: a file for charts of them; None: no charts. Raises UserError for a text that is no layout.
     """
     from meshtune.api.plan import explained
     from meshtune.report.plan import pictures, terminal
 
-    explanations = explained(config, layouts, log=notice)
+    explanations = explained(config, layouts, tool=tool, log=notice)
     entries = [one.as_dict() for one in explanations]
     facts = entries[0] if len(entries) == 1 else {"layouts": entries}
     printed = terminal.compared(explanations) if side_by_side else terminal.explained(explanations)
@@ -125,15 +157,15 @@ def explain_layouts(
         notice(f"pictures in {plot}")
 
 
-def show_largest(config: "Config", quantity: str, *, as_json: bool) -> None:
+def show_largest(config: "Config", quantity: str, *, tool: str, as_json: bool) -> None:
     """Print the largest `quantity` (model, seq_len or batch) that fits, with its best layout.
 
-    Raises NothingFits if not even the smallest fits.
+    tool: that runs it. Raises NothingFits if not even the smallest fits.
     """
     from meshtune.api.plan import largest
     from meshtune.report.plan import terminal
 
-    value, choice = largest(config, quantity, log=notice)
+    value, choice = largest(config, quantity, tool=tool, log=notice)
     facts = {quantity: value} | choice.as_dict()
     show(facts, terminal.largest(quantity, value, choice), as_json=as_json)
 
@@ -149,15 +181,17 @@ def draw(answer: "Answer", file: Path, *, compare_sizes: bool) -> None:
     notice(f"pictures in {file}")
 
 
-def write_export(config: "Config", answer: "Answer", tool: str, folder: Path) -> None:
-    """Write the best layout that `tool` can run as its configuration into `folder`; print how to start it.
+def write_export(config: "Config", answer: "Answer", folder: Path) -> "Written":
+    """Write the chosen layout into `folder` as the configuration of the tool that it was planned for.
 
-    Raises UserError, with nothing written, if it can run none of the best 500, or a file exists already.
+    Raises UserError, with nothing written, if a file exists already.
     """
-    from meshtune.plan.export import write
+    from meshtune.plan.export import export, write
 
-    for sentence in write(tool, config, answer.best(500), folder):
-        notice(sentence)
+    tool, choice = answer.workload.tool, answer.choice
+    blocks, node = int(answer.workload.work.blocks), choice.cluster.node
+    exported = export(tool.name, config, choice.layout, blocks=blocks, gpus_per_node=node)
+    return write(tool, exported, choice.layout, folder)
 
 
 def notice(text: str) -> None:

@@ -104,16 +104,16 @@ def refusals(
     every = rules(
         traits, attention=attention, packing=packing, compile=compile, optimizer=optimizer, ranks=ranks
     )
-    return _sentences(every, layout)
+    return sentences(every, layout)
 
 
 def tensor_problems(traits: Traits, tp: int) -> list[str]:
     """Sentences on why `tp` ranks can't share a model's matrices and vocabulary; empty: they can."""
-    return _sentences(_tensor(traits), Layout(tp=tp))
+    return sentences(_tensor(traits), Layout(tp=tp))
 
 
-def _sentences(every: Iterable[Rule], layout: Layout) -> list[str]:
-    """Sentences of those rules in `every` that refuse the layout."""
+def sentences(every: Iterable[Rule], layout: Layout) -> list[str]:
+    """Sentences of those rules in `every` that refuse the layout; none: they allow it."""
     row = Columns.of([layout])
     return [rule.sentence(layout) for rule in every if np.all(rule.refuses(row))]
 

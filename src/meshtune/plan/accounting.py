@@ -181,7 +181,7 @@ def _stack_accounting(
 
 
 def accounting_of(workload: Workload, cluster: Cluster) -> Accounting:
-    """Accounting of this engine for the workload on the cluster's devices.
+    """Accounting of the workload's stack on the cluster's devices.
 
     A processor has no CUDA context or communicators, and the system's allocator: no overhead is counted.
     """

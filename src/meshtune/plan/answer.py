@@ -91,6 +91,8 @@ class Answer:
             "model": model_facts(self.workload),
             "cluster": cluster_facts(plan.cluster),
             "workload": workload_facts(self.workload),
+            "tool": self.workload.tool.name,
+            "stack": self.workload.stack,
             "goal": self.goal,
             "considered": plan.considered,
             "fitting": len(plan),

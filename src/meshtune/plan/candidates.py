@@ -185,7 +185,8 @@ def _outer(workload: Workload, cluster: Cluster, fixed: Given) -> dict[str, Numb
     if not columns:
         return {}
     columns = crossed(columns, columns["cp"], lambda cp: _methods(cp, fixed))
-    columns = crossed(columns, columns["tp"], lambda tp: _sequence_parallel(tp, fixed))
+    split = workload.tool.sequence_parallel
+    columns = crossed(columns, columns["tp"], lambda tp: _sequence_parallel(tp, split, fixed))
     if not len(columns["pp"]):
         return {}
     columns = crossed(columns, columns["pp"], lambda pp: _schedules(pp, blocks, fixed))
@@ -239,13 +240,14 @@ def _methods(cp: int, fixed: Given) -> list[Option]:
     return [{"cp_method": method} for method in methods]
 
 
-def _sequence_parallel(tp: int, fixed: Given) -> list[Option]:
+def _sequence_parallel(tp: int, split: bool, fixed: Given) -> list[Option]:
     """Options for sp: on if tp > 1, unless fixed. With sp as many bytes are sent and fewer stored.
 
-    Without sp_regather, unless it is fixed: `with_regathering` adds it where it is needed.
+    Without sp_regather, unless it is fixed: `with_regathering` adds it where it is needed. split: sp exists;
+    False: it is off, unless fixed.
     """
     regather = fixed.get("sp_regather", False)
-    values = _allowed(fixed, "sp", (True,)) if tp > 1 else (False,)
+    values = _allowed(fixed, "sp", (split,)) if tp > 1 else (False,)
     return [{"sp": sp, "sp_regather": regather} for sp in values if sp or not regather]
 
 

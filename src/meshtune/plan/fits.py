@@ -110,6 +110,8 @@ def _remedies(workload: Workload, cluster: Cluster, lighter: Lighter) -> Iterato
             yield f"data.seq_len={shorter.seq_len}", choice
             break
     for precision in narrower(workload.precision):
+        if precision not in workload.tool.precisions:
+            continue
         if choice := best_fitting(replace(workload, precision=precision), cluster):
             yield f"train.precision={precision}", choice
             break

@@ -106,7 +106,7 @@ class Machine:
 
 
 def machine_of(workload: Workload, cluster: Cluster) -> Machine:
-    """The cluster with this engine on it, in the workload's precision.
+    """The cluster with the workload's stack on it, in the workload's precision.
 
     The stack's `optimizer_bytes` is bf16's with AdamW, and scales with the bytes that an update of this
     precision and optimizer moves.

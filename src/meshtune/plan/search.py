@@ -20,7 +20,6 @@ import numpy as np
 from meshtune.errors import UserError
 from meshtune.layout import SCHEDULES, V_SCHEDULES, Layout
 from meshtune.placement.columns import Columns, Number, at, joined, layout_at, rows
-from meshtune.placement.rules import rules
 from meshtune.placement.share import stage_blocks, stage_of_rank
 from meshtune.plan.accounting import accounting_of
 from meshtune.plan.accuracy import Accuracy, accuracy
@@ -39,6 +38,7 @@ from meshtune.plan.memory import timeline
 from meshtune.plan.memory.stages import RANKS, Stages
 from meshtune.plan.memory.timeline import Memory
 from meshtune.plan.seconds.step import PARTS, TIE, Seconds, step
+from meshtune.plan.tools import MESHTUNE, Tool
 from meshtune.plan.workload import Workload
 from meshtune.units import human
 
@@ -67,6 +67,7 @@ class Choice:
     tokens_per_second_per_gpu: float
     mfu: float  # model FLOPs, without recomputation, as a share of the precision's dense peak
     stack: str = "meshtune"  # of stacks.toml, that predicted it
+    tool: Tool = MESHTUNE  # that runs it
 
     @property
     def accuracy(self) -> Accuracy:
@@ -83,6 +84,7 @@ class Choice:
         time = {part: getattr(self.seconds, part) for part in PARTS} | {"total": self.seconds.total}
         return {
             "layout": str(self.layout),
+            "tool": self.tool.name,
             "world": self.layout.world,
             "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu if timed else None,
             "step_seconds": self.seconds.total if timed else None,
@@ -198,6 +200,7 @@ def search(
             total=lambda layouts: times(workload, cluster, layouts).total,
             fits=lambda layouts: peak(workload, cluster, layouts).peak <= room,
         )  # fmt: skip
+        fewer = rows(fewer, _allowed(workload, fewer))
         fitting, added = joined([fitting, fewer]), added + len(fewer.tp)
         seconds = joined([seconds, times(workload, cluster, fewer)])
         held = joined([held, peak(workload, cluster, fewer)])
@@ -240,8 +243,7 @@ def _regathering(workload: Workload, too_large: Columns, fixed: Mapping[str, Any
     It saves memory and costs time, so a layout that fits does not need it. None where it is fixed.
     """
     added = with_regathering(too_large)
-    _, allowed = _refused(workload, added, weights=np.ones(len(added.tp)), examples=added, others={})
-    return rows(added, allowed & ("sp_regather" not in fixed))
+    return rows(added, _allowed(workload, added) & ("sp_regather" not in fixed))
 
 
 def _ranked(seconds: Number, occupied: Number, recompute: Number, uneven: Number) -> Number:
@@ -275,7 +277,7 @@ def choice_of(
     speed = workload.tokens / seconds.total / layout.world
     rate = rates(cluster, workload.precision)["flops"]
     mfu = speed * workload.flops_per_token / rate
-    return Choice(layout, cluster, seconds, memory, speed, mfu, workload.stack)
+    return Choice(layout, cluster, seconds, memory, speed, mfu, workload.stack, workload.tool)
 
 
 def outdone(layouts: Columns) -> Number:
@@ -299,11 +301,15 @@ def times(workload: Workload, cluster: Cluster, layouts: Columns) -> Seconds:
 
 
 def peak(workload: Workload, cluster: Cluster, layouts: Columns) -> Memory:
-    """Predicted memory of the fullest rank of each layout, with this engine's accounting."""
-    stages = stages_of(workload, layouts)
+    """Predicted memory of the fullest rank of each layout, with the accounting of the workload's stack."""
+    accounting = accounting_of(workload, cluster)
+    if workload.tool is MESHTUNE:
+        stages = stages_of(workload, layouts)
+    else:
+        stages = Stages.cut(workload.work, layouts, accounting.stage_cut)
     if np.all(layouts.pp == 1):
         stages = rows(stages, slice(0, 1))  # one rank is like the other
-    return timeline.peak(workload.work, layouts, accounting_of(workload, cluster), workload.seq_len, stages)
+    return timeline.peak(workload.work, layouts, accounting, workload.seq_len, stages)
 
 
 def chunks(layouts: Columns) -> Iterator[Columns]:
@@ -375,17 +381,18 @@ def _refused(
     what else is left out, by reason; they come after the rules.
     """
     allowed, rejected = np.ones(len(layouts.tp), bool), []
-    every = rules(
-        workload.traits, attention=workload.attention, packing=workload.packing, compile=workload.compile,
-        optimizer=workload.optimizer,
-    )  # fmt: skip
-    masks = ((rule.reason, rule.refuses(layouts)) for rule in every)
+    masks = ((rule.reason, rule.refuses(layouts)) for rule in workload.rules())
     for reason, mask in (*masks, *others.items()):
         refused = mask & allowed
         if count := int(weights[refused].sum()):
             rejected.append(Rejected(reason, count, str(layout_at(examples, int(refused.argmax())))))
             allowed &= ~refused
     return rejected, allowed
+
+
+def _allowed(workload: Workload, layouts: Columns) -> Number:
+    """Mask of the layouts that no rule refuses."""
+    return _refused(workload, layouts, weights=np.ones(len(layouts.tp)), examples=layouts, others={})[1]
 
 
 def _too_large(room: float, layouts: Columns, memory: Memory, fits: Number) -> Iterator[Rejected]:

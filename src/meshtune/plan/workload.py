@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.layout import Layout
-from meshtune.placement.rules import Traits, refusals
+from meshtune.placement.rules import Rule, Traits, rules, sentences
 from meshtune.plan.memory.activations import compiled
+from meshtune.plan.tools import MESHTUNE, Tool
 from meshtune.plan.work import Work, attended
 from meshtune.units import count
 
@@ -36,11 +37,7 @@ class Workload:
     attention: str = "meshtune"  # implementation that the model is built with
     lora_r: int | None = None  # rank of the adapters beside every linear layer; None: all weights are trained
     notes: tuple[str, ...] = ()  # sentences on the model that every answer says
-
-    @property
-    def stack(self) -> str:
-        """The stack of stacks.toml that predicts memory and time."""
-        return "meshtune-compiled" if self.compile else "meshtune"
+    tool: Tool = MESHTUNE  # that runs it
 
     @property
     def tokens(self) -> int:
@@ -93,12 +90,42 @@ class Workload:
         kept = {element: compiled(saved) for element, saved in self.work.kept.items()}
         return replace(self, work=replace(self.work, kept=kept), compile=True)
 
+    def run_by(self, tool: Tool) -> Workload:
+        """The same, run by another program: predicted with its constants, under its layouts alone."""
+        if tool is MESHTUNE:
+            return self
+        return replace(
+            self,
+            tool=tool,
+            work=replace(self.work, kept={}) if tool.own_blocks else self.work,
+            reduce_dtype=tool.reduce_dtype or self.reduce_dtype,
+            attention=tool.name,
+        )
+
+    @property
+    def stack(self) -> str:
+        """The stack of stacks.toml that predicts memory and time."""
+        return self.tool.compiled if self.compile else self.tool.stack
+
+    def rules(self) -> Iterator[Rule]:
+        """Rules on the layouts that the model can be trained under, by this engine or by the tool."""
+        if self.tool is MESHTUNE:
+            yield from rules(
+                self.traits, attention=self.attention, packing=self.packing, compile=self.compile,
+                optimizer=self.optimizer,
+            )  # fmt: skip
+        else:  # its attention and its compiled blocks are its own
+            yield from rules(replace(self.traits, attention=None))
+            yield from self.tool.rules(int(self.work.blocks), self.seq_len)
+
     def refusals(self, layout: Layout) -> list[str]:
         """Sentences that say why the model can't be trained under a layout; none: it can."""
-        return refusals(
-            self.traits, layout, attention=self.attention, packing=self.packing, compile=self.compile,
-            optimizer=self.optimizer,
-        )  # fmt: skip
+        return sentences(self.rules(), layout)
+
+
+def here(_: Config) -> Tool:
+    """Return this engine, which runs every config."""
+    return MESHTUNE
 
 
 class Uncounted(UserError):
@@ -163,13 +190,16 @@ def positions_note(config: Config, positions: int | None) -> str | None:
     )
 
 
-def lighter_workloads(config: Config, numbers_of: Callable[[Config], ModelNumbers]) -> dict[str, Workload]:
+def lighter_workloads(
+    config: Config, numbers_of: Callable[[Config], ModelNumbers], tool_of: Callable[[Config], Tool] = here
+) -> dict[str, Workload]:
     """Workloads that need less memory than training all weights, by the setting that makes them.
 
-    Now method=lora alone; empty if the config has it already. numbers_of: returns the numbers of a config's
-    model. Raises Uncounted as `workload_of`.
+    Now method=lora alone; empty if the config has it already, or its tool can't train so. numbers_of: returns
+    the numbers of a config's model. tool_of: returns the tool that runs a config. Raises Uncounted as
+    `workload_of`.
     """
-    if config.method == "lora":
+    if config.method == "lora" or "lora" not in tool_of(config).methods:
         return {}
     adapted = config.model_copy(update={"method": "lora"})
-    return {"method=lora": workload_of(adapted, numbers_of(adapted))}
+    return {"method=lora": workload_of(adapted, numbers_of(adapted)).run_by(tool_of(adapted))}

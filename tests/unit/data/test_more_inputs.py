@@ -16,8 +16,7 @@ from meshtune.data.files import files
 from meshtune.data.prepare import prepare
 from meshtune.data.readers import read
 from meshtune.errors import UserError
-from meshtune.layout import Layout
-from meshtune.plan.export.exported import problems_of_all_tools
+from meshtune.plan.export.exported import export_problems
 
 
 def write(tmp_path, rows, name="rows.jsonl"):
@@ -232,5 +231,5 @@ def test_a_url_that_cannot_be_read_says_why(path, sentence):
 )
 def test_what_other_tools_cannot_do_is_not_exported(setting, sentence):
     config = load(None, ["model.name=org/name", "data.train=rows.jsonl", "layout=dp2", setting])
-    problems = problems_of_all_tools("axolotl", config, Layout(dp_replicate=2), 8)
+    problems = export_problems("axolotl", config)
     assert any(sentence in problem for problem in problems)

@@ -62,7 +62,7 @@ def test_an_exported_config_comes_back(tool: str, variant: str, text: str, tmp_p
         f"train.global_batch_size={layout.global_batch_size}",
     ]
     config = load(None, settings)
-    for name, content in export(tool, config, layout, 8).files.items():
+    for name, content in export(tool, config, layout, blocks=61, gpus_per_node=8).files.items():
         (tmp_path / name).write_text(content)
     back = migrate(tmp_path / f"{tool}.yaml", gpus=layout.world)
     before, after = config.model_dump(), back.config().model_dump()

@@ -24,46 +24,57 @@ from meshtune.config import Config, load
 from meshtune.data import rows
 from meshtune.errors import UserError
 from meshtune.layout import Layout
-from meshtune.plan.export import TOOLS, Exported, export
+from meshtune.plan.export import EXPORTERS, Exported, export, refused
 from meshtune.plan.export import exported as shared
+from meshtune.plan.export.megatron import stage_layers
 
 COLUMNS = "data.columns={prompt: question, completion: answer}"
 PARALLEL = {  # what each tool runs; gpus_per_node is 8
     "accelerate": """
-        mb1-ga1 mb4-ga2-full dp2-mb2-ga4 dp8-mb1-ga2-selective zero1x4-mb2-ga2 zero2x8-mb1-ga4
-        zero3x8-mb2-ga4-full dp2-zero3x4-mb1-ga2 dp4-zero2x8-mb1-ga1 tp2-mb2-ga2 tp4-sp-mb1-ga2
-        zero3x4-tp2-mb1-ga2-attention dp2-zero3x2-tp2-mb1-ga1 cp2-mb1-ga4 zero3x4-cp2-mb1-ga2
+        mb1-ga1 mb4-ga2-full dp2-mb2-ga4 dp8-mb1-ga2 zero2x4-mb2-ga2 zero2x8-mb1-ga4
+        zero3x8-mb2-ga4-full dp2-zero3x4-mb1-ga2 dp4-zero2x8-mb1-ga1 tp2-mb2-ga2 tp4-mb1-ga2
+        zero3x4-tp2-mb1-ga2 dp2-zero3x2-tp2-mb1-ga1 cp2-mb1-ga4 zero3x4-cp2-mb1-ga2
         zero3x2-cp2-tp2-mb1-ga2 zero3x64-mb1-ga1
     """,
     "deepspeed": """
-        mb1-ga1 mb4-ga2-full dp2-mb2-ga4 dp8-mb1-ga2-selective zero1x4-mb2-ga2 zero2x8-mb1-ga4
+        mb1-ga1 mb4-ga2-full dp2-mb2-ga4 dp8-mb1-ga2 zero1x4-mb2-ga2 zero2x8-mb1-ga4
         zero3x8-mb2-ga4-full zero3x16-mb1-ga2 tp2-mb2-ga2 dp2-tp4-mb1-ga2 zero1x4-tp2-mb1-ga2
-        zero2x4-tp2-sp-mb1-ga2 ulysses2-mb1-ga4 zero3x4-ulysses2-mb1-ga2 dp2-ulysses4-mb1-ga2
+        zero2x4-tp2-mb1-ga2 ulysses2-mb1-ga4 zero3x4-ulysses2-mb1-ga2 dp2-ulysses4-mb1-ga2
     """,
     "torchtitan": """
-        mb1-ga1 mb4-ga2-full dp2-mb2-ga4 zero1x4-mb2-ga2-selective zero2x8-mb1-ga4
-        zero3x8-mb2-ga4-full dp2-zero3x4-mb1-ga2 tp4-sp-mb1-ga2 zero3x4-tp2-mb1-ga2-attention
+        mb1-ga1 mb4-ga2-full dp2-mb2-ga4 zero2x4-mb2-ga2-selective zero2x8-mb1-ga4
+        zero3x8-mb2-ga4-full dp2-zero3x4-mb1-ga2 tp4-sp-mb1-ga2 zero3x4-tp2-sp-mb1-ga2
         cp2-mb1-ga4 zero3x2-cp2-tp2-sp-mb1-ga2 pp2-gpipe-mb2-ga4 pp4-1f1b-mb1-ga8
         pp2-interleaved1f1b-v2-mb1-ga4 pp2-loopedbfs-v2-mb1-ga4 pp2-zb-v2-mb2-ga4 pp2-zbv-mb1-ga4
         pp2-dualpipev-mb1-ga8 dp2-zero3x4-tp2-sp-pp2-1f1b-mb2-ga8-full
+        pp4-interleaved1f1b-v4-mb1-ga8 pp8-interleaved1f1b-v8-mb1-ga8 pp16-1f1b-mb1-ga16
     """,
     "megatron": """
         mb1-ga1 mb1-ga8-full dp2-mb1-ga4 zero1x4-mb1-ga2 dp2-zero1x4-mb1-ga2-attention
-        zero2x8-mb1-ga4-selective zero3x8-mb1-ga4 dp2-zero3x4-mb1-ga2 tp4-sp-mb1-ga2
+        zero2x8-mb1-ga4 zero3x8-mb1-ga4 dp2-zero3x4-mb1-ga2 tp4-sp-mb1-ga2
         zero1x2-tp2-sp-pp2-1f1b-mb1-ga8-full cp2-mb1-ga4 ulysses2-tp2-mb1-ga4
-        pp4-interleaved1f1b-v2-mb1-ga8 pp2-zb-mb1-ga4 pp2-zbv-mb1-ga4 pp2-gpipe-mb1-ga4
-        zero3x2-cp2-tp2-mb1-ga2 zero1x16-mb1-ga2
+        pp4-interleaved1f1b-v2-mb1-ga8 pp4-1f1b-mb1-ga4 pp8-1f1b-mb1-ga8
+        zero3x2-cp2-tp2-mb1-ga2 zero1x16-mb1-ga2 tp4-sp-pp4-interleaved1f1b-v5-mb1-ga8
+        zero1x4-cp2-tp4-sp-pp16-interleaved1f1b-v2-mb1-ga16-full pp16-1f1b-mb1-ga16
     """,
     "axolotl": """
-        mb1-ga1 mb4-ga2-full dp2-mb2-ga4 dp16-mb1-ga2-selective zero1x4-mb2-ga2 zero2x8-mb1-ga4
-        zero3x8-mb2-ga4-full dp2-zero3x4-mb1-ga2 tp2-mb2-ga2 zero3x4-tp2-sp-mb1-ga2-attention
+        mb1-ga1 mb4-ga2-full dp2-mb2-ga4 dp16-mb1-ga2-selective zero2x4-mb2-ga2 zero2x8-mb1-ga4
+        zero3x8-mb2-ga4-full dp2-zero3x4-mb1-ga2 tp2-mb2-ga2 zero3x4-tp2-mb1-ga2
         dp2-zero3x2-tp2-mb1-ga1 cp2-mb1-ga4 zero3x4-cp2-mb1-ga2 zero3x2-cp2-tp2-mb1-ga2
     """,
     "llamafactory": """
-        mb1-ga1 mb4-ga2-full dp2-mb2-ga4 dp8-mb1-ga2-selective zero1x4-mb2-ga2 zero2x8-mb1-ga4
-        zero3x8-mb2-ga4-full zero3x16-mb1-ga2-attention tp2-mb2-ga2 dp2-tp4-mb1-ga2
-        zero1x4-tp2-mb1-ga2 zero2x4-tp2-sp-mb1-ga2
+        mb1-ga1 mb4-ga2-full dp2-mb2-ga4 dp8-mb1-ga2 zero1x4-mb2-ga2 zero2x8-mb1-ga4
+        zero3x8-mb2-ga4-full zero3x16-mb1-ga2 tp2-mb2-ga2 dp2-tp4-mb1-ga2
+        zero1x4-tp2-mb1-ga2 zero2x4-tp2-mb1-ga2
     """,
+}
+BLOCKS = 61  # layers of the model, but for the layouts whose stages these can't fill
+OTHER_BLOCKS = {
+    "pp4-interleaved1f1b-v2-mb1-ga8": 126,
+    "tp4-sp-pp4-interleaved1f1b-v5-mb1-ga8": 80,
+    "zero1x4-cp2-tp4-sp-pp16-interleaved1f1b-v2-mb1-ga16-full": 126,
+    "pp8-interleaved1f1b-v8-mb1-ga8": 126,
+    "pp2-interleaved1f1b-v2-mb1-ga8-full3": 80,
 }
 CASES = [(tool, layout) for tool, layouts in PARALLEL.items() for layout in layouts.split()]
 
@@ -82,9 +93,9 @@ def config(layout: Layout, *settings: str) -> Config:
     )
 
 
-def exported(tool: str, text: str, *settings: str) -> Exported:
-    layout = Layout.parse(text)
-    return export(tool, config(layout, *settings), layout, 8)
+def exported(tool: str, text: str, *settings: str, blocks: int | None = None) -> Exported:
+    layout, blocks = Layout.parse(text), blocks or OTHER_BLOCKS.get(text, BLOCKS)
+    return export(tool, config(layout, *settings), layout, blocks=blocks, gpus_per_node=8)
 
 
 class Understood(NamedTuple):
@@ -96,6 +107,7 @@ class Understood(NamedTuple):
     data_ranks: int
     bf16: bool
     more: Any = None  # the tool's own object
+    stages: int | None = None  # of the whole pipeline; None: the tool does not count them
 
 
 def sizes(layout: Layout) -> dict[str, int]:
@@ -120,7 +132,7 @@ def saved(result: Exported, folder: Path) -> Path:
 
 
 def read_accelerate(result: Exported, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Understood:
-    launch = pytest.importorskip("accelerate.commands.launch")
+    from accelerate.commands import launch
     from accelerate.parallelism_config import ParallelismConfig
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
@@ -158,7 +170,8 @@ def read_accelerate(result: Exported, folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 def training_arguments(values: dict[str, Any], folder: Path) -> Any:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     parser = transformers.HfArgumentParser(transformers.TrainingArguments)
     (arguments,) = parser.parse_dict({**values, "use_cpu": True, "output_dir": str(folder)})
     return arguments
@@ -169,7 +182,8 @@ def read_deepspeed(result: Exported, folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 def deepspeed_engine(values: dict[str, Any], world: int, monkeypatch: pytest.MonkeyPatch) -> Understood:
-    module = pytest.importorskip("deepspeed.runtime.config", exc_type=ImportError)
+    from deepspeed.runtime import config as module
+
     tp = values.get("tensor_parallel", {}).get("autotp_size", 1)
     monkeypatch.setattr(module.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(
@@ -198,10 +212,7 @@ def deepspeed_engine(values: dict[str, Any], world: int, monkeypatch: pytest.Mon
 
 
 def read_torchtitan(result: Exported, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Understood:
-    pytest.importorskip(
-        "torchtitan.experiments.transformers_modeling_backend.config_registry", exc_type=ImportError
-    )
-    from torch.distributed.pipelining.schedules import get_schedule_class
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
     from torchtitan.config.manager import ConfigManager
     from torchtitan.distributed import ParallelDims
 
@@ -212,7 +223,12 @@ def read_torchtitan(result: Exported, folder: Path, monkeypatch: pytest.MonkeyPa
     mesh = ParallelDims.from_config(settings.parallelism, gpus(result.command))
     data_ranks, local = mesh.dp_replicate * mesh.dp_shard, settings.training.local_batch_size
     micro = settings.parallelism.pipeline_parallel_microbatch_size if mesh.pp > 1 else local
-    assert get_schedule_class(settings.parallelism.pipeline_parallel_schedule)
+    schedule = get_schedule_class(settings.parallelism.pipeline_parallel_schedule)
+    per_stage = settings.parallelism.pipeline_parallel_layers_per_stage
+    stages = mesh.pp * (1 if issubclass(schedule, PipelineScheduleSingle) else 2)
+    if per_stage:  # as its pipeline_hf_transformers counts them
+        (named,) = re.findall(r'^"""(\S+), written by', result.files["meshtune_torchtitan.py"], re.MULTILINE)
+        stages = math.ceil((OTHER_BLOCKS.get(named, BLOCKS) + 2) / per_stage)
     return Understood(
         sizes={name: getattr(mesh, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp")},
         micro_batch_size=micro,
@@ -220,6 +236,7 @@ def read_torchtitan(result: Exported, folder: Path, monkeypatch: pytest.MonkeyPa
         data_ranks=data_ranks,
         bf16=settings.training.mixed_precision_param == "bfloat16",
         more=settings,
+        stages=stages if mesh.pp > 1 else 1,
     )
 
 
@@ -241,10 +258,11 @@ def megatron_flags(result: Exported, folder: Path) -> dict[str, str]:
 
 def read_megatron(result: Exported, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Understood:
     flags = megatron_flags(result, folder)
-    pytest.importorskip("megatron.core.transformer.transformer_config", exc_type=ImportError)
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator
     from megatron.core.parallel_state import RankGenerator
+    from megatron.core.transformer.enums import AttnBackend
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     fields = {name.replace("-", "_"): value for name, value in flags.items()}
@@ -258,8 +276,17 @@ def read_megatron(result: Exported, folder: Path, monkeypatch: pytest.MonkeyPatc
     data_ranks = world // math.prod(degrees.values())
     order = RankGenerator(**degrees, ep=1, dp=data_ranks, order="tp-cp-ep-dp-pp")
     assert order.world_size == world and len(order.get_ranks("dp")[0]) == data_ranks
-    model = TransformerConfig(  # checks degrees and recomputation against each other
-        num_layers=64,
+    (named,) = re.findall(r"^# (\S+);", result.files["megatron.sh"], re.MULTILINE)
+    blocks = OTHER_BLOCKS.get(named, BLOCKS)
+    model = TransformerConfig(  # checks degrees, stages and recomputation against each other
+        num_layers=blocks,
+        num_layers_in_first_pipeline_stage=int(fields.get("decoder_first_pipeline_num_layers", 0)) or None,
+        num_layers_in_last_pipeline_stage=int(fields.get("decoder_last_pipeline_num_layers", 0)) or None,
+        attention_backend=AttnBackend[fields.get("attention_backend", "auto")],
+        cross_entropy_loss_fusion="cross_entropy_loss_fusion" in fields,
+        cross_entropy_fusion_impl=fields["cross_entropy_fusion_impl"],
+        tp_comm_overlap="tp_comm_overlap" in fields,
+        bf16="bf16" in fields,
         hidden_size=64,
         num_attention_heads=8,
         **{theirs: degrees[ours] for ours, theirs in names.items()},
@@ -273,7 +300,18 @@ def read_megatron(result: Exported, folder: Path, monkeypatch: pytest.MonkeyPatc
         recompute_num_layers=int(fields.get("recompute_num_layers", 0)) or None,
         recompute_modules=[fields["recompute_modules"]] if "recompute_modules" in fields else None,
     )
+    stages = range(model.virtual_pipeline_model_parallel_size or 1)
+    cut = [
+        get_num_layers_to_build(model, vp_stage=stage, pp_rank=rank)
+        for rank in range(degrees["pp"])
+        for stage in stages
+    ]
+    assert sum(cut) == blocks and min(cut) > 0
+    assert max(cut) == -(-blocks // len(cut))
     sharding = DistributedDataParallelConfig(
+        grad_reduce_in_fp32="accumulate_allreduce_grads_in_fp32" in fields,
+        overlap_grad_reduce="overlap_grad_reduce" in fields,
+        overlap_param_gather="overlap_param_gather" in fields,
         use_distributed_optimizer="use_distributed_optimizer" in fields,
         num_distributed_optimizer_instances=int(fields.get("num_distributed_optimizer_instances", 1)),
         use_megatron_fsdp="use_megatron_fsdp" in fields,
@@ -297,12 +335,14 @@ def read_megatron(result: Exported, folder: Path, monkeypatch: pytest.MonkeyPatc
         data_ranks=data_ranks,
         bf16="bf16" in fields,
         more=(model, sharding),
+        stages=degrees["pp"] * len(stages),
     )
 
 
 def read_axolotl(result: Exported, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Understood:
-    schema = pytest.importorskip("axolotl.utils.schemas.config", exc_type=ImportError)
-    distributed = pytest.importorskip("axolotl.utils.distributed", exc_type=ImportError)
+    from axolotl.utils import distributed
+    from axolotl.utils.schemas import config as schema
+
     monkeypatch.setitem(sys.modules, "ring_flash_attn", ModuleType("ring_flash_attn"))  # asked for, not used
     values = yaml.safe_load(result.files["axolotl.yaml"])
     assert values.keys() <= schema.AxolotlInputConfig.model_fields.keys()
@@ -341,7 +381,8 @@ def read_axolotl(result: Exported, folder: Path, monkeypatch: pytest.MonkeyPatch
 def read_llamafactory(result: Exported, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Understood:
     monkeypatch.setenv("DISABLE_VERSION_CHECK", "1")  # it pins transformers more tightly than we do
     monkeypatch.chdir(folder)
-    parser = pytest.importorskip("llamafactory.hparams.parser", exc_type=ImportError)
+    from llamafactory.hparams import parser
+
     values = yaml.safe_load(result.files["llamafactory.yaml"])
     engine = values.pop("deepspeed", None)  # its JSON is read by DeepSpeed itself, below
     model, data, training, tuning, _ = parser._parse_train_args({**values, "use_cpu": True})
@@ -356,7 +397,6 @@ def read_llamafactory(result: Exported, folder: Path, monkeypatch: pytest.Monkey
         bf16=training.bf16,
     )
     if engine:
-        pytest.importorskip("deepspeed", exc_type=ImportError)
         from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
         together = HfTrainerDeepSpeedConfig(json.loads(result.files[engine]))
@@ -418,10 +458,10 @@ def test_the_tool_reads_back_the_layout(
         layout.data_ranks,
     )
     assert found.micro_batch_size * found.accumulation * found.data_ranks == layout.global_batch_size
-    assert found.bf16
+    assert found.bf16 and found.stages in (None, layout.stages)
 
 
-@pytest.mark.parametrize("tool", [pytest.param(tool, marks=needs(tool)) for tool in TOOLS])
+@pytest.mark.parametrize("tool", [pytest.param(tool, marks=needs(tool)) for tool in EXPORTERS])
 def test_the_tool_reads_back_fp32(tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not read(tool, exported(tool, "mb1-ga2", "train.precision=fp32"), tmp_path, monkeypatch).bf16
 
@@ -621,6 +661,89 @@ def test_megatron_takes_the_context_parallelism_that_its_rows_allow(
     assert megatron_flags(result, saved(result, tmp_path))["cp-comm-type"] == sent
 
 
+@pytest.mark.parametrize(
+    ("blocks", "pp", "stages", "cut"),
+    [
+        (126, 16, 1, (7, 8, 7)),
+        (126, 16, 2, (8, 8, 6)),
+        (61, 16, 1, (3, 4, 2)),
+        (61, 4, 1, (15, 16, 14)),
+        (61, 2, 1, (31, 30, 30)),
+        (80, 4, 5, (20, 20, 20)),
+        (10, 8, 1, (2, 1, 2)),
+    ],
+)
+def test_megatron_cuts_layers_that_do_not_divide(
+    blocks: int, pp: int, stages: int, cut: tuple[int, int, int]
+) -> None:
+    first, middle, last = found = stage_layers(blocks, pp, stages)
+    assert first + last + (pp - 2) * middle == blocks
+    assert (first, last) == (cut[0], cut[2]) and (pp == 2 or found == cut)
+    assert not any(size % stages for size in (first, last, middle if pp > 2 else first))
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks", "expected"),
+    [
+        ("tp4-sp-pp4-interleaved1f1b-v5-mb1-ga8", 80, {"num-virtual-stages-per-pipeline-rank": "5"}),
+        ("pp16-1f1b-mb1-ga16", 126, {"decoder-first-pipeline-num-layers": "7",
+                                     "decoder-last-pipeline-num-layers": "7"}),
+    ],
+)  # fmt: skip
+def test_megatron_is_told_of_the_layers_of_its_stages(
+    text: str, blocks: int, expected: dict[str, str], tmp_path: Path
+) -> None:
+    result = exported("megatron", text, blocks=blocks)
+    flags = megatron_flags(result, saved(result, tmp_path))
+    uneven = {"decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"}
+    assert expected.items() <= flags.items() and (blocks == 126) == uneven.issubset(flags)
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "on", "off"),
+    [
+        ("mb1-ga1", [], "attention-backend accumulate-allreduce-grads-in-fp32 cross-entropy-loss-fusion",
+         "overlap-grad-reduce overlap-param-gather tp-comm-overlap"),
+        ("zero1x4-tp2-sp-mb1-ga1", [], "overlap-grad-reduce overlap-param-gather tp-comm-overlap",
+         "no-gradient-accumulation-fusion"),
+        ("dp2-tp2-mb1-ga1", [], "overlap-grad-reduce", "overlap-param-gather tp-comm-overlap"),
+        ("cp2-mb1-ga1", [], "overlap-grad-reduce", "overlap-param-gather"),
+        ("zero3x4-mb1-ga1", [], "no-gradient-accumulation-fusion overlap-param-gather", "tp-comm-overlap"),
+        ("mb1-ga1", ["train.precision=fp32"], "cross-entropy-loss-fusion",
+         "attention-backend accumulate-allreduce-grads-in-fp32"),
+        ("dp2-mb1-ga1", ["train.reduce_dtype=bf16"], "grad-reduce-in-bf16",
+         "accumulate-allreduce-grads-in-fp32"),
+    ],
+)  # fmt: skip
+def test_megatron_is_told_what_the_plan_counts_on(
+    text: str, settings: list[str], on: str, off: str, tmp_path: Path
+) -> None:
+    result = exported("megatron", text, *settings)
+    flags = megatron_flags(result, saved(result, tmp_path)).keys()
+    assert flags.isdisjoint(off.split()) and flags >= {*on.split()}
+
+
+@pytest.mark.parametrize(
+    ("tool", "file"), [("accelerate", "training_arguments.yaml"), ("axolotl", "axolotl.yaml")]
+)
+def test_sums_of_gradients_stay_sharded_under_fsdp(tool: str, file: str) -> None:
+    def written(text: str) -> dict[str, Any]:
+        return yaml.safe_load(exported(tool, text).files[file])
+
+    kept = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    assert written("zero3x8-mb1-ga4")["accelerator_config"] == kept
+    assert "accelerator_config" not in written("zero3x8-mb1-ga1").keys() | written("dp8-mb1-ga4").keys()
+
+
+def test_torchtitan_counts_layers_for_other_numbers_of_stages() -> None:
+    text = exported("torchtitan", "pp8-interleaved1f1b-v8-mb1-ga8", blocks=126).files[
+        "meshtune_torchtitan.py"
+    ]
+    assert "pipeline_parallel_layers_per_stage=2" in text  # 128 with the ends, over 64 stages
+    two = exported("torchtitan", "pp8-interleaved1f1b-v2-mb1-ga8", blocks=126).files["meshtune_torchtitan.py"]
+    assert "layers_per_stage" not in two
+
+
 def test_megatron_keeps_zero_stage_schedule_and_recomputation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -633,12 +756,14 @@ def test_megatron_keeps_zero_stage_schedule_and_recomputation(
     interleaved = exported("megatron", "pp4-interleaved1f1b-v2-mb1-ga8", "log.to=[console]")
     model, sharding = read("megatron", interleaved, tmp_path, monkeypatch).more
     assert model.virtual_pipeline_model_parallel_size == 2 and not sharding.use_megatron_fsdp
+    assert model.cross_entropy_loss_fusion and model.attention_backend.name == "flash"
+    assert sharding.grad_reduce_in_fp32
 
 
 def test_megatron_recomputes_the_first_blocks_of_each_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = exported("megatron", "pp2-interleaved1f1b-v2-mb1-ga8-full3")
+    result = exported("megatron", "pp2-interleaved1f1b-v2-mb1-ga8-full3", blocks=80)
     flags = megatron_flags(result, saved(result, tmp_path))
     assert flags["recompute-method"] == "block" and flags["recompute-num-layers"] == "3"
     assert not any("full3" in sentence for sentence in result.missing)
@@ -770,7 +895,7 @@ def test_llamafactory_keeps_lora_evaluation_and_labels(
     assert values["val_size"] == 0.1 and values["lora_target"] == "all" and values["train_on_prompt"]
 
 
-@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("tool", EXPORTERS)
 def test_several_nodes_are_started_from_each(tool: str) -> None:
     result = exported(tool, "zero3x16-mb1-ga1")
     text = result.files.get("megatron.sh", result.command)
@@ -779,7 +904,6 @@ def test_several_nodes_are_started_from_each(tool: str) -> None:
 
 # What is refused, and what is said --------------------------------------------------------------------
 
-FSDP_ZERO1 = "zero1x4 is written as ZeRO-2"
 REFUSED = [
     (
         "accelerate",
@@ -793,15 +917,61 @@ REFUSED = [
     ("deepspeed", "cp2-mb1-ga1", [], "DeepSpeed's context parallelism is Ulysses"),
     ("deepspeed", "ulysses2-tp2-mb1-ga1", [], "drop ulysses2 or tp2"),
     ("deepspeed", "dp2-zero3x4-mb1-ga1", [], "write zero3x8 instead of dp2-zero3x4"),
-    ("torchtitan", "mb1-ga1", ["method=lora"], "has no LoRA"),
+    (
+        "torchtitan",
+        "mb1-ga1",
+        ["method=lora"],
+        "trains every parameter; for method=lora use --export axolotl",
+    ),
     ("torchtitan", "ulysses2-mb1-ga1", [], "or plan cp2"),
-    ("torchtitan", "pp2-interleaved1f1b-v4-mb1-ga4", [], "write v2 instead of v4"),
+    ("torchtitan", "pp16-interleaved1f1b-v3-mb1-ga16", [], "into 48 stages; write v2 instead of v3"),
     ("torchtitan", "cp2-tp2-mb1-ga1", ["data.seq_len=100"], "do not divide data.seq_len = 100; try 96"),
     ("megatron", "mb1-ga1", ["method=lora"], "trains every parameter; for method=lora use --export axolotl"),
     ("megatron", "zero3x2-pp2-1f1b-mb1-ga2", [], "with pp2 write zero1x2, or zero3x4 without pp"),
     ("megatron", "cp2-mb1-ga1", ["data.seq_len=102"], "do not divide data.seq_len = 102; try 104"),
     ("megatron", "mb2-ga3", [], "write mb1-ga6 instead of mb2-ga3"),
     ("megatron", "pp4-interleaved1f1b-v2-mb1-ga6", [], "ga6 is no multiple, try ga8"),
+    (
+        "megatron",
+        "pp2-interleaved1f1b-v2-mb1-ga4",
+        [],
+        "61 can't be cut evenly into 2 x 2 stages; write 1f1b",
+    ),
+    ("megatron", "pp64-1f1b-mb1-ga64", [], "61 can't be cut evenly into 64 x 1 stages"),
+    ("megatron", "pp2-zb-mb1-ga4", [], "has no schedule zb; write 1f1b, or interleaved1f1b with v2"),
+    ("megatron", "pp2-zbv-mb1-ga4", [], "has no schedule zbv; write 1f1b, or interleaved1f1b with v2"),
+    ("megatron", "pp2-gpipe-mb1-ga4", [], "has no schedule gpipe"),
+    ("megatron", "mb1-ga1-selective", [], "write full or none instead of selective"),
+    ("megatron", "mb1-ga1", ["train.precision=bf16-pure"], "doesn't train in train.precision=bf16-pure"),
+    ("torchtitan", "tp2-mb1-ga1", [], "always splits sequences with tp; write tp2-sp"),
+    ("torchtitan", "tp2-sp-regather-mb1-ga1", [], "write tp2-sp without regather"),
+    ("accelerate", "tp2-sp-regather-mb1-ga1", [], "write tp2 without sp and regather"),
+    *(
+        (
+            tool,
+            "zero3x4-mb1-ga1-full8",
+            [],
+            "recomputes in every block or in none; write zero3x4-mb1-ga1-full.",
+        )
+        for tool in ("accelerate", "torchtitan", "axolotl", "llamafactory", "deepspeed")
+    ),
+    ("megatron", "mb1-ga1-selective8", [], "write full or none instead of selective"),
+    *(
+        (tool, "mb1-ga1-selective", [], "recomputes whole blocks or nothing; write full or none")
+        for tool in ("accelerate", "deepspeed", "llamafactory")
+    ),
+    *(
+        (tool, "mb1-ga1-attention", [], "has no recomputation of the attention core alone")
+        for tool in ("accelerate", "deepspeed", "torchtitan", "axolotl", "llamafactory")
+    ),
+    *(
+        (tool, "zero1x4-mb1-ga1", [], "no ZeRO-1; write zero2x4")
+        for tool in ("accelerate", "axolotl", "torchtitan")
+    ),
+    *(
+        (tool, "tp2-sp-mb1-ga1", [], "splits no sequences over tensor-parallel ranks; write tp2 without sp")
+        for tool in ("accelerate", "axolotl", "deepspeed", "llamafactory")
+    ),
     ("axolotl", "pp2-1f1b-mb1-ga2", [], "axolotl trains without pipeline parallelism"),
     ("axolotl", "cp2-mb2-ga1", [], "write mb1-ga2 instead of mb2-ga1"),
     ("axolotl", "zero3x2-cp2-mb1-ga1", ["train.precision=fp32"], "has no fp32; set train.precision=bf16"),
@@ -816,24 +986,25 @@ REFUSED = [
         "takes a whole lora_alpha, not 8.5; try 8",
     ),
     ("llamafactory", "zero2x2-mb1-ga1", ["train.precision=bf16-pure"], "has no pure_bf16 under DeepSpeed"),
-    *((tool, "mb1-ga1", ["train.precision=fp64"], "use fp32 or bf16") for tool in TOOLS),
+    *((tool, "mb1-ga1", ["train.precision=fp64"], "use fp32 or bf16") for tool in EXPORTERS),
     *(
         (tool, "dp12-mb1-ga1", [], "12 GPUs do not fill nodes of 8; choose a layout of 8 GPUs")
-        for tool in TOOLS
+        for tool in EXPORTERS
     ),
-    *((tool, "mb1-ga3", ["train.global_batch_size=4"], "makes 3 sequences per step") for tool in TOOLS),
+    *((tool, "mb1-ga3", ["train.global_batch_size=4"], "makes 3 sequences per step") for tool in EXPORTERS),
 ]
 
 
-@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("tool", EXPORTERS)
 def test_an_axis_or_an_optimizer_that_no_export_writes_is_refused(
     tool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exported(tool, "zero3x2-tp2-mb1-ga1")
+    text = f"zero3x2-tp2{'-sp' * (tool == 'torchtitan')}-mb1-ga1"
+    exported(tool, text)
     monkeypatch.setattr(shared, "EXPORTED_OPTIMIZERS", ("sgd",))
-    monkeypatch.setattr(shared, "EXPORTED_AXES", ("dp_replicate", "dp_shard"))
+    monkeypatch.setattr(refused, "EXPORTED_AXES", ("dp_replicate", "dp_shard"))
     with pytest.raises(UserError) as error:
-        exported(tool, "zero3x2-tp2-mb1-ga1")
+        exported(tool, text)
     optimizer, axis = error.value.problems
     assert re.fullmatch(r"train\.optimizer=adamw can't be exported to \S+; use sgd\.", optimizer)
     assert re.fullmatch(r"tp=2 can't be exported to \S+; choose a layout without tp\.", axis)
@@ -844,40 +1015,34 @@ PURE = ["train.precision=bf16-pure"]
 BEST = ["eval.keep_best=true", "eval.every=5", "data.eval=held.jsonl"]
 MESSAGES = ["data.format=messages", "data.columns={}"]
 SAID = [
-    *((tool, "mb1-ga1", ["model.freeze=[model.embed_tokens.*]"], "model.freeze") for tool in TOOLS),
-    *((tool, "mb1-ga1", ["data.chat_template=chatml"], "data.chat_template=chatml is not") for tool in TOOLS),
-    *((tool, "mb1-ga1", ["eval.samples=2", *BEST], "eval.samples, eval.keep") for tool in TOOLS),
-    *((tool, "mb1-ga1", ["data.overlong=drop"], "data.overlong=drop is not carried over") for tool in TOOLS),
-    *((tool, "mb1-ga1", ["data.train=[{path: a.jsonl, weight: 2}]"], "The weights of") for tool in TOOLS),
+    *((tool, "mb1-ga1", ["model.freeze=[model.embed_tokens.*]"], "model.freeze") for tool in EXPORTERS),
+    *(
+        (tool, "mb1-ga1", ["data.chat_template=chatml"], "data.chat_template=chatml is not")
+        for tool in EXPORTERS
+    ),
+    *((tool, "mb1-ga1", ["eval.samples=2", *BEST], "eval.samples, eval.keep") for tool in EXPORTERS),
+    *(
+        (tool, "mb1-ga1", ["data.overlong=drop"], "data.overlong=drop is not carried over")
+        for tool in EXPORTERS
+    ),
+    *((tool, "mb1-ga1", ["data.train=[{path: a.jsonl, weight: 2}]"], "The weights of") for tool in EXPORTERS),
     *(
         (tool, "mb1-ga1", ["model.init=random"], "starts from the pretrained")
-        for tool in TOOLS
+        for tool in EXPORTERS
         if tool != "torchtitan"
     ),
     *(
         (tool, "mb1-ga1", ["data.columns={}"], "taken as messages; set data.format")
         for tool in ("torchtitan", "megatron", "axolotl", "llamafactory")
     ),
-    *((tool, "mb1-ga1-selective", [], "written as full") for tool in ("accelerate", "llamafactory")),
-    *(
-        (tool, "mb1-ga1-attention", [], "recompute=attention is written as none")
-        for tool in ("accelerate", "torchtitan", "axolotl", "llamafactory")
-    ),
-    *(
-        (tool, "zero3x4-mb1-ga1-full8", [], "full8 is written for every block")
-        for tool in ("accelerate", "torchtitan", "axolotl", "llamafactory", "deepspeed")
-    ),
-    ("megatron", "mb1-ga1-selective8", [], "selective8 is written for every block"),
-    *((tool, "zero1x4-mb1-ga1", [], FSDP_ZERO1) for tool in ("accelerate", "axolotl", "torchtitan")),
     *(
         (tool, "cp2-mb1-ga1", [], "shards over the 2 context ranks")
         for tool in ("accelerate", "axolotl", "torchtitan")
     ),
-    *(
-        (tool, "tp2-sp-mb1-ga1", [], "sp is left out")
-        for tool in ("accelerate", "axolotl", "deepspeed", "llamafactory")
-    ),
     *((tool, "zero3x2-mb1-ga1", [], "reduces gradients in bf16") for tool in ("accelerate", "axolotl")),
+    ("accelerate", "mb1-ga1", [], "use_liger_kernel: true, which needs liger-kernel"),
+    ("axolotl", "mb1-ga1", [], "liger_fused_linear_cross_entropy: true with"),
+    ("llamafactory", "mb1-ga1", [], "keeps all logits at once, as the plan counts; enable_liger"),
     ("accelerate", "mb1-ga1", [], "belong to the training script"),
     ("accelerate", "mb1-ga1", [], "loads them with dtype=float32"),
     ("accelerate", "mb1-ga1", PURE, "loads the weights with dtype=bfloat16"),
@@ -885,19 +1050,16 @@ SAID = [
     ("accelerate", "zero3x2-cp2-mb1-ga1", [], "attn_implementation='sdpa'"),
     ("accelerate", "zero3x2-cp2-mb1-ga1", [], "must not pack"),
     ("deepspeed", "mb1-ga1", [], "belong to the training script"),
-    ("deepspeed", "mb1-ga1-selective", [], "gradient_checkpointing_enable()"),
+    ("deepspeed", "mb1-ga1-full", [], "gradient_checkpointing_enable()"),
     ("deepspeed", "mb1-ga1", EPOCHS, "schedules can't be written"),
     ("deepspeed", "ulysses2-mb1-ga1", [], "UlyssesSPAttentionHF"),
     ("deepspeed", "dp2-mb1-ga1", [], "adds up bf16 gradients in bf16"),
     ("deepspeed", "dp2-mb1-ga1", PURE, "bf16-pure has no key"),
     ("deepspeed", "dp2-mb1-ga1", ["train.compile=true"], "engine.compile()"),
     ("torchtitan", "mb1-ga1", [], "a local copy of Qwen/Qwen3-0.6B"),
-    ("torchtitan", "tp2-mb1-ga1", [], "the layout runs with sp"),
-    ("torchtitan", "tp2-sp-regather-mb1-ga1", [], "regather is left out"),
     ("megatron", "tp2-sp-mb1-ga1", [], "as the layout does with tp2-sp-regather"),
-    ("accelerate", "tp2-sp-regather-mb1-ga1", [], "sp and regather are left out"),
     ("torchtitan", "mb1-ga1-selective", [], "every second matmul"),
-    ("torchtitan", "pp2-1f1b-mb1-ga2", [], "meshtune's cut may differ"),
+    ("torchtitan", "pp2-1f1b-mb1-ga2", [], "embedding and head as one layer each when it cuts stages"),
     ("torchtitan", "mb1-ga1", ["train.reduce_dtype=bf16"], "reduces gradients in fp32"),
     ("torchtitan", "mb1-ga1", EPOCHS, "counts steps, not epochs"),
     ("torchtitan", "mb1-ga1", ["data.packing=false"], "always packs"),
@@ -905,13 +1067,11 @@ SAID = [
     ("torchtitan", "mb1-ga1", MESSAGES, "later turns are dropped"),
     ("torchtitan", "mb1-ga1", ["data.train=[a.jsonl, b.jsonl]"], "first of the 2 sources of data.train"),
     ("megatron", "mb1-ga1", [], "convert Qwen/Qwen3-0.6B with Megatron-Bridge"),
-    ("megatron", "pp2-zb-mb1-ga4", [], "has no schedule zb: 1F1B is written"),
-    ("megatron", "pp2-zbv-mb1-ga4", [], "has no schedule zbv: interleaved 1F1B with v2 is written"),
     ("megatron", "cp2-mb1-ga1", [], "cp2 over --sft's packed rows is written as ring attention"),
     ("megatron", "ulysses2-mb1-ga1", [], "needs a recent Transformer Engine"),
     ("megatron", "mb1-ga1-attention", [], "--recompute-modules core_attn"),
-    ("megatron", "mb1-ga1-selective", [], "norms are recomputed"),
-    ("megatron", "mb1-ga1", PURE, "bf16-pure has no flag"),
+    ("megatron", "pp4-1f1b-mb1-ga4", [], "the first pipeline rank has 15, the last 14, 16 on each between"),
+    ("megatron", "pp2-1f1b-mb1-ga4", [], "the first pipeline rank has 31, the last 30 ("),
     ("megatron", "mb1-ga1", EPOCHS, "counts steps, not epochs"),
     ("megatron", "mb1-ga1", ["train.compile=true"], "train.compile is not carried over"),
     ("megatron", "mb1-ga1", [], "--sft-tokenizer-prompt-format"),
@@ -948,9 +1108,10 @@ def test_what_the_tool_expresses_otherwise_is_said(
 
 def test_every_reason_is_given_at_once() -> None:
     layout = Layout.parse("ulysses2-pp2-1f1b-mb1-ga2")
-    with pytest.raises(UserError) as refused:
-        export("llamafactory", config(layout, "train.precision=fp64", "train.global_batch_size=9"), layout, 3)
-    assert len(refused.value.problems) == 5
+    strange = config(layout, "train.precision=fp64", "train.global_batch_size=9")
+    with pytest.raises(UserError) as error:
+        export("llamafactory", strange, layout, blocks=61, gpus_per_node=3)
+    assert len(error.value.problems) == 5
 
 
 @pytest.mark.parametrize(
@@ -963,7 +1124,7 @@ def test_every_reason_is_given_at_once() -> None:
 )
 def test_an_unknown_tool_names_the_nearest(tool: str, hint: str) -> None:
     with pytest.raises(UserError, match=re.escape(hint)):
-        export(tool, config(Layout()), Layout(), 8)
+        export(tool, config(Layout()), Layout(), blocks=61, gpus_per_node=8)
 
 
 def test_formats_are_those_that_are_read() -> None:
@@ -998,7 +1159,7 @@ def test_a_schedule_that_a_tool_lacks_is_refused(tool: str) -> None:
             exported(tool, "zero2x8-mb1-ga1", "train.lr_scheduler=linear", "train.min_lr_ratio=0.1")
 
 
-@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("tool", EXPORTERS)
 def test_intervals_in_epochs_are_refused(tool: str) -> None:
     with pytest.raises(UserError, match=r"eval.every=0\.5 epoch can't be exported to .*; give it in steps"):
         exported(tool, "zero2x8-mb1-ga1", "eval.every=0.5 epoch", "data.eval=held.jsonl")
@@ -1019,7 +1180,7 @@ def test_lora_options_are_exported_or_refused() -> None:
         exported("llamafactory", "zero3x8-mb1-ga1", *options, "lora.layers_to_transform=[1]")
 
 
-@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("tool", EXPORTERS)
 def test_regularisation_is_exported_or_refused(tool: str) -> None:
     for setting, key in (
         ("label_smoothing", "label_smoothing_factor"),

@@ -3,13 +3,17 @@
     config + layout ──> accelerate | deepspeed | torchtitan | megatron | axolotl | llamafactory
                         files of that tool · the command that starts it · what is missing, as sentences
 
-A layout that a tool can't run at all is refused, every reason at once. Where it only runs something
-differently (a schedule it doesn't have, recomputation of whole blocks where the layout asks for less), the
-nearest setting that fits the same memory is written, and a sentence names the difference.
+A layout that a tool can't run, or would run as another one, is refused, every reason at once: the planner
+refuses it before it ranks (`tool_for`), by the rules of the tool's module. A sentence names what the tool
+runs differently under the layouts that are left.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
 
 from meshtune.config import Config
 from meshtune.errors import UserError
@@ -17,69 +21,106 @@ from meshtune.layout import Layout
 from meshtune.length import in_steps
 from meshtune.nearest import did_you_mean, nearest
 from meshtune.plan.export import accelerate, axolotl, deepspeed, llamafactory, megatron, torchtitan
-from meshtune.plan.export.exported import Exported
-from meshtune.plan.search import Choice
+from meshtune.plan.export.exported import Exported, export_problems, refuse, training_problems
+from meshtune.plan.tools import MESHTUNE, TOOLS, Tool
 from meshtune.rundir import write_text_atomically
 
-__all__ = ["TOOLS", "Exported", "export", "write"]
+__all__ = ["EXPORTERS", "Exported", "Written", "check", "export", "tool_for", "write"]
 
-TOOLS: Mapping[str, Callable[[Config, Layout, int], Exported]] = {  # writer(config, layout, gpus_per_node)
-    "accelerate": accelerate.write,
-    "deepspeed": deepspeed.write,
-    "torchtitan": torchtitan.write,
-    "megatron": megatron.write,
-    "axolotl": axolotl.write,
-    "llamafactory": llamafactory.write,
+# Each has write(config, layout, blocks, gpus_per_node) -> Exported; rules(config, blocks, seq_len) on layouts
+# that the tool can't run; problems(config): sentences on settings that it can't have.
+EXPORTERS: Mapping[str, ModuleType] = {
+    "accelerate": accelerate,
+    "deepspeed": deepspeed,
+    "torchtitan": torchtitan,
+    "megatron": megatron,
+    "axolotl": axolotl,
+    "llamafactory": llamafactory,
 }
 
 
-def check_tool(tool: str) -> str:
-    """Return `tool` if plans can be exported for it, else raise UserError with the nearest name."""
-    if tool not in TOOLS:
-        hint = did_you_mean(nearest(tool, TOOLS), f"; tools: {', '.join(TOOLS)}.")
-        raise UserError(f"--export {tool} is no tool that plans are written for{hint}")
-    return tool
+class Written(NamedTuple):
+    """An exported layout whose files are in a folder."""
+
+    tool: Tool
+    layout: Layout
+    folder: Path
+    exported: Exported
+
+    @property
+    def sentence(self) -> str:
+        """The layout, the folder and the command that starts it."""
+        return (
+            f"{self.layout} for {self.tool.title} is in {self.folder}; start it with: {self.exported.command}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """`export` of the JSON document."""
+        return {
+            "tool": self.tool.name,
+            "layout": str(self.layout),
+            "folder": str(self.folder),
+            "files": list(self.exported.files),
+            "command": self.exported.command,
+            "missing": list(self.exported.missing),
+        }
 
 
-def export(tool: str, config: Config, layout: Layout, gpus_per_node: int) -> Exported:
-    """Return the files and the command with which `tool` runs `layout`; nothing is written to disk.
+def check_tool(name: str, option: str = "--export") -> str:
+    """Return `name` if plans can be exported for it, else raise UserError with the nearest name.
 
-    The tools count steps or epochs: train.total_tokens is written as the steps that it gives.
-    Raises UserError for an unknown tool, and for a layout that it can't run, with every reason.
+    option: that names it, for the sentence.
     """
-    return TOOLS[check_tool(tool)](in_steps(config), layout, gpus_per_node)
+    if name not in EXPORTERS:
+        hint = did_you_mean(nearest(name, EXPORTERS), f"; tools: {', '.join(EXPORTERS)}.")
+        raise UserError(f"{option} {name} is no tool that plans are written for{hint}")
+    return name
 
 
-def write(tool: str, config: Config, choices: Iterable[Choice], folder: Path) -> list[str]:
-    """Write the files with which `tool` runs the first of `choices` that it can run into `folder`.
+def tool_for(name: str, config: Config) -> Tool:
+    """Return the tool by which the config is to be run, with its rules; UserError if it can't train so.
 
-    Returns sentences: which layout is written instead and why, if it is not the first; the command that
-    starts it; what the tool can't express. Makes missing folders. Raises UserError, with nothing written, if
-    the tool can run none of `choices` (with the reasons of the first) or a file exists already.
+    name: one of plan.tools.TOOLS.
     """
-    first, refused = None, None
-    for choice in choices:
-        first = first or choice
-        try:
-            exported = export(tool, config, choice.layout, choice.cluster.node)
-            break
-        except UserError as error:
-            refused = refused or error
-    else:
-        raise refused or UserError(f"There is no layout to write for {tool}.")
+    tool = TOOLS[name]
+    if tool is MESHTUNE:
+        return tool
+    if problems := [*training_problems(tool, config)]:
+        raise UserError(problems)
+    return replace(tool, rules=partial(EXPORTERS[name].rules, config))
+
+
+def check(name: str, config: Config) -> None:
+    """Raise UserError with every setting that can't be exported to a tool. name: of the tool."""
+    tool, config = TOOLS[check_tool(name)], in_steps(config)
+    own, shared = EXPORTERS[name].problems(config), export_problems(tool.title, config)
+    if problems := [*own, *training_problems(tool, config), *shared]:
+        raise UserError(problems)
+
+
+def export(name: str, config: Config, layout: Layout, *, blocks: int, gpus_per_node: int) -> Exported:
+    """Return the files and the command with which a tool runs `layout`; nothing is written to disk.
+
+    name: of the tool. blocks: of the model. The tools count steps or epochs: train.total_tokens is written as
+    the steps that it gives. Raises UserError for an unknown tool, and for a layout that it can't run, with
+    every reason.
+    """
+    module, tool, config = EXPORTERS[check_tool(name)], TOOLS[name], in_steps(config)
+    refuse(
+        tool, config, layout, gpus_per_node, problems=module.problems(config),
+        rules=module.rules(config, blocks, config.data.seq_len),
+    )  # fmt: skip
+    return module.write(config, layout, blocks, gpus_per_node)
+
+
+def write(tool: Tool, exported: Exported, layout: Layout, folder: Path) -> Written:
+    """Write the files of an export into `folder`, which is made if it is missing.
+
+    Raises UserError, with nothing written, if a file exists already.
+    """
     if taken := [name for name in exported.files if (folder / name).exists()]:
         raise UserError(f"{folder / taken[0]} exists; name another folder with --to.")
     for name, text in exported.files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(folder / name, text)
-    instead = []
-    if refused:
-        slower = choice.seconds.total / first.seconds.total - 1
-        instead = [
-            f"{' '.join(refused.problems)} Instead, {choice.layout} is written ({slower:+.1%} time a step)."
-        ]
-    return [
-        *instead,
-        f"{choice.layout} for {tool} is in {folder}; start it with: {exported.command}",
-        *exported.missing,
-    ]
+    return Written(tool, layout, folder, exported)

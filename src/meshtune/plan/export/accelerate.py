@@ -9,31 +9,38 @@ import yaml
 
 from meshtune.config import Config
 from meshtune.layout import Layout
+from meshtune.placement.rules import Rule
 from meshtune.plan.export.arguments import training_arguments
 from meshtune.plan.export.exported import (
+    ALLOCATOR,
     Exported,
     evaluation_differences,
     nodes,
     not_carried_over,
-    refuse,
-    whole_blocks,
-    without_sequence_parallelism,
+    whole_logits,
 )
+from meshtune.plan.export.refused import parts_of_blocks, sequence_parallelism, zero1
+from meshtune.plan.tools import TOOLS
 
-TOOL = "accelerate"
+TOOL = TOOLS["accelerate"].title
 
 
-def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
+# Without it FSDP2 keeps whole gradients on every rank until the last micro-batch.
+SHARDED_SUMS = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+
+
+def write(config: Config, layout: Layout, blocks: int, gpus_per_node: int) -> Exported:
     """Return the layout and workload in this tool's form; nothing is written to disk.
 
-    Raises UserError, with every reason, if it can't run them.
+    blocks: of the model.
     """
-    refuse(TOOL, config, layout, gpus_per_node, problems(layout))
-    recompute, changed = whole_blocks(TOOL, layout)
+    recompute = layout.recompute == "full"
     launch = launcher(config, layout, gpus_per_node, recompute)
     arguments = training_arguments(config, layout)
     # Under FSDP the wrapper recomputes; recomputing in the model as well would gather every block twice.
     arguments["gradient_checkpointing"] = recompute and "fsdp_config" not in launch
+    if sharded(layout) and layout.gradient_accumulation_steps > 1:
+        arguments["accelerator_config"] = SHARDED_SUMS
     several = " --machine_rank $NODE_RANK --main_process_ip $MASTER_ADDR" if "rdzv_backend" in launch else ""
     return Exported(
         files={
@@ -41,9 +48,10 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
             "training_arguments.yaml": yaml.safe_dump(arguments, sort_keys=False),
         },
         command=(
-            f"accelerate launch --config_file accelerate.yaml{several} your_script.py training_arguments.yaml"
+            f"{ALLOCATOR} accelerate launch --config_file accelerate.yaml{several} your_script.py "
+            "training_arguments.yaml"
         ),
-        missing=(*changed, *differences(config, layout), *not_carried_over(TOOL, config)),
+        missing=(*differences(config, layout), *not_carried_over(TOOL, config)),
     )
 
 
@@ -88,26 +96,48 @@ def sharded(layout: Layout) -> bool:
     return layout.dp_shard > 1 or layout.cp > 1
 
 
-def problems(layout: Layout, tool: str = TOOL) -> Iterator[str]:
-    """Sentences on why accelerate, or a tool that trains through it, can't run the layout; empty: it can.
+def problems(_: Config) -> Iterator[str]:
+    """Settings that this tool alone can't have: none."""
+    yield from ()
+
+
+def rules(_config: Config, _blocks: int, _seq_len: int) -> Iterator[Rule]:
+    """Rules on layouts that the tool can't run."""
+    yield from fsdp_rules(TOOL)
+    yield from parts_of_blocks(TOOL)
+
+
+def fsdp_rules(tool: str) -> Iterator[Rule]:
+    """Rules on layouts that accelerate's FSDP2 can't run, whichever tool starts it.
 
     tool: its name, for the sentences.
     """
-    if layout.pp > 1:
-        yield (
+    yield Rule(
+        f"{tool} trains without pipeline parallelism",
+        lambda layouts: layouts.pp > 1,
+        lambda layout: (
             f"{tool} trains without pipeline parallelism; pp{layout.pp} needs --export torchtitan or "
             f"megatron, or a layout such as zero3x{layout.dp_shard * layout.pp}."
-        )
-    if layout.cp > 1 and layout.cp_method == "ulysses":
-        yield (
+        ),
+    )
+    yield Rule(
+        f"{tool}'s context parallelism with FSDP gathers keys and values, so no ulysses",
+        lambda layouts: (layouts.cp > 1) & layouts.ulysses,
+        lambda layout: (
             f"{tool}'s context parallelism with FSDP gathers keys and values; for ulysses{layout.cp} use "
             f"--export deepspeed, or plan cp{layout.cp}."
-        )
-    if layout.dp_replicate > 1 and layout.dp_shard == 1 and layout.tp * layout.cp > 1:
-        yield (
+        ),
+    )
+    yield Rule(
+        f"{tool} combines tp and cp with sharded data parallelism alone",
+        lambda layouts: (layouts.dp_replicate > 1) & (layouts.dp_shard == 1) & (layouts.tp * layouts.cp > 1),
+        lambda layout: (
             f"{tool} combines tp and cp with sharded data parallelism alone; write "
             f"zero3x{layout.dp_replicate} instead of dp{layout.dp_replicate}."
-        )
+        ),
+    )
+    yield zero1(tool)
+    yield sequence_parallelism(tool)
 
 
 def differences(config: Config, layout: Layout) -> Iterator[str]:
@@ -133,6 +163,7 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
             "Under accelerate's context parallelism attention is causal over the whole sequence: documents "
             "packed into one would attend to each other, so the script must not pack."
         )
+    yield whole_logits(TOOL, "use_liger_kernel: true")
     yield from evaluation_differences(TOOL, config)
 
 
@@ -141,13 +172,7 @@ def fsdp_differences(tool: str, config: Config, layout: Layout) -> Iterator[str]
 
     tool: its name, for the sentences.
     """
-    if layout.zero == 1:
-        yield (
-            f"{tool}'s FSDP has no ZeRO-1: zero1x{layout.dp_shard} is written as ZeRO-2, which needs less "
-            "memory and reduces gradients once per micro-batch; --export deepspeed has ZeRO-1."
-        )
     if layout.zero == 0 and layout.cp > 1:
         yield f"{tool} shards over the {layout.cp} context ranks, as ZeRO-2 does; the layout replicates."
-    yield from without_sequence_parallelism(tool, layout)
     if sharded(layout) and config.train.precision == "bf16" and config.train.reduce_dtype == "fp32":
         yield f"{tool}'s FSDP reduces gradients in bf16; train.reduce_dtype=fp32 has no key."

@@ -7,25 +7,26 @@ import yaml
 
 from meshtune.config import Config
 from meshtune.layout import Layout
-from meshtune.plan.export.accelerate import fsdp_differences, problems, sharded
+from meshtune.placement.rules import Rule
+from meshtune.plan.export.accelerate import SHARDED_SUMS, fsdp_differences, fsdp_rules, sharded
 from meshtune.plan.export.arguments import evaluation, schedule, trackers
 from meshtune.plan.export.exported import (
     Exported,
     column_name,
     evaluation_differences,
-    every_block,
     file_kind,
     guessed_formats,
     is_file,
-    no_attention_recompute,
     nodes,
     not_carried_over,
-    refuse,
     row_format,
+    whole_logits,
 )
+from meshtune.plan.export.refused import attention_alone, some_blocks
+from meshtune.plan.tools import TOOLS
 from meshtune.sections import SourceConfig
 
-TOOL = "axolotl"
+TOOL = TOOLS["axolotl"].title
 PRECISION = {
     "fp32": {"bf16": False, "float32": True},
     "bf16": {"bf16": True},
@@ -34,7 +35,6 @@ PRECISION = {
 MATMULS = ("aten::mm", "aten::addmm", "aten::linear")
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {"gradient_checkpointing": False},
-    "attention": {"gradient_checkpointing": False},
     "selective": {
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
@@ -44,12 +44,11 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
+def write(config: Config, layout: Layout, blocks: int, gpus_per_node: int) -> Exported:
     """Return the layout and workload in this tool's form; nothing is written to disk.
 
-    Raises UserError, with every reason, if it can't run them.
+    blocks: of the model.
     """
-    refuse(TOOL, config, layout, gpus_per_node, [*problems(layout, TOOL), *axolotl_problems(config, layout)])
     settings = {
         **model(config),
         **data(config),
@@ -204,6 +203,8 @@ def parallelism(layout: Layout) -> dict[str, Any]:
         "tensor_parallel_size": layout.tp,
         "context_parallel_size": layout.cp,
     }
+    if sharded(layout) and layout.gradient_accumulation_steps > 1:
+        settings["accelerator_config"] = SHARDED_SUMS
     if sharded(layout):
         settings["fsdp_version"] = 2
         settings["fsdp_config"] = {
@@ -228,32 +229,44 @@ def selective_lora(config: Config, layout: Layout) -> bool:
     return config.method == "lora" and layout.recompute == "selective"
 
 
-def axolotl_problems(config: Config, layout: Layout) -> Iterator[str]:
-    """Sentences on why axolotl can't run what accelerate can; empty: it can."""
-    if layout.cp > 1 and config.data.packing and layout.micro_batch_size > 1:
-        micro, accumulation = layout.micro_batch_size, layout.gradient_accumulation_steps
-        yield (
-            f"{TOOL} packs under context parallelism with one sequence per micro-batch; write "
-            f"mb1-ga{micro * accumulation} instead of mb{micro}-ga{accumulation}."
-        )
-    if layout.cp > 1 and config.train.precision == "fp32":
-        yield (
-            f"{TOOL}'s context parallelism is ring flash attention, which has no fp32; set "
-            "train.precision=bf16."
-        )
+def problems(config: Config) -> Iterator[str]:
+    """Sentences on settings that this tool alone can't have."""
     if config.method == "lora" and config.lora.alpha != int(config.lora.alpha):
         yield f"{TOOL} takes a whole lora_alpha, not {config.lora.alpha}; try {round(config.lora.alpha)}."
+
+
+def rules(config: Config, _blocks: int, _seq_len: int) -> Iterator[Rule]:
+    """Rules on layouts that the tool can't run."""
+    yield from fsdp_rules(TOOL)
+    yield attention_alone(TOOL)
+    yield some_blocks(TOOL)
+    if config.data.packing:
+        yield Rule(
+            f"{TOOL} packs under context parallelism with one sequence per micro-batch",
+            lambda layouts: (layouts.cp > 1) & (layouts.micro_batch_size > 1),
+            lambda layout: (
+                f"{TOOL} packs under context parallelism with one sequence per micro-batch; write "
+                f"mb1-ga{layout.micro_batch_size * layout.gradient_accumulation_steps} instead of "
+                f"mb{layout.micro_batch_size}-ga{layout.gradient_accumulation_steps}."
+            ),
+        )
+    if config.train.precision == "fp32":
+        yield Rule(
+            f"{TOOL}'s context parallelism is ring flash attention, which has no fp32",
+            lambda layouts: layouts.cp > 1,
+            lambda _: (
+                f"{TOOL}'s context parallelism is ring flash attention, which has no fp32; set "
+                "train.precision=bf16."
+            ),
+        )
 
 
 def differences(config: Config, layout: Layout) -> Iterator[str]:
     """Sentences on what the tool runs differently, or leaves to be done by hand."""
     kinds = {row_format(config.data, source) for source in config.data.train}
     yield from fsdp_differences(TOOL, config, layout)
-    if layout.recompute == "attention":
-        yield no_attention_recompute(TOOL)
     if selective_lora(config, layout):
         yield f"{TOOL} saves attention but no matmuls with LoRA: recompute=selective recomputes more."
-    yield from every_block(TOOL, layout)
     if layout.cp > 1:
         yield (
             f"{TOOL} runs cp{layout.cp} as ring attention and needs ring-flash-attn; each step sends as much."
@@ -270,5 +283,6 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
             f"{TOOL} puts no chat template around prompts and completions; rewrite the rows as messages for "
             "one."
         )
+    yield whole_logits(TOOL, "liger_fused_linear_cross_entropy: true with its LigerPlugin")
     yield from evaluation_differences(TOOL, config)
     yield from guessed_formats(config.data)

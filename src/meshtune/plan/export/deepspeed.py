@@ -6,18 +6,19 @@ from typing import Any
 
 from meshtune.config import Config
 from meshtune.layout import Layout
+from meshtune.placement.rules import Rule
 from meshtune.plan.export.exported import (
+    ALLOCATOR,
     Exported,
-    every_block,
     nodes,
     not_carried_over,
-    refuse,
     schedule_refusals,
     warmup_steps,
-    without_sequence_parallelism,
 )
+from meshtune.plan.export.refused import parts_of_blocks, sequence_parallelism
+from meshtune.plan.tools import TOOLS
 
-TOOL = "DeepSpeed"
+TOOL = TOOLS["deepspeed"].title
 SCHEDULERS = {
     "cosine": "WarmupCosineLR",
     "linear": "WarmupDecayLR",
@@ -26,18 +27,11 @@ SCHEDULERS = {
 }
 
 
-def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
+def write(config: Config, layout: Layout, blocks: int, gpus_per_node: int) -> Exported:
     """Return the layout and workload in this tool's form; nothing is written to disk.
 
-    Raises UserError, with every reason, if it can't run them.
+    blocks: of the model.
     """
-    refuse(
-        TOOL,
-        config,
-        layout,
-        gpus_per_node,
-        [*problems(layout), *schedule_refusals(TOOL, config, with_floor=["cosine"])],
-    )
     settings = {**engine(config, layout), "optimizer": optimizer(config)}
     if config.train.max_steps:
         settings["scheduler"] = scheduler(config, config.train.max_steps)
@@ -46,7 +40,7 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
     return Exported(
         files={"deepspeed.json": json.dumps(settings, indent=2) + "\n"},
         command=(
-            f"deepspeed {hosts}--num_gpus {layout.world // count} your_script.py --deepspeed "
+            f"{ALLOCATOR} deepspeed {hosts}--num_gpus {layout.world // count} your_script.py --deepspeed "
             "--deepspeed_config deepspeed.json"
         ),
         missing=(*differences(config, layout), *not_carried_over(TOOL, config)),
@@ -61,7 +55,7 @@ def engine(config: Config, layout: Layout) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": layout.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,
         "gradient_clipping": train.max_grad_norm,
-        "zero_optimization": {"stage": layout.zero},
+        "zero_optimization": {"stage": layout.zero, "overlap_comm": layout.zero > 0},
         "bf16": {"enabled": train.precision != "fp32"},
     }
     if layout.zero == 3:
@@ -111,29 +105,53 @@ def scheduler(config: Config, steps: int) -> dict[str, Any]:
     return {"type": SCHEDULERS[train.lr_scheduler], "params": settings}
 
 
-def problems(layout: Layout, tool: str = TOOL) -> Iterator[str]:
-    """Sentences on why DeepSpeed, or `tool` through it, can't run the layout; empty: it can.
+def problems(config: Config) -> Iterator[str]:
+    """Sentences on settings that this tool alone can't have."""
+    yield from schedule_refusals(TOOL, config, with_floor=["cosine"])
+
+
+def rules(_config: Config, _blocks: int, _seq_len: int) -> Iterator[Rule]:
+    """Rules on layouts that the tool can't run."""
+    yield from engine_rules(TOOL)
+    yield Rule(
+        f"{TOOL}'s context parallelism is Ulysses",
+        lambda layouts: (layouts.cp > 1) & ~layouts.ulysses,
+        lambda layout: (
+            f"{TOOL}'s context parallelism is Ulysses; for cp{layout.cp} use --export accelerate or "
+            f"torchtitan, or plan ulysses{layout.cp}."
+        ),
+    )
+    yield Rule(
+        f"{TOOL} runs Ulysses or AutoTP, not both",
+        lambda layouts: (layouts.cp > 1) & (layouts.tp > 1),
+        lambda layout: f"{TOOL} runs Ulysses or AutoTP, not both; drop ulysses{layout.cp} or tp{layout.tp}.",
+    )
+
+
+def engine_rules(tool: str) -> Iterator[Rule]:
+    """Rules on layouts that DeepSpeed's engine can't run, whichever tool starts it, but for those on cp.
 
     tool: its name, for the sentences.
     """
-    if layout.pp > 1:
-        yield (
+    yield Rule(
+        f"{tool} pipelines models written as its PipelineModule, not Hugging Face models",
+        lambda layouts: layouts.pp > 1,
+        lambda layout: (
             f"{tool} pipelines models written as its PipelineModule, not Hugging Face models; for "
             f"pp{layout.pp} use --export torchtitan or megatron, or a layout such as "
             f"zero3x{layout.dp_shard * layout.pp}."
-        )
-    if layout.cp > 1 and layout.cp_method == "allgather":
-        yield (
-            f"{tool}'s context parallelism is Ulysses; for cp{layout.cp} use --export accelerate or "
-            f"torchtitan, or plan ulysses{layout.cp}."
-        )
-    if layout.cp > 1 and layout.tp > 1:
-        yield f"{tool} runs Ulysses or AutoTP, not both; drop ulysses{layout.cp} or tp{layout.tp}."
-    if layout.dp_replicate > 1 and layout.dp_shard > 1:
-        yield (
+        ),
+    )
+    yield Rule(
+        f"{tool} shards over all data ranks",
+        lambda layouts: (layouts.dp_replicate > 1) & (layouts.dp_shard > 1),
+        lambda layout: (
             f"{tool} shards over all data ranks; write zero{layout.zero}x{layout.data_ranks} instead of "
             f"dp{layout.dp_replicate}-zero{layout.zero}x{layout.dp_shard}."
-        )
+        ),
+    )
+    yield sequence_parallelism(tool)
+    yield from parts_of_blocks(tool)
 
 
 def differences(config: Config, layout: Layout) -> Iterator[str]:
@@ -144,7 +162,6 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
             f"recompute={layout.recompute} has no key: the script calls "
             "model.gradient_checkpointing_enable(), which recomputes whole blocks."
         )
-        yield from every_block(TOOL, layout)
     if not config.train.max_steps:
         yield (
             "Without train.max_steps DeepSpeed's schedules can't be written: the script sets the learning "
@@ -155,7 +172,6 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
 
 def engine_differences(config: Config, layout: Layout) -> Iterator[str]:
     """Sentences on what DeepSpeed's engine runs differently, whichever tool starts it."""
-    yield from without_sequence_parallelism("AutoTP", layout)
     if layout.cp > 1:
         yield (
             "The script registers UlyssesSPAttentionHF and wraps its loader in UlyssesSPDataLoaderAdapter "

@@ -8,17 +8,16 @@ from meshtune.config import Config
 from meshtune.data.example import is_url
 from meshtune.data.formats import FORMATS
 from meshtune.errors import UserError
-from meshtune.layout import AXES, Layout
+from meshtune.layout import Layout
+from meshtune.placement.rules import Rule, sentences
+from meshtune.plan.export.refused import unknown_fields
+from meshtune.plan.tools import Tool
 from meshtune.schedules import SCHEDULES
 from meshtune.sections import DataConfig, SourceConfig
 from meshtune.setting_types import SUFFIXES, epochs_of
 from meshtune.units import counted
 
-# The export to every tool writes these or refuses them itself. Anything else is refused for all, so that none
-# can leave out what it doesn't know.
-EXPORTED_RECOMPUTATIONS = ("none", "attention", "selective", "full")
-EXPORTED_PRECISIONS = ("fp32", "bf16", "bf16-pure")
-EXPORTED_OPTIMIZERS = ("adamw",)
+EXPORTED_OPTIMIZERS = ("adamw",)  # anything else is refused for all, so that none leaves it out
 REGULARISATIONS = {  # setting of train -> the tools that have it
     "label_smoothing": ("accelerate", "LLaMA-Factory"),
     "neftune_alpha": ("accelerate", "LLaMA-Factory", "axolotl"),
@@ -29,7 +28,6 @@ EXPORTED_SCHEDULES = (
     "constant",
     "constant_with_warmup",
 )  # that DeepSpeed and others have
-EXPORTED_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True)
@@ -41,30 +39,44 @@ class Exported:
     missing: tuple[str, ...]  # sentences on what the tool can't express or runs differently
 
 
-def refuse(tool: str, config: Config, layout: Layout, gpus_per_node: int, problems: Iterable[str]) -> None:
-    """Raise UserError with a tool's `problems`, sentences, and those that hold for every tool, if any.
+def refuse(
+    tool: Tool, config: Config, layout: Layout, gpus_per_node: int, *, problems: Iterable[str],
+    rules: Iterable[Rule],
+) -> None:  # fmt: skip
+    """Raise UserError with everything against an export, if there is anything.
 
-    tool: its name, for the sentences.
+    problems: sentences on settings that this tool can't have. rules: on layouts that it can't run.
     """
-    if sentences := [*problems, *problems_of_all_tools(tool, config, layout, gpus_per_node)]:
-        raise UserError(sentences)
+    every = [
+        *problems,
+        *training_problems(tool, config),
+        *export_problems(tool.title, config),
+        *sentences((*rules, *unknown_fields(tool.title)), layout),
+        *world_problems(config, layout, gpus_per_node),
+    ]
+    if every:
+        raise UserError(every)
 
 
-def problems_of_all_tools(tool: str, config: Config, layout: Layout, gpus_per_node: int) -> Iterator[str]:
-    """Sentences on why no tool can run the layout or the workload.
-
-    The reasons: precision, optimizer, recomputation, axes, partly filled nodes, batch.
-    """
-    if config.train.precision not in EXPORTED_PRECISIONS:
+def training_problems(tool: Tool, config: Config) -> Iterator[str]:
+    """Sentences on why the tool can't train as the settings say, under whatever layout."""
+    train = config.train
+    if train.precision not in tool.precisions:
+        yield f"{tool.title} doesn't train in train.precision={train.precision}; use fp32 or bf16."
+    if config.method not in tool.methods:
         yield (
-            f"train.precision={config.train.precision} runs in meshtune alone, no other tool trains in it; "
-            "use fp32 or bf16."
+            f"{tool.title} trains every parameter; for method={config.method} use --export axolotl or "
+            "llamafactory."
         )
-    if config.train.optimizer not in EXPORTED_OPTIMIZERS:
+    if train.optimizer not in EXPORTED_OPTIMIZERS:
         yield (
-            f"train.optimizer={config.train.optimizer} can't be exported to {tool}; use "
+            f"train.optimizer={train.optimizer} can't be exported to {tool.title}; use "
             f"{' or '.join(EXPORTED_OPTIMIZERS)}."
         )
+
+
+def export_problems(tool: str, config: Config) -> Iterator[str]:
+    """Sentences on settings that can't be written for `tool`, though it could train so."""
     if config.train.lr_scheduler == "warmup_stable_decay" and not config.train.max_steps:
         yield f"train.lr_scheduler=warmup_stable_decay can't be exported to {tool} without train.max_steps."
     if config.train.max_steps and config.train.num_epochs:
@@ -91,12 +103,10 @@ def problems_of_all_tools(tool: str, config: Config, layout: Layout, gpus_per_no
         yield f"data.chat_template=training can't be exported to {tool}; save the template to a file."
     if tabs := [source.path for source in sources if ".tsv" in PurePath(source.path).suffixes]:
         yield f"{tabs[0]} can't be exported to {tool}, which reads commas; convert it to .csv."
-    for axis in AXES:
-        if (size := getattr(layout, axis)) > 1 and axis not in EXPORTED_AXES:
-            yield f"{axis}={size} can't be exported to {tool}; choose a layout without {axis}."
-    if layout.recompute not in EXPORTED_RECOMPUTATIONS:
-        *others, last = EXPORTED_RECOMPUTATIONS
-        yield (f"recompute={layout.recompute} runs in meshtune alone; use {', '.join(others)} or {last}.")
+
+
+def world_problems(config: Config, layout: Layout, gpus_per_node: int) -> Iterator[str]:
+    """Sentences on partly filled nodes and on another global batch than the settings'."""
     if layout.world > gpus_per_node and layout.world % gpus_per_node:
         yield (
             f"{layout.world} GPUs do not fill nodes of {gpus_per_node}; choose a layout of "
@@ -128,51 +138,7 @@ def torchrun(layout: Layout, gpus_per_node: int, program: str) -> str:
     )
 
 
-# Recomputation ------------------------------------------------------------------------------------------
-
-
-def whole_blocks(tool: str, layout: Layout) -> tuple[bool, list[str]]:
-    """For tools that recompute whole blocks or nothing: (recompute, sentences on the difference).
-
-    recompute: True for full and selective, False for none and attention. tool: its name, for the sentences.
-    """
-    if layout.recompute == "attention":
-        return False, [no_attention_recompute(tool)]
-    if layout.recompute == "selective":
-        sentence = (
-            f"{tool} recomputes whole blocks or nothing: recompute=selective is written as full, which holds "
-            "less memory and takes longer."
-        )
-        return True, [sentence, *every_block(tool, layout)]
-    return layout.recompute == "full", every_block(tool, layout)
-
-
-def every_block(tool: str, layout: Layout) -> list[str]:
-    """The sentence for a tool that recomputes in every block, where the layout does in some; [] elsewhere."""
-    if layout.recompute_blocks is None:
-        return []
-    return [
-        f"{tool} can't recompute some blocks alone: {layout.recomputation} is written for "
-        "every block, which holds less memory and takes longer."
-    ]
-
-
-def no_attention_recompute(tool: str) -> str:
-    """The sentence for a tool that can't recompute the attention core alone."""
-    return (
-        f"{tool} has no recomputation of the attention core alone: recompute=attention is written as none, "
-        "which keeps the attention's inputs and output (its fused kernels never keep the scores)."
-    )
-
-
-# Sequence parallelism ----------------------------------------------------------------------------------
-
-
-def without_sequence_parallelism(tool: str, layout: Layout) -> Iterator[str]:
-    """The sentence for a tool that has none, if the layout has it. tool: its name, for the sentence."""
-    if layout.sp:
-        left_out = "sp and regather are" if layout.sp_regather else "sp is"
-        yield f"{tool} splits no sequences over tensor-parallel ranks: {left_out} left out, activations grow."
+ALLOCATOR = "PYTORCH_ALLOC_CONF=expandable_segments:True"  # the plans count little that is reserved unused
 
 
 # The workload -------------------------------------------------------------------------------------------
@@ -208,6 +174,12 @@ def evaluation_differences(tool: str, config: Config) -> Iterator[str]:
     """Sentences on the evaluation schedule of tools that use transformers.Trainer, where it differs."""
     if (config.data.eval or config.data.eval_split) and not config.eval.every:
         yield f"{tool} evaluates after every epoch, not at the end alone."
+
+
+def whole_logits(tool: str, setting: str) -> str:
+    """The sentence for tools of transformers' loss. setting: that replaces it, which no plan counts on."""
+    kept = f"{tool} keeps all logits at once, as the plan counts"
+    return f"{kept}; {setting}, which needs liger-kernel, keeps none."
 
 
 def row_format(data: DataConfig, source: SourceConfig) -> str:

@@ -8,9 +8,11 @@ import yaml
 
 from meshtune.config import Config
 from meshtune.layout import Layout
+from meshtune.placement.rules import Rule
 from meshtune.plan.export import deepspeed
 from meshtune.plan.export.arguments import training_arguments
 from meshtune.plan.export.exported import (
+    ALLOCATOR,
     Exported,
     column_name,
     evaluation_differences,
@@ -18,13 +20,13 @@ from meshtune.plan.export.exported import (
     is_file,
     nodes,
     not_carried_over,
-    refuse,
     row_format,
-    whole_blocks,
+    whole_logits,
 )
+from meshtune.plan.tools import TOOLS
 from meshtune.sections import SourceConfig
 
-TOOL = "LLaMA-Factory"
+TOOL = TOOLS["llamafactory"].title
 OPENAI_TAGS = {
     "role_tag": "role",
     "content_tag": "content",
@@ -36,13 +38,11 @@ OPENAI_TAGS = {
 }
 
 
-def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
+def write(config: Config, layout: Layout, blocks: int, gpus_per_node: int) -> Exported:
     """Return the layout and workload in this tool's form; nothing is written to disk.
 
-    Raises UserError, with every reason, if it can't run them.
+    blocks: of the model.
     """
-    refuse(TOOL, config, layout, gpus_per_node, problems(config, layout))
-    recompute, changed = whole_blocks(TOOL, layout)
     sources = {"train": config.data.train, "eval": config.data.eval}
     datasets = {
         f"{name}_{index}": dataset(config, source)
@@ -53,7 +53,7 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
         **model(config),
         **data(config, datasets),
         **training_arguments(config, layout),
-        "disable_gradient_checkpointing": not recompute,
+        "disable_gradient_checkpointing": layout.recompute != "full",
         "ddp_timeout": 180_000_000,
     }
     files = {}
@@ -69,10 +69,10 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
             **files,
         },
         command=(
-            f"FORCE_TORCHRUN=1 {several if count > 1 else ''}NPROC_PER_NODE={layout.world // count} "
-            "llamafactory-cli train llamafactory.yaml"
+            f"{ALLOCATOR} FORCE_TORCHRUN=1 {several if count > 1 else ''}"
+            f"NPROC_PER_NODE={layout.world // count} llamafactory-cli train llamafactory.yaml"
         ),
-        missing=(*changed, *differences(config, layout), *not_carried_over(TOOL, config)),
+        missing=(*differences(config, layout), *not_carried_over(TOOL, config)),
     )
 
 
@@ -162,15 +162,8 @@ def dataset(config: Config, source: SourceConfig) -> dict[str, Any]:
     return rows | {"columns": named(prompt="prompt", response="completion")}
 
 
-def problems(config: Config, layout: Layout) -> Iterator[str]:
-    """Sentences on why the tool can't run the layout or the workload; empty: it can."""
-    if layout.cp > 1:
-        ours = f"{'ulysses' if layout.cp_method == 'ulysses' else 'cp'}{layout.cp}"
-        yield f"{TOOL}'s trainer has no context parallelism; for {ours} use --export accelerate or deepspeed."
-    else:
-        yield from deepspeed.problems(layout, TOOL)
-    if layout.pp > 1 and layout.cp > 1:
-        yield from deepspeed.problems(Layout(pp=layout.pp), TOOL)
+def problems(config: Config) -> Iterator[str]:
+    """Sentences on settings that this tool alone can't have."""
     kinds = {row_format(config.data, source) for source in config.data.train}
     if "text" in kinds and len(kinds) > 1:
         yield (
@@ -181,10 +174,28 @@ def problems(config: Config, layout: Layout) -> Iterator[str]:
         yield f"{TOOL} adapts every layer: lora.layers_to_transform has no key; leave it out."
     if config.method == "lora" and config.lora.alpha != int(config.lora.alpha):
         yield f"{TOOL} takes a whole lora_alpha, not {config.lora.alpha}; try {round(config.lora.alpha)}."
-    if config.train.precision == "bf16-pure" and through_deepspeed(layout):
-        yield (
-            f"{TOOL} has no pure_bf16 under DeepSpeed; set train.precision=bf16, or plan plain data "
-            "parallelism."
+
+
+def rules(config: Config, _blocks: int, _seq_len: int) -> Iterator[Rule]:
+    """Rules on layouts that the tool can't run."""
+    yield Rule(
+        f"{TOOL}'s trainer has no context parallelism",
+        lambda layouts: layouts.cp > 1,
+        lambda layout: (
+            f"{TOOL}'s trainer has no context parallelism; for "
+            f"{'ulysses' if layout.cp_method == 'ulysses' else 'cp'}{layout.cp} use --export accelerate or "
+            "deepspeed."
+        ),
+    )
+    yield from deepspeed.engine_rules(TOOL)
+    if config.train.precision == "bf16-pure":
+        yield Rule(
+            f"{TOOL} has no pure_bf16 under DeepSpeed",
+            lambda layouts: (layouts.zero > 0) | (layouts.tp > 1),
+            lambda _: (
+                f"{TOOL} has no pure_bf16 under DeepSpeed; set train.precision=bf16, or plan plain data "
+                "parallelism."
+            ),
         )
 
 
@@ -201,5 +212,6 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
             f"{TOOL} loads frozen weights in the checkpoint's dtype: precision=fp32 holds for the adapter "
             "alone."
         )
+    yield whole_logits(TOOL, "enable_liger_kernel: true")
     yield from evaluation_differences(TOOL, config)
     yield from guessed_formats(config.data)

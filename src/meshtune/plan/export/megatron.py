@@ -2,47 +2,55 @@
 
 import shlex
 from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
 
 from meshtune.config import Config
 from meshtune.layout import Layout
+from meshtune.placement.columns import Columns, Number
+from meshtune.placement.rules import Rule
 from meshtune.plan.export.exported import (
     Exported,
-    every_block,
     guessed_formats,
     nodes,
     not_carried_over,
-    refuse,
     row_format,
     schedule_refusals,
     torchrun,
     warmup_steps,
 )
+from meshtune.plan.export.refused import selective
+from meshtune.plan.tools import TOOLS
 from meshtune.recomputation import RECOMPUTATIONS
 from meshtune.schedules import SCHEDULES
 
-TOOL = "Megatron-LM"
+TOOL = TOOLS["megatron"].title
 Flags = dict[str, str | int | float | bool]  # flag -> value; True: the flag alone
 
 SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
+PIPELINES = ("1f1b", "interleaved1f1b")  # its schedules
 ROWS = {"text", "messages"}  # text: .bin and .idx files of tools/preprocess_data.py; messages: --sft
 RECOMPUTE: dict[str, Flags] = {
     "none": {},
     "attention": {"recompute-granularity": "selective", "recompute-modules": "core_attn"},
-    "selective": {"recompute-granularity": "selective", "recompute-modules": "layernorm"},
     "full": {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1},
 }
 
 
-def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
+def write(config: Config, layout: Layout, blocks: int, gpus_per_node: int) -> Exported:
     """Return the layout and workload in this tool's form; nothing is written to disk.
 
-    Raises UserError, with every reason, if it can't run them.
+    blocks: of the model.
     """
-    schedules = schedule_refusals(TOOL, config, with_floor=["cosine", "linear"])
-    refuse(TOOL, config, layout, gpus_per_node, [*problems(config, layout), *schedules])
     flags = "".join(
         f"\n    --{name}" + ("" if value is True else f" {value}")
-        for name, value in (arguments(config, layout) | recomputation(layout)).items()
+        for name, value in (
+            arguments(config, layout)
+            | uneven_stages(blocks, layout)
+            | performance(config, layout)
+            | recomputation(layout)
+        ).items()
         if value is not False
     )
     # Overlap of tensor and context parallelism needs one hardware queue, that of Megatron-FSDP several.
@@ -67,7 +75,7 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
     return Exported(
         files={"megatron.sh": script},
         command=" ".join([*(f"{name}=…" for name in names), "bash megatron.sh"]),
-        missing=(*differences(config, layout), *not_carried_over(TOOL, config)),
+        missing=(*differences(config, layout, blocks), *not_carried_over(TOOL, config)),
     )
 
 
@@ -135,6 +143,7 @@ def arguments(config: Config, layout: Layout) -> Flags:
         flags |= {
             "use-megatron-fsdp": True,
             "data-parallel-sharding-strategy": SHARDING[layout.zero],
+            "no-gradient-accumulation-fusion": True,
             "ckpt-format": "fsdp_dtensor",
             "init-model-with-meta-device": True,
         }
@@ -151,44 +160,151 @@ def fine_tuning(config: Config) -> bool:
     return all(row_format(config.data, source) != "text" for source in config.data.train)
 
 
-def problems(config: Config, layout: Layout) -> Iterator[str]:
-    """Sentences on why the tool can't run the layout or the workload; empty: it can."""
-    if config.method == "lora":
-        yield f"{TOOL} trains every parameter; for method=lora use --export axolotl or llamafactory."
-    if fsdp(layout) and layout.pp > 1:
-        yield (
+def performance(config: Config, layout: Layout) -> Flags:
+    """Flags for overlap, kernels and sums that the plan's stack counts on; all are off by default."""
+    flags: Flags = {
+        "cross-entropy-loss-fusion": True,
+        "cross-entropy-fusion-impl": "native",
+        "overlap-grad-reduce": layout.data_ranks * layout.cp > 1,
+        "overlap-param-gather": layout.zero > 0,
+        "tp-comm-overlap": layout.sp,
+    }
+    if config.train.precision != "fp32":
+        flags["attention-backend"] = "flash"  # which has no fp32, and never writes the scores
+        flags["accumulate-allreduce-grads-in-fp32"] = config.train.reduce_dtype == "fp32"
+    return flags
+
+
+class StageLayers(NamedTuple):
+    """Layers on a pipeline rank."""
+
+    first: int
+    middle: int
+    last: int
+
+
+def stage_layers(blocks: int, pp: int, stages_per_rank: int) -> StageLayers:
+    """Split layers so that the fullest rank has fewest: all ranks but the first and the last are equal.
+
+    A rank's layers are a multiple of its stages, so `stages_per_rank` must divide `blocks`.
+    """
+    units = blocks // stages_per_rank
+    splits = []
+    for middle in {units // pp, -(-units // pp)}:
+        ends = units - middle * (pp - 2)
+        if ends >= 2:
+            splits.append((-(-ends // 2), middle, ends // 2))
+    return StageLayers(*(stages_per_rank * size for size in min(splits, key=max)))
+
+
+def uneven_stages(blocks: int, layout: Layout) -> Flags:
+    """Flags for a pipeline whose ranks can't all have as many layers; none where they can."""
+    if blocks % layout.pp == 0:
+        return {}
+    split = stage_layers(blocks, layout.pp, layout.stages_per_rank)
+    return {
+        "decoder-first-pipeline-num-layers": split.first,
+        "decoder-last-pipeline-num-layers": split.last,
+    }
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Sentences on settings that this tool alone can't have."""
+    yield from schedule_refusals(TOOL, config, with_floor=["cosine", "linear"])
+
+
+def rules(config: Config, blocks: int, seq_len: int) -> Iterator[Rule]:
+    """Rules on layouts that the tool can't run."""
+    yield Rule(
+        f"Megatron-FSDP, {TOOL}'s ZeRO-2 and -3, runs without pipeline stages",
+        lambda layouts: (layouts.zero >= 2) & (layouts.pp > 1),
+        lambda layout: (
             f"Megatron-FSDP, {TOOL}'s ZeRO-{layout.zero}, runs without pipeline stages; with pp{layout.pp} "
             f"write zero1x{layout.dp_shard}, or zero{layout.zero}x{layout.dp_shard * layout.pp} without pp."
+        ),
+    )
+    yield Rule(
+        f"{TOOL} cuts a sequence into 2 x cp pieces, which do not divide data.seq_len",
+        lambda layouts: (layouts.cp > 1) & (seq_len % (2 * layouts.cp) != 0),
+        lambda layout: (
+            f"{TOOL} cuts a sequence into 2 x cp = {2 * layout.cp} pieces, which do not divide data.seq_len "
+            f"= {seq_len}; try {max(1, round(seq_len / (2 * layout.cp))) * 2 * layout.cp}."
+        ),
+    )
+    if fine_tuning(config):
+        yield Rule(
+            f"{TOOL}'s --sft takes one sequence per micro-batch",
+            lambda layouts: layouts.micro_batch_size > 1,
+            lambda layout: (
+                f"{TOOL}'s --sft takes one sequence per micro-batch; write "
+                f"mb1-ga{layout.micro_batch_size * layout.gradient_accumulation_steps} instead of "
+                f"mb{layout.micro_batch_size}-ga{layout.gradient_accumulation_steps}."
+            ),
         )
-    if layout.cp > 1 and config.data.seq_len % (2 * layout.cp):
-        step = 2 * layout.cp
-        yield (
-            f"{TOOL} cuts a sequence into 2 x cp = {step} pieces, which do not divide data.seq_len = "
-            f"{config.data.seq_len}; try {max(1, round(config.data.seq_len / step)) * step}."
-        )
-    micro, accumulation = layout.micro_batch_size, layout.gradient_accumulation_steps
-    if fine_tuning(config) and micro > 1:
-        yield (
-            f"{TOOL}'s --sft takes one sequence per micro-batch; write mb1-ga{micro * accumulation} instead "
-            f"of mb{micro}-ga{accumulation}."
-        )
-    if layout.stages_per_rank > 1 and (accumulation < layout.pp or accumulation % layout.pp):
-        yield (
-            f"{TOOL} interleaves stages over groups of pp = {layout.pp} micro-batches; ga{accumulation} is "
-            f"no multiple, try ga{-(-accumulation // layout.pp) * layout.pp}."
-        )
+    yield selective(TOOL, "recomputes the attention core or whole blocks")
+    yield from pipeline_rules(blocks)
 
 
-def differences(config: Config, layout: Layout) -> Iterator[str]:
-    """Sentences on what the tool runs differently, or leaves to be done by hand."""
+def pipeline_rules(blocks: int) -> Iterator[Rule]:
+    """Rules on schedules, and on the layers and micro-batches that they take."""
+    yield Rule(
+        f"{TOOL} has no schedules but 1F1B and interleaved 1F1B",
+        lambda layouts: (layouts.pp > 1) & ~layouts.runs(*PIPELINES),
+        lambda layout: (
+            f"{TOOL} has no schedule {layout.schedule}; write 1f1b, or interleaved1f1b with "
+            f"v{max(2, layout.stages_per_rank)}."
+        ),
+    )
+    yield Rule(
+        f"{TOOL} gives all stages of a rank as many layers, and {blocks} can't be cut so",
+        lambda layouts: ~cuts(blocks, layouts.pp, layouts.virtual_stages),
+        lambda layout: (
+            f"{TOOL} gives all stages of a rank as many layers: {blocks} can't be cut evenly into "
+            f"{layout.pp} x {layout.stages_per_rank} stages; write {nearest_stages(blocks, layout)}."
+        ),
+    )
+
+    def broken_rounds(layouts: Columns) -> Number:
+        steps = layouts.gradient_accumulation_steps
+        return (layouts.pp > 1) & (layouts.virtual_stages > 1) & (np.fmod(steps, layouts.pp) != 0)
+
+    yield Rule(
+        f"{TOOL} interleaves stages over groups of pp micro-batches",
+        broken_rounds,
+        lambda layout: (
+            f"{TOOL} interleaves stages over groups of pp = {layout.pp} micro-batches; "
+            f"ga{layout.gradient_accumulation_steps} is no multiple, try "
+            f"ga{-(-layout.gradient_accumulation_steps // layout.pp) * layout.pp}."
+        ),
+    )
+
+
+def cuts(blocks: int, pp: Number, stages_per_rank: Number) -> Number:
+    """True if as many stages per rank have whole layers, without more of them on the fullest rank."""
+    fullest = stages_per_rank * np.ceil(blocks / (pp * stages_per_rank))
+    whole = (blocks % stages_per_rank == 0) & (blocks >= pp * stages_per_rank)
+    return whole & (fullest == np.ceil(blocks / pp))
+
+
+def nearest_stages(blocks: int, layout: Layout) -> str:
+    """Return a number of stages per rank that cuts the layers, as a token, or the plain schedule."""
+    fitting = [count for count in range(2, blocks // layout.pp + 1) if cuts(blocks, layout.pp, count)]
+    nearest = min(fitting, key=lambda count: abs(count - layout.stages_per_rank), default=None)
+    return f"v{nearest}" if nearest else "1f1b"
+
+
+def differences(config: Config, layout: Layout, blocks: int) -> Iterator[str]:
+    """Sentences on what the tool runs differently, or leaves to be done by hand. blocks: of the model."""
     yield (
         f"{TOOL} loads its own checkpoints: convert {config.model.name} with Megatron-Bridge; layers and "
         "widths are read from the checkpoint (--use-checkpoint-args)."
     )
-    if layout.pp > 1 and layout.schedule not in ("1f1b", "interleaved1f1b"):
-        written = f"interleaved 1F1B with v{layout.stages_per_rank}" if layout.stages_per_rank > 1 else "1F1B"
+    if uneven_stages(blocks, layout):
+        first, middle, last = stage_layers(blocks, layout.pp, layout.stages_per_rank)
+        between = f", {middle} on each between" if layout.pp > 2 else ""
         yield (
-            f"{TOOL} has no schedule {layout.schedule}: {written} is written; its bubble and memory differ."
+            f"pp{layout.pp} does not divide {blocks} layers evenly: the first pipeline rank has {first}, the "
+            f"last {last}{between} (--decoder-first-pipeline-num-layers and --decoder-last-…)."
         )
     if layout.cp > 1 and fine_tuning(config):
         if layout.cp_method == "ulysses":
@@ -208,14 +324,6 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
             "recompute=attention is --recompute-modules core_attn; a fused attention kernel keeps no scores "
             "anyway."
         )
-    if layout.recompute == "selective":
-        yield (
-            f"{TOOL}'s selective recomputation is by module: norms are recomputed, activation functions of "
-            "dense MLPs are kept, so it holds more than recompute=selective."
-        )
-        yield from every_block(TOOL, layout)
-    if config.train.precision == "bf16-pure":
-        yield f"{TOOL} keeps fp32 master weights with --bf16; bf16-pure has no flag."
     if not config.train.max_steps:
         yield f"{TOOL} counts steps, not epochs: set TRAIN_STEPS, as train.max_steps is not set."
     if config.train.compile:

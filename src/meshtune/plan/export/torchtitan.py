@@ -8,30 +8,34 @@ from collections.abc import Iterator
 from textwrap import indent
 from typing import Any
 
+import numpy as np
+
 from meshtune.config import Config
-from meshtune.layout import TORCH_SCHEDULES, V_SCHEDULES, VIRTUAL_SCHEDULES, Layout
+from meshtune.layout import SCHEDULES, TORCH_SCHEDULES, V_SCHEDULES, VIRTUAL_SCHEDULES, Layout
+from meshtune.placement.columns import Columns, Number
+from meshtune.placement.rules import Rule
 from meshtune.plan.export.exported import (
+    ALLOCATOR,
     Exported,
     column_name,
-    every_block,
     file_kind,
     guessed_formats,
     is_file,
-    no_attention_recompute,
     not_carried_over,
-    refuse,
     row_format,
     schedule_refusals,
     torchrun,
     warmup_steps,
 )
+from meshtune.plan.export.refused import attention_alone, some_blocks, zero1
+from meshtune.plan.tools import TOOLS
 from meshtune.sections import SourceConfig
 
-TOOL = "torchtitan"
-LOOPED = (*VIRTUAL_SCHEDULES, *V_SCHEDULES)  # cut into two stages a rank
+TOOL = TOOLS["torchtitan"].title
+LOOPED = (*VIRTUAL_SCHEDULES, *V_SCHEDULES)  # that torch runs with several stages a rank
+ENDS = 2  # layers that embedding and head count as, one each, when it cuts stages
 RECOMPUTE = {
     "none": "None",
-    "attention": "None",
     "selective": "SelectiveAC.Config()",
     "full": "FullAC.Config()",
 }
@@ -92,15 +96,13 @@ TURNS = {  # the expressions for a row's two turns
 }
 
 
-def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
+def write(config: Config, layout: Layout, blocks: int, gpus_per_node: int) -> Exported:
     """Return the layout and workload in this tool's form; nothing is written to disk.
 
-    Raises UserError, with every reason, if it can't run them.
+    blocks: of the model.
     """
-    schedules = schedule_refusals(TOOL, config, with_floor=["cosine", "linear"])
-    refuse(TOOL, config, layout, gpus_per_node, [*problems(config, layout), *schedules])
     program = "-m torchtitan.train --module meshtune_torchtitan --config run"
-    command = "PYTHONPATH=. " + torchrun(layout, gpus_per_node, program)
+    command = f"{ALLOCATOR} PYTHONPATH=. " + torchrun(layout, gpus_per_node, program)
     if not config.train.max_steps:
         command = f"TRAIN_STEPS=… {command}"
     source = config.data.train[0] if config.data.train else SourceConfig(path="train.jsonl")
@@ -109,7 +111,9 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
         command=command,
         steps=config.train.max_steps or 'int(os.environ["TRAIN_STEPS"])',
         rows=rows(config, source),
-        fields=indent("\n".join(f"{k}={v}," for k, v in fields(config, layout, source).items()), " " * 8),
+        fields=indent(
+            "\n".join(f"{k}={v}," for k, v in fields(config, layout, blocks, source).items()), " " * 8
+        ),
     )
     return Exported(
         {"meshtune_torchtitan.py": text},
@@ -118,8 +122,11 @@ def write(config: Config, layout: Layout, gpus_per_node: int) -> Exported:
     )
 
 
-def fields(config: Config, layout: Layout, source: SourceConfig) -> dict[str, str]:
-    """The configuration's fields as Python expressions, by name. source: the one that is trained on."""
+def fields(config: Config, layout: Layout, blocks: int, source: SourceConfig) -> dict[str, str]:
+    """The configuration's fields as Python expressions, by name.
+
+    blocks: of the model. source: the one that is trained on.
+    """
     train = config.train
     text = row_format(config.data, source) == "text"
     data_files = {"data_files": source.path, "split": source.split or "train"}
@@ -157,7 +164,7 @@ def fields(config: Config, layout: Layout, source: SourceConfig) -> dict[str, st
             min_lr_factor=1.0 if train.lr_scheduler.startswith("constant") else train.min_lr_ratio or 0.0,
         ),
         "training": call("TrainingConfig", **training(config, layout)),
-        "parallelism": call("ParallelismConfig", **parallelism(layout)),
+        "parallelism": call("ParallelismConfig", **parallelism(layout, blocks)),
         "activation_checkpoint": RECOMPUTE[layout.recompute],
         "compile": call("CompileConfig", enable=train.compile),
         "checkpoint": call(
@@ -209,7 +216,7 @@ def training(config: Config, layout: Layout) -> dict[str, Any]:
     }
 
 
-def parallelism(layout: Layout) -> dict[str, Any]:
+def parallelism(layout: Layout, blocks: int) -> dict[str, Any]:
     sizes: dict[str, Any] = {
         "data_parallel_replicate_degree": layout.dp_replicate,
         "data_parallel_shard_degree": layout.dp_shard,
@@ -222,6 +229,8 @@ def parallelism(layout: Layout) -> dict[str, Any]:
     if layout.pp > 1:
         sizes["pipeline_parallel_schedule"] = TORCH_SCHEDULES[layout.schedule]
         sizes["pipeline_parallel_microbatch_size"] = layout.micro_batch_size
+        if layout.stages_per_rank != default_stages(layout.schedule):
+            sizes["pipeline_parallel_layers_per_stage"] = layers_per_stage(blocks, layout.stages)
     if layout.cp > 1:
         sizes["context_parallel_load_balancer"] = "ptrr"  # the one that cuts masks of packed documents
     return sizes
@@ -242,30 +251,89 @@ def rows(config: Config, source: SourceConfig) -> str:
     return CHAT_ROWS.format(prompt=prompt, answer=answer)
 
 
-def problems(config: Config, layout: Layout) -> Iterator[str]:
-    """Sentences on why the tool can't run the layout or the workload; empty: it can."""
-    if config.method == "lora":
-        yield (
-            f"{TOOL}'s Transformers backend has no LoRA; for method=lora use --export axolotl or "
-            "llamafactory."
-        )
-    if layout.cp > 1 and layout.cp_method == "ulysses":
-        yield (
+def default_stages(schedule: str) -> int:
+    """Stages per rank unless layers per stage are set."""
+    return 2 if schedule in LOOPED else 1
+
+
+def layers_per_stage(blocks: int, stages: int) -> int:
+    """The setting from which torchtitan derives the number of stages; embedding and head count as layers."""
+    return -(-(blocks + ENDS) // stages)
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Sentences on settings that this tool alone can't have."""
+    yield from schedule_refusals(TOOL, config, with_floor=["cosine", "linear"])
+
+
+def rules(_config: Config, blocks: int, seq_len: int) -> Iterator[Rule]:
+    """Rules on layouts that the tool can't run."""
+    yield Rule(
+        f"{TOOL}'s context parallelism gathers keys and values, so no ulysses",
+        lambda layouts: (layouts.cp > 1) & layouts.ulysses,
+        lambda layout: (
             f"{TOOL}'s context parallelism gathers keys and values; for ulysses{layout.cp} use --export "
             f"deepspeed or megatron, or plan cp{layout.cp}."
+        ),
+    )
+    yield zero1(TOOL)
+    yield Rule(
+        f"{TOOL}'s Transformers backend always splits sequences with tp",
+        lambda layouts: (layouts.tp > 1) & (layouts.sp == 0),
+        lambda layout: (
+            f"{TOOL}'s Transformers backend always splits sequences with tp; write tp{layout.tp}-sp."
+        ),
+    )
+    yield Rule(
+        f"{TOOL} keeps what it gathers for attention and MLP until their backward, so no regather",
+        lambda layouts: layouts.sp_regather > 0,
+        lambda layout: (
+            f"{TOOL} keeps what it gathers for attention and MLP until their backward; write "
+            f"tp{layout.tp}-sp without regather."
+        ),
+    )
+    yield attention_alone(TOOL)
+    yield some_blocks(TOOL)
+    yield stages_rule(blocks)
+    yield pieces_rule(seq_len)
+
+
+def stages_rule(blocks: int) -> Rule:
+    """Numbers of stages that no number of layers per stage gives, or that leave a stage without a layer."""
+
+    def refuses(layouts: Columns) -> Number:
+        stages = layouts.pp * layouts.virtual_stages
+        per_stage = np.ceil((blocks + ENDS) / stages)
+        default = np.where(layouts.runs(*(name for name in SCHEDULES if name in LOOPED)), 2, 1)
+        counted = np.ceil((blocks + ENDS) / per_stage) != stages
+        return (layouts.pp > 1) & (layouts.virtual_stages != default) & counted
+
+    def sentence(layout: Layout) -> str:
+        return (
+            f"{TOOL} derives stages from layers per stage, and no number of them cuts {blocks} layers, "
+            f"embedding and head into {layout.stages} stages; write v{default_stages(layout.schedule)} "
+            f"instead of v{layout.virtual_stages}."
         )
-    stages = layout.stages_per_rank
-    if layout.pp > 1 and layout.schedule in LOOPED and stages != 2:
-        yield (
-            f"{TOOL} cuts {layout.schedule} into two stages a rank unless layers per stage are counted; "
-            f"write v2 instead of v{stages}."
-        )
-    step = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
-    if config.data.seq_len % step:
-        yield (
-            f"{TOOL} cuts a sequence into tp x 2 cp = {step} pieces, which do not divide data.seq_len = "
-            f"{config.data.seq_len}; try {max(1, round(config.data.seq_len / step)) * step}."
-        )
+
+    return Rule(
+        f"{TOOL} can't cut {blocks} layers, embedding and head into that many stages", refuses, sentence
+    )
+
+
+def pieces_rule(seq_len: int) -> Rule:
+    """Sequences that its pieces for tp and cp don't divide."""
+
+    def pieces(layout: Layout) -> int:
+        return layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
+
+    return Rule(
+        f"{TOOL} cuts a sequence into tp x 2 cp pieces, which do not divide data.seq_len",
+        lambda layouts: seq_len % (layouts.tp * np.where(layouts.cp > 1, 2 * layouts.cp, 1)) != 0,
+        lambda layout: (
+            f"{TOOL} cuts a sequence into tp x 2 cp = {pieces(layout)} pieces, which do not divide "
+            f"data.seq_len = {seq_len}; try {max(1, round(seq_len / pieces(layout))) * pieces(layout)}."
+        ),
+    )
 
 
 def differences(config: Config, layout: Layout) -> Iterator[str]:
@@ -275,33 +343,15 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
         f"{TOOL} reads weights and tokenizer from a folder: set hf_assets_path to a local copy of "
         f"{config.model.name}."
     )
-    if layout.zero == 1:
-        yield (
-            f"{TOOL}'s FSDP has no ZeRO-1: zero1x{layout.dp_shard} is written as ZeRO-2, which holds less "
-            "memory."
-        )
     if layout.zero == 0 and layout.cp > 1:
         yield f"{TOOL} shards over the {layout.cp} context ranks, as ZeRO-2 does; the layout replicates."
-    if layout.tp > 1 and not layout.sp:
-        yield f"{TOOL}'s Transformers backend always splits sequences with tp: the layout runs with sp."
-    if layout.sp_regather:
-        yield (
-            f"{TOOL} keeps what it gathers for attention and MLP until their backward: regather is left out, "
-            "activations grow."
-        )
-    if layout.recompute == "attention":
-        yield no_attention_recompute(TOOL)
     if layout.recompute == "selective":
         yield (
             f"{TOOL}'s SelectiveAC keeps every second matmul's output only: it holds less and recomputes "
             "more."
         )
-    yield from every_block(TOOL, layout)
     if layout.pp > 1:
-        yield (
-            f"{TOOL} counts embedding and head as one layer each when it cuts stages; meshtune's cut may "
-            "differ."
-        )
+        yield f"{TOOL} counts embedding and head as one layer each when it cuts stages."
     if train.precision == "bf16" and train.reduce_dtype == "bf16":
         yield f"{TOOL} reduces gradients in fp32; train.reduce_dtype=bf16 has no key."
     if not train.max_steps:

@@ -16,6 +16,7 @@ from rich.text import Text
 from meshtune.plan.memory import CATEGORIES, EVENTS, RANKS
 from meshtune.plan.phrases import spent
 from meshtune.plan.seconds.step import PARTS
+from meshtune.plan.tools import MESHTUNE
 from meshtune.report.plan.bars import Column, Fitted, Legend, Name
 from meshtune.report.plan.numbers import (
     common_error,
@@ -110,6 +111,7 @@ def explanation(choice: Choice) -> RenderableType:
     where = f", on the {rank.replace('middle', 'fullest middle')}" if rank else ", on every rank"
     event = EVENTS[int(memory.event)]
     gpus = f"{choice.layout.world} × {choice.cluster.gpu.name}"
+    gpus += "" if choice.tool is MESHTUNE else f", run by {choice.tool.title}"
     speed = f"{number(choice.tokens_per_second_per_gpu)} {choice.cluster.speed_unit}"
     accuracy = choice.accuracy
     time_error, memory_error = (

@@ -12,8 +12,10 @@ from rich.text import Text
 
 from meshtune.plan.answer import Answer
 from meshtune.plan.explanation import Explanation
+from meshtune.plan.export import Written
 from meshtune.plan.search import TIE_MEMORY_STEP, Choice
 from meshtune.plan.seconds.step import TIE
+from meshtune.plan.tools import MESHTUNE
 from meshtune.report.plan.side_by_side import side_by_side
 from meshtune.report.plan.tables import explanation, layouts_table, sizes_table
 from meshtune.units import human
@@ -21,8 +23,11 @@ from meshtune.units import human
 MOST_REASONS = 6  # groups of layouts left out that are listed
 
 
-def answer(result: Answer, most: int) -> RenderableType:
-    """All sections of the plan's answer; the table of the best layouts has at most `most`."""
+def answer(result: Answer, most: int, written: Written | None = None) -> RenderableType:
+    """All sections of the plan's answer; the table of the best layouts has at most `most`.
+
+    written: the export of the chosen layout; None: it was not exported.
+    """
     plan = result.plan
     cluster = plan.cluster
     head = Text.assemble(
@@ -30,9 +35,11 @@ def answer(result: Answer, most: int) -> RenderableType:
         f" on {cluster.gpus} x {cluster.gpu.name} ({human(cluster.memory)} each, {cluster.nodes} "
         f"machine{'s' * (cluster.nodes > 1)}), in {result.workload.precision}",
     )
+    tool, stack = result.workload.tool, result.workload.stack
+    target = Text(f"Memory and time are predicted for {tool.title} (constants of {stack}).")
     notes = [Text(note) for note in result.workload.notes]
     reasoning = section("How it was reached", result.reasoning, numbered=True)
-    parts: list[RenderableType] = [head, *notes, reasoning]
+    parts: list[RenderableType] = [head, target, *notes, reasoning]
     if len(result.plans) > 1:
         best = {gpus: one.choice(0) if len(one) else None for gpus, one in result.plans.items()}
         parts += [title("How many GPUs"), sizes_table(best)]
@@ -61,8 +68,20 @@ def answer(result: Answer, most: int) -> RenderableType:
     if lines := [*filter(None, [result.run.sentence()]), *result.length.notes]:
         parts.append(section("The run", lines))
     parts += reliability(result.choice)
-    parts.append(Text(f"meshtune train … layout={result.choice.layout}", style="bold"))
+    if written:
+        parts.append(section(f"What {tool.title} runs differently", written.exported.missing))
+    parts.append(Text(command(result, written), style="bold"))
     return Group(*parts)
+
+
+def command(result: Answer, written: Written | None) -> str:
+    """The command that runs the chosen layout, or that exports it for another tool. written: its export."""
+    tool, layout = result.workload.tool, result.choice.layout
+    if written:
+        return written.sentence
+    if tool is MESHTUNE:
+        return f"meshtune train … layout={layout}"
+    return f"meshtune plan … layout={layout} --export {tool.name}"
 
 
 def ranking(result: Answer) -> str:

@@ -1,0 +1,269 @@
+"""Plans for the tools that run them: predicted with the tool's stack, and only of layouts that it runs."""
+
+import math
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+
+from meshtune.commands.plan import tool_of
+from meshtune.config import Config, load
+from meshtune.errors import UserError
+from meshtune.layout import Layout
+from meshtune.placement.rules import Traits, sentences
+from meshtune.plan import fits
+from meshtune.plan.accounting import accounting_of, stack_accounting
+from meshtune.plan.answer import UNPLANNED, Answer
+from meshtune.plan.cluster import Cluster, cluster_of
+from meshtune.plan.cost import RunCost
+from meshtune.plan.export import EXPORTERS, check, export, tool_for, write
+from meshtune.plan.hardware import stacks
+from meshtune.plan.machine import machine_of
+from meshtune.plan.models import models
+from meshtune.plan.search import Plan, explained, search
+from meshtune.plan.tools import MESHTUNE, TOOLS, Tool
+from meshtune.plan.work import Work
+from meshtune.plan.workload import Workload, lighter_workloads
+from meshtune.report.plan import terminal
+from meshtune.sections import ClusterConfig
+from meshtune.units import GIB
+
+TEXT = ["model.name=m", "data.train=rows.jsonl", "data.format=text", "train.max_steps=10"]
+
+
+def settings(batch: int, *more: str) -> Config:
+    return load(overrides=[*TEXT, f"train.global_batch_size={batch}", *more])
+
+
+def llama(model: str, batch: int, tool: str, seq_len: int = 4096) -> Workload:
+    shape = models()[model]
+    config = settings(batch, f"data.seq_len={seq_len}")
+    return Workload(model, shape.work, shape.traits, seq_len, batch).run_by(tool_for(tool, config))
+
+
+def shaped(layers: int, batch: int, tool: str) -> Workload:
+    """A model of 8B's widths with any number of layers."""
+    shape = {"hidden": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8, "vocabulary": 128256}
+    work = Work.of_shape(layers=layers, **shape)
+    traits = Traits("LlamaForCausalLM", layers, 32, 8, 128256)
+    return Workload("any", work, traits, 4096, batch).run_by(tool_for(tool, settings(batch)))
+
+
+def h100s(gpus: int) -> Cluster:
+    return cluster_of(ClusterConfig(gpu="h100-sxm", gpus=gpus))
+
+
+@cache
+def planned(tool: str) -> Plan:
+    return search(llama("llama-3.1-8b", 64, tool), h100s(16))
+
+
+def test_every_tool_has_an_exporter_and_a_stack_that_knows_its_precisions() -> None:
+    assert TOOLS.keys() == {*EXPORTERS, MESHTUNE.name}
+    for tool in TOOLS.values():
+        for stack in (tool.stack, tool.compiled):
+            assert stack in stacks()
+            for precision in tool.precisions:
+                how = stack_accounting(stack, precision)
+                assert how.element == {"fp32": 4, "fp64": 8}.get(precision, 2), (stack, precision)
+                assert tool is MESHTUNE or math.isinf(how.loss_chunk), "whole logits"
+
+
+@pytest.mark.parametrize("tool", EXPORTERS)
+def test_every_ranked_layout_can_be_exported(tool: str) -> None:
+    plan = planned(tool)
+    assert len(plan) > 20 and all(choice.tool.name == tool for choice in plan.best(3))
+    config = settings(64, "data.seq_len=4096")
+    for place in range(0, len(plan), max(1, len(plan) // 200)):
+        layout = plan.choice(place).layout
+        assert export(tool, config, layout, blocks=32, gpus_per_node=8).files, layout
+
+
+@pytest.mark.parametrize(
+    ("tool", "reasons"),
+    [
+        ("accelerate", ["without pipeline", "no ulysses", "no ZeRO-1", "whole blocks or nothing"]),
+        ("deepspeed", ["PipelineModule", "is Ulysses", "not both", "shards over all data ranks"]),
+        ("torchtitan", ["no ulysses", "no ZeRO-1"]),
+        ("megatron", ["no schedules but 1F1B", "without pipeline stages", "no selective"]),
+        ("axolotl", ["without pipeline", "no ulysses", "no ZeRO-1"]),
+        ("llamafactory", ["no context parallelism", "PipelineModule", "whole blocks or nothing"]),
+    ],
+)
+def test_what_a_tool_cannot_run_is_counted_with_the_reason(tool: str, reasons: list[str]) -> None:
+    plan = planned(tool)
+    for reason in reasons:
+        (group,) = [each for each in plan.rejected if reason in each.reason]
+        assert group.count > 0 and TOOLS[tool].title in group.reason.replace("Megatron-FSDP", "Megatron-LM")
+        assert plan.workload.refusals(Layout.parse(group.example))
+    assert plan.considered == len(plan) + sum(each.count for each in plan.rejected)
+
+
+def test_only_tools_that_split_sequences_are_offered_sp() -> None:
+    for tool in EXPORTERS:
+        columns = planned(tool).columns
+        split = columns.sp[columns.tp > 1]
+        assert len(split) and (split == TOOLS[tool].sequence_parallel).all(), tool
+
+
+def test_a_trainer_keeps_whole_logits() -> None:
+    """The review's case: 2 sequences of 4096 tokens of 128,256 logits, 2 + 4 + 4 bytes each."""
+    layout = Layout.parse("zero3x16-mb2-ga2")
+    here, there = (
+        explained(llama("llama-3.1-8b", 64, tool), h100s(16), layout) for tool in ("meshtune", "accelerate")
+    )
+    assert there.memory.logits == pytest.approx(2 * 4096 * 128256 * 10, rel=0.01)
+    assert there.memory.logits > 2 * here.memory.logits
+    assert there.memory.peak - here.memory.peak > 5 * GIB
+
+
+def test_a_tools_constants_are_its_stacks() -> None:
+    cluster = h100s(16)
+    for tool in TOOLS.values():
+        workload = llama("llama-3.1-8b", 64, tool.name)
+        constants = stacks()[tool.stack]
+        assert machine_of(workload, cluster).elementwise_hidden == constants["elementwise_hidden"]
+        compiled = replace(workload, compile=True)
+        assert compiled.stack == tool.compiled
+        assert machine_of(compiled, cluster).data_overlap == stacks()[tool.compiled]["data_overlap"]
+        assert accounting_of(workload, cluster).logit == stack_accounting(tool.stack, "bf16").logit
+
+
+def test_gradients_are_reduced_as_the_tool_does() -> None:
+    for tool, size in (("meshtune", 4), ("accelerate", 2), ("torchtitan", 4)):
+        assert machine_of(llama("llama-3.1-8b", 64, tool), h100s(16)).scatter_bytes == size
+    config = settings(64, "train.reduce_dtype=bf16")
+    shape = models()["llama-3.1-8b"]
+    reduced = Workload("m", shape.work, shape.traits, 4096, 64, reduce_dtype="bf16")
+    there = reduced.run_by(tool_for("torchtitan", config))
+    assert there.reduce_dtype == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("layers", "text", "runs"),
+    [
+        (80, "tp4-sp-pp4-interleaved1f1b-v8-mb1-ga64", False),  # 20 layers a rank
+        (80, "tp4-sp-pp4-interleaved1f1b-v5-mb1-ga64", True),
+        (80, "tp4-sp-pp4-interleaved1f1b-v2-mb1-ga64", True),
+        (126, "pp16-1f1b-mb1-ga64", True),
+        (126, "pp16-interleaved1f1b-v2-mb1-ga64", True),
+        (126, "pp16-interleaved1f1b-v4-mb1-ga64", False),
+        (61, "pp16-1f1b-mb1-ga64", True),
+        (61, "pp4-interleaved1f1b-v2-mb1-ga64", False),
+    ],
+)
+def test_megatron_is_asked_for_stages_that_it_can_cut(layers: int, text: str, runs: bool) -> None:
+    assert bool(shaped(layers, 64, "megatron").refusals(Layout.parse(text))) is not runs
+    config, layout = settings(64), Layout.parse(text)
+    if runs:
+        assert export("megatron", config, layout, blocks=layers, gpus_per_node=8).files
+    else:
+        with pytest.raises(UserError, match="gives all stages of a rank as many layers"):
+            export("megatron", config, layout, blocks=layers, gpus_per_node=8)
+
+
+def test_rules_follow_the_model_that_is_asked_about() -> None:
+    """--max model tries other models, with other numbers of layers, in the same workload."""
+    workload = shaped(61, 64, "megatron")
+    layout = Layout.parse("pp4-interleaved1f1b-v2-mb1-ga64")
+    other = replace(workload, work=shaped(80, 64, "megatron").work)
+    assert workload.refusals(layout) and not other.refusals(layout)
+    assert not sentences(MESHTUNE.rules(61, 4096), layout)
+
+
+@pytest.mark.parametrize(
+    ("tool", "words", "reason"),
+    [
+        ("megatron", ["method=lora"], "trains every parameter"),
+        ("torchtitan", ["method=lora"], "trains every parameter"),
+        ("megatron", ["train.precision=bf16-pure"], "doesn't train in train.precision=bf16-pure"),
+        ("accelerate", ["train.precision=fp64"], "use fp32 or bf16"),
+        ("deepspeed", ["train.optimizer=muon"], "train.optimizer=muon can't be exported to DeepSpeed"),
+    ],
+)
+def test_what_a_tool_cannot_train_is_refused_before_it_is_planned(
+    tool: str, words: list[str], reason: str
+) -> None:
+    with pytest.raises(UserError, match=reason):
+        tool_for(tool, settings(64, *words))
+    with pytest.raises(UserError, match=reason):
+        check(tool, settings(64, *words))
+
+
+def test_settings_that_only_an_export_needs_do_not_stop_a_plan() -> None:
+    config = settings(64, "data.where={lang: en}")
+    assert isinstance(tool_for("megatron", config), Tool)
+    with pytest.raises(UserError, match=r"data\.where can't be exported"):
+        check("megatron", config)
+
+
+def test_remedies_are_ones_that_the_tool_has() -> None:
+    remedies = partial(fits.remedies, cluster=cluster_of(ClusterConfig(gpu="l4", gpus=1)))
+    small = {tool: list(remedies(llama("llama-3.2-1b", 8, tool, 512))) for tool in ("deepspeed", "megatron")}
+    assert any("bf16-pure" in each for each in small["deepspeed"])
+    assert small["megatron"] and not any("bf16-pure" in each for each in small["megatron"])
+    config = settings(8)
+    assert not lighter_workloads(
+        config, lambda _: pytest.fail("no numbers needed"), partial(tool_for, "megatron")
+    )
+
+
+@pytest.mark.parametrize(
+    ("tool", "exported", "found"),
+    [
+        (None, None, "meshtune"),
+        ("meshtune", None, "meshtune"),
+        ("axolotl", None, "axolotl"),
+        (None, "megatron", "megatron"),
+        ("megatron", "megatron", "megatron"),
+    ],
+)
+def test_an_export_implies_its_tool(tool: str | None, exported: str | None, found: str) -> None:
+    assert tool_of(tool, exported) == found
+
+
+def test_unknown_and_contradicting_tools_are_refused() -> None:
+    with pytest.raises(UserError, match=r"--for megatrn is no tool .* did you mean megatron"):
+        tool_of("megatrn", None)
+    with pytest.raises(UserError, match=r"--for axolotl with --export megatron: .* drop --for"):
+        tool_of("axolotl", "megatron")
+
+
+def answer(tool: str) -> Answer:
+    plan = planned(tool)
+    best = plan.choice(0)
+    return Answer(plan.workload, {16: plan}, 16, best, "speed", RunCost.of(best, UNPLANNED))
+
+
+def text_of(renderable: object) -> list[str]:
+    from rich.console import Console
+
+    console = Console(width=200)
+    with console.capture() as printed:
+        console.print(renderable)
+    return [line.rstrip() for line in printed.get().rstrip().splitlines()]
+
+
+def test_the_answer_names_the_tool_and_ends_with_what_runs_the_layout(tmp_path) -> None:
+    lines = text_of(terminal.answer(answer("meshtune"), 3))
+    assert "Memory and time are predicted for meshtune (constants of meshtune)." in lines
+    assert lines[-1].startswith("meshtune train … layout=")
+    best = answer("megatron")
+    lines = text_of(terminal.answer(best, 3))
+    assert "Memory and time are predicted for Megatron-LM (constants of megatron-core)." in lines
+    layout = best.choice.layout
+    assert lines[-1] == f"meshtune plan … layout={layout} --export megatron"
+    assert {"tool": "megatron", "stack": "megatron-core"}.items() <= best.as_dict(1).items()
+    assert best.as_dict(1)["layouts"][0]["tool"] == "megatron"
+
+    config = settings(64, "data.seq_len=4096")
+    exported = export("megatron", config, layout, blocks=32, gpus_per_node=8)
+    written = write(best.workload.tool, exported, layout, tmp_path / "out")
+    lines = text_of(terminal.answer(best, 3, written))
+    assert lines[-1].startswith(f"{layout} for Megatron-LM is in {tmp_path / 'out'}; start it with: ")
+    assert lines[-1].endswith("bash megatron.sh") and not any("meshtune train" in line for line in lines)
+    start = lines.index("What Megatron-LM runs differently")
+    assert start > len(lines) - 20 and len([line for line in lines[start:] if line.startswith("  ")]) >= 2
+    assert written.as_dict()["layout"] == str(layout) and "megatron.sh" in written.as_dict()["files"]
+    with pytest.raises(UserError, match="exists; name another folder"):
+        write(best.workload.tool, exported, layout, tmp_path / "out")
