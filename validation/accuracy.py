@@ -19,7 +19,7 @@ from dataclasses import replace
 import numpy as np
 from fit import PLAN, clusters, fitted_on, parts, unseen
 from measured import LARGE, SMALL, Row, gpu_of, origin_of, origins, read, stack_of, throughput, why_not
-from peaks import accounting_of, figure_of, peaks, published
+from peaks import accounting_of, peaks, published, why_apart
 
 from meshtune.plan.accounting import Accounting, stack_accounting
 from meshtune.rundir import write_text_atomically
@@ -70,7 +70,7 @@ def memory_errors() -> Errors:
     """Errors of predicted peaks."""
     among = origins()
     every = [row for file in (*LARGE, SMALL) for row in read(file) if not why_not(row, among)]
-    rows = [row for row in every if row["peak_mem_gib"] and not figure_of(row).apart]
+    rows = [row for row in every if row["peak_mem_gib"] and not why_apart(row)]
     elsewhere = mean_errors(rows, peaks(rows, accounting=guessed), published(rows))[UNMEASURED]
     return dict(mean_errors(rows, peaks(rows), published(rows))) | {UNMEASURED: elsewhere}
 

@@ -181,6 +181,9 @@ def columns_of(rows: Sequence[Row], among: Sequence[Origin]) -> Columns:
     dp, zero = column(rows, "dp"), column(rows, "zero_stage")
     virtual = column(rows, "vpp", 1.0)
     ran = [origin for row in rows if (origin := origin_of(row, among))]
+    # torch's pipeline stages keep gathered weights and whole gradients until a step's last backward
+    fsdp = np.array([origin.stack == "torchtitan" for origin in ran])
+    zero = np.where(fsdp & (column(rows, "pp") > 1), np.minimum(zero, 1.0), zero)
     return Columns(
         dp_replicate=np.where(zero > 0, 1.0, dp),
         dp_shard=np.where(zero > 0, dp, 1.0),

@@ -41,12 +41,17 @@ class Figure:
 
     counts: str = "device"  # a key of UNSEEN
     stack: str = ""  # whose accounting is taken; "": the row's own
-    apart: str = ""  # why its errors are not counted with the others; "": they are
+    apart: str = ""  # see `why_apart`
 
 
 def figure_of(row: Row) -> Figure:
     fitting = [prefix for prefix in _figures() if row["id"].startswith(prefix)]
     return _figures()[max(fitting, key=len)] if fitting else Figure()
+
+
+def why_apart(row: Row) -> str:
+    """The reason why the error of a row's peak is not counted with the others; "": it is."""
+    return figure_of(row).apart or ("layout partly assumed" if row.get("assumed") else "")
 
 
 @cache

@@ -36,7 +36,7 @@ from measured import (
     why_not,
     work_of,
 )
-from peaks import FITTED, capacities, figure_of, fitted, peaks, published, ran_out
+from peaks import FITTED, capacities, fitted, peaks, published, ran_out, why_apart
 
 from meshtune.plan.seconds.step import step
 from meshtune.rundir import write_text_atomically
@@ -160,8 +160,8 @@ def memory_errors(rows: Sequence[Row], skipped: Sequence[Row], reasons: Sequence
     rows: all that can be predicted. reasons: of each of `skipped`, in the same order.
     """
     ours, theirs = peaks(rows), published(rows)
-    apart = np.array([bool(figure_of(row).apart) for row in rows], dtype=bool)
-    known = np.isfinite(theirs)
+    reason = np.array([why_apart(row) for row in rows])
+    apart, known = reason != "", np.isfinite(theirs)
     scored = [row for row, own in zip(rows, known & ~apart, strict=True) if own]
     refused, failed = peaks(rows, whole=True) > capacities(rows), ran_out(rows)
 
@@ -174,7 +174,7 @@ def memory_errors(rows: Sequence[Row], skipped: Sequence[Row], reasons: Sequence
     return {
         "all": under(known & ~apart),
         "by_source": by(scored, source_of, ours[known & ~apart], theirs[known & ~apart]),
-        "apart": under(known & apart),
+        "apart": {why: under(known & (reason == why)) for why in dict.fromkeys(reason[known & apart])},
         "off": {
             rows[at]["id"]: float(wrong[at])
             for at in np.argsort(wrong)
@@ -250,7 +250,8 @@ def table(answer: dict[str, Any]) -> str:
     for title, rows in sections:
         lines += section(title.replace("_", " ") or "throughput", rows)
     if held := answer["memory"]:
-        rows = {"all": held["all"], **held["by_source"], "apart": held["apart"]}
+        apart = {f"apart: {why}": own for why, own in held["apart"].items()}
+        rows = {"all": held["all"], **held["by_source"], **apart}
         out, ran = held["out_of_memory"], held["ran"]
         lines += [
             *section("peak memory", rows),

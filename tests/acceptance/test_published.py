@@ -90,7 +90,7 @@ def test_memory_is_predicted_and_what_did_not_fit_is_refused(tmp_path: Path) -> 
     )
     out = tmp_path / "out.csv"
     found = validated(file, "--predictions", str(out))["memory"]
-    assert (found["all"]["n"], found["apart"]["n"]) == (1, 1)
+    assert (found["all"]["n"], found["apart"]["optimizer not stated"]["n"]) == (1, 1)
     assert found["all"]["mape"] < 8 and found["by_source"]["bloom"]["n"] == 1
     assert found["out_of_memory"] == {"n": 1, "predicted": 1}
     assert found["skipped"] == {"it lacks layers": 1}
