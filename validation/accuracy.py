@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-from fit import PLAN, clusters, fitted_on, parts, unseen
+from fit import FITTED_ON, PLAN, clusters, fitted_on, parts, unseen
 from measured import LARGE, SMALL, Row, gpu_of, origin_of, origins, read, stack_of, throughput, why_not
 from peaks import accounting_of, peaks, published, why_apart
 
@@ -60,7 +60,7 @@ def guessed(row: Row) -> Accounting:
 
 def time_errors() -> Errors:
     """Errors of predicted speeds; it fits the constants once for each quarter and each cluster: minutes."""
-    rows = fitted_on([*LARGE, SMALL])
+    rows = fitted_on(FITTED_ON)
     measured = np.array([throughput(row) for row in rows])
     elsewhere = mean_errors(rows, unseen(rows, clusters(rows)), measured)[UNMEASURED]
     return dict(mean_errors(rows, unseen(rows, parts(rows, QUARTERS)), measured)) | {UNMEASURED: elsewhere}
