@@ -214,3 +214,9 @@ class ClusterConfig(Section):
     efficiency: dict[str, float] = Field(
         default={}, description="Measured efficiencies (0 to 1), by hardware.toml's names."
     )
+
+    @field_validator("gpu", mode="before")
+    @classmethod
+    def _name(cls, value: Any) -> Any:
+        """Accept 4090, a number in YAML."""
+        return str(value) if type(value) is int else value

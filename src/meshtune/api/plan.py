@@ -15,6 +15,7 @@ from meshtune.plan.answer import Answer
 from meshtune.plan.explanation import Explanation, explain
 from meshtune.plan.export import tool_for
 from meshtune.plan.fits import Lighter
+from meshtune.plan.other_units import other_units
 from meshtune.plan.search import Choice
 from meshtune.plan.tools import MESHTUNE
 from meshtune.plan.workload import Workload, lighter_workloads, workload_of
@@ -78,17 +79,20 @@ def say(notes: Sequence[str], log: Log) -> None:
 
 
 @contextmanager
-def workloads(config: Config, tool: str, log: Log) -> Iterator[tuple[Workload, Lighter]]:
+def workloads(
+    config: Config, tool: str = "meshtune", log: Log = silent
+) -> Iterator[tuple[Workload, Lighter]]:
     """Give the config's workload as a tool runs it, and a function that returns workloads that need less.
 
     The model's config.json need not exist: see `model_file`. Raises UserError as that, as `numbers_of`, and
     if the tool can't train so.
     """
+    units = other_units(config.cluster_config)  # a wrong cluster is refused before a model is built
     runner = tool_for(tool, config)
     with model_file(config) as (file, notes):
         workload = workload_of(config, numbers_of(config, file=file, log=log)).run_by(runner)
         lighter = partial(lighter_workloads, config, partial(numbers_of, file=file), partial(tool_for, tool))
-        workload = replace(workload, notes=(*notes, *workload.notes))
+        workload = replace(workload, notes=(*notes, *workload.notes, *units))
         try:
             yield workload, lighter
         except UserError:  # there is no answer to say them

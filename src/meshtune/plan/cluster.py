@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import os
 import subprocess
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any
 
 import psutil
 
 from meshtune.config import Config
-from meshtune.errors import UserError, check_file, expanded
-from meshtune.nearest import did_you_mean, nearest
-from meshtune.plan.hardware import GIGA, Gpu, catalogue, gpu_of, named
+from meshtune.errors import UserError
+from meshtune.plan.hardware import GIGA, Gpu, named
+from meshtune.plan.kinds import kind_named, kinds_of
 from meshtune.plan.prices import prices_of
 from meshtune.sections import ClusterConfig
 from meshtune.units import GIB, speed_unit
@@ -105,14 +103,14 @@ def cluster_of(
     Where it returns none, the cluster is this machine's processor. Raises UserError for an unknown kind or
     efficiency, a cluster.hardware that can't be read, GPUs that don't fill whole nodes, and as `prices_of`.
     """
-    kinds = catalogue() | _kinds_of_file(settings)
+    kinds = kinds_of(settings.hardware)
     memory = settings.memory_gib * GIB if settings.memory_gib else None
     here = 0
     if settings.gpu is None:
         gpu, here, seen_memory = _seen_kind((seen or gpus_here)(), kinds, settings.gpus or gpus or 1)
         memory = memory or seen_memory
     else:
-        gpu = _kind(settings.gpu, kinds)
+        gpu = kind_named(settings.gpu, kinds)
     if settings.efficiency:
         if unknown := sorted(settings.efficiency.keys() - gpu.efficiency.keys()):
             raise UserError(
@@ -171,46 +169,6 @@ def _seen_kind(seen: list[tuple[str, float]], kinds: Mapping[str, Gpu], ranks: i
             f"({', '.join(kinds)}), or describe it in a file named by cluster.hardware."
         )
     return gpu, len(seen), min(memory for _, memory in seen)
-
-
-def _kind(name: str, kinds: Mapping[str, Gpu]) -> Gpu:
-    if name not in kinds:
-        word = name.lower().replace("_", "-")
-        near = [kind for kind in kinds if kind.startswith(word)]
-        hint = did_you_mean(near or nearest(word, kinds))
-        raise UserError(
-            f"cluster.gpu = {name} is no kind that is known{hint} Kinds: "
-            f"{', '.join(kinds)}. Others can be described in a file named by cluster.hardware."
-        )
-    return kinds[name]
-
-
-def _kinds_of_file(settings: ClusterConfig) -> dict[str, Gpu]:
-    """GPU kinds of the file named by cluster.hardware, in hardware.toml's form; none without one.
-
-    Raises UserError for a file that can't be read, and with every problem of its tables.
-    """
-    if settings.hardware is None:
-        return {}
-    file = expanded(settings.hardware)
-    try:
-        check_file(file)
-        tables: dict[str, Any] = tomllib.loads(file.read_text("utf-8"))
-    except OSError as error:
-        raise UserError(f"cluster.hardware = {file} cannot be read: {error.strerror}.") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"cluster.hardware = {file} is not TOML: {error}.") from None
-    kinds, problems = {}, []
-    for name, table in tables.items():
-        try:
-            kinds[name] = gpu_of(name, table)
-        except (KeyError, TypeError) as error:
-            problems.append(f"cluster.hardware = {file}: [{name}] lacks or misspells {error}.")
-        except ValueError as error:
-            problems.append(f"cluster.hardware = {file}: [{name}]: {error}.")
-    if problems:
-        raise UserError(problems)
-    return kinds
 
 
 def cluster_here(config: Config, ranks: int, gpus: Sequence[tuple[str, float]]) -> Cluster:

@@ -115,7 +115,7 @@ def test_the_plan_of_a_known_shape_is_that_of_the_config_on_the_hub(name: str, t
 
     def workload(model: Path | str) -> Workload:
         settings = config.load(None, [f"model.name={model}", f"data.cache={tmp_path}"])
-        with workloads(settings, lambda _: None) as (found, _):
+        with workloads(settings) as (found, _):
             return found
 
     offline, online = workload(name), workload(folder)

@@ -1,0 +1,162 @@
+"""GPU kinds as a user names and describes them: names answered with the nearest kind, tables checked whole.
+
+cluster.gpu       h100-sxm, H100 SXM, or a driver's name such as NVIDIA H100 80GB HBM3
+cluster.hardware  a TOML file with more kinds, in hardware.toml's form
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from meshtune.errors import UserError, check_file, expanded, written
+from meshtune.nearest import did_you_mean, nearest
+from meshtune.plan.hardware import Gpu, catalogue, gpu_of, named
+
+WITHOUT_BF16 = {"p100", "t4", "v100"}  # words of GPUs that are too old for the rates of hardware.toml
+LINK_KINDS = ("nvlink", "pcie", "xgmi")
+
+# Keys of a kind's table with a positive number -> what it is, as in hardware.toml and docs/planning.md.
+RATES = {
+    "bf16": "dense TFLOP/s in bf16",
+    "fp32": "TFLOP/s in fp32",
+    "memory_gib": "memory in GiB, as torch reports it",
+    "bandwidth": "GB/s of its memory",
+    "link": "GB/s to the other GPUs of its machine, one direction",
+    "network": "GB/s per GPU to other machines, one direction",
+    "fp8": "dense TFLOP/s in fp8",
+    "tf32": "dense TFLOP/s in TensorFloat-32",
+}
+COUNTS = {"node": "GPUs of a machine", "multiprocessors": "streaming multiprocessors"}  # whole numbers
+OTHERS = {
+    "words": 'words in the name that the driver reports, such as ["H100"]',
+    "link_kind": f"{', '.join(LINK_KINDS[:-1])} or {LINK_KINDS[-1]}",
+    "source": "where the numbers are from, as text",
+    "efficiency_as": "the kind whose measured efficiencies are used",
+    "efficiency": "a table of measured efficiencies",
+}
+EFFICIENCIES = tuple(catalogue()["a100-80"].efficiency)  # all of them
+MEANING = RATES | COUNTS | OTHERS
+OPTIONAL = {"fp8", "tf32", "efficiency_as", "efficiency"}
+
+
+def kind_named(name: str, kinds: Mapping[str, Gpu]) -> Gpu:
+    """The kind that a user or a driver calls so; case, spaces and underscores do not count.
+
+    Raises UserError, with the kinds that may be meant, for a name that stands for none or for several.
+    """
+    plain = re.sub(r"[\s_]+", "-", name.strip().lower())
+    if kind := kinds.get(name) or kinds.get(plain):
+        return kind
+    if " " in name.strip() and (kind := named(name, kinds)):
+        return kind
+    parts = set(re.split(r"[\s_-]+", name.strip().lower()))
+    if parts & WITHOUT_BF16:
+        raise UserError(
+            f"cluster.gpu = {name} is no kind of the catalogue: it has no bf16 matrix units. Describe it "
+            "in a file named by cluster.hardware, and plan with train.precision=fp32; "
+            "docs/planning.md#clusters has the table of a V100."
+        )
+    near = [kind for kind in kinds if kind.startswith(plain)]
+    near = near or nearest(plain, kinds) or _with_most_parts(parts, kinds)
+    raise UserError(
+        f"cluster.gpu = {name} is no kind that is known{did_you_mean(near)} Kinds: "
+        f"{', '.join(kinds)}. Others can be described in a file named by cluster.hardware."
+    )
+
+
+def _with_most_parts(parts: set[str], kinds: Mapping[str, Gpu]) -> list[str]:
+    """Kinds that share most parts of their names (rtx, 4090) with `parts`; [] if none shares any."""
+    shared = {kind: len(parts & set(kind.split("-"))) for kind in kinds}
+    most = max(shared.values())
+    return [kind for kind, number in shared.items() if most and number == most]
+
+
+def kinds_of(hardware: str | None) -> dict[str, Gpu]:
+    """The catalogue, and the kinds of the file named by cluster.hardware; None: no such file.
+
+    Raises UserError for a file that can't be read, and with every problem of all its tables.
+    """
+    if hardware is None:
+        return dict(catalogue())
+    file = expanded(hardware)
+    try:
+        check_file(file)
+        tables: dict[str, Any] = tomllib.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise UserError(f"cluster.hardware = {file} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"cluster.hardware = {file} is not TOML: {error}.") from None
+    problems = [
+        f"cluster.hardware = {file}: [{name}] {problem}"
+        for name, table in tables.items()
+        for problem in table_problems(table)
+    ]
+    if problems:
+        raise UserError(problems)
+    return catalogue() | {name: gpu_of(name, table) for name, table in tables.items()}
+
+
+def table_problems(table: Any) -> Iterator[str]:
+    """Yield everything that is wrong with a kind's table, as sentences that follow its name."""
+    if not isinstance(table, Mapping):
+        yield f"= {written(table)}: write a table of a GPU's facts."
+        return
+    if missing := [f"{key} ({MEANING[key]})" for key in MEANING if key not in {*table, *OPTIONAL}]:
+        yield f"lacks {', '.join(missing)}."
+    if not {"efficiency", "efficiency_as"} & table.keys():
+        yield f"lacks efficiency_as ({MEANING['efficiency_as']}) or efficiency ({MEANING['efficiency']})."
+    for key, value in table.items():
+        if key not in MEANING:
+            yield f"has {key}, which is no fact of a GPU{did_you_mean(nearest(key, MEANING))}"
+        elif key == "efficiency":
+            yield from _efficiency_problems(value, whole="efficiency_as" not in table)
+        elif not _fits(key, value):
+            yield f"{key} = {written(value)}: write {_form(key)}{MEANING[key]}{_hint(key, value)}"
+
+
+def _fits(key: str, value: Any) -> bool:
+    if key in RATES:
+        return _is_positive(value)
+    if key in COUNTS:
+        return _is_positive(value) and isinstance(value, int)
+    checks: dict[str, Callable[[Any], bool]] = {
+        "words": lambda words: isinstance(words, list) and words and all(isinstance(w, str) for w in words),
+        "link_kind": LINK_KINDS.__contains__,
+        "source": lambda text: isinstance(text, str),
+        "efficiency_as": lambda kind: isinstance(kind, str) and kind in catalogue(),
+    }
+    return bool(checks[key](value))
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def _form(key: str) -> str:
+    """The form of a key's value, which stands before its meaning."""
+    return "a number above 0, " if key in RATES else "a whole number from 1 on, " if key in COUNTS else ""
+
+
+def _hint(key: str, value: Any) -> str:
+    choices = {"link_kind": LINK_KINDS, "efficiency_as": tuple(catalogue())}.get(key, ())
+    return did_you_mean(nearest(value, choices) if isinstance(value, str) else [])
+
+
+def _efficiency_problems(efficiency: Any, *, whole: bool) -> Iterator[str]:
+    """Yield what is wrong with a table of efficiencies. whole: True if no other kind's stand behind it."""
+    if not isinstance(efficiency, Mapping):
+        yield f"efficiency = {written(efficiency)}: write {MEANING['efficiency']}."
+        return
+    if whole and (missing := [key for key in EFFICIENCIES if key not in efficiency]):
+        yield (
+            f"efficiency lacks {', '.join(missing)}; add efficiency_as ({MEANING['efficiency_as']}) for what "
+            "nobody measured."
+        )
+    for key, value in efficiency.items():
+        if key not in {*EFFICIENCIES, "source"}:
+            yield f"efficiency has {key}, which is none{did_you_mean(nearest(key, EFFICIENCIES))}"
+        elif key != "source" and not _is_positive(value):
+            yield f"efficiency.{key} = {written(value)}: write a number above 0."
