@@ -13,7 +13,6 @@ import numpy as np
 
 from meshtune.layout import RECOMPUTE
 from meshtune.placement.columns import Columns, Number, rows
-from meshtune.plan.seconds.step import TIE
 
 MOST = 256  # layouts to bisect
 SLOWEST = 1.5  # times the quickest step: no recomputation makes one longer than that (4 + 2 all-reduces to 4)
@@ -22,12 +21,12 @@ Predicted = Callable[[Columns], Number]
 
 
 def with_fewest_blocks(
-    fitting: Columns, seconds: Number, blocks: Number, *, total: Predicted, fits: Predicted
+    fitting: Columns, seconds: Number, blocks: Number, *, total: Predicted, fits: Predicted, gain: float
 ) -> Columns:
     """Layouts of `fitting` that recompute every block, with the fewest recomputed blocks that fit.
 
     Only `promising` ones; none that fits only with every block recomputed, or with none of them, or that is
-    no quicker than with every one (within TIE).
+    not quicker by `gain`, a share of a step's time, than with every one.
 
     seconds: of their steps. blocks: of the model. total: predicts seconds of steps. fits: predicts a mask.
     """
@@ -39,7 +38,7 @@ def with_fewest_blocks(
     fewer = layouts.replace(
         recompute_blocks=fewest(most, lambda number: fits(layouts.replace(recompute_blocks=number)))
     )
-    return rows(fewer, total(fewer) < seconds * math.exp(-TIE))
+    return rows(fewer, total(fewer) < seconds * math.exp(-gain))
 
 
 def promising(fitting: Columns, seconds: Number, total: Predicted) -> Number:

@@ -198,7 +198,7 @@ def search(
         fewer = with_fewest_blocks(
             fitting, seconds.total, workload.work.blocks,
             total=lambda layouts: times(workload, cluster, layouts).total,
-            fits=lambda layouts: peak(workload, cluster, layouts).peak <= room,
+            fits=lambda layouts: peak(workload, cluster, layouts).peak <= room, gain=TIE,
         )  # fmt: skip
         fewer = rows(fewer, _allowed(workload, fewer))
         fitting, added = joined([fitting, fewer]), added + len(fewer.tp)
