@@ -42,6 +42,7 @@ CHOICES = {
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # sizes, outer to inner: tp ranks are neighbours
 DATA_AXES = ("dp_replicate", "dp_shard")  # whose ranks read different sequences
 PARAMETER_AXES = (*DATA_AXES, "cp")  # whose ranks work on other tokens with the same parameters
+BEYOND = 10**7  # every number of a layout is below it
 MODEL_AXES = tuple(axis for axis in reversed(AXES) if axis not in DATA_AXES)  # whose ranks share sequences
 
 
@@ -204,8 +205,8 @@ def contradictions(layout: Layout) -> Iterator[str]:
     for name, value in numbers.items():
         if name != "zero" and value < 1:
             yield f"{name} is {value}; it must be at least 1."
-        elif value >= 10**7:
-            yield f"{name} is {str(value)[:40]}; it must be below 10,000,000."
+        elif value >= BEYOND:
+            yield f"{name} is {str(value)[:40]}; it must be below {BEYOND:,}."
     for row in fields(layout):
         if row.type in (bool, "bool") and type(value := getattr(layout, row.name)) is not bool:
             yield f"{row.name} is {written(value)}; it must be true or false."

@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshtune.errors import UserError
-from meshtune.layout import AXES, CP_METHODS, MODEL_AXES, SCHEDULES, V_SCHEDULES, VIRTUAL_SCHEDULES, Layout
+from meshtune.layout import (
+    AXES,
+    BEYOND,
+    CP_METHODS,
+    MODEL_AXES,
+    SCHEDULES,
+    V_SCHEDULES,
+    VIRTUAL_SCHEDULES,
+    Layout,
+)
 from meshtune.placement.columns import ENCODINGS, Columns, Number, rows
 from meshtune.plan.cluster import Cluster
 from meshtune.recomputation import RECOMPUTATIONS
@@ -28,6 +37,8 @@ if TYPE_CHECKING:
 MOST_VIRTUAL_STAGES = 8
 NEAREST = 2  # other global batches, below and above one that the data ranks don't divide
 EVERY_HYBRID = 128  # GPUs, up to which all hybrids of replicas and shards are considered
+EVERY_DEGREE = 4096  # GPUs, up to which uneven degrees of tp and cp are considered
+EVERY_MICRO_BATCH = 32  # micro-batch sizes of a data rank, up to which all are considered, not powers of two
 
 Option = Mapping[str, Any]  # values for some fields of Layout, by name
 Given = Mapping[str, Any]  # the fields of Layout that are fixed, with their values
@@ -40,7 +51,8 @@ def candidates(workload: Workload, cluster: Cluster, fixed: Given) -> Columns:
     recomputation (none) are placeholders, which `with_micro_batches` replaces.
 
     Hybrids of replicas and shards: beyond EVERY_HYBRID GPUs only those with shards over all data ranks, over
-    those inside a node, or, without a pipeline, over doublings of these.
+    those inside a node, or, without a pipeline, over doublings of these. Uneven degrees of tp and cp: up to
+    EVERY_DEGREE GPUs.
     """
     outer = _outer(workload, cluster, fixed)
     if not outer:
@@ -58,6 +70,7 @@ def micro_batches(workload: Workload, data_ranks: int, fixed: Given) -> list[Opt
 
     Empty if `data_ranks` does not divide the global batch, or fixed sizes do not make that part. Modes that
     the search does not offer, and recomputation of some blocks, are there only if fixed (fewest_blocks.py).
+    If the part has more than EVERY_MICRO_BATCH sizes, powers of two alone.
     """
     sequences, rest = divmod(workload.global_batch_size, data_ranks)
     if rest:
@@ -65,6 +78,15 @@ def micro_batches(workload: Workload, data_ranks: int, fixed: Given) -> list[Opt
     micro, accumulation = fixed.get("micro_batch_size"), fixed.get("gradient_accumulation_steps")
     regather = fixed.get("sp_regather", False)
     some = fixed.get("recompute_blocks")
+    sizes = [
+        size
+        for size in divisors(sequences)
+        if micro in (None, size)
+        and accumulation in (None, sequences // size)
+        and max(size, sequences // size) < BEYOND
+    ]
+    if len(sizes) > EVERY_MICRO_BATCH:
+        sizes = [size for size in sizes if size.bit_count() == 1] or sizes[:EVERY_MICRO_BATCH]
     modes = [
         name
         for name, mode in RECOMPUTATIONS.items()
@@ -75,8 +97,7 @@ def micro_batches(workload: Workload, data_ranks: int, fixed: Given) -> list[Opt
             "micro_batch_size": size, "gradient_accumulation_steps": sequences // size, "recompute": mode,
             "recompute_blocks": some,
         }
-        for size in divisors(sequences)
-        if micro in (None, size) and accumulation in (None, sequences // size)
+        for size in sizes
         for mode in _allowed(fixed, "recompute", modes)
     ]  # fmt: skip
 
@@ -172,13 +193,12 @@ def _outer(workload: Workload, cluster: Cluster, fixed: Given) -> dict[str, Numb
     global batch with the fields that are fixed.
     """
     blocks = int(workload.work.blocks)
-    data_ranks = {
-        ranks for ranks in divisors(workload.global_batch_size) if micro_batches(workload, ranks, fixed)
-    }
+    data_ranks = {ranks for ranks in divisors(cluster.gpus) if micro_batches(workload, ranks, fixed)}
+    degrees = _degrees(workload, cluster, fixed)
     columns = columns_of(
         [
             {**sharding, **sizes}
-            for sizes in _sizes(MODEL_AXES, cluster.gpus, blocks, fixed)
+            for sizes in _sizes(MODEL_AXES, cluster.gpus, degrees)
             for sharding in _shardings(sizes, cluster, data_ranks, fixed)
         ]
     )
@@ -198,15 +218,26 @@ def _allowed(fixed: Given, name: str, values: Sequence[Any]) -> Sequence[Any]:
     return [fixed[name]] if name in fixed else values
 
 
-def _sizes(axes: Sequence[str], gpus: int, blocks: int, fixed: Given) -> Iterator[dict[str, int]]:
-    """Yield sizes of these axes whose product divides the GPUs; pp, unless fixed, is at most `blocks`."""
+def _degrees(workload: Workload, cluster: Cluster, fixed: Given) -> dict[str, Sequence[int]]:
+    """Sizes of each of MODEL_AXES to consider: divisors of the GPUs, unless fixed.
+
+    pp is at most the number of blocks; tp and cp are even beyond EVERY_DEGREE GPUs.
+    """
+    every = divisors(cluster.gpus)
+    even = [n for n in every if cluster.gpus <= EVERY_DEGREE or not is_uneven(n, workload, cluster)]
+    sizes = {"tp": even, "cp": even, "pp": [n for n in every if n <= workload.work.blocks]}
+    return {axis: _allowed(fixed, axis, sizes[axis]) for axis in MODEL_AXES}
+
+
+def _sizes(axes: Sequence[str], gpus: int, degrees: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:
+    """Yield sizes of these axes, of their `degrees`, whose product divides the GPUs."""
     if not axes:
         yield {}
         return
     axis, *others = axes
-    for size in _allowed(fixed, axis, [n for n in divisors(gpus) if axis != "pp" or n <= blocks]):
+    for size in degrees[axis]:
         if gpus % size == 0:
-            for rest in _sizes(others, gpus // size, blocks, fixed):
+            for rest in _sizes(others, gpus // size, degrees):
                 yield {axis: size, **rest}
 
 
@@ -276,14 +307,28 @@ def _schedules(pp: int, blocks: int, fixed: Given) -> list[Option]:
 
 @lru_cache(maxsize=1024)
 def divisors(number: int) -> list[int]:
-    """Divisors in ascending order, in the time of a loop to the square root: batches may be very large."""
-    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
-    return sorted({*small, *(number // size for size in small)})
+    """Divisors in ascending order, in the time of a loop to the square root of the largest prime in them."""
+    every, prime = [1], 2
+    while number > 1:
+        if prime * prime > number:
+            prime = number
+        powers = [1]
+        while number % prime == 0:
+            number //= prime
+            powers.append(powers[-1] * prime)
+        every = [divisor * power for power in powers for divisor in every]
+        prime += 1
+    return sorted(every)
 
 
 def _no_batch(workload: Workload, cluster: Cluster, fixed: Given) -> str:
     """A sentence on why there is no candidate, with the nearest global batch that has one, if any does."""
     size, gpus = workload.global_batch_size, cluster.gpus
+    if size >= BEYOND * gpus:
+        return (
+            f"A global batch of {counted(size, 'sequence')} is more than {BEYOND:,} for each of "
+            f"{counted(gpus, 'GPU')}; set a smaller train.global_batch_size."
+        )
     usual = {field.name: field.default for field in fields(Layout)}
     settings = ", ".join(f"{name} {value}" for name, value in fixed.items() if value != usual[name])
     layouts = f"No layout of {gpus} GPU{'s' * (gpus > 1)}" + f" with {settings}" * bool(settings)

@@ -888,3 +888,5 @@ def test_divisors_are_all_of_them(number: int) -> None:
 
 def test_divisors_of_a_very_large_batch_end() -> None:
     assert len(divisors(10**12)) == 13 * 13
+    assert len(divisors(963_761_198_400)) == 6720
+    assert divisors(999_999_999_989) == [1, 999_999_999_989], "a prime"

@@ -1,0 +1,62 @@
+"""Clusters and batches of any size are answered in seconds, or refused with a sentence."""
+
+import time
+from typing import Any
+
+import pytest
+
+from meshtune.errors import UserError
+from meshtune.plan.candidates import EVERY_DEGREE, EVERY_MICRO_BATCH, divisors, micro_batches
+from meshtune.plan.cluster import Cluster, cluster_of
+from meshtune.plan.models import models
+from meshtune.plan.search import search
+from meshtune.plan.workload import Workload
+from meshtune.sections import ClusterConfig
+
+
+def machines(gpus: int, **settings: Any) -> Cluster:
+    return cluster_of(ClusterConfig(gpu="h100-sxm", gpus=gpus, **settings))
+
+
+def workload(size: int, model: str = "llama-3.1-70b") -> Workload:
+    shape = models()[model]
+    return Workload(model, shape.work, shape.traits, 8192, size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("gpus", "size"), [(100_000, 1_000_000), (720_720, 720_720), (1_000_000, 10**12)])
+def test_a_very_large_cluster_is_searched_in_seconds(gpus: int, size: int) -> None:
+    started = time.process_time()
+    plan = search(workload(size), machines(gpus))
+    assert time.process_time() - started < 10  # 720,720 GPUs took four minutes and 8 GiB
+    assert 1000 < len(plan) < plan.considered < 2_000_000
+    assert not plan.uneven.any()
+
+
+def test_a_large_cluster_has_few_candidates() -> None:
+    """55,440 = 2^4 · 3^2 · 5 · 7 · 11 has 120 divisors, and a batch of as many again has many parts."""
+    plan = search(workload(55_440), machines(55_440))
+    assert len(plan) and plan.considered < 1_200_000
+    assert not plan.uneven.any()
+
+
+def test_up_to_some_thousand_gpus_uneven_degrees_are_considered() -> None:
+    assert search(workload(1024), machines(1000)).uneven.any()
+    with pytest.raises(UserError, match=r"makes a global batch of 1,024 sequences; try .*=1025"):
+        search(workload(1024), machines(10_000))
+    assert 1000 <= EVERY_DEGREE < 10_000
+
+
+def test_a_part_with_many_divisors_has_micro_batches_of_powers_of_two() -> None:
+    sizes = {option["micro_batch_size"] for option in micro_batches(workload(720_720), 1, {})}
+    assert sizes == {1, 2, 4, 8, 16}
+    every = {option["micro_batch_size"] for option in micro_batches(workload(360), 1, {})}
+    assert every == set(divisors(360)) and len(every) <= EVERY_MICRO_BATCH
+    fixed = micro_batches(workload(720_720), 1, {"micro_batch_size": 9})
+    assert {option["gradient_accumulation_steps"] for option in fixed} == {720_720 // 9}
+
+
+@pytest.mark.parametrize("size", [10**12, 999_999_999_989])
+def test_a_batch_beyond_what_a_layout_can_say_is_refused(size: int) -> None:
+    with pytest.raises(UserError, match=r"more than 10,000,000 for each of 8 GPUs; set a smaller"):
+        search(workload(size, "llama-3.1-8b"), machines(8), fixed={"micro_batch_size": 1})
