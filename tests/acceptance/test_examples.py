@@ -59,6 +59,7 @@ def place(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory: examples/ with names of local models, and the data files that they name."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").mkdir()
+    shutil.copy(Path(__file__).parents[2] / "examples" / "prices.toml", tmp_path / "examples")
     for name in ("base", "my-config"):
         shutil.copytree(tiny / "model", tmp_path / name)
     shutil.copytree(tiny / "model", tmp_path / "chat")

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from meshtune import config
 from meshtune.api.evaluate import evaluated
 from meshtune.api.generate import generate
 from meshtune.commands.env import env
 from meshtune.commands.export import export
-from meshtune.commands.plan import numbers, plan
+from meshtune.commands.plan import plan
 from meshtune.commands.report import report
 from meshtune.errors import UserError
+from meshtune.plan.sizes import sizes_of
 
 NOT_UTF8 = os.fsdecode(b"a\xff")
 
@@ -60,4 +62,4 @@ def test_a_user_who_does_not_exist_is_named(run: Callable[[Path], object], tmp_p
 @pytest.mark.parametrize("words", ["8,0", "8,1000001", "9" * 5000, "x"])
 def test_numbers_of_gpus_are_bounded(words: str) -> None:
     with pytest.raises(UserError, match="is no number of GPUs, 1 to 1,000,000"):
-        numbers(words, "--gpus")
+        sizes_of(words, config.load(None, ["model.name=x"]))

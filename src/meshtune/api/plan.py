@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 
 from meshtune.api.model_file import model_file
@@ -12,11 +13,13 @@ from meshtune.errors import UserError
 from meshtune.model.census_cache import numbers_of
 from meshtune.plan import answer
 from meshtune.plan.answer import Answer
+from meshtune.plan.cost import Bounds, seconds_of
 from meshtune.plan.explanation import Explanation, explain
 from meshtune.plan.export import tool_for
 from meshtune.plan.fits import Lighter
 from meshtune.plan.other_units import other_units
 from meshtune.plan.search import Choice
+from meshtune.plan.sizes import sizes_of
 from meshtune.plan.tools import MESHTUNE
 from meshtune.plan.workload import Workload, lighter_workloads, workload_of
 
@@ -31,22 +34,28 @@ def plan(
     config: Settings,
     overrides: Sequence[str] = (),
     *,
-    gpus: int | Sequence[int] = (),
+    gpus: int | str | Sequence[int | str] = (),
     goal: str = "speed",
+    by: str | timedelta | None = None,
+    budget: float | None = None,
     tool: str = MESHTUNE.name,
     log: Log = silent,
 ) -> Answer:
-    """Predict every layout on the config's cluster, or on clusters of these numbers of GPUs; choose by the
-    goal: speed, cost, gpus or memory.
+    """Predict every layout on the config's cluster, or on several clusters; choose by the goal: speed, cost,
+    gpus or memory.
 
-    config: a Config, a mapping of its sections, or a YAML file. overrides: section.key=value each. tool: that
-    runs the layout, as in --for: memory and time are predicted for it, and only its layouts are considered.
-    `Answer.choice` is the chosen layout with its memory (bytes) and step time (seconds), `Answer.best(n)` the
-    n best. Raises UserError for bad settings, NothingFits if no layout fits.
+    config: a Config, a mapping of its sections, or a YAML file. overrides: section.key=value each. gpus:
+    numbers of GPUs, alone or with a kind ("8xh100-sxm"). by: the longest time of the run, a timedelta or a
+    text such as "48h"; budget: the most that it may cost. tool: that runs the layout, as in --for: memory and
+    time are predicted for it, and only its layouts are considered. `Answer.choice` is the chosen layout with
+    its memory (bytes) and step time (seconds), `Answer.best(n)` the n best, `Answer.offers` all clusters.
+    Raises UserError for bad settings, NothingFits if no layout fits or no run keeps `by` and `budget`.
     """
-    config, sizes = config_of(config, overrides), [gpus] if isinstance(gpus, int) else gpus
+    config = config_of(config, overrides)
+    seconds = by.total_seconds() if isinstance(by, timedelta) else by and seconds_of(by)
+    bounds, sizes = Bounds(seconds or None, budget), sizes_of(gpus, config)
     with workloads(config, tool, log) as (workload, lighter):
-        return answer.ask(config, workload, sizes=sizes, goal=goal, lighter=lighter)
+        return answer.ask(config, workload, sizes=sizes, goal=goal, bounds=bounds, lighter=lighter)
 
 
 def explained(

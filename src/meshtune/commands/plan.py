@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -28,9 +28,14 @@ def plan(
         list[str] | None, typer.Option(metavar="LAYOUT,LAYOUT,…", help="these layouts side by side, by part")
     ] = None,
     gpus: Annotated[
-        str | None, typer.Option(metavar="N,N,…", help="compare clusters of these numbers of GPUs")
+        str | None,
+        typer.Option(metavar="N,NxKIND,…", help="compare clusters, such as 16,32 or 8xh100-sxm,8xmi300x"),
     ] = None,
     goal: Annotated[str, typer.Option(help="speed, cost, gpus or memory")] = "speed",
+    by: Annotated[
+        str | None, typer.Option(metavar="TIME", help="the longest time of the run, such as 48h or 2d12h")
+    ] = None,
+    budget: Annotated[float | None, typer.Option(help="the most that the run may cost")] = None,
     most: Annotated[
         str | None,
         typer.Option("--max", metavar="WHAT", help="the largest model, seq_len or batch that fits"),
@@ -59,10 +64,11 @@ def plan(
     from meshtune import config
 
     layouts = layouts_of(explain, compare)
-    if (layouts and (export or gpus or most)) or (most and (plot or export or gpus)):
+    comparing = gpus or by or budget is not None or goal != "speed"
+    if (layouts and (export or comparing or most)) or (most and (plot or export or comparing)):
         raise UserError(
             "--explain, --compare and --max answer one question: --plot goes with the first two; ask for "
-            "--export and --gpus without them."
+            "--export, --gpus, --goal, --by and --budget without them."
         )
     plot, to = plot and expanded(plot), expanded(to)
     if plot:
@@ -81,22 +87,28 @@ def plan(
         show_largest(resolved, most, tool=runner, as_json=as_json)
     else:
         folder = to if export else None
-        best = compare_layouts(
-            resolved, numbers(gpus, "--gpus"), goal, tool=runner, export_to=folder, top=top, as_json=as_json
-        )
+        clusters = Clusters(gpus or (), goal, by, budget)
+        best = compare_layouts(resolved, clusters, tool=runner, export_to=folder, top=top, as_json=as_json)
         if plot:
             draw(best, plot, compare_sizes=bool(gpus))
 
 
-def compare_layouts(
-    config: "Config", gpus: Sequence[int], goal: str, *, tool: str, export_to: Path | None, top: int,
-    as_json: bool,
-) -> "Answer":  # fmt: skip
-    """Print the `top` best layouts by `goal` with the reasons, and return the whole answer.
+class Clusters(NamedTuple):
+    """Options on the clusters that are compared, as `api.plan.plan` takes them."""
 
-    gpus: numbers of GPUs to compare; empty: the config's. tool: that runs the layout. export_to: the folder
-    that gets the tool's configuration; None: none. Raises NothingFits if no layout fits, and UserError,
-    before anything is predicted, for settings that can't be exported.
+    gpus: str | tuple[()]
+    goal: str
+    by: str | None
+    budget: float | None
+
+
+def compare_layouts(
+    config: "Config", clusters: Clusters, *, tool: str, export_to: Path | None, top: int, as_json: bool
+) -> "Answer":
+    """Print the `top` best layouts with the reasons, and return the whole answer.
+
+    tool: that runs the layout. export_to: the folder that gets the tool's configuration; None: none. Raises
+    as `api.plan.plan`, and UserError, before anything is predicted, for settings that can't be exported.
     """
     from meshtune.api import plan as api
     from meshtune.plan.export import check
@@ -104,7 +116,7 @@ def compare_layouts(
 
     if export_to:
         check(tool, config)
-    best = api.plan(config, gpus=gpus, goal=goal, tool=tool, log=notice)
+    best = api.plan(config, **clusters._asdict(), tool=tool, log=notice)
     written = write_export(config, best, export_to) if export_to else None
     facts = best.as_dict(top) | ({"export": written.as_dict()} if written else {})
     show(facts, terminal.answer(best, top, written), as_json=as_json)
@@ -177,7 +189,9 @@ def draw(answer: "Answer", file: Path, *, compare_sizes: bool) -> None:
     """
     from meshtune.report.plan import pictures
 
-    pictures.write(file, answer.plan, sizes=answer.plans if compare_sizes else None, batches=answer.batches())
+    pictures.write(
+        file, answer.plan, sizes=answer.by_size if compare_sizes else None, batches=answer.batches()
+    )
     notice(f"pictures in {file}")
 
 
@@ -236,19 +250,3 @@ def with_typical_model(overrides: Sequence[str], parameters: str, export: str | 
     if problems:
         raise UserError(problems)
     return [*overrides, f"model.name={PREFIX}{parameters}"]
-
-
-def numbers(text: str | None, option: str) -> list[int]:
-    """`8,16,32` -> [8, 16, 32], ascending, each once; None or "" -> [].
-
-    option: its name, for the message. Raises UserError for a word that is no number from 1 to MOST_GPUS.
-    """
-    from meshtune.setting_types import MOST_GPUS
-
-    words = [word.strip() for word in (text or "").split(",") if word.strip()]
-    digits = len(str(MOST_GPUS))
-    if bad := [w for w in words if not w.isdecimal() or len(w) > digits or not 1 <= int(w) <= MOST_GPUS]:
-        raise UserError(
-            f"{option} {text}: '{bad[0]}' is no number of GPUs, 1 to {MOST_GPUS:,}; write {option} 8,16,32."
-        )
-    return sorted({int(word) for word in words})

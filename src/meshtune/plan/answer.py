@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -17,33 +17,48 @@ from meshtune.plan import advice, fits
 from meshtune.plan.advice import Alternative
 from meshtune.plan.batches import batch_sentences, batch_sizes, best_of_batches, nearest_sentences
 from meshtune.plan.changes import changes
-from meshtune.plan.cluster import Cluster, cluster_of, gpus_here
-from meshtune.plan.cost import RunCost, RunLength, run_length
+from meshtune.plan.cluster import Cluster, cluster_for
+from meshtune.plan.cost import NO_BOUNDS, UNPLANNED, Bounds, RunCost, RunLength, run_length, unknown
 from meshtune.plan.fits import Lighter
+from meshtune.plan.offers import GOALS, Offer, check_bounds, compare, in_order, offer_of, remarks
 from meshtune.plan.search import Choice, Plan, search
+from meshtune.plan.sizes import Size, clusters_of
 from meshtune.plan.workload import Workload
-
-UNPLANNED = RunLength(None, None)
-GOALS = ("speed", "cost", "gpus", "memory")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The plans of all cluster sizes that were asked for, and the layout chosen from them."""
+    """The clusters that were asked about, and the layout chosen from their plans."""
 
     workload: Workload
-    plans: Mapping[int, Plan]  # by number of GPUs
-    gpus: int  # of the chosen layout
-    choice: Choice  # the best by the goal
-    goal: str  # one of GOALS
-    run: RunCost  # of the whole run under it
+    offers: tuple[Offer, ...]  # of one kind by size; of several the chosen one first, as the goal ranks them
+    chosen: Offer
+    goal: str = "speed"  # one of GOALS
+    bounds: Bounds = NO_BOUNDS
     length: RunLength = UNPLANNED
     left_out: tuple[str, ...] = ()  # sentences on cluster sizes that are impossible
+    unused: tuple[str, ...] = ()  # sentences on settings that a cluster does not use
 
     @property
     def plan(self) -> Plan:
-        """The plan of the chosen cluster size."""
-        return self.plans[self.gpus]
+        """The plan of the chosen cluster."""
+        return self.chosen.plan
+
+    @property
+    def choice(self) -> Choice:
+        """The best layout of the chosen cluster, by the goal."""
+        assert self.chosen.choice is not None
+        return self.chosen.choice
+
+    @property
+    def run(self) -> RunCost:
+        """The whole run under the chosen layout."""
+        return RunCost.of(self.choice, self.length)
+
+    @cached_property
+    def comparison(self) -> list[str]:
+        """Sentences on the clusters compared: ties, kinds that were not measured, near bounds, prices."""
+        return [*remarks(self.offers, self.chosen, self.goal, self.bounds), *self.unused]
 
     def best(self, most: int) -> list[Choice]:
         """The chosen layout, then the others by step time, for the goal memory by peak: `most` in all."""
@@ -73,9 +88,16 @@ class Answer:
         choices = best_of_batches(self.workload, plan.cluster, others, plan.fixed)
         return batch_sentences(self.workload, dict(sorted({**choices, current: plan.choice(0)}.items())))
 
+    @property
+    def by_size(self) -> dict[int, Plan]:
+        """The plans of the chosen GPU kind, by number of GPUs."""
+        kind = self.plan.cluster.gpu.name
+        plans = [offer.plan for offer in self.offers if offer.plan.cluster.gpu.name == kind]
+        return {plan.cluster.gpus: plan for plan in sorted(plans, key=lambda plan: plan.cluster.gpus)}
+
     def batches(self) -> dict[tuple[int, int], Choice | None]:
         """The best layout by (global batch size, GPUs), around the workload's batch; None: none fits."""
-        sizes = sorted({*self.plans, *cluster_sizes(self.plan.cluster)[-4:]})
+        sizes = sorted({*self.by_size, *cluster_sizes(self.plan.cluster)[-4:]})
         return {
             (size, gpus): choice
             for gpus in sizes
@@ -94,9 +116,16 @@ class Answer:
             "tool": self.workload.tool.name,
             "stack": self.workload.stack,
             "goal": self.goal,
+            "by": self.bounds.by,
+            "budget": self.bounds.budget,
             "considered": plan.considered,
             "fitting": len(plan),
-            "layouts": [choice.as_dict() for choice in self.best(most)],
+            "clusters": [offer_facts(offer) | {"chosen": offer.plan is self.plan} for offer in self.offers],
+            "comparison": self.comparison,
+            "layouts": [
+                choice.as_dict() | {"run": vars(RunCost.of(choice, self.length))}
+                for choice in self.best(most)
+            ],
             "pareto": [str(plan.choice(place).layout) for place in plan.pareto()],
             "rejected": [rejected._asdict() for rejected in plan.rejected],
             "reasoning": self.reasoning,
@@ -113,10 +142,6 @@ class Answer:
             "run": vars(self.run) | {"notes": list(self.length.notes)},
             "notes": list(self.workload.notes),
         }
-        if len(self.plans) > 1:
-            document["sizes"] = {
-                gpus: sized.choice(0).as_dict() if len(sized) else None for gpus, sized in self.plans.items()
-            }
         if self.left_out:
             document["left_out"] = list(self.left_out)
         return document
@@ -126,57 +151,41 @@ def ask(
     config: Config,
     workload: Workload,
     *,
-    sizes: Sequence[int] = (),
+    sizes: Sequence[Size] = (),
     goal: str = "speed",
+    bounds: Bounds = NO_BOUNDS,
     lighter: Lighter = dict,
 ) -> Answer:
     """Plan the workload on the config's cluster, or on clusters of these sizes, and choose by the goal.
 
-    sizes: in GPUs; empty: the config's, or for the goals cost and gpus all `cluster_sizes` up to it. Those
-    that are impossible are left out (`Answer.left_out`). goal: as in `by_goal`. lighter: returns
-    workloads to offer where nothing fits. Raises UserError for bad settings and if every size is impossible,
-    NothingFits or Refused as `by_goal`.
-    """
-    cluster = cluster_for(config)
-    if not sizes and goal in ("cost", "gpus"):
-        sizes = cluster_sizes(cluster)
-    plans, problems = {}, []
-    for gpus in sizes or (cluster.gpus,):
-        try:
-            plans[gpus] = search(workload, cluster.of_size(gpus), fixed=config.partial_layout.given)
-        except UserError as error:
-            problems += error.problems
-    if not plans:
-        raise UserError(problems)
-    gpus, choice = by_goal(plans, goal, lighter)
-    length = run_length(config)
-    return Answer(workload, plans, gpus, choice, goal, RunCost.of(choice, length), length, tuple(problems))
-
-
-def by_goal(plans: Mapping[int, Plan], goal: str, lighter: Lighter = dict) -> tuple[int, Choice]:
-    """(GPUs, best layout) of the cluster size that serves the goal best.
-
-    speed: the shortest step; cost: the fewest GPU-seconds per token; gpus: the fewest GPUs; memory: the
-    lowest peak. plans: by number of GPUs; empty ones are passed over. Raises UserError for another goal,
-    NothingFits or Refused (`fits.empty_plan_error`, which uses `lighter`) where all plans are empty.
+    sizes: empty: the config's; for the goals cost and gpus, and with a budget, all `cluster_sizes` up to it.
+    Those that are impossible are left out (`Answer.left_out`). goal, lighter: as in `offers.compare`. Raises
+    UserError for bad settings and if every size is impossible, and as `compare`.
     """
     if goal not in GOALS:
         raise UserError(f"--goal {goal} is no goal; goals: {', '.join(GOALS)}.")
-    choices = {
-        gpus: plan.choice(plan.by_memory()[0] if goal == "memory" else 0)
-        for gpus, plan in plans.items()
-        if len(plan)
-    }
-    if not choices:
-        raise fits.empty_plan_error(plans[max(plans)], lighter)
-    keys = {
-        "speed": lambda gpus: choices[gpus].seconds.total,
-        "cost": lambda gpus: choices[gpus].seconds.total * gpus,
-        "gpus": lambda gpus: gpus,
-        "memory": lambda gpus: choices[gpus].memory.peak,
-    }
-    gpus = min(choices, key=keys[goal])
-    return gpus, choices[gpus]
+    length = run_length(config)
+    if bounds != NO_BOUNDS and length.steps is None:
+        raise UserError(unknown(length.missing))
+    if not sizes:
+        cluster = cluster_for(config)
+        smaller = goal in ("cost", "gpus") or bounds.budget is not None
+        sizes = [Size(gpus) for gpus in (cluster_sizes(cluster) if smaller else [cluster.gpus])]
+    clusters, problems, unused = clusters_of(sizes, config)
+    check_bounds(clusters, goal, bounds)
+    offers = []
+    for cluster in clusters:
+        try:
+            plan = search(workload, cluster, fixed=config.partial_layout.given)
+            offers.append(offer_of(plan, goal, length, bounds))
+        except UserError as error:
+            problems += error.problems
+    if not offers:
+        raise UserError(problems)
+    ranked = compare(offers, goal, bounds, lighter)
+    return Answer(
+        workload, in_order(offers, ranked), ranked[0], goal, bounds, length, tuple(problems), tuple(unused)
+    )
 
 
 def largest(config: Config, workload: Workload, what: str) -> tuple[Any, Choice]:
@@ -185,21 +194,6 @@ def largest(config: Config, workload: Workload, what: str) -> tuple[Any, Choice]
     The config's layout is not regarded.
     """
     return fits.largest(workload, cluster_for(config), what)
-
-
-def cluster_for(config: Config) -> Cluster:
-    """The cluster of the settings; without a number of GPUs, as many as a fixed layout has.
-
-    Raises UserError where neither the settings nor this machine have GPUs.
-    """
-    settings = config.cluster_config
-    seen = gpus_here() if settings.gpu is None else []
-    if settings.gpu is None and not seen:
-        raise UserError(
-            "There is no GPU here to plan for; name a kind and how many, as in cluster.gpu=h100-sxm "
-            "cluster.gpus=8, or cluster.gpu=cpu."
-        )
-    return cluster_of(settings, gpus=config.partial_layout.world, seen=lambda: seen)
 
 
 def cluster_sizes(cluster: Cluster) -> list[int]:
@@ -252,7 +246,24 @@ def cluster_facts(cluster: Cluster) -> dict[str, Any]:
         "network": cluster.network,
         "network_share": cluster.network_share,
         "price_per_gpu_hour": cluster.price,
+        "currency": cluster.currency,
+        "measured": cluster.gpu.measured,
         "efficiency_as_of": cluster.gpu.as_of or cluster.gpu.name,
+    }
+
+
+def offer_facts(offer: Offer) -> dict[str, Any]:
+    """An entry of `clusters` of the JSON document, without `chosen`."""
+    cluster = offer.plan.cluster
+    return {
+        "gpu": cluster.gpu.name,
+        "gpus": cluster.gpus,
+        "measured": cluster.gpu.measured,
+        "price_per_gpu_hour": cluster.price,
+        "best": offer.choice and offer.choice.as_dict(),
+        "run": offer.run and vars(offer.run),
+        "misses": list(offer.misses),
+        "tie": offer.tie,
     }
 
 

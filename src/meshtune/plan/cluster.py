@@ -137,6 +137,21 @@ def cluster_of(
     ).of_size(count)
 
 
+def cluster_for(config: Config) -> Cluster:
+    """The cluster of the settings; without a number of GPUs, as many as a fixed layout has.
+
+    Raises UserError where neither the settings nor this machine have GPUs.
+    """
+    settings = config.cluster_config
+    seen = gpus_here() if settings.gpu is None else []
+    if settings.gpu is None and not seen:
+        raise UserError(
+            "There is no GPU here to plan for; name a kind and how many, as in cluster.gpu=h100-sxm "
+            "cluster.gpus=8, or cluster.gpu=cpu."
+        )
+    return cluster_of(settings, gpus=config.partial_layout.world, seen=lambda: seen)
+
+
 def gpus_here() -> list[tuple[str, float]]:
     """(name, bytes of memory) of each visible NVIDIA GPU here, from nvidia-smi; none without it."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshtune.config import Config
 from meshtune.data.summary import read_summary
+from meshtune.errors import UserError
 from meshtune.length import ending, limits, step_tokens
 from meshtune.units import count, counted, duration
 
 if TYPE_CHECKING:
+    from meshtune.plan.cluster import Cluster
     from meshtune.plan.search import Choice
 
 
@@ -23,6 +26,9 @@ class RunLength:
     tokens: int | None  # of their global batches
     notes: tuple[str, ...] = ()  # sentences: which limit ends the run, and what could not be counted
     missing: str = ""  # sentence on why an epoch's sequences are unknown; "": they are known
+
+
+UNPLANNED = RunLength(None, None)
 
 
 def run_length(config: Config) -> RunLength:
@@ -111,3 +117,67 @@ def money(amount: float, currency: str = "") -> str:
     """Format an amount, with its currency where one is named: `money(0.0951, "USD") == "0.0951 USD"`."""
     decimals = 0 if amount >= 10_000 else 2 if amount >= 1 else 2 - math.floor(math.log10(amount))
     return f"{amount:,.{decimals}f} {currency}".rstrip()
+
+
+# bounds #
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the run may take at most; None: no bound."""
+
+    by: float | None = None  # seconds
+    budget: float | None = None  # in the currency of the prices
+
+    def step_seconds(self, cluster: Cluster, length: RunLength) -> float:
+        """The longest step of a run within the bounds on this cluster."""
+        longest = math.inf
+        if length.steps and self.by is not None:
+            longest = self.by / length.steps
+        if length.steps and self.budget is not None and cluster.price:
+            longest = min(longest, self.budget / cluster.price / cluster.gpus * 3600 / length.steps)
+        return longest
+
+    def exceeded(self, run: RunCost) -> tuple[str, ...]:
+        """Names of the fields that the run exceeds."""
+        return tuple(name for name, factor in self.factors(run).items() if factor > 1)
+
+    def factor(self, run: RunCost | None) -> float:
+        """Largest factor by which the run exceeds a bound; up to 1 it exceeds none."""
+        return max(self.factors(run).values(), default=0) if run else math.inf
+
+    def factors(self, run: RunCost) -> dict[str, float]:
+        """By field, what the run takes over what it may take."""
+        pairs = {"by": (run.seconds, self.by), "budget": (run.cost, self.budget)}
+        return {name: used / most for name, (used, most) in pairs.items() if used is not None and most}
+
+    def wanted(self, currency: str) -> str:
+        """Clause on what a run has to do."""
+        clauses = []
+        if self.by is not None:
+            clauses.append(f"ends the run within {duration(self.by)}")
+        if self.budget is not None:
+            clauses.append(f"costs at most {money(self.budget, currency)}")
+        return " and ".join(clauses)
+
+    def remedy(self, run: RunCost) -> str:
+        """The bounds as options that the run would keep."""
+        options = []
+        if "by" in self.exceeded(run) and run.seconds:
+            options.append(f"--by {math.ceil(run.seconds / 3600)}h")
+        if "budget" in self.exceeded(run) and run.cost:
+            options.append(f"--budget {math.ceil(run.cost)}")
+        return " ".join(options)
+
+
+NO_BOUNDS = Bounds()
+DURATION = re.compile(r"(?:\s*\d+(?:\.\d+)?\s*(?:d|h|min))+\s*")
+
+
+def seconds_of(text: str) -> float:
+    """Seconds of a time such as "48h", "2d12h" or "90min". Raises UserError for any other text and for 0."""
+    units = {"d": 86400, "h": 3600, "min": 60}
+    parts = re.findall(r"(\d+(?:\.\d+)?)\s*(d|h|min)", text) if DURATION.fullmatch(text) else []
+    if not (seconds := sum(float(number) * units[unit] for number, unit in parts)):
+        raise UserError(f"--by {text}: write a time above 0, such as 48h, 2d12h or 90min.")
+    return seconds

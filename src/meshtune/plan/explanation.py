@@ -10,8 +10,7 @@ from meshtune.config import Config
 from meshtune.layout import Layout, PartialLayout
 from meshtune.placement.columns import Columns
 from meshtune.plan import fits
-from meshtune.plan.answer import cluster_for
-from meshtune.plan.cluster import Cluster
+from meshtune.plan.cluster import Cluster, cluster_for
 from meshtune.plan.levers import Lever, levers
 from meshtune.plan.phrases import documents, memory_limit
 from meshtune.plan.search import OUTDONE_BY, Choice, explained, outdone, search

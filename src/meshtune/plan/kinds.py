@@ -42,10 +42,11 @@ MEANING = RATES | COUNTS | OTHERS
 OPTIONAL = {"fp8", "tf32", "efficiency_as", "efficiency"}
 
 
-def kind_named(name: str, kinds: Mapping[str, Gpu]) -> Gpu:
+def kind_named(name: str, kinds: Mapping[str, Gpu], setting: str = "cluster.gpu") -> Gpu:
     """The kind that a user or a driver calls so; case, spaces and underscores do not count.
 
-    Raises UserError, with the kinds that may be meant, for a name that stands for none or for several.
+    setting: what names it. Raises UserError, with the kinds that may be meant, for a name that stands for
+    none or for several.
     """
     plain = re.sub(r"[\s_]+", "-", name.strip().lower())
     if kind := kinds.get(name) or kinds.get(plain):
@@ -55,14 +56,14 @@ def kind_named(name: str, kinds: Mapping[str, Gpu]) -> Gpu:
     parts = set(re.split(r"[\s_-]+", name.strip().lower()))
     if parts & WITHOUT_BF16:
         raise UserError(
-            f"cluster.gpu = {name} is no kind of the catalogue: it has no bf16 matrix units. Describe it "
+            f"{setting} = {name} is no kind of the catalogue: it has no bf16 matrix units. Describe it "
             "in a file named by cluster.hardware, and plan with train.precision=fp32; "
             "docs/planning.md#clusters has the table of a V100."
         )
     near = [kind for kind in kinds if kind.startswith(plain)]
     near = near or nearest(plain, kinds) or _with_most_parts(parts, kinds)
     raise UserError(
-        f"cluster.gpu = {name} is no kind that is known{did_you_mean(near)} Kinds: "
+        f"{setting} = {name} is no kind that is known{did_you_mean(near)} Kinds: "
         f"{', '.join(kinds)}. Others can be described in a file named by cluster.hardware."
     )
 

@@ -5,6 +5,7 @@ import pydoc
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,10 @@ def test_rows_beside_files_are_refused(settings: Callable[..., list[str]]) -> No
 def test_a_plan_is_values(tiny: Path, tmp_path: Path) -> None:
     eight = {"model": {"name": tiny / "model"}, "cluster": {"gpu": "h100-sxm"}, "data": {"cache": tmp_path}}
     answer = plan(eight, gpus=16)
-    assert answer.gpus == 16 and answer.choice.layout.world == 16
+    assert answer.plan.cluster.gpus == 16 and answer.choice.layout.world == 16
     assert answer.best(3)[0] is answer.choice and answer.choice.seconds.total > 0
-    assert plan(eight, gpus=[8, 16]).plans.keys() == {8, 16}
+    assert plan(eight, gpus=[8, 16]).by_size.keys() == {8, 16}
+    bounded = eight | {"train": {"max_steps": 10}}
+    kinds = plan(bounded, gpus="8,8xa100-80", by=timedelta(days=2))
+    assert [offer.title for offer in kinds.offers] == ["8 x h100-sxm", "8 x a100-80"]
+    assert kinds.bounds.by == plan(bounded, by="2d").bounds.by == 172_800

@@ -10,23 +10,20 @@ import pytest
 
 from meshtune.layout import Layout
 from meshtune.plan import advice, fits
-from meshtune.plan.answer import Answer, by_goal
+from meshtune.plan.answer import Answer
 from meshtune.plan.batches import nearest_sentences
 from meshtune.plan.candidates import is_uneven, nearest_sizes
 from meshtune.plan.cluster import Cluster, cluster_of
-from meshtune.plan.cost import RunCost, RunLength
 from meshtune.plan.models import models
+from meshtune.plan.offers import offer_of
 from meshtune.plan.search import Plan, explained, search
 from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig
 
-LENGTH = RunLength(None, None)
-
 
 def answered(found: Plan, goal: str = "speed") -> Answer:
-    _, choice = by_goal({found.cluster.gpus: found}, goal)
-    gpus = found.cluster.gpus
-    return Answer(found.workload, {gpus: found}, gpus, choice, goal, RunCost.of(choice, LENGTH), LENGTH)
+    offer = offer_of(found, goal)
+    return Answer(found.workload, (offer,), offer, goal)
 
 
 def machines(gpus: int, gpu: str = "h100-sxm", **settings: Any) -> Cluster:

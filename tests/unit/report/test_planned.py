@@ -15,7 +15,7 @@ from meshtune.report.draw.colours import COLOURS, MEMORY, TIME
 from meshtune.report.plan.bars import LETTERS, Bar, blocks
 from meshtune.report.plan.numbers import seconds
 from meshtune.report.plan.side_by_side import side_by_side
-from meshtune.report.plan.tables import explanation, layouts_table, sizes_table
+from meshtune.report.plan.tables import explanation, layouts_table
 from meshtune.report.plan.terminal import section
 from meshtune.sections import ClusterConfig
 from meshtune.units import GIB
@@ -133,8 +133,7 @@ def test_a_layout_that_does_not_fit_is_red_and_its_bar_goes_beyond_the_capacity(
 def test_a_processor_has_no_speeds_and_times():
     cpu = cluster_of(ClusterConfig(gpu="cpu", gpus=8))
     on_cpu = [replace(one, cluster=cpu) for one in CHOICES]
-    sizes = {gpus: replace(CHOICES[0], cluster=replace(cpu, gpus=gpus)) for gpus in (1, 8)}
-    shown_all = [layouts_table(on_cpu), explanation(on_cpu[0]), sizes_table(sizes)]
+    shown_all = [layouts_table(on_cpu), explanation(on_cpu[0])]
     text = "".join(" ".join(shown(one, 160).split()) for one in shown_all)
     assert not [word for word in ("tokens/s", "/GPU", "MFU", "a step", "efficiency", "CCC") if word in text]
     assert text.count("GiB") > 8
@@ -151,19 +150,8 @@ def test_an_explanation_sums_to_the_peak_and_the_step():
     assert "on every rank" in shown(explanation(CHOICES[0]), 120)
 
 
-def test_sizes_are_compared_with_the_smallest_that_has_a_layout():
-    best = {4: None, 8: choice(speed=1000, step=36), 16: choice(speed=900, step=20)}
-    lines = shown(sizes_table(best, steps=100), 120).splitlines()
-    assert lines[2].split() == ["4", "nothing", "fits"]
-    assert lines[3].split()[2:] == ["1,000", "36.00", "s", "8", "1.00", "×", "100.0%"]
-    assert lines[4].split()[2:] == ["900", "20.00", "s", "8.89", "1.80", "×", "90.0%"]
-    assert "GPU-hours" not in shown(sizes_table(best), 120)
-    assert max(map(len, shown(sizes_table(best, steps=100), 60).splitlines())) <= 60
-
-
 def test_nothing_at_all_is_no_error():
     shown(layouts_table([]))
-    shown(sizes_table({8: None}))
 
 
 def test_a_model_without_optimizer_state_is_explained_too():

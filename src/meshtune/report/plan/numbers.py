@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.seconds.step import PARTS
+from meshtune.units import GIB
 
 if TYPE_CHECKING:
     from meshtune.plan.search import Choice
@@ -20,6 +21,11 @@ def memory_parts(choice: Choice) -> dict[str, float]:
 def time_parts(choice: Choice) -> dict[str, float]:
     """Part of a step (PARTS) -> its seconds."""
     return {name: float(getattr(choice.seconds, name)) for name in PARTS}
+
+
+def of_capacity(choice: Choice) -> str:
+    """Peak and capacity of a GPU in GiB, as "65.1 / 79.1 GiB"."""
+    return f"{choice.memory.peak / GIB:.1f} / {choice.cluster.memory / GIB:.1f} GiB"
 
 
 def nonzero(names: Sequence[str], parts: Iterable[Mapping[str, float]]) -> list[str]:

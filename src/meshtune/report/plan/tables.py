@@ -18,11 +18,13 @@ from meshtune.plan.phrases import spent
 from meshtune.plan.seconds.step import PARTS
 from meshtune.plan.tools import MESHTUNE
 from meshtune.report.plan.bars import Column, Fitted, Legend, Name
+from meshtune.report.plan.clusters import cost_columns
 from meshtune.report.plan.numbers import (
     common_error,
     memory_parts,
     nonzero,
     number,
+    of_capacity,
     plus_minus,
     seconds,
     speed_head,
@@ -31,6 +33,7 @@ from meshtune.report.plan.numbers import (
 from meshtune.units import GIB, human
 
 if TYPE_CHECKING:
+    from meshtune.plan.cost import RunCost
     from meshtune.plan.search import Choice
 
 NO_TIMES = "No times: nobody has measured how fast a processor computes. Memory is predicted as on a GPU."
@@ -45,11 +48,12 @@ MEMORY_MEANING = {  # parts of a rank's memory
 }
 
 
-def layouts_table(choices: Sequence[Choice]) -> RenderableType:
+def layouts_table(choices: Sequence[Choice], runs: Sequence[RunCost] = ()) -> RenderableType:
     """Table of layouts in the order given, with speed, memory and time; peaks that do not fit are red.
 
     Where predicted times mean nothing, memory alone. A narrow terminal gets fewer columns, and names that are
-    cut; speed, step and MFU always stay.
+    cut; speed, step and MFU always stay. runs: of the layouts, for columns of hours and price; none: no such
+    columns.
     """
     room = max((max(c.cluster.memory, c.memory.peak) for c in choices), default=1)
     longest = max((c.seconds.total for c in choices), default=1)
@@ -65,12 +69,13 @@ def layouts_table(choices: Sequence[Choice]) -> RenderableType:
         "speed": Column(speed_head(choices), [number(c.tokens_per_second_per_gpu) for c in choices]),
         "step": Column(f"step\n{time_error}", [seconds(c.seconds.total) for c in choices]),
         "mfu": Column("MFU", [f"{c.mfu:.1%}" for c in choices]),
+        **cost_columns(runs),
         "bar": Column(
             "memory",
             bars=[(memory_parts(c), room, c.cluster.memory) for c in choices],
             justify="left",
         ),
-        "memory": Column(memory_error, [of_capacity(c) for c in choices]),
+        "memory": Column(memory_error, [red_unless_fits(c, of_capacity(c)) for c in choices]),
         "peak": Column(
             f"GiB\n{memory_error}", [red_unless_fits(c, f"{c.memory.peak / GIB:.1f}") for c in choices]
         ),
@@ -88,9 +93,14 @@ def layouts_table(choices: Sequence[Choice]) -> RenderableType:
         start = ("rank", "layout")
         return Fitted(columns, ((*start, "bar", "memory"), (*start, "peak"), ("layout", "peak")), legends)
     start = ("rank", "layout", "speed", "step", "mfu")
+    costs = [name for name in ("hours", "cost") if name in columns]
     return Fitted(
         columns,
         (
+            (*start, *costs, "bar", "memory", "time"),
+            (*start, *costs, "bar", "memory"),
+            (*start, *costs, "bar", "peak"),
+            (*start, *costs, "peak"),
             (*start, "bar", "memory", "time"),
             (*start, "bar", "memory"),
             (*start, "bar", "peak"),
@@ -110,6 +120,7 @@ def explanation(choice: Choice) -> RenderableType:
     rank = f"{RANKS[int(memory.rank)]} pipeline rank" if choice.layout.pp > 1 else ""
     where = f", on the {rank.replace('middle', 'fullest middle')}" if rank else ", on every rank"
     event = EVENTS[int(memory.event)]
+    peak = red_unless_fits(choice, of_capacity(choice))
     gpus = f"{choice.layout.world} × {choice.cluster.gpu.name}"
     gpus += "" if choice.tool is MESHTUNE else f", run by {choice.tool.title}"
     speed = f"{number(choice.tokens_per_second_per_gpu)} {choice.cluster.speed_unit}"
@@ -131,9 +142,7 @@ def explanation(choice: Choice) -> RenderableType:
     return Group(
         Text.assemble((str(choice.layout), "bold"), (f"  on {gpus}", "dim")),
         *(speeds if timed else []),
-        Text.assemble(
-            ("Memory  ", "bold"), of_capacity(choice), (memory_error, "dim"), f" at the peak: {event}{where}"
-        ),
+        Text.assemble(("Memory  ", "bold"), peak, (memory_error, "dim"), f" at the peak: {event}{where}"),
         *does_not_fit_sentence(choice),
         shares(memory_parts(choice), MEMORY_MEANING, human, "peak"),
         *(times if timed else [Text(NO_TIMES, style="dim")]),
@@ -171,75 +180,6 @@ def shares(
             ("name", "size", "share"),
         ),
     )
-
-
-def sizes_table(best: Mapping[int, Choice | None], *, steps: int | None = None) -> RenderableType:
-    """Table of the best layout of each number of GPUs, compared with the smallest number that has one.
-
-    best: number of GPUs -> layout, None where nothing fits. steps: optimizer steps of the run; None: unknown,
-    and no GPU-hours are shown. "speed-up" compares tokens/s of whole clusters, "efficiency" tokens/s/GPU.
-    """
-    sizes = sorted(best)
-    first = next(((gpus, c) for gpus in sizes if (c := best[gpus])), None)
-
-    def texts(form: Callable[[int, Choice], str]) -> list[str]:
-        """form(GPUs, layout) for each size, "" where nothing fits."""
-        return [form(gpus, c) if (c := best[gpus]) else "" for gpus in sizes]
-
-    def gain(gpus: int, choice: Choice) -> float:
-        """tokens/s of the whole cluster over those of the first size that has a layout."""
-        assert first is not None
-        per_gpu = choice.tokens_per_second_per_gpu / first[1].tokens_per_second_per_gpu
-        return per_gpu * gpus / first[0]
-
-    columns = {
-        "gpus": Column("GPUs", [f"{gpus:,}" for gpus in sizes]),
-        "layout": Column(
-            "best layout",
-            [
-                Text(str(c.layout)) if (c := best[gpus]) else Text("nothing fits", style="dim")
-                for gpus in sizes
-            ],
-            justify="left",
-            cut=True,
-        ),
-        "speed": Column(
-            speed_head(best.values()), texts(lambda _, choice: number(choice.tokens_per_second_per_gpu))
-        ),
-        "step": Column(
-            f"step\n{common_error(best.values(), 'time')}",
-            texts(lambda _, choice: seconds(choice.seconds.total)),
-        ),
-        "hours": Column(
-            "GPU-hours",
-            texts(lambda gpus, choice: number((steps or 0) * choice.seconds.total * gpus / 3600)),
-        ),
-        "memory": Column("memory", texts(lambda _, choice: of_capacity(choice).plain)),
-        "gain": Column("speed-up", texts(lambda gpus, choice: f"{gain(gpus, choice):.2f} ×")),
-        "efficiency": Column(
-            "efficiency",
-            texts(lambda gpus, choice: f"{gain(gpus, choice) * first[0] / gpus:.1%}" if first else ""),
-        ),
-    }
-    if first and not first[1].cluster.timed:
-        return Fitted(columns, (("gpus", "layout", "memory"),))
-    hours = ("hours",) if steps else ()
-    start = ("gpus", "layout", "speed")
-    return Fitted(
-        columns,
-        (
-            (*start, "step", *hours, "gain", "efficiency"),
-            (*start, "step", *hours, "efficiency"),
-            (*start, *hours, "efficiency"),
-            (*start, "efficiency"),
-            start,
-        ),
-    )
-
-
-def of_capacity(choice: Choice) -> Text:
-    """Peak and capacity of a GPU in GiB, as "65.1 / 79.1 GiB"; red if the layout does not fit."""
-    return red_unless_fits(choice, f"{choice.memory.peak / GIB:.1f} / {choice.cluster.memory / GIB:.1f} GiB")
 
 
 def red_unless_fits(choice: Choice, text: str) -> Text:

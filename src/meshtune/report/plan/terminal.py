@@ -11,13 +11,15 @@ from rich.padding import Padding
 from rich.text import Text
 
 from meshtune.plan.answer import Answer
+from meshtune.plan.cost import RunCost
 from meshtune.plan.explanation import Explanation
 from meshtune.plan.export import Written
 from meshtune.plan.search import TIE_MEMORY_STEP, Choice
 from meshtune.plan.seconds.step import TIE
 from meshtune.plan.tools import MESHTUNE
+from meshtune.report.plan.clusters import clusters_table
 from meshtune.report.plan.side_by_side import side_by_side
-from meshtune.report.plan.tables import explanation, layouts_table, sizes_table
+from meshtune.report.plan.tables import explanation, layouts_table
 from meshtune.units import human
 
 MOST_REASONS = 6  # groups of layouts left out that are listed
@@ -28,11 +30,11 @@ def answer(result: Answer, most: int, written: Written | None = None) -> Rendera
 
     written: the export of the chosen layout; None: it was not exported.
     """
-    plan = result.plan
+    plan, best = result.plan, result.best(most)
     cluster = plan.cluster
     head = Text.assemble(
         (result.workload.model, "bold"),
-        f" on {cluster.gpus} x {cluster.gpu.name} ({human(cluster.memory)} each, {cluster.nodes} "
+        f" on {cluster.title} ({human(cluster.memory)} each, {cluster.nodes} "
         f"machine{'s' * (cluster.nodes > 1)}), in {result.workload.precision}",
     )
     tool, stack = result.workload.tool, result.workload.stack
@@ -40,13 +42,12 @@ def answer(result: Answer, most: int, written: Written | None = None) -> Rendera
     notes = [Text(note) for note in result.workload.notes]
     reasoning = section("How it was reached", result.reasoning, numbered=True)
     parts: list[RenderableType] = [head, target, *notes, reasoning]
-    if len(result.plans) > 1:
-        best = {gpus: one.choice(0) if len(one) else None for gpus, one in result.plans.items()}
-        parts += [title("How many GPUs"), sizes_table(best)]
-    parts += [Text(f"  {sentence}") for sentence in result.left_out]
+    if len(result.offers) > 1:
+        parts += [title("Clusters"), clusters_table(result.offers, result.chosen)]
+    parts += [Padding(Text(sentence), (0, 0, 0, 2)) for sentence in (*result.comparison, *result.left_out)]
     parts += [
         title(f"{len(plan):,} of {plan.considered:,} layouts were ranked; the best"),
-        layouts_table(result.best(most)),
+        layouts_table(best, [RunCost.of(choice, result.length) for choice in best]),
         Text(ranking(result), style="dim"),
         section(
             "Why the usual ones are not first",

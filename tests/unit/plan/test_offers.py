@@ -1,0 +1,350 @@
+"""Clusters compared: sizes of several kinds, ties, kinds that were not measured, a deadline and a budget."""
+
+import io
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from meshtune import config
+from meshtune.config import Config
+from meshtune.errors import NothingFits, UserError
+from meshtune.plan.accuracy import accuracy
+from meshtune.plan.answer import ask
+from meshtune.plan.cluster import Cluster, cluster_of
+from meshtune.plan.cost import NO_BOUNDS, Bounds, RunLength, seconds_of
+from meshtune.plan.hardware import catalogue
+from meshtune.plan.models import models
+from meshtune.plan.offers import (
+    Offer,
+    check_bounds,
+    compare,
+    in_order,
+    offer_of,
+    remarks,
+)
+from meshtune.plan.search import Plan, search
+from meshtune.plan.sizes import Size, clusters_of, sizes_of
+from meshtune.plan.workload import Workload
+from meshtune.report.plan.clusters import clusters_table
+from meshtune.report.plan.numbers import number
+from meshtune.sections import ClusterConfig
+
+ERROR = accuracy("meshtune", "h100-sxm").time or 0.0
+SEQUENCES, TOKENS = 64, 4096
+LENGTH = RunLength(1000, 1000 * SEQUENCES * TOKENS)
+PRICES = {"h100-sxm": 2.5, "mi300x": 1.0, "a100-80": 1.5, "currency": "EUR"}
+
+
+def load(*words: str) -> Config:
+    return config.load(None, ["model.name=x", *words])
+
+
+def workload() -> Workload:
+    shape = models()["llama-3.1-8b"]
+    return Workload("llama-3.1-8b", shape.work, shape.traits, TOKENS, SEQUENCES)
+
+
+def machines(gpus: int, gpu: str = "h100-sxm", **settings: Any) -> Cluster:
+    return cluster_of(ClusterConfig(gpu=gpu, gpus=gpus, **{"price_per_gpu_hour": PRICES, **settings}))
+
+
+@cache
+def plan(gpus: int, gpu: str = "h100-sxm") -> Plan:
+    return search(workload(), machines(gpus, gpu))
+
+
+def offers(*plans: Plan, goal: str = "speed", bounds: Bounds = NO_BOUNDS) -> list[Offer]:
+    return [offer_of(plan, goal, LENGTH, bounds) for plan in plans]
+
+
+def chosen_of(*plans: Plan, goal: str = "speed", bounds: Bounds = NO_BOUNDS) -> Offer:
+    return compare(offers(*plans, goal=goal, bounds=bounds), goal, bounds)[0]
+
+
+# sizes #
+
+
+def test_sizes_are_numbers_alone_or_with_a_kind() -> None:
+    h100 = load("cluster.gpu=h100-sxm", "cluster.gpus=8")
+    assert sizes_of("32,16,16", h100) == [Size(16), Size(32)]
+    assert sizes_of(8, h100) == [Size(8)] and sizes_of((), h100) == []
+    mixed = ["8xh100-sxm, 8 x mi300x", "16xa100-80,16", 2]
+    assert sizes_of(mixed, h100) == [
+        Size(2), Size(8), Size(16), Size(8, "mi300x"), Size(16, "a100-80")
+    ]  # fmt: skip
+
+
+def test_all_wrong_sizes_are_named_at_once() -> None:
+    with pytest.raises(UserError) as refused:
+        sizes_of("8x,16xh100,2xfoo,0,1000001,many,8xmi300x", load("cluster.gpu=h100-sxm"))
+    said = refused.value.problems
+    assert len(said) == 6
+    assert "--gpus = h100 is no kind that is known; did you mean h100-sxm" in said[1]
+    assert "--gpus = foo is no kind" in said[2]
+    for sentence, word in zip([said[0], *said[3:]], ["8x", "0", "1000001", "many"], strict=True):
+        assert sentence.startswith(
+            f"--gpus: '{word}' is no number of GPUs, 1 to 1,000,000; write --gpus 8,16"
+        )
+
+
+def test_kinds_come_in_their_usual_machines_and_settings_describe_the_configs_kind() -> None:
+    read = load(
+        "cluster.gpu=h100-sxm", "cluster.memory_gib=70", "cluster.network=25", "cluster.memory_margin=0.2",
+        "cluster.price_per_gpu_hour=2.5",
+    )  # fmt: skip
+    sizes = sizes_of("8,12,16xa100-80,2xrtx-4090", read)
+    (h100, a100, rtx), problems, notes = clusters_of(sizes, read)
+    assert (h100.gpu.name, h100.memory, h100.network, h100.price) == ("h100-sxm", 70 * 2**30, 25e9, 2.5)
+    kinds = catalogue()
+    assert (a100.gpus, a100.memory, a100.network, a100.price) == (
+        16, kinds["a100-80"].memory, kinds["a100-80"].network, None
+    )  # fmt: skip
+    assert (rtx.node, rtx.margin, a100.margin) == (kinds["rtx-4090"].node, 0.2, 0.2)
+    assert problems == [
+        "12 GPUs do not fill machines of 8; use 8 or 16, or set cluster.gpus_per_node.",
+    ]
+    assert notes == [
+        "cluster.memory_gib, cluster.network describe h100-sxm alone; a100-80, rtx-4090: as in the kind's "
+        "usual machine."
+    ]
+
+
+def test_a_kind_can_be_named_without_one_in_the_config() -> None:
+    read = load("cluster.network=10", "cluster.price_per_gpu_hour=2")
+    (one,), _, notes = clusters_of(sizes_of("8xmi300x", read), read)
+    assert (one.gpu.name, one.network, one.price) == ("mi300x", 10e9, 2) and notes == []
+    two, _, _ = clusters_of(sizes_of("8xmi300x,8xh200", read), read)
+    assert [cluster.price for cluster in two] == [None, None], "a number is the price of one kind"
+
+
+# ties and kinds that were not measured #
+
+
+def test_ties_go_to_fewer_gpus_and_are_marked() -> None:
+    every = offers(plan(8), plan(16), plan(32), goal="cost")
+    ranked = compare(every, "cost")
+    costs = {o.plan.cluster.gpus: o.run.cost for o in ranked if o.run and o.run.cost}
+    assert max(costs.values()) / min(costs.values()) < 1 + ERROR
+    assert ranked[0].plan.cluster.gpus == 8 and all(offer.tie for offer in ranked)
+    sentence = remarks(in_order(every, ranked), ranked[0], "cost", NO_BOUNDS)[0]
+    assert sentence.startswith("8 x h100-sxm ties with 16 x h100-sxm, 32 x h100-sxm: ")
+    faster = compare(offers(plan(8), plan(16)))
+    assert [offer.plan.cluster.gpus for offer in faster] == [16, 8]
+    assert not any(offer.tie for offer in faster)
+
+
+@pytest.mark.parametrize(("share", "first"), [(0.5, 8), (1.5, 16)])
+def test_a_tie_is_as_wide_as_the_error_of_prediction(share: float, first: int) -> None:
+    """16 GPUs at a price that makes a token cheaper by a part or a multiple of the error."""
+    eight, sixteen = (offer.plan.cluster for offer in offers(plan(8), plan(16)))
+    ratio = plan(8).choice(0).tokens_per_second_per_gpu / plan(16).choice(0).tokens_per_second_per_gpu
+    cheap = replace(sixteen, price=eight.price / ratio / (1 + share * ERROR))
+    chosen = chosen_of(plan(8), replace(plan(16), cluster=cheap), goal="cost")
+    assert chosen.plan.cluster.gpus == first and chosen.tie == (first == 8)
+
+
+def twin(of: Plan, *, seconds: float) -> Plan:
+    """A plan of the same cluster with GPUs of another name that were not measured, a step `seconds` times as
+    long.
+    """
+    cluster = replace(of.cluster, gpu=replace(of.cluster.gpu, name="twin", measured=False, as_of="h100-sxm"))
+    parts = {name: value * seconds for name, value in vars(of.seconds).items()}
+    return replace(of, cluster=cluster, seconds=replace(of.seconds, **parts))
+
+
+def test_a_measured_kind_goes_before_a_tie_that_was_not_measured() -> None:
+    assert chosen_of(plan(8), twin(plan(8), seconds=1 - ERROR / 2)).title == "8 x h100-sxm"
+
+
+def test_a_kind_that_was_not_measured_is_first_only_with_a_sentence() -> None:
+    every = offers(plan(8), twin(plan(8), seconds=0.5))
+    ranked = compare(every)
+    assert ranked[0].title == "8 x twin (not measured)"
+    (sentence,) = remarks(in_order(every, ranked), ranked[0], "speed", NO_BOUNDS)
+    assert sentence == (
+        "twin is first by the efficiencies of h100-sxm: its own were not measured. The best measured kind is "
+        "8 x h100-sxm: +100% time a step."
+    )
+    assert remarks(every, compare(every[:1])[0], "speed", NO_BOUNDS) == []
+    shown = text(clusters_table(in_order(every, ranked), ranked[0]), 160)
+    assert shown.count("8 x twin (not measured)") == 1
+
+
+def test_every_kind_without_a_matmul_rate_is_marked_in_its_rows() -> None:
+    for name, gpu in catalogue().items():
+        title = machines(2, name, gpus_per_node=2).title
+        assert title == f"2 x {name}" + " (not measured)" * (not gpu.measured)
+
+
+# bounds #
+
+
+def test_times_are_read_and_refused() -> None:
+    for word, seconds in (("48h", 172_800), ("2d12h", 216_000), ("90min", 5400), ("1.5 h", 5400)):
+        assert seconds_of(word) == seconds
+    for wrong in ("48", "0h", "h", "2 weeks", "-1h", "1h30", ""):
+        with pytest.raises(UserError, match="write a time above 0, such as 48h, 2d12h or 90min"):
+            seconds_of(wrong)
+
+
+def test_a_deadline_takes_the_cheapest_cluster_that_keeps_it() -> None:
+    hours = {gpus: 1000 * plan(gpus).choice(0).seconds.total for gpus in (8, 16, 32)}
+    bounds = Bounds(by=(hours[8] + hours[16]) / 2)
+    every = offers(plan(8), plan(16), plan(32), goal="cost", bounds=bounds)
+    assert [offer.misses for offer in every] == [("by",), (), ()]
+    ranked = compare(every, "cost", bounds)
+    assert [offer.plan.cluster.gpus for offer in ranked] == [16, 32]
+    assert [offer.plan.cluster.gpus for offer in in_order(every, ranked)] == [8, 16, 32]
+
+
+def test_a_budget_takes_the_fastest_cluster_that_keeps_it() -> None:
+    costs = [offer.run.cost for offer in offers(plan(8), plan(16), plan(32)) if offer.run]
+    assert costs[0] < costs[1] < costs[2]
+    bounds = Bounds(budget=(costs[1] + costs[2]) / 2)
+    chosen = chosen_of(plan(8), plan(16), plan(32), bounds=bounds)
+    assert chosen.plan.cluster.gpus == 16
+    near = f"The run may exceed --budget: it leaves 0%, less than the error of prediction, {ERROR:.0%}."
+    assert remarks([chosen], chosen, "speed", bounds) == [near]
+
+
+def test_the_lowest_memory_is_that_of_layouts_that_keep_the_deadline() -> None:
+    found = plan(8)
+    bounds = Bounds(by=1.1 * 1000 * found.seconds.total.min())
+    choice = offer_of(found, "memory", LENGTH, bounds).choice
+    free = offer_of(found, "memory", LENGTH).choice
+    allowed = found.seconds.total * 1000 <= bounds.by
+    assert choice and free and choice.memory.peak > free.memory.peak
+    assert choice.memory.peak == found.memory.peak[allowed].min()
+
+
+def test_the_nearest_miss_has_its_numbers_and_what_would_do() -> None:
+    run = offers(plan(16))[0].run
+    assert run and run.seconds and run.cost and run.steps
+    bounds = Bounds(by=run.seconds / 2, budget=run.cost / 4)
+    every = offers(plan(8), plan(16), bounds=bounds)
+    with pytest.raises(NothingFits) as refused:
+        compare(every, "speed", bounds)
+    wanted, nearest, remedy = refused.value.problems
+    assert wanted.startswith("No cluster that was tried ends the run within ") and " EUR." in wanted
+    best = min(every, key=lambda offer: bounds.factor(offer.run))
+    assert best.choice and best.run
+    factor = bounds.factor(best.run)
+    assert f"{best.title} with {best.choice.layout}: " in nearest and f"{factor - 1:.0%} too much" in nearest
+    steps = int(remedy.split("train.max_steps=")[1].split()[0])
+    shorter = RunLength(steps, steps)
+    assert not offer_of(best.plan, "speed", shorter, bounds).misses
+    assert offer_of(best.plan, "speed", RunLength(steps + 1, 1), bounds).misses
+    words = remedy.split()
+    hours, money = (float(words[words.index(option) + 1].rstrip("h,")) for option in ("--by", "--budget"))
+    assert not offer_of(best.plan, "speed", LENGTH, Bounds(3600 * hours, money)).misses
+
+
+def test_prices_are_asked_for_where_they_are_compared() -> None:
+    clusters = [machines(8), machines(8, "h200"), machines(8, "l40s")]
+    for goal, bounds, option in (
+        ("cost", NO_BOUNDS, "--goal cost over several GPU kinds"),
+        ("speed", Bounds(budget=9), "--budget"),
+    ):
+        with pytest.raises(UserError) as refused:
+            check_bounds(clusters, goal, bounds)
+        assert refused.value.problems == (
+            f"{option} needs the price of a GPU-hour of h200, l40s: set "
+            "cluster.price_per_gpu_hour={h200: …, l40s: …}, or name a file of prices.",
+        )
+    check_bounds(clusters, "speed", Bounds(by=3))
+    check_bounds([machines(8, price_per_gpu_hour=None)], "cost", NO_BOUNDS)
+    without = offers(plan(8), replace(plan(8), cluster=machines(8, "h200")))
+    assert "has no price of h200." in remarks(without, without[0], "speed", NO_BOUNDS)[-1]
+
+
+def test_a_processor_has_no_hours_and_keeps_no_bounds() -> None:
+    cpu = machines(2, "cpu", memory_gib=400)
+    with pytest.raises(UserError, match="nobody has measured the speed of cpu; leave them out"):
+        check_bounds([machines(8), cpu], "speed", Bounds(by=9))
+    every = offers(search(workload(), cpu), plan(8))
+    ranked = compare(every)
+    assert [offer.title for offer in ranked] == ["8 x h100-sxm"]
+    assert every[0].run and every[0].run.seconds is None
+    lines = text(clusters_table(in_order(every, ranked), ranked[0]), 120).splitlines()
+    assert "cpu" in lines[2] and lines[2].endswith("400.0 GiB")
+    assert "step" not in lines[0] and "tokens" not in lines[0]
+
+
+# the answer #
+
+
+def test_an_answer_has_every_cluster_with_its_run_as_values() -> None:
+    read = load(
+        "cluster.gpu=h100-sxm", "train.max_steps=1000", "data.seq_len=4096",
+        "cluster.price_per_gpu_hour={h100-sxm: 2.5, a100-80: 1.5, currency: EUR}",
+    )  # fmt: skip
+    sizes = sizes_of("1,8,12,16xa100-80", read)
+    answer = ask(read, workload(), sizes=sizes, goal="cost", bounds=Bounds(budget=10_000))
+    found = answer.as_dict(2)
+    assert found["budget"] == 10_000 and found["by"] is None and len(found["left_out"]) == 1
+    facts = [(each["gpus"], each["gpu"], each["chosen"], each["tie"]) for each in found["clusters"]]
+    assert sorted(facts) == [
+        (1, "h100-sxm", False, False), (8, "h100-sxm", True, False), (16, "a100-80", False, False)
+    ]  # fmt: skip
+    first, *_, last = found["clusters"]
+    assert last["best"] is last["run"] is None, "8 B do not fit one GPU"
+    assert first["run"] | {"notes": []} == found["run"]
+    assert first["run"]["cost"] == pytest.approx(1000 * first["best"]["step_seconds"] * 8 * 2.5 / 3600)
+    for layout in found["layouts"]:
+        assert layout["run"]["seconds"] == pytest.approx(1000 * layout["step_seconds"])
+    assert (found["cluster"]["currency"], found["cluster"]["measured"]) == ("EUR", True)
+
+
+def test_bounds_and_budgets_need_the_length_of_the_run() -> None:
+    read = load("cluster.gpu=h100-sxm", "cluster.gpus=8")
+    for bounds in (Bounds(by=3600), Bounds(budget=10)):
+        with pytest.raises(UserError, match=r"length of the run is unknown: data\.train names no rows"):
+            ask(read, workload(), bounds=bounds)
+    with pytest.raises(UserError, match="--goal fun is no goal; goals: speed, cost, gpus, memory"):
+        ask(read, workload(), goal="fun")
+
+
+def test_a_budget_tries_smaller_clusters_too() -> None:
+    read = load(
+        "cluster.gpu=h100-sxm", "cluster.gpus=16", "train.max_steps=9", "cluster.price_per_gpu_hour=2"
+    )
+    every = ask(read, workload(), bounds=Bounds(budget=1e6)).offers
+    assert [offer.plan.cluster.gpus for offer in every] == [1, 2, 4, 8, 16]
+    assert len(ask(read, workload(), bounds=Bounds(by=1e6)).offers) == 1
+
+
+# the table #
+
+
+def text(renderable: Any, width: int) -> str:
+    file = io.StringIO()
+    Console(file=file, width=width, color_system=None).print(renderable)
+    return file.getvalue()
+
+
+def test_the_table_has_hours_and_prices_of_each_cluster_and_marks() -> None:
+    bounds = Bounds(by=1000 * plan(16).choice(0).seconds.total)
+    plans = [plan(1), plan(8), plan(16), plan(16, "a100-80")]
+    every = offers(*plans, goal="cost", bounds=bounds)
+    ranked = compare(every, "cost", bounds)
+    lines = text(clusters_table(in_order(every, ranked), ranked[0]), 160).splitlines()
+    assert lines[1].split()[:3] == ["GPUs", "best", "layout"] and "EUR" in lines[1]
+    rows = [line.split() for line in lines[2:6]]
+    run = ranked[0].run
+    assert run and run.seconds and run.gpu_hours
+    assert rows[0][:4] == ["→", "16", "x", "h100-sxm"] and f"{run.seconds / 3600:.3g}" in rows[0]
+    assert number(run.gpu_hours) in rows[0] and f"{run.cost:,.2f}" in rows[0]
+    assert {row[0] for row in rows[1:3]} == {"×"} and rows[3][-2:] == ["nothing", "fits"]
+    assert lines[6] == "→ chosen · × misses --by or --budget"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 160])
+def test_the_table_fits_its_terminal(width: int) -> None:
+    every = offers(plan(8), plan(16), plan(16, "a100-80"))
+    ranked = compare(every)
+    lines = text(clusters_table(in_order(every, ranked), ranked[0]), width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert any("EUR" in line for line in lines[:3])
