@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from meshtune.plan.export import Written
 
 MOST_COMPARED = 6  # layouts in one table
+Gpus = Annotated[
+    str | None,
+    typer.Option(metavar="N,NxKIND,…", help="compare clusters, such as 16,32 or 8xh100-sxm,8xmi300x"),
+]
+By = Annotated[
+    str | None, typer.Option(metavar="TIME", help="the longest time of the run, such as 48h or 2d12h")
+]
 
 
 def plan(
@@ -27,14 +34,9 @@ def plan(
     compare: Annotated[
         list[str] | None, typer.Option(metavar="LAYOUT,LAYOUT,…", help="these layouts side by side, by part")
     ] = None,
-    gpus: Annotated[
-        str | None,
-        typer.Option(metavar="N,NxKIND,…", help="compare clusters, such as 16,32 or 8xh100-sxm,8xmi300x"),
-    ] = None,
+    gpus: Gpus = None,
     goal: Annotated[str, typer.Option(help="speed, cost, gpus or memory")] = "speed",
-    by: Annotated[
-        str | None, typer.Option(metavar="TIME", help="the longest time of the run, such as 48h or 2d12h")
-    ] = None,
+    by: By = None,
     budget: Annotated[float | None, typer.Option(help="the most that the run may cost")] = None,
     most: Annotated[
         str | None,

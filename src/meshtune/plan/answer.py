@@ -8,17 +8,15 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
-import yaml
-
 from meshtune.config import Config
 from meshtune.errors import UserError
-from meshtune.layout import as_mapping
 from meshtune.plan import advice, fits
 from meshtune.plan.advice import Alternative
 from meshtune.plan.batches import batch_sentences, batch_sizes, best_of_batches, nearest_sentences
 from meshtune.plan.changes import changes
 from meshtune.plan.cluster import Cluster, cluster_for
 from meshtune.plan.cost import NO_BOUNDS, UNPLANNED, Bounds, RunCost, RunLength, run_length, unknown
+from meshtune.plan.facts import cluster_facts, model_facts, workload_facts
 from meshtune.plan.fits import Lighter
 from meshtune.plan.offers import GOALS, Offer, check_bounds, compare, in_order, offer_of, remarks
 from meshtune.plan.search import Choice, Plan, search
@@ -203,55 +201,6 @@ def cluster_sizes(cluster: Cluster) -> list[int]:
     return sorted({*(gpus for gpus in (*inside, *across) if gpus < cluster.gpus), cluster.gpus})
 
 
-def plan_yaml(choice: Choice, workload: Workload) -> str:
-    """Text of a run folder's plan.yaml: the layout and its prediction.
-
-    For a processor, whose speed nobody has measured, the prediction is of memory alone.
-    """
-    predicted = choice.as_dict()
-    if not choice.cluster.timed:
-        predicted = {key: predicted[key] for key in ("layout", "world", "memory")}
-    tree = {
-        "layout": str(choice.layout),
-        "fields": as_mapping(choice.layout),
-        "cluster": cluster_facts(choice.cluster),
-        "workload": workload_facts(workload),
-        "predicted": predicted,
-    }
-    return yaml.safe_dump(tree, sort_keys=False)
-
-
-def model_facts(workload: Workload) -> dict[str, Any]:
-    """`model` of the JSON document: parameters, and model FLOPs per token without recomputation."""
-    parameters = float(workload.work.parameters)
-    return {
-        "name": workload.model,
-        "family": workload.traits.name,
-        "parameters": round(parameters),
-        "trainable_parameters": round(parameters * float(workload.work.trainable)),
-        "flops_per_token": workload.flops_per_token,
-    }
-
-
-def cluster_facts(cluster: Cluster) -> dict[str, Any]:
-    """`cluster` of the JSON document: bytes, and bytes per second in one direction."""
-    return {
-        "gpu": cluster.gpu.name,
-        "gpus": cluster.gpus,
-        "gpus_per_node": cluster.node,
-        "memory": cluster.memory,
-        "memory_margin": cluster.margin,
-        "usable_memory": cluster.usable_memory,
-        "link": cluster.link,
-        "network": cluster.network,
-        "network_share": cluster.network_share,
-        "price_per_gpu_hour": cluster.price,
-        "currency": cluster.currency,
-        "measured": cluster.gpu.measured,
-        "efficiency_as_of": cluster.gpu.as_of or cluster.gpu.name,
-    }
-
-
 def offer_facts(offer: Offer) -> dict[str, Any]:
     """An entry of `clusters` of the JSON document, without `chosen`."""
     cluster = offer.plan.cluster
@@ -264,17 +213,4 @@ def offer_facts(offer: Offer) -> dict[str, Any]:
         "run": offer.run and vars(offer.run),
         "misses": list(offer.misses),
         "tie": offer.tie,
-    }
-
-
-def workload_facts(workload: Workload) -> dict[str, Any]:
-    """`workload` of the JSON document: sizes in sequences and tokens."""
-    return {
-        "global_batch_size": workload.global_batch_size,
-        "seq_len": workload.seq_len,
-        "tokens": workload.tokens,
-        "mean_document_tokens": workload.document_tokens or workload.seq_len,
-        "precision": workload.precision,
-        "compile": workload.compile,
-        "attention": workload.attention,
     }

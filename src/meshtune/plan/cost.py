@@ -124,7 +124,7 @@ def money(amount: float, currency: str = "") -> str:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the run may take at most; None: no bound."""
+    """The most that the run may take; None: no bound."""
 
     by: float | None = None  # seconds
     budget: float | None = None  # in the currency of the prices

@@ -142,9 +142,9 @@ def in_order(offers: Sequence[Offer], ranked: Sequence[Offer]) -> tuple[Offer, .
     does not fit. ranked: as `compare` returns them.
     """
     places = {id(offer.plan): place for place, offer in enumerate(ranked)}
-    marked = [ranked[places[id(o.plan)]] if id(o.plan) in places else o for o in offers]
+    marked = [ranked[places[id(offer.plan)]] if id(offer.plan) in places else offer for offer in offers]
     if len({offer.plan.cluster.gpu.name for offer in offers}) > 1:
-        marked.sort(key=lambda o: (places.get(id(o.plan), len(ranked)), o.choice is None))
+        marked.sort(key=lambda offer: (places.get(id(offer.plan), len(ranked)), offer.choice is None))
     return tuple(marked)
 
 
@@ -195,7 +195,8 @@ def remarks(offers: Sequence[Offer], chosen: Offer, goal: str, bounds: Bounds) -
         for option, factor in bounds.factors(chosen.run).items()
         if 1 / (1 + chosen.error) < factor <= 1
     ]
-    lacking = list(dict.fromkeys(o.plan.cluster.gpu.name for o in offers if o.plan.cluster.price is None))
-    if lacking and any(offer.plan.cluster.price for offer in offers):
+    clusters = [offer.plan.cluster for offer in offers]
+    lacking = list(dict.fromkeys(cluster.gpu.name for cluster in clusters if cluster.price is None))
+    if lacking and any(cluster.price for cluster in clusters):
         sentences.append(f"cluster.price_per_gpu_hour has no price of {', '.join(lacking)}.")
     return sentences

@@ -10,8 +10,8 @@ from meshtune.errors import UserError
 from meshtune.layout import Layout, as_mapping
 from meshtune.model.census_cache import numbers_of
 from meshtune.plan import fits
-from meshtune.plan.answer import plan_yaml
 from meshtune.plan.cluster import cluster_here
+from meshtune.plan.facts import plan_yaml
 from meshtune.plan.search import explained
 from meshtune.plan.workload import lighter_workloads, workload_of
 

@@ -9,8 +9,8 @@ from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.plan import advice, fits
-from meshtune.plan.answer import cluster_facts
 from meshtune.plan.cluster import Cluster, cluster_here, cluster_of
+from meshtune.plan.facts import cluster_facts
 from meshtune.plan.hardware import catalogue
 from meshtune.plan.models import models
 from meshtune.plan.search import explained, search

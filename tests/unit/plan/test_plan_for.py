@@ -13,13 +13,13 @@ from meshtune.layout import Layout
 from meshtune.placement.rules import Traits, sentences
 from meshtune.plan import fits
 from meshtune.plan.accounting import accounting_of, stack_accounting
-from meshtune.plan.answer import UNPLANNED, Answer
+from meshtune.plan.answer import Answer
 from meshtune.plan.cluster import Cluster, cluster_of
-from meshtune.plan.cost import RunCost
 from meshtune.plan.export import EXPORTERS, check, export, tool_for, write
 from meshtune.plan.hardware import stacks
 from meshtune.plan.machine import machine_of
 from meshtune.plan.models import models
+from meshtune.plan.offers import offer_of
 from meshtune.plan.search import Plan, explained, search
 from meshtune.plan.tools import MESHTUNE, TOOLS, Tool
 from meshtune.plan.work import Work
@@ -231,8 +231,7 @@ def test_unknown_and_contradicting_tools_are_refused() -> None:
 
 def answer(tool: str) -> Answer:
     plan = planned(tool)
-    best = plan.choice(0)
-    return Answer(plan.workload, {16: plan}, 16, best, "speed", RunCost.of(best, UNPLANNED))
+    return Answer(plan.workload, (offer_of(plan),), offer_of(plan))
 
 
 def text_of(renderable: object) -> list[str]:

@@ -10,11 +10,13 @@ from rich.console import Console
 from meshtune.config import Config
 from meshtune.layout import Layout
 from meshtune.plan import advice, fits
-from meshtune.plan.answer import Answer, by_goal, workload_facts
+from meshtune.plan.answer import Answer
 from meshtune.plan.cluster import Cluster, cluster_of
-from meshtune.plan.cost import RunCost, RunLength
+from meshtune.plan.cost import RunLength
 from meshtune.plan.explanation import Explanation, explain
+from meshtune.plan.facts import workload_facts
 from meshtune.plan.models import models
+from meshtune.plan.offers import offer_of
 from meshtune.plan.search import Plan, explained, search
 from meshtune.plan.workload import Workload
 from meshtune.report.plan import terminal
@@ -45,9 +47,9 @@ def workload(size: int = 16, seq_len: int = 2048, **settings: Any) -> Workload:
 
 
 def answered(plan: Plan) -> Answer:
-    gpus, choice = by_goal({plan.cluster.gpus: plan}, "speed")
     length = RunLength(20, 20 * plan.workload.tokens)
-    return Answer(plan.workload, {gpus: plan}, gpus, choice, "speed", RunCost.of(choice, length), length)
+    offer = offer_of(plan, "speed", length)
+    return Answer(plan.workload, (offer,), offer, length=length)
 
 
 def printed(what: Any) -> str:

@@ -34,7 +34,9 @@ def clusters_table(offers: Sequence[Offer], chosen: Offer) -> RenderableType:
 
     def texts(form: Callable[[Offer, Choice, RunCost], str]) -> list[str]:
         """form(offer, its layout, its run) for each, "" where nothing fits."""
-        return [form(o, o.choice, o.run) if o.choice and o.run else "" for o in offers]
+        return [
+            form(offer, offer.choice, offer.run) if offer.choice and offer.run else "" for offer in offers
+        ]
 
     columns = {
         "mark": Column("", marks),
@@ -58,8 +60,8 @@ def clusters_table(offers: Sequence[Offer], chosen: Offer) -> RenderableType:
         ),
         "memory": Column("memory", texts(lambda _, choice, run: of_capacity(choice))),
         **cost_columns([offer.run for offer in offers]),
-        "gain": Column("speed-up", texts(lambda o, *_: f"{speed(o) / speed(_first(offers)):.2f} ×")),
-        "efficiency": Column("efficiency", texts(lambda o, *_: f"{efficiency(o, offers):.1%}")),
+        "gain": Column("speed-up", texts(lambda offer, *_: f"{speed(offer) / speed(_first(offers)):.2f} ×")),
+        "efficiency": Column("efficiency", texts(lambda offer, *_: f"{efficiency(offer, offers):.1%}")),
     }
     costs = [name for name in ("hours", "gpu_hours", "cost", "million") if name in columns]
     start = ("mark", "gpus", "layout")
