@@ -35,7 +35,8 @@ def sizes_of(given: int | str | Iterable[int | str], config: Config) -> list[Siz
     """
     parts = [given] if isinstance(given, int | str) else list(given)
     words = [word.strip() for part in parts for word in str(part).split(",") if word.strip()]
-    kinds, sizes, problems = kinds_of(config.cluster_config.hardware), [], []
+    settings = config.cluster_config
+    kinds, sizes, problems = kinds_of(settings.hardware), [], []
     for word in words:
         match = re.fullmatch(r"(\d+)(?:\s*x\s*(\S.*))?", word)
         if not match or len(match[1]) > len(str(MOST_GPUS)) or not 1 <= int(match[1]) <= MOST_GPUS:
@@ -45,14 +46,14 @@ def sizes_of(given: int | str | Iterable[int | str], config: Config) -> list[Siz
             )
             continue
         try:
-            sizes.append(
-                Size(int(match[1]), kind_named(match[2], kinds, "--gpus").name if match[2] else None)
-            )
+            kind = match[2] and kind_named(match[2], kinds, "--gpus").name
         except UserError as error:
             problems += error.problems
+        else:
+            sizes.append(Size(int(match[1]), kind))
     if problems:
         raise UserError(dict.fromkeys(problems))
-    own = config.cluster_config.gpu
+    own = settings.gpu and kind_named(settings.gpu, kinds).name
     sizes = [size._replace(kind=None) if size.kind == own else size for size in sizes]
     order = list(dict.fromkeys(size.kind for size in sizes))
     return sorted(set(sizes), key=lambda size: (order.index(size.kind), size.gpus))

@@ -68,7 +68,7 @@ def chosen_of(*plans: Plan, goal: str = "speed", bounds: Bounds = NO_BOUNDS) -> 
 
 
 def test_sizes_are_numbers_alone_or_with_a_kind() -> None:
-    h100 = load("cluster.gpu=h100-sxm", "cluster.gpus=8")
+    h100 = load("cluster.gpu=H100 SXM", "cluster.gpus=8")
     assert sizes_of("32,16,16", h100) == [Size(16), Size(32)]
     assert sizes_of(8, h100) == [Size(8)] and sizes_of((), h100) == []
     mixed = ["8xh100-sxm, 8 x mi300x", "16xa100-80,16", 2]
