@@ -89,7 +89,7 @@ def say(notes: Sequence[str], log: Log) -> None:
 
 @contextmanager
 def workloads(
-    config: Config, tool: str = "meshtune", log: Log = silent
+    config: Config, tool: str = MESHTUNE.name, log: Log = silent
 ) -> Iterator[tuple[Workload, Lighter]]:
     """Give the config's workload as a tool runs it, and a function that returns workloads that need less.
 

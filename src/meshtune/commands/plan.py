@@ -8,6 +8,7 @@ import typer
 
 from meshtune import units
 from meshtune.commands.options import AsJson, Settings, announce, show, split
+from meshtune.commands.working import working
 from meshtune.errors import UserError, expanded
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from meshtune.plan.answer import Answer
     from meshtune.plan.export import Written
 
+PLANNING = "counting the model and ranking layouts"
 MOST_COMPARED = 6  # layouts in one table
 Gpus = Annotated[
     str | None,
@@ -118,7 +120,8 @@ def compare_layouts(
 
     if export_to:
         check(tool, config)
-    best = api.plan(config, **clusters._asdict(), tool=tool, log=notice)
+    with working(PLANNING):
+        best = api.plan(config, **clusters._asdict(), tool=tool, log=notice)
     written = write_export(config, best, export_to) if export_to else None
     facts = best.as_dict(top) | ({"export": written.as_dict()} if written else {})
     show(facts, terminal.answer(best, top, written), as_json=as_json)
@@ -161,7 +164,8 @@ def explain_layouts(
     from meshtune.api.plan import explained
     from meshtune.report.plan import pictures, terminal
 
-    explanations = explained(config, layouts, tool=tool, log=notice)
+    with working(PLANNING):
+        explanations = explained(config, layouts, tool=tool, log=notice)
     entries = [one.as_dict() for one in explanations]
     facts = entries[0] if len(entries) == 1 else {"layouts": entries}
     printed = terminal.compared(explanations) if side_by_side else terminal.explained(explanations)
@@ -179,7 +183,8 @@ def show_largest(config: "Config", quantity: str, *, tool: str, as_json: bool) -
     from meshtune.api.plan import largest
     from meshtune.report.plan import terminal
 
-    value, choice = largest(config, quantity, tool=tool, log=notice)
+    with working(PLANNING):
+        value, choice = largest(config, quantity, tool=tool, log=notice)
     facts = {quantity: value} | choice.as_dict()
     show(facts, terminal.largest(quantity, value, choice), as_json=as_json)
 

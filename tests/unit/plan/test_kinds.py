@@ -149,8 +149,10 @@ def test_other_units_are_named(settings: dict[str, Any], sentence: str) -> None:
 @pytest.mark.parametrize("gpu", catalogue())
 def test_a_usual_machine_is_in_the_right_units(gpu: str) -> None:
     kind = catalogue()[gpu]
-    usual = {"memory_gib": kind.memory / 2**30, "link": kind.link / 1e9, "network": kind.network / 1e9}
-    assert other_units(ClusterConfig(gpu=gpu, **usual)) == ()
+    usual = ClusterConfig(
+        gpu=gpu, memory_gib=kind.memory / 2**30, link=kind.link / 1e9, network=kind.network / 1e9
+    )
+    assert other_units(usual) == ()
 
 
 def test_an_answer_names_other_units(tmp_path: Path) -> None:

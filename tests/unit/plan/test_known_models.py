@@ -243,7 +243,7 @@ def test_numbers_of_parameters_are_read(text: str, number: float) -> None:
     ],
 )
 def test_what_params_can_not_mean_is_refused(
-    words: list[str], options: dict[str, str], sentences: list[str]
+    words: list[str], options: dict[str, Any], sentences: list[str]
 ) -> None:
     with pytest.raises(UserError) as raised:
         command([*words, "cluster.gpu=h100-sxm"], top=1, **options)

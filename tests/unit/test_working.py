@@ -1,0 +1,32 @@
+"""The line that shows on a terminal that a command works."""
+
+import os
+import sys
+
+import pytest
+
+from meshtune.commands.working import working
+from meshtune.units import notice
+
+
+def test_a_terminal_sees_the_work_and_what_is_said_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = os.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with working("ranking layouts"):
+            notice("a sentence meanwhile")
+        terminal.flush()
+        seen = ""
+        while "\x1b[?25h" not in seen:  # the cursor comes back at the end
+            seen += os.read(ours, 10**5).decode()
+    os.close(ours)
+    assert "ranking layouts" in seen and "0:00:00" in seen
+    assert "a sentence meanwhile" in seen
+    assert seen.count("\x1b[?25l") == seen.count("\x1b[?25h") == 1
+
+
+def test_a_pipe_sees_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with working("ranking layouts"):
+        pass
+    assert capsys.readouterr() == ("", "")
