@@ -1,5 +1,7 @@
 """`meshtune plan`: predict every parallel layout on a cluster, and choose."""
 
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -94,7 +96,7 @@ def plan(
         clusters = Clusters(gpus or (), goal, by, budget)
         best = compare_layouts(resolved, clusters, tool=runner, export_to=folder, top=top, as_json=as_json)
         if plot:
-            draw(best, plot, compare_sizes=bool(gpus))
+            draw(best, plot, top=top, compare_sizes=bool(gpus), settings=settings or [])
 
 
 class Clusters(NamedTuple):
@@ -189,16 +191,17 @@ def show_largest(config: "Config", quantity: str, *, tool: str, as_json: bool) -
     show(facts, terminal.largest(quantity, value, choice), as_json=as_json)
 
 
-def draw(answer: "Answer", file: Path, *, compare_sizes: bool) -> None:
+def draw(answer: "Answer", file: Path, *, top: int, compare_sizes: bool, settings: Sequence[str]) -> None:
     """Draw an answer into `file` (.html, .png or .svg) and print its name on stderr.
 
-    compare_sizes: draw also the best layout of each number of GPUs that was asked for.
+    top: layouts that are shown. compare_sizes: draw also the best layout of each number of GPUs that was
+    asked for. settings: words of the command line that `meshtune train` takes too.
     """
     from meshtune.report.plan import pictures
+    from meshtune.report.plan.page import Asked
 
-    pictures.write(
-        file, answer.plan, sizes=answer.by_size if compare_sizes else None, batches=answer.batches()
-    )
+    asked = Asked(shlex.join(["meshtune", *sys.argv[1:]]), shlex.join(settings))
+    pictures.write(file, answer, top, compare_sizes=compare_sizes, asked=asked)
     notice(f"pictures in {file}")
 
 

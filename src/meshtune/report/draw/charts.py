@@ -23,14 +23,15 @@ def specification(
     width: int | Literal["container"],
     title_offset: int | None = None,
     named: bool = True,
+    narrow: bool = False,
 ) -> dict[str, Any]:
     """A panel as a Vega-Lite specification without a theme.
 
     width: px of the plot, or "container" for the width of the page's element. title_offset: px between title
     and chart; None draws no title. named: False leaves out the names of `Stacks`, which the chart to its left
-    shows; other panels ignore it.
+    shows; other panels ignore it. narrow: for the screen of a phone.
     """
-    chart = drawn(panel, named=named).properties(width=width)
+    chart = drawn(panel, named=named, narrow=narrow).properties(width=width)
     if width == "container":
         chart = chart.properties(autosize=alt.AutoSizeParams(type="fit-x", contains="padding"))
     if title_offset is not None:
@@ -39,16 +40,16 @@ def specification(
     return {name: value for name, value in chart.to_dict().items() if name != "config"}
 
 
-def drawn(panel: Panel, *, named: bool = True) -> alt.LayerChart:
-    """A panel as an Altair chart without width and title. named: as in `specification`."""
+def drawn(panel: Panel, *, named: bool = True, narrow: bool = False) -> alt.LayerChart:
+    """A panel as an Altair chart without width and title. named, narrow: as in `specification`."""
     match panel:
         case Lines():
             return lines(panel)
         case Stacks():
-            return stacks(panel, named=named)
+            return stacks(panel, named=named, narrow=narrow)
         case Scatter():
-            return scatter(panel)
+            return scatter(panel, narrow=narrow)
         case HeatMap():
-            return heat_map(panel)
+            return heat_map(panel, narrow=narrow)
         case Timeline():
             return timeline(panel)

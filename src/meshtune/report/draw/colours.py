@@ -1,18 +1,26 @@
-"""One fixed colour for each part of memory and of a step, in charts and in the terminal."""
+"""One fixed colour for each part of memory and of a step, in charts and in the terminal.
+
+A colour means one thing: no two names share one, and a plan's charts use none of them for anything else.
+"""
 
 from collections.abc import Sequence
 
 from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.seconds.step import PARTS
-from meshtune.report.draw.theme import DARK, LIGHT, OTHERS
+from meshtune.report.draw.theme import OTHERS
 
 # In the order of CATEGORIES and of PARTS; "optimizer" is in both, with one colour.
-MEMORY = (LIGHT["main"], LIGHT["other"], "#009e73", "#7a6fb0", "#cc79a7", DARK["other"], "#8b929b")
+MEMORY = ("#0072b2", "#d55e00", "#009e73", "#7a6fb0", "#cc79a7", "#e69f00", "#8b929b")
 TIME = (
-    DARK["main"], LIGHT["other"], "#cc79a7", "#7a6fb0", DARK["other"], "#009e73", "#b9bfc7", "#a6761d",
-    "#6b727b",
+    "#56b4e9", "#882255", "#d9c45a", "#3f51b5", "#999933", "#009e73", "#c9ced6", "#a6761d", "#5d646d",
 )  # fmt: skip
-COLOURS = dict(zip(CATEGORIES, MEMORY, strict=True)) | dict(zip(PARTS, TIME, strict=True))
+PASSES = {  # of a micro-batch through a stage, and the time between them
+    "forward": "#9ed4f5",
+    "backward": "#2b8cc4",
+    "backward of inputs": "#4ba3d6",
+    "backward of weights": "#135c86",
+}
+COLOURS = dict(zip(CATEGORIES, MEMORY, strict=True)) | dict(zip(PARTS, TIME, strict=True)) | PASSES
 
 
 def colours_of(names: Sequence[str]) -> list[str]:

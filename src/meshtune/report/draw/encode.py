@@ -13,7 +13,7 @@ from typing import Any
 import altair as alt
 
 LABELS = 46  # px at least for the labels of a number axis, so that charts below each other are in line
-LEGEND_COLUMNS = 4
+LEGEND_COLUMNS, NARROW_LEGEND_COLUMNS = 4, 2
 NUMBER = "format(datum.value, ',~r')"  # of a tick, such as 0.25 or 12,000
 
 

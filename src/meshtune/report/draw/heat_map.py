@@ -4,13 +4,17 @@ import altair as alt
 
 from meshtune.report.draw.encode import layered, table, tooltip
 from meshtune.report.draw.kinds import HeatMap
-from meshtune.report.draw.theme import ON_DARK_SHADE, ON_LIGHT_SHADE, SHADES
+from meshtune.report.draw.theme import ON_SHADE, SHADES
 
-ROW = 64  # px of height for each row of cells
+ROW, NARROW_ROW = 64, 40  # px of height for each row of cells
+LEAST_SPAN = 0.5  # of the highest value, that the shades span at least
 
 
-def heat_map(panel: HeatMap) -> alt.LayerChart:
-    """Chart of cells in shades of blue, each with its texts; without a value grey, with the first text."""
+def heat_map(panel: HeatMap, *, narrow: bool = False) -> alt.LayerChart:
+    """Chart of cells in shades of one colour, each with its texts; without a value grey, with the first text.
+
+    narrow: for a phone, where the first text is drawn alone.
+    """
     rows = [
         {
             "column": column,
@@ -25,8 +29,8 @@ def heat_map(panel: HeatMap) -> alt.LayerChart:
         if cell is not None
     ]
     known = [row["value"] for row in rows if row["value"] is not None]
-    low, high = min(known, default=0.0), max(known, default=1.0)
-    low, high = (low, high) if high > low else (0.0, 2 * high or 1.0)
+    high = max(known, default=0.0) or 1.0
+    low = min(min(known, default=0.0), (1 - LEAST_SPAN) * high)
     base = alt.Chart(table({name: [row[name] for row in rows] for name in rows[0]})).encode(
         x=alt.X(
             "column:N",
@@ -45,15 +49,15 @@ def heat_map(panel: HeatMap) -> alt.LayerChart:
     shade = alt.Color("value:Q", scale=alt.Scale(domain=[low, high], range=list(SHADES)), legend=None)
     missing = base.transform_filter("!isValid(datum.value)")
     filled = base.transform_filter("isValid(datum.value)")
-    dark = f"datum.value > {(low + high) / 2:.6g}"
-    on_shade = alt.condition(dark, alt.value(ON_DARK_SHADE), alt.value(ON_LIGHT_SHADE))
     cell = {"stroke": alt.ExprRef("paper"), "strokeWidth": 3}
-    return layered(
-        [
-            missing.mark_rect(color=alt.ExprRef("grid"), **cell),
-            filled.mark_rect(**cell).encode(color=shade),
-            missing.mark_text().encode(text="first:N"),
-            filled.mark_text(dy=-14, fontWeight=600, fontSize=12).encode(text="first:N", color=on_shade),
-            filled.mark_text(dy=2, lineBreak="\n", lineHeight=14).encode(text="others:N", color=on_shade),
-        ]
-    ).properties(height=alt.Step(ROW))
+    first = filled.mark_text(dy=0 if narrow else -14, fontWeight=600, fontSize=12)
+    others = filled.mark_text(dy=2, lineBreak="\n", lineHeight=14)
+    layers = [
+        missing.mark_rect(color=alt.ExprRef("grid"), **cell),
+        filled.mark_rect(**cell).encode(color=shade),
+        missing.mark_text().encode(text="first:N"),
+        first.encode(text="first:N", color=alt.value(ON_SHADE)),
+    ]
+    if not narrow:
+        layers.append(others.encode(text="others:N", color=alt.value(ON_SHADE)))
+    return layered(layers).properties(height=alt.Step(NARROW_ROW if narrow else ROW))

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Role = Literal["main", "raw", "other"]
+Role = Literal["main", "raw", "other", "ink", "soft", "chosen"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ class Stacks:
     mark: Mark | None = None
     stacked: bool = True
     item: str = "layout"  # word for a bar, in tooltips
+    chosen: int | None = None  # place of the bar whose name is bold; None: no bar's
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,9 @@ class Group:
 
     name: str  # in the legend, which is drawn if at least two groups have a name; may be ""
     points: tuple[Point, ...]
-    role: Role | None = None  # other: second colour; main, raw: first; None: the next one of the palette
+    role: Role | None = (
+        None  # other: second colour; main, raw: first; others: of the theme; None: the next one
+    )
     joined: Literal["no", "line", "steps"] = "no"  # by straight lines or steps; steps: horizontal first
     size: float = 12  # area of a dot, in square px
     opacity: float = 1.0
@@ -149,7 +152,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """A grid of cells, coloured from the lowest value to the highest; at least one cell is not None."""
+    """A grid of cells, shaded by value; at least one cell is not None.
+
+    Shades begin at the lowest value, or lower, so that they span half of the highest or more: values that
+    differ by some per cent look alike.
+    """
 
     key: str
     title: str

@@ -71,11 +71,16 @@ def _scripts(panels: Sequence[Panel]) -> str:
     from meshtune.report.draw.charts import specification
 
     charts = {panel.key: specification(panel, width="container") for panel in panels}
+    of_phones = {panel.key: specification(panel, width="container", narrow=True) for panel in panels}
+    narrow = {key: chart for key, chart in of_phones.items() if chart != charts[key]}
     themes = {
         name: config(colours, background="transparent")
         for name, colours in (("light", LIGHT), ("dark", DARK))
     }
-    constants = f"const CHARTS = {script_json(charts)};\nconst THEMES = {script_json(themes)};"
+    constants = (
+        f"const CHARTS = {script_json(charts)};\nconst NARROW = {script_json(narrow)};\n"
+        f"const THEMES = {script_json(themes)};"
+    )
     return (
         f"<script type='module'>{vega.javascript()}</script>\n"
         f"<script type='module'>\n{constants}\n{DRAW}</script>"
@@ -110,12 +115,14 @@ PAGE = """\
 STYLE = """
 :root {
   --ink: #1c1f23; --soft: #666d76; --line: #e4e6ea; --paper: #ffffff; --card: #f6f7f8; --right: #00795b;
+  --chosen: #d0103a;
   --sans: system-ui, -apple-system, "Segoe UI", "Helvetica Neue", "Liberation Sans", sans-serif;
   --mono: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --ink: #e3e6ea; --soft: #98a0aa; --line: #2c3138; --paper: #15181c; --card: #1d2126; --right: #4fc4a0;
+    --chosen: #ff5c7c;
   }
 }
 * { box-sizing: border-box; }
@@ -136,6 +143,9 @@ code, pre, .samples td { font-family: var(--mono); font-size: 13px; }
 .tile { background: var(--card); border-radius: 8px; padding: 14px 16px 12px; }
 .tile dt { color: var(--soft); font-size: 13px; }
 .tile dd { margin: 2px 0 0; font-size: 25px; line-height: 1.25; font-weight: 600; letter-spacing: -0.02em; }
+
+.tiles.four { grid-template-columns: repeat(auto-fit, minmax(230px, 1fr)); margin-top: 16px; }
+pre.command { white-space: pre-wrap; overflow-wrap: anywhere; }
 
 .plots {
   display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 28px 36px; margin-top: 36px;
@@ -172,6 +182,16 @@ label { color: var(--soft); font-size: 13px; margin-left: 6px; }
 .compared .best { color: var(--right); font-weight: 600; }
 .facts.numbers th { width: auto; }
 .facts.numbers td, .facts.numbers thead th { text-align: right; }
+.layouts td.layout, .layouts th.layout { text-align: left !important; }
+.layouts .why { color: var(--soft); font: 13px/1.45 var(--sans); margin-top: 3px; max-width: 560px; }
+.layouts .chosen { background: var(--card); box-shadow: inset 3px 0 var(--chosen); }
+.layouts .chosen strong { color: var(--chosen); }
+.layouts td, .layouts th { padding: 7px 14px; border-bottom: 1px solid var(--line); white-space: nowrap; }
+.layouts td.layout { white-space: normal; }
+.layouts { width: 100%; }
+h2 code { font-size: 16px; }
+ul { padding-left: 20px; margin: 0; }
+li { margin: 4px 0; overflow-wrap: anywhere; }
 .facts.left-out th, .facts.left-out td { width: auto; }
 .facts.left-out td:first-child { text-align: right; white-space: nowrap; }
 pre { background: var(--card); border-radius: 8px; padding: 14px 16px; overflow-x: auto; line-height: 1.5; }
@@ -182,6 +202,17 @@ footer { margin-top: 56px; padding-top: 14px; border-top: 1px solid var(--line);
 @media (max-width: 720px) {
   .plots { grid-template-columns: minmax(0, 1fr); }
   main { padding: 28px 16px; }
+  .tiles.four { grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); }
+  .tile dd { font-size: 20px; }
+  .layouts thead { display: none; }
+  .layouts, .layouts tbody { display: block; }
+  .layouts tr { display: flex; flex-wrap: wrap; gap: 2px 18px; padding: 10px 8px; }
+  .layouts tr { border-bottom: 1px solid var(--line); }
+  .layouts td { border: 0; padding: 0; text-align: left !important; }
+  .layouts td.layout { flex: 1 0 85%; }
+  .layouts td[data-name]::before { content: attr(data-name) " "; color: var(--soft); font-size: 12px; }
+  .facts th { width: 90px; white-space: normal; }
+  .facts td, .facts th { padding-right: 10px; }
   .samples thead { display: none; }
   .samples, .samples tbody, .samples tr, .samples td { display: block; }
   .samples tr { border-bottom: 1px solid var(--line); padding: 10px 0; }
@@ -194,17 +225,18 @@ footer { margin-top: 56px; padding-top: 14px; border-top: 1px solid var(--line);
 """
 
 DRAW = """
-const dark = matchMedia("(prefers-color-scheme: dark)");
+const dark = matchMedia("(prefers-color-scheme: dark)"), phone = matchMedia("(max-width: 720px)");
 let drawn = [];
 
 async function draw() {
   const theme = dark.matches ? "dark" : "light";
   const options = {actions: false, renderer: "canvas", mode: "vega-lite", tooltip: {theme}};
   for (const chart of drawn) chart.finalize();
-  drawn = await Promise.all(Object.entries(CHARTS).map(([key, chart]) =>
+  const charts = phone.matches ? {...CHARTS, ...NARROW} : CHARTS;
+  drawn = await Promise.all(Object.entries(charts).map(([key, chart]) =>
     vegaEmbed("#chart-" + key, {...chart, config: THEMES[theme]}, options)));
 }
 
 draw();
-dark.addEventListener("change", draw);
+for (const query of [dark, phone]) query.addEventListener("change", draw);
 """

@@ -12,15 +12,15 @@ from meshtune.report.draw.kinds import Axis, Group, Guide, Label, Scatter
 from meshtune.report.draw.theme import OTHERS
 
 
-def scatter(panel: Scatter) -> alt.LayerChart:
-    """Groups of points over guide lines, with labels."""
+def scatter(panel: Scatter, *, narrow: bool = False) -> alt.LayerChart:
+    """Groups of points over guide lines, with labels. narrow: for a phone, without labels, which overlap."""
     named = [group.name for group in panel.groups if group.name]
     spare = iter(OTHERS * (1 + len(panel.groups) // len(OTHERS)))
     colours = [alt.ExprRef(_role(group)) if group.role else next(spare) for group in panel.groups]
     colour = alt.Color(
         "group:N",
         scale=alt.Scale(domain=[group.name for group in panel.groups], range=colours),
-        legend=alt.Legend(columns=LEGEND_COLUMNS, symbolType="circle", symbolOpacity=1)
+        legend=alt.Legend(columns=1 if narrow else LEGEND_COLUMNS, symbolType="circle", symbolOpacity=1)
         if len(named) > 1
         else None,
     )
@@ -31,7 +31,7 @@ def scatter(panel: Scatter) -> alt.LayerChart:
     ]
     for group in panel.groups:
         layers.append(_group(panel, group, across, up, colour))
-    for align in ("left", "center", "right"):
+    for align in () if narrow else ("left", "center", "right"):
         for above in (True, False):
             some = [label for label in panel.labels if (label.align, label.above) == (align, above)]
             layers += [_labels(some, across, up)] if some else []
@@ -39,7 +39,7 @@ def scatter(panel: Scatter) -> alt.LayerChart:
 
 
 def _role(group: Group) -> str:
-    return "other" if group.role == "other" else "main"
+    return "main" if group.role in (None, "raw") else group.role
 
 
 def _axis(axis: Axis, *, least: int = 0) -> dict[str, Any]:

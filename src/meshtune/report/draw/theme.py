@@ -1,7 +1,7 @@
 """Colours, and the Vega-Lite configuration that gives every chart the same look, on light and dark pages.
 
-A chart names roles, not colours: `main`, `other`, `ink`, `grid` and `paper` are parameters of the
-configuration, so one specification serves both themes. The palette is that of Okabe and Ito, which
+A chart names roles, not colours: `main`, `other`, `ink`, `soft`, `chosen`, `grid` and `paper` are parameters
+of the configuration, so one specification serves both themes. The palette is that of Okabe and Ito, which
 colour-blind readers can tell apart, with a few shades between.
 """
 
@@ -12,6 +12,8 @@ LIGHT = {
     "main": "#0072b2",
     "other": "#d55e00",
     "ink": "#3b4046",
+    "soft": "#8b8f96",
+    "chosen": "#d0103a",
     "grid": "#e4e6ea",
     "paper": "#ffffff",
 }
@@ -19,12 +21,14 @@ DARK = {
     "main": "#56b4e9",
     "other": "#e69f00",
     "ink": "#b9bfc7",
+    "soft": "#7d848c",
+    "chosen": "#ff5c7c",
     "grid": "#2c3138",
     "paper": "#15181c",
 }
 OTHERS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a6fb0", "#8b929b")
-SHADES = ("#eaf3f9", "#9cc8e3", "#3d94c6", "#0072b2", "#004c77")  # of a heat map, low to high
-ON_LIGHT_SHADE, ON_DARK_SHADE = "#1c1f23", "#ffffff"  # text on them, in both themes
+SHADES = ("#f7faf9", "#d9e8e5", "#b5d3cd", "#8fbcb4")  # of a heat map, low to high
+ON_SHADE = "#1c1f23"  # text on them, in both themes
 
 SANS = 'system-ui, -apple-system, "Segoe UI", "Helvetica Neue", "Liberation Sans", sans-serif'
 MONO = 'ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace'

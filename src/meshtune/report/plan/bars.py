@@ -15,11 +15,13 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from meshtune.plan.memory.timeline import CATEGORIES
+from meshtune.plan.seconds.step import PARTS
 from meshtune.report.draw.colours import COLOURS
 
-LETTERS = {name: name[0].upper() for name in COLOURS} | {"context": "X", "overhead": "V"}
+LETTERS = {name: name[0].upper() for name in (*CATEGORIES, *PARTS)} | {"context": "X", "overhead": "V"}
 FREE = "·"
-NAMES = max(map(len, COLOURS)) + 2  # terminal columns of a name with its mark
+NAMES = max(map(len, LETTERS)) + 2  # terminal columns of a name with its mark
 NARROWEST, WIDEST = 8, 26  # bars, in terminal columns
 SHORTEST_NAME = 14  # terminal columns that are left of a layout's name
 GAP = 2  # between columns of a table

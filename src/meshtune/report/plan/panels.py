@@ -12,6 +12,7 @@ import numpy as np
 
 from meshtune.layout import RECOMPUTE, SCHEDULES, Layout
 from meshtune.placement.columns import layout_at
+from meshtune.plan.answer import Answer
 from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.search import Choice, Plan
 from meshtune.plan.seconds.step import PARTS
@@ -31,9 +32,9 @@ from meshtune.report.draw.kinds import (
 from meshtune.report.plan.numbers import memory_parts, nonzero, number, seconds, speed_unit, time_parts
 from meshtune.units import GIB, counted
 
-MOST_LAYOUTS = 8  # as stacks
 MOST_LABELS = 7  # along the front
-MOST_DOTS = 2000  # of time against memory, so that a page stays small
+MOST_DOTS = 1200  # of time against memory, so that a page stays small
+SLOWEST = 5  # times the shortest step, of the layouts that are drawn
 CELLS = (300, 200)  # of that plane, across and up: dots in the same cell are drawn once
 NO_LAYOUT = "no layout"
 
@@ -41,23 +42,22 @@ SizeAndGpus = tuple[int, int]  # (global batch size, GPUs)
 
 
 def panels(
-    plan: Plan,
+    answer: Answer,
+    choices: Sequence[Choice],
     sizes: Mapping[int, Plan] | None = None,
     batches: Mapping[SizeAndGpus, Choice | None] | None = None,
 ) -> list[Panel]:
-    """Every panel that there are numbers for; [] if there are none.
+    """Every panel that there are numbers for.
 
-    Memory and time are of the best MOST_LAYOUTS layouts, or, if none fits, of those that need least memory.
-    sizes: number of GPUs -> plan; those where nothing fits are left out. batches: (global batch size, GPUs)
-    -> best layout, or None where nothing fits. Without sizes or batches there is no panel of them. Where
-    predicted times mean nothing, there is memory alone.
+    choices: layouts of the answer whose memory and time are shown, the chosen one first. sizes: number of
+    GPUs -> plan; those where nothing fits are left out. batches: (global batch size, GPUs) -> best layout, or
+    None where nothing fits. Without sizes or batches there is no panel of them. Times of a processor mean
+    nothing: there memory alone is drawn.
     """
-    shown = plan.best(MOST_LAYOUTS) or plan.nearest(MOST_LAYOUTS)
-    panels = memory_and_time(shown) if shown else []
-    if not plan.cluster.timed:
+    panels = memory_and_time(choices, chosen=0)
+    if not answer.plan.cluster.timed:
         return panels
-    if len(plan):
-        panels.append(time_against_memory(plan))
+    panels.append(time_against_memory(answer.plan, answer.choice))
     if best := {gpus: of_size.best(1)[0] for gpus, of_size in sorted((sizes or {}).items()) if len(of_size)}:
         panels.append(scaling(best))
     if batches and any(batches.values()):
@@ -65,16 +65,19 @@ def panels(
     return panels
 
 
-def memory_and_time(choices: Sequence[Choice]) -> list[Panel]:
-    """Memory of each layout and, where predicted times mean something, the time of its step."""
-    timed = all(choice.cluster.timed for choice in choices)
-    return [memory_stacks(choices), *([time_stacks(choices)] if timed else [])]
+def memory_and_time(choices: Sequence[Choice], *, chosen: int | None = None) -> list[Panel]:
+    """Memory of each layout and, where predicted times mean something, the time of its step.
+
+    chosen: place of the layout whose name is bold; None: none is.
+    """
+    memory, timed = memory_stacks(choices, chosen=chosen), all(choice.cluster.timed for choice in choices)
+    return [memory, *([time_stacks(choices, chosen=chosen)] if timed else [])]
 
 
-def memory_stacks(choices: Sequence[Choice]) -> Stacks:
+def memory_stacks(choices: Sequence[Choice], *, chosen: int | None = None) -> Stacks:
     """Peak memory in GiB of each layout by category, in the order given; the title says if none of them fits.
 
-    choices: at least one, all of the same GPU kind.
+    choices: at least one, all of the same GPU kind. chosen: place of the bold one; None: none is.
     """
     capacity = choices[0].cluster.memory / GIB
     names = nonzero(CATEGORIES, map(memory_parts, choices))
@@ -88,11 +91,12 @@ def memory_stacks(choices: Sequence[Choice]) -> Stacks:
         {name: tuple(memory_parts(choice)[name] / GIB for choice in choices) for name in names},
         tuple(f"{choice.memory.peak / GIB:.1f}" for choice in choices),
         Mark(capacity, f"capacity {capacity:.1f}"),
+        chosen=chosen,
     )
 
 
-def time_stacks(choices: Sequence[Choice]) -> Stacks:
-    """Step time in seconds of each layout by part, in the order given."""
+def time_stacks(choices: Sequence[Choice], *, chosen: int | None = None) -> Stacks:
+    """Step time in seconds of each layout by part, in the order given. chosen: place of the bold one."""
     names = nonzero(PARTS, map(time_parts, choices))
     return Stacks(
         "time",
@@ -101,36 +105,42 @@ def time_stacks(choices: Sequence[Choice]) -> Stacks:
         tuple(str(choice.layout) for choice in choices),
         {name: tuple(time_parts(choice)[name] for choice in choices) for name in names},
         tuple(f"{seconds(choice.seconds.total)} · MFU {choice.mfu:.0%}" for choice in choices),
+        chosen=chosen,
     )
 
 
-def time_against_memory(plan: Plan) -> Scatter:
+def time_against_memory(plan: Plan, chosen: Choice) -> Scatter:
     """Seconds per step and peak GiB of the layouts that fit (at most MOST_DOTS are drawn), with the front.
 
-    The front are the layouts that no other one beats in both; at most MOST_LABELS of them are labelled. At
-    least one layout must fit.
+    The front are the layouts that no other one beats in both; at most MOST_LABELS of them are labelled.
+    Layouts that take more than SLOWEST times the shortest step are left out. At least one layout must fit.
     """
     time, memory = np.asarray(plan.seconds.total), np.asarray(plan.memory.peak) / GIB
     capacity = plan.cluster.memory / GIB
+    low = float(time.min())
+    near = np.flatnonzero(time <= SLOWEST * low)
 
     def points(places: Sequence[int], name: Callable[[Layout], str] = str) -> tuple[Point, ...]:
         return tuple(
             Point(float(time[n]), float(memory[n]), name(layout_at(plan.columns, n))) for n in places
         )
 
-    front = plan.pareto()
-    dots = distinct(time, memory)
+    front = [place for place in plan.pareto() if time[place] <= SLOWEST * low]
+    dots = [int(near[n]) for n in distinct(time[near], memory[near])]
     named = spread([float(memory[n]) for n in front], front, capacity / 16)
-    low, high = float(time.min()), max(float(time.max()), 1.5 * float(time.min()))
-    ends = (low * (low / high) ** 0.5, high * (high / low) ** 0.03)  # with room for the labels on the left
-    drawn = f", {len(dots):,} of them drawn" if len(dots) < len(plan) else ""
+    high = max(float(time[near].max()), 1.5 * low)
+    ends = (low * (low / high) ** 0.25, high * (high / low) ** 0.03)  # with room for the labels on the left
+    slower = f", {len(time) - len(near):,} take more than {SLOWEST} times the shortest step"
+    best = Point(chosen.seconds.total, chosen.memory.peak / GIB, str(chosen.layout))
     return Scatter(
         "front",
         "Speed against memory",
-        f"time of a step in seconds, peak memory in GiB · {counted(len(plan), 'layout')}{drawn}",
+        f"seconds a step, peak GiB · {counted(len(dots), 'layout')} drawn of {len(plan):,}"
+        f"{slower * (len(near) < len(time))}",
         (
-            Group("layouts that fit", points(dots), "main", opacity=0.3),
-            Group("none is faster with less memory", points(front), "other", joined="steps", size=44),
+            Group("layouts that fit", points(dots), "soft", opacity=0.45),
+            Group("none is faster with less memory", points(front), "ink", joined="steps", size=36),
+            Group("recommended", (best,), "chosen", size=130),
         ),
         Axis("seconds a step", ends, log=True, suffix=" s"),
         Axis("peak GiB", (0, capacity * 1.07), suffix=" GiB", form=".1f"),
@@ -195,7 +205,7 @@ def scaling(best: Mapping[int, Choice]) -> Scatter:
         "scaling",
         "The best layout of each cluster size",
         unit,
-        (Group("", points, "main", joined="line", size=70),),
+        (Group("", points, "ink", joined="line", size=70),),
         Axis(
             "GPUs",
             (sizes[0] / reach, sizes[-1] * reach),

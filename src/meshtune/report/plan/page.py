@@ -1,0 +1,237 @@
+"""The page of a plan: the recommended layout, all rows of the table, charts, reasons, provenance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import PurePath
+
+from meshtune import __version__
+from meshtune.plan.advice import comparison
+from meshtune.plan.answer import Answer
+from meshtune.plan.cost import RunCost, money
+from meshtune.plan.search import Choice
+from meshtune.plan.tools import MESHTUNE
+from meshtune.report.draw.kinds import Panel
+from meshtune.report.draw.page import page, text
+from meshtune.report.plan.clusters import mark
+from meshtune.report.plan.numbers import number, plus_minus, seconds
+from meshtune.units import GIB, counted, duration, human
+
+IN_WORDS = {"": "", "→": "recommended", "=": "a tie, within the error bar", "×": "beyond what was asked for"}
+FOOTER = "Predicted by meshtune; nothing here was measured."
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How the plan was asked for, for its page."""
+
+    command: str = ""  # the whole command line; "": it was asked for from Python
+    settings: str = ""  # its words that are settings, which `meshtune train` takes too
+
+
+def model_title(name: str) -> str:
+    """A model's name without its folders or organization: "Llama-3.1-8B" of "meta-llama/Llama-3.1-8B"."""
+    parts = [part for part in PurePath(name).parts if part != "config.json"]
+    return parts[-1] if parts else name
+
+
+def subject(answer: Answer) -> str:
+    """Cluster, batch, precision and number of layouts in one line."""
+    workload, plan = answer.workload, answer.plan
+    return (
+        f"{plan.cluster.gpus:,} × {plan.cluster.gpu.name} · global batch {workload.global_batch_size:,} × "
+        f"{workload.seq_len:,} tokens · {workload.precision} · "
+        f"{counted(plan.considered, 'layout')} considered, {len(plan):,} fit"
+    )
+
+
+def plan_page(answer: Answer, choices: Sequence[Choice], drawn: Sequence[Panel], asked: Asked) -> str:
+    """The answer as the HTML text of a page. choices: rows of its table. drawn: its charts."""
+    return page(
+        name=model_title(answer.workload.model),
+        kind="plan",
+        subtitle=text(subject(answer)),
+        panels=drawn,
+        before=recommended(answer, asked) + clusters(answer) + layouts(answer, choices),
+        after="".join(
+            (
+                sentences("What to change first", answer.changes),
+                sentences("The global batch", answer.batch_advice),
+                usual_layouts(answer),
+                left_out(answer),
+                provenance(answer, asked),
+            )
+        ),
+        footer=FOOTER,
+    )
+
+
+def recommended(answer: Answer, asked: Asked) -> str:
+    """The chosen layout with its figures, and the command that trains with it or exports it, as HTML."""
+    choice = answer.choice
+    tool, settings = answer.workload.tool, asked.settings or "…"
+    command = (
+        f"meshtune train {settings} layout={choice.layout}"
+        if tool is MESHTUNE
+        else f"meshtune plan {settings} layout={choice.layout} --export {tool.name}"
+    )
+    tiles = "".join(
+        f"<div class='tile'><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures(answer)
+    )
+    return (
+        f"<section><h2>Recommended: <code>{text(choice.layout)}</code></h2>"
+        f"<dl class='tiles four'>{tiles}</dl><pre class='command'>{text(command)}</pre></section>"
+    )
+
+
+def figures(answer: Answer) -> Iterable[tuple[str, str]]:
+    """(name, value) of the chosen layout's figures, as HTML."""
+    choice, run = answer.choice, answer.run
+    if choice.cluster.timed:
+        error = f" <small>{plus_minus(choice.accuracy.time)}</small>"
+        yield text(choice.cluster.speed_unit), number(choice.tokens_per_second_per_gpu) + error
+        yield "a step", seconds(choice.seconds.total) + error
+        yield "MFU", f"{choice.mfu:.1%}"
+    error = f" <small>{plus_minus(choice.accuracy.memory)} of {choice.cluster.memory / GIB:.1f}</small>"
+    yield "peak memory, GiB", f"{choice.memory.peak / GIB:.1f}{error}"
+    if run.seconds is not None and run.gpu_hours is not None:
+        yield f"{counted(run.steps or 0, 'step')}", duration(run.seconds)
+        yield "GPU-hours", number(run.gpu_hours)
+    if run.cost is not None:
+        yield "cost", text(money(run.cost, run.currency))
+    if run.cost_per_million_tokens is not None:
+        yield "a million tokens", text(money(run.cost_per_million_tokens, run.currency))
+
+
+def layouts(answer: Answer, choices: Sequence[Choice]) -> str:
+    """Table of the layouts with speed, memory, cost, and why the others are not first, as HTML."""
+    forms = columns(answer)
+    rows = []
+    for place, choice in enumerate(choices, 1):
+        run = RunCost.of(choice, answer.length)
+        chosen = choice.layout == answer.choice.layout
+        why = "" if chosen else comparison(answer.workload, choice, answer.choice)
+        note = "<strong>recommended</strong>" if chosen else text(why[:1].upper() + why[1:])
+        cells = "".join(
+            f"<td data-name='{text(name)}'>{text(form(choice, run))}</td>" for name, form in forms.items()
+        )
+        rows.append(
+            f"<tr{' class=chosen' if chosen else ''}><td>{place}</td>"
+            f"<td class='layout'><code>{text(choice.layout)}</code><div class='why'>{note}</div></td>"
+            f"{cells}</tr>"
+        )
+    return f"<section><h2>The best layouts</h2>{table(['', 'layout', *forms], rows)}</section>"
+
+
+def clusters(answer: Answer) -> str:
+    """Table of the clusters that were compared, and sentences on them, as HTML; "" if there are neither."""
+    lines = "".join(f"<li>{text(line)}</li>" for line in (*answer.comparison, *answer.left_out))
+    lines = f"<ul>{lines}</ul>" if lines else ""
+    if len(answer.offers) < 2:
+        return f"<section>{lines}</section>" if lines else ""
+    forms, rows = columns(answer), []
+    for offer in answer.offers:
+        layout, cells = "nothing fits", f"<td colspan='{len(forms)}'></td>"
+        if offer.choice and offer.run:
+            layout = f"<code>{text(offer.choice.layout)}</code>"
+            cells = "".join(
+                f"<td data-name='{text(name)}'>{text(form(offer.choice, offer.run))}</td>"
+                for name, form in forms.items()
+            )
+        rows.append(
+            f"<tr{' class=chosen' if offer is answer.chosen else ''}><td>{text(offer.title)}</td>"
+            f"<td class='layout'>{layout} <strong>{IN_WORDS[mark(offer, answer.chosen)]}</strong></td>"
+            f"{cells}</tr>"
+        )
+    return f"<section><h2>Clusters</h2>{table(['', 'best layout', *forms], rows)}{lines}</section>"
+
+
+def table(heads: Sequence[str], rows: Sequence[str]) -> str:
+    """Table of layouts, as HTML. heads: of its columns, the second one of layouts. rows: as HTML."""
+    cells = "".join(
+        f"<th{' class=layout' if place == 1 else ''}>{text(head)}</th>" for place, head in enumerate(heads)
+    )
+    return (
+        f"<table class='facts numbers layouts'><thead><tr>{cells}</tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table>"
+    )
+
+
+def columns(answer: Answer) -> dict[str, Callable[[Choice, RunCost], str]]:
+    """Columns of the table of layouts: name -> function that formats a layout's cell; only what is known."""
+    forms: dict[str, Callable[[Choice, RunCost], str]] = {}
+    run, cluster = answer.run, answer.choice.cluster
+    if cluster.timed:
+        forms[cluster.speed_unit] = lambda choice, _: number(choice.tokens_per_second_per_gpu)
+        forms["step"] = lambda choice, _: seconds(choice.seconds.total)
+        forms["MFU"] = lambda choice, _: f"{choice.mfu:.1%}"
+    forms["peak GiB"] = lambda choice, _: f"{choice.memory.peak / GIB:.1f}"
+    if run.seconds is not None:
+        forms["hours"] = lambda _, run: number((run.seconds or 0.0) / 3600)
+    if run.cost is not None:
+        forms["cost"] = lambda _, run: money(run.cost or 0.0, run.currency)
+    if run.cost_per_million_tokens is not None:
+        forms["a million tokens"] = lambda _, run: money(run.cost_per_million_tokens or 0.0, run.currency)
+    return forms
+
+
+def sentences(title: str, lines: Sequence[str]) -> str:
+    """A heading and a list, as HTML; "" without lines."""
+    if not lines:
+        return ""
+    return (
+        f"<section><h2>{title}</h2><ul>{''.join(f'<li>{text(line)}</li>' for line in lines)}</ul></section>"
+    )
+
+
+def usual_layouts(answer: Answer) -> str:
+    """The usual kinds of layout, each with why it is not first, as HTML."""
+    lines = [f"{one.name} {one.sentence}" for one in answer.alternatives]
+    return sentences("Why the usual ones are not first", [line[:1].upper() + line[1:] for line in lines])
+
+
+def left_out(answer: Answer) -> str:
+    """Table of the reasons that layouts were left out for, with counts and examples, as HTML."""
+    plan = answer.plan
+    if not plan.rejected:
+        return ""
+    body = "".join(
+        f"<tr><td>{group.count:,}</td><td>{text(group.reason)}</td>"
+        f"<td><code>{text(group.example)}</code></td></tr>"
+        for group in sorted(plan.rejected, key=lambda group: -group.count)
+    )
+    return (
+        "<section><h2>Layouts left out</h2><div class='wide'><table class='facts left-out'><thead>"
+        "<tr><th>layouts</th><th>why</th><th>one of them</th></tr></thead>"
+        f"<tbody>{body}</tbody></table></div></section>"
+    )
+
+
+def provenance(answer: Answer, asked: Asked) -> str:
+    """Command, version, date, constants and error bars, as HTML."""
+    choice, cluster = answer.choice, answer.choice.cluster
+    gpu, efficiency = cluster.gpu, cluster.gpu.efficiency
+    rows = {
+        "command": f"<code>{text(asked.command)}</code>" if asked.command else "",
+        "written": f"{date.today().isoformat()} by meshtune {text(__version__)}",
+        "model": text(answer.workload.model),
+        "error bars": text(choice.accuracy.sentence(choice.stack, gpu.name)),
+        "machine": text(
+            f"{human(cluster.memory)} a GPU; {cluster.link / 1e9:g} GB/s between the {cluster.node} GPUs of "
+            f"a machine; {cluster.network / 1e9:g} GB/s a GPU between machines, of which collectives reach "
+            f"{cluster.network_share:.0%}"
+        ),
+        f"{text(gpu.name)}": text(gpu.source),
+        "efficiency": text(
+            f"{'as of ' + gpu.as_of + ': ' if gpu.as_of and gpu.as_of != gpu.name else ''}"
+            + ", ".join(f"{name} {value:.4g}" for name, value in efficiency.items())
+        ),
+        "software": text(f"constants of the stack {choice.stack} in stacks.toml"),
+        "notes": "<br>".join(text(note) for note in answer.workload.notes),
+    }
+    body = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in rows.items() if value)
+    return (
+        f"<section><h2>Where this comes from</h2><table class='facts'><tbody>{body}</tbody></table></section>"
+    )

@@ -1,0 +1,165 @@
+"""The page of a plan: what stands on it, and how its charts are drawn for a phone."""
+
+import html
+import re
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+
+from meshtune.plan.answer import Answer
+from meshtune.plan.cluster import Cluster, cluster_of
+from meshtune.plan.cost import RunLength
+from meshtune.plan.models import models
+from meshtune.plan.offers import offer_of
+from meshtune.plan.search import search
+from meshtune.plan.workload import Workload
+from meshtune.report.draw.charts import specification
+from meshtune.report.draw.colours import COLOURS
+from meshtune.report.draw.heat_map import heat_map
+from meshtune.report.draw.kinds import Cell, HeatMap
+from meshtune.report.draw.theme import DARK, LIGHT, SHADES
+from meshtune.report.plan.page import (
+    Asked,
+    clusters,
+    layouts,
+    model_title,
+    plan_page,
+    provenance,
+    recommended,
+)
+from meshtune.report.plan.panels import memory_stacks, panels, time_stacks
+from meshtune.sections import ClusterConfig
+
+MODEL = models()["llama-3.2-1b"]
+WORKLOAD = Workload("models/llama-3.2-1b/config.json", MODEL.work, MODEL.traits, 4096, 32)
+LENGTH = RunLength(1000, 1000 * 32 * 4096)
+ASKED = Asked("meshtune plan a=1 --plot x.html", "a=1")
+
+
+@pytest.fixture(scope="module")
+def answer() -> Answer:
+    cluster = cluster_of(ClusterConfig(gpu="h100-sxm", gpus=8, price_per_gpu_hour=2.0))
+    return answer_of(cluster, LENGTH)
+
+
+def answer_of(cluster: Cluster, length: RunLength) -> Answer:
+    offer = offer_of(search(WORKLOAD, cluster), length=length)
+    return Answer(WORKLOAD, (offer,), offer, length=length)
+
+
+def plain(page: str) -> str:
+    """The page's text, without tags and scripts."""
+    return html.unescape(re.sub(r"<[^>]+>", " ", re.sub(r"<(script|style).*?</\1>", "", page, flags=re.S)))
+
+
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        ("meta-llama/Llama-3.1-8B", "Llama-3.1-8B"),
+        ("models/llama-3.1-8b", "llama-3.1-8b"),
+        ("/data/models/llama/config.json", "llama"),
+        ("gpt2", "gpt2"),
+    ],
+)
+def test_the_title_is_the_models_name_and_not_its_path(name, title):
+    assert model_title(name) == title
+
+
+def test_every_row_of_the_table_is_there_and_the_recommended_one_is_marked(answer):
+    best = answer.best(10)
+    rows = re.findall(r"<tr.*?</tr>", layouts(answer, best))[1:]
+    assert len(rows) == 10
+    assert ["class=chosen" in row for row in rows] == [True] + [False] * 9
+    for row, choice in zip(rows, best, strict=True):
+        text = plain(row)
+        assert str(choice.layout) in text and f"{choice.mfu:.1%}" in text
+    assert all("longer than the chosen layout" in row or "as fast as" in row for row in rows[1:])
+
+
+def test_cost_and_hours_of_each_layout_are_its_own(answer):
+    best = answer.best(3)
+    rows = re.findall(r"<tr.*?</tr>", layouts(answer, best))[1:]
+    for row, choice in zip(rows, best, strict=True):
+        hours = 1000 * choice.seconds.total / 3600
+        found = dict(re.findall(r"data-name='([^']+)'>([^<]+)<", row))
+        assert float(found["hours"]) == pytest.approx(hours, rel=0.01)
+        assert float(found["cost"]) == pytest.approx(hours * 8 * 2.0, rel=0.01)
+    unknown = replace(answer, length=RunLength(None, None))
+    names = re.findall(r"data-name='([^']+)'", layouts(unknown, best[:1]))
+    assert "hours" not in names and "cost" not in names and "a million tokens" in names
+
+
+def test_the_page_has_the_command_to_run_and_where_its_numbers_come_from(answer):
+    assert f"meshtune train a=1 layout={answer.choice.layout}" in plain(recommended(answer, ASKED))
+    text = plain(provenance(answer, ASKED))
+    for words in (
+        "meshtune plan a=1 --plot x.html",
+        "by meshtune 0",
+        "nobody has measured meshtune on h100-sxm",
+    ):
+        assert words in text
+    assert answer.choice.cluster.gpu.source.split(":")[0] in text
+
+
+def test_a_page_without_charts_has_all_sections_in_plain_text(answer):
+    text = plain(plan_page(answer, answer.best(10), [], ASKED))
+    for words in (
+        "The best layouts",
+        "Why the usual ones are not first",
+        "Layouts left out",
+        "Where this comes",
+    ):
+        assert words in text
+
+
+def test_a_colour_means_one_thing_in_all_charts():
+    assert len(set(COLOURS.values())) == len(COLOURS)
+    others = {*SHADES} | {
+        theme[role] for theme in (LIGHT, DARK) for role in ("ink", "soft", "chosen", "grid")
+    }
+    assert not others & set(COLOURS.values())
+    for one, other in combinations([tuple(bytes.fromhex(c[1:])) for c in COLOURS.values()], 2):
+        assert sum(abs(a - b) for a, b in zip(one, other, strict=True)) > 40
+
+
+@pytest.mark.parametrize(("values", "low", "high"), [((7137, 7362), 3681, 7362), ((10, 100), 10, 100)])
+def test_shades_span_at_least_half_of_the_highest_value(values, low, high):
+    cells = (tuple(Cell(float(value), ("x",)) for value in values),)
+    drawn = heat_map(HeatMap("h", "h", "x", ("a", "b"), ("r",), cells)).to_dict()
+    assert drawn["layer"][1]["encoding"]["color"]["scale"]["domain"] == [low, high]
+
+
+def texts_of(spec: dict) -> str:
+    return str([layer.get("data", {}).get("values", "") for layer in spec["layer"]] + [spec.get("data")])
+
+
+def test_on_a_phone_names_and_whole_numbers_stand_above_the_bars(answer):
+    best = answer.best(3)
+    for panel in (memory_stacks(best), time_stacks(best)):
+        wide, narrow = (specification(panel, width="container", narrow=each) for each in (False, True))
+        assert wide["layer"][0]["encoding"]["y"]["axis"]["labels"] is True
+        assert narrow["layer"][0]["encoding"]["y"]["axis"]["labels"] is False
+        above = next(layer for layer in narrow["layer"] if layer["mark"].get("dy") == -17)
+        assert above["encoding"]["x"] == {"value": 0} and above["mark"]["align"] == "left"
+        for end, name in zip(panel.ends, panel.names, strict=True):
+            assert f"{end}  {name}" in str(narrow)
+
+
+def test_a_phone_gets_no_labels_that_overlap(answer):
+    drawn = panels(answer, answer.best(3))
+    scatter = next(panel for panel in drawn if panel.key == "front")
+    wide, narrow = (str(specification(scatter, width="container", narrow=each)) for each in (False, True))
+    assert wide.count("'text'") > narrow.count("'text'")
+
+
+def test_clusters_stand_in_a_table_with_their_cost_and_the_sentences_on_them(answer):
+    small = answer_of(answer.choice.cluster.of_size(4), LENGTH)
+    both = replace(answer, offers=(*small.offers, *answer.offers), left_out=("7 GPUs are too few.",))
+    found = clusters(both)
+    rows = re.findall(r"<tr.*?</tr>", found)[1:]
+    assert ["class=chosen" in row for row in rows] == [False, True]
+    for row, one in zip(rows, (small, answer), strict=True):
+        assert str(one.choice.layout) in row and "data-name='cost'" in row
+    assert "recommended" in rows[1] and "7 GPUs are too few." in found
+    assert clusters(answer) == ""
