@@ -28,7 +28,7 @@ UNITS = {  # of numbers; "": a number without one
     "evaluations": "eval.early_stopping",
     "checkpoints": "checkpoint.keep",
     "GPUs": "cluster.gpus cluster.gpus_per_node",
-    "GiB": "cluster.memory_gib",
+    "GiB": "cluster.memory_gib cluster.memory_budget_gib",
     "GB/s": "cluster.link cluster.network",
     "ranks": "layout.dp_replicate layout.dp_shard layout.cp layout.tp layout.pp",
     "stages": "layout.virtual_stages",

@@ -210,6 +210,9 @@ class ClusterConfig(Section):
     memory_margin: Margin | None = Field(
         default=None, description="Share of each GPU's memory that a plan leaves free; null: 0.04 or 0.1."
     )
+    memory_budget_gib: float | None = Field(
+        default=None, gt=0, description="The most that a plan fills of each GPU, in GiB, below the margin."
+    )
     hardware: str | None = Field(default=None, description="A TOML file with more kinds of GPUs.")
     efficiency: dict[str, float] = Field(
         default={}, description="Measured efficiencies (0 to 1), by hardware.toml's names."

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import sys
 import textwrap
 from typing import Any
@@ -18,6 +19,21 @@ def human(size: float) -> str:
             number = abs(size) / unit
             return f"{size / unit:,.{(number < 99.95) + (number < 9.995)}f} {name}"
     return f"{size:.0f} B"
+
+
+def bytes_of(text: str, *, unit: str = "B") -> float | None:
+    """Bytes of a size as people write it: `bytes_of("1.5 GiB") == 1.5 * GIB`; None for any other text.
+
+    unit: of a number without one.
+    """
+    parts = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(?:([KMGT])(i?)B?|B)?\s*", text, re.IGNORECASE)
+    if not parts:
+        return None
+    number, prefix, binary = parts.groups()
+    if text.strip() == number:
+        return bytes_of(f"{number}{unit}")
+    power = " KMGT".index(prefix.upper()) if prefix else 0
+    return float(number) * (1024 if binary else 1000) ** power
 
 
 def count(number: float) -> str:

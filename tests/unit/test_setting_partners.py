@@ -86,7 +86,8 @@ ALONE = """
     train.max_grad_norm train.neftune_alpha train.label_smoothing train.precision train.reduce_dtype
     train.optimizer
     train.seed train.compile train.max_nonfinite_steps train.device eval layout cluster cluster.gpu
-    cluster.gpus cluster.gpus_per_node cluster.memory_gib cluster.memory_margin cluster.link cluster.network
+    cluster.gpus cluster.gpus_per_node cluster.memory_gib cluster.memory_margin
+    cluster.memory_budget_gib cluster.link cluster.network
     cluster.network_share cluster.price_per_gpu_hour cluster.hardware cluster.efficiency checkpoint
     checkpoint.keep checkpoint.async_save checkpoint.save_on_signal checkpoint.resume log log.every
     log.to hub hub.push_to output

@@ -13,6 +13,7 @@ from meshtune.errors import UserError
 from meshtune.model.census_cache import numbers_of
 from meshtune.plan import answer
 from meshtune.plan.answer import Answer
+from meshtune.plan.cluster import with_memory_budget
 from meshtune.plan.cost import Bounds, seconds_of
 from meshtune.plan.explanation import Explanation, explain
 from meshtune.plan.export import tool_for
@@ -39,6 +40,7 @@ def plan(
     by: str | timedelta | None = None,
     budget: float | None = None,
     tool: str = MESHTUNE.name,
+    memory_budget: str | float | None = None,
     log: Log = silent,
 ) -> Answer:
     """Predict every layout on the config's cluster, or on several clusters; choose by the goal: speed, cost,
@@ -47,11 +49,12 @@ def plan(
     config: a Config, a mapping of its sections, or a YAML file. overrides: section.key=value each. gpus:
     numbers of GPUs, alone or with a kind ("8xh100-sxm"). by: the longest time of the run, a timedelta or a
     text such as "48h"; budget: the most that it may cost. tool: that runs the layout, as in --for: memory and
-    time are predicted for it, and only its layouts are considered. `Answer.choice` is the chosen layout with
+    time are predicted for it, and only its layouts are considered. memory_budget: the most that is filled of
+    each GPU, as "70GiB" or in GiB; None: what the margin leaves. `Answer.choice` is the chosen layout with
     its memory (bytes) and step time (seconds), `Answer.best(n)` the n best, `Answer.offers` all clusters.
     Raises UserError for bad settings, NothingFits if no layout fits or no run keeps `by` and `budget`.
     """
-    config = config_of(config, overrides)
+    config = with_memory_budget(config_of(config, overrides), memory_budget)
     seconds = by.total_seconds() if isinstance(by, timedelta) else by and seconds_of(by)
     bounds, sizes = Bounds(seconds or None, budget), sizes_of(gpus, config)
     with workloads(config, tool, log) as (workload, lighter):

@@ -27,6 +27,12 @@ Gpus = Annotated[
 By = Annotated[
     str | None, typer.Option(metavar="TIME", help="the longest time of the run, such as 48h or 2d12h")
 ]
+Most = Annotated[
+    str | None, typer.Option("--max", metavar="WHAT", help="the largest model, seq_len or batch that fits")
+]
+MemoryBudget = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="fill at most this much of each GPU: 70GiB")
+]
 
 
 def plan(
@@ -42,10 +48,7 @@ def plan(
     goal: Annotated[str, typer.Option(help="speed, cost, gpus or memory")] = "speed",
     by: By = None,
     budget: Annotated[float | None, typer.Option(help="the most that the run may cost")] = None,
-    most: Annotated[
-        str | None,
-        typer.Option("--max", metavar="WHAT", help="the largest model, seq_len or batch that fits"),
-    ] = None,
+    most: Most = None,
     params: Annotated[
         str | None,
         typer.Option(metavar="N", help="plan a typical Llama of N parameters (13e9, 13B) instead of a model"),
@@ -54,6 +57,7 @@ def plan(
         str | None,
         typer.Option("--for", metavar="TOOL", help="plan for the tool that will run it; --export implies it"),
     ] = None,
+    memory_budget: MemoryBudget = None,
     top: Annotated[int, typer.Option(min=1, help="layouts to show")] = 10,
     plot: Annotated[Path | None, typer.Option(help="pictures: a file ending in .html, .png or .svg")] = None,
     export: Annotated[
@@ -68,6 +72,7 @@ def plan(
     file, overrides = split(settings)
     announce(file)
     from meshtune import config
+    from meshtune.plan.cluster import with_memory_budget
 
     layouts = layouts_of(explain, compare)
     comparing = gpus or by or budget is not None or goal != "speed"
@@ -84,7 +89,7 @@ def plan(
     runner = tool_of(tool, export)
     if params:
         overrides = with_typical_model(overrides, params, export)
-    resolved = config.load(file, overrides)
+    resolved = with_memory_budget(config.load(file, overrides), memory_budget)
     if layouts:
         explain_layouts(
             resolved, layouts, tool=runner, side_by_side=bool(compare), plot=plot, as_json=as_json

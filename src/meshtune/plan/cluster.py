@@ -21,7 +21,7 @@ from meshtune.plan.hardware import GIGA, Gpu, named
 from meshtune.plan.kinds import kind_named, kinds_of
 from meshtune.plan.prices import prices_of
 from meshtune.sections import ClusterConfig
-from meshtune.units import GIB, speed_unit
+from meshtune.units import GIB, bytes_of, speed_unit
 
 MARGIN = 0.04  # share of a GPU's memory that a plan leaves free, on a kind with a measured matmul rate
 UNMEASURED_MARGIN = 0.10  # on any other kind
@@ -41,6 +41,9 @@ class Cluster:
     network_share: float = NETWORK_SHARE  # of `network` that collectives reach
     price: float | None = None  # of a GPU-hour, in `currency`
     currency: str = ""  # as the user named it; "": not named
+    memory_budget: float | None = (
+        None  # bytes of each GPU that a plan fills at most; None: as the margin says
+    )
     memory_margin: float | None = None  # share of `memory` left free; None: MARGIN or UNMEASURED_MARGIN
 
     def of_size(self, gpus: int) -> Cluster:
@@ -78,7 +81,8 @@ class Cluster:
     @property
     def usable_memory(self) -> float:
         """Bytes of each GPU that a plan may use."""
-        return self.memory * (1 - self.margin)
+        within_margin = self.memory * (1 - self.margin)
+        return within_margin if self.memory_budget is None else min(within_margin, self.memory_budget)
 
     @property
     def margin(self) -> float:
@@ -133,6 +137,7 @@ def cluster_of(
         network_share=settings.network_share or NETWORK_SHARE,
         price=prices.of_kind.get(gpu.name),
         currency=prices.currency,
+        memory_budget=settings.memory_budget_gib and settings.memory_budget_gib * GIB,
         memory_margin=settings.memory_margin,
     ).of_size(count)
 
@@ -190,9 +195,27 @@ def cluster_here(config: Config, ranks: int, gpus: Sequence[tuple[str, float]]) 
     """The devices of `ranks` ranks; the settings say what can't be seen, such as the network.
 
     gpus: (driver's name, bytes) of each GPU of this machine; empty: the ranks are on the processor, and of
-    the cluster's settings only memory_margin counts. cluster.gpus never counts. Raises as `cluster_of`.
+    the cluster's settings only the memory's margin and budget count. cluster.gpus never counts. Raises as
+    `cluster_of`.
     """
     settings = config.cluster_config
     if not gpus:
-        settings = ClusterConfig(memory_margin=settings.memory_margin)
+        settings = ClusterConfig(
+            memory_margin=settings.memory_margin, memory_budget_gib=settings.memory_budget_gib
+        )
     return cluster_of(settings.model_copy(update={"gpus": ranks}), seen=lambda: list(gpus))
+
+
+def with_memory_budget(config: Config, budget: str | float | None) -> Config:
+    """The config with `cluster.memory_budget_gib`.
+
+    budget: such as "70GiB" or "75 GB"; a number is in GiB; None: the config as it is. Raises UserError for
+    something that is no size.
+    """
+    if budget is None:
+        return config
+    size = bytes_of(str(budget), unit="GiB")
+    if not size:
+        raise UserError(f"--memory-budget {budget} is no size; write --memory-budget 70GiB, or 75GB.")
+    cluster = config.cluster_config.model_copy(update={"memory_budget_gib": size / GIB})
+    return config.model_copy(update={"cluster": cluster})

@@ -50,6 +50,7 @@ def cluster_facts(cluster: Cluster) -> dict[str, Any]:
         "gpus_per_node": cluster.node,
         "memory": cluster.memory,
         "memory_margin": cluster.margin,
+        "memory_budget": cluster.memory_budget,
         "usable_memory": cluster.usable_memory,
         "link": cluster.link,
         "network": cluster.network,

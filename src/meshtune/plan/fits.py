@@ -77,8 +77,9 @@ def _reasons(plan: Plan) -> list[str]:
 def remedies(workload: Workload, cluster: Cluster, lighter: Lighter = dict) -> Iterator[str]:
     """Settings that fit, each with its layout and memory: the least change of each kind.
 
-    A global batch that the data ranks share, more GPUs, shorter sequences, lower precision, every workload
-    that `lighter` returns, larger GPUs. Each is searched for with no field of the layout fixed.
+    No memory budget, a global batch that the data ranks share, more GPUs, shorter sequences, lower precision,
+    every workload that `lighter` returns, larger GPUs. Each is searched for with no field of the layout
+    fixed.
     """
     for setting, choice in _remedies(workload, cluster, lighter):
         yield f"{setting} layout={choice.layout} ({human(choice.memory.peak)})"
@@ -95,6 +96,9 @@ def _cautions(settings: Sequence[str]) -> list[str]:
 
 def _remedies(workload: Workload, cluster: Cluster, lighter: Lighter) -> Iterator[tuple[str, Choice]]:
     """(setting, best layout under it) for each kind of change in `remedies` that makes something fit."""
+    unbounded = replace(cluster, memory_budget=None)
+    if cluster.memory_budget and (choice := best_fitting(workload, unbounded)):
+        yield "cluster.memory_budget_gib=null", choice
     batch = workload.global_batch_size
     for size in sorted(nearest_sizes(batch, cluster, {}), key=lambda size: abs(size - batch)):
         if choice := best_fitting(workload.of_batch(size), cluster):

@@ -81,10 +81,15 @@ def memory_limit(cluster: Cluster) -> str:
 
 
 def memory_margin(cluster: Cluster) -> str:
-    """A clause on the memory that a plan leaves free, with the setting and why it is that much."""
+    """A clause on the memory that a plan fills or leaves free, with the setting and why it is that much."""
+    budget = cluster.memory_budget
+    if budget is not None and budget <= cluster.usable_memory:
+        return f"a plan fills {human(budget)} of it at most (cluster.memory_budget_gib)"
     clause = f"a plan leaves {cluster.margin:.0%} of it free (cluster.memory_margin"
     if cluster.memory_margin is None:
         clause += f": {'a' if cluster.gpu.measured else 'no'} matmul rate was measured on {cluster.gpu.name}"
+    if budget is not None:
+        clause += f"; the budget of {human(budget)} is more than that"
     return f"{clause})"
 
 

@@ -1,4 +1,4 @@
-"""The share of a GPU's memory that a plan leaves free: 4 % on measured kinds, 10 % on others, or as set."""
+"""The memory that a plan leaves free: 4 % on measured kinds, 10 % on others, or as set; and a budget."""
 
 from pathlib import Path
 from typing import Any
@@ -9,13 +9,14 @@ from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.plan import advice, fits
-from meshtune.plan.cluster import Cluster, cluster_here, cluster_of
+from meshtune.plan.cluster import Cluster, cluster_here, cluster_of, with_memory_budget
 from meshtune.plan.facts import cluster_facts
 from meshtune.plan.hardware import catalogue
 from meshtune.plan.models import models
 from meshtune.plan.search import explained, search
 from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig
+from meshtune.units import GIB
 
 UNMEASURED = next(name for name, gpu in catalogue().items() if not gpu.measured and name != "cpu")
 
@@ -107,3 +108,58 @@ def test_a_margin_is_a_share_below_one(margin: float) -> None:
 
     with pytest.raises(UserError, match=r"cluster\.memory_margin"):
         load(None, ["model.name=any", f"cluster.memory_margin={margin}"])
+
+
+def test_a_budget_bounds_every_answer() -> None:
+    budget = 50 * GIB
+    cluster = machines(memory_budget_gib=50)
+    assert cluster.usable_memory == budget and cluster.memory > budget
+    plan = search(workload(), cluster)
+    assert len(plan) and plan.memory.peak.max() <= budget
+    assert search(workload(), machines()).memory.peak.max() > budget
+    assert (
+        "fills 50.0 GiB of it at most (cluster.memory_budget_gib)"
+        in advice.reasoning(plan, plan.choice(0))[1]
+    )
+    assert fits.largest(workload(), cluster, "batch")[1].memory.peak <= budget
+    assert cluster_facts(cluster)["memory_budget"] == cluster_facts(cluster)["usable_memory"] == budget
+
+
+def test_a_budget_beyond_what_the_margin_leaves_is_named() -> None:
+    cluster = machines(memory_budget_gib=78)
+    assert cluster.usable_memory == machines().usable_memory
+    plan = search(workload(), cluster)
+    assert "the budget of 78.0 GiB is more than that" in advice.reasoning(plan, plan.choice(0))[1]
+
+
+def test_where_only_the_budget_is_in_the_way_going_without_is_offered_first() -> None:
+    remedies = list(fits.remedies(workload(), machines(memory_budget_gib=15)))
+    assert remedies[0].startswith("cluster.memory_budget_gib=null layout=")
+    assert not any("budget" in remedy for remedy in fits.remedies(workload(64, "llama-3.1-70b"), machines()))
+
+
+def test_a_run_keeps_the_budget_of_its_settings() -> None:
+    config = Config.model_validate({"model": {"name": "any"}, "cluster": {"memory_budget_gib": 30}})
+    assert cluster_here(config, 8, [("NVIDIA H100 80GB HBM3", 79e9)] * 8).usable_memory == 30 * GIB
+    assert cluster_here(config, 2, []).memory_budget == 30 * GIB
+
+
+@pytest.mark.parametrize(
+    ("budget", "gib"),
+    [("70GiB", 70), ("70", 70), (70, 70), (12.5, 12.5), ("75 GB", 75e9 / GIB), ("1t", 1e12 / GIB)],
+)
+def test_a_budget_is_a_size(budget: str | float, gib: float, tmp_path: Path) -> None:
+    config = Config.model_validate({"model": {"name": "any"}, "cluster": {"gpus": 8}})
+    changed = with_memory_budget(config, budget).cluster_config
+    assert changed.memory_budget_gib == pytest.approx(gib) and changed.gpus == 8
+    file = tmp_path / "cluster.yaml"
+    file.write_text("gpus: 16\n")
+    named = Config.model_validate({"model": {"name": "any"}, "cluster": str(file)})
+    assert with_memory_budget(named, budget).cluster_config.gpus == 16
+
+
+@pytest.mark.parametrize("budget", ["lots", "", "-3GiB", "0", "70 apples", "GiB"])
+def test_a_budget_that_is_no_size_is_refused(budget: str) -> None:
+    config = Config.model_validate({"model": {"name": "any"}})
+    with pytest.raises(UserError, match=r"is no size; write --memory-budget 70GiB"):
+        with_memory_budget(config, budget)
