@@ -1,6 +1,6 @@
 """Plan: predict every layout, one layout, or the largest workload that fits. Needs no GPU and no data."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -22,7 +22,7 @@ from meshtune.plan.other_units import other_units
 from meshtune.plan.search import Choice
 from meshtune.plan.sizes import sizes_of
 from meshtune.plan.tools import MESHTUNE
-from meshtune.plan.workload import Workload, lighter_workloads, workload_of
+from meshtune.plan.workload import Workload, lighter_workloads, positions_note, workload_of
 
 Log = Callable[[str], None]  # gets sentences on the model, and one while its numbers are derived
 
@@ -82,10 +82,15 @@ def largest(
     """
     with workloads(config, tool, log) as (workload, _):
         say(workload.notes, log)
-        return answer.largest(config, workload, quantity)
+        value, choice = answer.largest(config, workload, quantity)
+        if quantity == "seq_len":
+            data = config.data.model_copy(update={"seq_len": value})
+            longest = config.model_copy(update={"data": data})
+            say(filter(None, [positions_note(longest, workload.positions)]), log)
+        return value, choice
 
 
-def say(notes: Sequence[str], log: Log) -> None:
+def say(notes: Iterable[str], log: Log) -> None:
     for note in notes:
         log(note)
 

@@ -36,6 +36,7 @@ class Workload:
     packing: bool = True
     attention: str = "meshtune"  # implementation that the model is built with
     lora_r: int | None = None  # rank of the adapters beside every linear layer; None: all weights are trained
+    positions: int | None = None  # tokens of the longest document that its positions are made for; None: any
     notes: tuple[str, ...] = ()  # sentences on the model that every answer says
     tool: Tool = MESHTUNE  # that runs it
 
@@ -155,6 +156,7 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
         packing=config.data.packing,
         attention=numbers.attention if model.attention == "auto" else model.attention,
         lora_r=config.lora.r if config.method == "lora" else None,
+        positions=numbers.positions,
         notes=tuple(filter(None, (experts_note(numbers), positions_note(config, numbers.positions)))),
     )
     return workload.compiled() if config.train.compile else workload
@@ -169,7 +171,7 @@ def experts_note(numbers: ModelNumbers) -> str | None:
     axes = [axis for axis, problem in problems.items() if problem is None]
     return (
         f"{traits.name} is a mixture of experts: a token uses {count(census.total - census.idle)} of its "
-        f"{count(census.total)} parameters. meshtune has no expert parallelism: layouts are of "
+        f"{count(census.total)} parameters. Layouts have no expert parallelism: they are of "
         f"{', '.join(['dp', *axes])} and ZeRO alone. No measured run of such a model validates these times; "
         "the measured peaks of small ones are 20 to 40 % larger than predicted."
     )

@@ -103,6 +103,13 @@ def test_the_most_used_models_are_known_by_their_hub_names() -> None:
         assert re.match(r"litgpt \S|megatron-bridge \S|recalled$", entry["source"])
 
 
+def test_the_docs_count_the_shapes() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "planning.md").read_text(encoding="utf-8")
+    assert f"`plan/models.toml` has {len(ENTRIES)} shapes under some 300\nnames" in page
+    names = sum(len(entry["hub"]) + len(entry.get("differing", ())) for entry in ENTRIES.values())
+    assert 280 <= names <= 320
+
+
 def test_a_shape_without_norms_and_biases_is_half_a_percent_off_at_most() -> None:
     assert len(models()) >= 60
     for name, model in models().items():

@@ -57,7 +57,7 @@ def test_the_answer_says_what_is_left_out_of_a_mixture(
     command(words, top=1, as_json=True)
     (note,) = json.loads(capsys.readouterr().out)["notes"]
     assert "MixtralForCausalLM is a mixture of experts: a token uses" in note
-    assert "no expert parallelism: layouts are of dp, pp, cp and ZeRO alone" in note
+    assert "Layouts have no expert parallelism: they are of dp, pp, cp and ZeRO alone" in note
     assert "No measured run of such a model validates these times" in note
     command(words, top=1)
     assert "no expert parallelism" in capsys.readouterr().out.replace("\n", " ")
@@ -125,3 +125,13 @@ def test_a_plan_says_that_a_sequence_is_beyond_the_positions(tmp_path: Path) -> 
     words = settings(tmp_path, "data.seq_len=1024")
     (note,) = api.plan(config.load(None, words)).as_dict()["notes"]
     assert "data.seq_len=1024 goes beyond the 512 positions" in note
+
+
+def test_the_longest_sequence_that_fits_is_compared_with_the_positions(tmp_path: Path) -> None:
+    made("llama").save_pretrained(tmp_path)
+    words = settings(tmp_path, "data.seq_len=256", "cluster.memory_gib=4")
+    logged: list[str] = []
+    value, _ = api.largest(config.load(None, words), "seq_len", log=logged.append)
+    assert isinstance(value, int) and value > 512
+    assert f"data.seq_len={value} goes beyond the 512 positions" in logged[-1]
+    assert sum("positions" in line for line in logged) == 1
