@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from meshtune.attention.register import register
+from meshtune.layout import Layout
 from meshtune.model.anatomy import anatomy
 from meshtune.parallel.recompute import recompute_blocks
 
-MODES: tuple[str, ...] = ("none", "attention", "selective", "full")
 HIDDEN, HEADS, KV_HEADS, FFN = 512, 8, 4, 1408
 
 
@@ -51,7 +51,7 @@ class Live(TorchDispatchMode):
 
 
 def build(mode: str, dropout: float, layers: int) -> PreTrainedModel:
-    """A model in training mode with random weights. mode: of recomputation. dropout: of attention."""
+    """A model in training mode with random weights. mode: token of a layout. dropout: of attention."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=HIDDEN,
@@ -64,14 +64,15 @@ def build(mode: str, dropout: float, layers: int) -> PreTrainedModel:
     )
     register()
     model = AutoModelForCausalLM.from_config(config, attn_implementation="meshtune").train()
-    recompute_blocks(model, anatomy(model), mode)
+    layout = Layout.parse(mode)
+    recompute_blocks(model, anatomy(model), layout.recompute, range(layers)[: layout.recompute_blocks])
     return model
 
 
 def measure(mode: str, dropout: float, layers: int, seq: int, repeats: int) -> tuple[float, float]:
     """(Bytes kept per token and layer, median processor seconds of a forward and backward).
 
-    mode: of recomputation. dropout: of attention. seq: tokens of a row. repeats: passes that are timed.
+    mode: token of a layout. dropout: of attention. seq: tokens of a row. repeats: passes that are timed.
     """
     model = build(mode, dropout, layers)
     third = seq // 3
@@ -111,7 +112,8 @@ def main() -> None:
     print("| ---: | --- | ---: | ---: | ---: |")
     for dropout in (0.0, 0.1):
         baseline = None
-        for mode in MODES:
+        half = options.layers // 2
+        for mode in ("none", "attention", f"selective{half}", "selective", f"full{half}", "full"):
             kept, seconds = measure(mode, dropout, options.layers, options.seq_len, options.repeats)
             baseline = baseline or (kept, seconds)
             shares = f"{kept / baseline[0]:.0%} | {seconds / baseline[1]:.2f}"
