@@ -1,12 +1,13 @@
 """Single changes to one layout, each predicted: which would gain most time or memory.
 
-layout ──> another micro-batch, recomputation mode, schedule, degree of tp, cp, pp or ZeRO; accumulation
-           and data ranks follow, so that the global batch and the number of GPUs stay
+layout ──> another micro-batch, recomputation of all or some blocks, schedule, degree of tp, cp, pp or ZeRO;
+           accumulation and data ranks follow, so that the global batch and the number of GPUs stay
 settings ──> train.compile, twice the network, twice the global batch, in the same layout
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -118,7 +119,7 @@ def _predicted(every: Sequence[Change], choice: Choice) -> Iterator[tuple[str, L
 def changes(workload: Workload, choice: Choice) -> Iterator[Change]:
     """Every single change that the model can be trained under, to the layout, then to the settings."""
     layout, cluster = choice.layout, choice.cluster
-    for kind, change, other in neighbours(layout):
+    for kind, change, other in neighbours(layout, int(workload.work.blocks)):
         if not workload.refusals(other):
             yield Change(kind, change, f"layout={other}", workload, cluster, other)
     if not workload.compile and not (compiled := workload.compiled()).refusals(layout):
@@ -133,9 +134,12 @@ def changes(workload: Workload, choice: Choice) -> Iterator[Change]:
     yield Change("batch", "twice the global batch", setting, larger, cluster, more)
 
 
-def neighbours(layout: Layout) -> Iterator[tuple[str, str, Layout]]:
-    """(kind, change, layout) for layouts with the same GPUs and global batch that differ in one thing."""
-    for kind, change, fields in _fields(layout):
+def neighbours(layout: Layout, blocks: int) -> Iterator[tuple[str, str, Layout]]:
+    """(kind, change, layout) for layouts with the same GPUs and global batch that differ in one thing.
+
+    blocks: of the model.
+    """
+    for kind, change, fields in _fields(layout, blocks):
         try:
             other = replace(layout, **fields)
         except UserError:  # such as regather under full recomputation
@@ -144,7 +148,7 @@ def neighbours(layout: Layout) -> Iterator[tuple[str, str, Layout]]:
             yield kind, change, other
 
 
-def _fields(layout: Layout) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _fields(layout: Layout, blocks: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """(kind, change, fields of the layout that it sets) of each neighbour, contradictory ones among them."""
     size, steps = layout.micro_batch_size, layout.gradient_accumulation_steps
     sizes = [(size * n, steps // n) for n in FACTORS if steps % n == 0]
@@ -152,9 +156,9 @@ def _fields(layout: Layout) -> Iterator[tuple[str, str, dict[str, Any]]]:
     for micro, rest in sizes:
         fields = {"micro_batch_size": micro, "gradient_accumulation_steps": rest}
         yield "micro-batch", f"micro-batch {micro} instead of {size}", fields
-    for mode, blocks in product(RECOMPUTE, dict.fromkeys((None, layout.recompute_blocks))):
-        change = f"recomputation {mode}{blocks or ''} instead of {layout.recomputation}"
-        yield "recomputation", change, {"recompute": mode, "recompute_blocks": blocks}
+    for mode, some in product(RECOMPUTE, (None, *range(1, math.ceil(blocks / layout.stages)))):
+        change = f"recomputation {mode}{some or ''} instead of {layout.recomputation}"
+        yield "recomputation", change, {"recompute": mode, "recompute_blocks": some}
     for schedule in SCHEDULES if layout.pp > 1 else ():
         for virtual in VIRTUAL_STAGES if schedule in VIRTUAL_SCHEDULES else (1,):
             stages = f" with {virtual} stages a rank" if virtual > 1 else ""

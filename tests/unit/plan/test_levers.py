@@ -29,7 +29,7 @@ LAYOUTS = (
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_a_neighbour_has_the_same_gpus_and_global_batch(text):
     layout = Layout.parse(text)
-    near = list(neighbours(layout))
+    near = list(neighbours(layout, 32))
     assert len(near) > 10
     for _, _, other in near:
         assert (other.world, other.global_batch_size) == (layout.world, layout.global_batch_size), other
@@ -79,7 +79,7 @@ def test_the_largest_levers_of_a_layout_that_fits_are_the_fastest_that_fit():
     assert [lever.speed for lever in found] == sorted((lever.speed for lever in found), reverse=True)
     fitting = [
         explained(WORKLOAD, CLUSTER, other).seconds.total
-        for _, _, other in neighbours(choice.layout)
+        for _, _, other in neighbours(choice.layout, 32)
         if not WORKLOAD.refusals(other) and explained(WORKLOAD, CLUSTER, other).fits
     ]
     assert found[0].choice.seconds.total <= min(fitting) * 1.0001
@@ -91,6 +91,16 @@ def test_the_levers_of_a_layout_that_does_not_fit_make_it_fit_where_one_does():
     found = levers(WORKLOAD, choice)
     assert len(found) == 3 and all(lever.choice.fits and lever.freed > 0 for lever in found)
     assert any(lever.change.startswith("ZeRO-") for lever in found)
+
+
+def test_recomputation_of_as_few_blocks_as_fit_is_a_lever():
+    choice = explained(WORKLOAD, CLUSTER, Layout.parse("zero3x64-mb2-ga2-full"))
+    assert not explained(WORKLOAD, CLUSTER, Layout.parse("zero3x64-mb2-ga2")).fits
+    lever = levers(WORKLOAD, choice)[0]
+    number = lever.choice.layout.recompute_blocks
+    assert lever.change == f"recomputation selective{number} instead of full" and 1 < number < 32
+    fewer = replace(lever.choice.layout, recompute_blocks=number - 1)
+    assert lever.choice.fits and not explained(WORKLOAD, CLUSTER, fewer).fits
 
 
 def test_the_compile_lever_counts_what_compiled_blocks_save():
