@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart quickstart-lora test test-default test-slow test-oldest test-migrate test-cases fuzz families validation kill-loop style lint docs benchmark gpu-check clean
+.PHONY: quickstart quickstart-lora test test-default test-slow test-oldest test-migrate test-exports test-cases fuzz families validation kill-loop style lint docs benchmark gpu-check clean
 
 # The main job on the embedded model and data: fine-tune, evaluate, write a Hugging Face folder and a report.
 quickstart: $(STAMP)
@@ -36,6 +36,11 @@ test-oldest:
 # skipped, with the reason; with CI=true it fails.
 test-migrate: $(STAMP)
 	$(BIN)/python scripts/trainer_keys.py
+
+# Exported plans, read back by the newest Megatron Core, torchtitan, DeepSpeed, accelerate, axolotl and LLaMA-Factory, each
+# in an environment of its own in .venv-exports. Without a network it is skipped, with the reason; with CI=true it fails.
+test-exports: $(STAMP)
+	$(BIN)/python scripts/export_readers.py
 
 # Is every test case of an earlier version still there? `make test-cases SINCE=359a444`
 test-cases: $(STAMP)
@@ -100,4 +105,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .venv-oldest build dist site src/*.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-exports build dist site src/*.egg-info .pytest_cache .ruff_cache

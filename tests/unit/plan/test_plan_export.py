@@ -844,12 +844,12 @@ def test_axolotl_keeps_lora_evaluation_and_what_is_saved(
     assert settings.streaming and settings.hub_model_id == "org/tuned" and settings.use_tensorboard
     everywhere = yaml.safe_load(
         exported(
-            "axolotl", "mb1-ga1", "method=lora", "data.eval_split=0.1", "data.train={path: a.csv, split: b}"
+            "axolotl", "mb1-ga1", "method=lora", "data.eval_split=0.1", "data.train=a.csv"
         )
         .files["axolotl.yaml"]
     )  # fmt: skip
     assert everywhere["lora_target_linear"] and everywhere["val_set_size"] == 0.1
-    assert everywhere["datasets"][0]["ds_type"] == "csv" and everywhere["datasets"][0]["split"] == "b"
+    assert everywhere["datasets"][0]["ds_type"] == "csv" and everywhere["datasets"][0]["split"] == "train"
 
 
 LLAMAFACTORY_ROWS = {
