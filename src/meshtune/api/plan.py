@@ -14,7 +14,7 @@ from meshtune.model.census_cache import numbers_of
 from meshtune.plan import answer
 from meshtune.plan.answer import Answer
 from meshtune.plan.cluster import with_memory_budget
-from meshtune.plan.cost import Bounds, seconds_of
+from meshtune.plan.cost import bounds_of
 from meshtune.plan.explanation import Explanation, explain
 from meshtune.plan.export import tool_for
 from meshtune.plan.fits import Lighter
@@ -55,8 +55,7 @@ def plan(
     Raises UserError for bad settings, NothingFits if no layout fits or no run keeps `by` and `budget`.
     """
     config = with_memory_budget(config_of(config, overrides), memory_budget)
-    seconds = by.total_seconds() if isinstance(by, timedelta) else by and seconds_of(by)
-    bounds, sizes = Bounds(seconds or None, budget), sizes_of(gpus, config)
+    bounds, sizes = bounds_of(by, budget), sizes_of(gpus, config)
     with workloads(config, tool, log) as (workload, lighter):
         return answer.ask(config, workload, sizes=sizes, goal=goal, bounds=bounds, lighter=lighter)
 

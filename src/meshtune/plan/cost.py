@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from meshtune.config import Config
-from meshtune.data.summary import read_summary
+from meshtune.data.summary import Summary, read_summary
 from meshtune.errors import UserError
 from meshtune.length import ending, limits, step_tokens
 from meshtune.units import count, counted, duration
@@ -16,6 +18,9 @@ from meshtune.units import count, counted, duration
 if TYPE_CHECKING:
     from meshtune.plan.cluster import Cluster
     from meshtune.plan.search import Choice
+
+
+SHORT = 0.8  # documents below this share of seq_len make a plan clearly too slow
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,8 @@ def run_length(config: Config) -> RunLength:
     A note says what is missing where train.num_epochs could end the run, or the length of a run with a price
     is unknown. Raises UserError as `length.limits`.
     """
-    sequences, missing = epoch_of(config)
+    summary, missing = epoch_of(config)
+    sequences = summary and summary.sequences
     ends = limits(config, sequences)
     if not ends:
         wanted = config.train.num_epochs or config.cluster_config.price_per_gpu_hour
@@ -45,16 +51,27 @@ def run_length(config: Config) -> RunLength:
     steps, notes = ends[0].steps, [*filter(None, [ending(ends)])]
     if config.train.num_epochs and sequences is None:
         notes.append(f"train.num_epochs={config.train.num_epochs:g} may end the run sooner: {missing}")
+    if summary and not config.data.mean_document_tokens and config.data.packing:
+        notes += _shorter_documents(summary.mean_document_tokens, config.data.seq_len)
     return RunLength(steps, steps * step_tokens(config), tuple(notes), missing)
 
 
 def unknown(missing: str) -> str:
     """Sentence on a run of unknown length. missing: as in RunLength."""
-    return f"The length of the run is unknown: {missing} Or set train.max_steps or train.total_tokens."
+    return f"The length of the run is unknown: {missing} train.max_steps or train.total_tokens give one too."
 
 
-def epoch_of(config: Config) -> tuple[int | None, str]:
-    """(Sequences of an epoch, "") or (None, a sentence on why they are unknown)."""
+def _shorter_documents(counted: float, planned: int) -> Iterator[str]:
+    """Yield a sentence if the rows' documents are clearly shorter than the sequences that are planned."""
+    if counted < SHORT * planned:
+        yield (
+            f"Documents of the rows have {counted:,.0f} tokens (mean over tokens), those of the plan "
+            f"{planned:,}: set data.mean_document_tokens={counted:.0f}, with which attention takes less time."
+        )
+
+
+def epoch_of(config: Config) -> tuple[Summary | None, str]:
+    """(Size of an epoch, "") or (None, a sentence on why it is unknown)."""
     if config.data.streaming:
         return None, "with data.streaming an epoch has no known length."
     if not config.data.train:
@@ -63,7 +80,7 @@ def epoch_of(config: Config) -> tuple[int | None, str]:
         return None, "`meshtune data` has not counted these rows; run it with the same settings."
     if changed := summary.changed():
         return None, f"{changed[0]} has changed since `meshtune data` counted the rows; run it again."
-    return summary.sequences, ""
+    return summary, ""
 
 
 @dataclass(frozen=True)
@@ -149,7 +166,9 @@ class Bounds:
     def factors(self, run: RunCost) -> dict[str, float]:
         """By field, what the run takes over what it may take."""
         pairs = {"by": (run.seconds, self.by), "budget": (run.cost, self.budget)}
-        return {name: used / most for name, (used, most) in pairs.items() if used is not None and most}
+        return {
+            name: used / most for name, (used, most) in pairs.items() if used is not None and most is not None
+        }
 
     def wanted(self, currency: str) -> str:
         """Clause on what a run has to do."""
@@ -171,6 +190,25 @@ class Bounds:
 
 
 NO_BOUNDS = Bounds()
+
+
+def bounds_of(by: str | timedelta | None, budget: float | None) -> Bounds:
+    """Bounds from a time and an amount. Raises UserError, with all problems, for those not above 0."""
+    problems, seconds = [], None
+    try:
+        if by is not None:
+            seconds = by.total_seconds() if isinstance(by, timedelta) else seconds_of(by)
+            if seconds <= 0:
+                problems.append(f"--by {by}: write a time above 0.")
+    except UserError as error:
+        problems += error.problems
+    if budget is not None and not 0 < budget < math.inf:
+        problems.append(f"--budget {budget:g}: write an amount above 0.")
+    if problems:
+        raise UserError(problems)
+    return Bounds(seconds, budget)
+
+
 DURATION = re.compile(r"(?:\s*\d+(?:\.\d+)?\s*(?:d|h|min))+\s*")
 
 

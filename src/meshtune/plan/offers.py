@@ -17,7 +17,7 @@ from meshtune.plan import fits
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.cost import NO_BOUNDS, UNPLANNED, Bounds, RunCost, RunLength, money
 from meshtune.plan.fits import Lighter
-from meshtune.plan.search import Choice, Plan
+from meshtune.plan.search import Choice, Plan, search
 from meshtune.units import duration
 
 UNITS = {  # goal -> what is compared
@@ -124,17 +124,39 @@ def _is_tie(offer: Offer, best: Offer, goal: str) -> bool:
 def _nearest_miss(offers: Sequence[Offer], bounds: Bounds) -> list[str]:
     """Sentences on the offer that exceeds the bounds by the smallest factor, and on what would do."""
     offer = min(offers, key=lambda offer: bounds.factor(offer.run))
-    assert offer.choice and offer.run and offer.run.seconds and offer.run.steps
-    factor, run = bounds.factor(offer.run), offer.run
+    run, factor = offer.run, bounds.factor(offer.run)
+    assert offer.choice and run and run.seconds and run.steps
     paid = "" if run.cost is None else f" and {money(run.cost, run.currency)}"
     sentences = [
         f"No cluster that was tried {bounds.wanted(run.currency)}.",
         f"The nearest is {offer.title} with {offer.choice.layout}: {duration(run.seconds)}{paid}, "
         f"{factor - 1:.0%} too much.",
     ]
-    steps = math.floor(run.steps / factor)
-    shorter = f", or a shorter run: train.max_steps={steps} there" if steps else ""
-    return [*sentences, f"What would do: {bounds.remedy(run)}{shorter}."]
+    remedies = [bounds.remedy(run)]
+    if offer.misses == ("by",) and (larger := _larger(offer, bounds)):
+        remedies.insert(0, larger)
+    if steps := math.floor(run.steps / factor):
+        remedies.append(f"train.max_steps={steps}")
+    return [*sentences, f"What would do: {'; '.join(remedies)}."]
+
+
+def _larger(offer: Offer, bounds: Bounds) -> str:
+    """The offer's cluster a few times larger, as an option, if that is within the bounds; "" if not.
+
+    Speed grows about as the cluster: the two smallest of MORE_GPUS that could do are tried.
+    """
+    plan, run, factor = offer.plan, offer.run, bounds.factor(offer.run)
+    assert run
+    length = RunLength(run.steps, run.tokens)
+    for times in [more for more in fits.MORE_GPUS if more > 0.95 * factor][:2]:
+        try:
+            cluster = plan.cluster.of_size(plan.cluster.gpus * times)
+            larger = offer_of(search(plan.workload, cluster, fixed=plan.fixed), "speed", length, bounds)
+        except UserError:  # the batch has no layout there
+            continue
+        if larger.run and larger.run.seconds and not larger.misses:
+            return f"--gpus {cluster.gpus}x{cluster.gpu.name} ({duration(larger.run.seconds)})"
+    return ""
 
 
 def in_order(offers: Sequence[Offer], ranked: Sequence[Offer]) -> tuple[Offer, ...]:

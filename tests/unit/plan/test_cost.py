@@ -93,7 +93,7 @@ def test_an_unknown_length_is_said_where_it_was_asked_for() -> None:
     for asked in ("train.num_epochs=2", "cluster.price_per_gpu_hour=2"):
         length = run_length(load(asked))
         assert length.steps is None
-        assert length.notes[0].endswith("Or set train.max_steps or train.total_tokens.")
+        assert length.notes[0].endswith("train.max_steps or train.total_tokens give one too.")
 
 
 def test_epochs_are_those_that_the_data_command_counted(settings: Settings, tmp_path: Path) -> None:
@@ -109,6 +109,12 @@ def test_epochs_are_those_that_the_data_command_counted(settings: Settings, tmp_
     longer = config.load(None, [*words, "train.max_steps=100000"])
     assert run_length(longer).steps == length.steps == steps_of(longer, train)
     assert "train.num_epochs=3 ends it before train.max_steps=100000" in run_length(longer).notes[0]
+    (shorter,) = (note for note in length.notes if "mean_document_tokens" in note)
+    mean = round(train.mean_document_tokens)
+    assert shorter.startswith(
+        f"Documents of the rows have {mean} tokens (mean over tokens), those of the plan"
+    )
+    assert run_length(config.load(None, [*words, f"data.mean_document_tokens={mean}"])).notes == ()
     other = config.load(None, [*words, "data.seq_len=64"])
     assert run_length(other).steps is None, "other settings were not counted"
     elsewhere = config.load(None, [*words, "train.global_batch_size=4", "data.mean_document_tokens=9"])

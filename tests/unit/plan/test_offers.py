@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import replace
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,7 @@ from meshtune.errors import NothingFits, UserError
 from meshtune.plan.accuracy import accuracy
 from meshtune.plan.answer import ask
 from meshtune.plan.cluster import Cluster, cluster_of
-from meshtune.plan.cost import NO_BOUNDS, Bounds, RunLength, seconds_of
+from meshtune.plan.cost import NO_BOUNDS, Bounds, RunLength, bounds_of, seconds_of
 from meshtune.plan.hardware import catalogue
 from meshtune.plan.models import models
 from meshtune.plan.offers import (
@@ -141,6 +142,7 @@ def test_a_tie_is_as_wide_as_the_error_of_prediction(share: float, first: int) -
     """16 GPUs at a price that makes a token cheaper by a part or a multiple of the error."""
     eight, sixteen = (offer.plan.cluster for offer in offers(plan(8), plan(16)))
     ratio = plan(8).choice(0).tokens_per_second_per_gpu / plan(16).choice(0).tokens_per_second_per_gpu
+    assert eight.price
     cheap = replace(sixteen, price=eight.price / ratio / (1 + share * ERROR))
     chosen = chosen_of(plan(8), replace(plan(16), cluster=cheap), goal="cost")
     assert chosen.plan.cluster.gpus == first and chosen.tie == (first == 8)
@@ -201,7 +203,7 @@ def test_a_deadline_takes_the_cheapest_cluster_that_keeps_it() -> None:
 
 
 def test_a_budget_takes_the_fastest_cluster_that_keeps_it() -> None:
-    costs = [offer.run.cost for offer in offers(plan(8), plan(16), plan(32)) if offer.run]
+    costs = [offer.run.cost or 0 for offer in offers(plan(8), plan(16), plan(32)) if offer.run]
     assert costs[0] < costs[1] < costs[2]
     bounds = Bounds(budget=(costs[1] + costs[2]) / 2)
     chosen = chosen_of(plan(8), plan(16), plan(32), bounds=bounds)
@@ -227,19 +229,41 @@ def test_the_nearest_miss_has_its_numbers_and_what_would_do() -> None:
     every = offers(plan(8), plan(16), bounds=bounds)
     with pytest.raises(NothingFits) as refused:
         compare(every, "speed", bounds)
-    wanted, nearest, remedy = refused.value.problems
+    wanted, nearest, remedy = list(refused.value.problems)
     assert wanted.startswith("No cluster that was tried ends the run within ") and " EUR." in wanted
     best = min(every, key=lambda offer: bounds.factor(offer.run))
     assert best.choice and best.run
     factor = bounds.factor(best.run)
     assert f"{best.title} with {best.choice.layout}: " in nearest and f"{factor - 1:.0%} too much" in nearest
-    steps = int(remedy.split("train.max_steps=")[1].split()[0])
+    steps = int(remedy.split("train.max_steps=")[1].rstrip("."))
     shorter = RunLength(steps, steps)
     assert not offer_of(best.plan, "speed", shorter, bounds).misses
     assert offer_of(best.plan, "speed", RunLength(steps + 1, 1), bounds).misses
     words = remedy.split()
-    hours, money = (float(words[words.index(option) + 1].rstrip("h,")) for option in ("--by", "--budget"))
+    assert "--gpus" not in remedy, "no larger cluster is cheaper"
+    hours, money = (float(words[words.index(option) + 1].rstrip("h;")) for option in ("--by", "--budget"))
     assert not offer_of(best.plan, "speed", LENGTH, Bounds(3600 * hours, money)).misses
+
+
+def test_a_missed_deadline_names_the_fewest_more_gpus_that_keep_it() -> None:
+    hours = {gpus: 1000 * plan(gpus).choice(0).seconds.total for gpus in (8, 16, 32)}
+    bounds = Bounds(by=1.05 * hours[32])
+    with pytest.raises(
+        NothingFits, match=r"What would do: --gpus 32xh100-sxm \(.*\); --by \d+h; train\.max"
+    ) as no:
+        compare(offers(plan(8), bounds=bounds), "speed", bounds)
+    assert no.value.exit_code == 3
+
+
+def test_bounds_are_above_zero() -> None:
+    assert bounds_of("2h", 5) == bounds_of(timedelta(hours=2), 5.0) == Bounds(7200, 5)
+    assert bounds_of(None, None) == Bounds()
+    with pytest.raises(UserError) as refused:
+        bounds_of("soon", -1)
+    assert len(refused.value.problems) == 2
+    for by, budget in ((timedelta(0), None), (timedelta(-1), None), (None, 0), (None, float("nan"))):
+        with pytest.raises(UserError, match="above 0"):
+            bounds_of(by, budget)
 
 
 def test_prices_are_asked_for_where_they_are_compared() -> None:
