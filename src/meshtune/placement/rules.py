@@ -20,7 +20,7 @@ from meshtune.optimizers import OPTIMIZERS
 from meshtune.placement.columns import Columns, Number
 from meshtune.units import counted
 
-ROUNDS = ("interleaved1f1b", "zb")  # micro-batches go round in equal groups
+ROUNDS = ("interleaved1f1b", "zb")  # the pipeline takes micro-batches in rounds of equal numbers
 
 
 @dataclass(frozen=True)
@@ -181,9 +181,9 @@ def _attention(traits: Traits, attention: str, packing: bool) -> Iterator[Rule]:
     )
     if auto:
         yield Rule(
-            f"{other} takes all heads and tokens to be here, so no tp",
+            f"{other} needs all heads and tokens on one rank, so no tp",
             lambda layouts: layouts.tp > 1,
-            lambda layout: f"tp={layout.tp}: {other} takes all heads and tokens to be here; {auto}.",
+            lambda layout: f"tp={layout.tp}: {other} needs all heads and tokens on one rank; {auto}.",
         )
 
 
@@ -265,7 +265,7 @@ def _ulysses(traits: Traits) -> Rule:
             f"ulysses{layout.cp} does not divide {which} attention heads; {remedy}, which takes any number."
         )
 
-    reason = f"ulysses does not divide the {traits.heads} attention heads (that tp leaves)"
+    reason = f"ulysses does not divide a tensor-parallel rank's part of the {traits.heads} attention heads"
     rule = Rule(reason, refuses, sentence)
     return rule
 
@@ -310,7 +310,7 @@ def _pipeline(traits: Traits) -> Iterator[Rule]:
         ),
     )
     yield Rule(
-        "zero-bubble schedules would gather sp's inputs again twice",
+        "zero-bubble schedules would gather the inputs of sp twice more",
         lambda layouts: layouts.runs(*ZERO_BUBBLE) & (layouts.sp_regather > 0),
         lambda layout: (
             f"The schedule {layout.schedule} with regather: it goes through a block's backward once for its "
@@ -369,7 +369,7 @@ def _micro_batches(layout: Layout) -> str:
 
 _MICRO_BATCHES = (
     Rule("fewer micro-batches than the schedule needs", _too_few, _micro_batches),
-    Rule("micro-batches do not go round in equal groups", _uneven_rounds, _micro_batches),
+    Rule("the micro-batches do not make equal rounds of the pipeline", _uneven_rounds, _micro_batches),
 )
 
 

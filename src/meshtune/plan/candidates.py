@@ -343,7 +343,14 @@ def _no_batch(workload: Workload, cluster: Cluster, fixed: Given) -> str:
                 f"train.global_batch_size={other}, or another number of GPUs."
             )
     least = math.prod(fixed.get(axis, 1) for axis in AXES)
-    return (
-        f"{layouts} uses all of them, whatever the global batch: what is fixed takes {least} or a multiple "
-        "of that; change the number of GPUs, or leave more of the layout auto."
-    )
+    if all(axis in fixed for axis in AXES):
+        return (
+            f"The layout is for {counted(least, 'GPU')}, but there are {gpus}: set cluster.gpus={least}, or "
+            "leave an axis of the layout auto."
+        )
+    if gpus % least:
+        return (
+            f"The fixed axes of the layout take a multiple of {counted(least, 'GPU')}, but there are {gpus}: "
+            "change cluster.gpus, or leave more of the layout auto."
+        )
+    return f"{layouts} exists, whatever the global batch: leave more of the layout auto."

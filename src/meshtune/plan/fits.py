@@ -62,7 +62,11 @@ def nothing_fits(plan: Plan, lighter: Lighter = dict) -> list[str]:
     fitting = list(remedies(workload, cluster, lighter))
     if plan.fixed and (free := best_fitting(workload, cluster)):
         fitting.insert(0, f"layout={free.layout} ({human(free.memory.peak)})")
-    sentences.append(f"What would fit: {'; '.join(fitting)}." if fitting else "Nothing tried here would fit.")
+    sentences.append(
+        f"What would fit: {'; '.join(fitting)}."
+        if fitting
+        else "None of the changes that were tried would fit."
+    )
     return [*sentences, *_cautions(fitting)]
 
 
@@ -157,7 +161,7 @@ def out_of_memory(failed: Choice, workload: Workload, lighter: Lighter = dict) -
     fitting = [f"layout={one.layout} ({human(one.memory.peak)}{_slower(one, failed)})" for one in others]
     fitting = fitting or list(remedies(workload, smaller, lighter))
     if not fitting:
-        return [predicted, "Nothing tried here needs less."]
+        return [predicted, "None of the changes that were tried needs less."]
     return [predicted, f"What needs less, fastest first: {'; '.join(fitting)}.", *_cautions(fitting)]
 
 

@@ -469,7 +469,9 @@ def test_a_batch_that_no_layout_makes_is_refused_with_one_that_some_does(
 def test_a_layout_that_does_not_fill_the_cluster_is_refused_with_what_it_fills(
     value: str | dict[str, Any], gpus: int, least: int
 ) -> None:
-    with pytest.raises(UserError, match=f"takes {least} or a multiple"):
+    whole = not isinstance(value, dict)
+    said = f"The layout is for {least} GPUs, but" if whole else f"take a multiple of {least} GPUs, but"
+    with pytest.raises(UserError, match=f"{said} there are 8: "):
         search(workload("llama-3.2-1b", 48, 2048), machines(gpus), fixed=given(value))
 
 
@@ -595,7 +597,7 @@ def test_when_nothing_fits_the_nearest_is_named_and_the_remedies_fit(w: Workload
     assert not nearest.fits and not w.refusals(nearest.layout)
     assert nearest.memory.peak == min(each.memory.peak for each in plan.nearest(8))
     remedies = REMEDY.findall(str(error))
-    assert remedies or "Nothing tried here would fit" in str(error)
+    assert remedies or "None of the changes that were tried would fit" in str(error)
     for key, value, layout, _ in remedies:
         other, where = changed(w, cluster, key, value)
         choice = explained(other, where, Layout.parse(layout))
