@@ -707,6 +707,7 @@ def test_megatron_is_told_of_the_layers_of_its_stages(
         ("zero1x4-tp2-sp-mb1-ga1", [], "overlap-grad-reduce overlap-param-gather tp-comm-overlap",
          "no-gradient-accumulation-fusion"),
         ("dp2-tp2-mb1-ga1", [], "overlap-grad-reduce", "overlap-param-gather tp-comm-overlap"),
+        ("tp16-sp-mb1-ga1", [], "sequence-parallel", "tp-comm-overlap"),
         ("cp2-mb1-ga1", [], "overlap-grad-reduce", "overlap-param-gather"),
         ("zero3x4-mb1-ga1", [], "no-gradient-accumulation-fusion overlap-param-gather", "tp-comm-overlap"),
         ("mb1-ga1", ["train.precision=fp32"], "cross-entropy-loss-fusion",

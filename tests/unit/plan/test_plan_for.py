@@ -266,3 +266,19 @@ def test_the_answer_names_the_tool_and_ends_with_what_runs_the_layout(tmp_path) 
     assert written.as_dict()["layout"] == str(layout) and "megatron.sh" in written.as_dict()["files"]
     with pytest.raises(UserError, match="exists; name another folder"):
         write(best.workload.tool, exported, layout, tmp_path / "out")
+
+
+def test_a_trainer_holds_embedding_and_head_over_the_step() -> None:
+    """Only blocks are wrapped: what FSDP2's root has is gathered until the backward ends."""
+    for stack in ("trainer-fsdp2", "deepspeed"):
+        assert not stack_accounting(stack, "bf16").ends_apart
+    layout = Layout.parse("zero3x16-mb1-ga4")
+    found = explained(llama("llama-3.1-8b", 64, "accelerate"), h100s(16), layout)
+    apart = explained(llama("llama-3.1-8b", 64, "meshtune"), h100s(16), layout)
+    assert found.memory.communication > apart.memory.communication
+
+
+def test_megatron_in_fp32_keeps_twice_as_much() -> None:
+    half, whole = (stack_accounting("megatron-core", precision) for precision in ("bf16", "fp32"))
+    assert whole.saved.wide == 2 * half.saved.wide and whole.logit == 2 * half.logit
+    assert whole.precision.optimizer == half.precision.optimizer and not whole.precision.master

@@ -48,7 +48,7 @@ def write(config: Config, layout: Layout, blocks: int, gpus_per_node: int) -> Ex
         for name, value in (
             arguments(config, layout)
             | uneven_stages(blocks, layout)
-            | performance(config, layout)
+            | performance(config, layout, gpus_per_node)
             | recomputation(layout)
         ).items()
         if value is not False
@@ -160,14 +160,14 @@ def fine_tuning(config: Config) -> bool:
     return all(row_format(config.data, source) != "text" for source in config.data.train)
 
 
-def performance(config: Config, layout: Layout) -> Flags:
+def performance(config: Config, layout: Layout, gpus_per_node: int) -> Flags:
     """Flags for overlap, kernels and sums that the plan's stack counts on; all are off by default."""
     flags: Flags = {
         "cross-entropy-loss-fusion": True,
         "cross-entropy-fusion-impl": "te",  # 2 bytes a logit instead of 6
         "overlap-grad-reduce": layout.data_ranks * layout.cp > 1,
         "overlap-param-gather": layout.zero > 0,
-        "tp-comm-overlap": layout.sp,
+        "tp-comm-overlap": layout.sp and layout.tp <= gpus_per_node,  # its buffers are one node's
     }
     if config.train.precision != "fp32":
         flags["attention-backend"] = "flash"  # which has no fp32, and never writes the scores
