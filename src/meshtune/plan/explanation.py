@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +11,7 @@ from meshtune.layout import Layout, PartialLayout
 from meshtune.placement.columns import Columns
 from meshtune.plan import fits
 from meshtune.plan.cluster import Cluster, cluster_for
+from meshtune.plan.cost import UNPLANNED, RunCost, RunLength, run_length
 from meshtune.plan.levers import Lever, levers
 from meshtune.plan.phrases import documents, memory_limit
 from meshtune.plan.search import OUTDONE_BY, Choice, explained, outdone, search
@@ -25,15 +26,22 @@ class Explanation:
     workload: Workload  # with the layout's global batch
     choice: Choice
     against: tuple[str, ...]  # reasons why it can't run or does not fit; settings that it has otherwise
+    length: RunLength = UNPLANNED  # of the run; UNPLANNED for another global batch than the config's
 
     @cached_property
     def levers(self) -> list[Lever]:
         """The three single changes that gain most time or memory."""
         return levers(self.workload, self.choice)
 
+    @property
+    def run(self) -> RunCost:
+        """The whole run under the layout."""
+        return RunCost.of(self.choice, self.length)
+
     def as_dict(self) -> dict[str, Any]:
         """An entry of `layouts` in the JSON document, with `against` and `levers`."""
         return self.choice.as_dict() | {
+            "run": vars(self.run),
             "against": list(self.against),
             "levers": [lever.as_dict() for lever in self.levers],
         }
@@ -59,7 +67,10 @@ def explain(config: Config, workload: Workload, text: str) -> Explanation:
         layout = partial.complete(devices=partial.known.world, global_batch_size=workload.global_batch_size)
     else:
         layout = partial.known
-    return _explained(workload, cluster, layout)
+    explanation = _explained(workload, cluster, layout)
+    if layout.global_batch_size != workload.global_batch_size:
+        return explanation
+    return replace(explanation, length=run_length(config))
 
 
 def _explained(workload: Workload, cluster: Cluster, layout: Layout) -> Explanation:

@@ -1,17 +1,23 @@
 """Length and price of a whole run: prices by kind, epochs that `meshtune data` has counted."""
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from meshtune import config
 from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.cost import money, run_length
+from meshtune.plan.explanation import explain
 from meshtune.plan.hardware import catalogue
+from meshtune.plan.models import models
 from meshtune.plan.prices import prices_of
+from meshtune.plan.workload import Workload
+from meshtune.report.plan.terminal import explained
 from meshtune.sections import ClusterConfig
 from meshtune.train.inputs import inputs_of, steps_of
 
@@ -122,3 +128,17 @@ def test_epochs_are_those_that_the_data_command_counted(settings: Settings, tmp_
     with open(tmp_path / "rows.jsonl", "a") as file:
         file.write('{"text": "one more"}\n')
     assert f"{tmp_path / 'rows.jsonl'} has changed since `meshtune data` counted" in run_length(read).notes[0]
+
+
+def test_an_explained_layout_has_hours_and_price_unless_its_batch_is_another() -> None:
+    shape = models()["llama-3.1-8b"]
+    planned = Workload("llama-3.1-8b", shape.work, shape.traits, 2048, 64)
+    read = load("cluster.gpu=mi300x", "cluster.price_per_gpu_hour=2", "train.max_steps=100")
+    one = explain(read, planned, "zero3x8-mb1-ga8")
+    assert one.run.seconds == 100 * one.choice.seconds.total and one.run.cost == 2 * one.run.gpu_hours
+    assert one.as_dict()["run"] == vars(one.run)
+    file = io.StringIO()
+    Console(file=file, width=120).print(explained([one]))
+    assert one.run.sentence() in " ".join(file.getvalue().split())
+    assert "8 x mi300x (not measured)" in file.getvalue()
+    assert explain(read, planned, "zero3x8-mb1-ga4").run.seconds is None

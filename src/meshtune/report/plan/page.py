@@ -41,7 +41,7 @@ def subject(answer: Answer) -> str:
     """Cluster, batch, precision and number of layouts in one line."""
     workload, plan = answer.workload, answer.plan
     return (
-        f"{plan.cluster.gpus:,} × {plan.cluster.gpu.name} · global batch {workload.global_batch_size:,} × "
+        f"{plan.cluster.title} · global batch {workload.global_batch_size:,} × "
         f"{workload.seq_len:,} tokens · {workload.precision} · "
         f"{counted(plan.considered, 'layout')} considered, {len(plan):,} fit"
     )

@@ -47,7 +47,7 @@ def write_explained(file: Path, explanations: Sequence[Explanation]) -> Path:
     choices = [one.choice for one in explanations]
     drawn = memory_and_time(choices)
     name = model_title(explanations[0].workload.model)
-    subtitle = f"{counted(len(choices), 'layout')} on {choices[0].cluster.gpu.name}"
+    subtitle = f"{counted(len(choices), 'layout')} on {choices[0].cluster.title}"
     if check(file) == ".html":
         text_of_page = page(
             name=name, kind="plan", subtitle=text(subtitle), panels=drawn, before="", after="", footer=FOOTER

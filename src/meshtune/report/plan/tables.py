@@ -93,7 +93,7 @@ def layouts_table(choices: Sequence[Choice], runs: Sequence[RunCost] = ()) -> Re
         start = ("rank", "layout")
         return Fitted(columns, ((*start, "bar", "memory"), (*start, "peak"), ("layout", "peak")), legends)
     start = ("rank", "layout", "speed", "step", "mfu")
-    costs = [name for name in ("hours", "cost") if name in columns]
+    costs = [name for name in ("hours", "cost") if name in columns] or [*{"million"} & columns.keys()]
     return Fitted(
         columns,
         (
@@ -121,8 +121,7 @@ def explanation(choice: Choice) -> RenderableType:
     where = f", on the {rank.replace('middle', 'fullest middle')}" if rank else ", on every rank"
     event = EVENTS[int(memory.event)]
     peak = red_unless_fits(choice, of_capacity(choice))
-    gpus = f"{choice.layout.world} × {choice.cluster.gpu.name}"
-    gpus += "" if choice.tool is MESHTUNE else f", run by {choice.tool.title}"
+    runner = "" if choice.tool is MESHTUNE else f", run by {choice.tool.title}"
     speed = f"{number(choice.tokens_per_second_per_gpu)} {choice.cluster.speed_unit}"
     accuracy = choice.accuracy
     time_error, memory_error = (
@@ -140,7 +139,7 @@ def explanation(choice: Choice) -> RenderableType:
     ]
     timed = choice.cluster.timed
     return Group(
-        Text.assemble((str(choice.layout), "bold"), (f"  on {gpus}", "dim")),
+        Text.assemble((str(choice.layout), "bold"), (f"  on {choice.cluster.title}{runner}", "dim")),
         *(speeds if timed else []),
         Text.assemble(("Memory  ", "bold"), peak, (memory_error, "dim"), f" at the peak: {event}{where}"),
         *does_not_fit_sentence(choice),

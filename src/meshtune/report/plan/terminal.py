@@ -122,6 +122,7 @@ def reasons(one: Explanation, letter: str = "") -> list[RenderableType]:
     return [
         section(f"Against it{name}", one.against),
         section(f"The largest levers{name}", (lever.sentence() for lever in one.levers), numbered=True),
+        section(f"The run{name}", filter(None, (one.run.sentence(), *one.length.notes))),
     ]
 
 
