@@ -85,7 +85,7 @@ def largest(
         if quantity == "seq_len":
             data = config.data.model_copy(update={"seq_len": value})
             longest = config.model_copy(update={"data": data})
-            say(filter(None, [positions_note(longest, workload.positions)]), log)
+            say(filter(None, [positions_note(longest, workload.positions, data.mean_document_tokens)]), log)
         return value, choice
 
 

@@ -66,6 +66,11 @@ class Dataset:
         return float((lengths**2).sum() / max(1, lengths.sum()))
 
     @property
+    def longest_document(self) -> int:
+        """Tokens of the longest document of any sequence."""
+        return int(np.diff(self.offsets)[self.members].max(initial=0))
+
+    @property
     def width(self) -> int:
         """Tokens of the longest sequence: the width of all packed micro-batches, so shapes never change."""
         return int(self.sequence_tokens.max(initial=0))

@@ -143,6 +143,7 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
             f"{model.name} can't be planned: {numbers.census.unsupported}. Name a layout to train it "
             "(layout=zero3x8-mb1)."
         )
+    beyond = positions_note(config, numbers.positions, config.data.mean_document_tokens)
     workload = Workload(
         model=model.name,
         work=Work.of(numbers.census),
@@ -157,7 +158,7 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
         attention=numbers.attention if model.attention == "auto" else model.attention,
         lora_r=config.lora.r if config.method == "lora" else None,
         positions=numbers.positions,
-        notes=tuple(filter(None, (experts_note(numbers), positions_note(config, numbers.positions)))),
+        notes=tuple(filter(None, (experts_note(numbers), beyond))),
     )
     return workload.compiled() if config.train.compile else workload
 
@@ -177,18 +178,18 @@ def experts_note(numbers: ModelNumbers) -> str | None:
     )
 
 
-def positions_note(config: Config, positions: int | None) -> str | None:
-    """A sentence if documents may be longer than the model's positions reach; None if they can't.
+def positions_note(config: Config, positions: int | None, document_tokens: float | None) -> str | None:
+    """A sentence if documents are longer than the model's positions reach; None if they aren't.
 
-    positions: as in ModelNumbers.
+    positions: as in ModelNumbers. document_tokens: of a document; None: not known, up to whole sequences.
     """
-    seq_len, documents = config.data.seq_len, config.data.mean_document_tokens
-    if positions is None or seq_len <= positions or (documents and documents <= positions):
+    seq_len = config.data.seq_len
+    if positions is None or min(seq_len, document_tokens or seq_len) <= positions:
         return None
     return (
         f"data.seq_len={seq_len} goes beyond the {positions:,} positions of {config.model.name} "
-        "(max_position_embeddings): longer documents need a scaled rotary embedding (rope_scaling in its "
-        "config.json)."
+        "(max_position_embeddings): longer documents need more, such as by a scaled rotary embedding "
+        "(rope_scaling in its config.json)."
     )
 
 

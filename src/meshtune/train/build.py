@@ -14,13 +14,11 @@ from meshtune.errors import UserError
 from meshtune.meter.mfu import flops_of, peak_flops
 from meshtune.meter.phases import PhaseMemory
 from meshtune.model.anatomy import left_out_of_loss
-from meshtune.model.generation import context_of
 from meshtune.model.load import quiet
 from meshtune.model.multimodal import parts_kept
 from meshtune.model.trainable import embeddings_needed
 from meshtune.parallel.mesh import World, join
 from meshtune.plan.hardware import datasheet_flops
-from meshtune.plan.workload import positions_note
 from meshtune.precision import PRECISIONS
 from meshtune.rundir import RunDir
 from meshtune.train import folder, output
@@ -33,6 +31,7 @@ from meshtune.train.export import exporter_of
 from meshtune.train.inputs import Inputs, inputs_of, loader_of, steps_of, stream_sentences
 from meshtune.train.loop import Run, restore, seed_dropout
 from meshtune.train.model import LoraSpec, ModelSpec, OptimizerSpec, RankModel, rank_model
+from meshtune.train.positions import position_sentences
 from meshtune.train.predict import out_of_memory, prediction
 from meshtune.train.provenance import device_name, versions
 from meshtune.train.signals import StopRequest
@@ -93,9 +92,9 @@ def assemble(
     Every rank calls it. model, inputs: made from the same config; the model on this rank. claimed: see
     `build`. Raises UserError as `claim_together`, and for trackers that can't start.
     """
-    prepared, damaged, world = inputs.prepared, [], model.parallel.world
-    steps = steps_of(config, prepared.train)
-    run_folder, resumed, claim = claim_together(config, model, steps, damaged.append)
+    prepared, world, steps = inputs.prepared, model.parallel.world, steps_of(config, inputs.prepared.train)
+    notices = position_sentences(config, model.whole, prepared)
+    run_folder, resumed, claim = claim_together(config, model, steps, notices.append)
     claimed(run_folder)
     training = Training(run_folder.path, steps) if callbacks else None
     metrics = Metrics.open(
@@ -149,11 +148,11 @@ def assemble(
         training=training,
     )
     if resumed is not None:
-        damaged += filter(None, [folder.rate_change(run_folder, resumed, steps, run.learning_rate)])
+        notices += filter(None, [folder.rate_change(run_folder, resumed, steps, run.learning_rate)])
         restore(run, resumed)
         run.loader = loader_of(config, prepared.train, world, state=run.progress.data)
-    length = length_sentences(config, prepared.train, steps, resumed)
-    announce(config, run, model, resumed, [*sentences(prepared.stats), *length, *damaged])
+    notices += length_sentences(config, prepared.train, steps, resumed)
+    announce(config, run, model, resumed, [*sentences(prepared.stats), *notices])
     return run
 
 
@@ -198,8 +197,7 @@ def announce(config: Config, run: Run, model: RankModel, resumed: int | None, no
     metrics.log_line(f"Learning rate: {rate_in_words(config)}.")
     if caution := PRECISIONS[config.train.precision].caution:
         metrics.log_line(caution)
-    beyond = positions_note(config, context_of(model.whole.config))
-    for sentence in filter(None, (parts_kept(model.whole), left_out_of_loss(model.whole), beyond)):
+    for sentence in filter(None, (parts_kept(model.whole), left_out_of_loss(model.whole))):
         metrics.log_line(sentence)
     for sentence in notices:
         metrics.log_line(sentence)

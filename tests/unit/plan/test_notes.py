@@ -114,10 +114,10 @@ def test_positions_of_other_kinds() -> None:
 )
 def test_sequences_beyond_the_positions_are_said(words: list[str], said: bool) -> None:
     loaded = config.load(None, ["model.name=some/model", *words])
-    note = positions_note(loaded, 512)
+    note = positions_note(loaded, 512, loaded.data.mean_document_tokens)
     assert (note is not None) == said
     assert note is None or "goes beyond the 512 positions of some/model (max_position_embeddings)" in note
-    assert positions_note(loaded, None) is None
+    assert positions_note(loaded, None, None) is None
 
 
 def test_a_plan_says_that_a_sequence_is_beyond_the_positions(tmp_path: Path) -> None:

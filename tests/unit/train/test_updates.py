@@ -224,14 +224,6 @@ def test_the_first_line_and_the_report_name_the_learning_rate(
     assert rows[0]["learning_rate"] == "1e-5 (default for method=full), cosine"
 
 
-def test_a_run_says_once_that_sequences_are_beyond_the_positions(
-    settings: Callable[..., list[str]], capsys: pytest.CaptureFixture
-) -> None:
-    build.build(config.load(None, settings("log.to=[console]", "data.seq_len=1024")))
-    out = capsys.readouterr()
-    assert (out.out + out.err).count("data.seq_len=1024 goes beyond the 512 positions of") == 1
-
-
 @pytest.mark.parametrize(
     ("every", "steps"),
     [("200", 200), ("200 steps", 200), ("1 step", 1), ("0", 0), ("1 epoch", 6), ("0.5 epoch", 3),

@@ -1,0 +1,82 @@
+"""Documents beyond a model's positions, in a run: named, or refused where the model has a table of them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from families import FAMILIES
+from transformers import AutoModelForCausalLM
+
+from meshtune import config
+from meshtune.data.pack import Dataset
+from meshtune.errors import UserError
+from meshtune.train import build
+from meshtune.train.positions import has_position_table, position_sentences
+
+TABLES = {"gpt2"}  # of FAMILIES
+
+
+def run(settings: Callable[..., list[str]], *words: str) -> None:
+    build.build(config.load(None, settings("log.to=[console]", *words)))
+
+
+def long_rows(file: Path) -> Path:
+    row = {"prompt": "Say red", "completion": "river stone " * 400}
+    file.write_text(f"{json.dumps(row)}\n" * 8)
+    return file
+
+
+def test_a_run_says_once_that_documents_are_beyond_the_positions(
+    settings: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    words = ["data.seq_len=1024", f"data.train={long_rows(tmp_path / 'long.jsonl')}"]
+    run(settings, *words)
+    out = capsys.readouterr()
+    assert (out.out + out.err).count("data.seq_len=1024 goes beyond the 512 positions of") == 1
+
+
+def test_short_documents_in_long_sequences_are_within_the_positions(
+    settings: Callable[..., list[str]], capsys: pytest.CaptureFixture
+) -> None:
+    run(settings, "data.seq_len=1024")
+    out = capsys.readouterr()
+    assert "goes beyond" not in out.out + out.err
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tables_of_positions_are_found(family: str) -> None:
+    made = FAMILIES[family]()
+    assert has_position_table(AutoModelForCausalLM.from_config(made), 16) == (family in TABLES)
+
+
+def prepared(train: Any, *, eval_longest: int = 1) -> Any:
+    return SimpleNamespace(train=train, eval=dataset(eval_longest))
+
+
+def dataset(longest: int) -> Any:
+    class Fake(Dataset):
+        def __init__(self) -> None:
+            pass
+
+        @property
+        def longest_document(self) -> int:
+            return longest
+
+    return Fake()
+
+
+def test_documents_beyond_a_table_of_positions_are_refused() -> None:
+    model: Any = AutoModelForCausalLM.from_config(FAMILIES["gpt2"](n_positions=64))
+    settings = config.load(None, ["model.name=some/gpt2", "data.seq_len=128"])
+    assert position_sentences(settings, model, prepared(dataset(64))) == []
+    with pytest.raises(UserError, match=r"table of 64 positions.*one has 65 tokens\. Set data\.seq_len=64\."):
+        position_sentences(settings, model, prepared(dataset(65)))
+    with pytest.raises(UserError, match="one has 70 tokens"):
+        position_sentences(settings, model, prepared(dataset(64), eval_longest=70))
+    with pytest.raises(UserError, match="a stream may have 128 tokens"):
+        position_sentences(settings, model, prepared(object()))
+    short = config.load(None, ["model.name=some/gpt2", "data.seq_len=64"])
+    assert position_sentences(short, model, prepared(object())) == []
