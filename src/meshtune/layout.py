@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from string import digits
 from typing import Any, NamedTuple
 
 from meshtune.errors import UserError, written
@@ -150,7 +151,7 @@ TOKENS = (
           lambda x: f"mb{x.micro_batch_size}"),
     Token("ga4", r"ga(\d+)", lambda count: {"gradient_accumulation_steps": int(count)},
           lambda x: f"ga{x.gradient_accumulation_steps}"),
-    Token("full", "(" + "|".join(RECOMPUTE) + r")(\d*)",
+    Token("full8", "(" + "|".join(RECOMPUTE) + r")(\d*)",
           lambda name, count: {"recompute": name} | ({"recompute_blocks": int(count)} if count else {}),
           lambda x: x.recomputation if x.recompute != "none" else ""),
 )  # fmt: skip
@@ -183,13 +184,18 @@ def parse_fields(text: str) -> dict[str, Any]:
 def misread(word: str) -> str:
     """Clause on a word that is no token: its size is missing, or which tokens are near."""
     for sized in (f"{word}2", f"{word}x2"):
-        if any(re.fullmatch(token.pattern, sized) for token in TOKENS):
+        if _is_token(sized):
             size = "number" if word in ("v", "mb", "ga") else "number of ranks"
             return f"lacks its {size}; write it as in {sized}."
     examples = [token.example for token in TOKENS]
-    size = word[len(word.rstrip("0123456789")) :] or "2"
-    near = nearest(word, [*(re.sub(r"\d+$", size, example) for example in examples), *SCHEDULES, *RECOMPUTE])
+    size = word[len(word.rstrip(digits)) :]
+    names = [*(example.rstrip(digits) for example in examples), *SCHEDULES, *RECOMPUTE]
+    near = nearest(word, [next(filter(_is_token, (name + size, name, f"{name}2"))) for name in names])
     return "is no token" + did_you_mean(near, f"; tokens look like {', '.join(examples)}.")
+
+
+def _is_token(word: str) -> bool:
+    return any(re.fullmatch(token.pattern, word) for token in TOKENS)
 
 
 def contradictions(layout: Layout) -> Iterator[str]:

@@ -62,6 +62,8 @@ def test_the_documented_example() -> None:
         ("pp1-gpipe", "needs pp > 1"),
         ("pp2-1f1b-v2", "v2 needs"),
         ("tp0", "at least 1"),
+        ("ful8", "did you mean full8"),
+        ("ful-mb1", "did you mean full"),
         ("full0", "recompute_blocks is 0; it must be at least 1"),
         ("attention8", "only selective and full recompute some blocks"),
         ("none8", "or leave the number out"),

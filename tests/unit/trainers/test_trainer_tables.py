@@ -140,6 +140,7 @@ def test_without_a_network_the_wheels_are_skipped_with_the_reason_but_required_i
         ("train.gradient_accumulation", "did you mean layout.gradient_accumulation_steps?"),
         ("data.block_size", "did you mean data.seq_len?"),
         ("model.use_gradient_checkpointing", "did you mean layout.recompute?"),
+        ("recompute_num_layers", "did you mean layout.recompute_blocks?"),
         ("data.test_size", "did you mean data.eval_split?"),
         ("train.muon_lr", "muon takes train.learning_rate"),
         ("train.momentum", "0.95; its learning rate is train.learning_rate"),
