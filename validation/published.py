@@ -157,13 +157,15 @@ def choices(rows: Sequence[Row], predicted: np.ndarray, measured: np.ndarray) ->
 def memory_errors(rows: Sequence[Row], skipped: Sequence[Row], reasons: Sequence[str]) -> dict[str, Any]:
     """Errors of the predicted peak memory of `rows`, and the reasons of `skipped` rows that have a peak.
 
-    rows: all that can be predicted. reasons: of each of `skipped`, in the same order.
+    rows: all that can be predicted; those of a partly assumed layout are not counted among runs that fitted.
+    reasons: of each of `skipped`, in the same order.
     """
     ours, theirs = peaks(rows), published(rows)
     reason = np.array([why_apart(row) for row in rows])
     apart, known = reason != "", np.isfinite(theirs)
     scored = [row for row, own in zip(rows, known & ~apart, strict=True) if own]
     refused, failed = peaks(rows, whole=True) > capacities(rows), ran_out(rows)
+    ran = ~failed & np.array([not row.get("assumed") for row in rows], dtype=bool)
 
     wrong = 100 * (ours / theirs - 1)
 
@@ -181,7 +183,7 @@ def memory_errors(rows: Sequence[Row], skipped: Sequence[Row], reasons: Sequence
             if abs(wrong[at]) > OFF and not apart[at]
         },
         "out_of_memory": {"n": int(failed.sum()), "predicted": int((failed & refused).sum())},
-        "ran": {"n": int((~failed).sum()), "refused": int((~failed & refused).sum())},
+        "ran": {"n": int(ran.sum()), "refused": int((ran & refused).sum())},
         "skipped": dict(
             Counter(
                 reason for row, reason in zip(skipped, reasons, strict=True) if row["peak_mem_gib"]
@@ -253,9 +255,10 @@ def table(answer: dict[str, Any]) -> str:
         apart = {f"apart: {why}": own for why, own in held["apart"].items()}
         rows = {"all": held["all"], **held["by_source"], **apart}
         out, ran = held["out_of_memory"], held["ran"]
+        low = ", ".join(name for name, percent in held["off"].items() if percent < 0)
         lines += [
             *section("peak memory", rows),
-            f"  {held['all']['under_8']} are predicted more than {OFF:.0f} % too low;"
+            f"  {held['all']['under_8']} are predicted more than {OFF:.0f} % too low ({low or 'none'});"
             f" {out['predicted']} of {out['n']} that ran out of memory are refused, and {ran['refused']} of"
             f" {ran['n']} that ran; {held['constants']['fitted']} constants fitted",
             *(f"  skipped {n}: {reason}" for reason, n in held["skipped"].items()),
