@@ -105,6 +105,7 @@ class Accounting:
     # Bytes per logit of these tokens:
     logit: float = 8  # at the peak of the loss
     logit_split: float = 0.0  # added to `logit` where tp splits the vocabulary
+    gathers_logits: bool = False  # each tp rank holds all logits: the split head's output is gathered
     logit_head_backward: float = 0.0  # still held while the gradients of the head are computed
     fused_norms: bool = False  # a norm saves its input as it is; else copies in fp32
 

@@ -85,6 +85,7 @@ class Choice:
         return {
             "layout": str(self.layout),
             "tool": self.tool.name,
+            "stack": self.stack,
             "world": self.layout.world,
             "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu if timed else None,
             "step_seconds": self.seconds.total if timed else None,

@@ -15,6 +15,7 @@ from meshtune.plan import fits
 from meshtune.plan.accounting import accounting_of, stack_accounting
 from meshtune.plan.answer import Answer
 from meshtune.plan.cluster import Cluster, cluster_of
+from meshtune.plan.explanation import Explanation
 from meshtune.plan.export import EXPORTERS, check, export, tool_for, write
 from meshtune.plan.hardware import stacks
 from meshtune.plan.machine import machine_of
@@ -282,3 +283,20 @@ def test_megatron_in_fp32_keeps_twice_as_much() -> None:
     half, whole = (stack_accounting("megatron-core", precision) for precision in ("bf16", "fp32"))
     assert whole.saved.wide == 2 * half.saved.wide and whole.logit == 2 * half.logit
     assert whole.precision.optimizer == half.precision.optimizer and not whole.precision.master
+
+
+@pytest.mark.parametrize("tool", ["accelerate", "deepspeed", "llamafactory"])
+def test_tensor_parallel_ranks_of_hugging_face_hold_all_logits(tool: str) -> None:
+    cluster, texts = h100s(16), ("dp16-mb2-ga2", "zero2x4-tp4-mb2-ga8")
+    whole, cut = (explained(llama("llama-3.1-8b", 64, tool), cluster, Layout.parse(text)) for text in texts)
+    assert cut.memory.logits == pytest.approx(whole.memory.logits)
+    split = explained(llama("llama-3.1-8b", 64, "megatron"), cluster, Layout.parse("zero1x4-tp4-sp-mb2-ga8"))
+    assert split.memory.logits == pytest.approx(2 * 4096 * 128256 / 4 * 2, rel=0.01)
+
+
+def test_an_explained_layout_names_its_tool() -> None:
+    workload = llama("llama-3.1-8b", 64, "megatron")
+    choice = explained(workload, h100s(16), Layout.parse("zero1x16-mb1-ga4"))
+    assert {"tool": "megatron", "stack": "megatron-core"}.items() <= choice.as_dict().items()
+    head = text_of(terminal.explained([Explanation(workload, choice, ())]))[0]
+    assert head.startswith("zero1x16-mb1-ga4") and head.endswith("h100-sxm, run by Megatron-LM")

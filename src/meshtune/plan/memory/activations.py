@@ -148,7 +148,7 @@ def loss_bytes(work: Work, layouts: Columns, accounting: Accounting, sizes: Micr
     precision, element = accounting.precision, accounting.element
     head_gradient = sizes.head_gradient * precision.gradient
     chunk_tokens = np.ceil(sizes.tokens / np.maximum(np.ceil(sizes.tokens / accounting.loss_chunk), 1.0))
-    logits = chunk_tokens * work.vocabulary / layouts.tp
+    logits = chunk_tokens * work.vocabulary / (1.0 if accounting.gathers_logits else layouts.tp)
     at_loss = logits * (accounting.logit + np.where(layouts.tp > 1, accounting.logit_split, 0.0))
     per_extra_micro_batch = 0.0
     if math.isfinite(accounting.loss_chunk):
