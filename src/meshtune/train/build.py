@@ -93,7 +93,7 @@ def assemble(
     `build`. Raises UserError as `claim_together`, and for trackers that can't start.
     """
     prepared, world, steps = inputs.prepared, model.parallel.world, steps_of(config, inputs.prepared.train)
-    notices = position_sentences(config, model.whole, prepared)
+    notices = position_sentences(config, model.whole, model.parallel.anatomy, prepared)
     run_folder, resumed, claim = claim_together(config, model, steps, notices.append)
     claimed(run_folder)
     training = Training(run_folder.path, steps) if callbacks else None

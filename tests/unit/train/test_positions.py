@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from meshtune import config
 from meshtune.data.pack import Dataset
 from meshtune.errors import UserError
+from meshtune.model.anatomy import anatomy
 from meshtune.train import build
 from meshtune.train.positions import has_position_table, position_sentences
 
@@ -48,8 +49,8 @@ def test_short_documents_in_long_sequences_are_within_the_positions(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tables_of_positions_are_found(family: str) -> None:
-    made = FAMILIES[family]()
-    assert has_position_table(AutoModelForCausalLM.from_config(made), 16) == (family in TABLES)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family]())
+    assert has_position_table(model, anatomy(model), 16) == (family in TABLES)
 
 
 def prepared(train: Any, *, eval_longest: int = 1) -> Any:
@@ -70,13 +71,14 @@ def dataset(longest: int) -> Any:
 
 def test_documents_beyond_a_table_of_positions_are_refused() -> None:
     model: Any = AutoModelForCausalLM.from_config(FAMILIES["gpt2"](n_positions=64))
+    parts = anatomy(model)
     settings = config.load(None, ["model.name=some/gpt2", "data.seq_len=128"])
-    assert position_sentences(settings, model, prepared(dataset(64))) == []
+    assert position_sentences(settings, model, parts, prepared(dataset(64))) == []
     with pytest.raises(UserError, match=r"table of 64 positions.*one has 65 tokens\. Set data\.seq_len=64\."):
-        position_sentences(settings, model, prepared(dataset(65)))
+        position_sentences(settings, model, parts, prepared(dataset(65)))
     with pytest.raises(UserError, match="one has 70 tokens"):
-        position_sentences(settings, model, prepared(dataset(64), eval_longest=70))
+        position_sentences(settings, model, parts, prepared(dataset(64), eval_longest=70))
     with pytest.raises(UserError, match="a stream may have 128 tokens"):
-        position_sentences(settings, model, prepared(object()))
+        position_sentences(settings, model, parts, prepared(object()))
     short = config.load(None, ["model.name=some/gpt2", "data.seq_len=64"])
-    assert position_sentences(short, model, prepared(object())) == []
+    assert position_sentences(short, model, parts, prepared(object())) == []
