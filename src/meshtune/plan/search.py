@@ -21,7 +21,7 @@ from meshtune.errors import UserError
 from meshtune.layout import SCHEDULES, V_SCHEDULES, Layout
 from meshtune.placement.columns import Columns, Number, at, joined, layout_at, rows
 from meshtune.placement.share import stage_blocks, stage_of_rank
-from meshtune.plan.accounting import accounting_of
+from meshtune.plan.accounting import Accounting, accounting_of
 from meshtune.plan.accuracy import Accuracy, accuracy
 from meshtune.plan.candidates import (
     candidates,
@@ -304,13 +304,20 @@ def times(workload: Workload, cluster: Cluster, layouts: Columns) -> Seconds:
 def peak(workload: Workload, cluster: Cluster, layouts: Columns) -> Memory:
     """Predicted memory of the fullest rank of each layout, with the accounting of the workload's stack."""
     accounting = accounting_of(workload, cluster)
+    stages = ranks_of(workload, accounting, layouts)
+    return timeline.peak(workload.work, layouts, accounting, workload.seq_len, stages)
+
+
+def ranks_of(workload: Workload, accounting: Accounting, layouts: Columns) -> Stages:
+    """Blocks of the pipeline ranks whose memory is compared, as the workload's tool cuts them.
+
+    One entry where no layout has a pipeline: there one rank is like the other.
+    """
     if workload.tool is MESHTUNE:
         stages = stages_of(workload, layouts)
     else:
         stages = Stages.cut(workload.work, layouts, accounting.stage_cut)
-    if np.all(layouts.pp == 1):
-        stages = rows(stages, slice(0, 1))  # one rank is like the other
-    return timeline.peak(workload.work, layouts, accounting, workload.seq_len, stages)
+    return rows(stages, slice(0, 1)) if np.all(layouts.pp == 1) else stages
 
 
 def chunks(layouts: Columns) -> Iterator[Columns]:
@@ -325,10 +332,7 @@ def stages_of(workload: Workload, layouts: Columns) -> Stages:
     Cut as share.census_stages does where all blocks cost the same, except that the first one lacks gradients
     of inputs that it does not need. Arrays are [RANKS, layouts].
     """
-    w, blocks = workload.work, int(workload.work.blocks)
-    lacking = sum(2 * m.rows * m.cols * m.count * (1 - m.input_gradient) for m in w.matrices) * blocks
-    block = workload.block_flops() + lacking / blocks
-    first, last = -float(lacking / block), float(workload.head_flops / block)
+    blocks, (first, last) = int(workload.work.blocks), end_costs(workload)
     # as one number, which is quicker to tell apart
     kinds, which = np.unique(
         (layouts.pp * 64 + layouts.virtual_stages) * 2 + layouts.runs(*V_SCHEDULES), return_inverse=True
@@ -342,6 +346,14 @@ def stages_of(workload: Workload, layouts: Columns) -> Stages:
         return np.ascontiguousarray(values.reshape(-1, len(RANKS)).T)[:, which]
 
     return Stages(**{field.name: column(field.name) for field in fields(Stages)})
+
+
+def end_costs(workload: Workload) -> tuple[float, float]:
+    """Costs of the first and the last stage beside their blocks, in blocks; the first one's is 0 or less."""
+    work, blocks = workload.work, int(workload.work.blocks)
+    lacking = sum(2 * m.rows * m.cols * m.count * (1 - m.input_gradient) for m in work.matrices) * blocks
+    block = workload.block_flops() + lacking / blocks
+    return -float(lacking / block), float(workload.head_flops / block)
 
 
 @lru_cache(maxsize=4096)

@@ -144,6 +144,9 @@ def test_on_a_phone_names_and_whole_numbers_stand_above_the_bars(answer):
         assert above["encoding"]["x"] == {"value": 0} and above["mark"]["align"] == "left"
         for end, name in zip(panel.ends, panel.names, strict=True):
             assert f"{end}  {name}" in str(narrow)
+    long = replace(panel, names=tuple(f"{name}{'-and-more' * 9}" for name in panel.names))
+    assert f"{panel.ends[0]}  {panel.names[0]}" in (text := str(specification(long, width=300, narrow=True)))
+    assert "…" in text
 
 
 def test_a_phone_gets_no_labels_that_overlap(answer):

@@ -22,7 +22,7 @@ from meshtune.plan.search import Workload, search
 from meshtune.plan.work import Work
 from meshtune.report.draw import vega
 from meshtune.report.draw.charts import specification
-from meshtune.report.draw.kinds import HeatMap, Interval, Scatter, Stacks, Timeline
+from meshtune.report.draw.kinds import Areas, HeatMap, Interval, Scatter, Stacks, Timeline
 from meshtune.report.draw.picture import known_suffix
 from meshtune.report.draw.picture import specification as picture_of
 from meshtune.report.draw.theme import LIGHT, config
@@ -135,7 +135,7 @@ def test_sizes_show_the_best_of_each(drawn):
 
 def test_what_was_not_searched_has_no_panel(answer):
     best = answer.best(10)
-    assert [type(panel) for panel in panels(answer, best)] == [Stacks, Stacks, Scatter]
+    assert [type(panel) for panel in panels(answer, best)] == [Stacks, Stacks, Areas, Scatter]
     assert panels(answer, best, None, {(16, 8): None}) == panels(answer, best)
 
 
@@ -165,7 +165,7 @@ def test_the_page_is_one_file_that_asks_nobody_and_obeys_no_name(answer, tmp_pat
     assert "1b &lt;x&gt;" in own and "<x>" not in own
     assert not re.search(r"(src|href)=.?http", own)
     data = json.loads(re.search(r"^const CHARTS = (.*);$", own, re.MULTILINE)[1])  # pyright: ignore[reportOptionalSubscript]
-    assert set(data) == {"memory", "time", "front", "batches"}
+    assert set(data) == {"memory", "time", "memory_over_time", "front", "batches"}
     assert len(text.encode()) <= 1.1e6
     assert list(tmp_path.glob("new/.*")) == []
 
@@ -191,6 +191,7 @@ def test_names_are_text_and_never_part_of_an_expression_or_a_field():
         Stacks("b", NASTY, NASTY, (NASTY,), {NASTY: (1.0,)}, (NASTY,), Mark(2, NASTY)),
         Scatter("c", NASTY, NASTY, (Group(NASTY, (point,)),), Axis(NASTY, (0, 5)), Axis(NASTY, (0, 5))),
         HeatMap("d", NASTY, NASTY, (NASTY,), (NASTY,), ((Cell(1.0, (NASTY,), NASTY),),)),
+        Areas("f", NASTY, NASTY, (0.0, 1.0), {NASTY: (1.0, 2.0)}, (NASTY, NASTY), NASTY, Mark(2, NASTY)),
         Timeline("e", NASTY, NASTY, (NASTY,), (Interval(NASTY, 0, 1, NASTY, NASTY),)),
     ):
         spec = specification(panel, width=300, title_offset=10)

@@ -304,17 +304,13 @@ def peak(
     """
     stages = stages or Stages.cut(work, layouts, accounting.stage_cut)
     timeline = step_timeline(work, layouts, accounting, seq_len, stages, first_step=first_step)
-    axes = (layouts.parameter_ranks, *(getattr(layouts, axis) for axis in MODEL_AXES))
-    groups = sum((ranks > 1) * 1.0 for ranks in axes)
-    groups = groups + (groups > 1)
     shape = np.shape(timeline["loss"]["activations"])
     fullest: dict[str, Number] = {}
     most = np.full(shape[1:], -np.inf)
     for index, event in enumerate(EVENTS):
         parts = {name: np.broadcast_to(values, shape) for name, values in timeline[event].items()}
         transient = parts["activations"] + parts["logits"] + parts["communication"]
-        overhead = accounting.reserved * transient + accounting.context + accounting.communicator * groups
-        parts["overhead"] = overhead
+        parts["overhead"] = overhead(layouts, accounting, transient)
         total = sum(parts.values())
         rank = np.argmax(total, 0)
         at_event = {category: _of_rank(values, rank) for category, values in parts.items()}
@@ -323,6 +319,14 @@ def peak(
         fullest = {name: np.where(higher, value, fullest.get(name, 0)) for name, value in at_event.items()}
         most = np.where(higher, _of_rank(total, rank), most)
     return Memory(**fullest)
+
+
+def overhead(layouts: Columns, accounting: Accounting, transient: Number) -> Number:
+    """Bytes of context, communicators and the allocator's reserve for `transient` bytes that come and go."""
+    axes = (layouts.parameter_ranks, *(getattr(layouts, axis) for axis in MODEL_AXES))
+    groups = sum((ranks > 1) * 1.0 for ranks in axes)
+    groups = groups + (groups > 1)
+    return accounting.reserved * transient + accounting.context + accounting.communicator * groups
 
 
 def _of_rank(values: Number, rank: Number) -> Number:

@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 import altair as alt
 
+from meshtune.report.draw.areas import areas
 from meshtune.report.draw.heat_map import heat_map
-from meshtune.report.draw.kinds import HeatMap, Lines, Panel, Scatter, Stacks, Timeline
+from meshtune.report.draw.kinds import Areas, HeatMap, Lines, Panel, Scatter, Stacks, Timeline
 from meshtune.report.draw.lines import lines
 from meshtune.report.draw.scatter import scatter
 from meshtune.report.draw.stacks import stacks
@@ -52,4 +53,6 @@ def drawn(panel: Panel, *, named: bool = True, narrow: bool = False) -> alt.Laye
         case HeatMap():
             return heat_map(panel, narrow=narrow)
         case Timeline():
-            return timeline(panel)
+            return timeline(panel, narrow=narrow)
+        case Areas():
+            return areas(panel, narrow=narrow)

@@ -5,6 +5,7 @@
     Scatter    groups of points, joined or not, with guide lines and labels
     HeatMap    a grid of cells, coloured by value
     Timeline   lanes of intervals, such as ranks and what each computes
+    Areas      parts on top of each other over a common x, such as memory over a step
 
 Nothing here imports a drawing library, so what builds panels costs nothing until something is drawn. `key` is
 an identifier of letters and underscores, unique on a page; titles and names may be any text.
@@ -190,4 +191,19 @@ class Timeline:
     intervals: tuple[Interval, ...]
 
 
-Panel = Lines | Stacks | Scatter | HeatMap | Timeline
+@dataclass(frozen=True)
+class Areas:
+    """Parts on top of each other over a common x."""
+
+    key: str
+    title: str
+    unit: str  # of all sizes; beside the y axis and in tooltips
+    x: tuple[float, ...]  # ascending; two equal ones are a jump
+    parts: Mapping[str, tuple[float, ...]]  # part -> its size at each x
+    texts: tuple[str, ...]  # of each x, in tooltips
+    x_title: str
+    mark: Mark | None = None  # a dashed horizontal line
+    height: int = 260  # px
+
+
+Panel = Lines | Stacks | Scatter | HeatMap | Timeline | Areas

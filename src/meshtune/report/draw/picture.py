@@ -7,7 +7,7 @@ from typing import Any
 
 from meshtune.errors import UserError
 from meshtune.report.draw import vega
-from meshtune.report.draw.kinds import HeatMap, Lines, Panel, Scatter, Stacks, Timeline
+from meshtune.report.draw.kinds import Areas, HeatMap, Lines, Panel, Scatter, Stacks, Timeline
 from meshtune.report.draw.theme import DARK, LIGHT, config
 from meshtune.rundir import write_text_atomically
 
@@ -97,7 +97,7 @@ def has_legend(panel: Panel) -> bool:
         case Scatter():
             return len(panel.groups) > 1
         case _:
-            return isinstance(panel, Stacks | Timeline)
+            return isinstance(panel, Stacks | Timeline | Areas)
 
 
 def _labels_width(panel: Panel, named: bool = True) -> float:

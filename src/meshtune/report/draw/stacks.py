@@ -18,6 +18,7 @@ from meshtune.report.draw.kinds import Mark, Stacks
 from meshtune.report.draw.theme import MONO
 
 BAR, NARROW_BAR = 28, 44  # px of height for each bar
+MOST_NAME = 52  # characters above a bar on a phone
 MARK_TEXT = 22  # px between legend and bars, for the text of a mark
 
 
@@ -95,7 +96,10 @@ def stacks(panel: Stacks, *, named: bool = True, narrow: bool = False) -> alt.La
 def _names_above(panel: Stacks) -> alt.Chart:
     """Texts above the bars, end and name, which begin at the left edge; without the encoding of "name"."""
     ends = panel.ends or ("",) * len(panel.names)
-    texts = ["  ".join(filter(None, both)) for both in zip(ends, panel.names, strict=True)]
+    texts = [
+        f"{end}  {name}" if len(end + name) < MOST_NAME else f"{end}  {name[: MOST_NAME - len(end)]}…"
+        for end, name in zip(ends, panel.names, strict=True)
+    ]
     chart = alt.Chart(table({"name": panel.names, "text": texts}))
     mark = chart.mark_text(align="left", dy=-17, font=MONO, fontSize=9.5)
     return mark.encode(x=alt.value(0), text="text:N")

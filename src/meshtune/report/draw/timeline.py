@@ -3,14 +3,24 @@
 import altair as alt
 
 from meshtune.report.draw.colours import colours_of
-from meshtune.report.draw.encode import LEGEND_COLUMNS, NUMBER, layered, plain, table, tooltip
+from meshtune.report.draw.encode import (
+    LEGEND_COLUMNS,
+    NARROW_LEGEND_COLUMNS,
+    NUMBER,
+    layered,
+    plain,
+    table,
+    tooltip,
+)
 from meshtune.report.draw.kinds import Timeline
 
-LANE = 28  # px of height for each lane
+LANE, THIN_LANE = 28, 18  # px of height for each lane
+FEW_LANES = 6  # that are not thin
 
 
-def timeline(panel: Timeline) -> alt.LayerChart:
-    """Intervals in lanes, coloured by name."""
+def timeline(panel: Timeline, *, narrow: bool = False) -> alt.LayerChart:
+    """Intervals in lanes, coloured by name; many lanes are thin. narrow: for the screen of a phone."""
+    lane = LANE if len(panel.lanes) <= FEW_LANES else THIN_LANE
     names = list(dict.fromkeys(interval.name for interval in panel.intervals))
     columns = {
         "lane": [interval.lane for interval in panel.intervals],
@@ -25,13 +35,15 @@ def timeline(panel: Timeline) -> alt.LayerChart:
         x=alt.X(
             "start:Q",
             scale=alt.Scale(nice=False),
-            axis=alt.Axis(labelExpr=NUMBER, tickCount=8, title=plain(panel.unit)),
+            axis=alt.Axis(labelExpr=NUMBER, tickCount=4 if narrow else 8, title=plain(panel.unit)),
         ),
         x2="end:Q",
         color=alt.Color(
             "name:N",
             scale=alt.Scale(domain=names, range=colours_of(names)),
-            legend=alt.Legend(columns=LEGEND_COLUMNS, symbolType="square"),
+            legend=alt.Legend(
+                columns=NARROW_LEGEND_COLUMNS if narrow else LEGEND_COLUMNS, symbolType="square"
+            ),
         ),
         tooltip=[
             tooltip("lane:N", "lane"),
@@ -41,4 +53,4 @@ def timeline(panel: Timeline) -> alt.LayerChart:
             tooltip("detail:N", "detail"),
         ],
     )
-    return layered([bars]).properties(height=alt.Step(LANE))
+    return layered([bars]).properties(height=alt.Step(lane))

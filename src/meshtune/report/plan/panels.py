@@ -30,6 +30,7 @@ from meshtune.report.draw.kinds import (
     Stacks,
 )
 from meshtune.report.plan.numbers import memory_parts, nonzero, number, seconds, speed_unit, time_parts
+from meshtune.report.plan.over_time import over_time
 from meshtune.units import GIB, counted
 
 MOST_LABELS = 7  # along the front
@@ -57,7 +58,7 @@ def panels(
     panels = memory_and_time(choices, chosen=0)
     if not answer.plan.cluster.timed:
         return panels
-    panels.append(time_against_memory(answer.plan, answer.choice))
+    panels += [*over_time(answer.workload, answer.choice), time_against_memory(answer.plan, answer.choice)]
     if best := {gpus: of_size.best(1)[0] for gpus, of_size in sorted((sizes or {}).items()) if len(of_size)}:
         panels.append(scaling(best))
     if batches and any(batches.values()):
