@@ -28,7 +28,7 @@ def areas(panel: Areas, *, narrow: bool = False) -> alt.LayerChart:
     up = alt.Scale(domain=[0, 1.08 * max(*below, panel.mark.value if panel.mark else 0.0)], nice=False)
     x = alt.X(
         "x:Q",
-        scale=alt.Scale(nice=False),
+        scale=alt.Scale(domain=[0, panel.x[-1]], nice=False),
         axis=alt.Axis(labelExpr=NUMBER, tickCount=4 if narrow else 8, title=plain(panel.x_title)),
     )
     y = alt.Y(
