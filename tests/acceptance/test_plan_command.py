@@ -199,6 +199,27 @@ def test_several_layouts_are_explained_compared_and_drawn(plan: Plan, tmp_path: 
         assert "zero3x8-mb1-ga8" in refused.err or "use one of them" in refused.err
 
 
+@pytest.mark.slow
+def test_kinds_are_compared_by_price_and_a_deadline_that_none_keeps_ends_with_3(plan: Plan) -> None:
+    words = [
+        "cluster.gpu=h100-sxm", "train.max_steps=1000", "--gpus", "2,2xmi300x,4xa100-80",
+        "cluster.price_per_gpu_hour={h100-sxm: 2.5, mi300x: 2, a100-80: 1.5, currency: EUR}",
+    ]  # fmt: skip
+    found = plan(*words, "--goal", "cost", "--by", "2d", "--json").json
+    assert {each["gpu"]: each["measured"] for each in found["clusters"]}["h100-sxm"] is True
+    costs = [each["run"]["cost"] for each in found["clusters"]]
+    assert costs[1:] == sorted(costs[1:]) and found["by"] == 172_800
+    assert sum(each["chosen"] for each in found["clusters"]) == 1
+    shown = plan(*words, "--goal", "cost")
+    assert "EUR" in shown.out and "→ chosen" in shown.out
+    late = plan(*words, "--budget", "0.0001")
+    assert late.code == 3 and "No cluster that was tried costs at most 0.000100 EUR." in late.err
+    assert "What would do: --budget " in late.err
+    wrong = plan(*words[:2], "--gpus", "2xfoo,0")
+    assert wrong.code == 2 and "--gpus = foo is no kind" in wrong.err and "'0' is no number" in wrong.err
+    assert plan(*EIGHT, "--by", "3h", "--max", "batch").code == 2
+
+
 def test_clusters_are_compared_and_the_goal_chooses(plan: Plan) -> None:
     sizes = [
         "cluster.gpu=h100-sxm",
