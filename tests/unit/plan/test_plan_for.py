@@ -226,6 +226,8 @@ def test_an_export_implies_its_tool(tool: str | None, exported: str | None, foun
 def test_unknown_and_contradicting_tools_are_refused() -> None:
     with pytest.raises(UserError, match=r"--for megatrn is no tool .* did you mean megatron"):
         tool_of("megatrn", None)
+    with pytest.raises(UserError, match="did you mean megatron"):
+        tool_for("megatrn", settings(8))
     with pytest.raises(UserError, match=r"--for axolotl with --export megatron: .* drop --for"):
         tool_of("axolotl", "megatron")
 

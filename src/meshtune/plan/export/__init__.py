@@ -78,13 +78,13 @@ def check_tool(name: str, option: str = "--export") -> str:
 
 
 def tool_for(name: str, config: Config) -> Tool:
-    """Return the tool by which the config is to be run, with its rules; UserError if it can't train so.
+    """Return the tool by which the config is to be run, with its rules.
 
-    name: one of plan.tools.TOOLS.
+    name: as in --for. Raises UserError for an unknown one, and if it can't train so.
     """
-    tool = TOOLS[name]
-    if tool is MESHTUNE:
-        return tool
+    if name == MESHTUNE.name:
+        return MESHTUNE
+    tool = TOOLS[check_tool(name, "--for")]
     if problems := [*training_problems(tool, config)]:
         raise UserError(problems)
     return replace(tool, rules=partial(EXPORTERS[name].rules, config))
