@@ -99,8 +99,9 @@ def test_the_document_of_a_processor_has_memory_and_null_for_times(processor: Pl
 
 
 def test_the_page_of_a_processor_draws_memory_alone(processor: Plan) -> None:
-    batches = answered(processor).batches()
-    assert [panel.key for panel in panels(processor, {4: processor}, batches)] == ["memory"]
+    answer = answered(processor)
+    drawn = panels(answer, answer.best(3), {4: processor}, answer.batches())
+    assert [panel.key for panel in drawn] == ["memory"]
 
 
 def test_a_processor_out_of_memory_is_told_memory_alone(processor: Plan) -> None:

@@ -38,7 +38,8 @@ def answer(result: Answer, most: int, written: Written | None = None) -> Rendera
         f"machine{'s' * (cluster.nodes > 1)}), in {result.workload.precision}",
     )
     tool, stack = result.workload.tool, result.workload.stack
-    target = Text(f"Memory and time are predicted for {tool.title} (constants of {stack}).")
+    predicted = "Memory and time are" if result.choice.cluster.timed else "Memory is"
+    target = Text(f"{predicted} predicted for {tool.title} (constants of {stack}).")
     notes = [Text(note) for note in result.workload.notes]
     reasoning = section("How it was reached", result.reasoning, numbered=True)
     parts: list[RenderableType] = [head, target, *notes, reasoning]
