@@ -20,13 +20,13 @@ from meshtune.plan.fits import Lighter
 from meshtune.plan.search import Choice, Plan, search
 from meshtune.units import duration
 
-UNITS = {  # goal -> what is compared
-    "speed": "time a step",
-    "cost": "cost a token",
-    "gpus": "time a step",
-    "memory": "memory",
+DIFFERENCES = {  # goal -> clause on how much more another cluster takes
+    "speed": "a step takes {} time there",
+    "cost": "a token costs {} there",
+    "gpus": "a step takes {} time there",
+    "memory": "a GPU needs {} memory there",
 }
-GOALS = tuple(UNITS)
+GOALS = tuple(DIFFERENCES)
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ def compare(
         key=lambda offer: (offer.plan.cluster.gpus, not offer.plan.cluster.gpu.measured, _value(offer, goal)),
     )
     rest = sorted((offer for offer in within if offer is not chosen), key=lambda offer: _rank(offer, goal))
-    several = len(ties) > 1
-    return [replace(offer, tie=several and offer in ties) for offer in (chosen, *rest)]
+    tied = {id(offer) for offer in ties} if len(ties) > 1 else set()
+    return [replace(offer, tie=id(offer) in tied) for offer in (chosen, *rest)]
 
 
 def _memory(plan: Plan) -> float:
@@ -206,9 +206,10 @@ def remarks(offers: Sequence[Offer], chosen: Offer, goal: str, bounds: Bounds) -
     if not gpu.measured and measured:
         best = min(measured, key=lambda offer: (bool(offer.misses), *_rank(offer, goal)))
         more = _value(best, goal) / _value(chosen, goal) - 1
+        difference = f"{abs(more):.0%} {'more' if more >= 0 else 'less'}"
         sentences.append(
             f"{gpu.name} is first by the efficiencies of {gpu.as_of}: its own were not measured. The best "
-            f"measured kind is {best.title}: {more:+.0%} {UNITS[goal]}."
+            f"measured kind is {best.title}: {DIFFERENCES[goal].format(difference)}."
         )
     assert chosen.run is not None
     sentences += [

@@ -168,7 +168,7 @@ def test_a_kind_that_was_not_measured_is_first_only_with_a_sentence() -> None:
     (sentence,) = remarks(in_order(every, ranked), ranked[0], "speed", NO_BOUNDS)
     assert sentence == (
         "twin is first by the efficiencies of h100-sxm: its own were not measured. The best measured kind is "
-        "8 x h100-sxm: +100% time a step."
+        "8 x h100-sxm: a step takes 100% more time there."
     )
     assert remarks(every, compare(every[:1])[0], "speed", NO_BOUNDS) == []
     shown = text(clusters_table(in_order(every, ranked), ranked[0]), 160)
