@@ -124,7 +124,9 @@ def _fits(key: str, value: Any) -> bool:
     if key in COUNTS:
         return _is_positive(value) and isinstance(value, int)
     checks: dict[str, Callable[[Any], bool]] = {
-        "words": lambda words: isinstance(words, list) and words and all(isinstance(w, str) for w in words),
+        "words": lambda words: (
+            isinstance(words, list) and words != [] and all(isinstance(word, str) for word in words)
+        ),
         "link_kind": LINK_KINDS.__contains__,
         "source": lambda text: isinstance(text, str),
         "efficiency_as": lambda kind: isinstance(kind, str) and kind in catalogue(),
