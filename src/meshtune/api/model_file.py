@@ -16,7 +16,8 @@ from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.model.census_cache import config_file
 from meshtune.model.hub import NotFromHub
-from meshtune.plan.models import known_config
+from meshtune.nearest import nearest
+from meshtune.plan.models import known_config, known_names
 from meshtune.plan.typical import typical_config, typical_parameters
 
 
@@ -51,8 +52,10 @@ def _known(name: str, error: NotFromHub) -> tuple[dict, str]:
     """
     fields = known_config(name)
     if fields is None:
-        remedy = "A typical Llama of its size can be planned without the hub: meshtune plan --params 8e9."
-        raise UserError([*error.problems, remedy]) from error
+        near = nearest(name, known_names())
+        known = f"Without the hub the shape of {' and of '.join(near)} is known. " if near else ""
+        remedy = "A typical Llama of its size can be planned: meshtune plan --params 8e9."
+        raise UserError([*error.problems, known + remedy]) from error
     return fields, (
         f"The shape of {name} is from meshtune's table plan/models.toml: its config.json is not on this "
         f"machine, and {error.reason}."

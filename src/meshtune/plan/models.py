@@ -31,6 +31,11 @@ def known_config(name: str) -> dict[str, Any] | None:
     return _configs().get(name.lower())
 
 
+def known_names() -> list[str]:
+    """All hub ids of models.toml, as the hub writes them."""
+    return [name for table in tables().values() for name in (*table["hub"], *table.get("differing", ()))]
+
+
 @cache
 def models() -> dict[str, KnownModel]:
     """The dense models of models.toml whose config has the usual fields, by short name."""

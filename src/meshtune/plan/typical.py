@@ -76,8 +76,8 @@ def typical_config(parameters: float) -> tuple[dict[str, Any], str]:
     """
     if not FEWEST <= parameters <= MOST:
         raise UserError(
-            f"--params {parameters:g} is no size that can be planned; give {FEWEST:.0e} to {MOST:.0e} "
-            "parameters, such as --params 13e9."
+            f"--params {parameters:g} is no size that can be planned; give {count(FEWEST)} to "
+            f"{count(MOST)} parameters, such as --params 13e9."
         )
     shapes = list(_shapes(parameters))
     close = [one for one in shapes if abs(one.parameters / parameters - 1) <= CLOSE]

@@ -201,7 +201,12 @@ def test_a_model_that_nobody_knows_is_answered_with_what_works(answers: dict[str
     ):
         pass
     assert raised.value.problems[-1].endswith("meshtune plan --params 8e9.")
-    assert answers["requests"] == 1
+    with (
+        pytest.raises(UserError, match=r"Without the hub the shape of meta-llama/Llama-3\.1-8B is known\."),
+        model_file(config.load(None, ["model.name=meta-lama/llama-3.1-8B"])),
+    ):
+        pass
+    assert answers["requests"] == 2
 
 
 # models that do not exist #
@@ -245,7 +250,7 @@ def test_numbers_of_parameters_are_read(text: str, number: float) -> None:
         (["model.name=x"], {"params": "13B"}, ["leave model.name=x out"]),
         ([], {"params": "13B", "export": "axolotl"}, ["--export needs a model that exists"]),
         ([], {"params": "many"}, ["--params many is no number of parameters; write --params 13e9"]),
-        ([], {"params": "13"}, ["--params 13 is no size that can be planned; give 1e+08 to 1e+13"]),
+        ([], {"params": "13"}, ["--params 13 is no size that can be planned; give 100.00 M to 10.00 T"]),
         (["cluster.gpu=h100-sxm"], {"params": "1e30"}, ["--params 1e+30 is no size"]),
     ],
 )
