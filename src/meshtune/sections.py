@@ -215,7 +215,8 @@ class ClusterConfig(Section):
     )
     hardware: str | None = Field(default=None, description="A TOML file with more kinds of GPUs.")
     efficiency: dict[str, float] = Field(
-        default={}, description="Measured efficiencies (0 to 1), by hardware.toml's names."
+        default={},
+        description="Measured efficiencies, by hardware.toml's names; shares of a peak are at most 1.",
     )
 
     @field_validator("gpu", mode="before")

@@ -18,7 +18,7 @@ import psutil
 from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.plan.hardware import GIGA, Gpu, named
-from meshtune.plan.kinds import kind_named, kinds_of
+from meshtune.plan.kinds import kind_named, kinds_of, out_of_range
 from meshtune.plan.prices import prices_of
 from meshtune.sections import ClusterConfig
 from meshtune.units import GIB, bytes_of, speed_unit
@@ -116,12 +116,15 @@ def cluster_of(
     else:
         gpu = kind_named(settings.gpu, kinds)
     if settings.efficiency:
-        if unknown := sorted(settings.efficiency.keys() - gpu.efficiency.keys()):
-            raise UserError(
-                f"cluster.efficiency.{name} is no efficiency of a GPU; there are "
-                f"{', '.join(sorted(gpu.efficiency))}."
-                for name in unknown
-            )
+        problems = [
+            f"cluster.efficiency.{name} is no efficiency of a GPU; there are "
+            f"{', '.join(sorted(gpu.efficiency))}."
+            for name in sorted(settings.efficiency.keys() - gpu.efficiency.keys())
+        ]
+        ranges = (out_of_range(name, value) for name, value in settings.efficiency.items())
+        problems += [f"cluster.{problem}" for several in ranges for problem in several]
+        if problems:
+            raise UserError(problems)
         measured = gpu.measured or "matmul" in settings.efficiency
         gpu = replace(gpu, efficiency={**gpu.efficiency, **settings.efficiency}, measured=measured)
     prices = prices_of(settings.price_per_gpu_hour, gpu.name, kinds)

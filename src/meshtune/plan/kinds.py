@@ -38,6 +38,7 @@ OTHERS = {
     "efficiency": "a table of measured efficiencies",
 }
 EFFICIENCIES = tuple(catalogue()["a100-80"].efficiency)  # all of them
+SHARES = {"matmul", "matmul_fp8", "attention", "memory", "link_share"}  # of a peak, which none exceeds
 MEANING = RATES | COUNTS | OTHERS
 OPTIONAL = {"fp8", "tf32", "efficiency_as", "efficiency"}
 
@@ -161,5 +162,13 @@ def _efficiency_problems(efficiency: Any, *, whole: bool) -> Iterator[str]:
     for key, value in efficiency.items():
         if key not in {*EFFICIENCIES, "source"}:
             yield f"efficiency has {key}, which is none{did_you_mean(nearest(key, EFFICIENCIES))}"
-        elif key != "source" and not _is_positive(value):
-            yield f"efficiency.{key} = {written(value)}: write a number above 0."
+        elif key != "source":
+            yield from out_of_range(key, value)
+
+
+def out_of_range(efficiency: str, value: Any) -> Iterator[str]:
+    """Yield a clause if `value` can't be an efficiency of this name: one of SHARES is at most 1."""
+    if not _is_positive(value):
+        yield f"efficiency.{efficiency} = {written(value)}: write a number above 0."
+    elif efficiency in SHARES and value > 1:
+        yield f"efficiency.{efficiency} = {written(value)}: it is a share of a peak; write at most 1."

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from meshtune.config import Config
+from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.plan import advice, fits
 from meshtune.plan.answer import Answer
@@ -169,3 +170,25 @@ def test_an_explained_layout_that_the_search_leaves_out_says_so() -> None:
     assert "interleaved1f1b has the bubble of loopedbfs" in said["pp8-loopedbfs-v2-mb1-ga16"][0]
     cut = explain(config, workload(mean_document_tokens=5000.0), "zero3x8")
     assert cut.against == ("data.mean_document_tokens = 5000 is longer than a sequence; 2048 is used.",)
+
+
+# efficiencies #
+
+
+def test_shares_of_a_peak_are_at_most_one() -> None:
+    """An efficiency of 20 gave an MFU above 100 %."""
+    with pytest.raises(UserError) as refused:
+        machines(8, "h100-sxm", efficiency={"matmul": 20.0, "memory": 0.0, "depth": 30.0, "tile": 1.0})
+    assert [*refused.value.problems[1:]] == [
+        "cluster.efficiency.matmul = 20.0: it is a share of a peak; write at most 1.",
+        "cluster.efficiency.memory = 0.0: write a number above 0.",
+    ]
+    assert refused.value.problems[0].startswith("cluster.efficiency.tile is no efficiency of a GPU")
+    assert machines(8, "h100-sxm", efficiency={"matmul": 1.0, "depth": 30.0}).gpu.efficiency["depth"] == 30
+
+
+@pytest.mark.parametrize("seq_len", [512, 2048, 65536])
+def test_no_mfu_is_above_one_hundred_percent_even_at_the_peak(seq_len: int) -> None:
+    shares = {"matmul": 1.0, "attention": 1.0, "memory": 1.0, "link_share": 1.0}
+    plan = search(workload(64, seq_len, mean_document_tokens=1e9), machines(8, "h100-sxm", efficiency=shares))
+    assert 0.5 < plan.choice(0).mfu < 1
