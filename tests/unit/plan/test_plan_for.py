@@ -302,3 +302,16 @@ def test_an_explained_layout_names_its_tool() -> None:
     assert {"tool": "megatron", "stack": "megatron-core"}.items() <= choice.as_dict().items()
     head = text_of(terminal.explained([Explanation(workload, choice, ())]))[0]
     assert head.startswith("zero1x16-mb1-ga4") and head.endswith("h100-sxm, run by Megatron-LM")
+    assert text_of(terminal.largest("batch", 8, choice))[0].endswith(": 8, run by Megatron-LM")
+
+
+def test_deepspeed_shards_as_many_bytes_as_it_estimates() -> None:
+    """estimate_zero3_model_states_mem_needs: 18 bytes of each parameter, over the ranks."""
+    workload = llama("llama-3.1-8b", 64, "deepspeed")
+    few, many = (
+        explained(workload, h100s(gpus), Layout.parse(f"zero3x{gpus}-mb1-ga{64 // gpus}")).memory
+        for gpus in (8, 32)
+    )
+    states = [found.weights + found.gradients + found.optimizer for found in (few, many)]
+    assert states == pytest.approx([18 * 8.03e9 / 8, 18 * 8.03e9 / 32], rel=0.01)
+    assert few.peak - many.peak == pytest.approx(18 * 8.03e9 * (1 / 8 - 1 / 32), rel=0.1)

@@ -134,7 +134,10 @@ def largest(what: str, value: Any, choice: Choice) -> RenderableType:
     """
     names = {"seq_len": "sequence, in tokens", "batch": "batch at once, in sequences", "model": "model"}
     shown = f"{value:,}" if isinstance(value, int) else value
-    return Group(Text.assemble(f"The largest {names[what]}: ", (shown, "bold")), layouts_table([choice]))
+    run_by = "" if choice.tool is MESHTUNE else f", run by {choice.tool.title}"
+    return Group(
+        Text.assemble(f"The largest {names[what]}: ", (shown, "bold"), run_by), layouts_table([choice])
+    )
 
 
 def reliability(choice: Choice) -> list[RenderableType]:
