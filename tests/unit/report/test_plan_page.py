@@ -1,6 +1,7 @@
 """The page of a plan: what stands on it, and how its charts are drawn for a phone."""
 
 import html
+import json
 import re
 from dataclasses import replace
 from itertools import combinations
@@ -13,6 +14,7 @@ from meshtune.plan.cost import RunLength
 from meshtune.plan.models import models
 from meshtune.plan.offers import offer_of
 from meshtune.plan.search import search
+from meshtune.plan.what_if import WhatIf
 from meshtune.plan.workload import Workload
 from meshtune.report.draw.charts import specification
 from meshtune.report.draw.colours import COLOURS
@@ -29,6 +31,7 @@ from meshtune.report.plan.page import (
     recommended,
 )
 from meshtune.report.plan.panels import memory_stacks, panels, time_stacks
+from meshtune.report.plan.sliders import sliders
 from meshtune.sections import ClusterConfig
 
 MODEL = models()["llama-3.2-1b"]
@@ -166,3 +169,19 @@ def test_clusters_stand_in_a_table_with_their_cost_and_the_sentences_on_them(ans
         assert str(one.choice.layout) in row and "data-name='cost'" in row
     assert "recommended" in rows[1] and "7 GPUs are too few." in found
     assert clusters(answer) == ""
+
+
+def test_the_sliders_table_has_every_plan_and_starts_at_the_answer(answer):
+    key = (8, 32, 4096)
+    around = WhatIf((8, 16), (32,), (4096, 8192), {key: answer.choice, (16, 32, 4096): None})
+    found = sliders(answer, around)
+    data = json.loads(re.search(r"^const WHAT_IF = (.*);$", found, re.MULTILINE)[1])  # pyright: ignore[reportOptionalSubscript]
+    layout, speed, step, mfu, peak = data["plans"]["8-32-4096"]
+    choice = answer.choice
+    assert layout == str(choice.layout) and mfu == pytest.approx(choice.mfu, abs=1e-4)
+    assert speed == pytest.approx(choice.tokens_per_second_per_gpu, abs=0.1)
+    assert (step, peak) == pytest.approx((choice.seconds.total, choice.memory.peak / 2**30), rel=1e-3)
+    assert data["plans"]["16-32-4096"] is None
+    assert (data["tokens"], data["price"]) == (LENGTH.tokens, 2.0)
+    assert re.findall(r"max='(\d)' value='(\d)'", found) == [("1", "0"), ("0", "0"), ("1", "0")]
+    assert "innerHTML" not in found  # names are set as text

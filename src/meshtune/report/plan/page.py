@@ -6,18 +6,23 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import PurePath
+from typing import TYPE_CHECKING
 
 from meshtune import __version__
 from meshtune.plan.advice import comparison
-from meshtune.plan.answer import Answer
 from meshtune.plan.cost import RunCost, money
-from meshtune.plan.search import Choice
 from meshtune.plan.tools import MESHTUNE
-from meshtune.report.draw.kinds import Panel
 from meshtune.report.draw.page import page, text
 from meshtune.report.plan.clusters import mark
 from meshtune.report.plan.numbers import number, plus_minus, seconds
+from meshtune.report.plan.sliders import sliders
 from meshtune.units import GIB, counted, duration, human
+
+if TYPE_CHECKING:
+    from meshtune.plan.answer import Answer
+    from meshtune.plan.search import Choice
+    from meshtune.plan.what_if import WhatIf
+    from meshtune.report.draw.kinds import Panel
 
 IN_WORDS = {"": "", "→": "recommended", "=": "a tie, within the error bar", "×": "beyond what was asked for"}
 FOOTER = "Predicted by meshtune; nothing here was measured."
@@ -47,14 +52,30 @@ def subject(answer: Answer) -> str:
     )
 
 
-def plan_page(answer: Answer, choices: Sequence[Choice], drawn: Sequence[Panel], asked: Asked) -> str:
-    """The answer as the HTML text of a page. choices: rows of its table. drawn: its charts."""
+def plan_page(
+    answer: Answer,
+    choices: Sequence[Choice],
+    drawn: Sequence[Panel],
+    asked: Asked,
+    around: WhatIf | None = None,
+) -> str:
+    """The answer as the HTML text of a page.
+
+    choices: rows of its table. drawn: its charts. around: plans for its sliders; None: it has none.
+    """
     return page(
         name=model_title(answer.workload.model),
         kind="plan",
         subtitle=text(subject(answer)),
         panels=drawn,
-        before=recommended(answer, asked) + clusters(answer) + layouts(answer, choices),
+        before="".join(
+            (
+                recommended(answer, asked),
+                clusters(answer),
+                sliders(answer, around) if around else "",
+                layouts(answer, choices),
+            )
+        ),
         after="".join(
             (
                 sentences("What to change first", answer.changes),

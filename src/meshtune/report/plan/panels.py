@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from meshtune.layout import RECOMPUTE, SCHEDULES, Layout
 from meshtune.placement.columns import layout_at
-from meshtune.plan.answer import Answer
 from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.search import Choice, Plan
 from meshtune.plan.seconds.step import PARTS
@@ -32,6 +32,9 @@ from meshtune.report.draw.kinds import (
 from meshtune.report.plan.numbers import memory_parts, nonzero, number, seconds, speed_unit, time_parts
 from meshtune.report.plan.over_time import over_time
 from meshtune.units import GIB, counted
+
+if TYPE_CHECKING:
+    from meshtune.plan.answer import Answer
 
 MOST_LABELS = 7  # along the front
 MOST_DOTS = 1200  # of time against memory, so that a page stays small

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from meshtune.plan.answer import Answer
-from meshtune.plan.explanation import Explanation
+from meshtune.plan.what_if import what_if
 from meshtune.report.draw import vega
 from meshtune.report.draw.kinds import HeatMap, Panel, Stacks
 from meshtune.report.draw.page import page, text
@@ -17,6 +17,10 @@ from meshtune.report.plan.page import FOOTER, Asked, model_title, plan_page, sub
 from meshtune.report.plan.panels import memory_and_time, panels
 from meshtune.rundir import write_text_atomically
 from meshtune.units import counted
+
+if TYPE_CHECKING:
+    from meshtune.plan.answer import Answer
+    from meshtune.plan.explanation import Explanation
 
 PLAIN = Asked()
 
@@ -33,7 +37,8 @@ def write(
     choices = answer.best(most)
     drawn = panels(answer, choices, answer.by_size if compare_sizes else None, answer.batches())
     if suffix == ".html":
-        write_text_atomically(file, plan_page(answer, choices, drawn, asked))
+        around = what_if(answer) if answer.choice.cluster.timed else None
+        write_text_atomically(file, plan_page(answer, choices, drawn, asked, around))
     else:
         title = f"{model_title(answer.workload.model)} · {subject(answer)}"
         write_picture(file, rows(drawn), title=title)
