@@ -20,10 +20,12 @@ from meshtune.model.census_cache import numbers_of
 from meshtune.model.load import load_config, on_meta
 from meshtune.placement.rules import refusals
 from meshtune.plan import fits
+from meshtune.plan.batches import nearest_sentences
 from meshtune.plan.cluster import cluster_here
 from meshtune.plan.fits import Refused
 from meshtune.plan.search import search
 from meshtune.plan.workload import Uncounted, lighter_workloads, workload_of
+from meshtune.units import notice
 
 
 class Choice(NamedTuple):
@@ -75,13 +77,19 @@ def layout_of(config: Config, ranks: int) -> Layout:
 
 
 def planned_layout(config: Config, ranks: int) -> Layout:
-    """The planner's choice; what the config fixes of it is kept. Raises NothingFits, Refused or Uncounted."""
+    """The planner's choice; what the config fixes of it is kept. Raises NothingFits, Refused or Uncounted.
+
+    Prints the nearest global batches that more data ranks could share, if they are faster.
+    """
     workload = workload_of(config, numbers_of(config))
     cluster = cluster_here(config, ranks, gpus_of(device_of(config.train.device)))
     plan = search(workload, cluster, fixed=config.partial_layout.given)
     if not len(plan):
         raise fits.empty_plan_error(plan, partial(lighter_workloads, config, numbers_of))
-    return plan.choice(0).layout
+    best = plan.choice(0)
+    for sentence in nearest_sentences(plan, best):
+        notice(f"meshtune: {sentence}")
+    return best.layout
 
 
 def _completed(config: Config, ranks: int) -> Layout:
