@@ -20,6 +20,7 @@ from meshtune.api.plan import workloads
 from meshtune.commands.plan import plan as command
 from meshtune.errors import UserError
 from meshtune.model import hub
+from meshtune.model.census_cache import model_numbers
 from meshtune.model.load import on_meta, read_config
 from meshtune.plan import models as module
 from meshtune.plan.models import known_config, models
@@ -85,6 +86,35 @@ def test_a_known_shape_has_the_parameters_that_transformers_builds(name: str, tm
     fields = known_config(name)
     assert fields is not None
     assert parameters_of(fields, tmp_path) == ENTRIES[name]["parameters"]
+
+
+ONE_OF_EACH = {  # the smallest, by model type
+    entry["config"]["model_type"]: name
+    for name, entry in sorted(ENTRIES.items(), key=lambda item: -item[1]["parameters"])
+}
+
+
+@pytest.mark.parametrize("name", cases(ONE_OF_EACH.values(), default=["gpt-2"]))
+def test_a_model_of_each_family_is_planned_with_all_its_parameters(name: str, tmp_path: Path) -> None:
+    fields = known_config(name)
+    assert fields is not None
+    numbers = model_numbers(name, file=written(fields, tmp_path), cache_dir=tmp_path)
+    assert numbers.census.unsupported is None
+    assert numbers.census.total == ENTRIES[name]["parameters"]
+    assert numbers.census.sparse == any(field.endswith("_experts") for field in fields)
+
+
+# As their authors give them, in billions; DeepSeek's 37 are without embedding and head.
+@pytest.mark.parametrize(
+    ("name", "used"),
+    cases([("mixtral-8x7b", 12.9), ("qwen3-30b-a3b", 3.3), ("olmoe-1b-7b", 1.3), ("deepseek-v3", 37.6)],
+          default=[("olmoe-1b-7b", 1.3)]),
+)  # fmt: skip
+def test_a_mixture_uses_as_many_parameters_as_published(name: str, used: float, tmp_path: Path) -> None:
+    fields = known_config(name)
+    assert fields is not None
+    counted = model_numbers(name, file=written(fields, tmp_path), cache_dir=tmp_path).census
+    assert (counted.total - counted.idle) / 1e9 == pytest.approx(used, abs=0.06)
 
 
 def test_the_most_used_models_are_known_by_their_hub_names() -> None:
