@@ -36,13 +36,17 @@ class Tool:
     reduce_dtype: str | None = None  # of its gradients, whatever train.reduce_dtype is; None: as that says
     own_blocks: bool = False  # the model is built of its own blocks, not of Hugging Face's
     sequence_parallel: bool = True  # tp may split sequences
+    replicates_keys: bool = False  # tp may be a multiple of the key-value heads
     rules: Callable[[int, int], Iterable[Rule]] = no_rules  # by blocks of the model and tokens of a sequence
 
 
 TOOLS = {
     tool.name: tool
     for tool in (
-        Tool("meshtune", "meshtune", "meshtune", "meshtune-compiled", precisions=tuple(PRECISIONS)),
+        Tool(
+            "meshtune", "meshtune", "meshtune", "meshtune-compiled", precisions=tuple(PRECISIONS),
+            replicates_keys=True,
+        ),
         Tool(
             "accelerate", "accelerate", "trainer-fsdp2", "trainer-fsdp2-compiled", reduce_dtype="bf16",
             sequence_parallel=False,
@@ -54,7 +58,7 @@ TOOLS = {
         ),
         Tool(
             "megatron", "Megatron-LM", "megatron-core", "megatron-core", methods=("full",),
-            precisions=("fp32", "bf16"), own_blocks=True,
+            precisions=("fp32", "bf16"), own_blocks=True, replicates_keys=True,
         ),
         Tool(
             "axolotl", "axolotl", "trainer-fsdp2", "trainer-fsdp2-compiled", reduce_dtype="bf16",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -118,10 +119,27 @@ class Workload:
         else:  # its attention and its compiled blocks are its own
             yield from rules(replace(self.traits, attention=None))
             yield from self.tool.rules(int(self.work.blocks), self.seq_len)
+            if not self.tool.replicates_keys:
+                yield whole_key_heads(self.tool.title, self.traits.kv_heads)
 
     def refusals(self, layout: Layout) -> list[str]:
         """Sentences that say why the model can't be trained under a layout; none: it can."""
         return sentences(self.rules(), layout)
+
+
+def whole_key_heads(tool: str, kv_heads: int) -> Rule:
+    """Tensor-parallel ranks that would share a key-value head: transformers' attention has no such ranks.
+
+    tool: its name, for the sentence.
+    """
+    return Rule(
+        f"{tool} gives each tensor-parallel rank whole key-value heads, and tp does not divide {kv_heads}",
+        lambda layouts: kv_heads % layouts.tp != 0,
+        lambda layout: (
+            f"{tool} gives each tensor-parallel rank whole key-value heads, and tp{layout.tp} does not "
+            f"divide {kv_heads}; try tp{math.gcd(kv_heads, layout.tp)}."
+        ),
+    )
 
 
 def here(_: Config) -> Tool:

@@ -10,6 +10,7 @@ from meshtune.commands.plan import tool_of
 from meshtune.config import Config, load
 from meshtune.errors import UserError
 from meshtune.layout import Layout
+from meshtune.placement.columns import Columns
 from meshtune.placement.rules import Traits, sentences
 from meshtune.plan import fits
 from meshtune.plan.accounting import accounting_of, stack_accounting
@@ -19,6 +20,7 @@ from meshtune.plan.explanation import Explanation
 from meshtune.plan.export import EXPORTERS, check, export, tool_for, write
 from meshtune.plan.hardware import stacks
 from meshtune.plan.machine import machine_of
+from meshtune.plan.memory.stages import Stages
 from meshtune.plan.models import models
 from meshtune.plan.offers import offer_of
 from meshtune.plan.search import Plan, explained, search
@@ -315,3 +317,22 @@ def test_deepspeed_shards_as_many_bytes_as_it_estimates() -> None:
     states = [found.weights + found.gradients + found.optimizer for found in (few, many)]
     assert states == pytest.approx([18 * 8.03e9 / 8, 18 * 8.03e9 / 32], rel=0.01)
     assert few.peak - many.peak == pytest.approx(18 * 8.03e9 * (1 / 8 - 1 / 32), rel=0.1)
+
+
+@pytest.mark.parametrize("tool", [*EXPORTERS, "meshtune"])
+def test_ranks_share_a_key_value_head_only_where_the_tool_replicates_it(tool: str) -> None:
+    """8 key-value heads over 16 ranks: half a head each, which transformers' attention can't view."""
+    text = f"tp16{'-sp' * TOOLS[tool].sequence_parallel}-mb1-ga64"
+    against = llama("llama-3.1-8b", 64, tool).refusals(Layout.parse(text))
+    if tool in ("megatron", "meshtune"):
+        assert not against
+    else:
+        assert any("tp16 does not divide 8; try tp8." in each for each in against)
+
+
+def test_torchtitan_counts_embedding_and_head_as_layers() -> None:
+    work = shaped(61, 64, "torchtitan").work
+    cut = Stages.cut(work, Columns.of([Layout.parse("pp4-1f1b-mb1-ga64")]), "slots")
+    assert cut.blocks[:, 0].tolist() == [15, 16, 15]
+    for stack in (TOOLS["torchtitan"].stack, TOOLS["torchtitan"].compiled):
+        assert stack_accounting(stack, "bf16").stage_cut == "slots"
