@@ -17,7 +17,7 @@ import numpy as np
 from meshtune.layout import CP_METHODS, RECOMPUTE, SCHEDULES
 from meshtune.placement.columns import Columns
 from meshtune.plan.hardware import catalogue, stacks
-from meshtune.plan.machine import Machine
+from meshtune.plan.machine import Machine, attention_rates
 from meshtune.plan.work import Work
 
 Row = dict[str, str]
@@ -29,6 +29,7 @@ NEEDED = (
     "global_batch", "dp", "zero_stage", "tp", "pp", "cp", "recompute",
 )  # fmt: skip
 HEAD_DIM = 128  # where a row leaves its heads out
+LORA_RANK = 16  # where a row leaves it out
 LINKS = ("network_share", "network_latency")
 VARIANTS = {  # of a stack, if stacks.toml has them: the end of its name, and the pattern of a row's notes
     "-rowwise": r"rowwise",
@@ -53,7 +54,7 @@ class Origin:
     cluster: str  # in clusters.toml
     network: float  # of a node, bytes/s in one direction
     links: Mapping[str, float]  # constants of the cluster, of those in LINKS
-    zero: str = ""  # only rows with this ZeRO stage; "": all
+    where: Mapping[str, str]  # columns and their values in the only rows that it stands for; empty: all
     gpu: str = ""  # GPU kind, where the rows' own name for it is not exact
     cp_method: str = "allgather"
 
@@ -68,20 +69,20 @@ def origins() -> list[Origin]:
             name,
             table["network"] * 1e9,
             {key: float(table[key]) for key in LINKS if key in table},
-            str(table.get("zero", "")),
+            {name: str(value) for name, value in table.get("where", {}).items()},
             table.get("gpu", ""),
             table.get("cp_method", Origin.cp_method),
         )
         for name, table in tables.items()
         for prefix in table["ids"]
     ]
-    return sorted(found, key=lambda origin: (-len(origin.prefix), not origin.zero))
+    return sorted(found, key=lambda origin: (-len(origin.prefix), -len(origin.where)))
 
 
 def origin_of(row: Row, among: Sequence[Origin]) -> Origin | None:
-    """The first of `among` whose prefix and ZeRO stage are the row's; None if there is none."""
+    """The first of `among` whose prefix and columns are the row's; None if there is none."""
     fitting = (origin for origin in among if row["id"].startswith(origin.prefix))
-    return next((origin for origin in fitting if origin.zero in ("", row["zero_stage"])), None)
+    return next((origin for origin in fitting if origin.where.items() <= row.items()), None)
 
 
 def gpu_of(row: Row, origin: Origin) -> str:
@@ -115,9 +116,16 @@ def why_not(row: Row, among: Sequence[Origin]) -> str | None:
         return f"recompute {row['recompute']}"
     if origin_of(row, among) is None:
         return "unknown source"
-    if "task=LoRA" in row["notes"] or "task=QLoRA" in row["notes"]:
+    if "task=QLoRA" in row["notes"]:
+        return "weights of 4 bits"
+    if trains_adapters(row) and not row.get("assumed"):
         return "LoRA of unstated rank"
     return None
+
+
+def trains_adapters(row: Row) -> bool:
+    """True for rows of fine-tuning with LoRA."""
+    return "task=LoRA" in row["notes"]
 
 
 def flops_per_token(row: Row) -> float:
@@ -149,12 +157,13 @@ def column(rows: Sequence[Row], name: str, default: float = math.nan) -> np.ndar
     return np.array([float(row[name]) if row.get(name) else default for row in rows])
 
 
-def work_of(rows: Sequence[Row]) -> Work:
+def work_of(rows: Sequence[Row], lora_rank: int = LORA_RANK) -> Work:
+    """Work of each row. lora_rank: of the adapters in every linear layer of the rows that train with LoRA."""
     hidden = column(rows, "hidden")
     heads = column(rows, "heads")
     heads = np.where(np.isnan(heads), np.round(hidden / HEAD_DIM), heads)
     kv = column(rows, "kv_heads")
-    return Work.of_shape(
+    work = Work.of_shape(
         layers=column(rows, "layers"),
         hidden=hidden,
         ffn=column(rows, "ffn"),
@@ -164,6 +173,8 @@ def work_of(rows: Sequence[Row]) -> Work:
         gated=column(rows, "gated_mlp", 0.0),
         tied=column(rows, "tied_embeddings", 0.0),
     )
+    with_adapters = np.array([float(trains_adapters(row)) for row in rows])
+    return work.adapted(lora_rank, with_adapters) if with_adapters.any() else work
 
 
 def recompute_of(row: Row, origin: Origin) -> int:
@@ -171,7 +182,7 @@ def recompute_of(row: Row, origin: Origin) -> int:
 
     "selective" means half of the matmuls in torchtitan's rows, the attention core in all others (Megatron's).
     """
-    if row["recompute"] == "selective" and origin.stack != "torchtitan":
+    if row["recompute"] == "selective" and not stacks()[origin.stack]["selective"]:
         return RECOMPUTE.index("attention")
     return RECOMPUTE.index(row["recompute"])
 
@@ -223,8 +234,9 @@ class Machines:
             name, stack = gpu_of(row, origin), stack_of(row, origin)
             gpu = gpus[name]
             facts.append({
-                "flops": getattr(gpu, RATES[row["precision"]]) or gpu.bf16,
-                "core_flops": gpu.bf16,
+                "matmul_max": gpu.matmul_max_fp8 if RATES[row["precision"]] == "fp8" else gpu.matmul_max,
+                "core_matmul_max": gpu.matmul_max,
+                **attention_rates(stack, gpu),
                 "element": 2.0,
                 "weight_bytes": 1.0 if "fp8 all-gather" in row["notes"] else 2.0,
                 "bandwidth": gpu.bandwidth,
@@ -241,11 +253,6 @@ class Machines:
             if field in facts[0]:
                 continue
             each = [next(f"{p}.{field}" for p in own if f"{p}.{field}" in constants) for own in places]
-            if field == "matmul":  # 8-bit matmuls reach another share of their peak
-                each = [
-                    own[1] + ".matmul_fp8" if RATES[row["precision"]] == "fp8" else key
-                    for key, own, row in zip(each, places, rows, strict=True)
-                ]
             if field == "gradient_bytes":  # fp16 gradients are reduced in fp16
                 each = [
                     key + ".fp16" if row["precision"] == "fp16" else key

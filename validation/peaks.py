@@ -87,15 +87,12 @@ def peaks(
 
 
 def recomputation_that_fits(row: Row) -> str:
-    """The least recomputation with which a row fits its GPU by its stack's accounting: none, selective, full.
+    """ "none" where a row fits its GPU without recomputation by its stack's accounting, else "selective".
 
-    row: one that `why_not` returns None for but for its recomputation, which is not read. "full" also where
-    nothing fits.
+    row: one that `why_not` returns None for but for its recomputation, which is not read.
     """
-    modes = ("none", "selective", "full")
-    tried = [row | {"recompute": mode} for mode in modes]
-    fits = peaks(tried, whole=True) <= capacities(tried)
-    return next((mode for mode, enough in zip(modes, fits, strict=True) if enough), "full")
+    tried = [row | {"recompute": "none"}]
+    return "none" if peaks(tried, whole=True) <= capacities(tried) else "selective"
 
 
 def fitted() -> dict[str, float]:

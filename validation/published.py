@@ -4,11 +4,12 @@
 
 Without a file: the large runs of validation/data/. A file of your own has the same columns.
 
-Every row that states all that the planner needs is predicted; nothing is fitted here. Printed: the error by
+Every row that states all that the planner needs is predicted, and those of some tables with assumptions for
+what they leave out (assumed.py), scored apart; nothing is fitted here. Printed: the error by
 source, GPU and technique (median, mean absolute percentage, worst, signed bias); in each group of rows that
 differ only in their layout the rank correlation and the regret: how much slower the planner's choice was,
 when measured, than the best measured. Of memory: the same errors, rows that are more than 8 % off, and
-whether runs that did not fit are refused.
+whether runs that did not fit are refused. `--predictions` writes each row with its assumptions.
 """
 
 import argparse
@@ -22,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from assumed import completed
 from fit import FREE
 from measured import (
     LARGE,
+    LORA_RANK,
     RATES,
     Machines,
     Row,
@@ -33,10 +36,20 @@ from measured import (
     origins,
     read,
     throughput,
+    trains_adapters,
     why_not,
     work_of,
 )
-from peaks import FITTED, capacities, fitted, peaks, published, ran_out, why_apart
+from peaks import (
+    FITTED,
+    capacities,
+    fitted,
+    peaks,
+    published,
+    ran_out,
+    recomputation_that_fits,
+    why_apart,
+)
 
 from meshtune.plan.seconds.step import step
 from meshtune.rundir import write_text_atomically
@@ -51,13 +64,13 @@ LEAST = 3  # layouts in a group that is compared
 OFF = 8.0  # percent: a row whose peak is predicted so much too low is counted, and listed as one too high
 
 
-def predict(rows: Sequence[Row]) -> np.ndarray:
+def predict(rows: Sequence[Row], lora_rank: int = LORA_RANK) -> np.ndarray:
     """Predicted tokens per second and GPU of each row; for rows that `why_not` returns None for."""
     among = origins()
     constants = constants_of(among)
     columns, seq_len = columns_of(rows, among), np.array([float(row["seq_len"]) for row in rows])
     machine = Machines.of(rows, among, constants).with_constants(constants)
-    seconds = step(work_of(rows), columns, machine, seq_len).total
+    seconds = step(work_of(rows, lora_rank), columns, machine, seq_len).total
     return columns.global_batch_size * seq_len / seconds / columns.world
 
 
@@ -68,8 +81,10 @@ def source_of(row: Row) -> str:
 
 
 def file_of(row: Row) -> str:
-    """The row's file, and the bits of its matmuls."""
-    return f"{row['file'].removesuffix('.csv')}, {16 if RATES[row['precision']] == 'bf16' else 8} bits"
+    """The row's file, the bits of its matmuls, and whether a part of it is assumed."""
+    bits = 16 if RATES[row["precision"]] == "bf16" else 8
+    assumed = (", LoRA" if trains_adapters(row) else ", assumed") if row["assumed"] else ""
+    return f"{row['file'].removesuffix('.csv')}, {bits} bits{assumed}"
 
 
 def technique_of(row: Row) -> str:
@@ -165,7 +180,7 @@ def memory_errors(rows: Sequence[Row], skipped: Sequence[Row], reasons: Sequence
     apart, known = reason != "", np.isfinite(theirs)
     scored = [row for row, own in zip(rows, known & ~apart, strict=True) if own]
     refused, failed = peaks(rows, whole=True) > capacities(rows), ran_out(rows)
-    ran = ~failed & np.array([not row.get("assumed") for row in rows], dtype=bool)
+    ran = ~failed & np.array([not row["assumed"] for row in rows], dtype=bool)
 
     wrong = 100 * (ours / theirs - 1)
 
@@ -193,50 +208,80 @@ def memory_errors(rows: Sequence[Row], skipped: Sequence[Row], reasons: Sequence
     }
 
 
+def trends(rows: Sequence[Row], predicted: np.ndarray, measured: np.ndarray) -> dict[str, Any]:
+    """GPU kind -> errors of NeMo's runs with long sequences, and percent by which each doubling moves them.
+
+    predicted, measured: one value per row.
+    """
+    found = {}
+    for gpu in sorted({row["gpu"] for row in rows if row["id"].startswith("nemo-long-")}):
+        own = np.array([row["id"].startswith("nemo-long-") and row["gpu"] == gpu for row in rows])
+        doublings = np.log2([float(row["seq_len"]) for row in rows])[own]
+        slope, _ = np.polyfit(doublings, np.log(predicted[own] / measured[own]), 1)
+        found[gpu] = errors(predicted[own], measured[own]) | {"slope": 100 * float(slope)}
+    return found
+
+
+def adapters(rows: Sequence[Row], measured: np.ndarray) -> dict[str, list[float]]:
+    """Id of each row that trains adapters -> errors in percent for ranks 8, LORA_RANK and 64.
+
+    measured: tokens/s/GPU, one value per row.
+    """
+    own = [place for place, row in enumerate(rows) if trains_adapters(row)]
+    tuned = [rows[place] for place in own]
+    wrong = [100 * (predict(tuned, rank) / measured[own] - 1) for rank in (8, LORA_RANK, 64)] if own else []
+    return {row["id"]: [float(each[at]) for each in wrong] for at, row in enumerate(tuned)}
+
+
 def validate(rows: Sequence[Row]) -> tuple[dict[str, Any], list[Row], np.ndarray]:
     """Return the whole comparison, the rows that were predicted, and their predicted throughput."""
     among = origins()
+    rows = completed(rows, recomputation_that_fits)
     reasons = [why_not(row, among) for row in rows]
+    skipped = [row for row, reason in zip(rows, reasons, strict=True) if reason]
     kept = [row for row, reason in zip(rows, reasons, strict=True) if reason is None]
     predicted = predict(kept) if kept else np.zeros(0)
     measured = np.array([throughput(row) for row in kept])
     known = np.isfinite(measured)
     scored = [row for row, is_known in zip(kept, known, strict=True) if is_known]
     ours, theirs = predicted[known], measured[known]
-    constants = constants_of(among)
+    stated = np.array([not row["assumed"] for row in scored], dtype=bool)
+    whole = [row for row in scored if not row["assumed"]]
     answer: dict[str, Any] = {
         "rows": len(rows),
         "predicted": len(kept),
         "skipped": dict(Counter(reason for reason in reasons if reason).most_common()),
         "throughput": {
             "all": errors(ours, theirs) if len(scored) else {"n": 0},
+            **sixteen_bits(whole, ours[stated], theirs[stated]),
             "by_source": by(scored, source_of, ours, theirs),
             "by_file": by(scored, file_of, ours, theirs),
             "by_gpu": by(scored, lambda row: row["gpu"], ours, theirs),
             "by_technique": by(scored, technique_of, ours, theirs),
             "by_precision": by(scored, lambda row: row["precision"], ours, theirs),
+            "long": trends(scored, ours, theirs),
+            "lora": adapters(scored, theirs),
         },
-        "memory": memory_errors(
-            kept,
-            [row for row, reason in zip(rows, reasons, strict=True) if reason],
-            [reason for reason in reasons if reason],
-        )
-        if kept
-        else {},
-        "regret": choices(scored, ours, theirs),
+        "memory": memory_errors(kept, skipped, [reason for reason in reasons if reason]) if kept else {},
+        "regret": choices(whole, ours[stated], theirs[stated]),
         "constants": {
             "fitted": len(FREE),
-            "on": "the 16-bit rows of the published throughput tables (validation/README.md)",
-            "values": constants,
+            "on": "the rows of the published throughput tables without adapters (validation/README.md)",
+            "values": constants_of(among),
         },
     }
-    sixteen = np.array([row["precision"] in ("bf16", "fp16") for row in scored], dtype=bool)
-    if sixteen.any():
-        answer["throughput"]["16-bit"] = errors(ours[sixteen], theirs[sixteen])
-        rest = sixteen & np.array([source_of(row) != "nanotron" for row in scored])
-        if rest.any():
-            answer["throughput"]["16-bit without nanotron"] = errors(ours[rest], theirs[rest])
     return answer, kept, predicted
+
+
+def sixteen_bits(rows: Sequence[Row], predicted: np.ndarray, measured: np.ndarray) -> dict[str, Any]:
+    """Errors of the rows in 16 bits that state their whole layout, with and without nanotron.
+
+    predicted, measured: one value per row.
+    """
+    sixteen = np.array([RATES[row["precision"]] == "bf16" for row in rows], dtype=bool)
+    rest = sixteen & np.array([source_of(row) != "nanotron" for row in rows], dtype=bool)
+    named = {"16-bit": sixteen, "16-bit without nanotron": rest}
+    return {name: errors(predicted[own], measured[own]) for name, own in named.items() if own.any()}
 
 
 def table(answer: dict[str, Any]) -> str:
@@ -251,6 +296,14 @@ def table(answer: dict[str, Any]) -> str:
     ]
     for title, rows in sections:
         lines += section(title.replace("_", " ") or "throughput", rows)
+    if found["long"]:
+        lines += section("long sequences, NeMo", found["long"])
+        lines += [f"  {gpu}: {e['slope']:+.1f} % with each doubling" for gpu, e in found["long"].items()]
+    if found["lora"]:
+        lines += ["", f"LoRA, errors in percent for ranks 8, {LORA_RANK} and 64"]
+        lines += [
+            f"  {name:26}{''.join(f'{wrong:8.1f}' for wrong in each)}" for name, each in found["lora"].items()
+        ]
     if held := answer["memory"]:
         apart = {f"apart: {why}": own for why, own in held["apart"].items()}
         rows = {"all": held["all"], **held["by_source"], **apart}
@@ -290,16 +343,17 @@ def section(title: str, rows: Mapping[str, dict[str, Any]]) -> list[str]:
 
 
 def predictions(kept: Sequence[Row], predicted: np.ndarray) -> str:
-    """CSV text of predicted tokens/s/GPU and of peak memory in GiB, as each row's published figure counts it.
+    """CSV text of predicted tokens/s/GPU and of peak memory in GiB, as each row's published figure counts it,
+    with what is assumed of each row.
 
     predicted: tokens/s/GPU of each of `kept`.
     """
     out = io.StringIO()
     writer = csv.writer(out)
-    writer.writerow(["id", "tokens_per_s_per_gpu", "peak_mem_gib"])
+    writer.writerow(["id", "tokens_per_s_per_gpu", "peak_mem_gib", "assumed"])
     held = peaks(kept)
     writer.writerows(
-        [row["id"], f"{speed:.6g}", f"{memory:.6g}"]
+        [row["id"], f"{speed:.6g}", f"{memory:.6g}", row["assumed"]]
         for row, speed, memory in zip(kept, predicted, held, strict=True)
     )
     return out.getvalue()
@@ -347,7 +401,7 @@ def main() -> None:
     )
     parser.add_argument("files", nargs="*", type=Path, default=LARGE)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--predictions", type=Path, help="write id,tokens_per_s_per_gpu,peak_mem_gib")
+    parser.add_argument("--predictions", type=Path, help="write id,tokens_per_s_per_gpu,peak_mem_gib,assumed")
     parser.add_argument("--picture", type=Path, help="predicted against measured, .svg or .png")
     options = parser.parse_args()
     answer, kept, predicted = validate([row for file in options.files for row in read(file)])

@@ -17,6 +17,7 @@ from meshtune.units import GIB, TERA
 
 OTHER_CHIP_WORDS = {"MIG", "Laptop", "D"}  # a driver's name with one of these is no GPU of the catalogue
 GIGA = 10**9
+MEASURED_BY_RUNS = {"matmul", "clock"}  # a kind has them of its own only if runs on it were measured
 RATES: Table[str | None] = (
     Table(  # precision -> field of a Gpu with its peak; None where data sheets have none
         "precision",
@@ -32,6 +33,7 @@ class Gpu:
 
     name: str
     words: tuple[str, ...]  # all of them are in the driver's name of it
+    architecture: str  # of which attention kernels are measured (kernels.toml)
     bf16: float
     fp8: float | None
     tf32: float | None
@@ -45,7 +47,9 @@ class Gpu:
     multiprocessors: int
     source: str
     efficiency: Mapping[str, float]  # fields of machine.Machine that belong to a GPU kind, by name
-    measured: bool = True  # a rate of matmuls was measured on this kind; False: that of `as_of` stands for it
+    matmul_max: float  # of the fastest bf16 matmul; not measured: as large a share of `bf16` as of `as_of`'s
+    matmul_max_fp8: float  # the same of 8-bit floats; without such units that of bf16
+    measured: bool = True  # `matmul_max` was measured on this kind
     as_of: str | None = None  # kind whose efficiencies stand for those that this kind has not measured
 
 
@@ -65,6 +69,13 @@ def stacks() -> dict[str, dict[str, float]]:
         numbers = {key: float(value) for key, value in table.items() if not isinstance(value, str | dict)}
         constants[name] = base | numbers
     return constants
+
+
+@cache
+def attention_kernel(stack: str) -> str:
+    """Name of the attention kernel (kernels.toml) that a stack of stacks.toml runs."""
+    table = _tables("stacks.toml")[stack]
+    return table["attention_kernel"] if "attention_kernel" in table else attention_kernel(table["like"])
 
 
 def memory_of(stack: str) -> dict[str, Any]:
@@ -115,10 +126,11 @@ def gpu_of(name: str, table: Mapping[str, Any], tables: Mapping[str, Mapping[str
     """
     as_of = table.get("efficiency_as")
     others = _tables("hardware.toml") if tables is None else tables
-    efficiency = (others[as_of]["efficiency"] if as_of else {}) | table.get("efficiency", {})
+    efficiency = efficiency_of(table, others)
     return Gpu(
         name=name,
         words=tuple(table["words"]),
+        architecture=_inherited(table, "architecture", others),
         bf16=table["bf16"] * TERA,
         fp8=table["fp8"] * TERA if "fp8" in table else None,
         tf32=table["tf32"] * TERA if "tf32" in table else None,
@@ -132,6 +144,32 @@ def gpu_of(name: str, table: Mapping[str, Any], tables: Mapping[str, Mapping[str
         multiprocessors=table["multiprocessors"],
         source=table["source"],
         efficiency={key: value for key, value in efficiency.items() if not isinstance(value, str)},
-        measured="matmul" in table.get("efficiency", {}),
+        matmul_max=_matmul_max(table, "bf16", others),
+        matmul_max_fp8=_matmul_max(table, "fp8" if "fp8" in table else "bf16", others),
+        measured=any(key in table for key in ("matmul_max", "matmul_max_fp8"))
+        or not MEASURED_BY_RUNS.isdisjoint(table.get("efficiency", {})),
         as_of=as_of,
     )
+
+
+def _inherited(table: Mapping[str, Any], key: str, others: Mapping[str, Mapping[str, Any]]) -> Any:
+    """The table's value for `key`, else that of the kind in its `efficiency_as`."""
+    return table[key] if key in table else _inherited(others[table["efficiency_as"]], key, others)
+
+
+def efficiency_of(table: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The table's efficiencies, and those that it lacks of the kind in its `efficiency_as`."""
+    other = others.get(table.get("efficiency_as", ""))
+    return (efficiency_of(other, others) if other else {}) | dict(table.get("efficiency", {}))
+
+
+def _matmul_max(table: Mapping[str, Any], precision: str, others: Mapping[str, Mapping[str, Any]]) -> float:
+    """FLOP/s of the fastest matmul in bf16 or fp8: measured on this kind, else its peak times the share of
+    its own that the kind in `efficiency_as` reaches; without that, its peak.
+    """
+    key = {"bf16": "matmul_max", "fp8": "matmul_max_fp8"}[precision]
+    if key in table:
+        return table[key] * TERA
+    other = others.get(table.get("efficiency_as", ""), {})
+    share = _matmul_max(other, precision, others) / (other[precision] * TERA) if precision in other else 1.0
+    return table[precision] * TERA * share

@@ -14,9 +14,11 @@ from typing import Any
 from meshtune.errors import UserError, check_file, expanded, written
 from meshtune.nearest import did_you_mean, nearest
 from meshtune.plan.hardware import Gpu, catalogue, gpu_of, named
+from meshtune.plan.kernels import STANDS_FOR
 
 WITHOUT_BF16 = {"p100", "t4", "v100"}  # words of GPUs that are too old for the rates of hardware.toml
 LINK_KINDS = ("nvlink", "pcie", "xgmi")
+ARCHITECTURES = tuple(STANDS_FOR)
 
 # Keys of a kind's table with a positive number -> what it is, as in hardware.toml and docs/planning.md.
 RATES = {
@@ -28,19 +30,23 @@ RATES = {
     "network": "GB/s per GPU to other machines, one direction",
     "fp8": "dense TFLOP/s in fp8",
     "tf32": "dense TFLOP/s in TensorFloat-32",
+    "matmul_max": "TFLOP/s of the fastest bf16 matmul that was measured",
+    "matmul_max_fp8": "TFLOP/s of the fastest fp8 matmul that was measured",
 }
 COUNTS = {"node": "GPUs of a machine", "multiprocessors": "streaming multiprocessors"}  # whole numbers
 OTHERS = {
     "words": 'words in the name that the driver reports, such as ["H100"]',
     "link_kind": f"{', '.join(LINK_KINDS[:-1])} or {LINK_KINDS[-1]}",
     "source": "where the numbers are from, as text",
+    "architecture": f"that of its attention kernels, {', '.join(ARCHITECTURES[:-1])} or {ARCHITECTURES[-1]}",
     "efficiency_as": "the kind whose measured efficiencies are used",
     "efficiency": "a table of measured efficiencies",
 }
+MAXIMA = {"matmul_max": "bf16", "matmul_max_fp8": "fp8"}  # measured -> the peak that it is below
 EFFICIENCIES = tuple(catalogue()["a100-80"].efficiency)  # all of them
-SHARES = {"matmul", "matmul_fp8", "attention", "memory", "link_share"}  # of a peak, which none exceeds
+SHARES = {"clock", "matmul", "attention", "memory", "link_share"}  # of a peak, which none exceeds
 MEANING = RATES | COUNTS | OTHERS
-OPTIONAL = {"fp8", "tf32", "efficiency_as", "efficiency"}
+OPTIONAL = {"fp8", "tf32", "matmul_max", "matmul_max_fp8", "architecture", "efficiency_as", "efficiency"}
 
 
 def kind_named(name: str, kinds: Mapping[str, Gpu], setting: str = "cluster.gpu") -> Gpu:
@@ -110,6 +116,8 @@ def table_problems(table: Any) -> Iterator[str]:
         yield f"lacks {', '.join(missing)}."
     if not {"efficiency", "efficiency_as"} & table.keys():
         yield f"lacks efficiency_as ({MEANING['efficiency_as']}) or efficiency ({MEANING['efficiency']})."
+    if not {"architecture", "efficiency_as"} & table.keys():
+        yield f"lacks architecture ({MEANING['architecture']}), which no efficiency_as tells."
     for key, value in table.items():
         if key not in MEANING:
             yield f"has {key}, which is no fact of a GPU{did_you_mean(nearest(key, MEANING))}"
@@ -117,6 +125,8 @@ def table_problems(table: Any) -> Iterator[str]:
             yield from _efficiency_problems(value, whole="efficiency_as" not in table)
         elif not _fits(key, value):
             yield f"{key} = {written(value)}: write {_form(key)}{MEANING[key]}{_hint(key, value)}"
+        elif key in MAXIMA and _is_positive(peak := table.get(MAXIMA[key])) and value > peak:
+            yield f"{key} = {written(value)}: no matmul is faster than {MAXIMA[key]} = {written(peak)}."
 
 
 def _fits(key: str, value: Any) -> bool:
@@ -129,6 +139,7 @@ def _fits(key: str, value: Any) -> bool:
             isinstance(words, list) and words != [] and all(isinstance(word, str) for word in words)
         ),
         "link_kind": LINK_KINDS.__contains__,
+        "architecture": ARCHITECTURES.__contains__,
         "source": lambda text: isinstance(text, str),
         "efficiency_as": lambda kind: isinstance(kind, str) and kind in catalogue(),
     }
@@ -145,7 +156,10 @@ def _form(key: str) -> str:
 
 
 def _hint(key: str, value: Any) -> str:
-    choices = {"link_kind": LINK_KINDS, "efficiency_as": tuple(catalogue())}.get(key, ())
+    of_keys = {
+        "link_kind": LINK_KINDS, "architecture": ARCHITECTURES, "efficiency_as": tuple(catalogue())
+    }  # fmt: skip
+    choices = of_keys.get(key, ())
     return did_you_mean(nearest(value, choices) if isinstance(value, str) else [])
 
 

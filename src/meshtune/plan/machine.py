@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,8 @@ import numpy as np
 
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.placement.states import copies_of
-from meshtune.plan.hardware import Gpu, stacks
+from meshtune.plan.hardware import Gpu, attention_kernel, stacks
+from meshtune.plan.kernels import kernel_on
 from meshtune.precision import PRECISIONS
 from meshtune.units import Number
 
@@ -27,8 +27,8 @@ class Machine:
     """
 
     # the GPU and its cluster
-    flops: Number  # dense peak of matmuls with weights, FLOP/s
-    core_flops: Number  # dense peak of attention, FLOP/s in 16 bits
+    matmul_max: Number  # of the fastest matmul, in the precision of matmuls with weights, FLOP/s
+    core_matmul_max: Number  # the same in the precision of attention and head
     bandwidth: Number  # of the GPU's memory, bytes/s
     link: Number  # from a GPU to the others of its node, bytes/s in one direction
     network: Number  # from a whole node to other nodes, bytes/s in one direction
@@ -36,13 +36,20 @@ class Machine:
     multiprocessors: Number
     weight_bytes: Number  # of an element of the weights that ZeRO gathers
     element: Number  # bytes of an element of activations and compute weights
+    # its attention kernel (kernels.toml): FLOP/s of the forward of long causal sequences, by head size
+    attention_64: Number
+    attention_128: Number
+    attention_256: Number
+    attention_keys: Number  # time of a query beside that of the keys that it sees, in keys
+    attention_backward: Number  # time per FLOP of the backward, over the forward's
     # efficiencies of the GPU kind
-    matmul: Number  # share of the peak that large matmuls reach
+    clock: Number  # share of the fastest matmul's rate that its power limit sustains
+    matmul: Number  # share of the fastest matmul's rate that large matmuls of a step reach
     depth: Number  # inner size at which a matmul reaches half of that
     tiles: Number  # cost of an incomplete last wave of tiles, in waves
     misaligned: Number  # slowdown of matmuls whose rows are no multiples of 128 bytes
     unloaded: Number  # slowdown of matmuls whose rows are not even multiples of 16 bytes
-    attention: Number  # share of the peak that the attention kernel reaches in the forward
+    attention: Number  # share of the rate of attention kernels measured alone that those of a step reach
     memory: Number  # share of the memory's bandwidth that is reached
     # of its links
     link_share: Number  # of the link's bandwidth that rings reach
@@ -51,27 +58,31 @@ class Machine:
     network_latency: Number  # seconds of a ring's step between nodes
     # of the software
     stack_matmul: Number  # factor on `matmul`
-    stack_attention: Number  # factor on `attention`
-    attention_backward: Number  # time per FLOP of attention's backward, over its forward's
     flash: Number  # 1: attention scores stay on chip; 0: they are written to memory
     score_bytes: Number  # moved for each score that is written, in the forward
     batched: Number  # share of `matmul` that the batched matmuls of written scores reach
-    context_attention: Number  # factor on attention's time where cp cuts the sequence
+    stack_attention: Number  # factor on `attention`
+    ring_attention: Number  # 1: under cp keys come in cp parts, a kernel for each; 0: one kernel for all
     elementwise_hidden: Number  # tensors of [tokens, hidden] that a block's forward moves
     elementwise_wide: Number  # tensors of [tokens, widened] that a block's forward moves
+    adapter_passes: Number  # tensors that move as B's outputs are scaled and added, in the forward
     logit_bytes: Number  # moved for each logit, forward and backward
     selective: Number  # share of the forward's matmuls that selective recomputation repeats
-    host_block: Number  # seconds in which the host launches a block's forward
+    launch: Number  # seconds in which the host launches a kernel
+    block_launches: Number  # kernels of a block's forward, without adapters
     launch_blocking: Number  # 1: the host waits for each kernel before it launches the next; 0: it runs ahead
     host_micro_batch: Number  # seconds of the host for each micro-batch
     host_step: Number  # seconds of the host for each optimizer step
     gradient_bytes: Number  # of an element of gradients that data parallelism and ZeRO-1 reduce
     scatter_bytes: Number  # of an element of gradients that ZeRO-2 and -3 reduce-scatter
     tensor_overlap: Number  # share of tensor-parallel collectives that computation hides
-    shard_overlap: Number  # share of ZeRO-2's and -3's collectives that computation hides
+    context_overlap: Number  # share of context-parallel collectives that runs beside attention
+    shard_overlap: Number  # share of ZeRO-2's and -3's collectives that runs beside computation
     shard_share: Number  # of the links' speed that ZeRO-2's and -3's collectives reach
     ends_apart: Number  # 1: ZeRO gathers embedding and head once, and reduces the head beside the backward
-    data_overlap: Number  # share of the gradients' all-reduce that the backward hides
+    gather_overlap: Number  # share of ZeRO-1's and -2's weight gathers that runs beside the forward
+    data_overlap: Number  # share of the gradients' all-reduce that runs beside the backward
+    contention: Number  # share of the time beside a collective by which computation takes longer
     optimizer_bytes: Number  # that an update reads and writes per parameter
     send_share: Number  # of a GPU's part of the network that a send between stages reaches
     send_split: Number  # 1: each tensor-parallel rank sends its part, gathered again; 0: each sends all of it
@@ -79,19 +90,15 @@ class Machine:
     block_update: Number = 0.0  # seconds of the matmuls (Newton-Schulz, in bf16) of one block's update
 
     @classmethod
-    def of(
-        cls, gpu: Gpu, stack: Mapping[str, float], *, network_share: float = 0.7, fp8: bool = False
-    ) -> Machine:
+    def of(cls, gpu: Gpu, stack: str, *, network_share: float = 0.7, fp8: bool = False) -> Machine:
         """Return the GPU kind's usual machine with a stack of stacks.toml, in 16 bits.
 
-        stack: its constants, from `hardware.stacks`. network_share: share of the network's bandwidth that
-        rings reach. fp8: matmuls and gathered weights in 8 bits; a kind without such units has bf16's peak.
+        network_share: share of the network's bandwidth that rings reach. fp8: matmuls and gathered weights in
+        8 bits; a kind without such units computes in bf16.
         """
-        efficiency = dict(gpu.efficiency)
-        fp8_matmul = efficiency.pop("matmul_fp8")
         facts = {
-            "flops": gpu.fp8 if fp8 and gpu.fp8 else gpu.bf16,
-            "core_flops": gpu.bf16,
+            "matmul_max": gpu.matmul_max_fp8 if fp8 else gpu.matmul_max,
+            "core_matmul_max": gpu.matmul_max,
             "bandwidth": gpu.bandwidth,
             "link": gpu.link,
             "network": gpu.network * gpu.node,
@@ -102,7 +109,7 @@ class Machine:
             "flash": 1.0,
             "network_share": network_share,
         }
-        return cls(**facts | efficiency | dict(stack) | ({"matmul": fp8_matmul} if fp8 else {}))
+        return cls(**facts | attention_rates(stack, gpu) | gpu.efficiency | stacks()[stack])
 
 
 def machine_of(workload: Workload, cluster: Cluster) -> Machine:
@@ -111,8 +118,7 @@ def machine_of(workload: Workload, cluster: Cluster) -> Machine:
     The stack's `optimizer_bytes` is bf16's with AdamW, and scales with the bytes that an update of this
     precision and optimizer moves.
     """
-    stack = stacks()[workload.stack]
-    machine = Machine.of(cluster.gpu, stack, network_share=cluster.network_share)
+    machine = Machine.of(cluster.gpu, workload.stack, network_share=cluster.network_share)
     copies = copies_of(workload.precision, workload.reduce_dtype, workload.optimizer)
     measured = copies_of("bf16", "fp32", "adamw")
     work, matrices = workload.work, workload.work.trained_matrices
@@ -132,9 +138,28 @@ def machine_of(workload: Workload, cluster: Cluster) -> Machine:
         optimizer_bytes=machine.optimizer_bytes * updated / updated_in_bf16,
         block_update=OPTIMIZERS[workload.optimizer].newton_schulz_steps
         * sum(w.count * w.trainable * newton_schulz_flops(w.rows, w.cols) for w in matrices)
-        / (cluster.gpu.bf16 * machine.matmul * machine.stack_matmul),
-        **rates(cluster, workload.precision),
+        / (cluster.gpu.matmul_max * machine.clock * machine.matmul * machine.stack_matmul),
+        **in_precision(machine, cluster.gpu, workload.precision),
     )
+
+
+def attention_rates(stack: str, gpu: Gpu) -> dict[str, float]:
+    """Fields of Machine that a stack's attention kernel on a GPU kind decides, by name."""
+    kernel = kernel_on(attention_kernel(stack), gpu)
+    return {
+        "attention_64": kernel.heads_64,
+        "attention_128": kernel.heads_128,
+        "attention_256": kernel.heads_256,
+        "attention_keys": kernel.keys,
+        "attention_backward": kernel.backward,
+    }
+
+
+def in_precision(machine: Machine, gpu: Gpu, precision: str) -> dict[str, Number]:
+    """Rates of matmuls and attention, which reach the same shares of another precision's peak, by field."""
+    faster = peak_flops(gpu, precision) / gpu.bf16
+    of_peak = ("matmul_max", "core_matmul_max", "attention_64", "attention_128", "attention_256")
+    return {name: getattr(machine, name) * faster for name in of_peak}
 
 
 def newton_schulz_flops(rows: Number, cols: Number) -> Number:
@@ -146,11 +171,9 @@ def newton_schulz_flops(rows: Number, cols: Number) -> Number:
     return 4 * short**2 * long + 2 * short**3
 
 
-def rates(cluster: Cluster, precision: str) -> dict[str, float]:
-    """Peak FLOP/s of matmuls (`flops`) and of attention (`core_flops`), which are equal, by name.
+def peak_flops(gpu: Gpu, precision: str) -> float:
+    """Dense peak FLOP/s of matmuls in a precision of the settings; UserError for another.
 
-    precision: as in the settings; UserError for another. torch computes fp32 without TF32 unless told
-    otherwise.
+    torch computes fp32 without TF32 unless told otherwise.
     """
-    rate = getattr(cluster.gpu, PRECISIONS[precision].rate) * PRECISIONS[precision].rate_share
-    return {"flops": rate, "core_flops": rate}
+    return getattr(gpu, PRECISIONS[precision].rate) * PRECISIONS[precision].rate_share

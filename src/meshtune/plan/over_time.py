@@ -123,7 +123,7 @@ class _Durations:
             "head": head,
             "send": pipeline.sends / (2 * columns.virtual_stages),
             "host": machine.host_micro_batch / columns.virtual_stages,
-            "data": gradient_collectives(work, columns, machine, block.backward),
+            "data": gradient_collectives(work, columns, machine, block),
             "optimizer": optimizer_update(work, columns, machine) + machine.host_step,
         }
         blocks = _stage_sizes(workload, layout)

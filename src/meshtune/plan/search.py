@@ -33,7 +33,7 @@ from meshtune.plan.candidates import (
 )
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.fewest_blocks import with_fewest_blocks
-from meshtune.plan.machine import machine_of, rates
+from meshtune.plan.machine import machine_of, peak_flops
 from meshtune.plan.memory import timeline
 from meshtune.plan.memory.stages import RANKS, Stages
 from meshtune.plan.memory.timeline import Memory
@@ -276,7 +276,7 @@ def choice_of(
 ) -> Choice:
     """The layout with its speed and MFU; seconds and memory are its prediction, as floats."""
     speed = workload.tokens / seconds.total / layout.world
-    rate = rates(cluster, workload.precision)["flops"]
+    rate = peak_flops(cluster.gpu, workload.precision)
     mfu = speed * workload.flops_per_token / rate
     return Choice(layout, cluster, seconds, memory, speed, mfu, workload.stack, workload.tool)
 

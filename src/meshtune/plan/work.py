@@ -36,6 +36,7 @@ class Gemm:
     cut: str = ""  # what tensor parallelism cuts, "rows" or "cols"; "": nothing
     trainable: Number = 1.0  # share of them whose weight needs a gradient, 0 to 1
     input_gradient: Number = 1.0  # share of them whose input needs a gradient, 0 to 1
+    adapter: str = ""  # which matrix of a LoRA pair: "A", "B"; "": none
 
 
 @dataclass(frozen=True)
@@ -110,11 +111,12 @@ class Work:
         alike: dict[tuple, float] = {}
         for matrices in (census.outside, *(block.matrices for block in census.blocks)):
             for m in matrices:
-                key = (m.rows, m.cols, cuts.get(m.name, ""), m.trainable, m.input_gradient)
+                adapter = m.name[-1] if m.name.endswith((".lora_A", ".lora_B")) else ""
+                key = (m.rows, m.cols, cuts.get(m.name, ""), m.trainable, m.input_gradient, adapter)
                 alike[key] = alike.get(key, 0) + m.count
         matrices = tuple(
-            Gemm(rows, cols, count / n, cut, float(trainable), float(back))
-            for (rows, cols, cut, trainable, back), count in alike.items()
+            Gemm(rows, cols, count / n, cut, float(trainable), float(back), adapter)
+            for (rows, cols, cut, trainable, back, adapter), count in alike.items()
         )
         cores = tuple(
             Core(
@@ -182,24 +184,29 @@ class Work:
             tied=tied,
         )
 
-    def adapted(self, lora_rank: int) -> Work:
+    def adapted(self, lora_rank: int, adapters: Number = 1.0) -> Work:
         """The same frozen, with LoRA adapters of rank `lora_rank` beside every matrix of the blocks.
 
-        `kept` is empty: what adapters save was not traced.
+        adapters: 0 where the model stays as it is. `kept` is empty: what adapters save was not traced.
         """
-        frozen = tuple(replace(m, trainable=0.0) for m in self.matrices)
-        adapters = tuple(adapter for m in self.matrices for adapter in _adapters(m, lora_rank))
-        added = tuple(Weight(a.rows, a.cols, a.count, a.cut, matrix=True) for a in adapters)
+        whole = 1.0 - adapters
+        pairs = tuple(
+            replace(each, count=each.count * adapters)
+            for m in self.matrices
+            for each in _adapters(m, lora_rank)
+        )
+        added = tuple(Weight(a.rows, a.cols, a.count, a.cut, matrix=True) for a in pairs)
         in_blocks, first, last = (
-            tuple(replace(w, trainable=0.0) for w in weights)
+            tuple(replace(w, trainable=w.trainable * whole) for w in weights)
             for weights in (self.block_weights, self.first_weights, self.last_weights)
         )
-        trained = self.blocks * sum(w.elements for w in added)
-        return replace(
-            self, matrices=(*frozen, *adapters), block_weights=(*in_blocks, *added), first_weights=first,
-            last_weights=last, trainable=trained / (self.parameters + trained), head_trainable=0.0,
-            kept={},
+        found = replace(
+            self,
+            matrices=(*(replace(m, trainable=m.trainable * whole) for m in self.matrices), *pairs),
+            block_weights=(*in_blocks, *added), first_weights=first, last_weights=last,
+            head_trainable=self.head_trainable * whole, kept={},
         )  # fmt: skip
+        return replace(found, trainable=found.trained_parameters / found.parameters)
 
     @property
     def block_parameters(self) -> Number:
@@ -241,8 +248,9 @@ def _adapters(matrix: Gemm, lora_rank: int) -> tuple[Gemm, Gemm]:
 
     tp cuts the columns of A, or the rows of B, if it cuts those of the matrix; the other is whole.
     """
-    a = Gemm(lora_rank, matrix.cols, matrix.count, "cols" if matrix.cut == "cols" else "")
-    return a, Gemm(matrix.rows, lora_rank, matrix.count, "rows" if matrix.cut == "rows" else "")
+    a = Gemm(lora_rank, matrix.cols, matrix.count, "cols" if matrix.cut == "cols" else "", adapter="A")
+    b_cut = "rows" if matrix.cut == "rows" else ""
+    return a, Gemm(matrix.rows, lora_rank, matrix.count, b_cut, adapter="B")
 
 
 def _kept_by_element_bytes(census: Census) -> dict[int, Kept]:

@@ -169,3 +169,12 @@ def test_an_answer_names_other_units(tmp_path: Path) -> None:
         workloads(unknown, log=pytest.fail),  # refused before a model is built, which is logged
     ):
         pass
+
+
+def test_no_measured_matmul_is_faster_than_the_peak() -> None:
+    problems = list(table_problems(GOOD | {"matmul_max": 2000, "architecture": "hoper"}))
+    assert problems == [
+        "matmul_max = 2000: no matmul is faster than bf16 = 989.4.",
+        "architecture = hoper: write that of its attention kernels, ada, blackwell, cdna3, volta, cpu, "
+        "ampere or hopper; did you mean hopper?",
+    ]

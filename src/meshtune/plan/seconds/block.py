@@ -13,16 +13,13 @@ from meshtune.plan.seconds.collectives import (
     shard_collectives,
     tensor_collectives,
 )
-from meshtune.plan.seconds.gpu import BlockCompute, block_compute, launched
+from meshtune.plan.seconds.gpu import BlockCompute, block_compute, launch_seconds, launched
 from meshtune.units import Number
 
 if TYPE_CHECKING:
     from meshtune.placement.columns import Columns
-    from meshtune.plan.work import Work
-
-
-if TYPE_CHECKING:
     from meshtune.plan.machine import Machine
+    from meshtune.plan.work import Work
 
 
 Part = TypeVar("Part")  # a number, or a dataclass of them
@@ -54,11 +51,12 @@ def block_seconds(
     document_tokens: mean length of the documents that tokens attend in, at most seq_len.
     """
     compute = block_compute(work, layouts, machine, seq_len, document_tokens)
-    backward_launches = np.where(layouts.recomputation("block"), 3, 2) * machine.host_block
-    forward = launched(compute.forward, machine.host_block, machine)
+    launches = launch_seconds(machine, work)
+    backward_launches = np.where(layouts.recomputation("block"), 3, 2) * launches
+    forward = launched(compute.forward, launches, machine)
     computing_backward = launched(compute.backward + compute.recomputation, backward_launches, machine)
     tensor = tensor_collectives(work, layouts, machine, seq_len)
-    context = context_collectives(work, layouts, machine, seq_len)
+    context = context_collectives(work, layouts, machine, seq_len, compute.attention_forward)
     per_pass = (tensor + context) / 2
     again = regathering(work, layouts, machine, seq_len)
     backward = computing_backward + per_pass + again

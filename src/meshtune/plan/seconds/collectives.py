@@ -15,11 +15,9 @@ from meshtune.units import Number
 
 if TYPE_CHECKING:
     from meshtune.placement.columns import Columns
-    from meshtune.plan.work import Work
-
-
-if TYPE_CHECKING:
     from meshtune.plan.machine import Machine
+    from meshtune.plan.seconds.block import Block
+    from meshtune.plan.work import Work
 
 # rings #
 
@@ -76,13 +74,16 @@ def ranks_in_node(ranks: Number, stride: Number, machine: Machine) -> Number:
     return np.minimum(ranks, np.maximum(1.0, machine.node / stride))
 
 
-def exposed(computing: Number, collective: Number, overlap: Number) -> Number:
+def exposed(machine: Machine, computing: Number, collective: Number, overlap: Number) -> Number:
     """Seconds that a collective adds to the computation beside it.
 
-    computing, collective: seconds of each alone. overlap: share, 0 to 1, that is hidden of the time in which
-    both run; what is longer than the computation is always exposed.
+    computing, collective: seconds of each alone. overlap: share, 0 to 1, that runs beside the computation of
+    the time in which both could. What is longer than the computation is always exposed, and what is hidden
+    slows it down: collectives take multiprocessors, memory bandwidth and power from it.
     """
-    return np.maximum(collective - computing, 0.0) + (1 - overlap) * np.minimum(computing, collective)
+    beside = np.minimum(computing, collective)
+    hidden = overlap * beside * (1 - machine.contention)
+    return collective - hidden
 
 
 # of a block, for one micro-batch #
@@ -111,11 +112,15 @@ def regathering(work: Work, layouts: Columns, machine: Machine, seq_len: Number)
     return np.where(layouts.sp_regather > 0, gathers, 0.0)
 
 
-def context_collectives(work: Work, layouts: Columns, machine: Machine, seq_len: Number) -> Number:
-    """Exposed seconds of context parallelism in one block for one micro-batch; nothing of them is hidden.
+def context_collectives(
+    work: Work, layouts: Columns, machine: Machine, seq_len: Number, attention: Number
+) -> Number:
+    """Exposed seconds of context parallelism in one block for one micro-batch.
 
     All-gathers of keys and values, or with ulysses all-to-alls of sequences for heads (Jacobs et al. 2023,
     arXiv:2309.14509); once in the forward, once in the backward, once where the forward is repeated.
+
+    attention: seconds of its forward in one block, beside which a ring can run; its backward's are more.
     """
     tokens, cp = layouts.rank_tokens(seq_len), layouts.cp
     in_node = ranks_in_node(cp, layouts.tp, machine)
@@ -128,7 +133,9 @@ def context_collectives(work: Work, layouts: Columns, machine: Machine, seq_len:
     all_gather = ring_collectives(machine, gathered_bytes, cp, in_node)
     all_to_all = ring_collectives(machine, exchanged_bytes, cp, in_node)
     times = np.where(layouts.recomputation("block") | layouts.recomputation("attention"), 3, 2)
-    return np.where(layouts.ulysses > 0, all_to_all, all_gather) * times * (cp > 1)
+    alone = np.where(layouts.ulysses > 0, all_to_all, all_gather)
+    once = exposed(machine, attention, alone, machine.context_overlap)
+    return once * times * (cp > 1)
 
 
 def shard_collectives(
@@ -147,8 +154,9 @@ def shard_collectives(
     trained = work.trained_block_parameters / layouts.tp / machine.shard_share
     scatter = ring_collectives(machine, machine.scatter_bytes * trained, shards, in_node)
     beside_backward = np.where(layouts.zero == 3, gather + scatter, np.where(layouts.zero == 2, scatter, 0.0))
-    beside_forward = np.where(layouts.zero == 3, exposed(forward, gather, machine.shard_overlap), 0.0)
-    return beside_forward + exposed(backward, beside_backward, machine.shard_overlap)
+    in_forward = exposed(machine, forward, gather, machine.shard_overlap)
+    in_backward = exposed(machine, backward, beside_backward, machine.shard_overlap)
+    return np.where(layouts.zero == 3, in_forward, 0.0) + in_backward
 
 
 # of a step #
@@ -165,7 +173,7 @@ def outside_blocks(work: Work, layouts: Columns) -> Number:
     return np.where(layouts.pp > 1, work.vocabulary * work.hidden, work.outside_parameters)
 
 
-def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block_backward: Number) -> Number:
+def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block: Block) -> Number:
     """Exposed seconds per step of data parallelism's collectives that `shard_collectives` does not count.
 
     Gradients are all-reduced between replicas and under ZeRO-1 reduce-scattered, a share of it hidden behind
@@ -173,7 +181,7 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block_b
     forward. ZeRO-2's and -3's collectives of what is outside the blocks come with each micro-batch and have
     nothing to hide behind.
 
-    block_backward: seconds of one block's backward for one micro-batch.
+    block: a mean block of the rank, for one micro-batch, whose passes hide a part of them.
     """
     zero, blocks = layouts.zero, work.blocks / layouts.pp
     shards, outside = layouts.shard_ranks, outside_blocks(work, layouts)
@@ -190,12 +198,14 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block_b
     all_reduce = 2 * ring_collectives(machine, reduce_bytes, replicas, replicas_in_node, count=count)
     reduce_scatter = ring_collectives(machine, scatter_bytes, shards, shards_in_node, count=count)
     reducing = all_reduce + np.where(zero == 1, reduce_scatter, 0.0)
-    hidden = np.minimum(reducing * machine.data_overlap, block_backward * work.blocks / layouts.pp)
+    forward, backward = block.forward * blocks, block.backward * blocks
+    hidden = reducing - exposed(machine, backward, reducing, machine.data_overlap)
     # Their last backward is of weights alone, and runs no hooks that could start a collective.
     hidden = np.where(layouts.runs(*ZERO_BUBBLE), 0.0, hidden)
     weight_gather = ring_collectives(
         machine, machine.weight_bytes * whole, shards, shards_in_node, count=count
     )
+    weight_gather = exposed(machine, forward, weight_gather, machine.gather_overlap)
     gathered_once = np.where((zero == 1) | (zero == 2), weight_gather, 0.0)
 
     root = outside / layouts.tp / machine.shard_share

@@ -17,12 +17,18 @@ if TYPE_CHECKING:
 TILE = 128 * 128  # output elements of a matmul that one multiprocessor works on at a time
 ALIGNED = 64  # elements (128 bytes of 16 bits) that tensor cores want the rows of operands to be multiples of
 LOADED = 8  # elements (16 bytes) that they need; other matmuls run on slower kernels
-SMALL_HEADS = 10  # over the head size: share by which a flash kernel is slower; assumed
+ADAPTER_SUM = 3  # tensors that a sum moves: gradients of an adapted matrix's inputs come from it and from A
 WRITTEN_BACKWARD = 1.3  # traffic of written attention scores in the backward, over the forward's; assumed
 
 
 def matmul(
-    machine: Machine, rows: Number, cols: Number, inner: Number, *, contiguous: tuple[Number, ...] = ()
+    machine: Machine,
+    rows: Number,
+    cols: Number,
+    inner: Number,
+    *,
+    contiguous: tuple[Number, ...] = (),
+    fastest: Number | None = None,
 ) -> Number:
     """Seconds of [rows, inner] @ [inner, cols]: the longer of computing and memory traffic.
 
@@ -30,8 +36,10 @@ def matmul(
     unaligned rows of operands.
 
     contiguous: sizes of the dimensions along which the operands lie in memory; empty: cols and inner.
+    fastest: FLOP/s of the fastest matmul in this precision; None: `matmul_max`.
     """
-    rate = machine.flops * machine.matmul * machine.stack_matmul
+    fastest = machine.matmul_max if fastest is None else fastest
+    rate = fastest * machine.clock * machine.matmul * machine.stack_matmul
     tiled = rows * cols + machine.tiles * machine.multiprocessors * TILE
     slowdown = 1.0
     for size in contiguous or (cols, inner):
@@ -56,30 +64,42 @@ def matrix_passes(machine: Machine, tokens: Number, gemm: Gemm, tp: Number) -> t
 
 
 def attention_passes(
-    machine: Machine, queries: Number, seq_len: Number, document_tokens: Number, core: Core, tp: Number
+    machine: Machine, queries: Number, seq_len: Number, document_tokens: Number, core: Core, layouts: Columns
 ) -> tuple[Number, Number]:
     """Seconds of (forward, backward) of one kind of attention core in a block, all `core.count` of them.
 
-    Flash kernels compute QKᵀ again in the backward: 5 matmuls against 2 (Dao 2023, arXiv:2307.08691).
+    Flash kernels compute QKᵀ again in the backward: 5 matmuls against 2 (Dao 2023, arXiv:2307.08691). Beside
+    the keys that it sees, a query costs the time of some more (kernels.toml), once for each part of a ring.
     Without one, scores are all of [queries, seq_len], and pass through memory in softmax and dropout.
 
     queries: tokens of a micro-batch on this rank. document_tokens: mean length of the documents that tokens
     attend in; used with a flash kernel alone.
     """
-    heads = core.query_heads / tp
+    heads = core.query_heads / layouts.tp
     width = heads * (core.qk_dim + core.v_dim)
-    pairs = queries * attended(document_tokens, core.window)
-    rate = machine.core_flops * machine.attention * machine.stack_attention
-    flash = 2 * pairs * width / rate * (1 + SMALL_HEADS / core.qk_dim)
+    parts = np.where(machine.ring_attention > 0, layouts.cp, 1.0)
+    keys = attended(document_tokens, core.window) + machine.attention_keys * parts
+    rate = attention_rate(machine, core.qk_dim) * machine.attention * machine.stack_attention
+    flash = 2 * queries * keys * width / rate
     scores = queries * seq_len * heads
-    matmuls = 2 * queries * seq_len * width / (machine.core_flops * machine.matmul * machine.batched)
-    matmuls = matmuls * (1 + machine.depth / core.qk_dim)
+    batched = machine.core_matmul_max * machine.clock * machine.matmul * machine.batched
+    matmuls = 2 * queries * seq_len * width / batched * (1 + machine.depth / core.qk_dim)
     written = scores * machine.score_bytes / (machine.bandwidth * machine.memory)
     uses_flash = machine.flash > 0
     forward = np.where(uses_flash, flash, matmuls + written)
     flash_backward = 2.5 * machine.attention_backward * flash
     backward = np.where(uses_flash, flash_backward, 2 * matmuls + WRITTEN_BACKWARD * written)
     return core.count * forward, core.count * core.backward * backward
+
+
+def attention_rate(machine: Machine, head_size: Number) -> Number:
+    """FLOP/s of the attention kernel's forward for long causal sequences, measured alone; between the head
+    sizes that were measured in proportion, as they are above them, and less below in proportion to the size.
+    """
+    to_128, to_256 = np.clip((head_size - 64) / 64, 0, 1), np.clip((head_size - 128) / 128, 0, 1)
+    rate = machine.attention_64 + to_128 * (machine.attention_128 - machine.attention_64)
+    rate = rate + to_256 * (machine.attention_256 - machine.attention_128)
+    return rate * np.minimum(head_size / 64, 1.0)
 
 
 def elementwise(machine: Machine, tokens: Number, work: Work, layouts: Columns) -> Number:
@@ -93,15 +113,36 @@ def elementwise(machine: Machine, tokens: Number, work: Work, layouts: Columns) 
     return machine.element * tokens * (outside + inside) / (machine.bandwidth * machine.memory)
 
 
+def adapter_sums(machine: Machine, tokens: Number, work: Work, layouts: Columns) -> tuple[Number, Number]:
+    """Seconds of (forward, backward) in a block of what LoRA adds beside its matmuls: memory traffic.
+
+    The outputs of B are scaled and added to those of the adapted matrix; in the backward gradients are scaled
+    again, and those of its inputs are added up. tokens: of a micro-batch on this rank.
+    """
+    outputs = sum(
+        b.count * b.rows / (layouts.tp if b.cut else 1.0) for b in work.matrices if b.adapter == "B"
+    )
+    inputs = sum(
+        a.count * a.input_gradient * a.cols / (layouts.tp if a.cut else 1.0)
+        for a in work.matrices
+        if a.adapter == "A"
+    )
+    seconds = machine.element * tokens / (machine.bandwidth * machine.memory)
+    backward = (machine.adapter_passes - ADAPTER_SUM) * outputs + ADAPTER_SUM * inputs
+    return machine.adapter_passes * outputs * seconds, backward * seconds
+
+
 def head_and_loss(machine: Machine, tokens: Number, work: Work, tp: Number) -> Number:
     """Seconds of the logits and the loss of `tokens` tokens, forward and backward, on a rank with the head.
 
-    A vocabulary that tp does not divide is padded.
+    A vocabulary that tp does not divide is padded. Where other matmuls are in 8 bits, the head's are in 16.
     """
     rows = work.vocabulary / tp
     rows = np.where(rows % 1 > 0, np.ceil(rows / ALIGNED) * ALIGNED, rows)
-    matmuls = matmul(machine, tokens, rows, work.hidden) + matmul(machine, tokens, work.hidden, rows)
-    weights = matmul(machine, rows, work.hidden, tokens, contiguous=(rows, work.hidden))
+    fastest, lying = machine.core_matmul_max, (rows, work.hidden)
+    matmuls = matmul(machine, tokens, rows, work.hidden, fastest=fastest)
+    matmuls = matmuls + matmul(machine, tokens, work.hidden, rows, fastest=fastest)
+    weights = matmul(machine, rows, work.hidden, tokens, contiguous=lying, fastest=fastest)
     matmuls = matmuls + work.head_trainable * weights
     return matmuls + tokens * rows * machine.logit_bytes / (machine.bandwidth * machine.memory)
 
@@ -115,7 +156,8 @@ class BlockCompute:
     matmul_weights: Number  # backward: gradients of weights
     attention_forward: Number
     attention_backward: Number
-    elementwise_forward: Number  # the backward's take twice as long
+    elementwise_forward: Number  # with those of adapters
+    elementwise_backward: Number
     accumulation: Number  # adding gradients to the step's sum
     recomputation: Number  # what the backward repeats of the forward
 
@@ -132,7 +174,7 @@ class BlockCompute:
     def backward(self) -> Number:
         """Seconds of the backward without recomputation."""
         matmuls = self.matmul_inputs + self.weights
-        return matmuls + self.attention_backward + 2 * self.elementwise_forward
+        return matmuls + self.attention_backward + self.elementwise_backward
 
     @property
     def total(self) -> Number:
@@ -148,13 +190,14 @@ def block_compute(
     """
     tokens = layouts.rank_tokens(seq_len)
     matmuls = [matrix_passes(machine, tokens, gemm, layouts.tp) for gemm in work.matrices]
-    context_factor = np.where(layouts.cp > 1, machine.context_attention, 1.0)
     cores = [
-        attention_passes(machine, tokens, seq_len, document_tokens, core, layouts.tp) for core in work.cores
+        attention_passes(machine, tokens, seq_len, document_tokens, core, layouts) for core in work.cores
     ]
     matmul_forward = sum(forward for forward, _, _ in matmuls)
-    attention_forward = sum(context_factor * forward for forward, _ in cores)
-    elementwise_forward = elementwise(machine, tokens, work, layouts)
+    attention_forward = sum(forward for forward, _ in cores)
+    in_block = elementwise(machine, tokens, work, layouts)
+    of_adapters, of_adapters_backward = adapter_sums(machine, tokens, work, layouts)
+    elementwise_forward = in_block + of_adapters
 
     matmuls_again = np.where(layouts.recomputation("by_operation"), machine.selective, 0.0)
     matmuls_again = np.where(layouts.recomputation("matmuls"), 1.0, matmuls_again)
@@ -166,8 +209,9 @@ def block_compute(
         matmul_inputs=sum(inputs for _, inputs, _ in matmuls),
         matmul_weights=sum(weights for _, _, weights in matmuls),
         attention_forward=attention_forward,
-        attention_backward=sum(context_factor * backward for _, backward in cores),
+        attention_backward=sum(backward for _, backward in cores),
         elementwise_forward=elementwise_forward,
+        elementwise_backward=2 * in_block + of_adapters_backward,
         accumulation=gradient_accumulation(machine, work, layouts),
         recomputation=recomputation,
     )
@@ -187,6 +231,16 @@ def gradient_accumulation(machine: Machine, work: Work, layouts: Columns) -> Num
 def overlapped(seconds: Number, others: Number) -> Number:
     """Seconds of two things that run at the same time: the longer, up to 19 % more where equal (a 4-norm)."""
     return (seconds**4 + others**4) ** 0.25
+
+
+def launch_seconds(machine: Machine, work: Work) -> Number:
+    """Seconds in which the host launches the kernels of a block's forward; the backward has twice as many.
+
+    An adapted matrix has four more: two matmuls, a scaling, a sum.
+    """
+    return machine.launch * (
+        machine.block_launches + 4 * sum(b.count for b in work.matrices if b.adapter == "B")
+    )
 
 
 def launched(computing: Number, host: Number, machine: Machine) -> Number:

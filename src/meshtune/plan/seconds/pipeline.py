@@ -13,12 +13,9 @@ from meshtune.units import Number
 
 if TYPE_CHECKING:
     from meshtune.placement.columns import Columns
-    from meshtune.plan.work import Work
-
-
-if TYPE_CHECKING:
     from meshtune.plan.machine import Machine
     from meshtune.plan.seconds.block import Blocks
+    from meshtune.plan.work import Work
 
 SEND_SHARE_OF_LINK = 0.5  # of the link's bandwidth, for one send to one neighbour; assumed
 

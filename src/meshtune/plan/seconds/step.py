@@ -72,7 +72,7 @@ def step(
         tensor=blocks * block.tensor,
         context=blocks * block.context,
         pipeline=micro_batches * pipeline.sends,
-        data=blocks * block.sharding + gradient_collectives(work, layouts, machine, block.backward),
+        data=blocks * block.sharding + gradient_collectives(work, layouts, machine, block),
         optimizer=optimizer_update(work, layouts, machine),
         bubble=pipeline.bubble,
         imbalance=np.where(layouts.pp > 1, micro_batches * pipeline.behind - heads, 0.0),
@@ -96,7 +96,7 @@ def compute_parts(
     return {
         "matmuls": blocks * (block.matmul_forward + block.matmul_inputs + block.matmul_weights),
         "attention": blocks * (block.attention_forward + block.attention_backward),
-        "elementwise": blocks * 3 * block.elementwise_forward,
+        "elementwise": blocks * (block.elementwise_forward + block.elementwise_backward),
         "accumulation": blocks * block.accumulation,
         "recomputation": micro_batches * recomputing * block.recomputation,
         "head": micro_batches * head / layouts.pp,

@@ -150,7 +150,8 @@ def unmeasured(choice: Choice) -> str:
     """A sentence if the predicted time uses efficiencies measured on another kind of GPU, else ""."""
     gpu = choice.cluster.gpu
     if choice.cluster.timed and gpu.as_of and gpu.as_of != gpu.name:
-        return f"No measured efficiencies for {gpu.name}; using those of {gpu.as_of}."
+        others = "efficiencies other than that of matmuls" if gpu.measured else "efficiencies"
+        return f"No measured {others} for {gpu.name}; using those of {gpu.as_of}."
     return ""
 
 

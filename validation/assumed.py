@@ -1,0 +1,54 @@
+"""Rows that leave out a part of their layout, completed with stated assumptions.
+
+A completed row has an `assumed` column that lists them; "": nothing is assumed.
+"""
+
+from collections.abc import Callable, Sequence
+
+from measured import LORA_RANK, Row, origins, trains_adapters, why_not
+
+# tables of NVIDIA, Meta and torchtune: some rows leave fields out
+SOURCES = ("nemo-long-", "nemo24-", "mbridge-", "megatron-h100", "llama3paper-", "automodel-", "torchtune-")
+NAMES = {"rtx4090": "rtx-4090"}  # GPU kinds under other names than hardware.toml's
+RACK = {"gb200": "72", "gb300": "72"}  # their tables count trays of 4 GPUs as nodes, but NVLink joins 72
+
+
+def completed(rows: Sequence[Row], recomputation: Callable[[Row], str]) -> list[Row]:
+    """The rows, with what those of SOURCES leave out: see `layout_of`, `recomputation` and LORA_RANK.
+
+    recomputation: returns the mode of a row, all else of which is known.
+    """
+    return [
+        _completed(row, recomputation) if row["id"].startswith(SOURCES) else row | {"assumed": ""}
+        for row in rows
+    ]
+
+
+def _completed(row: Row, recomputation: Callable[[Row], str]) -> Row:
+    left_out = {name: value for name, value in layout_of(row).items() if not row[name]}
+    assumed = [f"{name} {value}" for name, value in left_out.items()]
+    found = row | {"cp": row["cp"] or "1", "gpus_per_node": row["gpus_per_node"] or "8"} | left_out
+    found["gpu"] = NAMES.get(row["gpu"], row["gpu"])
+    found["gpus_per_node"] = RACK.get(row["gpu"], found["gpus_per_node"])
+    if trains_adapters(row):
+        assumed.append(f"LoRA of rank {LORA_RANK} in every linear layer")
+    if not row["recompute"]:
+        tried = found | {"recompute": "none", "assumed": "all but its recomputation"}
+        if not why_not(tried, origins()):
+            found["recompute"] = recomputation(tried)
+            assumed.append(f"recompute {found['recompute']}")
+    return found | {"assumed": "; ".join(assumed)}
+
+
+def layout_of(row: Row) -> Row:
+    """Values of the fields of the layout that a row of SOURCES may leave out.
+
+    One sequence a micro-batch. ZeRO-1, the distributed optimizer. A pipeline interleaves single blocks, which
+    makes its bubble smallest (Narayanan et al. 2021, section 2.2), where its ranks divide the micro-batches.
+    """
+    found = {"micro_batch": "1", "zero_stage": "1"}
+    pp = int(row["pp"] or 1)
+    if pp > 1:
+        micro_batches = int(row["global_batch"]) // (int(row["micro_batch"] or 1) * int(row["dp"] or 1))
+        found["vpp"] = str(int(row["layers"]) // pp if micro_batches % pp == 0 else 1)
+    return found
