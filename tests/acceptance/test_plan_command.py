@@ -220,6 +220,20 @@ def test_kinds_are_compared_by_price_and_a_deadline_that_none_keeps_ends_with_3(
     assert plan(*EIGHT, "--by", "3h", "--max", "batch").code == 2
 
 
+@pytest.mark.slow
+def test_a_memory_budget_bounds_every_question(plan: Plan) -> None:
+    words = [*EIGHT, "--memory-budget", "2GiB", "--json"]
+    answer, free = plan(*words).json, plan(*EIGHT, "--json").json
+    assert answer["cluster"]["usable_memory"] == 2 * 2**30
+    assert all(layout["memory"]["peak"] <= 2 * 2**30 for layout in answer["layouts"])
+    large = max(free["layouts"], key=lambda layout: layout["memory"]["peak"])
+    assert large["memory"]["peak"] > 2 * 2**30
+    assert plan(*words, "--max", "batch").json["memory"]["peak"] <= 2 * 2**30
+    tight = plan(*words, "--explain", large["layout"]).json
+    assert any("fills at most 2.00 GiB of a GPU" in reason for reason in tight["against"])
+    assert "write --memory-budget 70GiB" in plan(*EIGHT, "--memory-budget", "much").err
+
+
 def test_clusters_are_compared_and_the_goal_chooses(plan: Plan) -> None:
     sizes = [
         "cluster.gpu=h100-sxm",

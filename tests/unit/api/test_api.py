@@ -210,6 +210,9 @@ def test_a_plan_is_values(tiny: Path, tmp_path: Path) -> None:
     assert answer.plan.cluster.gpus == 16 and answer.choice.layout.world == 16
     assert answer.best(3)[0] is answer.choice and answer.choice.seconds.total > 0
     assert plan(eight, gpus=[8, 16]).by_size.keys() == {8, 16}
+    peak = answer.plan.memory.peak.max() / 2**30
+    within = plan(eight, gpus=16, memory_budget=f"{peak / 2:.2f}GiB").plan
+    assert len(within) and within.memory.peak.max() <= peak / 2 * 1.01 * 2**30
     bounded = eight | {"train": {"max_steps": 10}}
     kinds = plan(bounded, gpus="8,8xa100-80", by=timedelta(days=2))
     assert [offer.title for offer in kinds.offers] == ["8 x h100-sxm", "8 x a100-80"]
