@@ -157,11 +157,13 @@ def _build_and_count(
     from meshtune.model.generation import context_of
     from meshtune.model.load import on_meta, read_config
     from meshtune.model.lora import add_lora
+    from meshtune.model.multimodal import parts_kept
     from meshtune.model.trace import census_of
 
     config = read_config(file, name, trust_remote_code)
     model = on_meta(config, name=name, trust_remote_code=trust_remote_code)
     model_traits = traits(model)  # of the model without adapters
+    text_part = parts_kept(model)
     attention = auto_attention(model, model_traits)
     if lora:
         targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
@@ -176,7 +178,7 @@ def _build_and_count(
         )
     if freeze:
         trainable.freeze(model, freeze)
-    return ModelNumbers(census_of(model), model_traits, attention, context_of(config))
+    return ModelNumbers(census_of(model), model_traits, attention, text_part, context_of(config))
 
 
 # Dataclasses from JSON #

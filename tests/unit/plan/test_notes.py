@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from families import FAMILIES
-from transformers import AutoConfig, Gemma3TextConfig, MptConfig, PreTrainedConfig
+from transformers import AutoConfig, Gemma3Config, Gemma3TextConfig, MptConfig, PreTrainedConfig
 
 from meshtune import config
 from meshtune.api import plan as api
@@ -67,6 +67,14 @@ def test_the_answer_says_what_is_left_out_of_a_mixture(
     with pytest.raises(UserError):  # where nothing fits, too
         api.plan(config.load(None, [*words, "cluster.memory_gib=0.001"]), log=logged.append)
     assert logged == [note, note]
+
+
+def test_the_text_part_of_a_model_that_also_sees_is_named(tmp_path: Path) -> None:
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    Gemma3Config(text_config=SIZES | {"head_dim": 16}, vision_config=vision).save_pretrained(tmp_path)
+    with api.workloads(config.load(None, settings(tmp_path))) as (workload, _):
+        assert workload.notes[0].startswith("The language part of Gemma3ForConditionalGeneration is trained")
+        assert workload.work.blocks == SIZES["num_hidden_layers"]
 
 
 # positions #
