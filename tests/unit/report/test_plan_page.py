@@ -8,12 +8,14 @@ from itertools import combinations
 
 import pytest
 
+from meshtune.layout import Layout
 from meshtune.plan.answer import Answer
 from meshtune.plan.cluster import Cluster, cluster_of
 from meshtune.plan.cost import RunLength
+from meshtune.plan.explanation import Explanation
 from meshtune.plan.models import models
 from meshtune.plan.offers import offer_of
-from meshtune.plan.search import search
+from meshtune.plan.search import explained, search
 from meshtune.plan.what_if import WhatIf
 from meshtune.plan.workload import Workload
 from meshtune.report.draw.charts import specification
@@ -24,6 +26,7 @@ from meshtune.report.draw.theme import DARK, LIGHT, SHADES
 from meshtune.report.plan.page import (
     Asked,
     clusters,
+    explained_page,
     layouts,
     model_title,
     plan_page,
@@ -31,6 +34,7 @@ from meshtune.report.plan.page import (
     recommended,
 )
 from meshtune.report.plan.panels import memory_stacks, panels, time_stacks
+from meshtune.report.plan.pictures import rows
 from meshtune.report.plan.sliders import sliders
 from meshtune.sections import ClusterConfig
 
@@ -185,3 +189,29 @@ def test_the_sliders_table_has_every_plan_and_starts_at_the_answer(answer):
     assert (data["tokens"], data["price"]) == (LENGTH.tokens, 2.0)
     assert re.findall(r"max='(\d)' value='(\d)'", found) == [("1", "0"), ("0", "0"), ("1", "0")]
     assert "innerHTML" not in found  # names are set as text
+
+
+def test_error_bars_stand_in_the_heads_of_tables_and_the_titles_of_charts(answer):
+    error = answer.choice.accuracy
+    time, memory = f"±{error.time:.0%}", f"±{error.memory:.0%}"
+    heads = re.findall(r"<th[^>]*>([^<]*)</th>", layouts(answer, answer.best(3)))
+    assert f"step {time}" in heads and f"peak GiB {memory}" in heads
+    best = answer.best(3)
+    assert memory_stacks(best).title.endswith(memory) and time_stacks(best).title.endswith(time)
+
+
+def test_explained_layouts_have_a_page_with_the_reasons_against_them_and_their_levers():
+    choice = explained(
+        WORKLOAD, cluster_of(ClusterConfig(gpu="h100-sxm", gpus=8)), Layout.parse("dp8-mb1-ga4")
+    )
+    one = Explanation(WORKLOAD, choice, ("It is <slow>.",))
+    page = explained_page("llama", "1 layout", [one], [])
+    assert "It is &lt;slow&gt;." in page and "The largest levers of dp8-mb1-ga4" in page
+    assert html.escape(one.levers[0].sentence()) in page
+
+
+def test_a_picture_has_charts_over_time_in_rows_of_their_own(answer):
+    drawn = panels(answer, answer.best(3))
+    assert [[panel.key for panel in row] for row in rows(drawn)] == [
+        ["memory", "time"], ["memory_over_time"], ["front"],
+    ]  # fmt: skip

@@ -14,12 +14,13 @@ from meshtune.plan.cost import RunCost, money
 from meshtune.plan.tools import MESHTUNE
 from meshtune.report.draw.page import page, text
 from meshtune.report.plan.clusters import mark
-from meshtune.report.plan.numbers import number, plus_minus, seconds
+from meshtune.report.plan.numbers import common_error, number, plus_minus, seconds
 from meshtune.report.plan.sliders import sliders
 from meshtune.units import GIB, counted, duration, human
 
 if TYPE_CHECKING:
     from meshtune.plan.answer import Answer
+    from meshtune.plan.explanation import Explanation
     from meshtune.plan.search import Choice
     from meshtune.plan.what_if import WhatIf
     from meshtune.report.draw.kinds import Panel
@@ -89,6 +90,25 @@ def plan_page(
     )
 
 
+def explained_page(
+    name: str, subtitle: str, explanations: Sequence[Explanation], drawn: Sequence[Panel]
+) -> str:
+    """Explained layouts as the HTML text of a page: charts, and the reasons against each and its levers."""
+    after = "".join(
+        sentences(f"Against {text(one.choice.layout)}", one.against)
+        + sentences(
+            f"The largest levers of {text(one.choice.layout)}", [lever.sentence() for lever in one.levers]
+        )
+        for one in explanations
+    )
+    choice = explanations[0].choice
+    note = f"<p class='note'>{text(choice.accuracy.sentence(choice.stack, choice.cluster.gpu.name))}</p>"
+    return page(
+        name=name, kind="plan", subtitle=text(subtitle), panels=drawn, before="", after=after + note,
+        footer=FOOTER,
+    )  # fmt: skip
+
+
 def recommended(answer: Answer, asked: Asked) -> str:
     """The chosen layout with its figures, and the command that trains with it or exports it, as HTML."""
     choice = answer.choice
@@ -128,8 +148,7 @@ def figures(answer: Answer) -> Iterable[tuple[str, str]]:
 
 def layouts(answer: Answer, choices: Sequence[Choice]) -> str:
     """Table of the layouts with speed, memory, cost, and why the others are not first, as HTML."""
-    forms = columns(answer)
-    rows = []
+    forms, rows = columns(answer, choices), []
     for place, choice in enumerate(choices, 1):
         run = RunCost.of(choice, answer.length)
         chosen = choice.layout == answer.choice.layout
@@ -152,7 +171,7 @@ def clusters(answer: Answer) -> str:
     lines = f"<ul>{lines}</ul>" if lines else ""
     if len(answer.offers) < 2:
         return f"<section>{lines}</section>" if lines else ""
-    forms, rows = columns(answer), []
+    forms, rows = columns(answer, [offer.choice for offer in answer.offers]), []
     for offer in answer.offers:
         layout, cells = "nothing fits", f"<td colspan='{len(forms)}'></td>"
         if offer.choice and offer.run:
@@ -180,15 +199,19 @@ def table(heads: Sequence[str], rows: Sequence[str]) -> str:
     )
 
 
-def columns(answer: Answer) -> dict[str, Callable[[Choice, RunCost], str]]:
-    """Columns of the table of layouts: name -> function that formats a layout's cell; only what is known."""
+def columns(answer: Answer, choices: Sequence[Choice | None]) -> dict[str, Callable[[Choice, RunCost], str]]:
+    """Columns of a table of layouts: name -> function that formats a layout's cell; only what is known.
+
+    choices: the layouts, whose error bars stand in the names where they share them.
+    """
+    time, memory = (f" {common_error(choices, quantity)}".rstrip() for quantity in ("time", "memory"))
     forms: dict[str, Callable[[Choice, RunCost], str]] = {}
     run, cluster = answer.run, answer.choice.cluster
     if cluster.timed:
         forms[cluster.speed_unit] = lambda choice, _: number(choice.tokens_per_second_per_gpu)
-        forms["step"] = lambda choice, _: seconds(choice.seconds.total)
+        forms[f"step{time}"] = lambda choice, _: seconds(choice.seconds.total)
         forms["MFU"] = lambda choice, _: f"{choice.mfu:.1%}"
-    forms["peak GiB"] = lambda choice, _: f"{choice.memory.peak / GIB:.1f}"
+    forms[f"peak GiB{memory}"] = lambda choice, _: f"{choice.memory.peak / GIB:.1f}"
     if run.seconds is not None:
         forms["hours"] = lambda _, run: number((run.seconds or 0.0) / 3600)
     if run.cost is not None:

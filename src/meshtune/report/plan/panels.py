@@ -29,7 +29,15 @@ from meshtune.report.draw.kinds import (
     Scatter,
     Stacks,
 )
-from meshtune.report.plan.numbers import memory_parts, nonzero, number, seconds, speed_unit, time_parts
+from meshtune.report.plan.numbers import (
+    common_error,
+    memory_parts,
+    nonzero,
+    number,
+    seconds,
+    speed_unit,
+    time_parts,
+)
 from meshtune.report.plan.over_time import over_time
 from meshtune.units import GIB, counted
 
@@ -38,6 +46,7 @@ if TYPE_CHECKING:
 
 MOST_LABELS = 7  # along the front
 MOST_DOTS = 1200  # of time against memory, so that a page stays small
+CHARACTER = 0.0145  # of the width of the chart, for a label's character
 SLOWEST = 5  # times the shortest step, of the layouts that are drawn
 CELLS = (300, 200)  # of that plane, across and up: dots in the same cell are drawn once
 NO_LAYOUT = "no layout"
@@ -87,9 +96,8 @@ def memory_stacks(choices: Sequence[Choice], *, chosen: int | None = None) -> St
     names = nonzero(CATEGORIES, map(memory_parts, choices))
     return Stacks(
         "memory",
-        "Peak memory of a GPU"
-        if any(choice.fits for choice in choices)
-        else "Peak memory of a GPU: nothing fits",
+        f"Peak memory of a GPU {common_error(choices, 'memory')}"
+        + ("" if any(choice.fits for choice in choices) else ": nothing fits"),
         "GiB",
         tuple(str(choice.layout) for choice in choices),
         {name: tuple(memory_parts(choice)[name] / GIB for choice in choices) for name in names},
@@ -104,7 +112,7 @@ def time_stacks(choices: Sequence[Choice], *, chosen: int | None = None) -> Stac
     names = nonzero(PARTS, map(time_parts, choices))
     return Stacks(
         "time",
-        "Time of a step",
+        f"Time of a step {common_error(choices, 'time')}".rstrip(),
         "seconds",
         tuple(str(choice.layout) for choice in choices),
         {name: tuple(time_parts(choice)[name] for choice in choices) for name in names},
@@ -131,16 +139,18 @@ def time_against_memory(plan: Plan, chosen: Choice) -> Scatter:
 
     front = [place for place in plan.pareto() if time[place] <= SLOWEST * low]
     dots = [int(near[n]) for n in distinct(time[near], memory[near])]
-    named = spread([float(memory[n]) for n in front], front, capacity / 16)
+    named = spread([float(memory[n]) for n in front], front, capacity / 10)
     high = max(float(time[near].max()), 1.5 * low)
-    ends = (low * (low / high) ** 0.25, high * (high / low) ** 0.03)  # with room for the labels on the left
-    slower = f", {len(time) - len(near):,} take more than {SLOWEST} times the shortest step"
+    labels = points(named, lambda layout: "\n".join(short(layout)))
+    longest = max(len(line) for label in labels for line in label.text.splitlines())
+    room = min(0.4, CHARACTER * longest)  # for the labels on the left
+    ends = (low * (low / high) ** (room / (1 - room)), high * (high / low) ** 0.03)
+    slower = f"; {len(time) - len(near):,} take more than {SLOWEST} times the shortest step"
     best = Point(chosen.seconds.total, chosen.memory.peak / GIB, str(chosen.layout))
     return Scatter(
         "front",
         "Speed against memory",
-        f"seconds a step, peak GiB · {counted(len(dots), 'layout')} drawn of {len(plan):,}"
-        f"{slower * (len(near) < len(time))}",
+        f"{len(dots):,} of {counted(len(plan), 'layout')} drawn{slower * (len(near) < len(time))}",
         (
             Group("layouts that fit", points(dots), "soft", opacity=0.45),
             Group("none is faster with less memory", points(front), "ink", joined="steps", size=36),
@@ -148,10 +158,7 @@ def time_against_memory(plan: Plan, chosen: Choice) -> Scatter:
         ),
         Axis("seconds a step", ends, log=True, suffix=" s"),
         Axis("peak GiB", (0, capacity * 1.07), suffix=" GiB", form=".1f"),
-        tuple(
-            Label(point, "right", above=point.y < capacity / 16)
-            for point in points(named, lambda layout: " ".join(short(layout)))
-        ),
+        tuple(Label(point, "right", above=point.y < capacity / 16) for point in labels),
         (Guide(ends, (capacity, capacity), f"capacity {capacity:.1f} GiB"),),
     )
 

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 from meshtune.plan.what_if import what_if
 from meshtune.report.draw import vega
-from meshtune.report.draw.kinds import HeatMap, Panel, Stacks
-from meshtune.report.draw.page import page, text
+from meshtune.report.draw.kinds import Panel, Scatter, Stacks
 from meshtune.report.draw.picture import SUFFIXES, known_suffix
 from meshtune.report.draw.picture import write as write_picture
 from meshtune.report.plan.over_time import over_time
-from meshtune.report.plan.page import FOOTER, Asked, model_title, plan_page, subject
+from meshtune.report.plan.page import Asked, explained_page, model_title, plan_page, subject
 from meshtune.report.plan.panels import memory_and_time, panels
 from meshtune.rundir import write_text_atomically
 from meshtune.units import counted
@@ -55,10 +54,7 @@ def write_explained(file: Path, explanations: Sequence[Explanation]) -> Path:
     name = model_title(explanations[0].workload.model)
     subtitle = f"{counted(len(choices), 'layout')} on {choices[0].cluster.title}"
     if check(file) == ".html":
-        text_of_page = page(
-            name=name, kind="plan", subtitle=text(subtitle), panels=drawn, before="", after="", footer=FOOTER
-        )
-        write_text_atomically(file, text_of_page)
+        write_text_atomically(file, explained_page(name, subtitle, explanations, drawn))
     else:
         write_picture(file, rows(drawn), title=f"{name} · {subtitle}")
     return file
@@ -72,8 +68,8 @@ def check(file: Path) -> str:
 
 
 def rows(drawn: Sequence[Panel]) -> list[list[Panel]]:
-    """Panels of a picture by row: stacks side by side, then the scatter charts, then the map of batches."""
+    """Panels of a picture by row: stacks side by side, scatter charts side by side, the others alone."""
     stacks: list[Panel] = [panel for panel in drawn if isinstance(panel, Stacks)]
-    maps: list[Panel] = [panel for panel in drawn if isinstance(panel, HeatMap)]
-    scatters = [panel for panel in drawn if panel not in stacks and panel not in maps]
-    return [row for row in (stacks, scatters, maps) if row]
+    scatters: list[Panel] = [panel for panel in drawn if isinstance(panel, Scatter)]
+    others = [[panel] for panel in drawn if not isinstance(panel, Stacks | Scatter)]
+    return [row for row in (stacks, *others, scatters) if row]
