@@ -32,9 +32,9 @@ from meshtune.recomputation import RECOMPUTATIONS
 from meshtune.units import counted
 
 if TYPE_CHECKING:
+    from meshtune.plan.tools import Tool
     from meshtune.plan.workload import Workload
 
-MOST_VIRTUAL_STAGES = 8
 NEAREST = 2  # other global batches, below and above one that the data ranks don't divide
 EVERY_HYBRID = 128  # GPUs, up to which all hybrids of replicas and shards are considered
 EVERY_DEGREE = 4096  # GPUs, up to which uneven degrees of tp and cp are considered
@@ -209,7 +209,7 @@ def _outer(workload: Workload, cluster: Cluster, fixed: Given) -> dict[str, Numb
     columns = crossed(columns, columns["tp"], lambda tp: _sequence_parallel(tp, split, fixed))
     if not len(columns["pp"]):
         return {}
-    columns = crossed(columns, columns["pp"], lambda pp: _schedules(pp, blocks, fixed))
+    columns = crossed(columns, columns["pp"], lambda pp: _schedules(pp, blocks, workload.tool, fixed))
     return columns if len(columns["pp"]) else {}
 
 
@@ -282,12 +282,12 @@ def _sequence_parallel(tp: int, split: bool, fixed: Given) -> list[Option]:
     return [{"sp": sp, "sp_regather": regather} for sp in values if sp or not regather]
 
 
-def _schedules(pp: int, blocks: int, fixed: Given) -> list[Option]:
+def _schedules(pp: int, blocks: int, tool: Tool, fixed: Given) -> list[Option]:
     """Schedules with their stages per rank (`virtual_stages`): 2 under V schedules.
 
-    VIRTUAL_SCHEDULES take powers of two up to min(MOST_VIRTUAL_STAGES, blocks // pp), interleaved1f1b and
-    loopedbfs from 2 on, even if the blocks are too few; all others 1. A fixed virtual_stages replaces these,
-    and leaves out schedules that can't have it. Without a pipeline: 1f1b with 1.
+    VIRTUAL_SCHEDULES take the tool's numbers of stages up to blocks // pp, interleaved1f1b and loopedbfs from
+    2 on, even if the blocks are too few; all others 1. A fixed virtual_stages replaces these, and leaves out
+    schedules that can't have it. Without a pipeline: 1f1b with 1.
     """
     if pp == 1:
         return [{"schedule": Layout.schedule, "virtual_stages": 1}]
@@ -297,10 +297,10 @@ def _schedules(pp: int, blocks: int, fixed: Given) -> list[Option]:
             stages: Sequence[int] = [2]
         else:
             least = 2 if schedule in ("interleaved1f1b", "loopedbfs") else 1  # else it is 1f1b, or gpipe
-            most = min(MOST_VIRTUAL_STAGES, blocks // pp) if schedule in VIRTUAL_SCHEDULES else 1
-            powers = [2**n for n in range(4) if least <= 2**n <= max(most, least)]
             several = schedule in VIRTUAL_SCHEDULES
-            stages = [n for n in _allowed(fixed, "virtual_stages", powers) if n == 1 or several]
+            most = max(least, blocks // pp) if several else 1
+            tried = [count for count in tool.virtual_stages if least <= count <= most]
+            stages = [count for count in _allowed(fixed, "virtual_stages", tried) if count == 1 or several]
         options += [{"schedule": schedule, "virtual_stages": n} for n in stages]
     return options
 

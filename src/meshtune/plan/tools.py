@@ -36,6 +36,7 @@ class Tool:
     reduce_dtype: str | None = None  # of its gradients, whatever train.reduce_dtype is; None: as that says
     own_blocks: bool = False  # the model is built of its own blocks, not of Hugging Face's
     sequence_parallel: bool = True  # tp may split sequences
+    virtual_stages: tuple[int, ...] = (1, 2, 4, 8)  # stages per pipeline rank that a search tries
     replicates_keys: bool = False  # tp may be a multiple of the key-value heads
     rules: Callable[[int, int], Iterable[Rule]] = no_rules  # by blocks of the model and tokens of a sequence
 
@@ -59,6 +60,7 @@ TOOLS = {
         Tool(
             "megatron", "Megatron-LM", "megatron-core", "megatron-core", methods=("full",),
             precisions=("fp32", "bf16"), own_blocks=True, replicates_keys=True,
+            virtual_stages=tuple(range(1, 9)),  # those that divide the layers of a rank
         ),
         Tool(
             "axolotl", "axolotl", "trainer-fsdp2", "trainer-fsdp2-compiled", reduce_dtype="bf16",

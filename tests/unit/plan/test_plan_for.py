@@ -336,3 +336,14 @@ def test_torchtitan_counts_embedding_and_head_as_layers() -> None:
     assert cut.blocks[:, 0].tolist() == [15, 16, 15]
     for stack in (TOOLS["torchtitan"].stack, TOOLS["torchtitan"].compiled):
         assert stack_accounting(stack, "bf16").stage_cut == "slots"
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "stages"), [(80, 4, [2, 4, 5]), (126, 16, [2]), (61, 4, []), (48, 4, [2, 3, 4, 6])]
+)
+def test_megatron_is_offered_every_number_of_stages_that_it_can_cut(
+    layers: int, pp: int, stages: list[int]
+) -> None:
+    fixed = {"pp": pp, "schedule": "interleaved1f1b", "tp": 4, "micro_batch_size": 1}
+    plan = search(shaped(layers, 128, "megatron"), h100s(128), fixed=fixed)
+    assert sorted({*plan.columns.virtual_stages.astype(int).tolist()}) == stages
