@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 NEAREST = 2  # other global batches, below and above one that the data ranks don't divide
 EVERY_HYBRID = 128  # GPUs, up to which all hybrids of replicas and shards are considered
-EVERY_DEGREE = 4096  # GPUs, up to which uneven degrees of tp and cp are considered
+EVERY_DEGREE = 1024  # GPUs, up to which uneven degrees of tp and cp are considered beside even ones
 EVERY_MICRO_BATCH = 32  # micro-batch sizes of a data rank, up to which all are considered, not powers of two
 
 Option = Mapping[str, Any]  # values for some fields of Layout, by name
@@ -52,7 +52,7 @@ def candidates(workload: Workload, cluster: Cluster, fixed: Given) -> Columns:
 
     Hybrids of replicas and shards: beyond EVERY_HYBRID GPUs only those with shards over all data ranks, over
     those inside a node, or, without a pipeline, over doublings of these. Uneven degrees of tp and cp: up to
-    EVERY_DEGREE GPUs.
+    EVERY_DEGREE GPUs, and where no others make the batch.
     """
     outer = _outer(workload, cluster, fixed)
     if not outer:
@@ -194,14 +194,16 @@ def _outer(workload: Workload, cluster: Cluster, fixed: Given) -> dict[str, Numb
     """
     blocks = int(workload.work.blocks)
     data_ranks = {ranks for ranks in divisors(cluster.gpus) if micro_batches(workload, ranks, fixed)}
-    degrees = _degrees(workload, cluster, fixed)
-    columns = columns_of(
-        [
-            {**sharding, **sizes}
-            for sizes in _sizes(MODEL_AXES, cluster.gpus, degrees)
-            for sharding in _shardings(sizes, cluster, data_ranks, fixed)
-        ]
-    )
+    columns: dict[str, Number] = {}
+    for even in (True, False) if cluster.gpus > EVERY_DEGREE else (False,):
+        degrees = _degrees(workload, cluster, fixed, even=even)
+        columns = columns or columns_of(
+            [
+                {**sharding, **sizes}
+                for sizes in _sizes(MODEL_AXES, cluster.gpus, degrees)
+                for sharding in _shardings(sizes, cluster, data_ranks, fixed)
+            ]
+        )
     if not columns:
         return {}
     columns = crossed(columns, columns["cp"], lambda cp: _methods(cp, fixed))
@@ -218,15 +220,15 @@ def _allowed(fixed: Given, name: str, values: Sequence[Any]) -> Sequence[Any]:
     return [fixed[name]] if name in fixed else values
 
 
-def _degrees(workload: Workload, cluster: Cluster, fixed: Given) -> dict[str, Sequence[int]]:
+def _degrees(workload: Workload, cluster: Cluster, fixed: Given, *, even: bool) -> dict[str, Sequence[int]]:
     """Sizes of each of MODEL_AXES to consider: divisors of the GPUs, unless fixed.
 
-    pp is at most the number of blocks; tp and cp are even beyond EVERY_DEGREE GPUs.
+    pp is at most the number of blocks. even: whether uneven tp and cp are left out.
     """
     every = divisors(cluster.gpus)
-    even = [n for n in every if cluster.gpus <= EVERY_DEGREE or not is_uneven(n, workload, cluster)]
-    sizes = {"tp": even, "cp": even, "pp": [n for n in every if n <= workload.work.blocks]}
-    return {axis: _allowed(fixed, axis, sizes[axis]) for axis in MODEL_AXES}
+    sizes = [n for n in every if not (even and is_uneven(n, workload, cluster))]
+    sizes_of = {"tp": sizes, "cp": sizes, "pp": [n for n in every if n <= workload.work.blocks]}
+    return {axis: _allowed(fixed, axis, sizes_of[axis]) for axis in MODEL_AXES}
 
 
 def _sizes(axes: Sequence[str], gpus: int, degrees: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:

@@ -40,11 +40,12 @@ def test_a_large_cluster_has_few_candidates() -> None:
     assert not plan.uneven.any()
 
 
-def test_up_to_some_thousand_gpus_uneven_degrees_are_considered() -> None:
-    assert search(workload(1024), machines(1000)).uneven.any()
-    with pytest.raises(UserError, match=r"makes a global batch of 1,024 sequences; try .*=1025"):
-        search(workload(1024), machines(10_000))
-    assert 1000 <= EVERY_DEGREE < 10_000
+def test_beyond_some_gpus_uneven_degrees_are_considered_only_where_no_others_make_the_batch() -> None:
+    assert 840 <= EVERY_DEGREE < 2520
+    beside = search(workload(840), machines(840))
+    assert beside.uneven.any() and not beside.uneven.all()
+    assert not search(workload(2520), machines(2520)).uneven.any()
+    assert search(workload(1024), machines(10_000)).uneven.all()
 
 
 def test_a_part_with_many_divisors_has_micro_batches_of_powers_of_two() -> None:
