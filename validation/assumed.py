@@ -8,7 +8,10 @@ from collections.abc import Callable, Sequence
 from measured import LORA_RANK, Row, origins, trains_adapters, why_not
 
 # tables of NVIDIA, Meta and torchtune: some rows leave fields out
-SOURCES = ("nemo-long-", "nemo24-", "mbridge-", "megatron-h100", "llama3paper-", "automodel-", "torchtune-")
+SOURCES = (
+    "nemo-long-", "nemo24-", "mbridge-", "megatron-h100", "llama3paper-", "automodel-", "titan-",
+    "torchtune-",
+)  # fmt: skip
 NAMES = {"rtx4090": "rtx-4090"}  # GPU kinds under other names than hardware.toml's
 RACK = {"gb200": "72", "gb300": "72"}  # their tables count trays of 4 GPUs as nodes, but NVLink joins 72
 
@@ -45,9 +48,15 @@ def layout_of(row: Row) -> Row:
 
     One sequence a micro-batch. ZeRO-1, the distributed optimizer. A pipeline interleaves single blocks, which
     makes its bubble smallest (Narayanan et al. 2021, section 2.2), where its ranks divide the micro-batches.
+    torchtitan's defaults are two stages a rank where its schedule interleaves, and as many micro-batches as
+    pipeline ranks.
     """
-    found = {"micro_batch": "1", "zero_stage": "1"}
     pp = int(row["pp"] or 1)
+    if row["id"].startswith("titan-"):
+        micro_batch = int(row["global_batch"]) // (int(row["dp"]) * pp)
+        virtual = 2 if "interleaved" in row["schedule"] else 1
+        return {"micro_batch": str(micro_batch), "vpp": str(virtual)} if pp > 1 else {}
+    found = {"micro_batch": "1", "zero_stage": "1"}
     if pp > 1:
         micro_batches = int(row["global_batch"]) // (int(row["micro_batch"] or 1) * int(row["dp"] or 1))
         found["vpp"] = str(int(row["layers"]) // pp if micro_batches % pp == 0 else 1)

@@ -42,6 +42,8 @@ from meshtune.plan.seconds.step import step
 HERE = Path(__file__).parent
 PLAN = HERE.parent / "src" / "meshtune" / "plan"
 FITTED_ON = [*LARGE, SMALL]
+# torchtune's optimizers are of other kinds; torchtitan's pipelines leave out their micro-batches
+UNFITTED = ("torchtune-", *(f"titan-{number}" for number in range(13, 19)))
 SCALE = 0.03  # of an error that counts linearly
 # lowest, as one would guess before any fit, highest
 FREE: dict[str, tuple[float, float, float]] = {
@@ -240,16 +242,14 @@ def apply(constants: Mapping[str, float]) -> None:
 
 
 def fitted_on(files: Sequence[Path]) -> list[Row]:
-    """The rows that can be predicted, in 16 and in 8 bits, without adapters; torchtune's optimizers are of
-    other kinds.
-    """
+    """The rows that can be predicted, in 16 and in 8 bits, without adapters and those of UNFITTED."""
     among = origins()
     rows = completed([row for file in files for row in read(file)], recomputation_that_fits)
     return [
         row
         for row in rows
         if not why_not(row, among) and np.isfinite(throughput(row)) and not trains_adapters(row)
-        and not row["id"].startswith("torchtune")
+        and not row["id"].startswith(UNFITTED)
     ]  # fmt: skip
 
 

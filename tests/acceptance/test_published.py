@@ -167,6 +167,7 @@ def test_what_a_row_leaves_out_is_assumed_and_said(tmp_path: Path) -> None:
     assert rows["nemo-long-h100-1024k"]["assumed"] == "micro_batch 1; recompute none"
     assert rows["llama3paper-3"]["assumed"] == "micro_batch 1; zero_stage 1; vpp 7; recompute selective"
     assert rows["automodel-4"]["assumed"] == "LoRA of rank 16 in every linear layer; recompute selective"
+    assert rows["titan-14"]["assumed"] == "micro_batch 4; vpp 2"
     assert rows["foundry-001"]["assumed"] == rows["titan-09"]["assumed"] == ""
     measured = {"titan-09": 1071, "titan-10": 548}
     for name, speed in measured.items():
