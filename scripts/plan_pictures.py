@@ -1,8 +1,8 @@
-"""The docs' picture of where a GPT's parameters are.
+"""The docs' pictures of plans: where a GPT's parameters are, the best layouts of a model, one step over time.
 
     python scripts/plan_pictures.py [FOLDER]
 
-It is drawn from the formula that the planner counts with.
+They are drawn from the formulas that the planner counts with, as `meshtune plan --plot` draws them.
 """
 
 import sys
@@ -11,10 +11,18 @@ from typing import Any
 
 import numpy as np
 
+from meshtune.layout import Layout
+from meshtune.plan.cluster import cluster_of
 from meshtune.plan.memory import gpt_parameters
+from meshtune.plan.models import models
+from meshtune.plan.search import explained, search
+from meshtune.plan.workload import Workload
 from meshtune.report.draw.colours import COLOURS
-from meshtune.report.draw.picture import known_suffix, save
+from meshtune.report.draw.picture import known_suffix, save, write
 from meshtune.report.draw.theme import LIGHT
+from meshtune.report.plan.over_time import over_time
+from meshtune.report.plan.panels import memory_and_time
+from meshtune.sections import ClusterConfig
 from meshtune.units import count
 
 VOCABULARY, SEQ_LEN, FEATURES_A_BLOCK = 50257, 1024, 128  # GPT-2's; GPT-3 of 175 B has h = 128 L
@@ -98,8 +106,33 @@ def parameters_of(hidden: float) -> str:
     return count(float(gpt_parameters(hidden / FEATURES_A_BLOCK, hidden, VOCABULARY, SEQ_LEN)))
 
 
+def workload_of(model: str, batch: int) -> Workload:
+    """The model with sequences of 8,192 tokens. batch: sequences of a global batch."""
+    known = models()[model]
+    return Workload(model, known.work, known.traits, 8192, batch)
+
+
+def layouts_picture(file: Path) -> Path:
+    """Draw memory and time of the best layouts of an 8B model on 64 GPUs."""
+    workload, cluster = workload_of("llama-3.1-8b", 256), cluster_of(ClusterConfig(gpu="h100-sxm", gpus=64))
+    plan = search(workload, cluster)
+    stacks = memory_and_time(plan.best(6), chosen=0)
+    return write(file, [stacks], title="Llama 3.1 8B on 64 H100, global batch 256 × 8,192 tokens")
+
+
+def over_time_picture(file: Path) -> Path:
+    """Draw one step of a 70B model on 64 GPUs with pipeline, tensor and data parallelism."""
+    layout = Layout.parse("dp2-zero3x2-tp4-sp-pp4-1f1b-mb1-ga64-selective")
+    workload = workload_of("llama-3.1-70b", layout.global_batch_size)
+    cluster = cluster_of(ClusterConfig(gpu="h100-sxm", gpus=layout.world, network=12.5))
+    panels = over_time(workload, explained(workload, cluster, layout))
+    return write(file, [[panel] for panel in panels], title=f"Llama 3.1 70B, {layout}", width=1000)
+
+
 def main(folder: str = "docs/images") -> None:
     print(parameters_picture(Path(folder, "plan-parameters.svg")))
+    print(layouts_picture(Path(folder, "plan-layouts.svg")))
+    print(over_time_picture(Path(folder, "plan-over-time.svg")))
 
 
 if __name__ == "__main__":

@@ -158,7 +158,8 @@ def test_page_and_picture_draw_the_same_numbers(drawn):
         assert float(row["end"]) - float(row["start"]) == pytest.approx(size, rel=1e-4, abs=1e-3)
 
 
-def test_the_page_is_one_file_that_asks_nobody_and_obeys_no_name(answer, tmp_path):
+def test_the_page_is_one_file_that_asks_nobody_and_obeys_no_name(answer, tmp_path, monkeypatch):
+    monkeypatch.setattr("meshtune.report.plan.pictures.what_if", lambda _: None)  # test_what_if.py
     file = write(tmp_path / "new" / "plan.html", answer, asked=Asked("plan <x>", "a=<x>"))
     text = file.read_text()
     own = text[: text.index("<script")] + text[text.rindex("<script") :]
@@ -270,3 +271,11 @@ def test_the_picture_of_the_parameters_is_the_same_file_again(tmp_path, script):
     assert first == second and b"matrices of the blocks" in first
     with pytest.raises(UserError):
         parameters_picture(tmp_path / "a.html")
+
+
+@pytest.mark.parametrize(
+    ("function", "words"), [("layouts_picture", "activations"), ("over_time_picture", "rank 3")]
+)
+def test_the_pictures_of_plans_are_drawn(tmp_path, script, function, words):
+    text = script[function](tmp_path / "x.svg").read_text()
+    assert text.startswith("<svg") and words in text and "Llama 3.1" in text
