@@ -140,6 +140,7 @@ def test_errors_stay_as_small_as_they_are() -> None:
     assert answer["rows"] == 572 and answer["throughput"]["by_file"]["throughput, 16 bits"]["n"] == 396
     found, memory = answer["throughput"], answer["memory"]
     assert memory["all"]["n"] >= 120 and memory["all"]["median"] < 3 and memory["all"]["under_8"] <= 2
+    assert memory["apart"]["layout partly assumed"]["n"] == 6
     core = memory["by_source"]["simumax"]
     assert core["n"] == 20 and core["median"] < 4 and abs(core["worst"]) < 10
     assert memory["out_of_memory"]["predicted"] >= memory["out_of_memory"]["n"] - 1
