@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from meshtune.plan.candidates import nearest_sizes
 from meshtune.plan.cluster import Cluster
-from meshtune.plan.phrases import sequences
-from meshtune.plan.search import Choice, Plan, best_fitting
+from meshtune.plan.phrases import memory_need, sequences
+from meshtune.plan.search import Choice, Plan, best_fitting, explained
 from meshtune.plan.workload import Workload
 from meshtune.units import human, significant
 
@@ -90,5 +91,24 @@ def batch_sentences(workload: Workload, choices: Mapping[int, Choice | None]) ->
                 ratio = f" ({ratio:.2f} x that of {workload.global_batch_size})"
             facts.append(f"{speed:,.0f} {choice.cluster.speed_unit}{ratio}")
         facts += [updates[size], f"{human(choice.memory.peak)} ({choice.layout})"]
-        sentences.append(f"{sequences(size)}: {', '.join(facts)}.")
+        sentence = f"{sequences(size)}: {', '.join(facts)}."
+        sentences.append(sentence + (_outgrown(workload, size, choice, current) if current else ""))
     return sentences
+
+
+def _outgrown(workload: Workload, size: int, choice: Choice, current: Choice) -> str:
+    """A sentence on the memory that the current pipeline would need with a larger batch, which is slower
+    because of it; else "". Each micro-batch of a step has a receive buffer.
+
+    size: of the larger batch. choice: its best layout.
+    """
+    steps, rest = divmod(size, current.layout.data_ranks * current.layout.micro_batch_size)
+    slower = choice.tokens_per_second_per_gpu < current.tokens_per_second_per_gpu
+    if rest or current.layout.pp == 1 or size <= workload.global_batch_size or not slower:
+        return ""
+    layout = replace(current.layout, gradient_accumulation_steps=steps)
+    larger = explained(workload.of_batch(size), current.cluster, layout)
+    need = memory_need(larger.memory, layout)
+    return (
+        "" if larger.fits else f" The pipeline of {workload.global_batch_size} ({layout}) would need {need}."
+    )

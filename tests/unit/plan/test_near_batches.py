@@ -11,7 +11,7 @@ import pytest
 from meshtune.layout import Layout
 from meshtune.plan import advice, fits
 from meshtune.plan.answer import Answer
-from meshtune.plan.batches import nearest_sentences
+from meshtune.plan.batches import batch_sentences, best_of_batches, nearest_sentences
 from meshtune.plan.candidates import is_uneven, nearest_sizes
 from meshtune.plan.cluster import Cluster, cluster_of
 from meshtune.plan.models import models
@@ -19,6 +19,7 @@ from meshtune.plan.offers import offer_of
 from meshtune.plan.search import Plan, explained, search
 from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig
+from meshtune.units import human
 
 
 def answered(found: Plan, goal: str = "speed") -> Answer:
@@ -174,3 +175,26 @@ def test_the_goal_memory_sorts_every_row_by_peak(size: int) -> None:
     fastest = answered(found)
     seconds = [choice.seconds.total for choice in fastest.best(50)[1:]]
     assert seconds == sorted(seconds)
+
+
+def test_a_pipeline_that_a_larger_batch_drops_is_named_with_its_memory() -> None:
+    """Each micro-batch of a step has a receive buffer on a pipeline rank."""
+    found = plan("llama-3.1-8b", 7, 64)
+    sizes = [64, 128, 256]
+    choices = best_of_batches(found.workload, found.cluster, sizes)
+    said = dict(zip(sizes, batch_sentences(found.workload, choices), strict=True))
+    assert "would need" not in said[64]
+    for size in sizes[1:]:
+        layout = replace(found.choice(0).layout, gradient_accumulation_steps=size)
+        larger = explained(found.workload.of_batch(size), found.cluster, layout)
+        assert not larger.fits and larger.memory.communication > found.choice(0).memory.communication
+        best = choices[size]
+        assert best
+        slower = best.tokens_per_second_per_gpu < found.choice(0).tokens_per_second_per_gpu
+        sentence = f" The pipeline of 64 ({layout}) would need {human(larger.memory.peak)}, "
+        assert (sentence in said[size]) == slower
+    assert slower, "at least the largest batch is slower"
+    apart = plan("llama-3.1-8b", 8, 64)
+    assert "would need" not in " ".join(
+        batch_sentences(apart.workload, best_of_batches(apart.workload, apart.cluster, [64, 128]))
+    )
