@@ -8,7 +8,7 @@ refuses it before it ranks (`tool_for`), by the rules of the tool's module. A se
 runs differently under the layouts that are left.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,10 @@ from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.length import in_steps
 from meshtune.nearest import did_you_mean, nearest
+from meshtune.placement.rules import Rule, sentences
 from meshtune.plan.export import accelerate, axolotl, deepspeed, llamafactory, megatron, torchtitan
-from meshtune.plan.export.exported import Exported, export_problems, refuse, training_problems
+from meshtune.plan.export.exported import Exported, export_problems, training_problems, world_problems
+from meshtune.plan.export.refused import unknown_fields
 from meshtune.plan.tools import MESHTUNE, TOOLS, Tool
 from meshtune.rundir import write_text_atomically
 
@@ -87,15 +89,29 @@ def tool_for(name: str, config: Config) -> Tool:
     tool = TOOLS[check_tool(name, "--for")]
     if problems := [*training_problems(tool, config)]:
         raise UserError(problems)
-    return replace(tool, rules=partial(EXPORTERS[name].rules, config))
+    return replace(tool, rules=partial(rules_of, name, config))
+
+
+def rules_of(name: str, config: Config, blocks: int, seq_len: int) -> Iterator[Rule]:
+    """Every rule on the layouts that a tool runs. blocks: of the model. seq_len: in tokens."""
+    yield from EXPORTERS[name].rules(config, blocks, seq_len)
+    yield from unknown_fields(TOOLS[name].title)
 
 
 def check(name: str, config: Config) -> None:
     """Raise UserError with every setting that can't be exported to a tool. name: of the tool."""
-    tool, config = TOOLS[check_tool(name)], in_steps(config)
-    own, shared = EXPORTERS[name].problems(config), export_problems(tool.title, config)
-    if problems := [*own, *training_problems(tool, config), *shared]:
+    if problems := setting_problems(check_tool(name), in_steps(config)):
         raise UserError(problems)
+
+
+def setting_problems(name: str, config: Config) -> list[str]:
+    """Sentences on settings that can't be exported to a tool. name: of the tool."""
+    tool = TOOLS[name]
+    return [
+        *EXPORTERS[name].problems(config),
+        *training_problems(tool, config),
+        *export_problems(tool.title, config),
+    ]
 
 
 def export(name: str, config: Config, layout: Layout, *, blocks: int, gpus_per_node: int) -> Exported:
@@ -105,11 +121,14 @@ def export(name: str, config: Config, layout: Layout, *, blocks: int, gpus_per_n
     the steps that it gives. Raises UserError for an unknown tool, and for a layout that it can't run, with
     every reason.
     """
-    module, tool, config = EXPORTERS[check_tool(name)], TOOLS[name], in_steps(config)
-    refuse(
-        tool, config, layout, gpus_per_node, problems=module.problems(config),
-        rules=module.rules(config, blocks, config.data.seq_len),
-    )  # fmt: skip
+    module, config = EXPORTERS[check_tool(name)], in_steps(config)
+    problems = [
+        *setting_problems(name, config),
+        *sentences(rules_of(name, config, blocks, config.data.seq_len), layout),
+        *world_problems(config, layout, gpus_per_node),
+    ]
+    if problems:
+        raise UserError(problems)
     return module.write(config, layout, blocks, gpus_per_node)
 
 

@@ -7,10 +7,7 @@ from pathlib import PurePath
 from meshtune.config import Config
 from meshtune.data.example import is_url
 from meshtune.data.formats import FORMATS
-from meshtune.errors import UserError
 from meshtune.layout import Layout
-from meshtune.placement.rules import Rule, sentences
-from meshtune.plan.export.refused import unknown_fields
 from meshtune.plan.tools import Tool
 from meshtune.schedules import SCHEDULES
 from meshtune.sections import DataConfig, SourceConfig
@@ -37,25 +34,6 @@ class Exported:
     files: Mapping[str, str]  # text by file name
     command: str  # that starts the tool with these files, in their folder; to be run on every node
     missing: tuple[str, ...]  # sentences on what the tool can't express or runs differently
-
-
-def refuse(
-    tool: Tool, config: Config, layout: Layout, gpus_per_node: int, *, problems: Iterable[str],
-    rules: Iterable[Rule],
-) -> None:  # fmt: skip
-    """Raise UserError with everything against an export, if there is anything.
-
-    problems: sentences on settings that this tool can't have. rules: on layouts that it can't run.
-    """
-    every = [
-        *problems,
-        *training_problems(tool, config),
-        *export_problems(tool.title, config),
-        *sentences((*rules, *unknown_fields(tool.title)), layout),
-        *world_problems(config, layout, gpus_per_node),
-    ]
-    if every:
-        raise UserError(every)
 
 
 def training_problems(tool: Tool, config: Config) -> Iterator[str]:
