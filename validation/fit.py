@@ -236,6 +236,7 @@ def apply(constants: Mapping[str, float]) -> None:
         file.write_text("".join(lines), "utf-8")
     catalogue.cache_clear()
     stacks.cache_clear()
+    origins.cache_clear()
     there = constants_of(origins())
     if lost := [key for key, value in constants.items() if abs(there[key] - value) > 1e-3 * abs(value)]:
         raise ValueError(f"These have no line of their own to be written to: {', '.join(lost)}.")

@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +60,8 @@ class Origin:
     cp_method: str = "allgather"
 
 
-def origins() -> list[Origin]:
+@cache
+def origins() -> tuple[Origin, ...]:
     """All origins of clusters.toml, longest prefix first."""
     tables = tomllib.loads((HERE / "clusters.toml").read_text(encoding="utf-8"))
     found = [
@@ -76,7 +78,7 @@ def origins() -> list[Origin]:
         for name, table in tables.items()
         for prefix in table["ids"]
     ]
-    return sorted(found, key=lambda origin: (-len(origin.prefix), -len(origin.where)))
+    return tuple(sorted(found, key=lambda origin: (-len(origin.prefix), -len(origin.where))))
 
 
 def origin_of(row: Row, among: Sequence[Origin]) -> Origin | None:
