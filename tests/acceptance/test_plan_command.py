@@ -266,6 +266,17 @@ def test_clusters_are_compared_and_the_goal_chooses(plan: Plan) -> None:
 
 
 @pytest.mark.slow
+def test_the_first_command_of_the_readme_needs_no_hub(meshtune: Command, kept: Path) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^\$ meshtune (plan model.*)$", readme, re.M)
+    ended = meshtune(*line.split(), f"data.cache={kept}", "--json")
+    assert ended.code == 0, ended.err
+    assert ended.json["model"]["parameters"] == 8_030_261_248
+    assert "plan/models.toml" in ended.json["notes"][0]
+    assert len(ended.err.splitlines()) <= 3
+
+
+@pytest.mark.slow
 def test_the_largest_of_each_kind(plan: Plan) -> None:
     small = ["cluster.gpu=l4", "cluster.gpus=2", "train.global_batch_size=2", "--json"]
     length = plan(*small, "--max", "seq_len").json
