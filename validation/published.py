@@ -383,8 +383,8 @@ def draw(kept: Sequence[Row], predicted: np.ndarray, file: Path) -> None:
             Group(f"{source} ({len(points[source])})", tuple(points[source]), size=24, opacity=0.6)
             for source in sorted(points)
         ),
-        Axis("measured", ends, log=True, show_title=True),
-        Axis("predicted", ends, log=True, show_title=True),
+        Axis("measured", ends, log=True),
+        Axis("predicted", ends, log=True),
         guides=(
             Guide(ends, ends, solid=True),
             *(Guide(ends, (share * ends[0], share * ends[1])) for share in (0.9, 1.1)),

@@ -59,8 +59,9 @@ def test_rows_are_predicted_or_skipped_with_a_reason(tmp_path: Path) -> None:
         {"id": "foundry-905", "gpu": "abacus"},
         {"id": "nobodys-1"},
     )
-    out = tmp_path / "out.csv"
-    found = validated(file, "--predictions", str(out))
+    out, picture = tmp_path / "out.csv", tmp_path / "out.svg"
+    found = validated(file, "--predictions", str(out), "--picture", str(picture))
+    assert "Predicted against measured" in picture.read_text()
     assert (found["rows"], found["predicted"]) == (7, 3)
     assert found["skipped"] == {
         "it lacks recompute": 1, "its source warns of it": 1, "unknown GPU abacus": 1, "unknown source": 1,
