@@ -196,8 +196,9 @@ def _grouped(alternatives: Iterable[Alternative]) -> Iterator[Alternative]:
         if len(group) == 1:
             yield group[0]
         else:
-            names = ", ".join(one.name for one in group)
-            yield Alternative(names, None, sentence.replace("is not", "are not", 1))
+            *names, last = (one.name for one in group)
+            name = f"{', '.join(names)} and {last}"
+            yield Alternative(name, None, sentence.replace("is not", "are not", 1))
 
 
 def _alternative(plan: Plan, best: Choice, kind: Kind) -> Alternative:

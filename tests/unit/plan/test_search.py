@@ -715,7 +715,7 @@ def test_what_is_said_of_the_alternatives_is_true(plan: Plan, goal: str) -> None
     best = offer_of(plan, goal).choice
     assert best
     found = advice.alternatives(plan, best)
-    names = [each.name.split(", ") for each in found]
+    names = [re.split(", | and ", each.name) for each in found]
     assert [name for several in names for name in several] == (list(KINDS) if plan.cluster.gpus > 1 else [])
     assert len({each.sentence for each in found}) == len(found), "no reason twice"
     quickest = plan.best(1500)
