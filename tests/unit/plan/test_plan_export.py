@@ -737,6 +737,19 @@ def test_sums_of_gradients_stay_sharded_under_fsdp(tool: str, file: str) -> None
     assert "accelerator_config" not in written("zero3x8-mb1-ga1").keys() | written("dp8-mb1-ga4").keys()
 
 
+@pytest.mark.parametrize("tool", ["accelerate", "deepspeed", "torchtitan", "llamafactory"])
+def test_commands_ask_for_the_allocator_that_the_plan_counts_on(tool: str) -> None:
+    """axolotl sets it itself; Megatron's stack does not count on it."""
+    command = exported(tool, "zero3x8-mb1-ga1").command
+    assert command.startswith("PYTORCH_ALLOC_CONF=expandable_segments:True ")
+
+
+def test_deepspeed_overlaps_what_zero_sends() -> None:
+    for text, overlaps in (("zero3x8-mb1-ga1", True), ("zero1x8-mb1-ga1", True), ("dp8-mb1-ga1", False)):
+        engine = json.loads(exported("deepspeed", text).files["deepspeed.json"])
+        assert engine["zero_optimization"]["overlap_comm"] is overlaps
+
+
 def test_torchtitan_counts_layers_for_other_numbers_of_stages() -> None:
     text = exported("torchtitan", "pp8-interleaved1f1b-v8-mb1-ga8", blocks=126).files[
         "meshtune_torchtitan.py"

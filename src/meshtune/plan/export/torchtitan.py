@@ -346,10 +346,7 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
     if layout.zero == 0 and layout.cp > 1:
         yield f"{TOOL} shards over the {layout.cp} context ranks, as ZeRO-2 does; the layout replicates."
     if layout.recompute == "selective":
-        yield (
-            f"{TOOL}'s SelectiveAC keeps every second matmul's output only: it holds less and recomputes "
-            "more."
-        )
+        yield f"{TOOL}'s SelectiveAC keeps every second matmul's output alone, as the plan counts."
     if layout.pp > 1:
         yield f"{TOOL} counts embedding and head as one layer each when it cuts stages."
     if train.precision == "bf16" and train.reduce_dtype == "bf16":
