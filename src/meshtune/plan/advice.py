@@ -108,7 +108,7 @@ def _uneven(plan: Plan, choice: Choice) -> Iterator[str]:
     )
     faster = 1 - fastest.seconds.total / choice.seconds.total
     if plan.uneven.all():
-        yield f"Degrees: {why}, but no other layout fits."
+        yield f"Degrees: {why}; all layouts that fit have such a degree."
     elif faster > TIE and plan.cluster.timed:
         yield f"Degrees: {fastest.layout} would take {faster:.1%} less time, but ranks last: {why}."
 

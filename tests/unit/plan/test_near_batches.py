@@ -140,7 +140,7 @@ def test_uneven_degrees_are_first_only_where_nothing_else_fits_and_the_answer_sa
     assert found.uneven.all() and len(found)
     said = advice.reasoning(found, found.choice(0))[-1]
     assert re.search(r"^Degrees: .*cp25 .*neither a node of 8 GPUs nor the 64 attention heads", said)
-    assert said.endswith("no other layout fits.")
+    assert said.endswith("all layouts that fit have such a degree.")
 
 
 def test_a_degree_that_is_fixed_is_not_uneven() -> None:
