@@ -175,6 +175,14 @@ def test_clusters_stand_in_a_table_with_their_cost_and_the_sentences_on_them(ans
     assert clusters(answer) == ""
 
 
+def test_a_kind_without_a_price_has_an_empty_cost(answer):
+    unpriced = answer_of(cluster_of(ClusterConfig(gpu="a100-80", gpus=8)), LENGTH)
+    both = replace(answer, offers=(*answer.offers, *unpriced.offers))
+    _, priced, other = re.findall(r"<tr.*?</tr>", clusters(both))
+    assert re.search(r"data-name='cost'>[\d.]+<", priced)
+    assert "data-name='cost'><" in other and str(unpriced.choice.layout) in other
+
+
 def test_the_sliders_table_has_every_plan_and_starts_at_the_answer(answer):
     key = (8, 32, 4096)
     around = WhatIf((8, 16), (32,), (4096, 8192), {key: answer.choice, (16, 32, 4096): None})

@@ -215,10 +215,15 @@ def columns(answer: Answer, choices: Sequence[Choice | None]) -> dict[str, Calla
     if run.seconds is not None:
         forms["hours"] = lambda _, run: number((run.seconds or 0.0) / 3600)
     if run.cost is not None:
-        forms["cost"] = lambda _, run: money(run.cost or 0.0, run.currency)
+        forms["cost"] = lambda _, run: _price(run.cost, run)
     if run.cost_per_million_tokens is not None:
-        forms["a million tokens"] = lambda _, run: money(run.cost_per_million_tokens or 0.0, run.currency)
+        forms["a million tokens"] = lambda _, run: _price(run.cost_per_million_tokens, run)
     return forms
+
+
+def _price(amount: float | None, run: RunCost) -> str:
+    """An amount in the run's currency; "" where its kind has no price."""
+    return "" if amount is None else money(amount, run.currency)
 
 
 def sentences(title: str, lines: Sequence[str]) -> str:
