@@ -195,6 +195,7 @@ def test_error_bars_of_memory_are_those_of_the_rows() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_error_bars_of_time_are_those_of_constants_fitted_without_the_rows() -> None:
     computed, stored = error_bars("time_errors()"), error_bars("stored('time')")
     assert computed.keys() == stored.keys()

@@ -31,8 +31,11 @@ class WhatIf:
     choices: Mapping[Key, Choice | None]  # None: nothing fits, or no layout makes the batch
 
 
-def what_if(answer: Answer) -> WhatIf:
-    """Search around the answer's cluster, batch and sequence length: 36 searches at most."""
+def what_if(answer: Answer, known: Mapping[tuple[int, int], Choice | None]) -> WhatIf:
+    """Search around the answer's cluster, batch and sequence length: 35 searches at most.
+
+    known: (global batch size, GPUs) -> best layout, as `Answer.batches`; these are not searched for again.
+    """
     workload, cluster = answer.workload, answer.choice.cluster
     clusters = {one.gpus: one for times in TIMES_GPUS if (one := _of_size(cluster, cluster.gpus * times))}
     batches = _multiples(workload.global_batch_size, TIMES_BATCH)
@@ -41,6 +44,9 @@ def what_if(answer: Answer) -> WhatIf:
     for gpus, batch, seq_len in product(clusters, batches, seq_lens):
         if (gpus, batch, seq_len) == (cluster.gpus, workload.global_batch_size, workload.seq_len):
             choices[gpus, batch, seq_len] = answer.choice
+            continue
+        if seq_len == workload.seq_len and (batch, gpus) in known:
+            choices[gpus, batch, seq_len] = known[batch, gpus]
             continue
         other = replace(workload.of_batch(batch), seq_len=seq_len)
         try:

@@ -34,9 +34,10 @@ def write(
     """
     suffix = check(file)
     choices = answer.best(most)
-    drawn = panels(answer, choices, answer.by_size if compare_sizes else None, answer.batches())
+    batches = answer.batches()
+    drawn = panels(answer, choices, answer.by_size if compare_sizes else None, batches)
     if suffix == ".html":
-        around = what_if(answer) if answer.choice.cluster.timed else None
+        around = what_if(answer, batches) if answer.choice.cluster.timed else None
         write_text_atomically(file, plan_page(answer, choices, drawn, asked, around))
     else:
         title = f"{model_title(answer.workload.model)} · {subject(answer)}"
