@@ -34,12 +34,13 @@ def test_a_very_large_cluster_is_searched_in_seconds(gpus: int, size: int) -> No
 
 
 def test_a_large_cluster_has_few_candidates() -> None:
-    """55,440 = 2^4 · 3^2 · 5 · 7 · 11 has 120 divisors, and a batch of as many again has many parts."""
-    plan = search(workload(55_440), machines(55_440))
-    assert len(plan) and plan.considered < 1_200_000
+    """2,520 = 2^3 · 3^2 · 5 · 7 has 48 divisors: with uneven degrees there were 9.7 million layouts."""
+    plan = search(workload(2520), machines(2520))
+    assert len(plan) and plan.considered < 600_000
     assert not plan.uneven.any()
 
 
+@pytest.mark.slow
 def test_beyond_some_gpus_uneven_degrees_are_considered_only_where_no_others_make_the_batch() -> None:
     assert 840 <= EVERY_DEGREE < 2520
     beside = search(workload(840), machines(840))
