@@ -64,6 +64,7 @@ FREE: dict[str, tuple[float, float, float]] = {
     "stack.megatron.logit_bytes": (6, 20, 60), "stack.composer.logit_bytes": (6, 20, 60),
     "stack.megatron-deepspeed.launch": (5e-6, 1.5e-5, 2.5e-5),
     "stack.bigscience.launch": (5e-6, 1.5e-5, 2e-4),
+    "stack.nanotron.launch": (5e-6, 1.5e-5, 1e-4),
     "stack.megatron-deepspeed.host_micro_batch": (0, 1e-3, 2e-2),
     "stack.nanotron.host_micro_batch": (0, 1e-3, 5e-2),
     "stack.*-async.tensor_overlap": (0, 0.5, 1), "stack.composer.shard_overlap": (0, 0.5, 1),
@@ -96,16 +97,19 @@ def spread(free: Mapping[str, float], start: Mapping[str, float]) -> dict[str, f
 def _bearers(key: str) -> list[str]:
     """Names of fitted constants whose value this key may take, nearest first.
 
-    First its own name. For a GPU: the name of the kind in `as_of`, then of its family (the name up to a
-    hyphen). For a stack: "*-" and its last word, then the same for the stacks that it is `like`, up to the
-    one whose table has the field. At last "*".
+    First its own name. For a GPU: the kinds in `efficiency_as` up to the one whose table has the field, then
+    its family (the name up to a hyphen), unless it has the field of its own beside `efficiency_as`. For a
+    stack: "*-" and its last word, then the same for the stacks that it is `like`, up to the one whose table
+    has the field. At last "*".
     """
     kind, name, field = key.split(".")
     names = [name]
     if kind == "gpu":
-        while (other := catalogue()[names[-1]].as_of) is not None:
-            names.append(other)
-        names.append(names[-1].split("-")[0])
+        kinds = tomllib.loads((PLAN / "hardware.toml").read_text("utf-8"))
+        while field not in kinds[names[-1]].get("efficiency", {}):
+            names.append(kinds[names[-1]]["efficiency_as"])
+        if "efficiency_as" not in kinds[names[-1]]:
+            names.append(names[-1].split("-")[0])
     if kind == "stack":
         tables = tomllib.loads((PLAN / "stacks.toml").read_text("utf-8"))
         while field not in tables[name] and "like" in tables[name]:

@@ -109,7 +109,7 @@ class Machine:
             "flash": 1.0,
             "network_share": network_share,
         }
-        return cls(**facts | attention_rates(stack, gpu) | gpu.efficiency | stacks()[stack])
+        return cls(**facts | attention_rates(stack, gpu) | dict(gpu.efficiency) | stacks()[stack])
 
 
 def machine_of(workload: Workload, cluster: Cluster) -> Machine:

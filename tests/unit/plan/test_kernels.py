@@ -178,3 +178,10 @@ def test_launches_of_a_block_are_those_of_the_engines_own_step() -> None:
     assert forward == pytest.approx(counted, abs=2)
     assert backward == pytest.approx(2 * counted, abs=8)
     assert with_adapters - forward == pytest.approx(4 * 7, abs=1)
+
+
+def test_links_of_cards_without_nvlink_keep_what_is_assumed_of_them() -> None:
+    """A fit of an H100's links is not one of a PCIe card's."""
+    kinds = catalogue()
+    assert kinds["l40s"].efficiency["link_share"] == kinds["a6000"].efficiency["link_share"] == 0.5
+    assert kinds["rtx-4090"].efficiency["link_share"] == kinds["rtx-3090"].efficiency["link_share"] == 0.25
