@@ -94,6 +94,7 @@ class RunCost:
     cost: float | None  # in `currency`
     cost_per_million_tokens: float | None
     currency: str  # as the user named it; "": not named
+    error: float | None = None  # error bar of time and price, as a share
 
     @classmethod
     def of(cls, choice: Choice, length: RunLength) -> RunCost:
@@ -112,6 +113,7 @@ class RunCost:
             cost=None if price is None or gpu_hours is None else gpu_hours * price,
             cost_per_million_tokens=None if price is None else million * price,
             currency=cluster.currency,
+            error=choice.accuracy.time,
         )
 
     def sentence(self) -> str:
@@ -121,9 +123,10 @@ class RunCost:
         if self.steps is None or self.tokens is None or self.seconds is None or self.gpu_hours is None:
             return f"Training costs {per_million}." if per_million else ""
         takes = "takes" if self.steps == 1 else "take"
+        error = "" if self.error is None else f" ±{self.error:.0%}"
         sentence = (
-            f"{counted(self.steps, 'step')} ({count(self.tokens)} tokens) {takes} {duration(self.seconds)}: "
-            f"{self.gpu_hours:,.1f} GPU-hours"
+            f"{counted(self.steps, 'step')} ({count(self.tokens)} tokens) {takes} "
+            f"{duration(self.seconds)}{error}: {self.gpu_hours:,.1f} GPU-hours"
         )
         if self.cost is None:
             return f"{sentence}."

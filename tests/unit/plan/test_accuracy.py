@@ -8,6 +8,7 @@ import pytest
 from meshtune.layout import Layout
 from meshtune.plan.accuracy import accuracy
 from meshtune.plan.cluster import cluster_of
+from meshtune.plan.cost import RunCost, RunLength
 from meshtune.plan.hardware import catalogue, stacks
 from meshtune.plan.models import models
 from meshtune.plan.search import explained
@@ -60,3 +61,6 @@ def test_a_choice_has_the_error_bars_of_its_stack_also_in_json(compiled, stack):
     choice = explained(workload.compiled() if compiled else workload, cluster, Layout.parse("dp8-mb1-ga1"))
     assert choice.stack == stack
     assert choice.as_dict()["error"] == accuracy(stack, "h100-sxm").as_dict()
+    run = RunCost.of(choice, RunLength(10, 10 * workload.tokens))
+    assert run.error == accuracy(stack, "h100-sxm").time
+    assert f" ±{run.error:.0%}: " in run.sentence()

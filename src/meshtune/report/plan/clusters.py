@@ -16,7 +16,7 @@ from meshtune.plan.cost import RunCost, money
 from meshtune.plan.offers import Offer
 from meshtune.plan.search import Choice
 from meshtune.report.plan.bars import Column, Fitted
-from meshtune.report.plan.numbers import common_error, number, of_capacity, seconds, speed_head
+from meshtune.report.plan.numbers import common_error, number, of_capacity, plus_minus, seconds, speed_head
 
 MARKS = {"→": "chosen", "=": "ties with it", "×": "misses --by or --budget"}
 
@@ -86,8 +86,10 @@ def clusters_table(offers: Sequence[Offer], chosen: Offer) -> RenderableType:
 def cost_columns(runs: Sequence[RunCost | None]) -> dict[str, Column]:
     """Columns hours, gpu_hours, cost and million: each where a run has it; a currency is in the head."""
     currency = next((run.currency for run in runs if run and run.currency), "")
+    errors = {run.error for run in runs if run}
+    error = plus_minus(errors.pop()) if len(errors) == 1 else ""
     columns = {
-        "hours": ("hours", [run and run.seconds and run.seconds / 3600 for run in runs], number),
+        "hours": (f"hours\n{error}", [run and run.seconds and run.seconds / 3600 for run in runs], number),
         "gpu_hours": ("GPU-\nhours", [run and run.gpu_hours for run in runs], number),
         "cost": (currency or "cost", [run and run.cost for run in runs], money),
         "million": (
