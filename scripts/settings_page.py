@@ -35,7 +35,7 @@ UNITS = {  # of numbers; "": a number without one
     "blocks": "layout.recompute_blocks",
     "": "train.learning_rate train.min_lr_ratio train.warmup_ratio train.weight_decay train.max_grad_norm "
     "train.adam_eps train.label_smoothing train.neftune_alpha train.seed lora.r lora.alpha lora.dropout "
-    "layout.zero cluster.memory_margin cluster.network_share cluster.price_per_gpu_hour",
+    "layout.zero cluster.gpu cluster.memory_margin cluster.network_share cluster.price_per_gpu_hour",
 }
 TYPES = {
     "string": "text",

@@ -22,6 +22,6 @@ for choice in answer.best(3):
     )
 
 # %% How many GPUs pay off?
-for gpus, sized in plan(settings, gpus=[1, 2, 4, 8]).plans.items():
+for gpus, sized in plan(settings, gpus=[1, 2, 4, 8]).by_size.items():
     best = sized.choice(0)
     print(f"{gpus} GPUs: {best.layout}, {best.seconds.total * gpus * 1e3:.2f} GPU-milliseconds a step")

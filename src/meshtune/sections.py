@@ -219,7 +219,7 @@ class ClusterConfig(Section):
         description="Measured efficiencies, by hardware.toml's names; shares of a peak are at most 1.",
     )
 
-    @field_validator("gpu", mode="before")
+    @field_validator("gpu", mode="before", json_schema_input_type=str | int | None)
     @classmethod
     def _name(cls, value: Any) -> Any:
         """Accept 4090, a number in YAML."""

@@ -66,7 +66,9 @@ def prices(value: Any) -> Any:
     )
 
 
-Prices = Annotated[float | dict[str, float | str] | str | None, BeforeValidator(prices)]
+Prices = Annotated[
+    Annotated[float, Field(gt=0)] | dict[str, float | str] | str | None, BeforeValidator(prices)
+]
 TokenCount = Annotated[int, Field(ge=1, le=MOST_TOKENS), BeforeValidator(whole)]
 Interval = Annotated[NonNegative | Annotated[str, Field(pattern=INTERVAL)], BeforeValidator(interval)]
 Format = Literal["auto", "text", "prompt-completion", "alpaca", "messages", "sharegpt", "tokens"]

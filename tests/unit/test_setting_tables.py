@@ -14,7 +14,7 @@ from meshtune.placement.states import copies_of
 from meshtune.plan.accounting import engine_accounting, stack_accounting
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.hardware import datasheet_flops
-from meshtune.plan.machine import rates
+from meshtune.plan.machine import peak_flops
 from meshtune.plan.models import models
 from meshtune.plan.search import explained
 from meshtune.plan.workload import Workload
@@ -78,7 +78,7 @@ def test_an_unknown_precision_or_optimizer_gets_nothing_by_default() -> None:
         lambda: engine_accounting("fp7"),
         lambda: engine_accounting("bf16", optimizer="adamv"),
         lambda: stack_accounting("meshtune", "fp7"),
-        lambda: rates(cluster, "fp7"),
+        lambda: peak_flops(cluster.gpu, "fp7"),
         lambda: datasheet_flops("NVIDIA H100 80GB HBM3", "fp7"),
     ):
         with pytest.raises(UserError, match="must be one of"):

@@ -122,7 +122,7 @@ def test_the_plan_counts_newton_schulz() -> None:
         for weight in model.work.block_weights
         if min(shape := (weight.rows, weight.cols)) > 1
     )
-    rate = cluster.gpu.bf16 * machine.matmul * machine.stack_matmul
+    rate = cluster.gpu.matmul_max * machine.matmul * machine.stack_matmul
     assert machine.block_update == pytest.approx(flops / rate) and machine.block_update > 0
     adamw = machine_of(workload(optimizer="adamw"), cluster)
     assert adamw.block_update == 0 and machine.optimizer_bytes < adamw.optimizer_bytes
