@@ -3,6 +3,8 @@ nothing installed.
 
     environment   versions, the device, and which packages are missing (only what needs them is skipped)
     tests         tests/gpu: CUDA attention against the oracles, the front door against the CPU
+    kernels       the fastest of three bf16 matmuls, and this engine's attention by length, alone, beside what
+                  the planner takes for them
     throughput    `meshtune train` on a 1.2 B Llama with random weights, bf16, packed rows of 4096 tokens:
                   recomputation modes, compiled blocks, LoRA; beside a hand-written loop and
                   transformers.Trainer on ready batches
@@ -214,15 +216,80 @@ def peer(name: str, folder: Path) -> dict[str, Any]:
 
 
 def run_peer(name: str, folder: Path, seconds: float) -> dict[str, Any]:
-    """Return what `peer` measures in a process of its own, or {"error": the end of its stderr}.
+    return in_process("--peer", name, "--folder", str(folder), seconds=seconds)
+
+
+def in_process(*options: str, seconds: float) -> dict[str, Any]:
+    """Return what this script prints with these options, or {"error": the end of its stderr}.
 
     Raises TimeoutExpired after `seconds`.
     """
-    command = [sys.executable, __file__, "--peer", name, "--folder", str(folder)]
+    command = [sys.executable, __file__, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env())
     return (
         json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-1500:]}
     )
+
+
+def seconds_of(run: Any, repeats: int = 20) -> float:
+    """Median seconds of a call on the GPU, after three that warm up."""
+    import torch
+
+    times = []
+    for repeat in range(repeats + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        if repeat >= 3:
+            times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def kernels() -> dict[str, Any]:
+    """TFLOP/s of matmuls by size and of causal attention with 32 heads of 128 by length.
+
+    "planned": the planner's rate of a kernel alone (hardware.toml, kernels.toml); None for a GPU that is not
+    in the catalogue.
+    """
+    import torch
+
+    from meshtune.attention.cuda import varlen
+    from meshtune.plan.hardware import named
+    from meshtune.plan.kernels import kernel_on
+
+    gpu = named(torch.cuda.get_device_name())
+    planned = kernel_on("flash-2", gpu) if gpu else None
+    make = {"device": "cuda", "dtype": torch.bfloat16}
+    found: dict[str, Any] = {"matmul": {"planned": gpu and gpu.matmul_max / 1e12}, "attention": {}}
+    for size in (4096, 8192, 16384):
+        left, right = torch.randn(size, size, **make), torch.randn(size, size, **make)
+        found["matmul"][size] = 2 * size**3 / seconds_of(lambda x=left, y=right: x @ y) / 1e12
+    for length in (1024, 4096, 16384, 65536):
+        queries, keys, values = (
+            torch.randn(1, heads, length, 128, **make, requires_grad=True) for heads in (32, 8, 8)
+        )
+        documents = ((length,),)
+
+        def forward(inputs: Any = (queries, keys, values), own: Any = documents) -> Any:
+            return varlen(*inputs, own, 128**-0.5, None)
+
+        def both(run: Any = forward) -> None:
+            out = run()
+            out.backward(out)
+
+        flops, once = 2 * length**2 * 32 * 128, seconds_of(forward)
+        found["attention"][length] = {
+            "forward": flops / once / 1e12,
+            "backward": 2.5 * flops / (seconds_of(both) - once) / 1e12,
+            "planned": planned and planned.heads_128 / (1 + 2 * planned.keys / length) / 1e12,
+        }
+    return found
+
+
+def run_kernels(seconds: float) -> dict[str, Any]:
+    return in_process("--kernels", seconds=seconds)
 
 
 def run_tests(seconds: float) -> dict[str, Any]:
@@ -249,10 +316,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--peer", choices=("hand", "trainer"), help=argparse.SUPPRESS)
+    parser.add_argument("--kernels", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peer:
         print(json.dumps(peer(options.peer, options.folder)))
+        return
+    if options.kernels:
+        print(json.dumps(kernels()))
         return
     began = time.monotonic()
     result: dict[str, Any] = {
@@ -282,6 +353,7 @@ def main() -> None:
 
         parts: list[tuple[str, float, bool, Any]] = [  # name, seconds it may take, needs the front door, what
             ("tests", 170, False, run_tests),
+            ("kernels", 40, False, run_kernels),
             ("meshtune", 90, True, front("none", of_one, f"layout=mb{MICRO_BATCH}")),
             ("hand", 60, False, other("hand")),
             ("trainer", 60, False, other("trainer")),
