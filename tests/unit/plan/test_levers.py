@@ -98,6 +98,7 @@ def test_recomputation_of_as_few_blocks_as_fit_is_a_lever():
     assert not explained(WORKLOAD, CLUSTER, Layout.parse("zero3x64-mb2-ga2")).fits
     lever = levers(WORKLOAD, choice)[0]
     number = lever.choice.layout.recompute_blocks
+    assert number is not None
     assert lever.change == f"recomputation selective{number} instead of full" and 1 < number < 32
     fewer = replace(lever.choice.layout, recompute_blocks=number - 1)
     assert lever.choice.fits and not explained(WORKLOAD, CLUSTER, fewer).fits

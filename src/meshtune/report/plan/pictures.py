@@ -72,5 +72,5 @@ def rows(drawn: Sequence[Panel]) -> list[list[Panel]]:
     """Panels of a picture by row: stacks side by side, scatter charts side by side, the others alone."""
     stacks: list[Panel] = [panel for panel in drawn if isinstance(panel, Stacks)]
     scatters: list[Panel] = [panel for panel in drawn if isinstance(panel, Scatter)]
-    others = [[panel] for panel in drawn if not isinstance(panel, Stacks | Scatter)]
+    others: list[list[Panel]] = [[panel] for panel in drawn if not isinstance(panel, Stacks | Scatter)]
     return [row for row in (stacks, *others, scatters) if row]
