@@ -82,6 +82,7 @@ class Machine:
     ends_apart: Number  # 1: ZeRO gathers embedding and head once, and reduces the head beside the backward
     gather_overlap: Number  # share of ZeRO-1's and -2's weight gathers that runs beside the forward
     data_overlap: Number  # share of the gradients' all-reduce that runs beside the backward
+    torch_stages: Number  # 1: a pipeline's are torch's, which reduce ZeRO-1's gradients after all backwards
     contention: Number  # share of the time beside a collective by which computation takes longer
     optimizer_bytes: Number  # that an update reads and writes per parameter
     send_share: Number  # of a GPU's part of the network that a send between stages reaches

@@ -9,7 +9,7 @@ from families import FAMILIES
 from meshtune.layout import Layout
 from meshtune.model.trace import census
 from meshtune.placement.columns import Columns
-from meshtune.plan.hardware import catalogue
+from meshtune.plan.hardware import catalogue, stacks
 from meshtune.plan.machine import Machine
 from meshtune.plan.seconds.collectives import ring_bandwidth, ring_collectives, tree_all_reduce
 from meshtune.plan.seconds.gpu import matmul
@@ -26,7 +26,7 @@ IDEAL = Machine(
     elementwise_wide=0, adapter_passes=5, logit_bytes=0, selective=0, launch=0, block_launches=10,
     launch_blocking=0, host_micro_batch=0, host_step=0, gradient_bytes=4, scatter_bytes=4, tensor_overlap=0,
     context_overlap=0, shard_overlap=0, shard_share=1, ends_apart=0, gather_overlap=0, data_overlap=0,
-    contention=0, optimizer_bytes=0, send_share=1, send_split=0, balanced=0,
+    torch_stages=0, contention=0, optimizer_bytes=0, send_share=1, send_split=0, balanced=0,
 )  # fmt: skip
 GPT = Work.of_shape(
     layers=32, hidden=4096, ffn=16384, heads=32, kv_heads=32, vocabulary=0, gated=0, tied=1
@@ -246,6 +246,45 @@ def test_replicas_all_reduce_after_a_zero_bubble_schedule(schedule: str) -> None
     assert seconds("dp2-pp4-1f1b-mb1-ga8", hiding).data == pytest.approx(0)
     exposed = seconds(f"dp2-pp4-{schedule}-mb1-ga8", hiding).data
     assert exposed > 0 and exposed == seconds(f"dp2-pp4-{schedule}-mb1-ga8", exposing).data
+
+
+def test_torchs_stages_reduce_zero1s_gradients_after_all_backwards() -> None:
+    """REDUCE_GRAD of torch's schedules follows all backwards of a stage, and waits for the collectives."""
+    hiding = replace(IDEAL, network=1e13, link=1e13, data_overlap=1.0, gather_overlap=1.0)
+    torchs = replace(hiding, torch_stages=1.0)
+    for beside in ("zero1x2-mb1-ga8", "dp2-pp4-1f1b-mb1-ga8"):
+        assert seconds(beside, torchs).data == seconds(beside, hiding).data == pytest.approx(0)
+    text = "zero1x2-pp4-1f1b-mb1-ga8"
+    assert seconds(text, hiding).data == pytest.approx(0)
+    gradients = 4 * GPT.blocks / 4 * GPT.block_parameters / 2
+    assert seconds(text, torchs).data == pytest.approx(gradients / 1e13, rel=1e-3)
+
+
+@pytest.mark.parametrize("stack", ["meshtune", "meshtune-compiled", "trainer-fsdp2", "torchtitan-2025"])
+def test_fsdp2_hides_zero2s_gather_as_it_hides_zero3s(stack: str) -> None:
+    """ZeRO-3 communicates all that ZeRO-2 does in a step of one micro-batch, and gathers once more."""
+    work = Work.of_shape(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocabulary=0, tied=1)
+    machine = real(stack=stack)
+    zero2, zero3 = (seconds(f"{zero}x64-mb4-ga1", machine, work) for zero in ("zero2", "zero3"))
+    assert 0 < zero2.data < zero3.data
+    assert real(stack="deepspeed").gather_overlap == 0 and real(stack="deepspeed").data_overlap == 1
+
+
+def test_ulysses_runs_one_kernel_that_waits_for_its_heads() -> None:
+    ring = replace(IDEAL, attention_128=1e15, attention_keys=1000.0, ring_attention=1.0, context_overlap=1.0)
+    one_kernel = replace(ring, ring_attention=0.0, context_overlap=0.0)
+    assert seconds("ulysses4-mb1-ga1", ring) == seconds("ulysses4-mb1-ga1", one_kernel)
+    assert seconds("cp4-mb1-ga1", ring).compute > seconds("cp4-mb1-ga1", one_kernel).compute
+    assert seconds("cp4-mb1-ga1", ring).context < 0.5 * seconds("cp4-mb1-ga1", one_kernel).context
+
+
+def test_compiled_stacks_fuse_their_blocks_alike() -> None:
+    """torch.compile makes the same kernels of the same blocks, whoever calls it."""
+    fused = ("block_launches", "adapter_passes", "elementwise_hidden", "elementwise_wide")
+    compiled = [name for name in stacks() if name.endswith("-compiled")]
+    assert len(compiled) == 5
+    found = {name: [stacks()[name][constant] for constant in fused] for name in compiled}
+    assert found == dict.fromkeys(compiled, found["torchtitan-compiled"])
 
 
 def test_parts_add_up_and_columns_are_rows() -> None:

@@ -120,7 +120,8 @@ def context_collectives(
     All-gathers of keys and values, or with ulysses all-to-alls of sequences for heads (Jacobs et al. 2023,
     arXiv:2309.14509); once in the forward, once in the backward, once where the forward is repeated.
 
-    attention: seconds of its forward in one block, beside which a ring can run; its backward's are more.
+    attention: seconds of its forward in one block; its backward's are more. A ring can run beside it, an
+    all-to-all before and after it.
     """
     tokens, cp = layouts.rank_tokens(seq_len), layouts.cp
     in_node = ranks_in_node(cp, layouts.tp, machine)
@@ -133,8 +134,8 @@ def context_collectives(
     all_gather = ring_collectives(machine, gathered_bytes, cp, in_node)
     all_to_all = ring_collectives(machine, exchanged_bytes, cp, in_node)
     times = np.where(layouts.recomputation("block") | layouts.recomputation("attention"), 3, 2)
-    alone = np.where(layouts.ulysses > 0, all_to_all, all_gather)
-    once = exposed(machine, attention, alone, machine.context_overlap)
+    beside = exposed(machine, attention, all_gather, machine.context_overlap)
+    once = np.where(layouts.ulysses > 0, all_to_all, beside)
     return once * times * (cp > 1)
 
 
@@ -177,9 +178,9 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block: 
     """Exposed seconds per step of data parallelism's collectives that `shard_collectives` does not count.
 
     Gradients are all-reduced between replicas and under ZeRO-1 reduce-scattered, a share of it hidden behind
-    the last backward, none with a zero-bubble schedule; ZeRO-1 and -2 gather weights once, before the first
-    forward. ZeRO-2's and -3's collectives of what is outside the blocks come with each micro-batch and have
-    nothing to hide behind.
+    the last backward, none with a zero-bubble schedule or by torch's stages under ZeRO-1. ZeRO-1 and -2
+    gather weights once, a share of it beside the first forward. ZeRO-2's and -3's collectives of what is
+    outside the blocks come with each micro-batch and have nothing to hide behind.
 
     block: a mean block of the rank, for one micro-batch, whose passes hide a part of them.
     """
@@ -201,7 +202,10 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block: 
     forward, backward = block.forward * blocks, block.backward * blocks
     hidden = reducing - exposed(machine, backward, reducing, machine.data_overlap)
     # Their last backward is of weights alone, and runs no hooks that could start a collective.
-    hidden = np.where(layouts.runs(*ZERO_BUBBLE), 0.0, hidden)
+    behind = layouts.runs(*ZERO_BUBBLE)
+    # torch's stages reduce in an action of their own, once all micro-batches are through (REDUCE_GRAD).
+    behind = behind | ((machine.torch_stages > 0) & (layouts.pp > 1) & (zero == 1))
+    hidden = np.where(behind, 0.0, hidden)
     weight_gather = ring_collectives(
         machine, machine.weight_bytes * whole, shards, shards_in_node, count=count
     )

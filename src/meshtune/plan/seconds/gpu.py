@@ -77,7 +77,7 @@ def attention_passes(
     """
     heads = core.query_heads / layouts.tp
     width = heads * (core.qk_dim + core.v_dim)
-    parts = np.where(machine.ring_attention > 0, layouts.cp, 1.0)
+    parts = np.where((machine.ring_attention > 0) & ~layouts.ulysses, layouts.cp, 1.0)
     keys = attended(document_tokens, core.window) + machine.attention_keys * parts
     rate = attention_rate(machine, core.qk_dim) * machine.attention * machine.stack_attention
     flash = 2 * queries * keys * width / rate
