@@ -2,7 +2,7 @@
 
     python validation/accuracy.py [--apply] [--memory]
 
-Of a stack on a GPU kind with LEAST rows or more, time: the mean error where each quarter of the rows is
+Of a stack on a GPU kind with LEAST_ROWS rows or more, time: the mean error where each quarter of the rows is
 predicted by constants fitted to the other three; memory: the mean error of published peaks. Of any other
 stack or kind, time: the mean where each cluster is predicted by constants fitted to the others (`fit.py
 --leave-out`); memory: the mean with the allocator's reserve and communicators as [meshtune] guesses them.
@@ -22,10 +22,10 @@ from measured import LARGE, SMALL, Row, gpu_of, origin_of, origins, read, stack_
 from peaks import accounting_of, peaks, published, why_apart
 
 from meshtune.plan.accounting import Accounting, stack_accounting
+from meshtune.plan.accuracy import LEAST_ROWS
 from meshtune.rundir import write_text_atomically
 
 FILE = PLAN / "accuracy.toml"
-LEAST = 5  # rows of a stack on a GPU kind from which it counts as measured
 QUARTERS = 4
 HEAD = """\
 # Mean errors of predictions in percent, and the number of published runs they are of, by stack and GPU kind;
@@ -38,7 +38,7 @@ UNMEASURED = ("unmeasured", "")  # any other stack or kind
 
 
 def mean_errors(rows: Sequence[Row], predicted: np.ndarray, measured: np.ndarray) -> Errors:
-    """Mean errors of each stack on each GPU kind that has LEAST rows; UNMEASURED: of all rows.
+    """Mean errors of each stack on each GPU kind that has LEAST_ROWS rows; UNMEASURED: of all rows.
 
     predicted, measured: one value per row, of any quantity.
     """
@@ -48,7 +48,7 @@ def mean_errors(rows: Sequence[Row], predicted: np.ndarray, measured: np.ndarray
         origin = origin_of(row, among)
         assert origin is not None
         alike[stack_of(row, origin), gpu_of(row, origin)].append(float(error))
-    cells = {key: (float(np.mean(some)), len(some)) for key, some in alike.items() if len(some) >= LEAST}
+    cells = {key: (float(np.mean(some)), len(some)) for key, some in alike.items() if len(some) >= LEAST_ROWS}
     return cells | {UNMEASURED: (float(wrong.mean()), len(wrong))}
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 PLANNING = "counting the model and ranking layouts"
 MOST_COMPARED = 6  # layouts in one table
+TOP = 10  # layouts shown without --top
+FOLDER = Path("plan-export")  # of an export without --to
 Gpus = Annotated[
     str | None,
     typer.Option(metavar="N,NxKIND,…", help="compare clusters, such as 16,32 or 8xh100-sxm,8xmi300x"),
@@ -58,12 +60,14 @@ def plan(
         typer.Option("--for", metavar="TOOL", help="plan for the tool that will run it; --export implies it"),
     ] = None,
     memory_budget: MemoryBudget = None,
-    top: Annotated[int, typer.Option(min=1, help="layouts to show")] = 10,
+    top: Annotated[int | None, typer.Option(min=1, help=f"layouts to show, {TOP} by default")] = None,
     plot: Annotated[Path | None, typer.Option(help="pictures: a file ending in .html, .png or .svg")] = None,
     export: Annotated[
         str | None, typer.Option(metavar="TOOL", help="write the plan as another tool's configuration")
     ] = None,
-    to: Annotated[Path, typer.Option(help="the folder that --export writes into")] = Path("plan-export"),
+    to: Annotated[
+        Path | None, typer.Option(help=f"the folder that --export writes into; {FOLDER} by default")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict memory and step time of every parallel layout on a cluster, and choose. Needs no GPU and no
@@ -75,13 +79,9 @@ def plan(
     from meshtune.plan.cluster import with_memory_budget
 
     layouts = layouts_of(explain, compare)
-    comparing = gpus or by or budget is not None or goal != "speed"
-    if (layouts and (export or comparing or most)) or (most and (plot or export or comparing)):
-        raise UserError(
-            "--explain, --compare and --max answer one question: --plot goes with the first two; ask for "
-            "--export, --gpus, --goal, --by and --budget without them."
-        )
-    plot, to = plot and expanded(plot), expanded(to)
+    comparing = bool(gpus or by or budget is not None or goal != "speed")
+    check_options(bool(layouts), most, export, comparing=comparing, plot=plot, top=top, to=to)
+    plot, to = plot and expanded(plot), expanded(to or FOLDER)
     if plot:
         from meshtune.report.plan.pictures import check
 
@@ -99,9 +99,43 @@ def plan(
     else:
         folder = to if export else None
         clusters = Clusters(gpus or (), goal, by, budget)
-        best = compare_layouts(resolved, clusters, tool=runner, export_to=folder, top=top, as_json=as_json)
+        best = compare_layouts(
+            resolved, clusters, tool=runner, export_to=folder, top=top or TOP, as_json=as_json
+        )
         if plot:
-            draw(best, plot, top=top, compare_sizes=bool(gpus), settings=settings or [])
+            draw(best, plot, top=top or TOP, compare_sizes=bool(gpus), settings=settings or [])
+
+
+def check_options(
+    layouts: bool,
+    most: str | None,
+    export: str | None,
+    *,
+    comparing: bool,
+    plot: Path | None,
+    top: int | None,
+    to: Path | None,
+) -> None:
+    """Raise UserError for options that the question asked has no use for.
+
+    layouts: whether --explain or --compare name any. comparing: whether clusters are compared or judged by a
+    goal. Others: as the options; None: not given.
+    """
+    problems = []
+    if (layouts and (export or comparing or most)) or (most and (plot or export or comparing)):
+        problems.append(
+            "--explain, --compare and --max answer one question: --plot goes with the first two; ask for "
+            "--export, --gpus, --goal, --by and --budget without them."
+        )
+    if top and (layouts or most):
+        problems.append(
+            f"--top {top} is the number of layouts that a search shows; --explain, --compare and --max have "
+            "no use for it."
+        )
+    if to and not export:
+        problems.append(f"--to {to} is the folder that --export writes into; add --export TOOL.")
+    if problems:
+        raise UserError(problems)
 
 
 class Clusters(NamedTuple):

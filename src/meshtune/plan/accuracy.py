@@ -7,6 +7,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+LEAST_ROWS = 5  # published runs of a stack on a GPU kind from which they have a mean error of their own
 UNMEASURED = "unmeasured"  # table of accuracy.toml for stacks and kinds without rows of their own
 
 
@@ -32,11 +33,12 @@ class Accuracy(NamedTuple):
             for name, share, rows in quantities
             if rows
         ]
-        guessed = " and ".join(f"±{share:.0%} of {name}" for name, share, rows in quantities if not rows)
+        guessed = [f"±{share:.0%} of {name}" for name, share, rows in quantities if not rows]
         if guessed:
+            lacking = "runs" if not measured else "peaks" if self.time_rows else "step times"
             measured.append(
-                f"{guessed}: nobody has measured {stack} on {gpu}; the mean error for sources that the "
-                "constants were not fitted to."
+                f"{' and '.join(guessed)}: nobody has published {LEAST_ROWS} {lacking} of {stack} on {gpu}; "
+                "the mean error for sources that the constants were not fitted to."
             )
         return " ".join(measured)
 

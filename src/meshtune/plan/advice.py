@@ -23,6 +23,7 @@ from meshtune.plan.phrases import (
     device,
     documents,
     indivisible,
+    longer,
     memory_limit,
     memory_margin,
     memory_need,
@@ -81,7 +82,8 @@ def reasoning(plan: Plan, choice: Choice) -> list[str]:
         f"({states / parameters:.1f} bytes per parameter); a {device(cluster)} has {human(cluster.memory)}, "
         f"and {memory_margin(cluster)}.",
         f"Micro-batch: {sequences(layout.micro_batch_size)}{_larger_micro_batch(plan, choice)}",
-        f"GPUs: {layout.world} = {model_axes} x {ranks} data rank{'s' * (ranks > 1)} ({_sharding(layout)}).",
+        f"{'GPUs' if cluster.timed else 'Ranks'}: {layout.world} = {model_axes} x {ranks} data "
+        f"rank{'s' * (ranks > 1)} ({_sharding(layout)}).",
         f"Accumulation: {batch} / ({layout.micro_batch_size} x {ranks}) = {steps} "
         f"micro-batch{'es' * (steps > 1)} a step.",
         *_uneven(plan, choice),
@@ -125,16 +127,16 @@ def _larger_micro_batch(plan: Plan, choice: Choice) -> str:
     if steps % 2:
         return "."
     doubled = replace(layout, micro_batch_size=2 * micro_batch, gradient_accumulation_steps=steps // 2)
+    if refusals := workload.refusals(doubled):
+        return f". {2 * micro_batch} can't run: {refusals[0]}"
     other = explained(workload, plan.cluster, doubled)
     if not other.fits:
         need, limit = human(other.memory.peak), memory_limit(plan.cluster)
         return f". The same layout with {2 * micro_batch} would need {need} a rank; {limit}."
     if not plan.cluster.timed:
         return f". {2 * micro_batch} would fit."
-    slower = other.seconds.total / choice.seconds.total - 1
-    if abs(slower) < TIE:
-        return f". {2 * micro_batch} would fit and be as fast."
-    return f". {2 * micro_batch} would fit and be {abs(slower):.1%} {'slower' if slower > 0 else 'faster'}."
+    ratio = other.seconds.total / choice.seconds.total
+    return f". {2 * micro_batch} would fit; a step {longer(ratio)}."
 
 
 def _sharding(layout: Layout) -> str:
@@ -229,9 +231,22 @@ def _alternative(plan: Plan, best: Choice, kind: Kind) -> Alternative:
         choice = nearest[0]
         need, limit = memory_need(choice.memory, choice.layout), memory_limit(plan.cluster)
         return Alternative(kind.name, choice, f"does not fit: {choice.layout} needs {need}; {limit}.")
-    refused = max(others.rejected, key=lambda rejected: rejected.count, default=None)
-    reason = f": {refused.reason.rstrip('.')}." if refused else " here."
-    return Alternative(kind.name, None, f"is not possible{reason}")
+    return Alternative(kind.name, None, f"is not possible{_most_refused(others)}")
+
+
+def _most_refused(plan: Plan) -> str:
+    """The end of a sentence: what refuses most layouts of a plan without any that needs too much memory.
+
+    Where the GPUs can't share the global batch and no degree of tp was fixed, the sentence says that only
+    data ranks that divide the batch were considered.
+    """
+    refused = max(plan.rejected, key=lambda rejected: rejected.count, default=None)
+    if not refused:
+        return " here."
+    batch = plan.workload.global_batch_size
+    limited = batch % plan.cluster.gpus and "tp" not in plan.fixed
+    where = f"where the data ranks divide {sequences(batch)}, " if limited else ""
+    return f": {where}{refused.reason.rstrip('.')}."
 
 
 def _compared(workload: Workload, kind: Kind, choice: Choice, best: Choice) -> Alternative:

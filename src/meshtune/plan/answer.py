@@ -75,12 +75,16 @@ class Answer:
 
     @cached_property
     def changes(self) -> list[str]:
+        if self.goal == "memory":  # faster ones need more of what is to be low
+            return changes(self.plan, self.choice, faster=False)
         nearest = nearest_sentences(self.plan, self.choice)
         return [*nearest, *changes(self.plan, self.choice, double_batch=not nearest)]
 
     @cached_property
     def batch_advice(self) -> list[str]:
-        """Sentences on smaller and larger global batches; of this one, the fastest layout."""
+        """Sentences on the fastest layouts of smaller and larger global batches; none for the goal memory."""
+        if self.goal == "memory":
+            return []
         current = self.workload.global_batch_size
         plan, others = self.plan, [size for size in batch_sizes(self.workload) if size != current]
         choices = best_of_batches(self.workload, plan.cluster, others, plan.fixed)

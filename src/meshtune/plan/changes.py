@@ -17,12 +17,15 @@ NOTABLE_COST, NOTABLE_GAIN, NOTABLE_SAVING = 0.01, 0.02, 0.05  # shares of a ste
 MOST_LIGHTER = 2  # layouts that need less memory
 
 
-def changes(plan: Plan, best: Choice | None = None, *, double_batch: bool = True) -> list[str]:
+def changes(
+    plan: Plan, best: Choice | None = None, *, faster: bool = True, double_batch: bool = True
+) -> list[str]:
     """A caution of the precision, the largest cost beside compute, then settings that are faster and layouts
     that need less memory.
 
-    best: the chosen layout, which all are compared with; None: the plan's first. double_batch: whether to
-    try twice the global batch. Nothing on speed where predicted times mean nothing.
+    best: the chosen layout, which all are compared with; None: the plan's first. faster: whether to try
+    settings that may be faster, double_batch: also twice the global batch. Nothing on
+    speed where predicted times mean nothing.
     """
     if not len(plan):
         return []
@@ -32,7 +35,7 @@ def changes(plan: Plan, best: Choice | None = None, *, double_batch: bool = True
     return [
         *([caution] if caution else []),
         *(_largest_cost(best) if timed else []),
-        *(_faster(plan, best, double_batch) if timed else []),
+        *(_faster(plan, best, double_batch) if timed and faster else []),
         *islice(_lighter(plan, best), MOST_LIGHTER),
     ]
 
@@ -63,13 +66,15 @@ def _faster(plan: Plan, best: Choice, double_batch: bool) -> Iterator[str]:
 def _lighter(plan: Plan, best: Choice) -> Iterator[str]:
     """Yield layouts that need notably less memory than `best`, the fastest first.
 
-    Of those whose times print as the same, the one with least memory.
+    None whose step takes longer by a larger factor than its peak is smaller. Of those whose times
+    print as the same, the one with least memory.
     """
     smaller: dict[str, Choice] = {}  # by the clause on its time
     for place in plan.pareto():
-        if plan.memory.peak[place] < (1 - NOTABLE_SAVING) * best.memory.peak:
-            choice = plan.choice(place)
-            time = longer(choice.seconds.total / best.seconds.total)
+        lower = best.memory.peak / plan.memory.peak[place]
+        ratio = plan.seconds.total[place] / best.seconds.total
+        if lower > 1 / (1 - NOTABLE_SAVING) and (ratio < lower or not plan.cluster.timed):
+            choice, time = plan.choice(place), longer(ratio)
             smaller[f"; a step {time}" if plan.cluster.timed else ""] = choice
     for time, choice in smaller.items():
         needs = f"{human(choice.memory.peak)} instead of {human(best.memory.peak)}"

@@ -42,6 +42,7 @@ from meshtune.plan.tools import MESHTUNE, Tool
 from meshtune.plan.workload import Workload
 from meshtune.units import human
 
+PEAK_TIE = 0.01  # share of a GPU's memory by which peaks may differ and count as equal
 TIE_MEMORY_STEP = 0.05  # ties are broken by free memory in steps of 5 % of a GPU, then by less recomputation
 CHUNK = 8192  # layouts that are predicted at a time
 OUTDONE_BY = {"gpipe": "1f1b", "loopedbfs": "interleaved1f1b"}
@@ -139,8 +140,15 @@ class Plan:
         return uneven_degrees(self.workload, self.cluster, self.columns, self.fixed)
 
     def by_memory(self) -> list[int]:
-        """Places by peak memory, the lowest first, those with uneven degrees last."""
-        return np.lexsort((self.seconds.total, self.memory.peak, self.uneven)).tolist()
+        """Places by peak memory, those with uneven degrees last; but first the fastest of those whose peak is
+        at most PEAK_TIE above the lowest.
+        """
+        peaks, seconds = self.memory.peak, self.seconds.total
+        order = np.lexsort((seconds, peaks, self.uneven))
+        alike = order[self.uneven[order] == self.uneven[order[:1]]]
+        ties = alike[peaks[alike] <= peaks[alike[:1]] + PEAK_TIE * self.cluster.memory]
+        best = ties[seconds[ties].argsort(kind="stable")][:1]
+        return [*best.tolist(), *order[~np.isin(order, best)].tolist()]
 
     def pareto(self) -> list[int]:
         """Places of the layouts that no other beats in both speed and memory, fastest first.

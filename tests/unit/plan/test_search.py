@@ -38,7 +38,7 @@ from meshtune.plan.memory.timeline import CATEGORIES, CATEGORY_NAMES
 from meshtune.plan.models import models
 from meshtune.plan.offers import compare, offer_of
 from meshtune.plan.phrases import largest_category, spent
-from meshtune.plan.search import Choice, Plan, explained, search
+from meshtune.plan.search import PEAK_TIE, Choice, Plan, explained, search
 from meshtune.plan.seconds.step import TIE, Seconds, compute_parts
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
@@ -523,7 +523,8 @@ def test_each_goal_chooses_what_it_says(sizes: dict[int, Plan]) -> None:
     gpus, choice = chosen("gpus")
     assert gpus == min(fitting) == choice.layout.world
     gpus, choice = chosen("memory")
-    assert choice.memory.peak == min(plan.memory.peak.min() for plan in fitting.values())
+    lowest = min(plan.memory.peak.min() for plan in fitting.values())
+    assert choice.memory.peak <= lowest + PEAK_TIE * choice.cluster.memory
 
 
 def test_the_longest_sequence_fits_and_the_next_does_not() -> None:

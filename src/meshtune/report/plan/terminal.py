@@ -14,13 +14,14 @@ from meshtune.plan.answer import Answer
 from meshtune.plan.cost import RunCost
 from meshtune.plan.explanation import Explanation
 from meshtune.plan.export import Written
-from meshtune.plan.search import TIE_MEMORY_STEP, Choice
+from meshtune.plan.phrases import device
+from meshtune.plan.search import PEAK_TIE, TIE_MEMORY_STEP, Choice
 from meshtune.plan.seconds.step import TIE
 from meshtune.plan.tools import MESHTUNE
 from meshtune.report.plan.clusters import clusters_table
 from meshtune.report.plan.side_by_side import side_by_side
 from meshtune.report.plan.tables import explanation, layouts_table
-from meshtune.units import human
+from meshtune.units import counted, human
 
 MOST_REASONS = 6  # groups of layouts left out that are listed
 
@@ -65,7 +66,7 @@ def answer(result: Answer, most: int, written: Written | None = None) -> Rendera
         ]
         if others := rejected[MOST_REASONS:]:
             more = sum(group.count for group in others)
-            lines.append(f"{more:,}: {len(others)} other reasons, which --json lists")
+            lines.append(f"{more:,}: {counted(len(others), 'other reason')}, which --json lists")
         parts.append(section("Left out", lines))
     if lines := [*filter(None, [result.run.sentence()]), *result.length.notes]:
         parts.append(section("The run", lines))
@@ -89,7 +90,10 @@ def command(result: Answer, written: Written | None) -> str:
 def ranking(result: Answer) -> str:
     """A sentence on the order of the best layouts."""
     if result.goal == "memory":
-        return "By peak memory, the lowest first."
+        return (
+            f"Row 1: the fastest of the layouts whose peak is at most {PEAK_TIE:.0%} of a "
+            f"{device(result.choice.cluster)}'s memory above the lowest; the others by peak."
+        )
     if not result.choice.cluster.timed:
         return (
             f"In the order of their speed on {result.choice.cluster.gpu.as_of}. Nobody has measured how fast "

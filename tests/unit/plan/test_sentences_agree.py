@@ -1,0 +1,103 @@
+"""Sentences of one answer agree with its other parts, and options without use are refused."""
+
+from pathlib import Path
+
+import pytest
+
+from meshtune.commands.plan import check_options
+from meshtune.config import load
+from meshtune.errors import UserError
+from meshtune.layout import PartialLayout
+from meshtune.plan import advice
+from meshtune.plan.accuracy import accuracy
+from meshtune.plan.changes import changes
+from meshtune.plan.cluster import Cluster, cluster_of
+from meshtune.plan.export import tool_for
+from meshtune.plan.models import models
+from meshtune.plan.search import Plan, search
+from meshtune.plan.workload import Workload
+from meshtune.sections import ClusterConfig
+
+
+def machines(gpus: int, gpu: str = "h100-sxm") -> Cluster:
+    return cluster_of(ClusterConfig(gpu=gpu, gpus=gpus))
+
+
+def workload(model: str, size: int, seq_len: int = 8192) -> Workload:
+    shape = models()[model]
+    return Workload(model, shape.work, shape.traits, seq_len, size)
+
+
+def planned(work: Workload, cluster: Cluster, layout: str) -> Plan:
+    return search(work, cluster, fixed=PartialLayout.parse(layout).given)
+
+
+def micro_batch(plan: Plan) -> str:
+    return next(said for said in advice.reasoning(plan, plan.choice(0)) if said.startswith("Micro-batch"))
+
+
+def test_a_larger_micro_batch_that_the_tool_refuses_is_not_called_faster() -> None:
+    settings = ["model.name=m", "data.train=rows.jsonl", "train.max_steps=10"]
+    megatron = tool_for("megatron", load(overrides=[*settings, "train.global_batch_size=64"]))
+    said = micro_batch(planned(workload("llama-3.1-8b", 64).run_by(megatron), machines(16), "zero1x8-tp2-sp"))
+    assert said.startswith(
+        "Micro-batch: 1 sequence. 2 can't run: Megatron-LM's --sft takes one sequence per micro-batch"
+    )
+
+
+def test_a_larger_micro_batch_that_fits_is_compared_by_its_time() -> None:
+    plan = planned(workload("llama-3.1-8b", 64, 1024), machines(8), "zero3x8-mb1-ga8")
+    assert "2 would fit; a step takes " in micro_batch(plan)
+    assert micro_batch(plan).endswith(" less time.")
+
+
+def test_the_batch_is_part_of_the_reason_where_it_excludes_degrees() -> None:
+    """70B on 1000 GPUs: 1024 sequences leave dp, tp and pp without cp only degrees of 5."""
+    plan = search(workload("llama-3.1-70b", 1024), machines(1000), fixed={"tp": 4, "cp": 25, "pp": 5})
+    pipelines = next(one for one in advice.alternatives(plan) if one.name == "pipeline parallel without cp")
+    assert pipelines.sentence == (
+        "is not possible: where the data ranks divide 1024 sequences, tp does not divide the 64 attention "
+        "heads."
+    )
+
+
+def test_layouts_that_save_less_memory_than_they_cost_time_are_not_offered() -> None:
+    plan = search(workload("llama-3.1-70b", 64, 2048), machines(16))
+    best = plan.choice(0)
+    slow = plan.choice(int(plan.memory.peak.argmin()))
+    assert slow.memory.peak < 0.95 * best.memory.peak and slow.seconds.total > 2 * best.seconds.total
+    assert str(slow.layout) not in " ".join(changes(plan))
+
+
+def test_ranks_of_processors_are_not_called_gpus() -> None:
+    plan = planned(workload("llama-3.2-1b", 8, 1024), machines(2, "cpu"), "zero3x2-mb1-ga4")
+    assert any(said.startswith("Ranks: 2 = ") for said in advice.reasoning(plan, plan.choice(0)))
+
+
+def test_a_stack_with_measured_times_alone_is_not_called_unmeasured() -> None:
+    said = accuracy("megatron-core", "h100-sxm").sentence("megatron-core", "h100-sxm")
+    assert "nobody has published 5 peaks of megatron-core on h100-sxm" in said
+    peaks_alone = accuracy("megatron-core", "h100-sxm")._replace(time_rows=0, memory_rows=5)
+    assert "nobody has published 5 step times of s on g" in peaks_alone.sentence("s", "g")
+
+
+NONE = {"comparing": False, "plot": None, "top": None, "to": None}
+
+
+@pytest.mark.parametrize(
+    ("layouts", "most", "more", "problem"),
+    [
+        (True, None, {"top": 3}, "--top 3 is the number of layouts that a search shows"),
+        (False, "batch", {"top": 3}, "--top 3 is the number of layouts that a search shows"),
+        (False, None, {"to": Path("x")}, "--to x is the folder that --export writes into; add --export TOOL"),
+        (True, None, {"comparing": True}, "answer one question"),
+    ],
+)
+def test_options_without_use_are_refused(layouts: bool, most: str | None, more: dict, problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        check_options(layouts, most, None, **(NONE | more))
+
+
+def test_options_with_use_are_taken() -> None:
+    check_options(False, None, "megatron", **(NONE | {"to": Path("x"), "top": 3, "comparing": True}))
+    check_options(True, None, None, **(NONE | {"plot": Path("x.html")}))
