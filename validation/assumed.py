@@ -30,9 +30,10 @@ def completed(rows: Sequence[Row], recomputation: Callable[[Row], str]) -> list[
 def _completed(row: Row, recomputation: Callable[[Row], str]) -> Row:
     left_out = {name: value for name, value in layout_of(row).items() if not row[name]}
     assumed = [f"{name} {value}" for name, value in left_out.items()]
-    found = row | {"cp": row["cp"] or "1", "gpus_per_node": row["gpus_per_node"] or "8"} | left_out
-    found["gpu"] = NAMES.get(row["gpu"], row["gpu"])
-    found["gpus_per_node"] = RACK.get(row["gpu"], found["gpus_per_node"])
+    found = row | left_out | {"gpu": NAMES.get(row["gpu"], row["gpu"])}
+    if row["gpu"] in RACK:
+        found["gpus_per_node"] = RACK[row["gpu"]]
+        assumed.append(f"gpus_per_node {RACK[row['gpu']]}")
     if trains_adapters(row):
         assumed.append(f"LoRA of rank {LORA_RANK} in every linear layer")
     if not row["recompute"]:

@@ -195,8 +195,8 @@ def columns_of(rows: Sequence[Row], among: Sequence[Origin]) -> Columns:
     virtual = column(rows, "vpp", 1.0)
     ran = [origin for row in rows if (origin := origin_of(row, among))]
     # torch's pipeline stages keep gathered weights and whole gradients until a step's last backward
-    fsdp = np.array([origin.stack == "torchtitan" for origin in ran])
-    zero = np.where(fsdp & (column(rows, "pp") > 1), np.minimum(zero, 1.0), zero)
+    torch_stages = np.array([stacks()[origin.stack]["torch_stages"] > 0 for origin in ran])
+    zero = np.where(torch_stages & (column(rows, "pp") > 1), np.minimum(zero, 1.0), zero)
     return Columns(
         dp_replicate=np.where(zero > 0, 1.0, dp),
         dp_shard=np.where(zero > 0, dp, 1.0),

@@ -170,6 +170,9 @@ def test_what_a_row_leaves_out_is_assumed_and_said(tmp_path: Path) -> None:
     assert rows["llama3paper-3"]["assumed"] == "micro_batch 1; zero_stage 1; vpp 7; recompute selective"
     assert rows["automodel-4"]["assumed"] == "LoRA of rank 16 in every linear layer; recompute selective"
     assert rows["titan-14"]["assumed"] == "micro_batch 4; vpp 2"
+    assert rows["mbridge-003"]["assumed"] == "gpus_per_node 72; recompute selective", (
+        "NVLink of a GB200's rack"
+    )
     assert rows["foundry-001"]["assumed"] == rows["titan-09"]["assumed"] == ""
     measured = {"titan-09": 1071, "titan-10": 548}
     for name, speed in measured.items():

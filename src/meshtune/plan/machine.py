@@ -9,6 +9,7 @@ import numpy as np
 
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.placement.states import copies_of
+from meshtune.plan.cluster import NETWORK_SHARE
 from meshtune.plan.hardware import Gpu, attention_kernel, stacks
 from meshtune.plan.kernels import kernel_on
 from meshtune.precision import PRECISIONS
@@ -91,21 +92,20 @@ class Machine:
     block_update: Number = 0.0  # seconds of the matmuls (Newton-Schulz, in bf16) of one block's update
 
     @classmethod
-    def of(cls, gpu: Gpu, stack: str, *, network_share: float = 0.7, fp8: bool = False) -> Machine:
+    def of(cls, gpu: Gpu, stack: str, *, network_share: float = NETWORK_SHARE) -> Machine:
         """Return the GPU kind's usual machine with a stack of stacks.toml, in 16 bits.
 
-        network_share: share of the network's bandwidth that rings reach. fp8: matmuls and gathered weights in
-        8 bits; a kind without such units computes in bf16.
+        network_share: share of the network's bandwidth that rings reach.
         """
         facts = {
-            "matmul_max": gpu.matmul_max_fp8 if fp8 else gpu.matmul_max,
+            "matmul_max": gpu.matmul_max,
             "core_matmul_max": gpu.matmul_max,
             "bandwidth": gpu.bandwidth,
             "link": gpu.link,
             "network": gpu.network * gpu.node,
             "node": float(gpu.node),
             "multiprocessors": gpu.multiprocessors,
-            "weight_bytes": 1.0 if fp8 else 2.0,
+            "weight_bytes": 2.0,
             "element": 2.0,
             "flash": 1.0,
             "network_share": network_share,

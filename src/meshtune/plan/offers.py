@@ -2,8 +2,8 @@
 
     --gpus 16,32,8xmi300x ──> sizes ──> clusters ──> a Plan each ──> Offer ──> compare ──> chosen, ties
 
-Offers whose step times or prices differ by less than their error bar (accuracy.py) are ties. Of these the
-one with the fewest GPUs is chosen.
+Offers whose step times or prices differ by less than their error bar (accuracy.py) are ties, and those with
+equal peaks where memory is compared. Of these the one with the fewest GPUs is chosen.
 """
 
 from __future__ import annotations
@@ -196,10 +196,12 @@ def remarks(offers: Sequence[Offer], chosen: Offer, goal: str, bounds: Bounds) -
     sentences = []
     if ties := [offer for offer in offers if offer.tie and offer is not chosen]:
         error = max(offer.error for offer in (chosen, *ties))
+        near = f"the predictions differ by less than their error, {error:.0%}"
+        if goal == "memory":
+            near = "their peaks are equal"
         sentences.append(
-            f"{chosen.title} ties with {', '.join(offer.title for offer in ties)}: the predictions differ by "
-            f"less than their error, {error:.0%}. Of ties the fewest GPUs are chosen, of as many GPUs a "
-            "measured kind."
+            f"{chosen.title} ties with {', '.join(offer.title for offer in ties)}: {near}. Of ties the "
+            "fewest GPUs are chosen, of as many GPUs a measured kind."
         )
     gpu = chosen.plan.cluster.gpu
     measured = [offer for offer in offers if offer.choice and offer.plan.cluster.gpu.measured]

@@ -137,6 +137,15 @@ def test_ties_go_to_fewer_gpus_and_are_marked() -> None:
     assert not any(offer.tie for offer in faster)
 
 
+def test_ties_of_memory_are_equal_peaks() -> None:
+    """The error bar is of times, and no error lets a larger peak tie."""
+    every = offers(plan(8), twin(plan(8), seconds=2.0), goal="memory")
+    ranked = compare(every, "memory")
+    assert all(offer.tie for offer in ranked)
+    (sentence,) = remarks(in_order(every, ranked), ranked[0], "memory", NO_BOUNDS)[:1]
+    assert "their peaks are equal" in sentence and "error" not in sentence
+
+
 @pytest.mark.parametrize(("share", "first"), [(0.5, 8), (1.5, 16)])
 def test_a_tie_is_as_wide_as_the_error_of_prediction(share: float, first: int) -> None:
     """16 GPUs at a price that makes a token cheaper by a part or a multiple of the error."""

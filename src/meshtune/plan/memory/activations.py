@@ -11,11 +11,8 @@ from meshtune.placement.columns import Columns, Number
 from meshtune.recomputation import RECOMPUTATIONS
 
 if TYPE_CHECKING:
-    from meshtune.plan.work import Kept, Work
-
-
-if TYPE_CHECKING:
     from meshtune.plan.accounting import Accounting
+    from meshtune.plan.work import Kept, Work
 
 
 class BlockBytes(NamedTuple):
@@ -109,7 +106,7 @@ def compiled(per_token: Kept) -> Kept:
 
 
 class MicroBatchSizes(NamedTuple):
-    """MicroBatchSizes of one micro-batch on a rank."""
+    """Tokens and bytes of one micro-batch on a rank."""
 
     tokens: Number  # after cp
     sequence_shards: Number  # parts that sp splits the sequence into; 1 without sp
