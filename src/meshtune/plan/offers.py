@@ -17,6 +17,7 @@ from meshtune.plan import fits
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.cost import NO_BOUNDS, UNPLANNED, Bounds, RunCost, RunLength, money
 from meshtune.plan.fits import Lighter
+from meshtune.plan.hardware import GIGA
 from meshtune.plan.search import Choice, Plan, search
 from meshtune.units import duration
 
@@ -27,6 +28,7 @@ DIFFERENCES = {  # goal -> clause on how much more another cluster takes
     "memory": "a GPU needs {} memory there",
 }
 GOALS = tuple(DIFFERENCES)
+SLOW_NETWORK = 10 * GIGA  # bytes/s per GPU: of workstations and of machines for inference
 
 
 @dataclass(frozen=True)
@@ -189,9 +191,23 @@ def check_bounds(clusters: Sequence[Cluster], goal: str, bounds: Bounds) -> None
         )
 
 
+def slow_network(cluster: Cluster) -> str:
+    """A sentence if the cluster is several machines of the kind's usual size, on its usual network, and that
+    is slow; else "".
+    """
+    usual = (cluster.node, cluster.network) == (cluster.gpu.node, cluster.gpu.network)
+    if cluster.nodes == 1 or not usual or not cluster.timed or cluster.network >= SLOW_NETWORK:
+        return ""
+    return (
+        f"{cluster.title} are taken for {cluster.nodes} machines of {cluster.node} with "
+        f"{cluster.network / GIGA:.2g} GB/s per GPU between them; set cluster.gpus_per_node and "
+        "cluster.network if yours differ."
+    )
+
+
 def remarks(offers: Sequence[Offer], chosen: Offer, goal: str, bounds: Bounds) -> list[str]:
-    """Sentences on ties, on a chosen kind that was not measured, on bounds that are near and on prices that
-    are missing.
+    """Sentences on ties, on a chosen kind that was not measured, on bounds that are near, on prices that are
+    missing and on machines whose usual network is slow.
     """
     sentences = []
     if ties := [offer for offer in offers if offer.tie and offer is not chosen]:
@@ -224,4 +240,4 @@ def remarks(offers: Sequence[Offer], chosen: Offer, goal: str, bounds: Bounds) -
     lacking = list(dict.fromkeys(cluster.gpu.name for cluster in clusters if cluster.price is None))
     if lacking and any(cluster.price for cluster in clusters):
         sentences.append(f"cluster.price_per_gpu_hour has no price of {', '.join(lacking)}.")
-    return sentences
+    return [*sentences, *dict.fromkeys(filter(None, map(slow_network, clusters)))]

@@ -25,6 +25,7 @@ from meshtune.plan.offers import (
     in_order,
     offer_of,
     remarks,
+    slow_network,
 )
 from meshtune.plan.search import Plan, search
 from meshtune.plan.sizes import Size, clusters_of, sizes_of
@@ -302,9 +303,11 @@ def test_a_processor_has_no_hours_and_keeps_no_bounds() -> None:
     ranked = compare(every)
     assert [offer.title for offer in ranked] == ["8 x h100-sxm"]
     assert every[0].run and every[0].run.seconds is None
-    lines = text(clusters_table(in_order(every, ranked), ranked[0]), 120).splitlines()
-    assert "cpu" in lines[2] and lines[2].endswith("400.0 GiB")
-    assert "step" not in lines[0] and "tokens" not in lines[0]
+    gpus, processors = text(clusters_table(in_order(every, ranked), ranked[0]), 160).splitlines()[2:4]
+    assert ranked[0].choice
+    assert number(ranked[0].choice.tokens_per_second_per_gpu) in gpus
+    assert "cpu" in processors and processors.rstrip().endswith("/ 400.0 GiB")
+    assert len(processors.split("measured)")[1].split()) == 5, "a layout and its memory alone"
 
 
 # the answer #
@@ -367,7 +370,7 @@ def test_the_table_has_hours_and_prices_of_each_cluster_and_marks() -> None:
     rows = [line.split() for line in lines[2:6]]
     run = ranked[0].run
     assert run and run.seconds and run.gpu_hours
-    assert rows[0][:4] == ["→", "16", "x", "h100-sxm"] and f"{run.seconds / 3600:.3g}" in rows[0]
+    assert rows[0][:4] == ["→", "16", "x", "h100-sxm"] and number(run.seconds / 3600) in rows[0]
     assert number(run.gpu_hours) in rows[0] and f"{run.cost:,.2f}" in rows[0]
     assert {row[0] for row in rows[1:3]} == {"×"} and rows[3][-2:] == ["nothing", "fits"]
     assert lines[6] == "→ chosen · × misses --by or --budget"
@@ -380,3 +383,16 @@ def test_the_table_fits_its_terminal(width: int) -> None:
     lines = text(clusters_table(in_order(every, ranked), ranked[0]), width).splitlines()
     assert max(map(len, lines)) <= width
     assert any("EUR" in line for line in lines[:3])
+    assert any("step" in line for line in lines[:2])
+    assert any("hours" in line for line in lines[:2]) == (width >= 80)
+
+
+def test_machines_on_a_slow_usual_network_are_named() -> None:
+    """RTX 4090 come in workstations of four on 10 Gb/s Ethernet, where a renter's machine may have eight."""
+    assert slow_network(machines(8, "rtx-4090")) == (
+        "8 x rtx-4090 (not measured) are taken for 2 machines of 4 with 0.31 GB/s per GPU between them; set "
+        "cluster.gpus_per_node and cluster.network if yours differ."
+    )
+    settings = ClusterConfig(gpu="rtx-4090", gpus=8, gpus_per_node=8)
+    for cluster in (machines(4, "rtx-4090"), machines(16), cluster_of(settings), machines(4, "cpu")):
+        assert slow_network(cluster) == ""

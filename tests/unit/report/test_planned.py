@@ -160,8 +160,8 @@ def test_a_model_without_optimizer_state_is_explained_too():
 
 
 def test_seconds_have_three_or_four_digits():
-    assert [seconds(each) for each in (0, 0.0123, 3.456, 73.8, 1234.5)] == [
-        "0 s", "12.3 ms", "3.46 s", "73.80 s", "1,234 s",
+    assert [seconds(each) for each in (0, 0.0123, 0.094, 3.456, 73.8, 1234.5)] == [
+        "0 s", "12.3 ms", "94.0 ms", "3.46 s", "73.80 s", "1,234 s",
     ]  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def test_layouts_stand_side_by_side_and_notable_differences_are_marked():
     assert text.splitlines()[1].split() == ["B", NAMES[2], "does", "not", "fit"]
     assert rows["peak"].split()[3:] == ["64.0", "GiB", "100", "GiB", "+36.0", "GiB*"]
     assert rows["W"].split()[2:] == ["32.0", "GiB", "50.0", "GiB", "+18.0", "GiB*"]
-    assert rows["step"].split()[2:] == ["8.00", "s", "8.05", "s", "+50", "ms"]  # less than 1 %
+    assert rows["step"].split()[2:] == ["8.00", "s", "8.05", "s", "+50.0", "ms"]  # less than 1 %
     assert rows["MFU"].split()[1:] == ["40.0%", "40.0%"]
     assert "logits" not in text and "pipeline" not in text  # of neither
     assert max(map(len, text.splitlines())) <= 80

@@ -32,10 +32,15 @@ def clusters_table(offers: Sequence[Offer], chosen: Offer) -> RenderableType:
     several = len({offer.plan.cluster.gpu.name for offer in offers}) > 1
     named = several or not chosen.plan.cluster.gpu.measured
 
-    def texts(form: Callable[[Offer, Choice, RunCost], str]) -> list[str]:
-        """form(offer, its layout, its run) for each, "" where nothing fits."""
+    def texts(form: Callable[[Offer, Choice, RunCost], str], *, timed: bool = True) -> list[str]:
+        """form(offer, its layout, its run) for each, "" where nothing fits and, if `timed`, where predicted
+        times mean nothing.
+        """
         return [
-            form(offer, offer.choice, offer.run) if offer.choice and offer.run else "" for offer in offers
+            form(offer, offer.choice, offer.run)
+            if offer.choice and offer.run and (offer.plan.cluster.timed or not timed)
+            else ""
+            for offer in offers
         ]
 
     columns = {
@@ -58,7 +63,7 @@ def clusters_table(offers: Sequence[Offer], chosen: Offer) -> RenderableType:
             f"step\n{common_error(choices, 'time')}",
             texts(lambda _, choice, run: seconds(choice.seconds.total)),
         ),
-        "memory": Column("memory", texts(lambda _, choice, run: of_capacity(choice))),
+        "memory": Column("memory", texts(lambda _, choice, run: of_capacity(choice), timed=False)),
         **cost_columns([offer.run for offer in offers]),
         "gain": Column("speed-up", texts(lambda offer, *_: f"{speed(offer) / speed(_first(offers)):.2f} ×")),
         "efficiency": Column("efficiency", texts(lambda offer, *_: f"{efficiency(offer, offers):.1%}")),
@@ -66,18 +71,20 @@ def clusters_table(offers: Sequence[Offer], chosen: Offer) -> RenderableType:
     costs = [name for name in ("hours", "gpu_hours", "cost", "million") if name in columns]
     start = ("mark", "gpus", "layout")
     used = [f"{sign} {meaning}" for sign, meaning in MARKS.items() if sign in marks]
-    timed = all(offer.plan.cluster.timed for offer in offers)
+    cheap = [name for name in costs if name != "gpu_hours"]
+    timed = [offer.plan.cluster.timed for offer in offers]
+    predicted = ("speed", "step") if all(timed) else ("speed", "step", "memory")
     return Fitted(
         columns,
         (
-            (*start, "speed", "step", *costs, "gain", "efficiency"),
-            (*start, "speed", "step", *costs, "efficiency"),
-            (*start, "speed", *costs, "efficiency"),
-            (*start, "speed", *costs),
-            (*start, *(costs or ["speed"])),
-            (*start, *(costs[-2:] or ["speed"])),
+            (*start, *predicted, *costs, "gain", "efficiency"),
+            (*start, *predicted, *costs, "efficiency"),
+            (*start, *predicted, *costs),
+            (*start, *predicted, *cheap),
+            (*start, *predicted[1:], *cheap),
+            (*start, *predicted[1:], *cheap[-1:]),
         )
-        if timed
+        if any(timed)
         else ((*start, "memory"),),
         lambda _: iter([Text(" · ".join(used), style="dim")]),
     )
@@ -126,4 +133,4 @@ def efficiency(offer: Offer, offers: Sequence[Offer]) -> float:
 
 
 def _first(offers: Sequence[Offer]) -> Offer:
-    return next(offer for offer in offers if offer.choice)
+    return next(offer for offer in offers if offer.choice and offer.plan.cluster.timed)

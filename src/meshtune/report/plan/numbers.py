@@ -56,8 +56,8 @@ def common_error(choices: Iterable[Choice | None], quantity: str) -> str:
 
 
 def number(value: float) -> str:
-    """A number with three digits, or from 100 on all digits before the point: "0.123", "12.3", "1,234"."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    """A number with three digits, or from 100 on all digits before the point: "0.123", "12.0", "1,234"."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
 
 
 def seconds(value: float) -> str:
