@@ -176,7 +176,7 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
         attention=numbers.attention if model.attention == "auto" else model.attention,
         lora_r=config.lora.r if config.method == "lora" else None,
         positions=numbers.positions,
-        notes=tuple(filter(None, (numbers.text_part, experts_note(numbers), beyond))),
+        notes=tuple(filter(None, (numbers.text_part, experts_note(numbers), dora_note(config), beyond))),
     )
     return workload.compiled() if config.train.compile else workload
 
@@ -193,6 +193,16 @@ def experts_note(numbers: ModelNumbers) -> str | None:
         f"{count(census.total)} parameters. Layouts have no expert parallelism: they are of "
         f"{', '.join(['dp', *axes])} and ZeRO alone. No measured run of such a model validates these times; "
         "the measured peaks of small ones are 20 to 40 % larger than predicted."
+    )
+
+
+def dora_note(config: Config) -> str | None:
+    """A sentence on what predicted times leave out of DoRA; None for other methods."""
+    if config.method != "lora" or not config.lora.use_dora:
+        return None
+    return (
+        "lora.use_dora: each forward also computes the norms of all adapted rows, and rescales their "
+        "outputs. Predicted times leave that out; they are too short, most with few tokens a micro-batch."
     )
 
 

@@ -128,6 +128,18 @@ def test_sequences_beyond_the_positions_are_said(words: list[str], said: bool) -
     assert positions_note(loaded, None, None) is None
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["method=lora", "lora.use_dora=true"], True), (["method=lora"], False), (["method=full"], False)],
+)
+def test_a_plan_says_that_its_times_leave_out_doras_norms(
+    tmp_path: Path, words: list[str], said: bool
+) -> None:
+    made("llama").save_pretrained(tmp_path)
+    notes = api.plan(config.load(None, settings(tmp_path, "data.seq_len=256", *words))).as_dict()["notes"]
+    assert [note.startswith("lora.use_dora: ") for note in notes] == [True] * said
+
+
 def test_a_plan_says_that_a_sequence_is_beyond_the_positions(tmp_path: Path) -> None:
     made("llama").save_pretrained(tmp_path)
     words = settings(tmp_path, "data.seq_len=1024")
