@@ -27,6 +27,8 @@ from meshtune.layout import Layout
 from meshtune.plan.export import EXPORTERS, Exported, export, refused
 from meshtune.plan.export import exported as shared
 from meshtune.plan.export.megatron import stage_layers
+from meshtune.plan.hardware import attention_kernel
+from meshtune.plan.tools import TOOLS
 
 COLUMNS = "data.columns={prompt: question, completion: answer}"
 PARALLEL = {  # what each tool runs; gpus_per_node is 8
@@ -723,6 +725,8 @@ def test_megatron_is_told_what_the_plan_counts_on(
     flags = megatron_flags(result, saved(result, tmp_path))
     assert flags.keys().isdisjoint(off.split()) and flags.keys() >= {*on.split()}
     assert flags["cross-entropy-fusion-impl"] == "te"  # 2 bytes a logit, as its memory is counted
+    assert flags.get("attention-backend", "fused") == "fused"  # cuDNN's, in Megatron's words
+    assert attention_kernel(TOOLS["megatron"].stack) == "cudnn"
 
 
 @pytest.mark.parametrize(
@@ -771,7 +775,7 @@ def test_megatron_keeps_zero_stage_schedule_and_recomputation(
     interleaved = exported("megatron", "pp4-interleaved1f1b-v2-mb1-ga8", "log.to=[console]")
     model, sharding = read("megatron", interleaved, tmp_path, monkeypatch).more
     assert model.virtual_pipeline_model_parallel_size == 2 and not sharding.use_megatron_fsdp
-    assert model.cross_entropy_loss_fusion and model.attention_backend.name == "flash"
+    assert model.cross_entropy_loss_fusion and model.attention_backend.name == "fused"
     assert sharding.grad_reduce_in_fp32
 
 

@@ -170,7 +170,7 @@ def performance(config: Config, layout: Layout, gpus_per_node: int) -> Flags:
         "tp-comm-overlap": layout.sp and layout.tp <= gpus_per_node,  # its buffers are one node's
     }
     if config.train.precision != "fp32":
-        flags["attention-backend"] = "flash"  # which has no fp32, and never writes the scores
+        flags["attention-backend"] = "fused"  # cuDNN's, the stack's kernel: no fp32, and no scores in memory
         flags["accumulate-allreduce-grads-in-fp32"] = config.train.reduce_dtype == "fp32"
     return flags
 
