@@ -334,6 +334,7 @@ def test_a_plan_is_exported_once(tool: str, plan: Plan, tiny: Path, tmp_path: Pa
         ([*EIGHT, "--goal", "fun"], "--goal fun is no goal; goals: speed, cost, gpus, memory"),
         ([*EIGHT, "--max", "everything"], "--max everything is unknown"),
         ([*EIGHT, "--explain", "tpp8"], "'tpp8' is no token; did you mean tp8 or pp8?"),
+        ([*EIGHT, "--explain", "tpp8,dp2-tp3"], "dp2-tp3 can't run on 6 x h100-sxm: tp=3 does not divide"),
         ([*EIGHT, "--explain", "zero3x8-mb3"], "train.global_batch_size is 64"),
         ([*EIGHT, "layout=dp8", "train.global_batch_size=12"], "try train.global_batch_size=16"),
         ([*EIGHT, "layout=dp4"], "The layout is for 4 GPUs, but there are 8: "),

@@ -7,6 +7,7 @@ model.name ─┬─ folder, or the hub's cache ──────────�
 """
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,7 +55,10 @@ def _known(name: str, error: NotFromHub) -> tuple[dict, str]:
     if fields is None:
         near = nearest(name, known_names())
         known = f"Without the hub the shape of {' and of '.join(near)} is known. " if near else ""
-        remedy = "A typical Llama of its size can be planned: meshtune plan --params 8e9."
+        size = re.search(r"\d+(?:\.\d+)?[BM](?![a-z])", name, re.IGNORECASE)
+        remedy = (
+            f"A typical Llama can be planned: meshtune plan --params {size[0].upper() if size else '8B'}."
+        )
         raise UserError([*error.problems, known + remedy]) from error
     return fields, (
         f"The shape of {name} is from meshtune's table plan/models.toml: its config.json is not on this "

@@ -68,8 +68,16 @@ def explained(
     tool: that runs them, as in --for.
     """
     with workloads(config, tool, log) as (workload, _):
+        explanations, problems = [], []
+        for layout in layouts:
+            try:
+                explanations.append(explain(config, workload, layout))
+            except UserError as error:
+                problems += error.problems
+        if problems:
+            raise UserError(problems)
         say(workload.notes, log)
-        return [explain(config, workload, layout) for layout in layouts]
+        return explanations
 
 
 def largest(
@@ -80,8 +88,8 @@ def largest(
     tool: that runs it, as in --for. Raises NothingFits if not even the smallest fits.
     """
     with workloads(config, tool, log) as (workload, _):
-        say(workload.notes, log)
         value, choice = answer.largest(config, workload, quantity)
+        say(workload.notes, log)
         if quantity == "seq_len":
             data = config.data.model_copy(update={"seq_len": value})
             longest = config.model_copy(update={"data": data})

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +69,8 @@ def _stateful(blocks: nn.Module) -> dict[str, bool]:
 
     What lies inside attention belongs to it (a compressor of keys).
     """
-    given = {path: names for path, module in blocks.named_modules() if path and (names := _states(module))}
+    kinds = {path: type(module) for path, module in blocks.named_modules() if path}
+    given = {path: names for path, kind in kinds.items() if (names := _states(kind))}
     attention = tuple(
         path for path, names in given.items()
         if _is_attention(blocks.get_submodule(path)) and not names.intersection(STATES)
@@ -79,9 +80,10 @@ def _stateful(blocks: nn.Module) -> dict[str, bool]:
     return {path: path in attention for path in innermost}
 
 
-def _states(module: nn.Module) -> set[str]:
-    """Parameters of a module's forward that hold a state or a cache."""
-    return set(inspect.signature(type(module).forward).parameters).intersection(STATES + CACHES)
+@cache
+def _states(kind: type[nn.Module]) -> frozenset[str]:
+    """Parameters of a module's forward that hold a state or a cache. kind: the module's class."""
+    return frozenset(inspect.signature(kind.forward).parameters).intersection(STATES + CACHES)
 
 
 def _is_attention(module: nn.Module) -> bool:

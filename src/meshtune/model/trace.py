@@ -296,9 +296,10 @@ def _census(traced: Traced) -> Census:
     head_weight = None if head is None else head.weight
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     matrices, kinds = _matrices_by_block(traced, head_name=names.get(id(head_weight)))
+    blocks_path = _blocks_path(model)
     cores: dict[str, list[Attention]] = defaultdict(list)
     for core in traced.cores:
-        block, _ = _in_block(core.path, _blocks_path(model))
+        block, _ = _in_block(core.path, blocks_path)
         assert block and block in matrices, f"{core.path} is in no block"
         cores[block].append(core.attention)
     parameters = _parameters_by_block(traced, kinds)

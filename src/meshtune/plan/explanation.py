@@ -61,7 +61,10 @@ def explain(config: Config, workload: Workload, text: str) -> Explanation:
     if not partial.whole:
         plan = search(workload, cluster, fixed=partial.given)
         if not (best := plan.best(1) or plan.nearest(1)):
-            raise fits.empty_plan_error(plan)
+            raise fits.Refused(
+                f"{text} can't run on {cluster.gpus} x {cluster.gpu.name}: {sentence}"
+                for sentence in fits.refusals(plan)
+            )
         layout = best[0].layout
     elif {"micro_batch_size", "gradient_accumulation_steps"} - partial.fixed.keys():
         layout = partial.complete(devices=partial.known.world, global_batch_size=workload.global_batch_size)

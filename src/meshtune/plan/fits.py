@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshtune.errors import NothingFits, UserError
+from meshtune.layout import Layout
 from meshtune.plan.candidates import nearest_sizes
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.hardware import catalogue
@@ -39,9 +40,18 @@ def empty_plan_error(plan: Plan, lighter: Lighter = dict) -> UserError:
     if len(plan.near.tp):
         return NothingFits(nothing_fits(plan, lighter))
     where = f"{plan.cluster.gpus} x {plan.cluster.gpu.name}"
+    if plan.fixed:
+        refused = f"No layout of {where} with the fields of it that are fixed can train {plan.workload.model}"
+        return Refused(f"{refused}: {sentence}" for sentence in refusals(plan))
     return Refused(
         f"{plan.workload.model} can't be trained under any layout of {where}: {'; '.join(_reasons(plan))}."
     )
+
+
+def refusals(plan: Plan) -> list[str]:
+    """Sentences that refuse the examples of a plan in which every layout is refused, each once."""
+    examples = [Layout.parse(rejected.example) for rejected in plan.rejected]
+    return list(dict.fromkeys(sentence for one in examples for sentence in plan.workload.refusals(one)))
 
 
 def nothing_fits(plan: Plan, lighter: Lighter = dict) -> list[str]:

@@ -6,6 +6,7 @@ cluster.hardware  a TOML file with more kinds, in hardware.toml's form
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -120,13 +121,19 @@ def table_problems(table: Any) -> Iterator[str]:
         yield f"lacks architecture ({MEANING['architecture']}), which no efficiency_as tells."
     for key, value in table.items():
         if key not in MEANING:
-            yield f"has {key}, which is no fact of a GPU{did_you_mean(nearest(key, MEANING))}"
+            yield f"has {key}, which is no fact of a GPU{did_you_mean(_nearest_keys(key))}"
         elif key == "efficiency":
             yield from _efficiency_problems(value, whole="efficiency_as" not in table)
         elif not _fits(key, value):
-            yield f"{key} = {written(value)}: write {_form(key)}{MEANING[key]}{_hint(key, value)}"
+            shown = json.dumps(value) if isinstance(value, str) else written(value)
+            yield f"{key} = {shown}: write {_form(key)}{MEANING[key]}{_hint(key, value)}"
         elif key in MAXIMA and _is_positive(peak := table.get(MAXIMA[key])) and value > peak:
             yield f"{key} = {written(value)}: no matmul is faster than {MAXIMA[key]} = {written(peak)}."
+
+
+def _nearest_keys(key: str) -> list[str]:
+    """Keys of a kind's table that `key` may stand for: those it begins (memory), else those spelled alike."""
+    return [known for known in MEANING if known.startswith(key)] or nearest(key, MEANING)
 
 
 def _fits(key: str, value: Any) -> bool:
@@ -160,7 +167,8 @@ def _hint(key: str, value: Any) -> str:
         "link_kind": LINK_KINDS, "architecture": ARCHITECTURES, "efficiency_as": tuple(catalogue())
     }  # fmt: skip
     choices = of_keys.get(key, ())
-    return did_you_mean(nearest(value, choices) if isinstance(value, str) else [])
+    near = nearest(value, choices) if isinstance(value, str) else []
+    return did_you_mean(near) if near or key != "efficiency_as" else f": {', '.join(choices)}."
 
 
 def _efficiency_problems(efficiency: Any, *, whole: bool) -> Iterator[str]:

@@ -19,7 +19,7 @@ from meshtune.plan.cost import NO_BOUNDS, UNPLANNED, Bounds, RunCost, RunLength,
 from meshtune.plan.fits import Lighter
 from meshtune.plan.hardware import GIGA
 from meshtune.plan.search import Choice, Plan, search
-from meshtune.units import duration
+from meshtune.units import duration, significant
 
 DIFFERENCES = {  # goal -> clause on how much more another cluster takes
     "speed": "a step takes {} time there",
@@ -128,11 +128,11 @@ def _nearest_miss(offers: Sequence[Offer], bounds: Bounds) -> list[str]:
     offer = min(offers, key=lambda offer: bounds.factor(offer.run))
     run, factor = offer.run, bounds.factor(offer.run)
     assert offer.choice and run and run.seconds and run.steps
-    paid = "" if run.cost is None else f" and {money(run.cost, run.currency)}"
+    paid = "" if run.cost is None else f" and a cost of {money(run.cost, run.currency)}"
+    excess = f"{factor - 1:.0%} too much" if factor < 2 else f"{significant(factor, 3)} times the limit"
     sentences = [
         f"No cluster that was tried {bounds.wanted(run.currency)}.",
-        f"The nearest is {offer.title} with {offer.choice.layout}: {duration(run.seconds)}{paid}, "
-        f"{factor - 1:.0%} too much.",
+        f"The nearest is {offer.title} with {offer.choice.layout}: {duration(run.seconds)}{paid}, {excess}.",
     ]
     remedies = [bounds.remedy(run)]
     if offer.misses == ("by",) and (larger := _larger(offer, bounds)):

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from meshtune.model import trace as trace_module
+from meshtune.model.anatomy import anatomy
 from meshtune.model.trace import census, census_of
 from meshtune.placement.census import attended_pairs, palm_flops, step_flops
 
@@ -198,6 +199,17 @@ def test_a_tied_head_stays_in_the_common_figure():
 def test_the_value_needs_no_torch():
     code = "import meshtune.placement.census, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_parts_of_a_model_are_looked_for_as_often_whatever_its_depth(monkeypatch):
+    calls = []
+    monkeypatch.setattr(trace_module, "anatomy", lambda model: calls.append(model) or anatomy(model))
+    counts = []
+    for blocks in (2, 6):
+        calls.clear()
+        census_of(eager(BloomConfig(hidden_size=32, n_layer=blocks, n_head=4, vocab_size=256)))
+        counts.append(len(calls))
+    assert counts[0] == counts[1] > 0, "a second on every tenth block of a deep model"
 
 
 def test_one_model_read_from_two_paths_is_traced_once(tmp_path, monkeypatch):

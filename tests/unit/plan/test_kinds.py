@@ -64,14 +64,15 @@ def test_a_number_is_a_name() -> None:
 
 
 WRONG = {
-    "words": ("H100", "words = H100: write words in the name that the driver reports"),
-    "bf16": ("fast", "bf16 = fast: write a number above 0, dense TFLOP/s in bf16"),
+    "words": ("H100", 'words = "H100": write words in the name that the driver reports'),
+    "bf16": ("fast", 'bf16 = "fast": write a number above 0, dense TFLOP/s in bf16'),
     "memory_gib": (-3, "memory_gib = -3: write a number above 0, memory in GiB"),
     "network": (True, "network = true: write a number above 0, GB/s per GPU to other machines"),
     "link": (float("inf"), "link = Infinity: write a number above 0"),
     "node": (4.5, "node = 4.5: write a whole number from 1 on, GPUs of a machine"),
-    "link_kind": ("nvlnk", "link_kind = nvlnk: write nvlink, pcie or xgmi; did you mean nvlink?"),
-    "efficiency_as": ("h100-smx", "efficiency_as = h100-smx: write the kind whose measured"),
+    "link_kind": ("nvlnk", 'link_kind = "nvlnk": write nvlink, pcie or xgmi; did you mean nvlink?'),
+    "efficiency_as": ("h100-smx", 'efficiency_as = "h100-smx": write the kind whose measured'),
+    "memory": (80, "has memory, which is no fact of a GPU; did you mean memory_gib?"),
     "bandwith": (1, "has bandwith, which is no fact of a GPU; did you mean bandwidth?"),
     "efficiency": ({"atention": 0.3, "matmul": 0}, "efficiency has atention, which is none; did you mean"),
 }
@@ -107,8 +108,8 @@ def test_all_problems_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
         kinds_of(str(file))
     text = str(raised.value)
     for part in (
-        "[one] lacks fp32 (", "[one] lacks efficiency_as (", "[one] bf16 = fast", "[one] memory_gib = -3",
-        "[two] lacks bf16 (", "[two] link_kind = x: write nvlink, pcie or xgmi", "[three] = ",
+        "[one] lacks fp32 (", "[one] lacks efficiency_as (", '[one] bf16 = "fast"', "[one] memory_gib = -3",
+        "[two] lacks bf16 (", '[two] link_kind = "x": write nvlink, pcie or xgmi', "[three] = ",
     ):  # fmt: skip
         assert part in text
 
@@ -175,6 +176,6 @@ def test_no_measured_matmul_is_faster_than_the_peak() -> None:
     problems = list(table_problems(GOOD | {"matmul_max": 2000, "architecture": "hoper"}))
     assert problems == [
         "matmul_max = 2000: no matmul is faster than bf16 = 989.4.",
-        "architecture = hoper: write that of its attention kernels, ada, blackwell, cdna3, volta, cpu, "
+        'architecture = "hoper": write that of its attention kernels, ada, blackwell, cdna3, volta, cpu, '
         "ampere or hopper; did you mean hopper?",
     ]

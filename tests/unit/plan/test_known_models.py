@@ -230,13 +230,18 @@ def test_a_model_that_nobody_knows_is_answered_with_what_works(answers: dict[str
         model_file(config.load(None, ["model.name=someone/else"])),
     ):
         pass
-    assert raised.value.problems[-1].endswith("meshtune plan --params 8e9.")
+    assert raised.value.problems[-1].endswith("meshtune plan --params 8B.")
+    with (
+        pytest.raises(UserError, match=r"meshtune plan --params 70B\."),
+        model_file(config.load(None, ["model.name=someone/else-9-70b"])),
+    ):
+        pass
     with (
         pytest.raises(UserError, match=r"Without the hub the shape of meta-llama/Llama-3\.1-8B is known\."),
         model_file(config.load(None, ["model.name=meta-lama/llama-3.1-8B"])),
     ):
         pass
-    assert answers["requests"] == 2
+    assert answers["requests"] == 3
 
 
 # models that do not exist #

@@ -4,9 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from meshtune import config
 from meshtune.layout import Layout
 from meshtune.plan.changes import variations
 from meshtune.plan.cluster import cluster_of
+from meshtune.plan.explanation import explain
+from meshtune.plan.fits import Refused
 from meshtune.plan.levers import changes, levers, neighbours
 from meshtune.plan.models import models
 from meshtune.plan.search import explained
@@ -34,6 +37,16 @@ def test_a_neighbour_has_the_same_gpus_and_global_batch(text):
     for _, _, other in near:
         assert (other.world, other.global_batch_size) == (layout.world, layout.global_batch_size), other
         assert other != layout and Layout.parse(str(other)) == other
+
+
+def test_a_layout_that_no_micro_batch_runs_is_explained_with_what_to_write():
+    settings = ["model.name=x", "cluster.gpu=h100-sxm", "cluster.gpus=8", "train.global_batch_size=64"]
+    workload = replace(WORKLOAD, global_batch_size=64)
+    for text, remedy in (("zero3x8-full33", "write full, or full31 or less."), ("dp2-tp3", "try tp=2.")):
+        with pytest.raises(Refused) as refused:
+            explain(config.load(None, settings), workload, text)
+        for problem in refused.value.problems:
+            assert problem.startswith(f"{text} can't run on ") and problem.endswith(remedy)
 
 
 def test_every_degree_recomputation_schedule_and_setting_is_tried():

@@ -33,6 +33,7 @@ from meshtune.plan.workload import Workload
 from meshtune.report.plan.clusters import clusters_table
 from meshtune.report.plan.numbers import number
 from meshtune.sections import ClusterConfig
+from meshtune.units import significant
 
 ERROR = accuracy("meshtune", "h100-sxm").time or 0.0
 SEQUENCES, TOKENS = 64, 4096
@@ -234,6 +235,15 @@ def test_the_lowest_memory_is_that_of_layouts_that_keep_the_deadline() -> None:
     assert choice.memory.peak == found.memory.peak[allowed].min()
 
 
+def test_a_limit_that_is_missed_by_far_is_said_as_a_factor() -> None:
+    bounds = Bounds(budget=1.0)
+    every = offers(plan(8), bounds=bounds)
+    with pytest.raises(NothingFits) as refused:
+        compare(every, "speed", bounds)
+    assert every[0].run and every[0].run.cost
+    assert f", {significant(every[0].run.cost, 3)} times the limit." in refused.value.problems[1]
+
+
 def test_the_nearest_miss_has_its_numbers_and_what_would_do() -> None:
     run = offers(plan(16))[0].run
     assert run and run.seconds and run.cost and run.steps
@@ -246,7 +256,11 @@ def test_the_nearest_miss_has_its_numbers_and_what_would_do() -> None:
     best = min(every, key=lambda offer: bounds.factor(offer.run))
     assert best.choice and best.run
     factor = bounds.factor(best.run)
-    assert f"{best.title} with {best.choice.layout}: " in nearest and f"{factor - 1:.0%} too much" in nearest
+    assert (
+        f"{best.title} with {best.choice.layout}: " in nearest
+        and f", {significant(factor, 3)} times the limit." in nearest
+    )
+    assert " and a cost of " in nearest
     steps = int(remedy.split("train.max_steps=")[1].rstrip("."))
     shorter = RunLength(steps, steps)
     assert not offer_of(best.plan, "speed", shorter, bounds).misses

@@ -624,6 +624,15 @@ def test_a_model_that_no_layout_takes_is_refused_with_the_reasons() -> None:
     assert "computes its attention inside the model" in str(error)
 
 
+def test_fixed_fields_that_no_layout_takes_are_refused_with_what_to_write() -> None:
+    w, cluster = workload("llama-3.1-8b", 64), machines(8)
+    plan = search(w, cluster, fixed=given("zero3x8-full32"))
+    assert not len(plan) and not len(plan.near.tp)
+    (sentence,) = fits.empty_plan_error(plan).problems
+    assert "with the fields of it that are fixed" in sentence
+    assert sentence.endswith("32 blocks in 1 stage are 32 a stage; write full, or full31 or less.")
+
+
 # sentences #
 
 
