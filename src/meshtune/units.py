@@ -74,7 +74,7 @@ def duration(seconds: float, *, like: float | None = None) -> str:
         return f"{1000 * seconds:.1f} ms"
     if size < 1:
         return f"{seconds:.2f} s"
-    if size < 60:
+    if size < 60 or round(seconds) < 60:
         return f"{seconds:.1f} s" if size < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

@@ -31,7 +31,7 @@ from meshtune.plan.search import Plan, search
 from meshtune.plan.sizes import Size, clusters_of, sizes_of
 from meshtune.plan.workload import Workload
 from meshtune.report.plan.clusters import clusters_table
-from meshtune.report.plan.numbers import number
+from meshtune.report.plan.numbers import number, of_capacity
 from meshtune.sections import ClusterConfig
 from meshtune.units import significant
 
@@ -410,3 +410,11 @@ def test_machines_on_a_slow_usual_network_are_named() -> None:
     settings = ClusterConfig(gpu="rtx-4090", gpus=8, gpus_per_node=8)
     for cluster in (machines(4, "rtx-4090"), machines(16), cluster_of(settings), machines(4, "cpu")):
         assert slow_network(cluster) == ""
+
+
+def test_the_goal_memory_has_a_column_of_peaks() -> None:
+    every = offers(plan(8), plan(16), goal="memory")
+    chosen = compare(every, "memory")[0]
+    lines = text(clusters_table(every, chosen, memory=True), 160).splitlines()
+    assert chosen.choice and of_capacity(chosen.choice) in next(line for line in lines if line[0] == "→")
+    assert " GiB" not in text(clusters_table(every, chosen), 160)

@@ -940,12 +940,17 @@ REFUSED = [
         "torchtitan",
         "mb1-ga1",
         ["method=lora"],
-        "trains every parameter; for method=lora use --export axolotl",
+        "trains every parameter; axolotl and llamafactory train with method=lora",
     ),
     ("torchtitan", "ulysses2-mb1-ga1", [], "or plan cp2"),
     ("torchtitan", "pp16-interleaved1f1b-v3-mb1-ga16", [], "into 48 stages; write v2 instead of v3"),
     ("torchtitan", "cp2-tp2-mb1-ga1", ["data.seq_len=100"], "do not divide data.seq_len = 100; try 96"),
-    ("megatron", "mb1-ga1", ["method=lora"], "trains every parameter; for method=lora use --export axolotl"),
+    (
+        "megatron",
+        "mb1-ga1",
+        ["method=lora"],
+        "trains every parameter; axolotl and llamafactory train with method=lora",
+    ),
     ("megatron", "zero3x2-pp2-1f1b-mb1-ga2", [], "with pp2 write zero1x2, or zero3x4 without pp"),
     ("megatron", "cp2-mb1-ga1", ["data.seq_len=102"], "do not divide data.seq_len = 102; try 104"),
     ("megatron", "mb2-ga3", [], "write mb1-ga6 instead of mb2-ga3"),
@@ -1108,6 +1113,7 @@ SAID = [
     ),
     ("llamafactory", "mb1-ga1", ["method=lora", "train.precision=fp32"], "holds for the adapter alone"),
     ("llamafactory", "mb1-ga1", ["data.train=[]"], "data.train is empty"),
+    ("axolotl", "mb1-ga1", ["data.train=[]"], "data.train is empty: fill in the key datasets."),
     ("llamafactory", "mb1-ga1", ["data.format=text", "data.columns={}"], "texts that attend to each other"),
 ]  # fmt: skip
 

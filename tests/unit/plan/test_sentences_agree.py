@@ -17,6 +17,7 @@ from meshtune.plan.models import models
 from meshtune.plan.search import Plan, search
 from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig
+from meshtune.units import duration
 
 
 def machines(gpus: int, gpu: str = "h100-sxm") -> Cluster:
@@ -101,3 +102,9 @@ def test_options_without_use_are_refused(layouts: bool, most: str | None, more: 
 def test_options_with_use_are_taken() -> None:
     check_options(False, None, "megatron", **(NONE | {"to": Path("x"), "top": 3, "comparing": True}))
     check_options(True, None, None, **(NONE | {"plot": Path("x.html")}))
+
+
+def test_a_short_part_of_a_long_time_has_no_minutes() -> None:
+    assert [duration(seconds, like=89.0) for seconds in (0.4, 9.0, 59.6, 89.0)] == [
+        "0 s", "9 s", "1 min 0 s", "1 min 29 s",
+    ]  # fmt: skip

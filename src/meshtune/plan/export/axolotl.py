@@ -265,6 +265,8 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
     """Sentences on what the tool runs differently, or leaves to be done by hand."""
     kinds = {row_format(config.data, source) for source in config.data.train}
     yield from fsdp_differences(TOOL, config, layout)
+    if not config.data.train:
+        yield "data.train is empty: fill in the key datasets."
     if selective_lora(config, layout):
         yield f"{TOOL} saves attention but no matmuls with LoRA: recompute=selective recomputes more."
     if layout.cp > 1:

@@ -43,8 +43,8 @@ def training_problems(tool: Tool, config: Config) -> Iterator[str]:
         yield f"{tool.title} doesn't train in train.precision={train.precision}; use fp32 or bf16."
     if config.method not in tool.methods:
         yield (
-            f"{tool.title} trains every parameter; for method={config.method} use --export axolotl or "
-            "llamafactory."
+            f"{tool.title} trains every parameter; axolotl and llamafactory train with "
+            f"method={config.method}."
         )
     if train.optimizer not in EXPORTED_OPTIMIZERS:
         yield (

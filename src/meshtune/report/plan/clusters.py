@@ -21,11 +21,12 @@ from meshtune.report.plan.numbers import common_error, number, of_capacity, plus
 MARKS = {"→": "chosen", "=": "ties with it", "×": "misses --by or --budget"}
 
 
-def clusters_table(offers: Sequence[Offer], chosen: Offer) -> RenderableType:
+def clusters_table(offers: Sequence[Offer], chosen: Offer, *, memory: bool = False) -> RenderableType:
     """Table of the best layout of each cluster, in the order given.
 
     "speed-up" compares tokens/s of whole clusters with the first that has a layout, "efficiency" tokens/s/GPU
     with the smallest cluster of the same kind. Hours and prices have a column where they are known.
+    memory: whether peaks have one, as they have beside processors, whose times mean nothing.
     """
     marks = [mark(offer, chosen) for offer in offers]
     choices = [offer.choice for offer in offers]
@@ -73,7 +74,7 @@ def clusters_table(offers: Sequence[Offer], chosen: Offer) -> RenderableType:
     used = [f"{sign} {meaning}" for sign, meaning in MARKS.items() if sign in marks]
     cheap = [name for name in costs if name != "gpu_hours"]
     timed = [offer.plan.cluster.timed for offer in offers]
-    predicted = ("speed", "step") if all(timed) else ("speed", "step", "memory")
+    predicted = ("speed", "step", "memory") if memory or not all(timed) else ("speed", "step")
     return Fitted(
         columns,
         (

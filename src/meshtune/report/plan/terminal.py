@@ -45,7 +45,10 @@ def answer(result: Answer, most: int, written: Written | None = None) -> Rendera
     reasoning = section("How it was reached", result.reasoning, numbered=True)
     parts: list[RenderableType] = [head, target, *notes, reasoning]
     if len(result.offers) > 1:
-        parts += [title("Clusters"), clusters_table(result.offers, result.chosen)]
+        parts += [
+            title("Clusters"),
+            clusters_table(result.offers, result.chosen, memory=result.goal == "memory"),
+        ]
     parts += [Padding(Text(sentence), (0, 0, 0, 2)) for sentence in (*result.comparison, *result.left_out)]
     parts += [
         title(f"{len(plan):,} of {plan.considered:,} layouts were ranked; the best"),
