@@ -175,6 +175,9 @@ def ask(
         sizes = [Size(gpus) for gpus in (cluster_sizes(cluster) if smaller else [cluster.gpus])]
     clusters, problems, unused = clusters_of(sizes, config)
     check_bounds(clusters, goal, bounds)
+    if config.cluster_config.price_per_gpu_hour and not any(cluster.price for cluster in clusters):
+        kinds = ", ".join(dict.fromkeys(cluster.gpu.name for cluster in clusters))
+        unused.append(f"cluster.price_per_gpu_hour has no price of {kinds}.")
     offers = []
     for cluster in clusters:
         try:

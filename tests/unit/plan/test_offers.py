@@ -356,6 +356,14 @@ def test_bounds_and_budgets_need_the_length_of_the_run() -> None:
         ask(read, workload(), goal="fun")
 
 
+def test_prices_that_have_none_of_the_kind_are_named() -> None:
+    words = ["cluster.gpu=h100-sxm", "cluster.gpus=8", "train.max_steps=9"]
+    said = "cluster.price_per_gpu_hour has no price of h100-sxm."
+    for prices, sentences in (("{a100-80: 2}", [said]), ("{a100-80: 2, h100-sxm: 3}", []), ("2", [])):
+        answer = ask(load(*words, f"cluster.price_per_gpu_hour={prices}"), workload())
+        assert answer.comparison == sentences
+
+
 def test_a_budget_tries_smaller_clusters_too() -> None:
     read = load(
         "cluster.gpu=h100-sxm", "cluster.gpus=16", "train.max_steps=9", "cluster.price_per_gpu_hour=2"

@@ -13,7 +13,7 @@ from meshtune.plan.search import Choice
 from meshtune.plan.seconds.step import PARTS, Seconds
 from meshtune.report.draw.colours import COLOURS, MEMORY, TIME
 from meshtune.report.plan.bars import LETTERS, Bar, blocks
-from meshtune.report.plan.numbers import seconds
+from meshtune.report.plan.numbers import of_capacity, seconds
 from meshtune.report.plan.side_by_side import side_by_side
 from meshtune.report.plan.tables import explanation, layouts_table
 from meshtune.report.plan.terminal import section
@@ -176,6 +176,16 @@ def test_layouts_stand_side_by_side_and_notable_differences_are_marked():
     assert rows["MFU"].split()[1:] == ["40.0%", "40.0%"]
     assert "logits" not in text and "pipeline" not in text  # of neither
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_layouts_of_different_clusters_stand_side_by_side_with_their_gpus():
+    lines = shown(side_by_side([choice(), choice("zero3x16-mb1-ga4")]), 80).splitlines()
+    assert lines[0].split() == ["A", NAMES[1], "on", "8", "GPUs"]
+    assert lines[1].split() == ["B", "zero3x16-mb1-ga4", "on", "16", "GPUs"]
+
+
+def test_a_peak_above_a_thousand_gib_has_its_separator():
+    assert of_capacity(choice(gib=1296.8)) == "1,296.8 / 79.1 GiB"
 
 
 @pytest.mark.parametrize("width", [50, 80, 160])

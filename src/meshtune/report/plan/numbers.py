@@ -25,7 +25,7 @@ def time_parts(choice: Choice) -> dict[str, float]:
 
 def of_capacity(choice: Choice) -> str:
     """Peak and capacity of a GPU in GiB, as "65.1 / 79.1 GiB"."""
-    return f"{choice.memory.peak / GIB:.1f} / {choice.cluster.memory / GIB:.1f} GiB"
+    return f"{choice.memory.peak / GIB:,.1f} / {choice.cluster.memory / GIB:.1f} GiB"
 
 
 def nonzero(names: Sequence[str], parts: Iterable[Mapping[str, float]]) -> list[str]:

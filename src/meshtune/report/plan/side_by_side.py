@@ -28,7 +28,7 @@ from meshtune.report.plan.numbers import (
     speed_unit,
     time_parts,
 )
-from meshtune.units import human
+from meshtune.units import counted, human
 
 if TYPE_CHECKING:
     from meshtune.plan.search import Choice
@@ -53,9 +53,13 @@ def side_by_side(choices: Sequence[Choice]) -> RenderableType:
     Behind the other layouts stand their differences from the first. choices: 2 to 26 layouts.
     """
     letters = string.ascii_uppercase[: len(choices)]
+    sizes = {choice.layout.world for choice in choices}
     names = [
         Text.assemble(
-            (letter, "bold"), f"  {choice.layout}", ("" if choice.fits else "  does not fit", "red")
+            (letter, "bold"),
+            f"  {choice.layout}",
+            f"  on {counted(choice.layout.world, 'GPU')}" if len(sizes) > 1 else "",
+            ("" if choice.fits else "  does not fit", "red"),
         )
         for letter, choice in zip(letters, choices, strict=True)
     ]
