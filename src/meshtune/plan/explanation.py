@@ -71,6 +71,12 @@ def explain(config: Config, workload: Workload, text: str) -> Explanation:
     else:
         layout = partial.known
     explanation = _explained(workload, cluster, layout)
+    if (gpus := config.cluster_config.gpus) not in (None, layout.world):
+        other = (
+            f"{layout} has {counted(layout.world, 'rank')}, but cluster.gpus is {gpus}; the prediction is "
+            f"for {layout.world}."
+        )
+        explanation = replace(explanation, against=(*explanation.against, other))
     if layout.global_batch_size != workload.global_batch_size:
         return explanation
     return replace(explanation, length=run_length(config))

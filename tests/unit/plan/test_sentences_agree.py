@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 
 from meshtune.commands.plan import check_options
-from meshtune.config import load
+from meshtune.config import Config, load
 from meshtune.errors import UserError
 from meshtune.layout import PartialLayout
 from meshtune.plan import advice
 from meshtune.plan.accuracy import accuracy
 from meshtune.plan.changes import changes
 from meshtune.plan.cluster import Cluster, cluster_of
+from meshtune.plan.explanation import explain
 from meshtune.plan.export import tool_for
 from meshtune.plan.models import models
 from meshtune.plan.search import Plan, search
@@ -108,3 +109,13 @@ def test_a_short_part_of_a_long_time_has_no_minutes() -> None:
     assert [duration(seconds, like=89.0) for seconds in (0.4, 9.0, 59.6, 89.0)] == [
         "0 s", "9 s", "1 min 0 s", "1 min 29 s",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("gpus", [None, 8, 16])
+def test_another_number_of_gpus_than_the_layouts_is_named(gpus: int | None) -> None:
+    cluster = {"gpu": "h100-sxm"} | ({"gpus": gpus} if gpus else {})
+    settings = {"model": {"name": "any"}, "cluster": cluster, "train": {"global_batch_size": 64}}
+    found = explain(Config.model_validate(settings), workload("llama-3.1-8b", 64, 2048), "zero3x8-mb2-ga4")
+    said = "zero3x8-mb2-ga4 has 8 ranks, but cluster.gpus is 16; the prediction is for 8."
+    assert found.choice.cluster.gpus == 8
+    assert found.against == ((said,) if gpus == 16 else ())
