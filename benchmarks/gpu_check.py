@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -270,10 +271,7 @@ def kernels() -> dict[str, Any]:
         queries, keys, values = (
             torch.randn(1, heads, length, 128, **make, requires_grad=True) for heads in (32, 8, 8)
         )
-        documents = ((length,),)
-
-        def forward(inputs: Any = (queries, keys, values), own: Any = documents) -> Any:
-            return varlen(*inputs, own, 128**-0.5, None)
+        forward = partial(varlen, queries, keys, values, ((length,),), 128**-0.5, None)
 
         def both(run: Any = forward) -> None:
             out = run()
