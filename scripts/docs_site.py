@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[1]
 # Files beside docs/ that pages link to; those not in the navigation are reached by links.
 OUTSIDE = (
     *("CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "LICENSE", "quickstart/README.md"),
-    *("examples/*.yaml", "src/meshtune/plan/*.toml", "validation/*"),
+    *("examples/*.yaml", "examples/*.toml", "src/meshtune/plan/*.toml", "src/meshtune/plan/typical.py"),
+    *("validation/*", "validation/data/*.md"),
     *("benchmarks/**/*.md", "benchmarks/results/*"),
 )
 LINK = re.compile(r"(\]\()([^)#:\s]+)((?:#[^)\s]*)?\))")
