@@ -49,7 +49,7 @@ NOBODY = "~nosuchuser/x"
         lambda run: report([Path(NOBODY)]),
         lambda run: export(Path(NOBODY), run / "to"),
         lambda run: export(run, Path(NOBODY)),
-        lambda run: plan(["model.name=llama-3.1-8b"], to=Path(NOBODY)),
+        lambda run: plan(["model.name=llama-3.1-8b"], export="megatron", to=Path(NOBODY)),
         lambda run: plan(["model.name=llama-3.1-8b"], plot=Path(f"{NOBODY}.png")),
     ],
     ids=["target", "env --model", "report", "export", "export to", "plan --to", "plan --plot"],
