@@ -257,11 +257,11 @@ def kernels() -> dict[str, Any]:
     import torch
 
     from meshtune.attention.cuda import varlen
-    from meshtune.plan.hardware import named
+    from meshtune.plan.hardware import catalogue, named
     from meshtune.plan.kernels import kernel_on
 
     gpu = named(torch.cuda.get_device_name())
-    planned = kernel_on("flash-2", gpu) if gpu else None
+    planned = kernel_on("flash-2", gpu, catalogue()) if gpu else None
     make = {"device": "cuda", "dtype": torch.bfloat16}
     found: dict[str, Any] = {"matmul": {"planned": gpu and gpu.matmul_max / 1e12}, "attention": {}}
     for size in (4096, 8192, 16384):

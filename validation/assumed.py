@@ -3,9 +3,10 @@
 A completed row has an `assumed` column that lists them; "": nothing is assumed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from measured import LORA_RANK, Row, origins, trains_adapters, why_not
+from peaks import recomputation_that_fits
 
 # tables of NVIDIA, Meta and torchtune: some rows leave fields out
 SOURCES = (
@@ -16,18 +17,12 @@ NAMES = {"rtx4090": "rtx-4090"}  # GPU kinds under other names than hardware.tom
 RACK = {"gb200": "72", "gb300": "72"}  # their tables count trays of 4 GPUs as nodes, but NVLink joins 72
 
 
-def completed(rows: Sequence[Row], recomputation: Callable[[Row], str]) -> list[Row]:
-    """The rows, with what those of SOURCES leave out: see `layout_of`, `recomputation` and LORA_RANK.
-
-    recomputation: returns the mode of a row, all else of which is known.
-    """
-    return [
-        _completed(row, recomputation) if row["id"].startswith(SOURCES) else row | {"assumed": ""}
-        for row in rows
-    ]
+def completed(rows: Sequence[Row]) -> list[Row]:
+    """The rows, with what those of SOURCES leave out: `layout_of`, `recomputation_that_fits`, LORA_RANK."""
+    return [_completed(row) if row["id"].startswith(SOURCES) else row | {"assumed": ""} for row in rows]
 
 
-def _completed(row: Row, recomputation: Callable[[Row], str]) -> Row:
+def _completed(row: Row) -> Row:
     left_out = {name: value for name, value in layout_of(row).items() if not row[name]}
     assumed = [f"{name} {value}" for name, value in left_out.items()]
     found = row | left_out | {"gpu": NAMES.get(row["gpu"], row["gpu"])}
@@ -39,7 +34,7 @@ def _completed(row: Row, recomputation: Callable[[Row], str]) -> Row:
     if not row["recompute"]:
         tried = found | {"recompute": "none", "assumed": "all but its recomputation"}
         if not why_not(tried, origins()):
-            found["recompute"] = recomputation(tried)
+            found["recompute"] = recomputation_that_fits(tried)
             assumed.append(f"recompute {found['recompute']}")
     return found | {"assumed": "; ".join(assumed)}
 

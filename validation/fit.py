@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from assumed import completed
@@ -34,7 +35,6 @@ from measured import (
     why_not,
     work_of,
 )
-from peaks import recomputation_that_fits
 
 from meshtune.plan.hardware import catalogue, stacks
 from meshtune.plan.seconds.step import step
@@ -94,6 +94,11 @@ def spread(free: Mapping[str, float], start: Mapping[str, float]) -> dict[str, f
 
 
 @cache
+def _tables(file: str) -> dict[str, dict[str, Any]]:
+    return tomllib.loads((PLAN / file).read_text("utf-8"))
+
+
+@cache
 def _bearers(key: str) -> list[str]:
     """Names of fitted constants whose value this key may take, nearest first.
 
@@ -105,13 +110,13 @@ def _bearers(key: str) -> list[str]:
     kind, name, field = key.split(".")
     names = [name]
     if kind == "gpu":
-        kinds = tomllib.loads((PLAN / "hardware.toml").read_text("utf-8"))
+        kinds = _tables("hardware.toml")
         while field not in kinds[names[-1]].get("efficiency", {}):
             names.append(kinds[names[-1]]["efficiency_as"])
         if "efficiency_as" not in kinds[names[-1]]:
             names.append(names[-1].split("-")[0])
     if kind == "stack":
-        tables = tomllib.loads((PLAN / "stacks.toml").read_text("utf-8"))
+        tables = _tables("stacks.toml")
         while field not in tables[name] and "like" in tables[name]:
             name = tables[name]["like"]
             names.append(name)
@@ -249,7 +254,7 @@ def apply(constants: Mapping[str, float]) -> None:
 def fitted_on(files: Sequence[Path]) -> list[Row]:
     """The rows that can be predicted, in 16 and in 8 bits, without adapters and those of UNFITTED."""
     among = origins()
-    rows = completed([row for file in files for row in read(file)], recomputation_that_fits)
+    rows = completed([row for file in files for row in read(file)])
     return [
         row
         for row in rows

@@ -47,7 +47,6 @@ from peaks import (
     peaks,
     published,
     ran_out,
-    recomputation_that_fits,
     why_apart,
 )
 
@@ -236,7 +235,7 @@ def adapters(rows: Sequence[Row], measured: np.ndarray) -> dict[str, list[float]
 def validate(rows: Sequence[Row]) -> tuple[dict[str, Any], list[Row], np.ndarray]:
     """Return the whole comparison, the rows that were predicted, and their predicted throughput."""
     among = origins()
-    rows = completed(rows, recomputation_that_fits)
+    rows = completed(rows)
     reasons = [why_not(row, among) for row in rows]
     skipped = [row for row, reason in zip(rows, reasons, strict=True) if reason]
     kept = [row for row, reason in zip(rows, reasons, strict=True) if reason is None]

@@ -126,7 +126,7 @@ def gpu_of(name: str, table: Mapping[str, Any], tables: Mapping[str, Mapping[str
     """
     as_of = table.get("efficiency_as")
     others = _tables("hardware.toml") if tables is None else tables
-    efficiency = efficiency_of(table, others)
+    efficiency = _efficiency(table, others)
     return Gpu(
         name=name,
         words=tuple(table["words"]),
@@ -157,10 +157,10 @@ def _inherited(table: Mapping[str, Any], key: str, others: Mapping[str, Mapping[
     return table[key] if key in table else _inherited(others[table["efficiency_as"]], key, others)
 
 
-def efficiency_of(table: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _efficiency(table: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The table's efficiencies, and those that it lacks of the kind in its `efficiency_as`."""
     other = others.get(table.get("efficiency_as", ""))
-    return (efficiency_of(other, others) if other else {}) | dict(table.get("efficiency", {}))
+    return (_efficiency(other, others) if other else {}) | dict(table.get("efficiency", {}))
 
 
 def _matmul_max(table: Mapping[str, Any], precision: str, others: Mapping[str, Mapping[str, Any]]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -30,16 +31,14 @@ class Kernel:
     backward: float  # time per FLOP of the backward, over the forward's
 
 
-def kernel_on(name: str, gpu: Gpu) -> Kernel:
+def kernel_on(name: str, gpu: Gpu, kinds: Mapping[str, Gpu]) -> Kernel:
     """A kernel of kernels.toml on a GPU kind, scaled by the rate of its fastest matmul where it was measured
-    on another one.
+    on another one of `kinds`, the catalogue.
     """
-    from meshtune.plan.hardware import catalogue
-
     architecture = gpu.architecture
     while (table := _tables()[name].get(architecture)) is None:
         architecture = STANDS_FOR[architecture]
-    faster = gpu.matmul_max / catalogue()[table["on"]].matmul_max
+    faster = gpu.matmul_max / kinds[table["on"]].matmul_max
     rates = (rate * TERA * faster for rate in table["forward"])
     return Kernel(*rates, keys=table["keys"], backward=table["backward"])
 

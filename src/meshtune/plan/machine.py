@@ -10,7 +10,7 @@ import numpy as np
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.placement.states import copies_of
 from meshtune.plan.cluster import NETWORK_SHARE
-from meshtune.plan.hardware import Gpu, attention_kernel, stacks
+from meshtune.plan.hardware import Gpu, attention_kernel, catalogue, stacks
 from meshtune.plan.kernels import kernel_on
 from meshtune.precision import PRECISIONS
 from meshtune.units import Number
@@ -146,7 +146,7 @@ def machine_of(workload: Workload, cluster: Cluster) -> Machine:
 
 def attention_rates(stack: str, gpu: Gpu) -> dict[str, float]:
     """Fields of Machine that a stack's attention kernel on a GPU kind decides, by name."""
-    kernel = kernel_on(attention_kernel(stack), gpu)
+    kernel = kernel_on(attention_kernel(stack), gpu, catalogue())
     return {
         "attention_64": kernel.heads_64,
         "attention_128": kernel.heads_128,

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from own_kind import OWN_KIND
 
 from meshtune.config import Config
 from meshtune.errors import UserError
@@ -76,29 +77,12 @@ def test_a_run_leaves_the_margin_of_its_settings_free() -> None:
     assert cluster_here(usual, 8, [("NVIDIA H100 80GB HBM3", 79e9)] * 8).margin == 0.04
 
 
-OWN = """
-[own]
-words = ["Own"]
-bf16 = 400
-fp32 = 50
-memory_gib = 64
-bandwidth = 2000
-link = 200
-link_kind = "nvlink"
-node = 4
-network = 50
-multiprocessors = 100
-source = "measured here"
-efficiency_as = "h100-sxm"
-"""
-
-
 def test_a_kind_of_ones_own_is_measured_if_it_has_a_matmul_rate(tmp_path: Path) -> None:
     file = tmp_path / "own.toml"
-    file.write_text(OWN)
+    file.write_text(OWN_KIND)
     assert machines("own", hardware=str(file)).margin == 0.1
     assert machines("own", hardware=str(file), efficiency={"matmul": 0.7}).margin == 0.04
-    file.write_text(f"{OWN}efficiency = {{matmul = 0.7}}\n")
+    file.write_text(f"{OWN_KIND}efficiency = {{matmul = 0.7}}\n")
     assert machines("own", hardware=str(file)).margin == 0.04
 
 

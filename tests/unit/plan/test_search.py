@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from own_kind import OWN_KIND
 
 from meshtune.errors import NothingFits, UserError
 from meshtune.layout import (
@@ -819,37 +820,20 @@ def test_an_unknown_kind_gets_its_nearest(name: str) -> None:
         machines(8, name)
 
 
-FILE = """
-[tpu-like]
-words = ["Like"]
-bf16 = 400
-fp32 = 50
-memory_gib = 64
-bandwidth = 2000
-link = 200
-link_kind = "nvlink"
-node = 4
-network = 50
-multiprocessors = 100
-source = "measured here"
-efficiency_as = "h100-sxm"
-"""
-
-
 def test_a_file_describes_other_kinds(tmp_path: Path) -> None:
-    (tmp_path / "own.toml").write_text(FILE)
-    cluster = machines(8, "tpu-like", hardware=str(tmp_path / "own.toml"))
+    (tmp_path / "own.toml").write_text(OWN_KIND)
+    cluster = machines(8, "own", hardware=str(tmp_path / "own.toml"))
     assert (cluster.node, cluster.memory, cluster.gpu.bf16) == (4, 64 * 2**30, 400e12)
     assert len(search(workload("llama-3.2-1b", 8), cluster))
     for text, said in (
-        (FILE.replace("bandwidth = 2000\n", ""), r"\[tpu-like\] lacks bandwidth \(GB/s of its memory\)"),
+        (OWN_KIND.replace("bandwidth = 2000\n", ""), r"\[own\] lacks bandwidth \(GB/s of its memory\)"),
         ("[", "is not TOML"),
     ):
         (tmp_path / "own.toml").write_text(text)
         with pytest.raises(UserError, match=said):
-            machines(8, "tpu-like", hardware=str(tmp_path / "own.toml"))
+            machines(8, "own", hardware=str(tmp_path / "own.toml"))
     with pytest.raises(UserError, match=r"cannot be read: No such file"):
-        machines(8, "tpu-like", hardware=str(tmp_path / "none.toml"))
+        machines(8, "own", hardware=str(tmp_path / "none.toml"))
 
 
 def test_measured_efficiencies_go_before_the_catalogues() -> None:
