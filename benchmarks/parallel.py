@@ -56,6 +56,7 @@ from meshtune.parallel.mesh import World, join
 from meshtune.train import build, choose, inputs
 from meshtune.train.heap import releasing
 from meshtune.train.model import single_model
+from meshtune.train.step import Counts
 from meshtune.watch import HangLimits
 
 SEQ_LEN, ROWS_PER_STEP = 96, 8
@@ -82,13 +83,11 @@ def meshtune(settings: Config) -> tuple[Iterator[Any], Step]:
     phase = releasing(run.memory.phase, run.world.device)
 
     def step(batch: Batch) -> tuple[float, Any]:
-        share = run.passes.forward_backward(batch, phase)
-        loss, squares = run.world.sum_over_ranks(share, run.optimizer.local_squared_norm())
-        norm = math.sqrt(squares)
-        run.optimizer.clip(norm, run.max_grad_norm)
-        with phase("optimizer"):
-            run.optimizer.step(LEARNING_RATE)
-        return loss, norm
+        done = run.passes.step(
+            run.passes.localise(batch), Counts(batch.label_tokens), phase,
+            learning_rate=LEARNING_RATE, max_grad_norm=run.max_grad_norm,
+        )  # fmt: skip
+        return done.loss, done.norm
 
     return iter(run.loader), step
 
@@ -103,7 +102,7 @@ def rival(
     """
     quiet()
     world = join(choose.choose_together(settings).layout, torch.device("cpu"))
-    model = single_model(build.model_spec(settings, attention), world.device)
+    model = single_model(build.model_spec(settings, attention, world.device.type), world.device)
     trained, gradients = make(model, world)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 

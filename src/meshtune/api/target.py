@@ -163,7 +163,7 @@ def open_model(target: Target, device: str | None = None) -> Opened:
         config = config.model_copy(update={"model": config.model.model_copy(update=of_folder)})
     unpacked = config.data.model_copy(update={"packing": False})  # generating packs nothing
     attention = choose.attention_of(config.model_copy(update={"data": unpacked}), Layout(), 1)
-    spec = build.model_spec(config, attention)
+    spec = build.model_spec(config, attention, place.type)
     if target.step is not None and target.run is not None:
         tokenizer = inputs.tokenizer_of(config.model, config.data)
         apply_template(tokenizer, config.data.chat_template)

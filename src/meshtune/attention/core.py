@@ -1,13 +1,14 @@
 """Causal attention inside documents, by the fastest kernel that can do it.
 
-    kernel   where                  what runs
-    fused    CPU                    one fused call per document, into one output buffer (cpu.py)
-    varlen   CUDA, 16 bit           one variable-length flash call for the micro-batch (cuda.py)
-    flex     CUDA, softcap, sinks   flex attention with a block mask (cuda.py)
-    plain    anywhere               scaled_dot_product_attention per document, with plain autograd
+    kernel   of                     what runs
+    fused    cpu                    one fused call per document, into one output buffer (cpu.py)
+    varlen   cuda, 16 bit           one variable-length flash call for the micro-batch (cuda.py)
+    flex     cuda, softcap, sinks   flex attention with a block mask (cuda.py)
+    plain    either                 scaled_dot_product_attention per document, with plain autograd
 
 `plain` does what the others can't: dropout, fp32 on CUDA, head sizes that the kernels refuse. A kernel is a
-plain value: whoever calls may name one, and `fastest_kernel` is the choice without a name.
+plain value: whoever calls may name one, and `fastest_kernel` is the choice without a name. So is the kind of
+device whose kernels run (`kernels`): a model is told it when it is built (train/model.py).
 """
 
 from itertools import groupby
@@ -25,16 +26,16 @@ Kernel = Literal["fused", "varlen", "flex", "plain"]
 
 
 def fastest_kernel(
-    q: Tensor, v: Tensor, dropout: float, softcap: float | None, sinks: Tensor | None = None
+    q: Tensor, v: Tensor, dropout: float, softcap: float | None, sinks: Tensor | None, kernels: str
 ) -> Kernel:
     """Name of the fastest kernel that can do it, for queries and values [batch, heads, seq, head_dim].
 
     dropout: probability, 0 for none. softcap: cap c in c · tanh(score / c) of the scaled scores; None: none.
-    sinks: as in `attend_documents`.
+    sinks: as in `attend_documents`. kernels: "cpu" or "cuda", the kind of device whose kernels can run.
     """
     if dropout or q.shape[-1] != v.shape[-1]:
         return "plain"
-    if not q.is_cuda:
+    if kernels != "cuda":
         return "fused"
     if softcap is not None or sinks is not None:
         return "flex"
@@ -45,6 +46,7 @@ def fastest_kernel(
 def attend_documents(
     q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, dropout: float, softcap: float | None,
     window: int | None, *, kernel: Kernel | None = None, sinks: Tensor | None = None,
+    kernels: str | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention inside each document: q [batch, heads, seq, head_dim] -> the same, zeros for padding.
 
@@ -53,9 +55,11 @@ def attend_documents(
     `fastest_kernel`. window: keys that a query sees at most, its own included; None: all earlier ones.
     kernel: None for the fastest; one that is named ignores what it can't do (only "plain" has dropout,
     "varlen" neither softcap nor sinks). sinks [heads]: score of one more key that every query of a head sees,
-    whose value is zero (gpt-oss, arXiv:2508.10925, section 2.3); None: none.
+    whose value is zero (gpt-oss, arXiv:2508.10925, section 2.3); None: none. kernels: as in `fastest_kernel`;
+    None: those of the tensors' own device.
     """
-    match kernel or fastest_kernel(q, v, dropout, softcap, sinks):
+    kernels = kernels or q.device.type
+    match kernel or fastest_kernel(q, v, dropout, softcap, sinks, kernels):
         case "fused":
             padded = any(sum(row) < q.shape[2] for row in documents)
             return fused(q, k, v, runs_of(documents, window), padded, scale, softcap, sinks)
@@ -64,24 +68,27 @@ def attend_documents(
         case "flex":
             return flex(q, k, v, documents, scale, softcap, window, sinks)
         case _:
-            return _one_by_one(q, k, v, documents, scale, dropout, softcap, window, sinks)
+            return _one_by_one(
+                q, k, v, documents, scale, dropout, softcap, window, sinks=sinks, kernels=kernels
+            )
 
 
 def attend_runs(
     q: Tensor, k: Tensor, v: Tensor, runs: QueryRuns, scale: float, dropout: float, softcap: float | None,
-    *, kernel: Kernel | None = None, sinks: Tensor | None = None,
+    *, kernel: Kernel | None = None, sinks: Tensor | None = None, kernels: str | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal attention where a rank's queries are other columns than its keys (context parallelism).
 
     q [batch, heads, queries, head_dim], k and v [batch, kv_heads, keys, head_dim] -> shaped as q. runs: which
     queries see which keys, with the window; queries in no run get zeros. scale, dropout, softcap, kernel,
-    sinks: as in `attend_documents`.
+    sinks, kernels: as in `attend_documents`.
     """
+    kernels = kernels or q.device.type
     if not runs.runs:
         # Padding alone. The other ranks gather in their backward, so this one needs a backward too, and
         # something saved, or recomputation would not gather again.
         return fused(q, k, v, (), True, scale, softcap, sinks)
-    match kernel or fastest_kernel(q, v, dropout, softcap, sinks):
+    match kernel or fastest_kernel(q, v, dropout, softcap, sinks, kernels):
         case "fused":
             return fused(q, k, v, tuple(blocks_of(runs)), True, scale, softcap, sinks)
         case "varlen":
@@ -93,7 +100,9 @@ def attend_runs(
     for run in blocks_of(runs):
         run_q = q[run.rows, :, run.queries]
         run_k, run_v = (x[run.rows, :, run.keys] for x in (k, v))
-        out[run.rows, :, run.queries] = _plain(run_q, run_k, run_v, scale, dropout, softcap, run, sinks)
+        out[run.rows, :, run.queries] = _plain(
+            run_q, run_k, run_v, scale, dropout, softcap, run, sinks=sinks, kernels=kernels
+        )
     return out
 
 
@@ -102,7 +111,7 @@ def attend_runs(
 
 def _plain(
     q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float, softcap: float | None, run: QueryRun,
-    sinks: Tensor | None,
+    *, sinks: Tensor | None, kernels: str,
 ) -> Tensor:  # fmt: skip
     """Attention of one run, q [batch, heads, queries, head_dim] -> the same, under plain autograd.
 
@@ -112,7 +121,7 @@ def _plain(
     mask = additive_mask(run, q.dtype, q.device)
     gqa = q.shape[1] != k.shape[1]
     by_hand = softcap is not None or sinks is not None
-    if gqa and (by_hand or q.is_cuda):  # the memory-efficient CUDA kernel knows no grouped heads
+    if gqa and (by_hand or kernels == "cuda"):  # the memory-efficient CUDA kernel knows no grouped heads
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         gqa = False
     if not by_hand:
@@ -138,7 +147,7 @@ def _plain(
 
 def _one_by_one(
     q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, dropout: float, softcap: float | None,
-    window: int | None, sinks: Tensor | None,
+    window: int | None, *, sinks: Tensor | None, kernels: str,
 ) -> Tensor:  # fmt: skip
     """Same as `attend_documents`, by one `_plain` call per document.
 
@@ -155,7 +164,8 @@ def _one_by_one(
         for length, (part_q, part_k, part_v) in zip(lengths, slices, strict=False):
             whole = slice(0, length)
             run = QueryRun(whole, whole, whole, window if window is not None and window < length else None)
-            parts.append(_plain(part_q, part_k, part_v, scale, dropout, softcap, run, sinks))
+            part = _plain(part_q, part_k, part_v, scale, dropout, softcap, run, sinks=sinks, kernels=kernels)
+            parts.append(part)
         last = rows[0].new_zeros(*rows[0].shape[:2], padding, rows[2].shape[-1])
         outs.append(torch.cat([*parts, last], dim=2))
     return torch.cat(outs)

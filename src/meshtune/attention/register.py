@@ -16,7 +16,7 @@ here: a silently wrong result is never possible.
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from meshtune.attention.core import attend_documents
 from meshtune.attention.runs import checked_lengths
+from meshtune.model.anatomy import Anatomy
 from meshtune.model.attention_arguments import no_mask, unsupported
 from meshtune.model.body import ATTENTION_NAMES, Documents
 
@@ -38,6 +39,15 @@ def register() -> None:
         # A compiled block runs it as it is: traced, every new set of document lengths would be compiled anew.
         AttentionInterface.register(name, torch.compiler.disable(function))
         AttentionMaskInterface.register(name, no_mask)
+
+
+def use_kernels(model: nn.Module, anatomy: Anatomy, kernels: str) -> None:
+    """Make the attention of each block run the kernels of one kind of device, "cpu" or "cuda", in place.
+
+    Without it a module's attention runs those of the device that its tensors are on.
+    """
+    for module in model.get_submodule(anatomy.blocks).modules():
+        vars(module)["kernels"] = kernels
 
 
 def document_attention(
@@ -76,18 +86,17 @@ def document_attention(
             "called without them, or this family does not pass keyword arguments down to its attention; then "
             "use model.attention=sdpa, without packing."
         )
-    context = vars(module).get(
-        "context"
-    )  # set where other ranks have the other columns (parallel/context.py)
+    own = vars(module)
+    context = own.get("context")  # set where other ranks have the other columns (parallel/context.py)
+    attend = partial(context or attend_documents, sinks=s_aux, kernels=own.get("kernels"))
     ranks = context.axis.size if context else 1
     lengths = checked_lengths(documents, query.shape[0], query.shape[2] * ranks)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     arguments = (query, key, value, lengths, scale, dropout, softcap, sliding_window)
-    attend = context or attend_documents
     if recompute and torch.is_grad_enabled():
-        out = checkpoint(attend, *arguments, sinks=s_aux, use_reentrant=False, preserve_rng_state=dropout > 0)
+        out = checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=dropout > 0)
     else:
-        out = attend(*arguments, sinks=s_aux)
+        out = attend(*arguments)
     return out.transpose(1, 2), None
 
 

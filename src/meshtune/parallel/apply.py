@@ -5,7 +5,7 @@
                   ─> Stage      pp       this rank's blocks                           pipeline.py
                   ─> recompute           activations that the backward recomputes     recompute.py
                   ─> shard      ZeRO     this rank's shard of what is left            zero.py
-                  ─> materialise         memory for exactly that, and no more
+                  ─> materialise         memory for exactly that, and no more         (`place`)
                   ─> Replicas   dp       gradients summed over the replicas           replicas.py
 
 The model comes with its parameters on meta, so no memory is ever allocated for what other ranks hold. Values
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -193,6 +194,38 @@ def apply(
 ) -> Parallel:
     """Build the parts of `make()` that this rank of `world` runs, with memory but without values.
 
+    A collective call: `cut`, then `place`. The arguments are theirs. Raises UserError as `cut`.
+    """
+    made = cut(
+        make, world, blocks, finish=finish, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype,
+        compile=compile,
+    )  # fmt: skip
+    return place(made, world, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """This rank's stages, their parameters still on meta."""
+
+    stages: list[Stage]
+    anatomy: Anatomy
+    mesh: DeviceMesh | None  # of the ranks that share this rank's parameters; None: it is alone
+    shapes: Mapping[str, tuple[int, ...]]  # as in Parallel
+    splits: Mapping[str, Split]
+
+
+def cut(
+    make: Callable[[], PreTrainedModel],
+    world: World,
+    blocks: Mapping[int, range],
+    *,
+    finish: Finish,
+    compute_dtype: torch.dtype,
+    reduce_dtype: torch.dtype | None,
+    compile: bool = False,
+) -> Cut:
+    """Cut and shard the parts of `make()` that this rank of `world` runs, without memory.
+
     A collective call. make: returns a fresh whole model with its parameters on meta; called once for each of
     this rank's stages. blocks: index of a stage -> numbers of its blocks, for this rank's stages in their
     order. finish: computes the summed loss from the last hidden states. compute_dtype: of the passes, set
@@ -201,7 +234,7 @@ def apply(
     UserError if tp can't split the model.
     """
     layout, mesh = world.layout, parameter_mesh(world)
-    stages, groups = [], []
+    stages = []
     for index, numbers in blocks.items():
         model = make()
         parts = anatomy(model)
@@ -211,7 +244,7 @@ def apply(
             context.attach(model, parts, world.cp, layout.cp_method)
         stage = Stage(model, parts, numbers, index=index, of=layout.stages, finish=finish)
         recompute_blocks(model, parts, layout.recompute, numbers[: layout.recompute_blocks])
-        inside = [model.get_submodule(f"{parts.blocks}.{number}") for number in numbers]
+        inside = stage.own_blocks
         if compile:
             for block in inside:
                 block.compile()
@@ -223,12 +256,25 @@ def apply(
                 head=model.get_submodule(parts.head) if stage.last else None,
                 compute_dtype=compute_dtype, reduce_dtype=reduce_dtype,
             )  # fmt: skip
-        materialise(stage, world.device)
         stages.append(stage)
-        groups += groups_of(stage, inside)
+    return Cut(stages, parts, mesh, shapes, splits)
+
+
+def place(
+    made: Cut, world: World, *, compute_dtype: torch.dtype, reduce_dtype: torch.dtype | None
+) -> Parallel:
+    """Allocate memory for the stages of `cut` on `world.device`, and connect them.
+
+    compute_dtype, reduce_dtype: those that they were cut with.
+    """
+    layout, stages, mesh = world.layout, made.stages, made.mesh
+    groups = []
+    for stage in stages:
+        materialise(stage, world.device)
+        groups += groups_of(stage, stage.own_blocks)
     pipeline = Pipeline(stages, world, compute_dtype) if world.pp.size > 1 else None
     replicas = Replicas(groups[::-1], mesh, reduce_dtype) if mesh is not None and not layout.zero else None
-    return Parallel(world, parts, stages, shapes, splits, pipeline, replicas)
+    return Parallel(world, made.anatomy, stages, made.shapes, made.splits, pipeline, replicas)
 
 
 def width_multiple(layout: Layout) -> int:

@@ -101,7 +101,7 @@ class AllGather:
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, dropout: float,
-        softcap: float | None, window: int | None, *, sinks: Tensor | None = None,
+        softcap: float | None, window: int | None, *, sinks: Tensor | None = None, kernels: str | None = None,
     ) -> Tensor:  # fmt: skip
         """Attention of this rank's queries: [batch, heads, seq / cp, head_dim], as q.
 
@@ -110,7 +110,7 @@ class AllGather:
         """
         k, v = self._whole(torch.cat((k, v), -1)).split((k.shape[-1], v.shape[-1]), -1)
         runs = _runs_of_rank(documents, q.shape[SEQ], self.axis.size, self.axis.index, window)
-        return attend_runs(q, k, v, runs, scale, dropout, softcap, sinks=sinks)
+        return attend_runs(q, k, v, runs, scale, dropout, softcap, sinks=sinks, kernels=kernels)
 
     def _whole(self, x: Tensor) -> Tensor:
         """All-gather the ranks' columns, into the order of the whole row; gradients are reduce-scattered."""
@@ -153,7 +153,7 @@ class Ulysses:
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, dropout: float,
-        softcap: float | None, window: int | None, *, sinks: Tensor | None = None,
+        softcap: float | None, window: int | None, *, sinks: Tensor | None = None, kernels: str | None = None,
     ) -> Tensor:  # fmt: skip
         """Attention of this rank's queries: [batch, heads, seq / cp, head_dim], as q.
 
@@ -165,7 +165,9 @@ class Ulysses:
             k, v = (x.repeat_interleave(times, HEADS) for x in (k, v))
         q, k, v = (_AllToAll.apply(x, self.axis, HEADS, SEQ) for x in (q, k, v))
         own = None if sinks is None else sinks.chunk(self.axis.size)[self.axis.index]
-        out = attend_documents(q, k, v, documents, scale, dropout, softcap, window, sinks=own)
+        out = attend_documents(
+            q, k, v, documents, scale, dropout, softcap, window, sinks=own, kernels=kernels
+        )
         return _AllToAll.apply(out, self.axis, SEQ, HEADS)  # type: ignore[return-value]
 
     def _repeats(self, heads: int, kv_heads: int) -> int:

@@ -132,11 +132,11 @@ class World:
         return self.rank == 0
 
 
-def join(layout: Layout, device: torch.device) -> World:
+def join(layout: Layout, device: torch.device, *, host_backend: str = "gloo") -> World:
     """Make the world of `layout`, a collective call: every rank makes it, after torch.distributed's default
     process group is initialised (not needed for one rank).
 
-    device: of this rank. `host_group` and `checkpoint_group` are made with gloo. Raises UserError when the
+    device: of this rank. host_backend: of `host_group` and `checkpoint_group`. Raises UserError when the
     number of ranks is not the layout's.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -158,7 +158,7 @@ def join(layout: Layout, device: torch.device) -> World:
     )
     # Checkpoints are written while training goes on: in a group of their own, or collectives would mix.
     host_group, checkpoint_group = (
-        dist.new_group(backend="gloo", timeout=timedelta(minutes=30)) for _ in range(2)
+        dist.new_group(backend=host_backend, timeout=timedelta(minutes=30)) for _ in range(2)
     )
     return World(layout, device, dist.get_rank(), axes, mesh, host_group, checkpoint_group)
 

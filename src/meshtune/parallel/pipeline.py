@@ -68,6 +68,10 @@ class Stage(nn.Module):
             self._cut()
 
     @property
+    def own_blocks(self) -> list[nn.Module]:
+        return [self.model.get_submodule(f"{self.anatomy.blocks}.{number}") for number in self.blocks]
+
+    @property
     def first(self) -> bool:
         return self.index == 0
 

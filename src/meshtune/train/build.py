@@ -74,7 +74,7 @@ def build(
     if config.hub.push_to and world.main:  # after the data: a refused file leaves no empty repository
         try_repository(config.hub.push_to, private=config.hub.private)
     model = rank_model(
-        model_spec(config, choice.attention, embeddings=embeddings_needed(inputs.tokenizer)),
+        model_spec(config, choice.attention, device.type, embeddings=embeddings_needed(inputs.tokenizer)),
         world,
         optimizer=optimizer_spec(config),
         tokens_per_sequence=config.data.seq_len,
@@ -242,10 +242,11 @@ def claim_together(
     return run_folder, resumed, claim
 
 
-def model_spec(config: Config, attention: str, *, embeddings: int = 0) -> ModelSpec:
+def model_spec(config: Config, attention: str, kernels: str, *, embeddings: int = 0) -> ModelSpec:
     """The model of a config as plain values.
 
-    attention: of Choice, never "auto". embeddings: rows that the tokenizer needs; 0: as many as there are.
+    attention: of Choice, never "auto". kernels: torch's name of the kind of device. embeddings: rows that the
+    tokenizer needs; 0: as many as there are.
     """
     train = config.train
     return ModelSpec(
@@ -254,6 +255,7 @@ def model_spec(config: Config, attention: str, *, embeddings: int = 0) -> ModelS
         revision=config.model.revision,
         trust_remote_code=config.model.trust_remote_code,
         attention=attention,
+        kernels=kernels,
         precision=train.precision,
         reduce_dtype=train.reduce_dtype,
         lora=LoraSpec(**dict(config.lora)) if config.method == "lora" else None,

@@ -19,6 +19,7 @@ from meshtune.errors import Interrupted, NonFinite, UserError, explained, is_out
 from meshtune.parallel.mesh import World
 from meshtune.rundir import RunDir, disk_is_full
 from meshtune.train.heap import releasing
+from meshtune.train.step import Counts
 from meshtune.units import counted
 
 if TYPE_CHECKING:
@@ -112,23 +113,14 @@ def train(run: Run) -> None:
             data_seconds = time.perf_counter() - started
 
             now.step += 1
+            rate, counts = run.learning_rate(now.step), Counts(batch.label_tokens, *run.flops(batch))
+            micro_batches = run.passes.localise(batch)
             with run.memory.watching(now.step):
-                share = run.passes.forward_backward(batch, phase)
-                # One all_reduce for all that the ranks must agree on before the update.
-                loss, squares, count, flops, flops_6n = run.world.sum_over_ranks(
-                    share, run.optimizer.local_squared_norm(), run.passes.count(), *run.flops(batch)
+                done = run.passes.step(
+                    micro_batches, counts, phase, learning_rate=rate, max_grad_norm=run.max_grad_norm
                 )
-                loss, norm = run.passes.per_count(batch, loss, math.sqrt(squares), count)
-                rate = run.learning_rate(now.step)
-                finite = math.isfinite(loss) and math.isfinite(norm)
-                if finite:
-                    run.optimizer.clip(norm, run.max_grad_norm)
-                    with phase("optimizer"):
-                        run.optimizer.step(rate)
-                else:
-                    run.optimizer.zero_grad()
             evaluating = due(now.step, run.evaluate_every, run.steps)
-            saving = due(now.step, run.checkpoint_every, run.steps) and finite
+            saving = due(now.step, run.checkpoint_every, run.steps) and done.finite
             peak_bytes, stopping = run.world.max_over_ranks(
                 run.memory.peak_bytes(), run.stop.requested is not None
             )
@@ -139,18 +131,18 @@ def train(run: Run) -> None:
             now.add(batch.tokens, step_seconds)
 
             run.metrics.train(
-                step=now.step, loss=loss, grad_norm=norm, learning_rate=rate, tokens=batch.tokens,
+                step=now.step, loss=done.loss, grad_norm=done.norm, learning_rate=rate, tokens=batch.tokens,
                 label_tokens=batch.label_tokens, step_seconds=step_seconds, data_seconds=data_seconds,
-                peak_memory_bytes=round(peak_bytes), skipped=not finite,
-                flops=known(flops), flops_6n=known(flops_6n), epoch=run.loader.epochs_at(now.data),
+                peak_memory_bytes=round(peak_bytes), skipped=not done.finite,
+                flops=known(done.flops), flops_6n=known(done.flops_6n), epoch=run.loader.epochs_at(now.data),
             )  # fmt: skip
             if row := run.memory.row(now.step):
                 run.metrics.log(row)
-            after_step(run, finite=finite, first=now.step == first)
-            nonfinite = 0 if finite else nonfinite + 1
-            if not finite:
+            after_step(run, finite=done.finite, first=now.step == first)
+            nonfinite = 0 if done.finite else nonfinite + 1
+            if not done.finite:
                 run.metrics.log_line(
-                    f"Step {now.step} was not applied: loss {loss}, gradient norm {norm}. Batch: "
+                    f"Step {now.step} was not applied: loss {done.loss}, gradient norm {done.norm}. Batch: "
                     f"{batch.origin}."
                 )
             if nonfinite >= run.max_nonfinite_steps or now.step == run.steps == nonfinite:  # none applied

@@ -1,8 +1,9 @@
 """From plain values to this rank's parallel model, optimizer and passes: one path for any number of ranks.
 
-    ModelSpec ─> skeleton (parameters on meta) ─> apply: this rank's stages, split and sharded, with memory
+    ModelSpec ─> skeleton (parameters on meta) ─> cut: this rank's stages, split and sharded  (`structure`)
+                                               ─> place: their memory
                  mapped files or drawn values  ─> fill: this rank's slices of each parameter
-                 OptimizerSpec                 ─> Optimizer over them ─> Passes
+                 OptimizerSpec                 ─> Optimizer over them ─> Passes               (`ready`)
 
 Takes no settings, tokenizer, run folder or tracker.
 """
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from meshtune.attention.register import register
+from meshtune.attention.register import register, use_kernels
 from meshtune.layout import ZERO_BUBBLE, Layout
 from meshtune.model.anatomy import anatomy
 from meshtune.model.census_cache import LoraShape
@@ -29,7 +30,7 @@ from meshtune.model.rope import follow_documents
 from meshtune.model.trace import census_of
 from meshtune.model.trainable import freeze, grow_embeddings, tables
 from meshtune.optim.optimizer import Optimizer, key_of, parts_of
-from meshtune.parallel.apply import Finish, Parallel, apply
+from meshtune.parallel.apply import Cut, Finish, Parallel, cut, place
 from meshtune.parallel.mesh import World
 from meshtune.parallel.noise import Neftune
 from meshtune.parallel.zero import local
@@ -69,6 +70,7 @@ class ModelSpec:
     revision: str | None = None
     trust_remote_code: bool = False
     attention: str = "meshtune"  # the name of a registered attention function
+    kernels: str = "cpu"  # the kind of device whose attention kernels run: "cpu" or "cuda"
     precision: str = "bf16"  # a row of precision.PRECISIONS
     reduce_dtype: str = "fp32"  # gradients of several micro-batches or ranks are summed in it
     lora: LoraSpec | None = None  # None: all parameters are trained
@@ -138,12 +140,37 @@ def rank_model(
     never exists on any rank of several. Adapters are drawn from torch's global generator. Raises UserError
     for whatever is wrong with the model's files, and for a family whose attention pattern can't be kept.
     """
+    made = structure(spec, world, tokens_per_sequence=tokens_per_sequence, token_loss=token_loss)
+    parallel = place(made.cut, world, compute_dtype=spec.compute_dtype, reduce_dtype=spec.sum_dtype)
+    models = [made.whole, *(stage.model for stage in parallel.stages)]
+    adapters = initial_adapters(made.whole)
+    fill_values(spec, parallel.named_pieces(), models, adapters, export=world.main)
+    return ready(spec, made, parallel, optimizer, token_loss)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """One rank's part of a model before it has memory."""
+
+    whole: PreTrainedModel  # the unsharded model, its parameters on meta
+    census: Census  # of the whole model
+    cut: Cut
+    added_embeddings: int  # rows that the embedding gained
+
+
+def structure(
+    spec: ModelSpec, world: World, *, tokens_per_sequence: int, token_loss: TokenLoss | None = None
+) -> Structure:
+    """Cut this rank's part of the model out of its skeleton, without memory; every rank calls it.
+
+    The arguments and errors are those of `rank_model`.
+    """
     layout = world.layout
     whole, added = trainable_skeleton(spec)
     census = census_of(whole)
     stage_blocks = census_stages(census, layout, tokens_per_sequence)
     stages = stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, world.pp.index)
-    parallel = apply(
+    made = cut(
         lambda: trainable_skeleton(spec)[0],
         world,
         {stage: stage_blocks[stage] for stage in stages},
@@ -152,12 +179,21 @@ def rank_model(
         reduce_dtype=spec.sum_dtype,
         compile=spec.compile,
     )
-    models = [whole, *(stage.model for stage in parallel.stages)]
-    fill_values(spec, parallel.named_pieces(), models, initial_adapters(whole), export=world.main)
-    trained = optimizer_of(spec, optimizer, parallel, blocks=f"{anatomy(whole).blocks}.")
+    return Structure(whole, census, made, added)
+
+
+def ready(
+    spec: ModelSpec,
+    made: Structure,
+    parallel: Parallel,
+    optimizer: OptimizerSpec,
+    token_loss: TokenLoss | None = None,
+) -> RankModel:
+    """Give this rank's part of the model, with memory and values, its optimizer and passes."""
+    trained = optimizer_of(spec, optimizer, parallel, blocks=f"{anatomy(made.whole).blocks}.")
     noise = Neftune(spec.neftune_alpha, spec.seed) if spec.neftune_alpha else None
     passes = Passes(parallel, trained, token_loss, noise)
-    return RankModel(spec, whole, census, parallel, trained, passes, added)
+    return RankModel(spec, made.whole, made.census, parallel, trained, passes, made.added_embeddings)
 
 
 def single_model(spec: ModelSpec, device: torch.device) -> PreTrainedModel:
@@ -184,6 +220,7 @@ def trainable_skeleton(spec: ModelSpec) -> tuple[PreTrainedModel, int]:
         trust_remote_code=spec.trust_remote_code,
         revision=spec.revision,
     )
+    use_kernels(model, anatomy(model), spec.kernels)
     follow_documents(model)
     separate_documents(model, anatomy(model).mixers)
     keep_weights(model)

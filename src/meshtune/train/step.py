@@ -7,6 +7,7 @@ micro-batch adds its share of that one quotient, so neither loss nor gradients d
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,10 +18,30 @@ from meshtune.optim.optimizer import Optimizer, key_of, parts_of
 from meshtune.parallel.noise import Neftune, add_noise
 
 if TYPE_CHECKING:
-    from meshtune.data.batch import Batch
+    from meshtune.data.batch import Batch, MicroBatch
     from meshtune.meter.phases import Phase
     from meshtune.parallel.apply import Parallel
     from meshtune.train.token_loss import TokenLoss
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counts of one batch."""
+
+    label_tokens: int  # of all ranks
+    flops: float = 0.0  # this rank's share of what the model needs (mfu.flops_of); NaN: unknown
+    flops_6n: float = 0.0  # by the 6N formula
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One step's result, the same on all ranks; numbers of all ranks."""
+
+    loss: float  # per label token, before the update
+    norm: float  # of the gradients before they are clipped
+    finite: bool  # False: there was no update
+    flops: float
+    flops_6n: float
 
 
 @dataclass(frozen=True)
@@ -39,18 +60,24 @@ class Passes:
         if self.parallel.replicas is not None:
             self.parallel.replicas.watch(self.optimizer)
 
-    def forward_backward(self, batch: Batch, phase: Phase) -> Tensor:
-        """Leave the batch's gradients in `optimizer`, summed over ranks; returns this rank's share of the
-        batch's loss, a scalar.
-
-        The shares of all ranks add up to the loss. `phase(name)` is a context around each "forward" and each
-        "backward", with a pipeline around all of them ("forward and backward"), for meters.
-        """
-        parallel, scale = self.parallel, 1 / max(1, batch.label_tokens)
+    def localise(self, batch: Batch) -> list[MicroBatch]:
+        """This rank's columns of the batch's micro-batches, with their noise, on its device."""
         micro_batches = list(batch.micro_batches)
         if self.neftune is not None:
             micro_batches = [add_noise(each, self.neftune, batch.place) for each in micro_batches]
-        micro_batches = [parallel.localise(micro_batch) for micro_batch in micro_batches]
+        return [self.parallel.localise(micro_batch) for micro_batch in micro_batches]
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], label_tokens: int, phase: Phase
+    ) -> Tensor:
+        """Leave the gradients of a batch in `optimizer`, summed over ranks; returns this rank's share of the
+        batch's loss, a scalar.
+
+        The shares of all ranks add up to the loss. micro_batches: of `localise`. label_tokens: of the batch.
+        `phase(name)` is a context around each "forward" and each "backward", with a pipeline around all of
+        them ("forward and backward"), for meters.
+        """
+        parallel, scale = self.parallel, 1 / max(1, label_tokens)
         parallel.begin(len(micro_batches))
         if parallel.pipeline is not None:
             with phase("forward and backward"):
@@ -75,19 +102,48 @@ class Passes:
         """
         return self.token_loss.take_count() / self.parallel.world.tp.size if self.token_loss else 0.0
 
-    def per_count(self, batch: Batch, loss: float, norm: float, count: float) -> tuple[float, float]:
+    def per_count(self, label_tokens: int, loss: float, norm: float, count: float) -> tuple[float, float]:
         """(Loss, norm of the gradients) per count of a `token_loss` instead of per label token of the batch.
         Scales the gradients, which were made before the count was known.
 
-        count: of all ranks. Where it is 0 both are NaN.
+        label_tokens: of the batch. count: of all ranks. Where it is 0 both are NaN.
         """
-        if self.token_loss is None or count == batch.label_tokens:
+        if self.token_loss is None or count == label_tokens:
             return loss, norm
         if not count:
             return math.nan, math.nan
-        factor = max(1, batch.label_tokens) / count
+        factor = max(1, label_tokens) / count
         self.optimizer.scale(factor)
         return loss * factor, norm * abs(factor)
+
+    def step(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        counts: Counts,
+        phase: Phase,
+        *,
+        learning_rate: float,
+        max_grad_norm: float,
+    ) -> Outcome:
+        """Make one update from a batch, or none if its loss or a gradient is not finite.
+
+        micro_batches: of `localise`. counts: of the batch. phase: as in `forward_backward`; the update is
+        "optimizer". learning_rate: of the update. max_grad_norm: 0 for no clipping.
+        """
+        share = self.forward_backward(micro_batches, counts.label_tokens, phase)
+        # One all-reduce for all that the ranks must agree on before the update.
+        loss, squares, count, flops, flops_6n = self.parallel.world.sum_over_ranks(
+            share, self.optimizer.local_squared_norm(), self.count(), counts.flops, counts.flops_6n
+        )
+        loss, norm = self.per_count(counts.label_tokens, loss, math.sqrt(squares), count)
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        if finite:
+            self.optimizer.clip(norm, max_grad_norm)
+            with phase("optimizer"):
+                self.optimizer.step(learning_rate)
+        else:
+            self.optimizer.zero_grad()
+        return Outcome(loss, norm, finite, flops, flops_6n)
 
     @torch.no_grad()
     def share_tied(self) -> None:

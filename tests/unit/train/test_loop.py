@@ -59,7 +59,8 @@ def test_loss_and_gradients_do_not_depend_on_how_the_global_batch_is_cut(
         batch, _ = next(iter(run.loader))
         counts = [micro_batch.label_tokens for micro_batch in batch.micro_batches]
         assert micro > 1 or max(counts) > 9 * min(counts), "the label counts must be unequal"
-        loss = run.passes.forward_backward(batch, run.memory.phase)
+        passes, phase = run.passes, run.memory.phase
+        loss = passes.forward_backward(passes.localise(batch), batch.label_tokens, phase)
         found.append((float(loss), {b.names[i]: p.grad.clone() for b in run.optimizer.buckets
                                     for i, p in enumerate(b.parameters)}))  # fmt: skip
     for loss, gradients in found[1:]:
@@ -238,8 +239,8 @@ def test_a_non_finite_step_is_not_applied_and_several_in_a_row_stop_the_run(
     )
     honest = run.passes.forward_backward
 
-    def poisoned(batch: Any, phase: Any) -> torch.Tensor:
-        loss = honest(batch, phase)
+    def poisoned(*args: Any) -> torch.Tensor:
+        loss = honest(*args)
         return loss * float("nan") if run.progress.step in (3, 5, 6, 7) else loss
 
     monkeypatch.setattr(type(run.passes), "forward_backward", lambda _, *args: poisoned(*args))
@@ -364,7 +365,7 @@ def test_out_of_memory_names_the_largest_part_and_what_would_fit(
 ) -> None:
     run = build.build(config.load(None, settings()))
 
-    def exhausted(batch: Any, phase: Any) -> torch.Tensor:
+    def exhausted(*_: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.")
 
     monkeypatch.setattr(type(run.passes), "forward_backward", lambda _, *args: exhausted(*args))

@@ -31,7 +31,8 @@ def step(folder: str, layout: str) -> tuple[float, float, int]:
     label_tokens = sum(micro_batch.label_tokens for micro_batch in micro_batches)
     tokens = sum(len(row) for micro_batch in micro_batches for row in micro_batch.documents)
     batch = Batch(tuple(mine), label_tokens=label_tokens, tokens=tokens, origin="")
-    share = model.passes.forward_backward(batch, lambda _: nullcontext())
+    passes = model.passes
+    share = passes.forward_backward(passes.localise(batch), batch.label_tokens, lambda _: nullcontext())
     loss, squares = world.sum_over_ranks(share, model.optimizer.local_squared_norm())
     model.optimizer.step(1e-3)
     return loss, squares**0.5, sum(p.numel() for _, p in model.parallel.named_parameters())
@@ -45,7 +46,8 @@ def gradient_dtypes(folder: str, layout: str, precision: str, reduce_dtype: str)
     model = rank_model(spec, world, optimizer=OptimizerSpec())
     mine = tuple(documents(seed=seed, vocabulary=96) for seed in range(2))
     batch = Batch(mine, label_tokens=sum(m.label_tokens for m in mine), tokens=1, origin="")
-    model.passes.forward_backward(batch, lambda _: nullcontext())
+    passes = model.passes
+    passes.forward_backward(passes.localise(batch), batch.label_tokens, lambda _: nullcontext())
     return {gradient.dtype for gradient in model.optimizer.gradients()}
 
 

@@ -1,0 +1,136 @@
+"""A step of one rank as it happened: its operations, and the storages that they allocated and freed.
+
+    operations   in the order in which the host issued them: each with its phase, module, FLOPs, bytes
+    storages     every allocation of memory: bytes, category (meter/ledger.py), who made it
+    changes      allocations (+) and frees (-), each at an operation: replaying them gives the bytes at any time
+
+Plain values without torch, so that whatever reads a trace (an allocator, streams, pictures) is arithmetic.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+FORWARD, BACKWARD, RECOMPUTATION, UPDATE = "forward", "backward", "recomputation", "optimizer"
+PHASES = (FORWARD, BACKWARD, RECOMPUTATION, UPDATE)
+
+
+@dataclass(slots=True, frozen=True)
+class Collective:
+    """A message between ranks."""
+
+    op: str  # all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, send or receive
+    axis: str  # an axis of layout.AXES, several joined by "+", or "world"
+    ranks: int  # of the group
+    bytes: int  # of the whole tensor: what an all-gather makes, what a reduce-scatter reads; a message's
+    stride: int = 1  # from a rank of the group to its next one in the world
+    peer: int | None = None  # of a send or receive: the other rank in the world
+    waits: bool = True  # the compute stream waits for it where it is issued; False: where its result is read
+
+
+@dataclass(slots=True)
+class Operation:
+    """One operation that was dispatched."""
+
+    name: str  # torch's, such as "aten.mm.default"
+    phase: str  # one of PHASES
+    module: str  # path in the whole model, such as "model.layers.3.mlp.up_proj"; "": outside of modules
+    micro_batch: int  # number in the step, from 0; -1: of no micro-batch
+    stage: int  # number of the pipeline stage; -1: of none
+    shapes: tuple[tuple[int, ...], ...]  # of the tensors that it reads
+    dtype: str  # of the first of its results, such as "bfloat16"; "": it has none
+    flops: int = 0
+    read: int = 0  # bytes of the tensors that it reads
+    written: int = 0  # bytes of the tensors that it writes; 0 for a view
+    kernels: int = 1  # launched on a GPU; 0: a view, an allocation, or on the host
+    reads: tuple[int, ...] = ()  # storages, by number
+    writes: tuple[int, ...] = ()
+    collective: Collective | None = None
+    tokens: tuple[int, ...] = ()  # of attention: lengths of the documents
+
+
+@dataclass(slots=True)
+class Storage:
+    """One allocation, until it is freed or changes its size."""
+
+    bytes: int
+    category: str  # of meter.ledger.CATEGORIES, the last one that it had
+    module: str  # where it was made, as Operation.module
+    made_by: str  # name of the operation that made it; "": it existed before the step
+    phase: str  # one of PHASES; "": before the step
+    micro_batch: int = -1
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    name: str = ""  # of the parameter that it belongs to, where it does
+
+
+@dataclass(slots=True, frozen=True)
+class Change:
+    """A storage is allocated or freed."""
+
+    at: int  # during this operation, or after it and before the next; -1: before the first
+    storage: int  # its number
+    allocated: bool  # False: freed
+
+
+@dataclass(slots=True)
+class StepTrace:
+    """One step of one rank."""
+
+    step: int  # 1: before optimizer state exists; 2: like all later ones
+    operations: list[Operation] = field(default_factory=list)
+    storages: list[Storage] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    phases: list[tuple[int, str]] = field(default_factory=list)  # (first operation, phase of PhaseMemory)
+    peaks: dict[str, tuple[int, dict[str, int]]] = field(default_factory=dict)  # phase -> (bytes, by category)
+    host_reads: Counter[str] = field(default_factory=Counter)  # line of source -> reads from the device
+
+    def peak(self) -> tuple[int, int]:
+        """(Bytes, number of the operation during which they are reached) of the step's peak."""
+        most, at, now = 0, -1, 0
+        for change in self.changes:
+            size = self.storages[change.storage].bytes
+            now += size if change.allocated else -size
+            if now > most:
+                most, at = now, change.at
+        return most, at
+
+    def living_at(self, operation: int) -> dict[int, Storage]:
+        """Storages by number when the bytes are highest during `operation`."""
+        living: dict[int, Storage] = {}
+        best, most, now = living, -1, 0
+        for change in self.changes:
+            if change.at > operation:
+                break
+            storage = self.storages[change.storage]
+            if change.allocated:
+                living[change.storage] = storage
+                now += storage.bytes
+            else:
+                del living[change.storage]
+                now -= storage.bytes
+            if change.at == operation and now > most:
+                best, most = dict(living), now
+        return best if most >= 0 else dict(living)
+
+    def timeline(self) -> Iterator[tuple[int, dict[str, int]]]:
+        """Yield (operation, bytes by category) after each change, in order."""
+        sizes: Counter[str] = Counter()
+        for change in self.changes:
+            storage = self.storages[change.storage]
+            sizes[storage.category] += storage.bytes if change.allocated else -storage.bytes
+            yield change.at, dict(sizes)
+
+
+@dataclass(slots=True)
+class RankTrace:
+    """The first two steps of one rank."""
+
+    rank: int
+    coordinates: dict[str, int]  # index on each axis of layout.AXES
+    stages: tuple[int, ...]  # of the pipeline
+    steps: list[StepTrace]
+    micro_batches: int  # traced
+    of: int  # micro-batches of the step; more than traced: the middle ones are like the last traced steady one
+    seconds: float = 0.0  # that the trace took
+    substitutes: tuple[str, ...] = ()  # operations that were run by a stand-in
