@@ -2,7 +2,7 @@
 
     operations   in the order in which the host issued them: each with its phase, module, FLOPs, bytes
     storages     every allocation of memory: bytes, category (meter/ledger.py), who made it
-    changes      allocations (+) and frees (-), each at an operation: replaying them gives the bytes at any time
+    changes      allocations and frees, each at an operation: replaying them gives the bytes at any time
 
 Plain values without torch, so that whatever reads a trace (an allocator, streams, pictures) is arithmetic.
 """
@@ -82,7 +82,7 @@ class StepTrace:
     storages: list[Storage] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     phases: list[tuple[int, str]] = field(default_factory=list)  # (first operation, phase of PhaseMemory)
-    peaks: dict[str, tuple[int, dict[str, int]]] = field(default_factory=dict)  # phase -> (bytes, by category)
+    peaks: dict[str, tuple[int, dict[str, int]]] = field(default_factory=dict)  # by phase: bytes, by category
     host_reads: Counter[str] = field(default_factory=Counter)  # line of source -> reads from the device
 
     def peak(self) -> tuple[int, int]:
@@ -131,6 +131,7 @@ class RankTrace:
     stages: tuple[int, ...]  # of the pipeline
     steps: list[StepTrace]
     micro_batches: int  # traced
-    of: int  # micro-batches of the step; more than traced: the middle ones are like the last traced steady one
+    of: int  # micro-batches of the step; those that were not traced are like the steady one
+    steady: int = -1  # number of a micro-batch in the middle of those traced; -1: all were
     seconds: float = 0.0  # that the trace took
     substitutes: tuple[str, ...] = ()  # operations that were run by a stand-in
