@@ -1,0 +1,183 @@
+"""Which ranks of a layout differ, and a trace of each, made in a process of its own.
+
+    layout ─> distinct_ranks ─> a forked child for each, as many at a time as there are cores
+                                    └─> file with its RankTrace ─> trace_ranks
+
+A trace patches torch, and an error in it may abort the process (C++): a child keeps both away from here.
+"""
+
+import faulthandler
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import psutil
+
+from meshtune.errors import UserError
+from meshtune.launch.failure import Failure, end_of_log, exit_code, how_it_ended, raise_first, record_failure
+from meshtune.launch.place import Place
+from meshtune.launch.rank import RankLog, cores, flush_output
+from meshtune.launch.scratch import scratch_folder
+from meshtune.launch.start import die_with_parent
+from meshtune.layout import AXES, Layout
+from meshtune.meter.trace import RankTrace
+from meshtune.placement.census import Census
+from meshtune.placement.share import census_stages, coordinates, rank_at, stage_of_rank
+from meshtune.units import duration
+
+SILENCE = 60.0  # seconds without CPU time after which a child counts as hung
+TICK = 0.05  # seconds of CPU time that a waiting process may use meanwhile
+
+# Which ranks differ #
+
+
+def distinct_ranks(census: Census, layout: Layout, seq_len: int) -> dict[int, str]:
+    """Rank -> which pipeline ranks it stands for: the first, one in the middle, the last; rank 0 alone
+    without a pipeline.
+
+    The one in the middle has most parameters and, of several, most micro-batches in flight: it comes first in
+    the pipeline. On the other axes index 0 is taken: pieces that are not equally long are longest there
+    (placement/split.py; FSDP2's shards), replicas are alike, and so are ranks of cp: the zigzag gives each as
+    many columns and (query, key) pairs, Ulysses as many heads. Only with packed documents the lengths of the
+    pieces that their attention runs over differ.
+    """
+    if layout.pp == 1:
+        return {0: "all ranks"}
+    stage_ranges = census_stages(census, layout, seq_len)
+    size = [sum(parameter.count for parameter in block.parameters) for block in census.blocks]
+
+    def elements(pp_rank: int) -> int:
+        stages = stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, pp_rank)
+        return sum(size[block] for stage in stages for block in stage_ranges[stage])
+
+    first, last = 0, layout.pp - 1
+    pp_ranks = {first: "the first pipeline rank", last: "the last one"}
+    if layout.pp > 2:
+        middle = max(range(1, last), key=lambda pp_rank: (elements(pp_rank), -pp_rank))
+        alike = "those in the middle" if layout.pp > 3 else "the one in the middle"
+        pp_ranks = {first: pp_ranks[first], middle: alike, last: pp_ranks[last]}
+    at_start = dict.fromkeys(AXES, 0)
+    return {rank_at(layout, at_start | {"pp": pp_rank}): text for pp_rank, text in pp_ranks.items()}
+
+
+def ranks_to_trace(distinct: Mapping[int, str], layout: Layout, asked: Iterable[int]) -> dict[int, str]:
+    """The distinct ranks and those asked for, ascending. Raises UserError for one that the layout lacks."""
+    wrong = [rank for rank in asked if not 0 <= rank < layout.world]
+    if wrong:
+        raise UserError(
+            f"--rank {rank}: {layout} has the ranks 0 to {layout.world - 1}; name one of these."
+            for rank in wrong
+        )
+    others = {rank: f"itself, {_place(layout, rank)}" for rank in asked}
+    return dict(sorted((others | dict(distinct)).items()))
+
+
+def _place(layout: Layout, rank: int) -> str:
+    """Index on each axis of several ranks, as "pp 1, tp 3"."""
+    places = coordinates(layout, rank).items()
+    return ", ".join(f"{axis} {index}" for axis, index in places if getattr(layout, axis) > 1) or "alone"
+
+
+# Trace them #
+
+
+def trace_ranks(
+    trace: Callable[[int], RankTrace],
+    ranks: Sequence[int],
+    world: int,
+    *,
+    tell: Callable[[str], None] = lambda _: None,
+    silence: float = SILENCE,
+) -> list[RankTrace]:
+    """Call `trace(rank)` for each of `ranks` in a forked process of its own; return the traces in this order.
+
+    world: ranks of the layout, for sentences. tell: called with a line when a rank is traced. silence:
+    seconds without CPU time after which a process counts as hung.
+    The first failure ends all: UserError and OSError are raised as they are; anything else, a signal, and a
+    hang as RankFailed, with the rank and its traceback or the end of its log.
+    """
+    context = get_context("fork")
+    running: dict[int, tuple[int, BaseProcess]] = {}  # sentinel -> (rank, its process)
+    waiting = list(ranks)
+    # A thread of their own starts them, for the reason that launch/start.py has.
+    with scratch_folder() as folder, ThreadPoolExecutor(1) as starter:
+        try:
+            while waiting or running:
+                while waiting and len(running) < cores():
+                    rank = waiting.pop(0)
+                    place = Place(rank, world, 0, 1, "", 0)
+                    process = context.Process(target=_child, args=(trace, place, folder, os.getpid()))
+                    starter.submit(process.start).result()
+                    running[process.sentinel] = rank, process
+                for sentinel in _ended(running, folder, silence):
+                    rank, process = running.pop(sentinel)
+                    process.join()
+                    if not (folder / f"trace-{rank}").exists():
+                        raise_first([_failure(rank, process, folder)], [])
+                    tell(f"rank {rank:,} of {world:,} traced")
+            return [pickle.loads((folder / f"trace-{rank}").read_bytes()) for rank in ranks]
+        finally:
+            for _, process in running.values():
+                process.kill()
+                process.join()
+
+
+def _child(trace: Callable[[int], RankTrace], place: Place, folder: Path, parent: int) -> None:
+    """Trace one rank into `folder`/trace-<rank>; the target of its process, which exits here.
+
+    parent: the parent's process id, with which this process ends.
+    """
+    die_with_parent(parent)
+    os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the parent alone, which ends its children
+    log = folder / f"rank-{place.rank}.log"
+    RankLog(log)
+    faulthandler.enable()  # a crash in native code leaves its stack in the log
+    faulthandler.register(signal.SIGUSR2)  # and so does a hang, when the parent asks
+    try:
+        aside = folder / f".trace-{place.rank}"
+        with aside.open("wb") as file:
+            pickle.dump(trace(place.rank), file, pickle.HIGHEST_PROTOCOL)
+        aside.rename(folder / f"trace-{place.rank}")
+    except BaseException as error:
+        record_failure(folder, place, error)
+        flush_output()
+        os._exit(exit_code(error))
+    flush_output()
+    os._exit(0)  # no clean-up of what the parent owns
+
+
+def _failure(rank: int, process: BaseProcess, folder: Path) -> Failure:
+    """The failure that the child recorded, else how its process ended."""
+    file = folder / f"failed-{rank}"
+    if file.exists():
+        return pickle.loads(file.read_bytes())
+    text = f"The trace of rank {rank} {how_it_ended(process.exitcode or 0)}{end_of_log(folder, rank)}"
+    return Failure(time.time(), text)
+
+
+def _ended(running: Mapping[int, tuple[int, BaseProcess]], folder: Path, silence: float) -> list[int]:
+    """Wait until children end; return their sentinels. Raises RankFailed if one uses no CPU time."""
+    while True:
+        before = {sentinel: _cpu_seconds(process) for sentinel, (_, process) in running.items()}
+        if ended := wait(list(running), timeout=silence):
+            return ended  # type: ignore[return-value]
+        for sentinel, (rank, process) in running.items():
+            if _cpu_seconds(process) - before[sentinel] < TICK:
+                os.kill(process.pid or 0, signal.SIGUSR2)
+                time.sleep(min(1.0, silence))  # until its stack is in the log
+                text = f"The trace of rank {rank} hangs: it used no CPU for {duration(silence)}."
+                raise_first([Failure(time.time(), f"{text}{end_of_log(folder, rank, 40)}")], [])
+
+
+def _cpu_seconds(process: BaseProcess) -> float:
+    with suppress(psutil.Error):
+        return sum(psutil.Process(process.pid).cpu_times()[:2])
+    return float("inf")  # it has just ended

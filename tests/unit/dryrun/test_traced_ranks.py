@@ -1,0 +1,117 @@
+"""Ranks that a dry run traces: which, in processes of their own, and what ends these."""
+
+import os
+import signal
+import time
+
+import pytest
+from transformers import LlamaConfig
+
+from meshtune.dryrun.ranks import distinct_ranks, ranks_to_trace, trace_ranks
+from meshtune.errors import RankFailed, UserError
+from meshtune.layout import Layout
+from meshtune.meter.trace import RankTrace, StepTrace, Storage
+from meshtune.model.trace import census
+from meshtune.placement.census import Census
+
+
+@pytest.fixture(scope="module")
+def blocks() -> Census:
+    """Ten small blocks."""
+    return census(
+        LlamaConfig(
+            vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=10,
+            num_attention_heads=4, num_key_value_heads=2,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        ("zero3x64-tp8-sp-mb1-ga1", [0]),
+        ("zero3x2-pp2-1f1b-mb1-ga4", [0, 2]),
+        ("zero3x2-tp2-pp3-1f1b-mb1-ga4", [0, 4, 8]),
+        ("pp4-1f1b-mb1-ga8", [0, 1, 3]),  # 3, 3, 2 and 2 blocks
+        ("zero1x2-pp4-interleaved1f1b-v2-mb1-ga8", [0, 2, 6]),
+    ],
+)
+def test_one_rank_of_each_kind_of_pipeline_rank(blocks: Census, layout: str, ranks: list[int]) -> None:
+    assert [*distinct_ranks(blocks, Layout.parse(layout), 128)] == ranks
+
+
+def test_the_middle_rank_is_the_fullest(blocks: Census) -> None:
+    layout = Layout.parse("pp4-zbv-mb1-ga8")  # rank 0 has the ends; the middle is stages 1 + 6 or 2 + 5
+    assert [*distinct_ranks(blocks, layout, 128)] in ([0, 1, 3], [0, 2, 3])
+
+
+def test_a_rank_asked_for_comes_beside_the_others_or_is_refused(blocks: Census) -> None:
+    layout = Layout.parse("zero3x2-tp2-pp2-1f1b-mb1-ga4")
+    distinct = distinct_ranks(blocks, layout, 128)
+    traced = ranks_to_trace(distinct, layout, [3, 4])
+    assert traced == {
+        0: "the first pipeline rank",
+        3: "itself, pp 0, dp_shard 1, tp 1",
+        4: "the last one",
+    }
+    with pytest.raises(UserError) as error:
+        ranks_to_trace(distinct, layout, [8, -1])
+    assert len(error.value.problems) == 2 and "0 to 7" in str(error.value)
+
+
+def large(rank: int) -> RankTrace:
+    """A trace of more bytes than a pipe holds."""
+    storages = [Storage(number, "weights", "m", "", "") for number in range(50_000)]
+    return RankTrace(rank, {}, (), [StepTrace(1, storages=storages)], 1, 1)
+
+
+def test_traces_come_back_whole_and_in_order() -> None:
+    lines: list[str] = []
+    traces = trace_ranks(large, [6, 0, 3], 8, tell=lines.append)
+    assert [trace.rank for trace in traces] == [6, 0, 3]
+    assert traces[1].steps[0].storages[-1].bytes == 49_999
+    assert sorted(lines) == [f"rank {rank} of 8 traced" for rank in (0, 3, 6)]
+
+
+def crash(rank: int) -> RankTrace:
+    """Do what the rank's number says."""
+    if rank == 0:
+        raise RuntimeError("no such kernel")
+    if rank == 1:
+        os.abort()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 3:
+        raise UserError("Use another layout.")
+    if rank == 4:
+        os._exit(0)
+    if rank == 5:
+        raise MemoryError
+    time.sleep(100)
+    return large(rank)
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "words"),
+    [
+        (0, RankFailed, "rank 0 of 8 failed:.*RuntimeError: no such kernel"),
+        (1, RankFailed, "trace of rank 1 was killed by SIGABRT.*Fatal Python error: Aborted.*in crash"),
+        (2, RankFailed, "trace of rank 2 was killed by SIGKILL; the kernel .* memory runs out"),
+        (3, UserError, "^Use another layout.$"),
+        (4, RankFailed, "trace of rank 4 ended with exit code 0"),
+        (5, RankFailed, "rank 5 of 8 failed:.*MemoryError"),
+    ],
+)
+def test_a_crash_ends_all_with_its_rank_and_cause(
+    rank: int, error: type[Exception], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    start = time.monotonic()
+    with pytest.raises(error, match=f"(?s){words}"):
+        trace_ranks(crash, [7, rank], 8)
+    assert time.monotonic() - start < 20  # rank 7 would sleep for longer
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_hang_is_named_with_its_line() -> None:
+    with pytest.raises(RankFailed, match=r"(?s)rank 7 hangs: it used no CPU for 0.40 s.*in crash"):
+        trace_ranks(crash, [7], 8, silence=0.4)
