@@ -51,6 +51,7 @@ class Entry:
 
     bytes: int
     category: str  # one of CATEGORIES
+    key: int = 0  # address of its C++ object
     born: int = 0  # the ledger's clock when it was first seen
     ref: Any = None  # weak reference to the storage; its callback removes the entry
 
@@ -88,7 +89,7 @@ class Ledger(TorchDispatchMode):
             for storage in storages_of(tensor):
                 entry = self._entry_of(storage, category)
                 if entry.category != category:
-                    self._move(entry, category)
+                    self.move(entry, category)
 
     def tag_logits(self, logits: Tensor) -> None:
         """Move the head's output, [..., vocabulary of this rank], to logits.
@@ -103,15 +104,16 @@ class Ledger(TorchDispatchMode):
 
         Storages that were made before the ledger was entered get it when they are first seen.
         """
-        for tensor in self._tensors(values):
+        for tensor in self.tensors(values):
             for storage in storages_of(tensor):
                 entry = self.entries.get(key := storage._cdata)
                 if entry is None:
-                    self.expected[key] = Entry(0, category, ref=weakref.ref(storage, self._expiry(key)))
+                    self.expected[key] = Entry(0, category, key, ref=weakref.ref(storage, self._expiry(key)))
                 elif entry.category in UNCLAIMED:
-                    self._move(entry, category)
+                    self.move(entry, category)
 
-    def _move(self, entry: Entry, category: str) -> None:
+    def move(self, entry: Entry, category: str) -> None:
+        """Change the category of a living storage."""
         self.live[entry.category] -= entry.bytes
         self.live[category] += entry.bytes
         if entry.born <= self.peak_clock:
@@ -128,16 +130,17 @@ class Ledger(TorchDispatchMode):
         if entry is None:
             self.clock += 1
             claimed = self.expected.pop(key, None)
-            entry = self.entries[key] = Entry(0, claimed.category if claimed else category, self.clock)
+            made_as = claimed.category if claimed else category
+            entry = self.entries[key] = Entry(0, made_as, key, self.clock)
             entry.ref = weakref.ref(storage, self._removal(key))
         if storage.nbytes() != entry.bytes:
-            self._grow(entry, storage.nbytes() - entry.bytes)
+            self.grow(entry, storage.nbytes() - entry.bytes)
         return entry
 
     def _removal(self, key: int) -> Callable[[object], None]:
         def remove(_: object) -> None:
             entry = self.entries.pop(key)
-            self._grow(entry, -entry.bytes)
+            self.grow(entry, -entry.bytes)
 
         return remove
 
@@ -147,14 +150,16 @@ class Ledger(TorchDispatchMode):
 
         return remove
 
-    def _grow(self, entry: Entry, change: int) -> None:
+    def grow(self, entry: Entry, change: int) -> None:
+        """Count a storage that is allocated, freed or resized. change: of its bytes."""
         entry.bytes += change
         self.total += change
         self.live[entry.category] += change
         if self.total > self.peak:
             self.restart()
 
-    def _tensors(self, values: Any) -> list[Tensor]:
+    def tensors(self, values: Any) -> list[Tensor]:
+        """Tensors in `values`, any nest of them, on the device that is watched."""
         return [
             leaf
             for leaf in tree_leaves(values)
@@ -165,7 +170,7 @@ class Ledger(TorchDispatchMode):
         """True if a tensor in `values`, any nest of them, has a storage of this category."""
         if not self.live[category]:
             return False
-        storages = chain.from_iterable(storages_of(tensor) for tensor in self._tensors(values))
+        storages = chain.from_iterable(storages_of(tensor) for tensor in self.tensors(values))
         entries = (self.entries.get(storage._cdata) for storage in storages)
         return any(entry is not None and entry.category == category for entry in entries)
 
@@ -177,7 +182,7 @@ class Ledger(TorchDispatchMode):
         """
         if (key := storage._cdata) in self.entries or key in self.expected:
             return False
-        return any(given._cdata == key for tensor in self._tensors(values) for given in storages_of(tensor))
+        return any(given._cdata == key for tensor in self.tensors(values) for given in storages_of(tensor))
 
     def _claim_of_collective(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Move what a collective, or FSDP2's operator around one, reads and writes to its category.
@@ -204,7 +209,7 @@ class Ledger(TorchDispatchMode):
         kwargs = kwargs or {}
         of_logits = self._has([args, kwargs], LOGITS)
         out = func(*args, **kwargs)
-        for tensor in self._tensors(out):
+        for tensor in self.tensors(out):
             logits = of_logits and tensor.ndim > 0 and tensor.shape[-1] == self.logit_columns
             for storage in storages_of(tensor):
                 if not self._foreign(storage, [args, kwargs]):

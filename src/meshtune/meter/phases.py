@@ -75,7 +75,7 @@ class PhaseMemory:
 
     optimizer: its states get categories of their own. advice: returns sentences on what needs less memory,
     called only by `out_of_memory_error`. buffers: returns communication buffers that outlive a step, counted
-    from the beginning of each watched step on.
+    from the beginning of each watched step on. ledger: makes the ledger of each watched step on CPU.
     """
 
     def __init__(
@@ -86,9 +86,10 @@ class PhaseMemory:
         *,
         advice: Callable[[], Sequence[str]] = tuple,
         buffers: Callable[[], Sequence[Tensor]] = tuple,
+        ledger: Callable[[torch.device], Ledger] = Ledger,
     ) -> None:
         self.model, self.optimizer, self.device = model, optimizer, device
-        self.advice, self.buffers = advice, buffers
+        self.advice, self.buffers, self.ledger = advice, buffers, ledger
         self.steps_left = WATCHED_STEPS
         if device.type != "cuda" and compat.is_compiled(model):
             self.steps_left = 0
@@ -147,7 +148,7 @@ class PhaseMemory:
         self.step, self.peaks = step, {}
         with ExitStack() as stack:
             if self.device.type != "cuda":
-                self._ledger = stack.enter_context(Ledger(self.device))
+                self._ledger = stack.enter_context(self.ledger(self.device))
                 self._ledger.default = TEMPORARY
                 stack.callback(setattr, self, "_ledger", None)
                 for parameter in self.model.parameters():

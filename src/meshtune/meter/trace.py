@@ -20,7 +20,7 @@ class Collective:
     """A message between ranks."""
 
     op: str  # all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, send or receive
-    axis: str  # an axis of layout.AXES, several joined by "+", or "world"
+    axis: str  # along which the ranks differ: an axis of layout.AXES, or several joined by "+"
     ranks: int  # of the group
     bytes: int  # of the whole tensor: what an all-gather makes, what a reduce-scatter reads; a message's
     stride: int = 1  # from a rank of the group to its next one in the world
@@ -46,7 +46,7 @@ class Operation:
     reads: tuple[int, ...] = ()  # storages, by number
     writes: tuple[int, ...] = ()
     collective: Collective | None = None
-    tokens: tuple[int, ...] = ()  # of attention: lengths of the documents
+    pairs: float = 0.0  # of attention: (query, key) pairs that are computed, over all rows, for one head
 
 
 @dataclass(slots=True)

@@ -1,0 +1,91 @@
+"""Messages between ranks as they were dispatched: torch's c10d operators -> `Collective`."""
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshtune.layout import AXES, Layout
+from meshtune.meter.trace import Collective
+
+# Operator -> (name, position of the argument with the whole tensor, or all of a message).
+OPERATORS = {
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "allreduce_": ("all_reduce", 0),
+    "alltoall_base_": ("all_to_all", 1),
+    "broadcast_": ("broadcast", 0),
+    "send": ("send", 0),
+    "recv_": ("receive", 0),
+}
+PEER = {"send": "dst", "recv_": "src"}  # argument with the other rank's number in the group
+
+
+class Groups:
+    """The process groups of a layout's ranks, as axes. layout: of all ranks."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.sizes = {name: getattr(layout, name) for name in AXES}
+        self.members = cache(self._members)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Index of a rank on each axis; neighbours in the world are neighbours on the last one."""
+        indices = {}
+        for name in reversed(AXES):
+            rank, indices[name] = divmod(rank, self.sizes[name])
+        return {name: indices[name] for name in AXES}
+
+    def collective(self, func: Any, args: Any, kwargs: Any) -> Collective | None:
+        """The message that a c10d operator sends with these arguments; None: it sends no tensor.
+
+        Raises KeyError for an operator that is not known.
+        """
+        given = bound(func, args, kwargs)
+        if func._opname == "barrier":
+            return None
+        op, position = OPERATORS[func._opname]
+        axis, ranks, stride = self.members(dist.ProcessGroup.unbox(given["process_group"]).group_name)
+        peer = PEER.get(func._opname)
+        return Collective(
+            op=op,
+            axis=axis,
+            ranks=len(ranks),
+            bytes=tensor_bytes(args[position]),
+            stride=stride,
+            peer=None if peer is None else ranks[given[peer]],
+            waits=not given.get("async_op", peer is not None),
+        )
+
+    def _members(self, group_name: str) -> tuple[str, list[int], int]:
+        """(Axes along which a group's ranks differ, its ranks in the world, distance of the first two)."""
+        group = dist.distributed_c10d._resolve_process_group(group_name)
+        ranks = dist.get_process_group_ranks(group)
+        places = [self.coordinates(rank) for rank in ranks]
+        axes = [name for name in AXES if len({place[name] for place in places}) > 1]
+        return "+".join(axes), ranks, ranks[1] - ranks[0] if len(ranks) > 1 else 1
+
+
+def bound(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Arguments of an operator's call by name, those that were left out with their defaults."""
+    given = {}
+    for position, argument in enumerate(func._schema.arguments):
+        if position < len(args):
+            given[argument.name] = args[position]
+        else:
+            given[argument.name] = kwargs.get(argument.name, argument.default_value)
+    return given
+
+
+def tensor_bytes(values: Any) -> int:
+    """Bytes of a tensor, or of all in a nest of lists of them."""
+    if isinstance(values, Tensor):
+        return values.numel() * values.element_size()
+    return sum(tensor_bytes(value) for value in values)
+
+
+def is_collective(func: Any) -> bool:
+    return func.namespace == torch.ops.c10d.name

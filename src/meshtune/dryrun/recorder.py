@@ -1,0 +1,284 @@
+"""A ledger that also writes down each operation, storage and message of a step: a `StepTrace`.
+
+It works on real tensors as on fake ones. An operation belongs to
+
+    a module       the one whose forward runs it; in a backward the one whose forward made its autograd node
+    a micro-batch  the number of the stage's forward that it is of, likewise
+    a phase        forward; backward inside autograd's engine; recomputation there under checkpoint, whose
+                   hooks on saved tensors tell; optimizer for all that is outside of both
+"""
+
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from meshtune.dryrun.collectives import Groups, is_collective
+from meshtune.dryrun.flops import flops_of, is_attention
+from meshtune.meter.ledger import ACTIVATIONS, COMMUNICATION, Entry, Ledger, storages_of
+from meshtune.meter.trace import (
+    BACKWARD,
+    FORWARD,
+    RECOMPUTATION,
+    UPDATE,
+    Change,
+    Operation,
+    StepTrace,
+    Storage,
+)
+from meshtune.parallel.pipeline import Stage
+
+READ = torch.ops.aten._local_scalar_dense.default  # the host waits for one number of a device
+NO_KERNEL = {  # operators that launch nothing on a GPU, beside views and messages
+    "aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided",
+    "aten.lift_fresh", "aten._local_scalar_dense", "aten._unsafe_view", "aten.detach", "aten._assert_async",
+    "aten.set_", "aten.lift", "aten.is_pinned", "aten.resize_", "prim.device", "aten.sym_size",
+}  # fmt: skip
+
+
+class Place:
+    """Module, micro-batch and stage of an operation."""
+
+    __slots__ = ("micro_batch", "module", "stage")
+
+    def __init__(self, module: str, micro_batch: int, stage: int) -> None:
+        self.module, self.micro_batch, self.stage = module, micro_batch, stage
+
+
+NOWHERE = Place("", -1, -1)
+
+
+class Recorder(Ledger):
+    """Writes `trace`, the trace of one step, while it is entered.
+
+    model: this rank's stages. groups: of its layout. pairs: see flops_of. read: makes up the number that the
+    host reads from a tensor; None: it is read.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        trace: StepTrace,
+        model: nn.Module,
+        groups: Groups,
+        *,
+        pairs: Callable[[str, Any], float],
+        read: Callable[[Tensor], Any] | None = None,
+    ) -> None:
+        self.trace, self.groups, self.pairs, self.read = trace, groups, pairs, read
+        self.names = module_names(model)
+        self.parameter_names = {id(p): name for name, p in named_parameters(model)}
+        self.numbers: dict[int, int] = {}  # address of a living storage -> its number in the trace
+        self.stack: list[Place] = []  # of the modules whose forward runs
+        self.passes: dict[int, int] = {}  # stage -> number of its forwards so far
+        self.nodes: list[int] = []  # sequence numbers of autograd nodes, ascending
+        self.places: list[Place] = []  # parallel: where each was made
+        self.making: Operation | None = None
+        super().__init__(device)
+
+    # Storages #
+
+    def grow(self, entry: Entry, change: int) -> None:
+        before = entry.bytes
+        super().grow(entry, change)
+        key = entry.key
+        if before and key in self.numbers:
+            self._log(self.numbers.pop(key), allocated=False)
+        if entry.bytes:
+            self.numbers[key] = len(self.trace.storages)
+            self.trace.storages.append(self._storage(entry))
+            self._log(self.numbers[key], allocated=True)
+
+    def move(self, entry: Entry, category: str) -> None:
+        super().move(entry, category)
+        if (number := self.numbers.get(entry.key)) is not None:
+            self.trace.storages[number].category = category
+
+    def _log(self, storage: int, *, allocated: bool) -> None:
+        self.trace.changes.append(Change(len(self.trace.operations) - 1, storage, allocated))
+
+    def _storage(self, entry: Entry) -> Storage:
+        by = self.making
+        if by is None:
+            return Storage(entry.bytes, entry.category, "", "", "")
+        return Storage(entry.bytes, entry.category, by.module, by.name, by.phase, by.micro_batch)
+
+    def describe(self, named: Mapping[str, Tensor]) -> None:
+        """Give storages the name, shape and dtype of the tensors that own them. named: tensors by name."""
+        for name, tensor in named.items():
+            for storage in storages_of(tensor):
+                if (number := self.numbers.get(storage._cdata)) is not None:
+                    found = self.trace.storages[number]
+                    found.name, found.shape = name, tuple(tensor.shape)
+                    found.dtype = str(tensor.dtype).removeprefix("torch.")
+
+    # Operations #
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is READ and self.read is not None:
+            self._host_read()
+            return self.read(args[0])
+        phase, place = self._where()
+        operation = Operation(f"{func.namespace}.{func._opname}.{func._overloadname}", phase, place.module,
+                              place.micro_batch, place.stage, (), "")  # fmt: skip
+        self.trace.operations.append(operation)
+        outside, self.making = self.making, operation
+        try:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self.making = outside
+        if out is NotImplemented:  # it comes back as operations on the local tensors
+            self.trace.operations.pop()
+            return out
+        self._complete(operation, func, args, kwargs, out)
+        return out
+
+    def _complete(self, operation: Operation, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Fill in what is known of an operation once it has run."""
+        given, made = self.tensors([args, kwargs]), self.tensors(out)
+        written = [] if func.is_view else [*made, *self.tensors(mutated(func, args, kwargs))]
+        operation.shapes = tuple(tuple(tensor.shape) for tensor in given)
+        result = (made or given)[:1]
+        operation.dtype = str(result[0].dtype).removeprefix("torch.") if result else ""
+        operation.reads, operation.writes = self._numbers(given), self._numbers(written)
+        operation.written = sum(each.numel() * each.element_size() for each in unique(written))
+        operation.read = sum(each.numel() * each.element_size() for each in unique(given))
+        for number in operation.writes:
+            storage = self.trace.storages[number]
+            if not storage.shape and made:
+                storage.shape, storage.dtype = tuple(made[0].shape), operation.dtype
+        if is_collective(func):
+            operation.kernels = 0
+            self._message(operation, func, args, kwargs)
+            return
+        name = f"{func.namespace}.{func._opname}"
+        operation.kernels = 0 if func.is_view or name in NO_KERNEL or not written else 1
+        if is_attention(operation.name):
+            operation.pairs = self.pairs(name, args)
+        operation.flops = flops_of(func, args, kwargs, out, self.pairs)
+        if func is READ:
+            self._host_read()
+
+    def _message(self, operation: Operation, func: Any, args: Any, kwargs: Any) -> None:
+        collective = self.groups.collective(func, args, kwargs)
+        if collective is None:
+            return
+        buffers = {self.trace.storages[number].category for number in operation.reads}
+        if collective.waits and COMMUNICATION in buffers:  # FSDP2's, which have streams of their own
+            collective = replace(collective, waits=False)
+        operation.collective = collective
+
+    def _numbers(self, tensors: list[Tensor]) -> tuple[int, ...]:
+        keys = dict.fromkeys(storage._cdata for tensor in tensors for storage in storages_of(tensor))
+        return tuple(self.numbers[key] for key in keys if key in self.numbers)
+
+    def _host_read(self) -> None:
+        """Count a read by its line of source; numbers of one list are one read."""
+        line = line_outside_torch()
+        operations = self.trace.operations
+        new = [operation for operation in operations[self.read_until :] if operation.kernels]
+        if new or line != self.read_line:
+            self.trace.host_reads[line] += 1
+        self.read_until, self.read_line = len(operations), line
+
+    read_until, read_line = 0, ""
+
+    # Places #
+
+    def _where(self) -> tuple[str, Place]:
+        node = torch._C._current_autograd_node()
+        if node is None:
+            place = self.stack[-1] if self.stack else NOWHERE
+            if self.stack:
+                self._made(torch.autograd._get_sequence_nr() - 1, place)
+            return FORWARD if self.default == ACTIVATIONS else UPDATE, place
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            place = self.stack[-1] if self.stack else self._maker(node)
+            self._made(torch.autograd._get_sequence_nr() - 1, place)
+            return RECOMPUTATION, place
+        return BACKWARD, self._maker(node)
+
+    def _made(self, sequence: int, place: Place) -> None:
+        if not self.nodes or sequence > self.nodes[-1]:
+            self.nodes.append(sequence)
+            self.places.append(place)
+
+    def _maker(self, node: Any) -> Place:
+        """Where a node of autograd's graph was made."""
+        if (variable := getattr(node, "variable", None)) is not None:
+            name = self.parameter_names.get(id(variable), "")
+            return Place(name.rpartition(".")[0], -1, -1)
+        at = bisect_right(self.nodes, node._sequence_nr()) - 1
+        return self.places[at] if at >= 0 else NOWHERE
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        above = self.stack[-1] if self.stack else NOWHERE
+        if isinstance(module, Stage):
+            number = self.passes.get(module.index, 0)
+            self.passes[module.index] = number + 1
+            self.stack.append(Place("", number, module.index))
+        else:
+            self.stack.append(Place(self.names.get(id(module), above.module), above.micro_batch, above.stage))
+        if torch._C._current_autograd_node() is not None:  # recomputed: of the micro-batch of the backward
+            node = self._maker(torch._C._current_autograd_node())
+            self.stack[-1].micro_batch, self.stack[-1].stage = node.micro_batch, node.stage
+
+    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        self.stack.pop()
+
+    def __enter__(self) -> "Recorder":
+        self._hooks = ExitStack()
+        enter = register_module_forward_pre_hook(self._enter)
+        leave = register_module_forward_hook(self._leave, always_call=True)
+        self._hooks.callback(enter.remove)
+        self._hooks.callback(leave.remove)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        super().__exit__(*details)
+        self._hooks.close()
+
+
+def module_names(model: nn.Module) -> dict[int, str]:
+    """Path of each module in the whole model, by id. model: a list of stages."""
+    stages = [module for module in model.modules() if isinstance(module, Stage)]
+    return {id(module): name for stage in stages for name, module in stage.model.named_modules()}
+
+
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """(Name in the whole model, parameter) of all stages."""
+    stages = [module for module in model.modules() if isinstance(module, Stage)]
+    return [pair for stage in stages for pair in stage.model.named_parameters()]
+
+
+def mutated(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Arguments that an operator writes to."""
+    found = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[position] if position < len(args) else kwargs.get(argument.name))
+    return found
+
+
+def unique(tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors without repetitions of the same one."""
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def line_outside_torch() -> str:
+    """Return "file:line function" of the innermost frame that is neither torch's nor of this file."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/torch/" not in file and file != __file__ and "<" not in file:
+            return f"{file.rpartition('site-packages/')[2]}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
