@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meshtune.layout import AXES, Layout
 from meshtune.meter.trace import Collective
+from meshtune.placement.share import coordinates
 
 # Operator -> (name, position of the argument with the whole tensor, or all of a message).
 OPERATORS = {
@@ -29,15 +30,8 @@ class Groups:
     """The process groups of a layout's ranks, as axes. layout: of all ranks."""
 
     def __init__(self, layout: Layout) -> None:
-        self.sizes = {name: getattr(layout, name) for name in AXES}
+        self.layout = layout
         self.members = cache(self._members)
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Index of a rank on each axis; neighbours in the world are neighbours on the last one."""
-        indices = {}
-        for name in reversed(AXES):
-            rank, indices[name] = divmod(rank, self.sizes[name])
-        return {name: indices[name] for name in AXES}
 
     def collective(self, func: Any, args: Any, kwargs: Any) -> Collective | None:
         """The message that a c10d operator sends with these arguments; None: it sends no tensor.
@@ -64,7 +58,7 @@ class Groups:
         """(Axes along which a group's ranks differ, its ranks in the world, distance of the first two)."""
         group = dist.distributed_c10d._resolve_process_group(group_name)
         ranks = dist.get_process_group_ranks(group)
-        places = [self.coordinates(rank) for rank in ranks]
+        places = [coordinates(self.layout, rank) for rank in ranks]
         axes = [name for name in AXES if len({place[name] for place in places}) > 1]
         return "+".join(axes), ranks, ranks[1] - ranks[0] if len(ranks) > 1 else 1
 

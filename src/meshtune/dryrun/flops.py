@@ -25,9 +25,7 @@ KERNELS = {
 }
 
 
-def visible_pairs(
-    documents: Sequence[int], window: int | None, columns: Iterable[int] | None = None
-) -> int:
+def visible_pairs(documents: Sequence[int], window: int | None, columns: Iterable[int] | None = None) -> int:
     """(Query, key) pairs of causal attention inside the documents of one row.
 
     window: keys that a query sees at most, its own included; None: all earlier ones of its document.

@@ -35,10 +35,11 @@ from meshtune.meter.trace import (
 from meshtune.parallel.pipeline import Stage
 
 READ = torch.ops.aten._local_scalar_dense.default  # the host waits for one number of a device
+DEVICE = torch.ops.prim.device.default  # the device of a fake tensor: no operation
 NO_KERNEL = {  # operators that launch nothing on a GPU, beside views and messages
     "aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided",
-    "aten.lift_fresh", "aten._local_scalar_dense", "aten._unsafe_view", "aten.detach", "aten._assert_async",
-    "aten.set_", "aten.lift", "aten.is_pinned", "aten.resize_", "prim.device", "aten.sym_size",
+    "aten.lift_fresh", "aten._local_scalar_dense", "aten._unsafe_view", "aten.detach", "aten.set_",
+    "aten.lift", "aten.resize_",
 }  # fmt: skip
 
 
@@ -121,6 +122,8 @@ class Recorder(Ledger):
     # Operations #
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE:
+            return func(*args)
         kwargs = kwargs or {}
         if func is READ and self.read is not None:
             self._host_read()
@@ -128,6 +131,7 @@ class Recorder(Ledger):
         phase, place = self._where()
         operation = Operation(f"{func.namespace}.{func._opname}.{func._overloadname}", phase, place.module,
                               place.micro_batch, place.stage, (), "")  # fmt: skip
+        number = len(self.trace.operations)
         self.trace.operations.append(operation)
         outside, self.making = self.making, operation
         try:
@@ -138,12 +142,17 @@ class Recorder(Ledger):
             self.trace.operations.pop()
             return out
         self._complete(operation, func, args, kwargs, out)
+        last = self.trace.changes[-1] if self.trace.changes else None
+        if not operation.kernels and not operation.collective and (last is None or last.at < number):
+            self.trace.operations.pop()  # a view: nothing ran, nothing was allocated
         return out
 
     def _complete(self, operation: Operation, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Fill in what is known of an operation once it has run."""
         given, made = self.tensors([args, kwargs]), self.tensors(out)
-        written = [] if func.is_view else [*made, *self.tensors(mutated(func, args, kwargs))]
+        name = f"{func.namespace}.{func._opname}"
+        nothing = func.is_view or name in NO_KERNEL
+        written = [] if nothing else [*made, *self.tensors(mutated(func, args, kwargs))]
         operation.shapes = tuple(tuple(tensor.shape) for tensor in given)
         result = (made or given)[:1]
         operation.dtype = str(result[0].dtype).removeprefix("torch.") if result else ""
@@ -158,8 +167,7 @@ class Recorder(Ledger):
             operation.kernels = 0
             self._message(operation, func, args, kwargs)
             return
-        name = f"{func.namespace}.{func._opname}"
-        operation.kernels = 0 if func.is_view or name in NO_KERNEL or not written else 1
+        operation.kernels = int(bool(written))
         if is_attention(operation.name):
             operation.pairs = self.pairs(name, args)
         operation.flops = flops_of(func, args, kwargs, out, self.pairs)
@@ -211,7 +219,7 @@ class Recorder(Ledger):
             self.places.append(place)
 
     def _maker(self, node: Any) -> Place:
-        """Where a node of autograd's graph was made."""
+        """Place in which a node of autograd's graph was made."""
         if (variable := getattr(node, "variable", None)) is not None:
             name = self.parameter_names.get(id(variable), "")
             return Place(name.rpartition(".")[0], -1, -1)

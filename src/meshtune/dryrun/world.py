@@ -28,13 +28,14 @@ from meshtune.data.batch import Batch, MicroBatch, micro_batch
 from meshtune.data.pack import LABELLED
 from meshtune.dryrun.collectives import Groups
 from meshtune.dryrun.flops import visible_pairs
-from meshtune.dryrun.recorder import Recorder, module_names, named_parameters
+from meshtune.dryrun.recorder import Recorder
 from meshtune.layout import Layout
 from meshtune.meter.phases import WATCHED_STEPS, PhaseMemory
 from meshtune.meter.trace import RankTrace, StepTrace
 from meshtune.parallel.apply import place
 from meshtune.parallel.context import spans
 from meshtune.parallel.mesh import World, join
+from meshtune.placement.share import coordinates
 from meshtune.train.model import ModelSpec, OptimizerSpec, RankModel, ready, structure
 from meshtune.train.step import Counts
 
@@ -88,7 +89,7 @@ def trace_rank(job: Job, rank: int) -> RankTrace:
     traced, number = layout.gradient_accumulation_steps, job.layout.gradient_accumulation_steps
     return RankTrace(
         rank=rank,
-        coordinates=Groups(layout).coordinates(rank),
+        coordinates=coordinates(layout, rank),
         stages=tuple(stage.index for stage in parallel.stages),
         steps=steps,
         micro_batches=traced,

@@ -85,6 +85,10 @@ class StepTrace:
     peaks: dict[str, tuple[int, dict[str, int]]] = field(default_factory=dict)  # by phase: bytes, by category
     host_reads: Counter[str] = field(default_factory=Counter)  # line of source -> reads from the device
 
+    def collectives(self) -> list[Collective]:
+        """Messages, in their order."""
+        return [each.collective for each in self.operations if each.collective is not None]
+
     def peak(self) -> tuple[int, int]:
         """(Bytes, number of the operation during which they are reached) of the step's peak."""
         most, at, now = 0, -1, 0

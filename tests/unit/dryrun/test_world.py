@@ -1,0 +1,77 @@
+"""The dry run of a rank against the same steps on real CPU ranks: bytes by category, and messages."""
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from transformers import LlamaConfig
+
+from meshtune.dryrun.ranks import trace_ranks
+from meshtune.dryrun.world import Job, batch_of, record, trace_rank
+from meshtune.layout import Layout
+from meshtune.meter.trace import PHASES, StepTrace
+from meshtune.parallel.mesh import join
+from meshtune.train.model import ModelSpec, OptimizerSpec, rank_model
+
+SRC = Path(__file__).parents[3] / "src" / "meshtune"
+MODEL = LlamaConfig(
+    vocab_size=512, hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=8,
+    num_key_value_heads=4, max_position_embeddings=128, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+def job(layout: str, **options: Any) -> Job:
+    return Job(
+        spec=ModelSpec(source=MODEL, init="random", **options),
+        optimizer=OptimizerSpec(),
+        layout=Layout.parse(layout),
+        seq_len=128,
+        documents=(50, 40, 30),
+    )
+
+
+def summary(steps: list[StepTrace]) -> list[tuple[dict[str, Any], Counter[Any]]]:
+    """(Peaks by phase and category, messages) of each step."""
+    return [
+        (
+            {phase: (size, +Counter(parts)) for phase, (size, parts) in step.peaks.items()},
+            Counter((each.op, each.axis, each.bytes) for each in step.collectives()),
+        )
+        for step in steps
+    ]
+
+
+def really(work: Job) -> list[tuple[dict[str, Any], Counter[Any]]]:
+    """Summary of the same steps on this rank, with real tensors and real ranks."""
+    world = join(work.layout, torch.device("cpu"))
+    model = rank_model(work.spec, world, optimizer=work.optimizer, tokens_per_sequence=work.seq_len)
+    batch, steps = batch_of(work, world), [StepTrace(1), StepTrace(2)]
+    record(work, model, model.passes.localise(batch), steps, label_tokens=batch.label_tokens)
+    return summary(steps)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["zero3x2-mb2-ga2-full", *(pytest.param(each, marks=pytest.mark.slow) for each in ("tp2-sp-mb2-ga2",))],
+)
+def test_fake_steps_have_the_bytes_and_messages_of_real_ones(layout: str) -> None:
+    work = job(layout)
+    ranks = work.layout.world
+    simulated = trace_ranks(partial(trace_rank, work), range(ranks), ranks)
+    for number, expected in enumerate(run_ranks(ranks, really, work)):
+        assert summary(simulated[number].steps) == expected
+    steps = simulated[0].steps
+    assert {operation.phase for operation in steps[1].operations} == set(PHASES)
+    assert steps[0].peak()[0] < steps[1].peak()[0], "the first has no optimizer state yet"
+    assert max(size for size, _ in steps[1].peaks.values()) == steps[1].peak()[0]
+
+
+def test_neither_training_nor_parallelism_knows_that_it_is_simulated() -> None:
+    for folder in ("train", "parallel", "attention", "optim", "model"):
+        for file in (SRC / folder).rglob("*.py"):
+            text = file.read_text(encoding="utf-8").lower()
+            assert "fake" not in text.replace("register_fake", ""), file
