@@ -55,8 +55,9 @@ from meshtune import config, launch
 from meshtune.config import Config
 from meshtune.launch import Rank
 from meshtune.layout import Layout
-from meshtune.meter.ledger import GATHERED, storage_bytes
+from meshtune.meter.ledger import storage_bytes
 from meshtune.meter.phases import WATCHED_STEPS, PhaseMemory
+from meshtune.meter.trace import GATHERED
 from meshtune.model.capabilities import traits
 from meshtune.model.load import on_meta, read_config
 from meshtune.model.multimodal import auto_class

@@ -46,3 +46,17 @@ RECOMPUTATIONS = Table(
         "full": Recomputation("block input", attention=True, block=True, matmuls=True),
     },
 )
+
+# Operators whose outputs `selective` saves, by name: some exist only once their module is imported. Attention
+# appears as the kernels that it dispatches to. Batched matmuls are not here: a block's only ones are the
+# scores of an attention without a fused kernel, far too large to keep.
+SAVED_OPERATORS = {
+    "aten.mm.default",
+    "aten.addmm.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "torch_attn._varlen_attn.default",
+    "meshtune.capped_attention.default",
+}

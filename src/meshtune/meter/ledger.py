@@ -39,9 +39,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER = "weights", "gathered_weights", "gradients", "optimizer"
-ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARY = "activations", "logits", "communication", "temporary"
-CATEGORIES = (WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARY)
+from meshtune.meter.trace import ACTIVATIONS, COMMUNICATION, GATHERED, GRADIENTS, LOGITS, TEMPORARY
+
 UNCLAIMED = (ACTIVATIONS, TEMPORARY)  # what a storage is until something shows more
 
 

@@ -25,7 +25,9 @@ from transformers import PreTrainedModel
 
 from meshtune import compat
 from meshtune.errors import NothingFits
-from meshtune.meter.ledger import (
+from meshtune.meter.ledger import Ledger, storages_of
+from meshtune.meter.rows import memory_row
+from meshtune.meter.trace import (
     ACTIVATIONS,
     CATEGORIES,
     COMMUNICATION,
@@ -34,10 +36,7 @@ from meshtune.meter.ledger import (
     OPTIMIZER,
     TEMPORARY,
     WEIGHTS,
-    Ledger,
-    storages_of,
 )
-from meshtune.meter.rows import memory_row
 from meshtune.rundir import Row
 from meshtune.units import human
 

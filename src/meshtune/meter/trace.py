@@ -1,7 +1,7 @@
 """A step of one rank as it happened: its operations, and the storages that they allocated and freed.
 
     operations   in the order in which the host issued them: each with its phase, module, FLOPs, bytes
-    storages     every allocation of memory: bytes, category (meter/ledger.py), who made it
+    storages     every allocation of memory: bytes, category (ledger.py), who made it
     changes      allocations and frees, each at an operation: replaying them gives the bytes at any time
 
 Plain values without torch, so that whatever reads a trace (an allocator, streams, pictures) is arithmetic.
@@ -11,6 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER = "weights", "gathered_weights", "gradients", "optimizer"
+ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARY = "activations", "logits", "communication", "temporary"
+CATEGORIES = (WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARY)
 FORWARD, BACKWARD, RECOMPUTATION, UPDATE = "forward", "backward", "recomputation", "optimizer"
 PHASES = (FORWARD, BACKWARD, RECOMPUTATION, UPDATE)
 
@@ -54,7 +57,7 @@ class Storage:
     """One allocation, until it is freed or changes its size."""
 
     bytes: int
-    category: str  # of meter.ledger.CATEGORIES, the last one that it had
+    category: str  # of CATEGORIES, the last one that it had
     module: str  # where it was made, as Operation.module
     made_by: str  # name of the operation that made it; "": it existed before the step
     phase: str  # one of PHASES; "": before the step

@@ -22,21 +22,7 @@ from transformers import PreTrainedModel
 from meshtune.model.anatomy import Anatomy
 from meshtune.model.body import ATTENTION_NAMES
 from meshtune.model.mixers import Lengths, current_documents, documents_of
-from meshtune.recomputation import RECOMPUTATIONS
-
-# Operators whose outputs `selective` keeps, by name: some exist only once their module is imported. Attention
-# appears as the kernels that it dispatches to. Batched matmuls are not here: a block's only ones are the
-# scores of an attention without a fused kernel, far too large to keep.
-SAVED_OPERATORS = {
-    "aten.mm.default",
-    "aten.addmm.default",
-    "aten._scaled_dot_product_flash_attention_for_cpu.default",
-    "aten._scaled_dot_product_flash_attention.default",
-    "aten._scaled_dot_product_efficient_attention.default",
-    "aten._scaled_dot_product_cudnn_attention.default",
-    "torch_attn._varlen_attn.default",
-    "meshtune.capped_attention.default",
-}
+from meshtune.recomputation import RECOMPUTATIONS, SAVED_OPERATORS
 
 
 def recompute_blocks(

@@ -4,7 +4,8 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from meshtune.meter.ledger import CATEGORIES, Ledger
+from meshtune.meter.ledger import Ledger
+from meshtune.meter.trace import CATEGORIES
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from meshtune.attention.register import register
 from meshtune.data.batch import MicroBatch
-from meshtune.meter.ledger import ACTIVATIONS, Ledger
+from meshtune.meter.ledger import Ledger
+from meshtune.meter.trace import ACTIVATIONS
 from meshtune.model.anatomy import anatomy
 from meshtune.model.lora import add_lora
 from meshtune.parallel import exchange, regather
