@@ -32,7 +32,8 @@ def specification(
     and chart; None draws no title. named: False leaves out the names of `Stacks`, which the chart to its left
     shows; other panels ignore it. narrow: for the screen of a phone.
     """
-    chart = drawn(panel, named=named, narrow=narrow).properties(width=width)
+    pointed = width == "container"
+    chart = drawn(panel, named=named, narrow=narrow, pointed=pointed).properties(width=width)
     if width == "container":
         chart = chart.properties(autosize=alt.AutoSizeParams(type="fit-x", contains="padding"))
     if title_offset is not None:
@@ -41,8 +42,11 @@ def specification(
     return {name: value for name, value in chart.to_dict().items() if name != "config"}
 
 
-def drawn(panel: Panel, *, named: bool = True, narrow: bool = False) -> alt.LayerChart:
-    """A panel as an Altair chart without width and title. named, narrow: as in `specification`."""
+def drawn(panel: Panel, *, named: bool = True, narrow: bool = False, pointed: bool = True) -> alt.LayerChart:
+    """A panel as an Altair chart without width and title.
+
+    named, narrow: as in `specification`. pointed: False leaves out layers that only have tooltips.
+    """
     match panel:
         case Lines():
             return lines(panel)
@@ -55,4 +59,4 @@ def drawn(panel: Panel, *, named: bool = True, narrow: bool = False) -> alt.Laye
         case Timeline():
             return timeline(panel, narrow=narrow)
         case Areas():
-            return areas(panel, narrow=narrow)
+            return areas(panel, narrow=narrow, pointed=pointed)

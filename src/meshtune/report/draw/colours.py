@@ -14,13 +14,15 @@ MEMORY = ("#0072b2", "#d55e00", "#009e73", "#7a6fb0", "#cc79a7", "#e69f00", "#8b
 TIME = (
     "#56b4e9", "#882255", "#d9c45a", "#3f51b5", "#999933", "#009e73", "#c9ced6", "#a6761d", "#5d646d",
 )  # fmt: skip
+LEDGER = {"gathered weights": "#5ec4b6", "temporary": "#b59a82"}  # its categories that a plan has not
 PASSES = {  # of a micro-batch through a stage, and the time between them
     "forward": "#9ed4f5",
     "backward": "#2b8cc4",
+    "recomputation": "#f2b6a0",
     "backward of inputs": "#4ba3d6",
     "backward of weights": "#135c86",
 }
-COLOURS = dict(zip(CATEGORIES, MEMORY, strict=True)) | dict(zip(PARTS, TIME, strict=True)) | PASSES
+COLOURS = dict(zip((*CATEGORIES, *PARTS), (*MEMORY, *TIME), strict=True)) | LEDGER | PASSES
 
 
 def colours_of(names: Sequence[str]) -> list[str]:

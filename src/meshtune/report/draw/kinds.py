@@ -47,7 +47,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Mark:
-    """A dashed vertical line across `Stacks`, at `value` of their number axis, with `text` above it."""
+    """A dashed line across a chart, at `value` of a number axis, with `text` beside it."""
 
     value: float
     text: str
@@ -192,8 +192,20 @@ class Timeline:
 
 
 @dataclass(frozen=True)
+class Band:
+    """A named stretch of the x axis of `Areas`."""
+
+    start: float
+    end: float
+    name: str  # gives the colour
+
+
+@dataclass(frozen=True)
 class Areas:
-    """Parts on top of each other over a common x."""
+    """Parts on top of each other over a common x.
+
+    Above them stand bands, such as forward and backward, if there are any, and the sections' names.
+    """
 
     key: str
     title: str
@@ -204,6 +216,10 @@ class Areas:
     x_title: str
     mark: Mark | None = None  # a dashed horizontal line
     height: int = 260  # px
+    joined: Literal["line", "steps"] = "line"  # steps: a size stays until the next x
+    bands: tuple[Band, ...] = ()  # a strip along the upper edge
+    sections: tuple[Mark, ...] = ()  # dashed vertical lines, each with the name of what begins there
+    peaks: tuple[Point, ...] = ()  # dots with their texts above them
 
 
 Panel = Lines | Stacks | Scatter | HeatMap | Timeline | Areas

@@ -16,6 +16,7 @@ from meshtune.rundir import write_text_atomically
 
 SCRIPTS = Path("~/.cache/meshtune")  # making the page's JavaScript takes some seconds, so it is kept here
 SNIPPET = "window.vegaEmbed = vegaEmbed;"
+LONG_NUMBER = re.compile(r"\d+\.\d{3,}(?:e-\d+)?")
 PNG_SCALE = 2.0  # pixels of a .png for each of the chart's
 
 
@@ -68,10 +69,18 @@ def javascript() -> str:
 
 
 def svg(spec: dict[str, Any]) -> str:
-    """A Vega-Lite specification, with its theme (`config`), as the text of an SVG picture."""
+    """A Vega-Lite specification, with its theme (`config`), as the text of an SVG picture.
+
+    Paths are rounded to a hundredth of a pixel: their digits are most of a large picture.
+    """
     import vl_convert
 
-    return vl_convert.vegalite_to_svg(spec, vl_version=vega_lite_version(), allowed_base_urls=[])
+    text = vl_convert.vegalite_to_svg(spec, vl_version=vega_lite_version(), allowed_base_urls=[])
+    return re.sub(r' d="[^"]*"', lambda path: LONG_NUMBER.sub(_rounded, path[0]), text)
+
+
+def _rounded(number: re.Match[str]) -> str:
+    return f"{float(number[0]):.2f}".rstrip("0").rstrip(".")
 
 
 def png(spec: dict[str, Any]) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.over_time import StepOverTime, Timed, memory_over_time, step_over_time
 from meshtune.plan.search import Choice
@@ -51,15 +53,20 @@ def memory_panel(workload: Workload, choice: Choice, drawn: StepOverTime) -> Are
 
 def pipeline_panel(drawn: StepOverTime) -> Timeline:
     """The passes of each pipeline rank; gaps are the bubble."""
-    lanes = tuple(f"rank {rank}" for rank in range(drawn.layout.pp))
+    return passes_panel(drawn.timed, f"The pipeline over {_span(drawn)}")
+
+
+def passes_panel(timed: Sequence[Timed], title: str) -> Timeline:
+    """Passes of pipeline ranks, a lane for each rank; gaps are the bubble."""
+    lanes = {rank: f"rank {rank}" for rank in sorted({one.rank for one in timed})}
     return Timeline(
         "pipeline",
-        f"The pipeline over {_span(drawn)}",
+        title,
         "seconds",
-        lanes,
+        tuple(lanes.values()),
         tuple(
             Interval(lanes[one.rank], one.start, one.end, PASSES[one.kind], _detail(one))
-            for one in drawn.timed
+            for one in timed
             if one.end > one.start
         ),
     )

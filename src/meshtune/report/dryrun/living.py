@@ -1,0 +1,187 @@
+"""Living storages at the peak of a step: by category, by module, and as groups of tensors that are alike.
+
+model.layers.0.mlp.up_proj  112 MiB ┐
+model.layers.1.mlp.up_proj  112 MiB ├─> model.layers.0-31.mlp.up_proj  32 × 112 MiB
+…                                   ┘
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from meshtune.meter.trace import CATEGORIES, Operation, StepTrace, Storage
+
+NUMBERED = re.compile(r"^(.+?)\.(\d+)(?=\.|$)(.*)$")  # a module in a list, as blocks are
+OUTSIDE = "outside of modules"
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The highest bytes of a step, and what they consist of."""
+
+    bytes: int
+    operation: Operation | None  # during which they are reached; None: before the first one
+    storages: tuple[Storage, ...]  # that live then
+
+    @classmethod
+    def of(cls, step: StepTrace) -> Peak:
+        size, at = step.peak()
+        operation = step.operations[at] if at >= 0 else None
+        return cls(size, operation, tuple(step.living_at(at).values()))
+
+    def parts(self) -> dict[str, int]:
+        """Bytes by category, in the order of CATEGORIES."""
+        return parts_of(self.storages)
+
+    def moment(self) -> str:
+        """The operation as a phrase: "during aten.mm.default of lm_head, backward of micro-batch 0"."""
+        return f"during {described(self.operation)}" if self.operation else "before the first operation"
+
+
+def described(operation: Operation) -> str:
+    """An operation with its module, phase and micro-batch as a phrase."""
+    module = f" of {operation.module}" if operation.module else ""
+    number = f" of micro-batch {operation.micro_batch}" if operation.micro_batch >= 0 else ""
+    return f"{operation.name}{module}, {operation.phase}{number}"
+
+
+def parts_of(storages: Iterable[Storage]) -> dict[str, int]:
+    """Bytes by category, in the order of CATEGORIES, those without any too."""
+    sizes = dict.fromkeys(CATEGORIES, 0)
+    for storage in storages:
+        sizes[storage.category] += storage.bytes
+    return sizes
+
+
+class Place(NamedTuple):
+    """A module, with the block's number cut out of its name."""
+
+    before: str  # "model.layers"; or the whole name of a module that is in no block
+    block: int | None  # None: in no block
+    after: str  # ".mlp.up_proj"
+
+
+def place_of(storage: Storage) -> Place:
+    """Module of the parameter that the storage belongs to, else the module that made it."""
+    module = storage.name.rpartition(".")[0] or storage.module
+    if parts := NUMBERED.match(module):
+        return Place(parts[1], int(parts[2]), parts[3])
+    return Place(module, None, "")
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers as text: `ranges([0, 1, 2, 5]) == "0-2,5"`."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+
+
+class Row(NamedTuple):
+    """Bytes by category of one module, or of all blocks together."""
+
+    name: str
+    blocks: int  # how many; 0: it is no block
+    parts: dict[str, int]
+
+
+def by_module(storages: Iterable[Storage]) -> list[Row]:
+    """Bytes by category of each module outside of the blocks, and of all blocks together, most first."""
+    groups: dict[str, list[Storage]] = defaultdict(list)
+    numbers: dict[str, set[int]] = defaultdict(set)
+    for storage in storages:
+        place = place_of(storage)
+        key = f"{place.before}." if place.block is not None else place.before or OUTSIDE
+        groups[key].append(storage)
+        if place.block is not None:
+            numbers[key].add(place.block)
+    rows = [
+        Row(f"blocks {ranges(numbers[key])}" if key in numbers else key, len(numbers[key]), parts_of(some))
+        for key, some in groups.items()
+    ]
+    return sorted(rows, key=lambda row: -sum(row.parts.values()))
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Living tensors that differ in the number of the block or micro-batch alone."""
+
+    before: str  # name of their module, up to the block's number; "": outside of modules
+    after: str  # what follows the number
+    blocks: tuple[int, ...]  # numbers, ascending; (): in no block
+    parameter: str  # last part of the name of the parameter that they belong to; "": to none
+    made_by: str  # operation; "": they existed before the step
+    shape: tuple[int, ...]
+    dtype: str
+    category: str  # of CATEGORIES
+    phase: str  # of PHASES; "": before the step
+    count: int
+    bytes: int  # of all of them
+
+    @property
+    def name(self) -> str:
+        """Module, and parameter if there is one: "model.layers.0-31.mlp.up_proj"."""
+        module = f"{self.before}.{ranges(self.blocks)}{self.after}" if self.blocks else self.before
+        return ".".join(part for part in (module, self.parameter) if part) or OUTSIDE
+
+
+def alike(storages: Sequence[Storage]) -> list[Alike]:
+    """Groups of storages that are alike, most bytes first."""
+    groups: dict[tuple[object, ...], list[tuple[Place, Storage]]] = defaultdict(list)
+    for storage in storages:
+        place = place_of(storage)
+        in_block = place.block is not None
+        made = (storage.made_by, storage.shape, storage.dtype, storage.category, storage.phase)
+        groups[place.before, place.after, in_block, storage.name.rpartition(".")[2], made].append(
+            (place, storage)
+        )
+    return sorted(map(_group, groups.values()), key=lambda group: -group.bytes)
+
+
+def _group(members: Sequence[tuple[Place, Storage]]) -> Alike:
+    place, first = members[0]
+    blocks = sorted({place.block for place, _ in members if place.block is not None})
+    return Alike(
+        before=place.before,
+        after=place.after,
+        blocks=tuple(blocks),
+        parameter=first.name.rpartition(".")[2],
+        made_by=first.made_by,
+        shape=first.shape,
+        dtype=first.dtype,
+        category=first.category,
+        phase=first.phase,
+        count=len(members),
+        bytes=sum(storage.bytes for _, storage in members),
+    )
+
+
+def levels(step: StepTrace) -> Iterator[tuple[int, dict[str, int]]]:
+    """Yield (operation, bytes by category) while it runs: at its highest total. Ascending by operation.
+
+    An operation whose bytes are those after the one before it is left out. What exists before the step counts
+    as the first operation's.
+    """
+    sizes = Counter(dict.fromkeys(CATEGORIES, 0))
+    changes: dict[int, list[tuple[str, int]]] = defaultdict(list)
+    for change in step.changes:
+        storage = step.storages[change.storage]
+        size = storage.bytes if change.allocated else -storage.bytes
+        changes[max(change.at, 0)].append((storage.category, size))
+    for at in sorted(changes):
+        highest, most, now = dict(sizes), sizes.total(), sizes.total()
+        for category, size in changes[at]:
+            sizes[category] += size
+            now += size
+            if now > most:
+                highest, most = dict(sizes), now
+        yield at, highest
+        if at + 1 not in changes and dict(sizes) != highest:
+            yield at + 1, dict(sizes)

@@ -1,0 +1,187 @@
+"""Panels of a dry run: memory over the first two steps, streams over one step, passes of the pipeline.
+
+    RankTrace               ─> memory_panel     bytes by category, phases above them, peaks marked
+    busy intervals          ─> streams_panel    compute and communication of one rank
+    passes of several ranks ─> pipeline_panel   gaps are the bubble
+
+What a chart can't show is thinned: of memory the highest of each stretch stays, so no peak is lost; of
+streams, neighbours that are closer than a pixel become one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby, pairwise
+from typing import NamedTuple
+
+from meshtune.meter.trace import CATEGORIES, RankTrace, StepTrace
+from meshtune.plan.over_time import Timed
+from meshtune.report.draw.kinds import Areas, Band, Interval, Mark, Point, Timeline
+from meshtune.report.draw.thin import MOST_ROWS, thinned
+from meshtune.report.dryrun.living import described, levels
+from meshtune.report.plan.numbers import nonzero
+from meshtune.report.plan.over_time import passes_panel
+from meshtune.units import GIB, human
+
+COLUMNS = 400  # of bands over one step: where more phases follow each other, the longest in each is drawn
+MOST_INTERVALS = 2000  # of one timeline
+FINEST = 2000  # pixels of a timeline, about
+SECTIONS = ("first step", "later steps")
+
+Starts = Sequence[float]  # of each operation of a step in seconds, ascending, then the step's end
+
+
+def shown(category: str) -> str:
+    """Name of a category in charts and tables: "gathered weights"."""
+    return category.replace("_", " ")
+
+
+def rank_title(trace: RankTrace) -> str:
+    """The rank with its pipeline stages: "rank 32 (stage 4)"."""
+    stages = ", ".join(map(str, trace.stages))
+    several = "s" if len(trace.stages) > 1 else ""
+    return f"rank {trace.rank} (stage{several} {stages})" if stages else f"rank {trace.rank}"
+
+
+def memory_panel(trace: RankTrace, *, capacity: float = 0, starts: Sequence[Starts] = ()) -> Areas:
+    """Bytes of a rank by category, over its first step and a later one.
+
+    capacity: bytes of a GPU, which are marked; 0: none. starts: for each step; (): the axis counts its
+    operations.
+    """
+    parts: dict[str, list[float]] = {category: [] for category in CATEGORIES}
+    x: list[float] = []
+    texts: list[str] = []
+    bands, sections, peaks = [], [], []
+    begin = 0.0
+    for number, step in enumerate(trace.steps):
+        times = starts[number] if starts else [float(at) for at in range(len(step.operations) + 1)]
+        for at, sizes in _drawn(step):
+            x.append(begin + times[min(at, len(times) - 1)])
+            texts.append(_event(step, at))
+            for category in CATEGORIES:
+                parts[category].append(sizes[category] / GIB)
+        bands += [Band(begin + one.start, begin + one.end, one.name) for one in _bands(step, times)]
+        sections.append(Mark(begin, SECTIONS[number]))
+        size, at = step.peak()
+        peaks.append(Point(begin + times[max(at, 0)], size / GIB, f"peak {human(size)}"))
+        begin += times[-1]
+        x.append(begin)  # the last level lasts until the step ends
+        texts.append("end of the step")
+        for sizes_of_one in parts.values():
+            sizes_of_one.append(sizes_of_one[-1])
+    names = nonzero(CATEGORIES, ({name: max(sizes) for name, sizes in parts.items()},))
+    return Areas(
+        f"memory_of_rank_{trace.rank}",
+        f"Memory of {rank_title(trace)} over a step{_some(trace)}",
+        "GiB",
+        tuple(x),
+        {shown(name): tuple(parts[name]) for name in names},
+        tuple(texts),
+        "seconds" if starts else "operations",
+        Mark(capacity / GIB, f"capacity {capacity / GIB:.1f} GiB") if capacity else None,
+        height=320,
+        joined="steps",
+        bands=tuple(bands),
+        sections=tuple(sections),
+        peaks=tuple(peaks),
+    )
+
+
+def _some(trace: RankTrace) -> str:
+    """ ", n of its m micro-batches" where some were not traced."""
+    some, every = trace.micro_batches, trace.of
+    return "" if some == every else f", {some} of its {every} micro-batches"
+
+
+def _drawn(step: StepTrace) -> list[tuple[int, dict[str, int]]]:
+    """Levels of a step that are drawn: the peaks of the sum and of each category are among them."""
+    every = list(levels(step))
+    rows = set(thinned([[sum(sizes.values()) for _, sizes in every]], MOST_ROWS))
+    rows |= {max(range(len(every)), key=lambda row: every[row][1][name]) for name in CATEGORIES if every}
+    return [every[row] for row in sorted(rows)]
+
+
+def _event(step: StepTrace, at: int) -> str:
+    return described(step.operations[at]) if at < len(step.operations) else "end of the step"
+
+
+def _bands(step: StepTrace, times: Starts) -> list[Band]:
+    """Phases of a step one after the other. times: of its operations, then its end."""
+    stretches: list[Band] = []
+    for phase, some in groupby(enumerate(step.operations), key=lambda pair: pair[1].phase):
+        numbers = [number for number, _ in some]
+        stretches.append(Band(times[numbers[0]], times[numbers[-1] + 1], phase))
+    if len(stretches) <= COLUMNS:
+        return stretches
+    length = (times[-1] - times[0]) / COLUMNS
+    columns: list[dict[str, float]] = [{} for _ in range(COLUMNS)]
+    for one in stretches:
+        for number in range(int(one.start / length), min(int(one.end / length) + 1, COLUMNS)):
+            overlap = min(one.end, (number + 1) * length) - max(one.start, number * length)
+            columns[number][one.name] = columns[number].get(one.name, 0.0) + overlap
+    longest = [max(column, key=lambda name: column[name]) for column in columns]
+    changed = [number for number in range(COLUMNS) if number == 0 or longest[number] != longest[number - 1]]
+    return [
+        Band(first * length, last * length, longest[first]) for first, last in pairwise([*changed, COLUMNS])
+    ]
+
+
+# streams #
+
+
+class Busy(NamedTuple):
+    """An interval in which a stream works."""
+
+    stream: str  # such as "compute", or a communication stream's axis
+    start: float  # seconds
+    end: float  # seconds
+    label: str  # in the tooltip
+    part: str  # gives the colour: of plan.seconds.step.PARTS, or of meter.trace.PHASES
+
+
+def streams_panel(
+    busy: Iterable[tuple[str, float, float, str, str]], *, title: str, key: str = "streams"
+) -> Timeline:
+    """Streams of one rank below each other, each with its intervals. busy: fields of `Busy`, in any order.
+
+    Of more than MOST_INTERVALS, those closer than a pixel to one of the same part are drawn with it, and so
+    are ones shorter than a pixel.
+    """
+    every = sorted((Busy(*one) for one in busy), key=lambda one: (one.stream, one.start))
+    lanes = dict.fromkeys(one.stream for one in sorted(every, key=lambda one: one.start))
+    end = max((one.end for one in every), default=0.0)
+    pixel, drawn = 0.0, every
+    while len(drawn) > MOST_INTERVALS:
+        pixel = 2 * pixel or end / FINEST
+        drawn = _joined(every, pixel)
+    note = f", {1000 * pixel:.3g} ms a dot" if pixel else ""
+    return Timeline(
+        key,
+        title + note,
+        "seconds",
+        tuple(lanes),
+        tuple(Interval(one.stream, one.start, one.end, one.part, one.label) for one in drawn),
+    )
+
+
+def _joined(every: Sequence[Busy], pixel: float) -> list[Busy]:
+    """Intervals of which those of one part that are closer than `pixel` seconds are one."""
+    joined: list[Busy] = []
+    for one in every:
+        last = joined[-1] if joined else None
+        near = last is not None and last.stream == one.stream and one.start - last.end <= pixel
+        if last is not None and near and (one.part == last.part or one.end - one.start <= pixel):
+            longer = max(last, one, key=lambda each: each.end - each.start)
+            joined[-1] = last._replace(end=max(last.end, one.end), label=longer.label)
+        else:
+            joined.append(one)
+    return joined
+
+
+def pipeline_panel(timed: Sequence[Timed], *, title: str = "The pipeline over one step") -> Timeline:
+    """Passes of each pipeline rank, and in the title the share of the step in which a rank waits."""
+    ranks = {one.rank for one in timed}
+    length = max(one.end for one in timed) - min(one.start for one in timed)
+    waits = 1 - sum(one.end - one.start for one in timed) / (length * len(ranks))
+    return passes_panel(timed, f"{title}: a rank waits for {waits:.1%} of it")

@@ -1,0 +1,135 @@
+"""The setting that removes or shrinks a tensor, from its category, module and operation.
+
+The first rule that applies answers; where a layout has a setting already, the next one does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from meshtune.layout import Layout
+from meshtune.meter.trace import (
+    ACTIVATIONS,
+    BACKWARD,
+    COMMUNICATION,
+    FORWARD,
+    GATHERED,
+    GRADIENTS,
+    LOGITS,
+    OPTIMIZER,
+    RECOMPUTATION,
+    TEMPORARY,
+    WEIGHTS,
+)
+from meshtune.placement.states import LOSS_CHUNK_TOKENS
+from meshtune.recomputation import RECOMPUTATIONS, SAVED_OPERATORS
+from meshtune.report.dryrun.living import Alike
+from meshtune.units import counted
+
+Advice = Iterator[str]
+
+
+def remedy(tensors: Alike, layout: Layout) -> str:
+    """The setting that removes or shrinks these tensors, with its effect; or why there is none."""
+    return next(RULES[tensors.category](tensors, layout))
+
+
+def _sharded(layout: Layout, stage: int) -> Advice:
+    """Yield the ZeRO stage that shards a state, unless the layout has it or has no ranks to shard over."""
+    if layout.zero < stage and layout.parameter_ranks > 1:
+        yield f"zero{stage}: each of {counted(layout.parameter_ranks, 'rank')} keeps its share"
+
+
+def _weights(tensors: Alike, layout: Layout) -> Advice:
+    yield from _sharded(layout, 3)
+    yield "zero3 on more ranks, tp or pp" if layout.zero == 3 else "tp or pp; with more GPUs zero3"
+
+
+def _gathered(tensors: Alike, layout: Layout) -> Advice:
+    if layout.zero < 3:
+        yield "zero3: gathered block by block, not for the whole step"
+    yield f"{_more_tensor(layout)}: a rank gathers its part alone"
+
+
+def _gradients(tensors: Alike, layout: Layout) -> Advice:
+    yield from _sharded(layout, 2)
+    if not tensors.blocks and tensors.phase == FORWARD:
+        yield f"{_more_tensor(layout)}: the loss sums the head's gradient over its chunks"
+    if tensors.dtype == "float32":
+        yield "train.reduce_dtype=bf16: sums of half the size, less exact"
+    yield "tp or pp; lora: frozen weights have no gradients"
+
+
+def _optimizer(tensors: Alike, layout: Layout) -> Advice:
+    yield from _sharded(layout, 1)
+    yield "train.optimizer=lion or adafactor; tp, pp, or zero on more ranks; lora"
+
+
+def _logits(tensors: Alike, layout: Layout) -> Advice:
+    yield f"{_more_tensor(layout)}: a part of the vocabulary; chunks of {LOSS_CHUNK_TOKENS} tokens already"
+
+
+def _communication(tensors: Alike, layout: Layout) -> Advice:
+    if "recv" in tensors.made_by:
+        yield f"{_fewer_tokens(layout)}: it is a stage's input"
+    if layout.zero or layout.data_ranks > 1:
+        yield f"{_more_tensor(layout)}: smaller collectives; nothing else divides the buffer"
+    yield "none: it lasts as long as the collective"
+
+
+def _temporary(tensors: Alike, layout: Layout) -> Advice:
+    yield "none: the update frees it"
+
+
+def _activations(tensors: Alike, layout: Layout) -> Advice:
+    if not tensors.blocks:
+        if tensors.phase == FORWARD and layout.tp == 1 and tensors.dtype == "float32":
+            yield f"{_fewer_tokens(layout)}; tp for what is as large as the head"
+        yield f"{_fewer_tokens(layout)}: it grows with the tokens of a micro-batch"
+    if tensors.phase == RECOMPUTATION:
+        yield f"{_fewer_tokens(layout)}: one block's, run again in its backward"
+    if tensors.phase == BACKWARD:
+        yield f"{_fewer_tokens(layout)}: a gradient that the backward is at"
+    if "all_gather" in tensors.made_by and layout.sp and not layout.sp_regather:
+        yield "regather: gathered again in the backward"
+    yield from _recomputed(tensors, layout)
+    if layout.schedule == "gpipe" and layout.pp > 1:
+        yield "1f1b: at most pp micro-batches in flight"
+    yield f"{_fewer_tokens(layout)}{', more stages (pp)' if layout.pp == 1 else ''}: a block's input"
+
+
+def _recomputed(tensors: Alike, layout: Layout) -> Advice:
+    """Yield the recomputation mode that does not save what a block's forward made."""
+    mode = RECOMPUTATIONS[layout.recompute]
+    if mode.matmuls and layout.recompute_blocks is None:
+        return
+    if layout.recompute_blocks is not None:
+        yield f"{layout.recompute} in more blocks than {layout.recompute_blocks}"
+    if tensors.made_by in SAVED_OPERATORS:
+        yield "full: the backward runs the block again"
+    if not mode.by_operation:
+        yield "selective or full: made again in the backward"
+    yield f"{_fewer_tokens(layout)}: of the block that runs"
+
+
+def _fewer_tokens(layout: Layout) -> str:
+    """Settings that leave a rank fewer tokens of a micro-batch."""
+    if layout.micro_batch_size > 1:
+        return f"mb{layout.micro_batch_size // 2}"
+    return "sp or cp" if layout.tp > 1 and not layout.sp else "cp, or tp with sp" if layout.tp == 1 else "cp"
+
+
+def _more_tensor(layout: Layout) -> str:
+    return f"tp{2 * layout.tp}"
+
+
+RULES: dict[str, Callable[[Alike, Layout], Advice]] = {
+    WEIGHTS: _weights,
+    GATHERED: _gathered,
+    GRADIENTS: _gradients,
+    OPTIMIZER: _optimizer,
+    ACTIVATIONS: _activations,
+    LOGITS: _logits,
+    COMMUNICATION: _communication,
+    TEMPORARY: _temporary,
+}
