@@ -1,6 +1,6 @@
 """meshtune: plan, train and measure the fine-tuning of Hugging Face language models.
 
-    from meshtune import Config, Layout, generate, plan, train        # docs/python.md
+    from meshtune import Config, Layout, dryrun, generate, plan, train  # docs/python.md
 
 Nothing is imported before it is used: `import meshtune` takes milliseconds.
 """
@@ -21,7 +21,7 @@ HOMES = {
     "Training": "meshtune.train.callbacks",
     "generate": "meshtune.api.generate",
 }  # name -> the module that defines it; __init__.pyi says the same to type checkers
-PACKAGES = ("plan", "train")  # packages whose modules are callable: CallablePackage
+PACKAGES = ("dryrun", "plan", "train")  # packages whose modules are callable: CallablePackage
 
 
 class CallablePackage(ModuleType):

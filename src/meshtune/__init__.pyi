@@ -1,5 +1,6 @@
 from types import ModuleType
 
+from meshtune.api.dryrun import dryrun as dryrun
 from meshtune.api.generate import generate as generate
 from meshtune.api.plan import plan as plan
 from meshtune.api.train import Result as Result

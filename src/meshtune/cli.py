@@ -13,6 +13,7 @@ from meshtune import __version__
 from meshtune.commands.chat import chat
 from meshtune.commands.config import config
 from meshtune.commands.data import data
+from meshtune.commands.dryrun import dryrun
 from meshtune.commands.env import env
 from meshtune.commands.evaluate import evaluate
 from meshtune.commands.export import export
@@ -35,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (config, data, plan, train):
+for command in (config, data, plan, dryrun, train):
     app.command()(command)
 app.command("eval")(evaluate)
 for command in (generate, chat, export, report, migrate, schema, env):

@@ -73,6 +73,12 @@ def layouts(start: str) -> list[str]:
     return whole + ["-".join([*written, word]) for word in words]
 
 
+def complete_layout(incomplete: str) -> list[str]:
+    """Layout strings of an option that takes several, separated by commas: the last one is completed."""
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{word}" for word in layouts(last)]
+
+
 def beginnings(pattern: str) -> list[str]:
     """Texts that a layout token's pattern matches, up to its last number: zero1x, zero2x, zero3x."""
     text = re.sub(r"\(\\d[+*]\)", "", pattern)

@@ -102,6 +102,10 @@ class StepTrace:
                 most, at = now, change.at
         return most, at
 
+    def composition(self) -> dict[str, int]:
+        """Bytes by category at the step's peak, each category as it was then."""
+        return max(self.peaks.values(), default=(0, {}), key=lambda peak: peak[0])[1]
+
     def living_at(self, operation: int) -> dict[int, Storage]:
         """Storages by number when the bytes are highest during `operation`."""
         living: dict[int, Storage] = {}
@@ -142,3 +146,8 @@ class RankTrace:
     steady: int = -1  # number of a micro-batch in the middle of those traced; -1: all were
     seconds: float = 0.0  # that the trace took
     substitutes: tuple[str, ...] = ()  # operations that were run by a stand-in
+
+    def times(self, operation: Operation) -> int:
+        """How often an operation runs in a step: those of the steady micro-batch stand for others too."""
+        untraced = self.of - self.micro_batches
+        return 1 + untraced if untraced and operation.micro_batch == self.steady else 1

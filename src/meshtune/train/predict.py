@@ -15,6 +15,11 @@ from meshtune.plan.facts import plan_yaml
 from meshtune.plan.search import explained
 from meshtune.plan.workload import lighter_workloads, workload_of
 
+SMALLER = (
+    "Try smaller micro-batches (mb1), recompute full, or a layout that cuts what is largest: zero "
+    "for weights, gradients and optimizer state, tp with sp, or cp, for activations."
+)
+
 
 def prediction(config: Config, layout: Layout, gpus: Sequence[tuple[str, float]]) -> str:
     """A run's plan.yaml: its layout, and memory and time that are predicted for it; the layout alone for a
@@ -40,9 +45,6 @@ def out_of_memory(config: Config, layout: Layout, gpus: Sequence[tuple[str, floa
         workload = workload_of(config, numbers_of(config))
         cluster = cluster_here(config, layout.world, gpus)
     except UserError:
-        return [
-            "Try smaller micro-batches (mb1), recompute full, or a layout that cuts what is largest: zero "
-            "for weights, gradients and optimizer state, tp with sp, or cp, for activations."
-        ]
+        return [SMALLER]
     choice = explained(workload, cluster, layout)
     return fits.out_of_memory(choice, workload, partial(lighter_workloads, config, numbers_of))

@@ -1,4 +1,4 @@
-"""`from meshtune import Config, Layout, generate, plan, train`: in-memory rows, results, errors."""
+"""`from meshtune import Config, Layout, dryrun, generate, plan, train`: in-memory rows, results, errors."""
 
 import inspect
 import pydoc
@@ -51,7 +51,7 @@ def test_there_are_no_other_names() -> None:
     with pytest.raises(AttributeError, match="tune"):
         getattr(meshtune, "tune")  # noqa: B009
     stub = Path(meshtune.__file__).with_suffix(".pyi").read_text()
-    exported = {*dir(meshtune)} - {*vars(meshtune)} | {"plan", "train"}
+    exported = {*dir(meshtune)} - {*vars(meshtune)} | {"dryrun", "plan", "train"}
     assert exported > {"Config", "Layout"} and all(f" {name}\n" in stub for name in exported)
 
 

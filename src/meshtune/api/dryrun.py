@@ -1,0 +1,277 @@
+"""Dry run: the real training step of a layout on fake tensors. Needs no GPU, no network, no weights, no data.
+
+config ─> numbers, configuration ─> layouts (given, or the planner's) ─> refused, or
+                                    a Job for each ─> its distinct ranks, traced ─> Simulation
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+from transformers import PretrainedConfig
+
+from meshtune.api.model_file import model_file
+from meshtune.api.settings import Settings, config_of
+from meshtune.config import Config
+from meshtune.dryrun.ranks import distinct_ranks, ranks_to_trace, trace_ranks
+from meshtune.dryrun.simulation import Simulation
+from meshtune.dryrun.world import Job, trace_rank
+from meshtune.errors import UserError
+from meshtune.layout import AUTO, Layout, PartialLayout
+from meshtune.model.census_cache import numbers_of
+from meshtune.model.load import read_config
+from meshtune.placement.columns import Columns
+from meshtune.placement.numbers import ModelNumbers
+from meshtune.placement.rules import refusals
+from meshtune.plan import answer, fits
+from meshtune.plan.accounting import accounting_of
+from meshtune.plan.cluster import Cluster, cluster_for
+from meshtune.plan.explanation import explain
+from meshtune.plan.fits import Lighter
+from meshtune.plan.memory.timeline import overhead
+from meshtune.plan.other_units import other_units
+from meshtune.plan.search import explained
+from meshtune.plan.workload import Uncounted, Workload, lighter_workloads, workload_of
+from meshtune.train.build import model_spec, optimizer_spec
+from meshtune.train.predict import SMALLER
+from meshtune.units import counted
+
+Log = Callable[[str], None]  # gets a line when a rank is traced, and one while a model is counted
+
+COMPILED = (
+    "train.compile = true: the eager operations are traced. Compiled blocks save fewer activations and run "
+    "fewer kernels, so a run needs less memory and time than this."
+)
+
+
+def silent(_: str) -> None:
+    """Take a sentence that nobody wants."""
+
+
+def dryrun(
+    config: Settings,
+    overrides: Sequence[str] = (),
+    *,
+    layout: Layout | str | None = None,
+    ranks: Sequence[int] = (),
+    documents: Sequence[int] = (),
+    log: Log = silent,
+) -> Simulation:
+    """Run two training steps of a layout on fake tensors, for each kind of rank in a process of its own.
+
+    config: a Config, a mapping of its sections, or a YAML file. overrides: section.key=value each. layout:
+    instead of the config's; without either, the planner's choice. ranks: traced beside the first, a middle
+    and the last pipeline rank. documents: lengths of those in each sequence; (): as
+    data.mean_document_tokens says, else one. `Simulation.traces` has every operation, storage and collective
+    of both steps. Raises UserError for bad settings and layouts, NothingFits if the planner finds no layout
+    that fits, RankFailed if a trace fails.
+    """
+    layouts = [] if layout is None else [str(layout)]
+    (simulation,) = simulations(
+        config_of(config, overrides), layouts, ranks=ranks, documents=documents, log=log
+    )
+    return simulation
+
+
+def simulations(
+    config: Config,
+    layouts: Sequence[str],
+    *,
+    ranks: Sequence[int] = (),
+    documents: Sequence[int] = (),
+    log: Log = silent,
+) -> list[Simulation]:
+    """Dry-run each of `layouts`, in their order; none: the config's, else the planner's choice.
+
+    The other arguments are those of `dryrun`. Raises as that; every layout is checked before one is traced.
+    """
+    documents = documents_of(config, documents)
+    with subject_of(config, log) as subject:
+        problems, checked = [], []
+        for text in layouts or [None]:
+            try:
+                layout = subject.layout(text)
+                if refused := subject.refusals(layout):
+                    raise UserError(refused)
+                distinct = distinct_ranks(subject.numbers.census, layout, config.data.seq_len)
+                checked.append((layout, ranks_to_trace(distinct, layout, ranks)))
+            except UserError as error:
+                problems += error.problems
+                if len(layouts) < 2:  # NothingFits has another exit code
+                    raise
+        if problems:
+            raise UserError(problems)
+        return [subject.simulate(layout, stands_for, documents, log) for layout, stands_for in checked]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model and the settings of a dry run, without a layout."""
+
+    config: Config
+    numbers: ModelNumbers
+    source: PretrainedConfig
+    workload: Workload | None  # None: the planner can't count the model
+    lighter: Lighter
+    notes: tuple[str, ...]
+
+    @property
+    def attention(self) -> str:
+        """Name of the attention that the model is built with."""
+        name = self.config.model.attention
+        return self.numbers.attention if name == AUTO else name
+
+    def layout(self, text: str | None) -> Layout:
+        """The layout to trace. text: as the user wrote it; None: the config's. What it leaves open, the
+        planner chooses.
+        """
+        given = PartialLayout.parse(text) if text else self.config.partial_layout
+        if self.workload is None:
+            devices = given.world or cluster_for(self.config).gpus
+            return given.complete(devices=devices, global_batch_size=self.config.global_batch_size)
+        if text or given.whole:
+            return explain(self.config, self.workload, text or self.config.layout).choice.layout
+        return answer.ask(self.config, self.workload, lighter=self.lighter).choice.layout
+
+    def refusals(self, layout: Layout) -> list[str]:
+        """Every reason why the model can't be trained under a layout; none: it can."""
+        return refusals(
+            self.numbers.traits,
+            layout,
+            attention=self.attention,
+            packing=self.config.data.packing,
+            compile=self.config.train.compile,
+            optimizer=self.config.train.optimizer,
+        )
+
+    def simulate(
+        self, layout: Layout, stands_for: dict[int, str], documents: tuple[int, ...], log: Log
+    ) -> Simulation:
+        """Trace ranks of the layout and put them beside the prediction. stands_for: of `ranks_to_trace`."""
+        config, cluster = self.config, cluster_for(self.config).of_size(layout.world)
+        kernels = "cuda" if cluster.timed else "cpu"
+        job = job_of(config, self.source, self.attention, kernels, layout, documents)
+        names = ", ".join(f"{rank:,}" for rank in stands_for)
+        log(f"tracing two steps of {layout}: rank{'s' * (len(stands_for) > 1)} {names} of {layout.world:,} …")
+        traces = trace_ranks(partial(trace_rank, job), [*stands_for], layout.world, tell=log)
+        simulation = Simulation(
+            model=config.model.name,
+            layout=layout,
+            cluster=cluster,
+            kernels=kernels,
+            documents=documents,
+            traces=tuple(traces),
+            stands_for=stands_for,
+            outside=0,
+            notes=(*self.notes, *notes_on(config, layout)),
+        )
+        return self.predicted(simulation)
+
+    def predicted(self, simulation: Simulation) -> Simulation:
+        """The simulation with what the planner knows: a prediction, bytes outside the allocator and, if it
+        does not fit, what would.
+        """
+        if self.workload is None:
+            return replace(simulation, instead=() if simulation.fits else (SMALLER,))
+        layout, cluster = simulation.layout, simulation.cluster
+        workload = self.workload.of_batch(layout.global_batch_size)
+        choice = explained(workload, cluster, layout)
+        simulation = replace(simulation, predicted=choice, outside=outside(workload, cluster, layout))
+        if simulation.fits:
+            return simulation
+        return replace(simulation, instead=tuple(fits.out_of_memory(choice, workload, self.lighter)))
+
+
+@contextmanager
+def subject_of(config: Config, log: Log) -> Iterator[Subject]:
+    """Read what the config names: its model's configuration, which need not be on this machine (see
+    `model_file`), and the numbers of the model.
+    """
+    units = other_units(config.cluster_config)  # a wrong cluster is refused before a model is built
+    with model_file(config) as (file, notes):
+        numbers = numbers_of(config, file=file, log=log)
+        try:
+            workload = workload_of(config, numbers)
+        except Uncounted:
+            workload = None
+        yield Subject(
+            config,
+            numbers,
+            read_config(file, config.model.name, config.model.trust_remote_code),
+            workload,
+            partial(lighter_workloads, config, partial(numbers_of, file=file)),
+            (*notes, *(workload.notes if workload else ()), *units),
+        )
+
+
+def job_of(
+    config: Config,
+    source: str | PretrainedConfig,
+    attention: str,
+    kernels: str,
+    layout: Layout,
+    documents: tuple[int, ...],
+) -> Job:
+    """The steps of a config under a layout.
+
+    source: the model's configuration. attention: never "auto". documents: see `documents_of`.
+    """
+    spec = model_spec(config, attention, kernels)
+    return Job(
+        spec=replace(spec, source=source, init="random", compile=False),
+        optimizer=optimizer_spec(config),
+        layout=layout,
+        seq_len=config.data.seq_len,
+        documents=documents,
+        max_grad_norm=config.train.max_grad_norm,
+    )
+
+
+def documents_of(config: Config, given: Sequence[int]) -> tuple[int, ...]:
+    """Lengths of the documents in each sequence.
+
+    given: as the user wrote them; (): as many equal ones as data.mean_document_tokens says, which fill the
+    sequence, else one. Raises UserError for lengths that no sequence has.
+    """
+    seq_len = config.data.seq_len
+    if given:
+        problems = [
+            f"--documents {length}: a document has 1 token or more." for length in given if length < 1
+        ]
+        if sum(given) > seq_len:
+            problems.append(
+                f"--documents: {counted(len(given), 'document')} of {sum(given):,} tokens in all do not fit "
+                f"a sequence of data.seq_len={seq_len}."
+            )
+        if len(given) > 1 and not config.data.packing:
+            problems.append("--documents: without data.packing a sequence has one; name one length.")
+        if problems:
+            raise UserError(problems)
+        return tuple(given)
+    mean = config.data.mean_document_tokens if config.data.packing else None
+    number = max(1, round(seq_len / mean)) if mean else 1
+    return tuple(seq_len * (index + 1) // number - seq_len * index // number for index in range(number))
+
+
+def notes_on(config: Config, layout: Layout) -> Iterator[str]:
+    """Sentences on settings that the dry run has otherwise."""
+    if config.train.compile:
+        yield COMPILED
+    if (gpus := config.cluster_config.gpus) not in (None, layout.world):
+        yield (
+            f"{layout} has {counted(layout.world, 'rank')}, but cluster.gpus is {gpus}; the layout's are "
+            "simulated."
+        )
+    if layout.global_batch_size != config.global_batch_size:
+        yield (
+            f"{layout} makes {counted(layout.global_batch_size, 'sequence')} a step, but "
+            f"train.global_batch_size is {config.global_batch_size}; the layout's are simulated."
+        )
+
+
+def outside(workload: Workload, cluster: Cluster, layout: Layout) -> int:
+    """Bytes of a GPU that its allocator does not give, as the planner counts them: CUDA's context and the
+    communicators of NCCL; 0 on a processor.
+    """
+    return int(overhead(Columns.of([layout]), accounting_of(workload, cluster), 0.0)[0])

@@ -1,0 +1,164 @@
+"""`meshtune dryrun` as a user runs it: from a config.json alone, what it prints, and how it ends."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import Command, Ended
+
+from meshtune.layout import Layout
+from meshtune.meter.trace import RankTrace
+
+DryRun = Callable[..., Ended]
+CATEGORIES = {
+    "weights", "gathered_weights", "gradients", "optimizer", "activations", "logits", "communication",
+    "temporary",
+}  # fmt: skip
+NEW_MODEL = {  # that nobody has weights of
+    "model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a config.json alone."""
+    folder = tmp_path_factory.mktemp("bare")
+    (folder / "config.json").write_text(json.dumps(NEW_MODEL))
+    return folder
+
+
+@pytest.fixture
+def words(bare: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Words that name the bare model and a small batch."""
+    cache = tmp_path_factory.getbasetemp() / "dryrun-cache"
+    return [f"model.name={bare}", f"data.cache={cache}", "data.seq_len=128", "train.global_batch_size=8"]
+
+
+@pytest.fixture
+def dryrun(meshtune: Command, words: list[str]) -> DryRun:
+    """Dry-run the bare model with more words, in this process; its ranks are processes of their own."""
+    return lambda *more: meshtune("dryrun", *words, *more)
+
+
+def check_contract(document: dict[str, Any], layout: str) -> None:
+    """Check the keys and sums of DESIGN.md's `dryrun --json`."""
+    assert document["layout"] == layout and document["world"] == Layout.parse(layout).world
+    for rank in document["ranks"]:
+        first, second = rank["steps"]
+        assert rank["peak_bytes"] == second["peak_bytes"] <= rank["reserved_bytes"]
+        assert rank["flops"] > 0
+        for one in rank["collectives"]:
+            assert {"op", "axis", "count", "bytes"} < one.keys() and one["count"] > 0 and one["bytes"] > 0
+        for step in (first, second):
+            assert sum(step["by_category"].values()) == step["peak_bytes"]
+            assert step["by_category"].keys() <= CATEGORIES
+            totals = [sum(sizes.values()) for _, sizes in step["timeline"]]
+            assert max(totals) == step["peak_bytes"] and len(totals) <= 400
+        before, later = (
+            step["phases"]["forward"]["by_category"].get("optimizer", 0) for step in (first, second)
+        )
+        assert later > before
+
+
+def test_one_layout_as_json(dryrun: DryRun) -> None:
+    ended = dryrun("--gpu", "h100-sxm", "--layout", "zero3x8-mb1", "--json")
+    assert ended.code == 0, ended.err
+    document = ended.json
+    check_contract(document, "zero3x8-mb1-ga1")
+    (rank,) = document["ranks"]
+    assert document["kernels"] == "cuda" and document["fits"] is True and rank["stands_for"] == "all ranks"
+    # Twice for each of 4 blocks, once for the embedding and once for the head.
+    gathers = {one["op"]: one["count"] for one in rank["collectives"] if one["axis"] == "dp_shard"}
+    assert gathers["all_gather"] == 4 * 2 + 2 and gathers["reduce_scatter"] == 4 + 2
+    assert "tracing two steps of zero3x8-mb1-ga1: rank 0 of 8 …" in ended.err
+
+
+def test_refused_layouts_are_refused_together_before_anything_is_traced(dryrun: DryRun) -> None:
+    ended = dryrun("--gpu", "h100-sxm", "--layout", "tp16-mb1,pp8-1f1b-mb1,zero3x8-mb1")
+    assert ended.code == 2 and ended.out == ""
+    assert "tp=16 does not divide 8 attention heads" in ended.err
+    assert "pp=8 with 1f1b makes 8 stages of 4 blocks" in ended.err
+    assert "tracing" not in ended.err
+
+
+def test_bad_words_are_refused(dryrun: DryRun) -> None:
+    cluster = ("--gpu", "h100-sxm", "--layout", "zero3x8-mb1")
+    assert "no number of tokens" in dryrun(*cluster, "--documents", "many").err
+    too_long = dryrun(*cluster, "--documents", "100,0,29")
+    assert too_long.code == 2
+    assert "a document has 1 token or more" in too_long.err and "129 tokens in all do not fit" in too_long.err
+    assert "cluster.gpu=a100-80 and --gpu both name it" in dryrun(*cluster, "cluster.gpu=a100-80").err
+    assert "--rank 8: zero3x8-mb1-ga1 has the ranks 0 to 7" in dryrun(*cluster, "--rank", "8").err
+
+
+def crash(job: Any, rank: int) -> RankTrace:
+    """Fail as a bug of ours does."""
+    raise RuntimeError(f"no meta function for rank {rank}")
+
+
+def test_a_rank_that_crashes_ends_the_command_with_its_cause(
+    dryrun: DryRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from meshtune.api import dryrun as api
+
+    monkeypatch.setattr(api, "trace_rank", crash)
+    ended = dryrun("--gpu", "h100-sxm", "--layout", "pp2-1f1b-mb1")
+    assert ended.code == 1 and ended.out == ""
+    assert re.search(
+        r"rank [01] of 2 failed:\n(.*\n)+RuntimeError: no meta function for rank [01]", ended.err
+    )
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_ends_with_3_and_what_would(dryrun: DryRun) -> None:
+    ended = dryrun(
+        "--gpu", "h100-sxm", "--layout", "zero3x2-mb4", "cluster.memory_gib=1.0", "data.seq_len=4096"
+    )
+    assert ended.code == 3
+    assert re.search(r"zero3x2-mb4-ga1 does not fit: it needs .* of 1.00 GiB", ended.out)
+    assert "What needs less" in ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        ("dp2-zero3x2-tp2-sp-pp2-1f1b-mb1-ga2-full", {0: 4, 3: 3, 8: 4}),
+        ("cp2-pp4-1f1b-mb1-ga8", {0: 1, 2: 1, 3: 1, 6: 1}),
+    ],
+)
+def test_layouts_of_every_axis_from_a_shell(
+    process: Command, words: list[str], layout: str, ranks: Any
+) -> None:
+    ended = process(
+        "dryrun",
+        *words,
+        "--gpu",
+        "h100-sxm",
+        "--layout",
+        layout,
+        "--rank",
+        "3",
+        "--documents",
+        "60,40,20",
+        "--json",
+    )
+    assert ended.code == 0, ended.err
+    check_contract(ended.json, layout)
+    assert [rank["rank"] for rank in ended.json["ranks"]] == [*ranks]
+    assert ended.json["documents"] == [60, 40, 20]
+
+
+@pytest.mark.slow
+def test_the_planner_chooses_and_the_path_of_cpus_is_traced(process: Command, words: list[str]) -> None:
+    ended = process("dryrun", *words, "--gpu", "cpu", "--gpus", "4", "--json")
+    assert ended.code == 0, ended.err
+    document = ended.json
+    assert document["kernels"] == "cpu" and document["world"] == 4 and document["outside_bytes"] == 0
+    assert document["predicted"]["layout"] == document["layout"]
+    chosen = process("plan", *words, "cluster.gpu=cpu", "cluster.gpus=4", "--json")
+    assert chosen.json["layouts"][0]["layout"] == document["layout"]
