@@ -29,6 +29,7 @@ from meshtune.data.pack import LABELLED
 from meshtune.dryrun.collectives import Groups
 from meshtune.dryrun.flops import visible_pairs
 from meshtune.dryrun.recorder import Recorder
+from meshtune.dryrun.substitutes import installed
 from meshtune.layout import Layout
 from meshtune.meter.phases import WATCHED_STEPS, PhaseMemory
 from meshtune.meter.trace import RankTrace, StepTrace
@@ -84,7 +85,7 @@ def trace_rank(job: Job, rank: int) -> RankTrace:
     batch = batch_of(job, world)
     micro_batches = [faked(each, fakes) for each in model.passes.localise(batch)]
     steps = [StepTrace(number) for number in range(1, WATCHED_STEPS + 1)]
-    with fakes:
+    with installed(job.spec.kernels) as substitutes, fakes:
         record(job, model, micro_batches, steps, label_tokens=batch.label_tokens, read=made_up)
     traced, number = layout.gradient_accumulation_steps, job.layout.gradient_accumulation_steps
     return RankTrace(
@@ -96,6 +97,7 @@ def trace_rank(job: Job, rank: int) -> RankTrace:
         of=number,
         steady=traced // 2 if number > traced else -1,
         seconds=time.perf_counter() - started,
+        substitutes=substitutes,
     )
 
 

@@ -56,7 +56,10 @@ def really(work: Job) -> list[tuple[dict[str, Any], Counter[Any]]]:
 
 @pytest.mark.parametrize(
     "layout",
-    ["zero3x2-mb2-ga2-full", *(pytest.param(each, marks=pytest.mark.slow) for each in ("tp2-sp-mb2-ga2",))],
+    [
+        "zero3x2-mb2-ga2-full",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("tp2-sp-mb2-ga2", "pp2-1f1b-mb1-ga4")),
+    ],
 )
 def test_fake_steps_have_the_bytes_and_messages_of_real_ones(layout: str) -> None:
     work = job(layout)
