@@ -85,7 +85,10 @@ class Block:
 
 @dataclass
 class Replay:
-    """An allocator's bytes and actions during a sequence of requests."""
+    """An allocator's bytes and actions during a sequence of requests.
+
+    Peaks are those of the sequence, whatever was before.
+    """
 
     timeline: list[Level] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
@@ -112,6 +115,7 @@ class Allocator:
         self.capacity = capacity
         self.active = self.reserved = self.flushes = 0
         self.heads: list[Block] = []  # the first block of each segment, in order of allocation
+        self.living: dict[Hashable, Block] = {}  # allocated blocks by key
         self.events: list[Event] = []
         self.at = -1  # operation of the events
         self._free: dict[tuple[str, bool], list[Block]] = defaultdict(list)  # by size, then address
@@ -134,6 +138,7 @@ class Allocator:
         if rest >= MIN_BLOCK_SIZE if small or self.expandable else rest > SMALL_SIZE:  # should_split
             self._insert(self._split(block, need))
         block.allocated, block.asked, block.key = True, size, key
+        self.living[key] = block
         self.active += block.bytes
         self._note("alloc", block.address, size, stream, key)
         return block
@@ -143,6 +148,7 @@ class Allocator:
         for action in ("free_requested", "free_completed"):
             self._note(action, block.address, block.asked, block.stream, block.key)
         self.active -= block.bytes
+        self.living.pop(block.key, None)
         block.allocated, block.asked, block.key = False, 0, None
         self._insert(self._merged(block))
 
@@ -304,29 +310,31 @@ class Allocator:
         self.events.append(Event(self.at, action, address, size, stream, key))
 
 
-def replay(requests: Iterable[Request], *, expandable: bool = False, capacity: int | None = None) -> Replay:
-    """Send requests through an empty allocator; its arguments are the allocator's.
+def replay(requests: Iterable[Request], allocator: Allocator | None = None) -> Replay:
+    """Send requests through an allocator; None: a new one.
 
     A request of 0 bytes allocates nothing. Ends early at the first request that does not fit.
     """
-    allocator, found = Allocator(expandable=expandable, capacity=capacity), Replay()
-    living: dict[Hashable, Block] = {}
+    allocator, found = allocator or Allocator(), Replay()
+    seen, flushes = len(allocator.events), allocator.flushes
+    start = Level(-1, allocator.active, allocator.reserved)
     for request in requests:
         allocator.at = request.at
         if request.bytes == 0:
             continue
         if not request.allocated:
-            allocator.free(living.pop(request.key))
+            allocator.free(allocator.living[request.key])
         else:
             try:
-                living[request.key] = allocator.allocate(request.bytes, request.stream, request.key)
+                allocator.allocate(request.bytes, request.stream, request.key)
             except OutOfMemory:
                 found.out_of_memory = request
                 break
         found.timeline.append(Level(request.at, allocator.active, allocator.reserved))
-    found.active = max((level.active for level in found.timeline), default=0)
-    found.reserved = max((level.reserved for level in found.timeline), default=0)
-    found.segments, found.flushes, found.events = allocator.segments, allocator.flushes, allocator.events
+    found.active = max(level.active for level in (start, *found.timeline))
+    found.reserved = max(level.reserved for level in (start, *found.timeline))
+    found.segments, found.flushes = allocator.segments, allocator.flushes - flushes
+    found.events = allocator.events[seen:]
     return found
 
 

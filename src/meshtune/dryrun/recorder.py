@@ -81,6 +81,7 @@ class Recorder(Ledger):
         self.nodes: list[int] = []  # sequence numbers of autograd nodes, ascending
         self.places: list[Place] = []  # parallel: where each was made
         self.making: Operation | None = None
+        self.closed = False
         super().__init__(device)
 
     # Storages #
@@ -102,6 +103,8 @@ class Recorder(Ledger):
             self.trace.storages[number].category = category
 
     def _log(self, storage: int, *, allocated: bool) -> None:
+        if self.closed:  # a storage outlived the step, and the ledger still hears of its end
+            return
         self.trace.changes.append(Change(len(self.trace.operations) - 1, storage, allocated))
 
     def _storage(self, entry: Entry) -> Storage:
@@ -251,6 +254,7 @@ class Recorder(Ledger):
         return self
 
     def __exit__(self, *details: Any) -> None:
+        self.closed = True
         super().__exit__(*details)
         self._hooks.close()
 

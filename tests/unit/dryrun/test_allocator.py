@@ -132,7 +132,7 @@ def test_a_full_gpu_is_given_its_free_segments_back_once():
         Request(1, "a", 60 * MIB, False),
         Request(2, "b", 80 * MIB, True),
     ]
-    found = replay(requests, capacity=100 * MIB)
+    found = replay(requests, Allocator(capacity=100 * MIB))
     assert (found.flushes, found.segments, found.out_of_memory) == (1, 1, None)
     assert [level.reserved for level in found.timeline] == [60 * MIB, 60 * MIB, 80 * MIB]
     assert [event.action for event in found.events if "segment" in event.action] == [
@@ -145,10 +145,10 @@ def test_memory_that_is_free_in_pieces_does_not_help_unless_segments_expand():
     requests = [Request(0, "all", 100 * MIB, True), Request(1, "all", 100 * MIB, False)]
     requests += [Request(2, "first", 30 * MIB, True), Request(2, "middle", 30 * MIB, True)]
     requests += [Request(3, "first", 30 * MIB, False), Request(4, "late", 60 * MIB, True)]
-    full = replay(requests, capacity=150 * MIB)
+    full = replay(requests, Allocator(capacity=150 * MIB))
     assert (full.flushes, full.out_of_memory) == (1, requests[-1])
     assert replay(requests).reserved == 160 * MIB
-    assert replay(requests, capacity=150 * MIB, expandable=True).reserved == 120 * MIB
+    assert replay(requests, Allocator(capacity=150 * MIB, expandable=True)).reserved == 120 * MIB
 
 
 def test_an_expandable_segment_grows_by_pages_and_fills_its_gaps():
@@ -201,7 +201,7 @@ DRAWS = st.lists(
 @given(DRAWS, st.booleans())
 def test_properties(draws, expandable):
     requests = random_requests(draws)
-    found = replay(requests, expandable=expandable)
+    found = replay(requests, Allocator(expandable=expandable))
     asked: dict[object, int] = {}
     for request, level in zip(requests, found.timeline, strict=True):
         if request.allocated:
@@ -237,7 +237,7 @@ def test_when_all_is_free_its_blocks_are_whole_segments_that_a_full_gpu_gets_bac
 def test_without_frees_expandable_segments_reserve_less_than_a_page_too_much(draws):
     requests = random_requests([(size, stream, -1) for size, stream, _ in draws])[: len(draws)]
     pages = {(stream, size <= MIB): 2 * MIB if size <= MIB else 20 * MIB for size, stream, _ in draws}
-    found = replay(requests, expandable=True)
+    found = replay(requests, Allocator(expandable=True))
     assert found.reserved < found.active + sum(pages.values())
 
 
@@ -250,7 +250,7 @@ def test_no_byte_is_in_two_blocks(draws):
     for capacity in (None, most + 40 * MIB):
         for expandable in (False, True):
             living: dict[object, tuple[int, int]] = {}
-            for event in replay(requests, expandable=expandable, capacity=capacity).events:
+            for event in replay(requests, Allocator(expandable=expandable, capacity=capacity)).events:
                 if event.action == "alloc":
                     taken = (event.address, event.address + event.bytes)
                     assert all(taken[1] <= low or high <= taken[0] for low, high in living.values())

@@ -1,0 +1,169 @@
+"""Memory that kernels take for themselves: bytes by operation, from the table of workspaces.toml."""
+
+import math
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from meshtune.errors import UserError
+from meshtune.meter.trace import BACKWARD, RECOMPUTATION, Operation
+from meshtune.plan.accounting import stack_accounting
+
+Shapes = tuple[tuple[int, ...], ...]
+BLOCK = 128  # rows that flash attention's backward computes at a time, at most
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A kernel's memory while it runs; the fields are the keys of a [[buffer]] in workspaces.toml."""
+
+    of: tuple[str, ...]
+    name: str
+    size: tuple[int | str, ...]
+    source: str
+    grouped: bool = False
+    above: int = 0
+
+    def bytes(self, operation: Operation) -> int:
+        sizes = SIZES[operation.name](operation.shapes)
+        if self.grouped and sizes["heads"] == sizes["key_heads"]:
+            return 0
+        if self.above and sizes["tokens"] <= self.above:
+            return 0
+        return math.prod(sizes[each] if isinstance(each, str) else each for each in self.size)
+
+
+@dataclass(frozen=True)
+class Lasting:
+    """A library's memory, kept once it is taken; the fields are the keys of a [[lasting]]."""
+
+    of: tuple[str, ...]
+    name: str
+    bytes: dict[str, int]
+    source: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table of workspaces."""
+
+    name: str
+    operations: int  # that took it
+    bytes: int  # that the largest one took; of a lasting one, of all threads
+    source: str
+
+
+class Workspaces:
+    """The workspaces of one architecture of plan/hardware.toml, such as "hopper"."""
+
+    def __init__(self, architecture: str) -> None:
+        known = {name for each in _lasting() for name in each.bytes}
+        if architecture not in known:
+            raise UserError(
+                f"No workspaces are known for the architecture {architecture!r}; known: "
+                f"{', '.join(sorted(known))}."
+            )
+        self.architecture = architecture
+
+    def temporary(self, operation: Operation) -> list[tuple[str, int]]:
+        """(Name, bytes) of what an operation takes while it runs."""
+        buffers = _buffers().get(operation.name, ())
+        return [(buffer.name, size) for buffer in buffers if (size := buffer.bytes(operation))]
+
+    def lasting(self, operation: Operation) -> list[tuple[str, int]]:
+        """(Name that begins with the thread, bytes) of what a thread's first such operation takes to keep."""
+        thread = "backward" if operation.phase in (BACKWARD, RECOMPUTATION) else "main"
+        return [
+            (f"{thread}: {each.name}", each.bytes[self.architecture])
+            for each in _lasting()
+            if operation.name in each.of
+        ]
+
+    def table(self, operations: Iterable[Operation]) -> list[Row]:
+        """A row for each workspace that these operations take, the largest first."""
+        count: Counter[str] = Counter()
+        most: Counter[str] = Counter()
+        kept: dict[str, int] = {}
+        for operation in operations:
+            for name, size in self.temporary(operation):
+                count[name] += 1
+                most[name] = max(most[name], size)
+            kept |= self.lasting(operation)
+        for thread, size in kept.items():
+            name = thread.partition(": ")[2]
+            count[name] += 1
+            most[name] += size
+        sources = {each.name: each.source for group in _buffers().values() for each in group}
+        sources |= {each.name: each.source for each in _lasting()}
+        return [Row(name, count[name], size, sources[name]) for name, size in most.most_common()]
+
+
+def outside(precision: str, communicators: int) -> dict[str, int]:
+    """Bytes on the GPU outside of torch's allocator, by what they are.
+
+    precision: as in the settings. communicators: groups of ranks with a collective.
+    """
+    accounting = stack_accounting("meshtune", precision)
+    return {
+        "CUDA context": round(accounting.context),
+        "NCCL communicators": round(communicators * accounting.communicator),
+    }
+
+
+def _attention(shapes: Shapes, padded: int, batch: int) -> dict[str, int]:
+    """Sizes of flash attention's backward. shapes: of one document, or of all of them one after the other:
+    queries and keys [tokens, heads, head]. padded: rows of its buffers. batch: sequences in the shapes.
+    """
+    (queries, heads, head), (keys, key_heads, _) = shapes
+    head = -(-head // 8) * 8
+    unit = 32 if head <= 128 else 64
+    return {
+        "queries": batch * queries, "keys": batch * keys, "padded_queries": padded, "heads": heads,
+        "key_heads": key_heads, "head": head, "padded_head": -(-head // unit) * unit,
+    }  # fmt: skip
+
+
+def _varlen(shapes: Shapes) -> dict[str, int]:
+    """Arguments: gradient, query, key, value, output, logsumexp, boundaries of queries …"""
+    _, query, key, _, _, _, boundaries, *_ = shapes
+    return _attention((query, key), query[0] + BLOCK * (boundaries[0] - 1), batch=1)
+
+
+def _padded(shapes: Shapes) -> dict[str, int]:
+    """Arguments: gradient, query, key, value …, each [batch, heads, tokens, head]."""
+    _, (batch, heads, tokens, head), (_, key_heads, keys, _), *_ = shapes
+    rows = batch * -(-tokens // BLOCK) * BLOCK
+    return _attention(((tokens, heads, head), (keys, key_heads, head)), rows, batch)
+
+
+def _embedding(shapes: Shapes) -> dict[str, int]:
+    """Arguments: gradient of the output, token numbers."""
+    gradient, tokens, *_ = shapes
+    return {"hidden": gradient[-1], "tokens": math.prod(tokens)}
+
+
+SIZES: dict[str, Callable[[Shapes], dict[str, int]]] = {
+    "torch_attn._varlen_attn_backward.default": _varlen,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _padded,
+    "aten.embedding_dense_backward.default": _embedding,
+}
+
+
+@cache
+def tables() -> dict[str, list[dict]]:
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+@cache
+def _buffers() -> dict[str, tuple[Buffer, ...]]:
+    """Buffers by operator."""
+    buffers = [Buffer(**table) for table in tables()["buffer"]]
+    return {name: tuple(each for each in buffers if name in each.of) for name in SIZES}
+
+
+@cache
+def _lasting() -> tuple[Lasting, ...]:
+    return tuple(Lasting(**table) for table in tables()["lasting"])

@@ -1,0 +1,98 @@
+"""Workspaces of kernels: bytes by shape, sources, and what is not known."""
+
+import re
+
+import pytest
+
+from meshtune.dryrun.workspaces import SIZES, Workspaces, outside
+from meshtune.errors import UserError
+from meshtune.meter.trace import BACKWARD, FORWARD, Operation
+from meshtune.plan.hardware import catalogue
+
+MIB = 1 << 20
+
+
+def operation(name: str, *shapes: tuple[int, ...], phase: str = BACKWARD) -> Operation:
+    return Operation(name, phase, "", 0, 0, shapes, "bfloat16")
+
+
+def test_attention_of_as_many_heads_of_keys_expands_nothing():
+    query, boundaries = (1024, 4, 80), (5,)
+    shapes = (*[query] * 5, (4, 1024), boundaries, boundaries)
+    taken = Workspaces("hopper").temporary(operation("torch_attn._varlen_attn_backward.default", *shapes))
+    rows = 1024 + 4 * 128  # four documents
+    assert dict(taken) == {"softmax_d": 4 * 4 * rows, "dq_accum": 4 * rows * 4 * 96}
+
+
+def test_attention_of_a_batch_is_padded_to_blocks():
+    query, key = (2, 8, 300, 64), (2, 2, 300, 64)
+    taken = Workspaces("ampere").temporary(
+        operation("aten._scaled_dot_product_flash_attention_for_cpu_backward.default", query, query, key, key)
+    )
+    rows = 2 * 384
+    assert dict(taken) == {
+        "softmax_d": 4 * 8 * rows, "dq_accum": 4 * rows * 8 * 64,
+        "dk_expanded": 2 * 600 * 8 * 64, "dv_expanded": 2 * 600 * 8 * 64,
+    }  # fmt: skip
+
+
+def test_the_embeddings_gradient_sums_tokens_in_fp32_where_there_are_many():
+    name, workspaces = "aten.embedding_dense_backward.default", Workspaces("hopper")
+    assert workspaces.temporary(operation(name, (3, 1024, 64), (3, 1024))) == []
+    taken = workspaces.temporary(operation(name, (4, 1024, 64), (4, 1024)))
+    assert [size for _, size in taken] == [6 * 8 * 4096, 4 * 4096 * 64]
+
+
+def test_each_thread_has_one_workspace_of_cublas():
+    forward, backward = (operation("aten.mm.default", phase=phase) for phase in (FORWARD, BACKWARD))
+    for architecture, size in (("hopper", 32 * MIB), ("ampere", 8 * MIB + 128 * 1024), ("cdna3", 128 * MIB)):
+        workspaces = Workspaces(architecture)
+        names = {name for each in (forward, backward) for name, _ in workspaces.lasting(each)}
+        assert names == {"main: cuBLAS workspace", "backward: cuBLAS workspace"}
+        (row,) = workspaces.table([forward, backward, forward])
+        assert (row.name, row.operations, row.bytes) == ("cuBLAS workspace", 2, 2 * size)
+
+
+def test_the_table_has_the_largest_of_each_and_its_source():
+    name = "aten.embedding_dense_backward.default"
+    rows = Workspaces("hopper").table(
+        [operation(name, (8, 1024, 64), (8, 1024)), operation(name, (4, 1024, 64), (4, 1024))]
+    )
+    assert (rows[0].name, rows[0].operations, rows[0].bytes) == ("grad_weight_per_segment", 2, 4 * 8192 * 64)
+    assert all(re.search(r"\.(cpp|cu)", row.source) for row in rows)
+
+
+def test_all_gpu_kinds_have_workspaces():
+    for kind, gpu in catalogue().items():
+        if gpu.architecture != "cpu":
+            assert Workspaces(gpu.architecture).architecture, kind
+
+
+def test_an_architecture_without_a_row_is_an_error():
+    with pytest.raises(UserError, match="'pascal'; known: ada, ampere"):
+        Workspaces("pascal")
+
+
+def test_context_and_communicators_are_those_of_the_plan():
+    assert outside("bf16", 3) == {"CUDA context": round(0.64e9), "NCCL communicators": round(3 * 0.54e9)}
+
+
+def test_every_operator_with_a_buffer_has_its_sizes():
+    from meshtune.dryrun import workspaces
+
+    named = {name for table in workspaces.tables()["buffer"] for name in table["of"]}
+    assert named == set(SIZES)
+    sizes = {
+        "queries",
+        "keys",
+        "padded_queries",
+        "heads",
+        "key_heads",
+        "head",
+        "padded_head",
+        "hidden",
+        "tokens",
+    }
+    for table in workspaces.tables()["buffer"]:
+        assert {each for each in table["size"] if isinstance(each, str)} <= sizes
+        assert table["source"]
