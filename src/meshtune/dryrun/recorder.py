@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from meshtune.dryrun.collectives import Groups, is_collective
@@ -32,10 +33,13 @@ from meshtune.meter.trace import (
     StepTrace,
     Storage,
 )
+from meshtune.optim.optimizer import parts_of
 from meshtune.parallel.pipeline import Stage
 
 READ = torch.ops.aten._local_scalar_dense.default  # the host waits for one number of a device
 DEVICE = torch.ops.prim.device.default  # the device of a fake tensor: no operation
+SOURCE = __file__.removesuffix("meshtune/dryrun/recorder.py")  # folder that this package is in
+MASTER = "master"  # name of the optimizer's own copy of a parameter
 NO_KERNEL = {  # operators that launch nothing on a GPU, beside views and messages
     "aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided",
     "aten.lift_fresh", "aten._local_scalar_dense", "aten._unsafe_view", "aten.detach", "aten.set_",
@@ -72,7 +76,7 @@ class Recorder(Ledger):
         pairs: Callable[[str, Any], float],
         read: Callable[[Tensor], Any] | None = None,
     ) -> None:
-        self.trace, self.groups, self.pairs, self.read = trace, groups, pairs, read
+        self.trace, self.model, self.groups, self.pairs, self.read = trace, model, groups, pairs, read
         self.names = module_names(model)
         self.parameter_names = {id(p): name for name, p in named_parameters(model)}
         self.numbers: dict[int, int] = {}  # address of a living storage -> its number in the trace
@@ -113,14 +117,26 @@ class Recorder(Ledger):
             return Storage(entry.bytes, entry.category, "", "", "")
         return Storage(entry.bytes, entry.category, by.module, by.name, by.phase, by.micro_batch)
 
-    def describe(self, named: Mapping[str, Tensor]) -> None:
-        """Give storages the name, shape and dtype of the tensors that own them. named: tensors by name."""
-        for name, tensor in named.items():
-            for storage in storages_of(tensor):
-                if (number := self.numbers.get(storage._cdata)) is not None:
-                    found = self.trace.storages[number]
-                    found.name, found.shape = name, tuple(tensor.shape)
-                    found.dtype = str(tensor.dtype).removeprefix("torch.")
+    def describe(self, state: Mapping[str, Tensor]) -> None:
+        """Name the living storages of parameters, gradients and the optimizer, with shape and dtype.
+
+        state: Optimizer.state.
+        """
+        for key, tensor in state.items():
+            _, name, part = parts_of(key)
+            self._name(tensor, name, part or MASTER)
+        for name, parameter in named_parameters(self.model):
+            self._name(parameter, name)  # without masters the optimizer's state has it too
+            if parameter.grad is not None:
+                self._name(parameter.grad, name)
+
+    def _name(self, tensor: Tensor, name: str, state: str = "") -> None:
+        for storage in storages_of(tensor):
+            if (number := self.numbers.get(storage._cdata)) is not None:
+                found = self.trace.storages[number]
+                shard = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+                found.name, found.state, found.shape = name, state, tuple(shard.shape)
+                found.dtype = str(tensor.dtype).removeprefix("torch.")
 
     # Operations #
 
@@ -291,6 +307,7 @@ def line_outside_torch() -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if "/torch/" not in file and file != __file__ and "<" not in file:
-            return f"{file.rpartition('site-packages/')[2]}:{frame.f_lineno} {frame.f_code.co_name}"
+            file = file.rpartition("site-packages/")[2].removeprefix(SOURCE)
+            return f"{file}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return ""

@@ -113,14 +113,10 @@ def record(
     """Make one update a trace and fill in the traces. read: as in Recorder; None: tensors are real."""
     world, modules = model.parallel.world, model.parallel.modules
     groups, pairs = Groups(world.layout), Pairs(job, world)
-    numbered = iter(steps)
-    memory = PhaseMemory(
-        modules,
-        model.optimizer,
-        world.device,
-        ledger=lambda device: Recorder(device, next(numbered), modules, groups, pairs=pairs, read=read),
-    )
-    for trace in steps:
+    recorders = [Recorder(world.device, trace, modules, groups, pairs=pairs, read=read) for trace in steps]
+    entered = iter(recorders)
+    memory = PhaseMemory(modules, model.optimizer, world.device, ledger=lambda _: next(entered))
+    for recorder, trace in zip(recorders, steps, strict=True):
         with memory.watching(trace.step):
             model.passes.step(
                 micro_batches,
@@ -129,6 +125,7 @@ def record(
                 learning_rate=1e-4,
                 max_grad_norm=job.max_grad_norm,
             )
+            recorder.describe(model.optimizer.state())
         trace.peaks = {peak.phase: (peak.bytes, dict(peak.parts)) for peak in memory.peaks.values()}
 
 

@@ -65,6 +65,7 @@ class Storage:
     shape: tuple[int, ...] = ()
     dtype: str = ""
     name: str = ""  # of the parameter that it belongs to, where it does
+    state: str = ""  # of the optimizer, such as exp_avg or master
 
 
 @dataclass(slots=True, frozen=True)
