@@ -213,6 +213,7 @@ class Recorder(Ledger):
         new = [operation for operation in operations[self.read_until :] if operation.kernels]
         if new or line != self.read_line:
             self.trace.host_reads[line] += 1
+            self.trace.host_waits.append(len(operations) - 1)
         self.read_until, self.read_line = len(operations), line
 
     read_until, read_line = 0, ""

@@ -40,7 +40,7 @@ def pipeline_seconds(
     block = blocks.mean(on_rank)
     hidden_bytes = machine.element * layouts.rank_tokens(seq_len) * work.hidden
     parts = np.where((layouts.sp > 0) | (machine.send_split > 0), layouts.tp, 1.0)
-    send = _send(hidden_bytes / parts, layouts.world / layouts.pp, machine)
+    send = send_seconds(hidden_bytes / parts, layouts.world / layouts.pp, machine)
     gather = ring_collectives(machine, hidden_bytes, parts, ranks_in_node(parts, 1.0, machine))
     send = send + np.where(layouts.sp > 0, 0.0, gather)
     sends = 2 * send * layouts.virtual_stages * (layouts.pp > 1)
@@ -66,7 +66,7 @@ def _slowest_rank(count: Number, pp: Number, blocks: Blocks, head: Number, balan
     return np.where(balanced > 0, np.where(pp > 1, by_cost, blocks.total(count)), equal)
 
 
-def _send(size: Number, stage_gpus: Number, machine: Machine) -> Number:
+def send_seconds(size: Number, stage_gpus: Number, machine: Machine) -> Number:
     """Seconds to send `size` bytes to the next stage: over the network once a stage fills a node or more.
 
     stage_gpus: GPUs that have the same stages.

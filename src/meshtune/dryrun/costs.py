@@ -1,0 +1,141 @@
+"""Seconds of each operation of a traced step on a GPU kind, by the planner's formulas and constants.
+
+    matmuls       from their shapes                        plan/seconds/gpu.py
+    attention     from the FLOPs of the keys that are seen  plan/seconds/gpu.py
+    collectives   from bytes, ranks and nodes              plan/seconds/collectives.py
+    all else      bytes moved, over the bandwidth that is reached
+
+A dry run is a second opinion on which operations run and when, not on how fast a matmul is. Without torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from meshtune.meter.trace import BACKWARD, GATHERED, WEIGHTS, Collective, Operation, Storage
+from meshtune.plan.machine import Machine, machine_of
+from meshtune.plan.seconds.collectives import (
+    ranks_in_node,
+    ring_collectives,
+    tree_all_reduce,
+)
+from meshtune.plan.seconds.gpu import attention_rate, matmul
+from meshtune.plan.seconds.pipeline import send_seconds
+from meshtune.precision import UNMIXED
+
+if TYPE_CHECKING:
+    from meshtune.plan.cluster import Cluster
+    from meshtune.plan.workload import Workload
+
+# Operations that read some rows of a tensor: what they move is what they write, twice.
+ROWS = ("embedding", "index", "index_select", "gather", "take", "slice_copy", "select_copy")
+
+
+def base_name(operation: str) -> str:
+    """Name of an operation without its namespace and overload: "aten.mm.default" -> "mm"."""
+    parts = operation.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def is_attention(operation: Operation) -> bool:
+    """True for the kernel of an attention core, forward or backward."""
+    name = base_name(operation.name)
+    return "attention" in name or "attn" in name or "flex_" in name
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of operations and collectives on one machine."""
+
+    machine: Machine  # in the precision of the workload
+    by_dtype: Mapping[str, Machine]  # the same in the precision of each dtype that matmuls can have
+
+    @classmethod
+    def of(cls, workload: Workload, cluster: Cluster) -> Costs:
+        """Return the costs on a cluster, with the workload's software stack."""
+        by_dtype = {
+            dtype: machine_of(replace(workload, precision=precision), cluster)
+            for dtype, precision in UNMIXED.items()
+        }
+        return cls(machine_of(workload, cluster), by_dtype)
+
+    def compute(self, operation: Operation, storages: Sequence[Storage] = ()) -> float:
+        """Seconds of an operation on an idle GPU, without its launch; 0 if it has no kernel.
+
+        storages: of its step, by which a matmul of the backward is known to make the gradient of a weight.
+        """
+        if not operation.kernels or operation.collective is not None:
+            return 0.0
+        machine = self.by_dtype.get(operation.dtype, self.machine)
+        traffic = moved_bytes(operation) / (machine.bandwidth * machine.memory)
+        if is_attention(operation):
+            return _attention(machine, operation)
+        if (sizes := matmul_sizes(operation)) is not None:
+            count, rows, cols, inner = sizes
+            lying = (rows, cols) if makes_weight_gradient(operation, storages) else (cols, inner)
+            return float(count * matmul(machine, rows, cols, inner, contiguous=lying))
+        rate = machine.matmul_max * machine.clock * machine.matmul * machine.stack_matmul
+        return float(max(operation.flops / rate, traffic))
+
+    def collective(self, collective: Collective) -> float:
+        """Seconds of a collective, or of a send, on idle links."""
+        machine, size, ranks = self.machine, collective.bytes, collective.ranks
+        in_node = ranks_in_node(ranks, collective.stride, machine)
+        axes = collective.axis.split("+")
+        match collective.op:
+            case "send" | "receive":
+                return float(send_seconds(size, collective.stride, machine))
+            case "all_reduce" if any(axis.startswith("dp") for axis in axes):
+                return float(2 * ring_collectives(machine, size, ranks, in_node))
+            case "all_reduce":
+                return float(tree_all_reduce(machine, size, ranks, in_node))
+            case "all_gather" | "reduce_scatter" if "dp_shard" in axes:
+                return float(ring_collectives(machine, size / machine.shard_share, ranks, in_node))
+            case _:
+                return float(ring_collectives(machine, size, ranks, in_node))
+
+    def launch(self, operation: Operation) -> float:
+        """Seconds of the host to launch an operation's kernels; a collective is one."""
+        return float(self.machine.launch * (operation.kernels or operation.collective is not None))
+
+
+def moved_bytes(operation: Operation) -> int:
+    """Bytes that an operation reads and writes in the GPU's memory."""
+    if base_name(operation.name) in ROWS:
+        return min(operation.read, operation.written) + operation.written
+    return operation.read + operation.written
+
+
+def matmul_sizes(operation: Operation) -> tuple[int, int, int, int] | None:
+    """(Count, rows, columns, inner size) of the matmuls of an operation; None for all others."""
+    first, second = {
+        "mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2), "_grouped_mm": (0, 1),
+    }.get(base_name(operation.name), (0, 0))  # fmt: skip
+    if second == 0 or len(operation.shapes) <= second:
+        return None
+    left, right = operation.shapes[first], operation.shapes[second]
+    count = math.prod(left[:-2])
+    return count, left[-2], right[-1], left[-1]
+
+
+def makes_weight_gradient(operation: Operation, storages: Sequence[Storage]) -> bool:
+    """True for a matmul of the backward that reads no weight: its inner size is the tokens, along which no
+    operand lies in memory.
+    """
+    read = (storages[number].category for number in operation.reads if number < len(storages))
+    return operation.phase == BACKWARD and {WEIGHTS, GATHERED}.isdisjoint(read)
+
+
+def _attention(machine: Machine, operation: Operation) -> float:
+    """Seconds of an attention kernel: FLOPs of the keys that are seen and of some more for each query."""
+    backward = "backward" in operation.name
+    queries = operation.shapes[1 if backward else 0]  # [..., heads, head size] or [..., heads, tokens, size]
+    rate = attention_rate(machine, queries[-1]) * machine.attention * machine.stack_attention
+    more = 4 * machine.attention_keys * math.prod(queries)
+    if not backward:
+        return float((operation.flops + more) / rate)
+    # 5 matmuls against 2; gpu.py, attention_passes
+    return float((operation.flops + 2.5 * more) * machine.attention_backward / rate)

@@ -1,0 +1,397 @@
+"""A step on the streams of its GPUs: when each kernel and collective runs, and what the rest of the time is.
+
+    compute stream           all kernels, in the order in which the host launches them
+    a stream per axis and collective   FSDP2's all-gathers, its reduce-scatters, … each in order
+    host                     launches kernels one after the other, ahead of them until it reads a result
+
+Rules of the streams
+    a blocking collective    begins where the compute stream has come to, which waits for its end
+    any other                begins when the storages that it reads are written; who reads its result, waits
+    FSDP2's all-gathers      in the forward two, in the backward one beside that which is copied out; what
+                             fills their buffers runs on their stream
+    FSDP2's reduce-scatters  before the next one the compute stream waits for the one before; what is added to
+                             their results runs on their stream
+    computation beside one   takes longer by the machine's `contention`
+
+All ranks of a pipeline run together; ranks of the other axes are alike, so that one of each stage stands for
+them. Without torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from meshtune.dryrun.costs import Costs
+from meshtune.dryrun.passes import Program, is_message, programs, runs
+from meshtune.dryrun.queues import Run, Task
+from meshtune.layout import Layout
+from meshtune.meter.trace import (
+    COMMUNICATION,
+    FORWARD,
+    OPTIMIZER,
+    UPDATE,
+    WEIGHTS,
+    Collective,
+    Operation,
+    RankTrace,
+)
+from meshtune.placement.schedules import Pass
+from meshtune.placement.share import stage_of_rank
+from meshtune.plan.seconds.step import PARTS, Seconds
+
+COMPUTE = "compute"
+NO_PASS = Pass("", -1, -1)
+
+
+class Interval(NamedTuple):
+    """One kernel or collective."""
+
+    stream: str  # "compute", or the axis and the collective
+    begin: float  # seconds since the step began
+    end: float
+    operation: int  # number in the trace of the rank; -1: none
+    name: str
+    phase: str  # as Operation.phase; "": a message between stages
+    module: str
+    stage: int  # -1: of none
+    micro_batch: int  # -1: of none
+    part: str  # field of plan.seconds.step.Seconds
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """One rank of the pipeline in a step."""
+
+    pp: int  # its index
+    trace: int  # rank in the world whose trace it is
+    intervals: list[Interval]  # by their begin
+    parts: Seconds  # of the compute stream; they add up to the step's seconds
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A simulated step."""
+
+    seconds: float
+    ranks: list[RankTime]  # of the pipeline
+    parts: Seconds  # of the mean rank
+
+    @property
+    def exposed(self) -> dict[str, float]:
+        """Seconds in which the mean rank waits for collectives, by part."""
+        return {part: getattr(self.parts, part) for part in ("tensor", "context", "pipeline", "data")}
+
+
+def simulate(traces: Sequence[RankTrace], layout: Layout, costs: Costs, step: int = 2) -> StepTime:
+    """Run a step of the traced ranks on streams. step: 1 or 2, as in RankTrace.steps."""
+    world = _World(layout, costs)
+    for pp, program in enumerate(programs(traces, layout, step)):
+        world.add(pp, program)
+    world.connect()
+    seconds = Run(world.tasks, costs.machine.contention).to_end()
+    ranks = [world.rank_time(pp, seconds) for pp in range(layout.pp)]
+    return StepTime(seconds, ranks, _mean([rank.parts for rank in ranks], seconds))
+
+
+def part_of(collective: Collective) -> str:
+    """Field of Seconds that a collective's time belongs to."""
+    axes = collective.axis.split("+")
+    if axes == ["tp"]:
+        return "tensor"
+    if axes == ["cp"] and collective.waits:
+        return "context"
+    return "pipeline" if axes == ["pp"] else "data"
+
+
+@dataclass
+class _Made:
+    """Operation or message that a task stands for."""
+
+    pp: int
+    name: str
+    part: str
+    operation: int = -1
+    of: Operation | None = None
+    run: Pass = NO_PASS
+
+
+@dataclass
+class _Rank:
+    """Streams of one rank while its tasks are made; tasks by number."""
+
+    program: Program
+    feeds: dict[int, str]  # storage -> stream of the all-gather that it is sent by
+    reading: set[int]  # operations that the host issues once it has read from the compute stream
+    host: float  # seconds of the host before the next task
+    last: int = -1  # on the compute stream
+    gate: list[int] = field(default_factory=list)  # tasks that the compute stream's next one waits for
+    writers: dict[int, int] = field(default_factory=dict)  # storage -> the task that wrote it last
+    copied: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # all-gathers copied out
+    reduced: dict[str, int] = field(default_factory=dict)  # stream -> its last reduce-scatter
+    messages: Counter[tuple[int, int]] = field(default_factory=Counter)  # sent and received, by ranks
+
+
+class _World:
+    """Tasks of all ranks of a pipeline."""
+
+    def __init__(self, layout: Layout, costs: Costs) -> None:
+        self.layout, self.costs = layout, costs
+        self.traces: dict[int, int] = {}  # pipeline rank -> rank in the world whose trace it runs
+        self.tasks: list[Task] = []
+        self.made: list[_Made] = []
+        self.sent: dict[tuple, int] = {}  # key of a message -> task that sends it
+        self.awaited: list[tuple[tuple, int]] = []  # key of a message, task that needs it
+        self.joint: dict[int, list[list[int]]] = {}  # pipeline rank -> tasks before each collective of all
+        self.together: dict[int, list[int]] = {}  # pipeline rank -> its collectives over the pipeline
+        self.pp_of_stage = {
+            stage: pp
+            for pp in range(layout.pp)
+            for stage in stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, pp)
+        }
+
+    def add(self, pp: int, program: Program) -> None:
+        """Make the tasks of one rank of the pipeline."""
+        rank = _Rank(program, _feeds(program), _reading(program), self.costs.machine.host_step)
+        self.traces[pp] = program.trace.rank
+        size = program.cut.message
+        for number in program.cut.before:
+            self._operation(pp, rank, number, NO_PASS)
+        for run, numbers in program.order:
+            rank.host += self.costs.machine.host_micro_batch * (run.kind == "F")
+            received = self._received(pp, run)
+            first = len(self.tasks)
+            for number in numbers:
+                self._operation(pp, rank, number, run)
+            if received:
+                computing = (n for n in range(first, len(self.tasks)) if self.tasks[n].queue[1] == COMPUTE)
+                self.awaited += [(received, number) for number in [next(computing, -1)] if number >= 0]
+            if run.kind != "W" and self._goes_to(run) not in (None, pp):
+                self._send(pp, rank, run, size)
+        for number in program.cut.after:
+            self._operation(pp, rank, number, NO_PASS)
+
+    def _goes_to(self, run: Pass) -> int | None:
+        return self.pp_of_stage.get(run.stage + (1 if run.kind == "F" else -1))
+
+    def _received(self, pp: int, run: Pass) -> tuple | None:
+        """Key of the message that a pass waits for; None: there is none, or it comes from the same rank."""
+        if run.kind == "W":
+            return None
+        forward = run.kind == "F"
+        sender = self.pp_of_stage.get(run.stage + (-1 if forward else 1))
+        return None if sender in (None, pp) else (forward, run.stage, run.micro_batch)
+
+    def _send(self, pp: int, rank: _Rank, run: Pass, size: int) -> None:
+        forward = run.kind == "F"
+        to = run.stage + (1 if forward else -1)
+        stride = self.layout.world // self.layout.pp
+        message = Collective("send", "pp", self.layout.pp, size, stride)
+        seconds = self.costs.collective(message) if size else 0.0
+        queue = f"pp send {'forward' if forward else 'backward'}"
+        task = Task((pp, queue), seconds, after=[rank.last] if rank.last >= 0 else [])
+        number = self._append(task, _Made(pp, queue.removeprefix("pp "), "pipeline", run=run))
+        self.sent[forward, to, run.micro_batch] = number
+
+    def _append(self, task: Task, made: _Made) -> int:
+        self.tasks.append(task)
+        self.made.append(made)
+        return len(self.tasks) - 1
+
+    def _operation(self, pp: int, rank: _Rank, number: int, run: Pass) -> None:
+        """Make the task of one operation."""
+        each = rank.program.step.operations[number]
+        if each.collective is not None:
+            self._collective(pp, rank, number, run)
+            return
+        stream = self._stream(rank, each)
+        seconds = self.costs.compute(each, rank.program.step.storages)
+        task = Task((pp, stream), seconds, self.costs.launch(each), computes=stream == COMPUTE)
+        part = "optimizer" if each.phase == UPDATE else "compute"
+        made = _Made(pp, each.name, part if stream == COMPUTE else "data", number, each, run)
+        self._place(pp, rank, task, made, [*each.reads, *each.writes])
+
+    def _collective(self, pp: int, rank: _Rank, number: int, run: Pass) -> None:
+        each = rank.program.step.operations[number]
+        collective = each.collective
+        assert collective is not None
+        if is_message(each):
+            self._message(pp, rank, each, number)
+            return
+        stream = f"{collective.axis} {collective.op}"
+        task = Task((pp, stream), self.costs.collective(collective), self.costs.launch(each))
+        task.slows = not collective.waits
+        made = _Made(pp, collective.op, part_of(collective), number, each, run)
+        if collective.waits:
+            task.after = [*rank.gate, rank.last] if rank.last >= 0 else [*rank.gate]
+        elif collective.op == "all_gather":
+            beside = 2 if each.phase == FORWARD else 1
+            task.after = rank.copied[stream][-beside:][:1]
+        elif collective.op == "reduce_scatter" and stream in rank.reduced:
+            rank.gate.append(rank.reduced[stream])
+        if "pp" in collective.axis.split("+"):
+            self.joint.setdefault(pp, []).append(list(task.after))
+            self.together.setdefault(pp, []).append(len(self.tasks))
+        task_number = self._place(pp, rank, task, made, each.reads)
+        if collective.waits:
+            rank.gate = [task_number]
+        elif collective.op == "reduce_scatter":
+            rank.reduced[stream] = task_number
+        for storage in each.writes:
+            rank.writers[storage] = task_number
+
+    def _stream(self, rank: _Rank, each: Operation) -> str:
+        """Stream of a kernel: the compute stream, but for what fills or continues a collective's buffer."""
+        if each.writes and each.writes[0] in rank.feeds and _only_copies(each, rank.program):
+            return rank.feeds[each.writes[0]]
+        if each.phase != UPDATE:
+            for storage in each.reads:
+                writer = rank.writers.get(storage, -1)
+                reduces = writer >= 0 and self.made[writer].name in ("reduce_scatter", "all_reduce")
+                if reduces and self.tasks[writer].slows:
+                    return self.tasks[writer].queue[1]
+        return COMPUTE
+
+    def _place(self, pp: int, rank: _Rank, task: Task, made: _Made, storages: Sequence[int]) -> int:
+        """Append a task of a rank, which waits for those that wrote `storages` on other streams."""
+        stream = task.queue[1]
+        writers = {rank.writers[storage] for storage in storages if storage in rank.writers}
+        task.after += [writer for writer in writers if self.tasks[writer].queue != task.queue]
+        if stream == COMPUTE:
+            task.after += rank.gate
+            rank.gate = []
+        task.host += rank.host
+        rank.host = 0.0
+        task.reads = rank.last if made.operation in rank.reading else -1
+        number = self._append(task, made)
+        if stream == COMPUTE:
+            rank.last = number
+            for writer in writers:
+                if self.made[writer].name == "all_gather" and self.tasks[writer].slows:
+                    copied = rank.copied[self.tasks[writer].queue[1]]
+                    if writer not in copied:
+                        copied.append(number)
+        if made.of is not None:
+            for storage in made.of.writes:
+                rank.writers[storage] = number
+        return number
+
+    def _message(self, pp: int, rank: _Rank, each: Operation, number: int) -> None:
+        """A message outside of passes, such as the gradients of a tied embedding; matched in their order."""
+        collective, trace = each.collective, rank.program.trace
+        assert collective is not None and collective.peer is not None
+        stride = self.layout.world // self.layout.pp
+        other = pp + (collective.peer - trace.rank) // stride
+        ends = (pp, other) if collective.op == "send" else (other, pp)
+        key = (*ends, rank.messages[ends])
+        rank.messages[ends] += 1
+        task = Task((pp, f"pp {collective.op}"), 0.0)
+        task.after = [rank.last] if rank.last >= 0 else []
+        made = _Made(pp, collective.op, "pipeline", number, each)
+        if collective.op == "send":
+            task.seconds = self.costs.collective(collective)
+            self.sent[key] = self._place(pp, rank, task, made, each.reads)
+        else:
+            self.awaited.append((key, len(self.tasks)))
+            rank.gate.append(self._place(pp, rank, task, made, ()))
+
+    def connect(self) -> None:
+        """Let tasks wait for those of other ranks: receivers for senders, all for the last in a collective
+        over the pipeline.
+        """
+        for key, number in self.awaited:
+            if key in self.sent:
+                self.tasks[number].after.append(self.sent[key])
+        for pp, numbers in self.together.items():
+            for count, number in enumerate(numbers):
+                for other, before in self.joint.items():
+                    if other != pp and count < len(before):
+                        self.tasks[number].after += before[count]
+
+    # Times #
+
+    def rank_time(self, pp: int, seconds: float) -> RankTime:
+        """Intervals and parts of one rank, after the run."""
+        mine = [number for number, made in enumerate(self.made) if made.pp == pp]
+        parts: Counter[str] = Counter()
+        end = 0.0
+        for number in mine:
+            task, made = self.tasks[number], self.made[number]
+            if task.queue[1] != COMPUTE:
+                continue
+            parts.update(self._gap(pp, task, end))
+            for beside, lost in task.slowed.items():
+                parts[self.made[beside].part] += lost
+            parts[made.part] += task.end - task.begin - sum(task.slowed.values())
+            end = task.end
+        last = max((number for number in mine), key=lambda number: self.tasks[number].end, default=-1)
+        if last >= 0 and (late := self.tasks[last].end - end) > 0:
+            parts[self.made[last].part] += late
+            end += late
+        parts["bubble"] += max(0.0, seconds - end)
+        intervals = sorted(self._intervals(mine), key=lambda interval: interval.begin)
+        found = {name: parts.get(name, 0.0) for name in PARTS}
+        return RankTime(pp, self.traces[pp], intervals, Seconds(**found))
+
+    def _gap(self, pp: int, task: Task, end: float) -> dict[str, float]:
+        """Parts of the time for which the compute stream has waited before a task. end: of the one before."""
+        if (gap := task.begin - end) <= 0:
+            return {}
+        cause = task.cause
+        if cause < 0 or self.tasks[cause].end < task.begin - 1e-12:
+            return {"host": gap}
+        found, other = self.made[cause], self.tasks[cause]
+        if found.part in ("compute", "optimizer"):
+            return {"bubble" if found.pp != pp else "data": gap}
+        idle = min(gap, max(0.0, other.begin - end))  # before the collective began
+        if found.pp != pp or (other.cause >= 0 and self.made[other.cause].pp != pp):
+            why = "bubble"
+        else:
+            why = found.part if other.cause >= 0 else "host"
+        parts = Counter({why: idle})
+        parts[found.part] += gap - idle
+        return parts
+
+    def _intervals(self, numbers: Sequence[int]) -> Iterator[Interval]:
+        for number in numbers:
+            task, made = self.tasks[number], self.made[number]
+            of = made.of
+            yield Interval(
+                task.queue[1], task.begin, task.end, made.operation, made.name,
+                of.phase if of else "", of.module if of else "",
+                made.run.stage, made.run.micro_batch, made.part,
+            )  # fmt: skip
+
+
+def _feeds(program: Program) -> dict[int, str]:
+    """Storages that are sent by all-gathers which the compute stream does not wait for -> their stream."""
+    feeds: dict[int, str] = {}
+    for each in reversed(program.step.operations):
+        collective = each.collective
+        if collective is not None and not collective.waits and collective.op == "all_gather":
+            feeds.update(dict.fromkeys(each.reads, f"{collective.axis} {collective.op}"))
+        elif each.kernels and each.writes and each.writes[0] in feeds and _only_copies(each, program):
+            feeds.update(dict.fromkeys(each.reads, feeds[each.writes[0]]))
+    return feeds
+
+
+def _reading(program: Program) -> set[int]:
+    """The first operation that runs behind each read of the host."""
+    operations, waits = program.step.operations, program.step.host_waits
+    following = (range(at + 1, len(operations)) for at in waits)
+    return {next((n for n in numbers if runs(operations[n])), -1) for numbers in following}
+
+
+def _only_copies(each: Operation, program: Program) -> bool:
+    """True for a kernel that reads shards of weights alone, and writes them into a buffer."""
+    storages = program.step.storages
+    return all(storages[number].category in (WEIGHTS, COMMUNICATION, OPTIMIZER) for number in each.reads)
+
+
+def _mean(parts: Sequence[Seconds], seconds: float) -> Seconds:
+    """Mean rank of a pipeline; what the busiest has more to do than the mean one is its `imbalance`."""
+    mean = {name: sum(getattr(each, name) for each in parts) / len(parts) for name in vars(parts[0])}
+    least = min(each.bubble for each in parts)
+    return Seconds(**mean | {"bubble": least, "imbalance": mean["bubble"] - least})
