@@ -83,6 +83,24 @@ class Block:
         return self.bytes, self.address
 
 
+class Part(NamedTuple):
+    """A block as it is at one time."""
+
+    address: int
+    bytes: int
+    asked: int  # bytes of its request; 0: it is free
+    allocated: bool
+    key: Hashable
+
+
+class Segment(NamedTuple):
+    """Neighbouring memory that the driver gave."""
+
+    stream: str
+    small: bool
+    blocks: list[Part]  # by address
+
+
 @dataclass
 class Replay:
     """An allocator's bytes and actions during a sequence of requests.
@@ -94,9 +112,9 @@ class Replay:
     events: list[Event] = field(default_factory=list)
     active: int = 0  # peak
     reserved: int = 0  # peak
-    segments: int = 0  # at the end
     flushes: int = 0  # times that the GPU was full and all free segments were given back (num_alloc_retries)
     out_of_memory: Request | None = None  # the request that did not fit; the replay ends with it
+    segments: list[Segment] = field(default_factory=list)  # at the end
 
 
 class OutOfMemory(Exception):
@@ -107,7 +125,7 @@ class Allocator:
     """One GPU's caching allocator.
 
     expandable: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. capacity: bytes that it can reserve; None:
-    any. `active`, `reserved`, `segments` and `flushes` are those now.
+    any. `active`, `reserved` and `flushes` are those now.
     """
 
     def __init__(self, *, expandable: bool = False, capacity: int | None = None) -> None:
@@ -152,9 +170,19 @@ class Allocator:
         block.allocated, block.asked, block.key = False, 0, None
         self._insert(self._merged(block))
 
-    @property
-    def segments(self) -> int:
-        return len(self.heads)
+    def segments(self) -> list[Segment]:
+        """Neighbouring blocks that have memory, as torch's snapshot counts segments."""
+        found: list[Segment] = []
+        for block in self.heads:
+            while block is not None:
+                if block.mapped:
+                    if block.before is None or not block.before.mapped:
+                        found.append(Segment(block.stream, block.small, []))
+                    found[-1].blocks.append(
+                        Part(block.address, block.bytes, block.asked, block.allocated, block.key)
+                    )
+                block = block.after
+        return found
 
     def _cached(self, need: int, stream: str, small: bool) -> Block | None:
         """Take the best free block out of its pool, if one is large enough (`get_free_block`)."""
@@ -333,8 +361,8 @@ def replay(requests: Iterable[Request], allocator: Allocator | None = None) -> R
         found.timeline.append(Level(request.at, allocator.active, allocator.reserved))
     found.active = max(level.active for level in (start, *found.timeline))
     found.reserved = max(level.reserved for level in (start, *found.timeline))
-    found.segments, found.flushes = allocator.segments, allocator.flushes - flushes
-    found.events = allocator.events[seen:]
+    found.segments = allocator.segments()
+    found.events, found.flushes = allocator.events[seen:], allocator.flushes - flushes
     return found
 
 

@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 from meshtune.dryrun.allocator import Allocator, Replay, Request, replay
 from meshtune.dryrun.workspaces import Workspaces
-from meshtune.meter.ledger import COMMUNICATION
-from meshtune.meter.trace import UPDATE, StepTrace, Storage
+from meshtune.meter.trace import COMMUNICATION, UPDATE, StepTrace, Storage
 
 COMPUTE, GATHER, REDUCE, ALL_REDUCE = "compute", "all_gather_copy_in", "reduce_scatter", "all_reduce"
 
