@@ -73,7 +73,7 @@ def step_of(number: int) -> StepTrace:
         for one in gathered:
             writer.free(one)
     writer.run("aten.mm.default", FORWARD, "lm_head")
-    logits = writer.allocate(100, LOGITS)
+    logits = writer.allocate(100, LOGITS, shape=(4, 500))
     writer.free(logits)  # in the same operation
     sums = []
     for block in reversed(blocks):

@@ -187,6 +187,9 @@ label { color: var(--soft); font-size: 13px; margin-left: 6px; }
 .facts.numbers th { width: auto; }
 .facts.numbers td, .facts.numbers thead th { text-align: right; }
 .layouts td.layout, .layouts th.layout { text-align: left !important; }
+.listing td.left, .listing th.left { text-align: left; }
+.listing td, .listing th { padding-right: 20px; border-bottom: 1px solid var(--line); }
+.listing .total { font-weight: 600; }
 .layouts .why { color: var(--soft); font: 13px/1.45 var(--sans); margin-top: 3px; max-width: 560px; }
 .layouts .chosen { background: var(--card); box-shadow: inset 3px 0 var(--chosen); }
 .layouts .chosen strong { color: var(--chosen); }

@@ -10,13 +10,14 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from meshtune.meter.trace import CATEGORIES, Operation, StepTrace, Storage
+from meshtune.meter.trace import CATEGORIES, LOGITS, Operation, StepTrace, Storage
 
 NUMBERED = re.compile(r"^(.+?)\.(\d+)(?=\.|$)(.*)$")  # a module in a list, as blocks are
 OUTSIDE = "outside of modules"
+RECEIVING = ("all_gather", "reduce_scatter", "all_to_all", "receive")  # collectives with a buffer of results
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,25 @@ class Peak:
 
     bytes: int
     operation: Operation | None  # during which they are reached; None: before the first one
-    storages: tuple[Storage, ...]  # that live then
+    storages: tuple[Storage, ...]  # that live then; made_by is the collective that wrote them, if one did
+    vocabulary: int  # columns of the logits on this rank; 0: it has none
 
     @classmethod
     def of(cls, step: StepTrace) -> Peak:
         size, at = step.peak()
         operation = step.operations[at] if at >= 0 else None
-        return cls(size, operation, tuple(step.living_at(at).values()))
+        columns = (each.shape[-1] for each in step.storages if each.category == LOGITS and each.shape)
+        received = {
+            number: f"{each.collective.op} over {each.collective.axis}"
+            for each in step.operations
+            if each.collective and each.collective.op in RECEIVING
+            for number in each.writes
+        }
+        storages = (
+            replace(storage, made_by=received[number]) if number in received else storage
+            for number, storage in step.living_at(at).items()
+        )
+        return cls(size, operation, tuple(storages), max(columns, default=0))
 
     def parts(self) -> dict[str, int]:
         """Bytes by category, in the order of CATEGORIES."""
@@ -117,6 +130,7 @@ class Alike:
     after: str  # what follows the number
     blocks: tuple[int, ...]  # numbers, ascending; (): in no block
     parameter: str  # last part of the name of the parameter that they belong to; "": to none
+    states: tuple[str, ...]  # of the optimizer, such as exp_avg
     made_by: str  # operation; "": they existed before the step
     shape: tuple[int, ...]
     dtype: str
@@ -153,6 +167,7 @@ def _group(members: Sequence[tuple[Place, Storage]]) -> Alike:
         after=place.after,
         blocks=tuple(blocks),
         parameter=first.name.rpartition(".")[2],
+        states=tuple(sorted({storage.state for _, storage in members} - {""})),
         made_by=first.made_by,
         shape=first.shape,
         dtype=first.dtype,

@@ -12,7 +12,6 @@ from meshtune.meter.trace import (
     ACTIVATIONS,
     BACKWARD,
     COMMUNICATION,
-    FORWARD,
     GATHERED,
     GRADIENTS,
     LOGITS,
@@ -29,8 +28,13 @@ from meshtune.units import counted
 Advice = Iterator[str]
 
 
-def remedy(tensors: Alike, layout: Layout) -> str:
-    """The setting that removes or shrinks these tensors, with its effect; or why there is none."""
+def remedy(tensors: Alike, layout: Layout, vocabulary: int = 0) -> str:
+    """The setting that removes or shrinks these tensors, with its effect; or why there is none.
+
+    vocabulary: columns of the logits on this rank; 0: it has none.
+    """
+    if vocabulary and tensors.category == ACTIVATIONS and tensors.shape[:1] == (vocabulary,):
+        return f"{_more_tensor(layout)}: a part of the head's gradient"
     return next(RULES[tensors.category](tensors, layout))
 
 
@@ -47,14 +51,12 @@ def _weights(tensors: Alike, layout: Layout) -> Advice:
 
 def _gathered(tensors: Alike, layout: Layout) -> Advice:
     if layout.zero < 3:
-        yield "zero3: gathered block by block, not for the whole step"
+        yield "zero3: gathered block by block"
     yield f"{_more_tensor(layout)}: a rank gathers its part alone"
 
 
 def _gradients(tensors: Alike, layout: Layout) -> Advice:
     yield from _sharded(layout, 2)
-    if not tensors.blocks and tensors.phase == FORWARD:
-        yield f"{_more_tensor(layout)}: the loss sums the head's gradient over its chunks"
     if tensors.dtype == "float32":
         yield "train.reduce_dtype=bf16: sums of half the size, less exact"
     yield "tp or pp; lora: frozen weights have no gradients"
@@ -66,15 +68,22 @@ def _optimizer(tensors: Alike, layout: Layout) -> Advice:
 
 
 def _logits(tensors: Alike, layout: Layout) -> Advice:
-    yield f"{_more_tensor(layout)}: a part of the vocabulary; chunks of {LOSS_CHUNK_TOKENS} tokens already"
+    yield f"{_more_tensor(layout)}: a part of the vocabulary; already {LOSS_CHUNK_TOKENS} tokens at a time"
 
 
 def _communication(tensors: Alike, layout: Layout) -> Advice:
-    if "recv" in tensors.made_by:
+    if is_received(tensors):
         yield f"{_fewer_tokens(layout)}: it is a stage's input"
     if layout.zero or layout.data_ranks > 1:
-        yield f"{_more_tensor(layout)}: smaller collectives; nothing else divides the buffer"
+        yield f"{_more_tensor(layout)}: smaller collectives"
     yield "none: it lasts as long as the collective"
+
+
+def is_received(tensors: Alike) -> bool:
+    """True for the buffer of a receive between stages, which the ledger sees first when it is viewed."""
+    return tensors.category == COMMUNICATION and tensors.made_by in (
+        "receive over pp", "aten.view.default", "aten.detach.default",
+    )  # fmt: skip
 
 
 def _temporary(tensors: Alike, layout: Layout) -> Advice:
@@ -83,19 +92,17 @@ def _temporary(tensors: Alike, layout: Layout) -> Advice:
 
 def _activations(tensors: Alike, layout: Layout) -> Advice:
     if not tensors.blocks:
-        if tensors.phase == FORWARD and layout.tp == 1 and tensors.dtype == "float32":
-            yield f"{_fewer_tokens(layout)}; tp for what is as large as the head"
         yield f"{_fewer_tokens(layout)}: it grows with the tokens of a micro-batch"
     if tensors.phase == RECOMPUTATION:
         yield f"{_fewer_tokens(layout)}: one block's, run again in its backward"
     if tensors.phase == BACKWARD:
         yield f"{_fewer_tokens(layout)}: a gradient that the backward is at"
-    if "all_gather" in tensors.made_by and layout.sp and not layout.sp_regather:
+    if tensors.made_by.startswith("all_gather over tp") and layout.sp and not layout.sp_regather:
         yield "regather: gathered again in the backward"
     yield from _recomputed(tensors, layout)
     if layout.schedule == "gpipe" and layout.pp > 1:
         yield "1f1b: at most pp micro-batches in flight"
-    yield f"{_fewer_tokens(layout)}{', more stages (pp)' if layout.pp == 1 else ''}: a block's input"
+    yield f"{_fewer_tokens(layout)}: a block's input"
 
 
 def _recomputed(tensors: Alike, layout: Layout) -> Advice:

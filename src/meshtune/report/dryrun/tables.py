@@ -1,0 +1,216 @@
+"""Tables of a dry run: what is in memory at the peak, collectives, workspaces, reads by the host."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from meshtune.layout import Layout
+from meshtune.meter.trace import CATEGORIES, GATHERED, OPTIMIZER, RankTrace
+from meshtune.report.dryrun.listing import Listing
+from meshtune.report.dryrun.living import Alike, Peak, Row, alike, by_module
+from meshtune.report.dryrun.panels import rank_title, shown
+from meshtune.report.dryrun.remedies import is_received, remedy
+from meshtune.units import counted, human
+
+STEPS = ("first step", "later steps")
+
+
+def peak_table(traces: Sequence[RankTrace], reserved: Mapping[int, Sequence[int]] | None = None) -> Listing:
+    """Bytes at the peak by category, of the first step beside later ones, for each rank.
+
+    reserved: rank -> bytes that the allocator holds at most in each step; None: no such row.
+    """
+    peaks = [Peak.of(step) for trace in traces for step in trace.steps]
+    several = len(traces) > 1  # then there is no room for shares
+    titles = [rank_title(trace).replace(" (", "\n(") for trace in traces]
+    heads = [f"{title}\n{name}" if several else name for title in titles for name in STEPS]
+
+    def line(name: str, sizes: Iterable[int], shares: Iterable[str]) -> tuple[str, ...]:
+        pairs = zip(map(size, sizes), shares, strict=True)
+        return (name, *(cell for pair in pairs for cell in (pair[:1] if several else pair)))
+
+    parts = [peak.parts() for peak in peaks]
+    rows = [
+        line(
+            shown(name),
+            [part[name] for part in parts],
+            [share(part[name], peak.bytes) for part, peak in zip(parts, peaks, strict=True)],
+        )
+        for name in CATEGORIES
+        if any(part[name] for part in parts)
+    ]
+    blank = [""] * len(peaks)
+    rows.append(line("peak", [peak.bytes for peak in peaks], blank))
+    if reserved:
+        held = [bytes for trace in traces for bytes in reserved[trace.rank]]
+        rows.append(line("reserved by the allocator", held, blank))
+    return Listing(
+        "Memory at the peak",
+        ("category", *(cell for head in heads for cell in ((head,) if several else (head, "%")))),
+        tuple(rows),
+        ("category",),
+        tuple(note for trace in traces for note in peak_notes(trace)),
+        totals=2 if reserved else 1,
+    )
+
+
+def peak_notes(trace: RankTrace) -> list[str]:
+    """Sentences on the moment of each peak, and on the difference between the first step and later ones."""
+    first, later = (Peak.of(step) for step in trace.steps)
+    title = rank_title(trace)
+    notes = [
+        f"{title}, {name}: the peak is {peak.moment()}."
+        for name, peak in zip(STEPS, (first, later), strict=True)
+    ]
+    if first.bytes != later.bytes:
+        grown = later.parts()[OPTIMIZER] - first.parts()[OPTIMIZER]
+        needs = f"{human(abs(later.bytes - first.bytes))} {'less' if first.bytes < later.bytes else 'more'}"
+        why = f": {human(grown)} of optimizer state do not exist yet" if grown > 0 else ""
+        notes.append(f"{title}: the first step needs {needs} than later ones{why}.")
+    return notes
+
+
+def module_table(trace: RankTrace) -> Listing:
+    """Bytes at the peak of later steps by module and category; the blocks are one row, their mean another."""
+    peak = Peak.of(trace.steps[-1])
+    every = by_module(peak.storages)
+    names = [name for name in CATEGORIES if any(row.parts[name] for row in every)]
+
+    def line(name: str, parts: Mapping[str, float]) -> tuple[str, ...]:
+        return (name, human(sum(parts.values())), *(size(parts[category]) for category in names))
+
+    rows = []
+    for row in every:
+        rows.append(line(f"{row.name}, sum" if row.blocks > 1 else row.name, row.parts))
+        if row.blocks > 1:
+            rows.append(line(f"{row.name}, mean", mean(row)))
+    rows.append(line("peak", peak.parts()))
+    return Listing(
+        f"By module, {rank_title(trace)}, later steps",
+        ("module", "in all", *map(shown, names)),
+        tuple(rows),
+        ("module",),
+        totals=1,
+    )
+
+
+def mean(row: Row) -> dict[str, float]:
+    """Bytes by category of a mean block."""
+    return {name: bytes / row.blocks for name, bytes in row.parts.items()}
+
+
+def largest_table(trace: RankTrace, layout: Layout, top: int) -> Listing:
+    """The largest tensors at the peak of later steps, each with the setting that removes or shrinks it.
+
+    Those that differ in the number of the block alone are one row.
+    """
+    peak = Peak.of(trace.steps[-1])
+    every = alike(peak.storages)
+    some = every[:top]
+    rest = sum(tensors.bytes for tensors in every[top:])
+    rows = tuple(
+        (
+            human(tensors.bytes),
+            f"{tensors.count} × {human(tensors.bytes / tensors.count)}" if tensors.count > 1 else "",
+            tensors.name,
+            made_by(tensors),
+            f"{'×'.join(map(str, tensors.shape))} {tensors.dtype}".strip(),
+            shown(tensors.category),
+            remedy(tensors, layout, peak.vocabulary),
+        )
+        for tensors in some
+    )
+    others = f"{counted(len(every) - len(some), 'other group')} of tensors: {human(rest)}."
+    return Listing(
+        f"The largest tensors at the peak, {rank_title(trace)}, later steps",
+        ("bytes", "count", "tensor", "made by", "shape", "category", "less with"),
+        rows,
+        ("tensor", "made by", "shape", "category", "less with"),
+        (others,) if rest else (),
+    )
+
+
+def made_by(tensors: Alike) -> str:
+    """Operation and phase that made tensors: "mm, forward"; for the optimizer's the names of its states."""
+    if tensors.states:
+        return ", ".join(tensors.states)
+    if tensors.category == GATHERED:
+        return f"all_gather, {tensors.phase}"  # the ledger sees it when it is first read
+    if is_received(tensors):
+        return f"receive, {tensors.phase}"
+    if not tensors.made_by:
+        return "before the step"
+    return f"{operation(tensors.made_by)}, {tensors.phase}"
+
+
+def operation(name: str) -> str:
+    """An operator without what most of them have in common: "mm" of "aten.mm.default"."""
+    return name.removeprefix("aten.").removesuffix(".default")
+
+
+def collectives_table(trace: RankTrace) -> Listing:
+    """Number and bytes of the collectives of a later step, by operation and axis.
+
+    Micro-batches that were not traced are counted as the steady one.
+    """
+    counts: Counter[tuple[str, str, int]] = Counter()
+    totals: Counter[tuple[str, str, int]] = Counter()
+    for each in trace.steps[-1].operations:
+        if (one := each.collective) is not None:
+            kind, times = (one.op, one.axis, one.ranks), trace.times(each)
+            counts[kind] += times
+            totals[kind] += times * one.bytes
+    rows = tuple(
+        (op, axis, f"{ranks:,}", f"{counts[kind]:,}", human(total), human(total / counts[kind]))
+        for kind, total in totals.most_common()
+        for op, axis, ranks in [kind]
+    )
+    untraced = trace.of - trace.micro_batches
+    note = f"{untraced:,} of its {trace.of:,} micro-batches were not traced: they count as the steady one."
+    return Listing(
+        f"Collectives of a step, {rank_title(trace)}",
+        ("collective", "axis", "ranks", "count", "bytes", "mean"),
+        rows,
+        ("collective", "axis"),
+        (note,) if untraced else (),
+    )
+
+
+def workspaces_table(rows: Iterable[tuple[str, int, int, str]]) -> Listing:
+    """Memory that kernels take for themselves. rows: name, operations that take it, bytes, source."""
+    return Listing(
+        "Workspaces of kernels",
+        ("workspace", "operations", "bytes", "source"),
+        tuple((name, f"{number:,}", human(bytes), source) for name, number, bytes, source in rows),
+        ("workspace", "source"),
+    )
+
+
+def host_reads_table(trace: RankTrace) -> Listing:
+    """Lines that wait for a number from the GPU, with how often in a step."""
+    first, later = (step.host_reads for step in trace.steps)
+    lines = sorted(first | later, key=lambda line: -later[line])
+    return Listing(
+        f"Reads from the GPU by the host, {rank_title(trace)}",
+        ("line", *STEPS),
+        tuple((line, f"{first[line]:,}", f"{later[line]:,}") for line in lines),
+        ("line",),
+    )
+
+
+def substitutes_table(traces: Sequence[RankTrace]) -> Listing:
+    """Operations that ran as a stand-in, since torch has no implementation of them on fake tensors."""
+    names = sorted({name for trace in traces for name in trace.substitutes})
+    return Listing(
+        "Operations run by a stand-in", ("operation",), tuple((name,) for name in names), ("operation",)
+    )
+
+
+def size(bytes: float) -> str:
+    """Bytes for a cell; "" for 0."""
+    return human(bytes) if bytes else ""
+
+
+def share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if part else ""
