@@ -102,7 +102,7 @@ def varlen_runs(q: Tensor, k: Tensor, v: Tensor, runs: QueryRuns, scale: float) 
 
 
 @cache
-def _compiled_flex():
+def compiled_flex():
     from torch.nn.attention.flex_attention import flex_attention  # imports the compiler: only where used
 
     return torch.compile(flex_attention)
@@ -169,11 +169,11 @@ def flex_with_mask(
     options = {"score_mod": capped, "block_mask": mask, "scale": scale}
     grouped = q.shape[1] != k.shape[1]
     if sinks is None:
-        return _compiled_flex()(q, k, v, enable_gqa=grouped, **options)
+        return compiled_flex()(q, k, v, enable_gqa=grouped, **options)
     from torch.nn.attention.flex_attention import AuxRequest
 
     with_lse = AuxRequest(lse=True)
-    out, more = _compiled_flex()(q, k, v, enable_gqa=grouped, return_aux=with_lse, **options)
+    out, more = compiled_flex()(q, k, v, enable_gqa=grouped, return_aux=with_lse, **options)
     lse = more.lse
     assert lse is not None
     # A query that sees no key has -inf, whose gradient would be no number.

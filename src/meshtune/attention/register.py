@@ -22,32 +22,46 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from meshtune.attention.core import attend_documents
 from meshtune.attention.runs import checked_lengths
 from meshtune.model.anatomy import Anatomy
-from meshtune.model.attention_arguments import no_mask, unsupported
+from meshtune.model.attention_arguments import unsupported
 from meshtune.model.body import ATTENTION_NAMES, Documents
 
 
 @cache
 def register() -> None:
-    """Make both names known to transformers. Call it before a model is built; further calls do nothing."""
+    """Make both names known to transformers. Call it before a model is built; further calls do nothing.
+
+    No function that makes masks is registered: transformers would look for packed sequences in the positions,
+    and wait for the device to say whether there are any.
+    """
     functions = (document_attention, recomputed_document_attention)
     for name, function in zip(ATTENTION_NAMES, functions, strict=True):
         # A compiled block runs it as it is: traced, every new set of document lengths would be compiled anew.
         AttentionInterface.register(name, torch.compiler.disable(function))
-        AttentionMaskInterface.register(name, no_mask)
 
 
 def use_kernels(model: nn.Module, anatomy: Anatomy, kernels: str) -> None:
-    """Make the attention of each block run the kernels of one kind of device, "cpu" or "cuda", in place.
+    """Make the attention of each block run the kernels of one kind of device, "cpu" or "cuda", in place, and
+    the model refuse a padding mask, which meshtune's attention would not see (NotImplementedError).
 
-    Without it a module's attention runs those of the device that its tensors are on.
+    Without it a module's attention runs the kernels of the device that its tensors are on.
     """
     for module in model.get_submodule(anatomy.blocks).modules():
         vars(module)["kernels"] = kernels
+    model.register_forward_pre_hook(_refuse_mask, with_kwargs=True)
+
+
+def _refuse_mask(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    ours = model.config._attn_implementation in ATTENTION_NAMES  # type: ignore[union-attr]
+    if ours and kwargs.get("attention_mask") is not None:
+        raise NotImplementedError(
+            "meshtune's attention was given an attention_mask: describe padding by `documents`, or use "
+            "model.attention=sdpa."
+        )
 
 
 def document_attention(

@@ -20,8 +20,13 @@ KERNELS = {
     f"{CPU_KERNEL}_backward": (1, 2, BACKWARD_MATMULS),
     "meshtune.capped_attention": (0, 1, FORWARD_MATMULS),
     "meshtune.capped_attention_backward": (1, 2, BACKWARD_MATMULS),
-    "meshtune_dryrun.attention": (0, 1, FORWARD_MATMULS),
-    "meshtune_dryrun.attention_backward": (1, 2, BACKWARD_MATMULS),
+    "meshtune_dryrun.flex_attention": (0, 1, FORWARD_MATMULS),
+    "meshtune_dryrun.flex_attention_backward": (1, 2, BACKWARD_MATMULS),
+}
+KERNELS |= {
+    f"aten._scaled_dot_product_{kernel}_attention{backward}": at
+    for kernel in ("flash", "efficient")
+    for backward, at in (("", (0, 1, FORWARD_MATMULS)), ("_backward", (1, 2, BACKWARD_MATMULS)))
 }
 
 
@@ -63,5 +68,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any, pairs: Callable[[Any, 
         heads = q.shape[1]  # of [rows, heads, seq, head_dim] as of [tokens, heads, head_dim]
         width = (q.shape[-1] + v.shape[-1]) / 2  # of the matmuls with keys and of those with values
         return round(matmuls * 2 * pairs(name, args) * heads * width)
+    if name == "aten._grouped_mm":  # [tokens, inner] @ [groups, inner, cols], each token in one group
+        return 2 * args[0].numel() * args[1].shape[-1]
     formula = flop_registry.get(func._overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))

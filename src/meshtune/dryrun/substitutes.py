@@ -1,16 +1,31 @@
-"""Stand-ins for what a fake world lacks: operations without an implementation, and what a message holds.
+"""Stand-ins for what a fake world lacks: kernels of CUDA that a fake of the CPU does not reach, and what a
+message holds.
 
-Each has the shapes, strides and saved tensors of the real one (tests compare them where that can run), and is
-named in the trace (`RankTrace.substitutes`).
+    torch's scaled_dot_product_attention   the kernel that CUDA would choose: flash, memory-efficient or math
+    flex attention                         saves what the compiled kernel saves; it has no backward on a CPU
+    transformers' is_fake_tensor           a fake is no trace, for which other masks would be built
+    torch.distributed.isend                holds what it sends, as real process groups do
+
+Each has the shapes, strides and saved tensors of the real one, and is named in the trace
+(`RankTrace.substitutes`).
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from transformers.utils import import_utils
+
+from meshtune.attention import cuda
+
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+FLASH_HEAD = 256  # largest head size of flash attention
+MULTIPLE = 8  # of a head size that flash attention takes
 
 
 class HeldWork:
@@ -20,7 +35,8 @@ class HeldWork:
     """
 
     def __init__(self, work: Any, tensor: Tensor, *, until_waited: bool) -> None:
-        self.work, self.tensor, self.until_waited = work, tensor, until_waited
+        self.work, self.until_waited = work, until_waited
+        self.tensor: Tensor | None = tensor
 
     def wait(self, *args: Any) -> Any:
         if self.until_waited:
@@ -30,21 +46,144 @@ class HeldWork:
 
 @contextmanager
 def held_messages(kernels: str) -> Iterator[str]:
-    """Make torch.distributed's isend return handles that hold the tensor; yields what a trace says of it."""
     real = dist.isend
 
     def isend(tensor: Tensor, *args: Any, **kwargs: Any) -> HeldWork:
         return HeldWork(real(tensor, *args, **kwargs), tensor, until_waited=kernels == "cuda")
 
-    dist.isend = distributed_c10d.isend = isend
+    with replaced(dist, "isend", isend), replaced(distributed_c10d, "isend", isend):
+        yield "torch.distributed.isend"
+
+
+@contextmanager
+def no_trace(kernels: str) -> Iterator[str]:
+    with replaced(import_utils, "is_fake_tensor", lambda _: False):
+        yield "transformers.utils.import_utils.is_fake_tensor"
+
+
+# Attention #
+
+
+@contextmanager
+def scaled_dot_product(kernels: str) -> Iterator[str | None]:
+    if kernels != "cuda":
+        yield None
+        return
+    with replaced(F, "scaled_dot_product_attention", cuda_attention(F.scaled_dot_product_attention)):
+        yield "torch.nn.functional.scaled_dot_product_attention"
+
+
+def cuda_attention(math: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make scaled_dot_product_attention with the kernel that CUDA's would choose (torch's sdp_utils.cpp).
+
+    math: torch's own, which on fakes of the CPU is the one that writes all scores where there is dropout.
+    """
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        size, grouped = query.shape[-1], query.shape[-3] != key.shape[-3]
+        alike = size == value.shape[-1]
+        flash = query.dtype in SIXTEEN_BITS and attn_mask is None and size <= FLASH_HEAD and alike
+        if flash and size % MULTIPLE == 0:
+            out, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+                query, key, value, dropout_p, is_causal, scale=scale
+            )
+            return out
+        if not grouped and query.dtype in (*SIXTEEN_BITS, torch.float32):
+            if attn_mask is not None:
+                attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+                if attn_mask.dtype == torch.bool:
+                    attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+            out, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+                query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale
+            )
+            return out
+        return math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    return attend
+
+
+class WithLse(NamedTuple):
+    """Flex attention's auxiliary outputs."""
+
+    lse: Tensor  # [batch, heads, queries]
+
+
+@torch.library.custom_op("meshtune_dryrun::flex_attention", mutates_args=())
+def flex_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """(Output, shaped as q; log-sum-exp [batch, heads, queries] in fp32). On fakes alone."""
+    raise NotImplementedError("a stand-in for fake tensors")
+
+
+@flex_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("meshtune_dryrun::flex_attention_backward", mutates_args=())
+def flex_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v. On fakes alone."""
+    raise NotImplementedError("a stand-in for fake tensors")
+
+
+@flex_attention_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, ...]:
+    return torch.ops.meshtune_dryrun.flex_attention_backward(grad, *ctx.saved_tensors)
+
+
+flex_attention.register_autograd(_backward, setup_context=_save)
+
+
+def flex_stand_in(
+    q: Tensor, k: Tensor, v: Tensor, *, return_aux: Any = None, **_: Any
+) -> Tensor | tuple[Tensor, WithLse]:
+    """Return what flex attention does, by its stand-in; block mask and function of scores are not read."""
+    out, lse = torch.ops.meshtune_dryrun.flex_attention(q, k, v)
+    return out if return_aux is None else (out, WithLse(lse))
+
+
+@contextmanager
+def flex(kernels: str) -> Iterator[str | None]:
+    if kernels != "cuda":
+        yield None
+        return
+    with replaced(cuda, "compiled_flex", lambda: flex_stand_in):
+        yield "torch.nn.attention.flex_attention"
+
+
+# All of them #
+
+SUBSTITUTES: tuple[Callable[[str], AbstractContextManager[str | None]], ...] = (
+    held_messages, no_trace, scaled_dot_product, flex,
+)  # fmt: skip
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give a module another value under one of its names, for a while."""
+    real = getattr(owner, name)
+    setattr(owner, name, value)
     try:
-        yield "torch.distributed.isend: holds what it sends"
+        yield
     finally:
-        dist.isend = distributed_c10d.isend = real
+        setattr(owner, name, real)
 
 
 @contextmanager
 def installed(kernels: str) -> Iterator[tuple[str, ...]]:
-    """Install all stand-ins for a kind of kernels, "cpu" or "cuda"; yields what a trace says of them."""
+    """Install the stand-ins for a kind of kernels, "cpu" or "cuda"; yields the names of what they replace."""
     with ExitStack() as stack:
-        yield (stack.enter_context(held_messages(kernels)),)
+        names = [stack.enter_context(substitute(kernels)) for substitute in SUBSTITUTES]
+        yield tuple(name for name in names if name)

@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -166,15 +167,15 @@ def _rows(lengths: Lengths, seq: int, device: torch.device) -> _Rows:
                 documents[(max(length, NARROW) - 1).bit_length()].append((start, length))
             start += length
     groups, places = [], 0
-    back = torch.full((len(lengths) * seq,), -1)
+    back = np.full(len(lengths) * seq, -1)
     for _, group in sorted(documents.items()):
-        starts, sizes = torch.tensor(group).unbind(1)
-        columns = torch.arange(int(sizes.max()))
-        tokens = starts[:, None] + columns.clamp(max=sizes[:, None] - 1)
+        starts, sizes = np.array(group).T
+        columns = np.arange(sizes.max())
+        tokens = starts[:, None] + np.minimum(columns, sizes[:, None] - 1)
         inside = columns < sizes[:, None]
-        at = torch.arange(places, places + tokens.numel()).view_as(tokens)
+        at = np.arange(places, places + tokens.size).reshape(tokens.shape)
         back[tokens[inside]] = at[inside]
-        places += tokens.numel()
-        groups.append(tokens.to(device))
+        places += tokens.size
+        groups.append(torch.from_numpy(tokens).to(device))
     back[back < 0] = places
-    return _Rows(tuple(groups), back.to(device))
+    return _Rows(tuple(groups), torch.from_numpy(back).to(device))

@@ -13,7 +13,8 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from meshtune.attention import cuda
 from meshtune.attention.core import attend_documents
-from meshtune.attention.register import document_attention, register
+from meshtune.attention.register import document_attention, register, use_kernels
+from meshtune.model.anatomy import anatomy
 from meshtune.model.body import ATTENTION_NAMES
 
 register()
@@ -198,7 +199,7 @@ def test_a_sink_takes_its_share_of_every_query(documents, window, softcap, kerne
 
 def test_flex_attention_takes_sinks_into_account(monkeypatch):
     """Forward alone, uncompiled: on a CPU flex attention has no backward."""
-    monkeypatch.setattr(cuda, "_compiled_flex", lambda: flex_attention)
+    monkeypatch.setattr(cuda, "compiled_flex", lambda: flex_attention)
     q, k, v = (x.detach().float() for x in tensors(SEQ))
     sinks = torch.tensor([0.5, -2.0, 3.0, 0.0])
     out = cuda.flex(q, k, v, DOCUMENTS, 0.3, None, WINDOW, sinks).transpose(1, 2)
@@ -329,7 +330,9 @@ def test_a_model_called_without_documents_raises():
 
 def test_a_padding_mask_is_refused_and_never_ignored():
     _, ours = models("llama")
+    use_kernels(ours, anatomy(ours), "cpu")
     ids = torch.ones(1, 5, dtype=torch.long)
+    ours(input_ids=ids, documents=((5,),), use_cache=False)
     with pytest.raises(NotImplementedError, match="attention_mask"):
         ours(input_ids=ids, attention_mask=torch.ones_like(ids), documents=((5,),), use_cache=False)
 

@@ -233,7 +233,7 @@ def varlen_stand_in(
 
 def cuda_ways(monkeypatch):
     monkeypatch.setattr(cuda, "varlen_attention", varlen_stand_in)
-    monkeypatch.setattr(cuda, "_compiled_flex", lambda: flex_attention)
+    monkeypatch.setattr(cuda, "compiled_flex", lambda: flex_attention)
     yield "varlen", None, cuda.varlen_runs
     for softcap in (None, 1.5):
         yield (

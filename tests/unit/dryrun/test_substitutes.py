@@ -1,0 +1,84 @@
+"""Stand-ins of the dry run against the real operations' shapes, strides and saved tensors."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import Gemma2Config
+
+from meshtune.dryrun.ranks import trace_ranks
+from meshtune.dryrun.substitutes import SUBSTITUTES, cuda_attention, flex_attention, installed
+from meshtune.dryrun.world import Job, trace_rank
+from meshtune.layout import Layout
+from meshtune.train.model import ModelSpec, OptimizerSpec
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def test_there_are_few_and_all_are_taken_away_again() -> None:
+    before = F.scaled_dot_product_attention
+    with installed("cuda") as names:
+        assert F.scaled_dot_product_attention is not before
+        assert len(names) == len(set(names)) == len(SUBSTITUTES) <= 10
+    assert F.scaled_dot_product_attention is before
+    with installed("cpu") as names:
+        assert F.scaled_dot_product_attention is before
+        assert "torch.nn.functional.scaled_dot_product_attention" not in names
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "size", "masked", "kernel"),
+    [
+        (BF16, 2, 64, False, "flash"),
+        (BF16, 4, 64, False, "flash"),  # as many key-value heads as query heads
+        (FP32, 4, 64, False, "efficient"),
+        (BF16, 4, 64, True, "efficient"),
+        (FP32, 2, 64, False, "math"),  # the memory-efficient kernel knows no grouped heads
+        (BF16, 4, 512, False, "efficient"),  # flash attention's largest head size is 256
+    ],
+)
+def test_attention_takes_the_kernel_that_cuda_would(
+    dtype: torch.dtype, heads: int, size: int, masked: bool, kernel: str
+) -> None:
+    q = torch.empty(2, 4, 16, size, dtype=dtype, device="meta", requires_grad=True)
+    k = torch.empty(2, heads, 16, size, dtype=dtype, device="meta")
+    mask = torch.empty(1, 1, 16, 16, dtype=torch.bool, device="meta") if masked else None
+    options = {"attn_mask": mask, "is_causal": not masked, "enable_gqa": heads != 4}
+    out = cuda_attention(F.scaled_dot_product_attention)(q, k, k, **options)
+    node = out.grad_fn.name() if out.grad_fn is not None else ""
+    found = next((name for name in ("Flash", "Efficient") if name in node), "math").lower()
+    assert found == kernel
+    real = F.scaled_dot_product_attention(*(x.detach().cpu() if not x.is_meta else
+                                            torch.zeros(x.shape, dtype=dtype) for x in (q, k, k)),
+                                          is_causal=True, enable_gqa=heads != 4)  # fmt: skip
+    assert out.shape == real.shape
+    if kernel == "flash":  # tokens before heads in memory, as the kernel of the CPU
+        assert out.stride() == real.stride()
+
+
+def test_flex_attention_has_the_shapes_of_the_real_one() -> None:
+    from torch.nn.attention.flex_attention import AuxRequest
+    from torch.nn.attention.flex_attention import flex_attention as real
+
+    q, k = torch.randn(2, 4, 16, 32), torch.randn(2, 2, 16, 32)
+    expected, more = real(q, k, k, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    meta = (x.to("meta") for x in (q, k, k))
+    out, lse = flex_attention(*meta)
+    assert out.shape == expected.shape and lse.shape == more.lse.shape and lse.dtype == more.lse.dtype
+
+
+def test_a_softcap_traces_flex_attention_on_cuda_and_no_read_by_the_host(tmp_path: Path) -> None:
+    config = Gemma2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, sliding_window=8, max_position_embeddings=64,
+    )  # fmt: skip
+    job = Job(
+        spec=ModelSpec(source=config, init="random", kernels="cuda"), optimizer=OptimizerSpec(),
+        layout=Layout(), seq_len=32, documents=(20, 12),
+    )  # fmt: skip
+    step = trace_ranks(partial(trace_rank, job), [0], 1)[0].steps[1]
+    names = {operation.name for operation in step.operations}
+    assert "meshtune_dryrun.flex_attention_backward.default" in names
+    assert [line.split(" ")[1] for line in step.host_reads] == ["sum_over_ranks"]
