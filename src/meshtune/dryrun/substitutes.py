@@ -81,7 +81,7 @@ def cuda_attention(math: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+        is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
         size, grouped = query.shape[-1], query.shape[-3] != key.shape[-3]
         alike = size == value.shape[-1]
