@@ -27,11 +27,14 @@ from meshtune.plan.seconds.pipeline import send_seconds
 from meshtune.precision import UNMIXED
 
 if TYPE_CHECKING:
+    from meshtune.dryrun.nccl import Nccl
     from meshtune.plan.cluster import Cluster
     from meshtune.plan.workload import Workload
 
 # Operations that read some rows of a tensor: what they move is what they write, twice.
-ROWS = ("embedding", "index", "index_select", "gather", "take", "slice_copy", "select_copy")
+ROWS = ("embedding", "index", "index_select", "gather", "take")
+# Operations that overwrite an argument, which a trace counts among what they read.
+OVERWRITES = ("copy_", "_foreach_copy_", "split_with_sizes_copy", "chunk_cat", "zero_", "fill_")
 
 
 def base_name(operation: str) -> str:
@@ -52,6 +55,7 @@ class Costs:
 
     machine: Machine  # in the precision of the workload
     by_dtype: Mapping[str, Machine]  # the same in the precision of each dtype that matmuls can have
+    nccl: Nccl | None = None  # predicts the collectives that it knows, instead of the planner's formulas
 
     @classmethod
     def of(cls, workload: Workload, cluster: Cluster) -> Costs:
@@ -82,6 +86,8 @@ class Costs:
 
     def collective(self, collective: Collective) -> float:
         """Seconds of a collective, or of a send, on idle links."""
+        if self.nccl is not None and (timed := self.nccl.collective(collective)) is not None:
+            return timed.seconds
         machine, size, ranks = self.machine, collective.bytes, collective.ranks
         in_node = ranks_in_node(ranks, collective.stride, machine)
         axes = collective.axis.split("+")
@@ -104,9 +110,15 @@ class Costs:
 
 def moved_bytes(operation: Operation) -> int:
     """Bytes that an operation reads and writes in the GPU's memory."""
-    if base_name(operation.name) in ROWS:
-        return min(operation.read, operation.written) + operation.written
-    return operation.read + operation.written
+    name, read, written = base_name(operation.name), operation.read, operation.written
+    if name in ROWS:
+        return min(read, written) + written
+    if name in OVERWRITES:
+        return max(read - written, 0) + written
+    if name == "all_gather_copy_in":  # its last argument is the whole buffer, of which it fills one shard
+        sizes = [math.prod(shape) for shape in operation.shapes]
+        return 2 * read * sum(sizes[:-1]) // sum(sizes)
+    return read + written
 
 
 def matmul_sizes(operation: Operation) -> tuple[int, int, int, int] | None:

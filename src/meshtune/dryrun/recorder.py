@@ -8,6 +8,7 @@ It works on real tensors as on fake ones. An operation belongs to
                    hooks on saved tensors tell; optimizer for all that is outside of both
 """
 
+import math
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
@@ -176,8 +177,8 @@ class Recorder(Ledger):
         result = (made or given)[:1]
         operation.dtype = str(result[0].dtype).removeprefix("torch.") if result else ""
         operation.reads, operation.writes = self._numbers(given), self._numbers(written)
-        operation.written = sum(each.numel() * each.element_size() for each in unique(written))
-        operation.read = sum(each.numel() * each.element_size() for each in unique(given))
+        operation.written = sum(map(element_bytes, unique(written)))
+        operation.read = sum(map(element_bytes, unique(given)))
         for number in operation.writes:
             storage = self.trace.storages[number]
             if not storage.shape and made:
@@ -300,6 +301,12 @@ def mutated(func: Any, args: Any, kwargs: Any) -> list[Any]:
 def unique(tensors: list[Tensor]) -> list[Tensor]:
     """The tensors without repetitions of the same one."""
     return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def element_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements; those that an expanded dimension repeats count once."""
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size)
+    return math.prod(sizes) * tensor.element_size()
 
 
 def line_outside_torch() -> str:
