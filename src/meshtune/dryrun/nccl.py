@@ -278,8 +278,8 @@ def differences(
             continue
         text = (
             f"{counted(count, each.op)} of {human(each.bytes)} over {each.axis} ({each.ranks:,} ranks) by "
-            f"NCCL's tables {timed.seconds / MICRO:,.0f} µs ({timed.algorithm}, {timed.protocol}), by the planner's "
-            f"rings {planned / MICRO:,.0f} µs: {planned / timed.seconds:.2g} times as long."
+            f"NCCL's tables {timed.seconds / MICRO:,.0f} µs ({timed.algorithm}, {timed.protocol}), by the "
+            f"planner's rings {planned / MICRO:,.0f} µs: {planned / timed.seconds:.2g} times as long."
         )
         named.append((count * max(planned, timed.seconds), text))
     return [text for _, text in sorted(named, reverse=True)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
@@ -28,7 +27,7 @@ class Task:
     end: float = -1.0
     issued: float = -1.0  # when the host had issued it
     cause: int = -1  # number of the last of `after` to end, if the task waited for it longest; -1: it did not
-    slowed: dict[int, float] = field(default_factory=dict)  # seconds that it lost, by the task beside it
+    slowed: dict[int, float] | None = None  # seconds that it lost, by the task beside it; None: none
 
 
 class Stuck(Exception):
@@ -46,8 +45,8 @@ class Run:
         self.queues: dict[tuple[int, str], deque[int]] = {}
         self.hosts: dict[int, deque[int]] = {}
         self.clocks: dict[int, float] = {}  # of each rank's host
-        self.followers: list[list[int]] = [[] for _ in tasks]
-        self.readers: list[list[int]] = [[] for _ in tasks]  # ranks whose host waits for the task
+        self.followers: dict[int, list[int]] = {}  # tasks that wait for a task
+        self.readers: dict[int, list[int]] = {}  # ranks whose host waits for a task
         self.missing = [0] * len(tasks)
         self.left = [task.seconds for task in tasks]  # of work, at full speed
         self.since = [0.0] * len(tasks)  # when `left` was last counted
@@ -62,7 +61,7 @@ class Run:
             after = set(task.after)
             self.missing[number] = len(after)
             for other in after:
-                self.followers[other].append(number)
+                self.followers.setdefault(other, []).append(number)
 
     def to_end(self) -> float:
         """Run all tasks, which get their times; seconds until the last one has ended."""
@@ -92,7 +91,7 @@ class Run:
             if task.reads >= 0:
                 read = self.tasks[task.reads]
                 if read.end < 0:
-                    self.readers[task.reads].append(rank)
+                    self.readers.setdefault(task.reads, []).append(rank)
                     break
                 clock = max(clock, read.end)
             clock += task.host
@@ -132,8 +131,9 @@ class Run:
         self.since[number] = now
         if beside:
             worked = passed / (1 + self.contention)
-            slowed = self.tasks[number].slowed
-            slowed[beside[0]] = slowed.get(beside[0], 0.0) + passed - worked
+            task = self.tasks[number]
+            task.slowed = task.slowed or {}
+            task.slowed[beside[0]] = task.slowed.get(beside[0], 0.0) + passed - worked
             passed = worked
         self.left[number] -= passed
 
@@ -162,13 +162,13 @@ class Run:
             self._plan_end(rank, now)
         task.end = now
         self.queues[task.queue].popleft()
-        woken: Iterable[tuple[int, str]] = [task.queue]
-        for follower in self.followers[number]:
+        woken = [task.queue]
+        for follower in self.followers.get(number, ()):
             self.missing[follower] -= 1
             self.tasks[follower].cause = number
-            woken = [*woken, self.tasks[follower].queue]
-        for reader in self.readers[number]:
+            woken.append(self.tasks[follower].queue)
+        for reader in self.readers.get(number, ()):
             self._issue(reader)
-            woken = [*woken, *(queue for queue in self.queues if queue[0] == reader)]
+            woken += [queue for queue in self.queues if queue[0] == reader]
         for queue in woken:
             self._begin_first(queue, now)

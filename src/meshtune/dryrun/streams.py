@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from meshtune.dryrun.costs import Costs
+from meshtune.dryrun.costs import Costs, makes_weight_gradient
 from meshtune.dryrun.passes import Program, is_message, programs, runs
 from meshtune.dryrun.queues import Run, Task
 from meshtune.layout import Layout
@@ -139,6 +139,7 @@ class _World:
 
     def __init__(self, layout: Layout, costs: Costs) -> None:
         self.layout, self.costs = layout, costs
+        self.seconds: dict[tuple, float] = {}  # of operations that are alike
         self.traces: dict[int, int] = {}  # pipeline rank -> rank in the world whose trace it runs
         self.tasks: list[Task] = []
         self.made: list[_Made] = []
@@ -156,10 +157,11 @@ class _World:
         """Make the tasks of one rank of the pipeline."""
         rank = _Rank(program, _feeds(program), _reading(program), self.costs.machine.host_step)
         self.traces[pp] = program.trace.rank
-        size = program.cut.message
         for number in program.cut.before:
             self._operation(pp, rank, number, NO_PASS)
-        for run, numbers in program.order:
+        late: list[Pass] = []  # their messages leave with those of the next pass
+        following = [run for run, _ in program.order[1:]] + [NO_PASS]
+        for (run, numbers), after in zip(program.order, following, strict=True):
             rank.host += self.costs.machine.host_micro_batch * (run.kind == "F")
             received = self._received(pp, run)
             first = len(self.tasks)
@@ -168,13 +170,17 @@ class _World:
             if received:
                 computing = (n for n in range(first, len(self.tasks)) if self.tasks[n].queue[1] == COMPUTE)
                 self.awaited += [(received, number) for number in [next(computing, -1)] if number >= 0]
-            if run.kind != "W" and self._goes_to(run) not in (None, pp):
-                self._send(pp, rank, run, size)
+            late.append(run)
+            if not self._together(run, after):
+                for each in late:
+                    self._send(pp, rank, each, program.cut.message)
+                late = []
         for number in program.cut.after:
             self._operation(pp, rank, number, NO_PASS)
 
-    def _goes_to(self, run: Pass) -> int | None:
-        return self.pp_of_stage.get(run.stage + (1 if run.kind == "F" else -1))
+    def _together(self, run: Pass, after: Pass) -> bool:
+        """True for a forward and the backward beside it in DualPipeV, which are one action of torch's."""
+        return self.layout.schedule == "dualpipev" and (run.kind, after.kind) == ("F", "B")
 
     def _received(self, pp: int, run: Pass) -> tuple | None:
         """Key of the message that a pass waits for; None: there is none, or it comes from the same rank."""
@@ -185,8 +191,11 @@ class _World:
         return None if sender in (None, pp) else (forward, run.stage, run.micro_batch)
 
     def _send(self, pp: int, rank: _Rank, run: Pass, size: int) -> None:
+        """Make the task of the message that a pass sends to the next stage, if that is on another rank."""
         forward = run.kind == "F"
         to = run.stage + (1 if forward else -1)
+        if run.kind == "W" or self.pp_of_stage.get(to, pp) == pp:
+            return
         stride = self.layout.world // self.layout.pp
         message = Collective("send", "pp", self.layout.pp, size, stride)
         seconds = self.costs.collective(message) if size else 0.0
@@ -207,8 +216,12 @@ class _World:
             self._collective(pp, rank, number, run)
             return
         stream = self._stream(rank, each)
-        seconds = self.costs.compute(each, rank.program.step.storages)
-        task = Task((pp, stream), seconds, self.costs.launch(each), computes=stream == COMPUTE)
+        storages = rank.program.step.storages
+        of_weight = makes_weight_gradient(each, storages)
+        alike = each.name, each.dtype, each.shapes, each.read, each.written, each.pairs, of_weight
+        if alike not in self.seconds:
+            self.seconds[alike] = self.costs.compute(each, storages)
+        task = Task((pp, stream), self.seconds[alike], self.costs.launch(each), computes=stream == COMPUTE)
         part = "optimizer" if each.phase == UPDATE else "compute"
         made = _Made(pp, each.name, part if stream == COMPUTE else "data", number, each, run)
         self._place(pp, rank, task, made, [*each.reads, *each.writes])
@@ -322,9 +335,10 @@ class _World:
             if task.queue[1] != COMPUTE:
                 continue
             parts.update(self._gap(pp, task, end))
-            for beside, lost in task.slowed.items():
+            slowed = task.slowed or {}
+            for beside, lost in slowed.items():
                 parts[self.made[beside].part] += lost
-            parts[made.part] += task.end - task.begin - sum(task.slowed.values())
+            parts[made.part] += task.end - task.begin - sum(slowed.values())
             end = task.end
         last = max((number for number in mine), key=lambda number: self.tasks[number].end, default=-1)
         if last >= 0 and (late := self.tasks[last].end - end) > 0:

@@ -114,7 +114,8 @@ def sharded_step(blocks: int) -> StepTrace:
     for block in range(blocks):
         flat, whole = buffer(), buffer("gathered_weights")
         place = ("forward", "", 0, 0)
-        copy_in = Operation("fsdp.all_gather_copy_in.default", *place, (), "bfloat16", reads=(3 + block,))
+        sizes = ((1,), (8,))
+        copy_in = Operation("fsdp.all_gather_copy_in.default", *place, sizes, "bfloat16", reads=(3 + block,))
         copy_in.writes = (flat,)
         copy_out = Operation("fsdp.split_with_sizes_copy.default", *place, (), "bfloat16", reads=(flat,))
         copy_out.writes = (whole,)
