@@ -110,6 +110,7 @@ EVENTS_OF_PHASE = {  # events of the planner that a phase's peak is compared wit
     "optimizer": timeline.EVENTS[4:],
 }
 STATES = ("weights", "gradients", "optimizer")
+GATHERED_STATE = (GATHERED,)  # under ZeRO-1 and -2 alone: for a whole step
 
 # measuring #
 
@@ -326,13 +327,14 @@ def compare(
             ]
             if sizes:
                 fullest = max((at[event] for event in events), key=lambda parts: sum(parts.values()))
-                own_states, total = sum(fullest[part] for part in STATES), sum(fullest.values())
+                own_states = sum(fullest[part] for part in STATES + GATHERED_STATE * (layout.zero in (1, 2)))
+                total = sum(fullest.values())
                 held = max(sizes)
                 rows.append(Row(name, label, phase, held, total, held - own_states, total - own_states))
         measured = ranks[0]["states"]
         planned = {part: round(at["update"][part]) for part in STATES}
         if layout.zero in (1, 2) and layout.pp == 1 and layout.gradient_accumulation_steps > 1:
-            planned["gathered"] = round(at["loss"]["weights"] - at["update"]["weights"])
+            planned["gathered"] = round(at["loss"][GATHERED])
         states.append(Held(name, label, {part: measured[part] for part in planned}, planned))
     return rows, states
 

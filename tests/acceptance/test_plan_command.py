@@ -28,7 +28,10 @@ Settings = Callable[..., list[str]]
 Plan = Callable[..., Ended]
 
 EIGHT = ["cluster.gpu=h100-sxm", "cluster.gpus=8"]
-MEMORY = ["weights", "gradients", "optimizer", "activations", "logits", "communication", "overhead"]
+MEMORY = [
+    "weights", "gathered_weights", "gradients", "optimizer", "activations", "logits", "communication",
+    "temporary", "overhead",
+]  # fmt: skip
 TIME = ["compute", "tensor", "context", "pipeline", "data", "optimizer", "bubble", "imbalance", "host"]
 
 

@@ -229,7 +229,7 @@ def _alternative(plan: Plan, best: Choice, kind: Kind) -> Alternative:
         return _compared(plan.workload, kind, others.choice(0), best)
     if nearest := others.nearest(1):
         choice = nearest[0]
-        need, limit = memory_need(choice.memory, choice.layout), memory_limit(plan.cluster)
+        need, limit = memory_need(choice.memory), memory_limit(plan.cluster)
         return Alternative(kind.name, choice, f"does not fit: {choice.layout} needs {need}; {limit}.")
     return Alternative(kind.name, None, f"is not possible{_most_refused(others)}")
 

@@ -108,7 +108,7 @@ def _outgrown(workload: Workload, size: int, choice: Choice, current: Choice) ->
         return ""
     layout = replace(current.layout, gradient_accumulation_steps=steps)
     larger = explained(workload.of_batch(size), current.cluster, layout)
-    need = memory_need(larger.memory, layout)
+    need = memory_need(larger.memory)
     return (
         "" if larger.fits else f" The pipeline of {workload.global_batch_size} ({layout}) would need {need}."
     )

@@ -65,7 +65,7 @@ def nothing_fits(plan: Plan, lighter: Lighter = dict) -> list[str]:
         f"{' with the fields of it that are fixed' * bool(plan.fixed)}; {memory_limit(cluster)}."
     ]
     if nearest := plan.nearest(1):
-        need = memory_need(nearest[0].memory, nearest[0].layout)
+        need = memory_need(nearest[0].memory)
         sentences.append(f"The layout that needs least is {nearest[0].layout}: {need}.")
     else:
         sentences += [f"{reason}." for reason in _reasons(plan)[:4]]

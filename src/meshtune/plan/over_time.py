@@ -10,7 +10,7 @@ Nothing is added to the formulas: where a step has more micro-batches than are d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from meshtune.plan.accounting import accounting_of
 from meshtune.plan.machine import machine_of
 from meshtune.plan.memory.activations import MicroBatchSizes, loss_bytes
 from meshtune.plan.memory.states import rank_elements
-from meshtune.plan.memory.timeline import activations_in_flight, overhead, step_timeline
+from meshtune.plan.memory.timeline import activations_in_flight, overhead, step_timeline, transient
 from meshtune.plan.search import Choice, end_costs, ranks_of
 from meshtune.plan.seconds.block import Blocks
 from meshtune.plan.seconds.collectives import gradient_collectives, optimizer_update
@@ -241,7 +241,7 @@ class _RankMemory:
     in_flight: float  # activations of all micro-batches in flight at these events
     micro_batch: float  # of one of them
     no_gradients: float  # bytes of gradients before the first backward
-    overhead: Callable[[float], float]  # of transient bytes
+    overhead: Callable[[Mapping[str, float]], float]  # of bytes by category
 
     @classmethod
     def of(cls, workload: Workload, choice: Choice) -> _RankMemory:
@@ -271,8 +271,8 @@ class _RankMemory:
             in_flight=number(flight.total),
             micro_batch=number(flight.per_micro_batch),
             no_gradients=before,
-            overhead=lambda transient: float(
-                np.squeeze(overhead(columns, accounting, np.asarray(transient)))
+            overhead=lambda parts: float(
+                np.squeeze(overhead(columns, accounting, transient(parts, columns)))
             ),
         )
 
@@ -293,5 +293,4 @@ class _RankMemory:
             parts["gradients"] = self.no_gradients
         elif event != "update":
             parts["gradients"] = max(parts["gradients"], self.events["loss"]["gradients"])
-        transient = parts["activations"] + parts["logits"] + parts["communication"]
-        return Held(seconds, event, parts | {"overhead": self.overhead(transient)})
+        return Held(seconds, event, parts | {"overhead": self.overhead(parts)})

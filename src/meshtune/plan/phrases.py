@@ -60,13 +60,10 @@ def largest_category(memory: Memory) -> str:
     return max(CATEGORIES, key=lambda category: getattr(memory, category))
 
 
-def memory_need(memory: Memory, layout: Layout) -> str:
+def memory_need(memory: Memory) -> str:
     """The peak of a layout and its largest category: "140.97 GiB, 89.75 GiB of it optimizer state"."""
     largest = largest_category(memory)
-    name = CATEGORY_NAMES[largest]
-    if largest == "weights" and layout.zero in (1, 2):
-        name = "weights (a whole copy and the shard that is trained)"
-    return f"{human(memory.peak)}, {human(getattr(memory, largest))} of it {name}"
+    return f"{human(memory.peak)}, {human(getattr(memory, largest))} of it {CATEGORY_NAMES[largest]}"
 
 
 def device(cluster: Cluster) -> str:

@@ -97,7 +97,7 @@ PIPELINE = [
     "zero3x2-pp2-1f1b-mb1-ga2", "dp2-pp2-1f1b-mb1-ga2", "dp2-zero2x2-cp2-tp2-sp-pp2-1f1b-mb1-ga4",
     "tp4-pp7-1f1b-mb1-ga8",
 ]  # fmt: skip
-STATES = ("weights", "gradients", "optimizer")
+STATES = ("weights", "gradients", "optimizer", "gathered")
 
 
 def held(workload: Workload, layouts: Sequence[Layout]) -> dict[str, np.ndarray]:
@@ -105,8 +105,14 @@ def held(workload: Workload, layouts: Sequence[Layout]) -> dict[str, np.ndarray]
     c = Columns.of(layouts)
     a = accounting_of(workload, CPU)
     stages = stages_of(workload, c)
-    found = step_timeline(workload.work, c, a, workload.seq_len, stages)["end of backward"]
+    found = states_of(step_timeline(workload.work, c, a, workload.seq_len, stages)["end of backward"], c)
     return {name: np.broadcast_to(found[name], (3, len(layouts))) for name in STATES}
+
+
+def states_of(parts: dict[str, np.ndarray], layouts: Columns) -> dict[str, np.ndarray]:
+    """Bytes of the states, by name; those gathered for a whole step too."""
+    gathered = np.where(layouts.zero < 3, parts["gathered_weights"], 0.0)
+    return {name: parts[name] for name in STATES[:-1]} | {STATES[-1]: gathered}
 
 
 def shared(workload: Workload, census: Census, layout: Layout, pipeline_rank: int) -> dict[str, int]:
@@ -116,7 +122,8 @@ def shared(workload: Workload, census: Census, layout: Layout, pipeline_rank: in
         optimizer=workload.optimizer,
     ).bytes  # fmt: skip
     return {
-        "weights": found.weights + found.gathered, "gradients": found.gradients, "optimizer": found.optimizer
+        "weights": found.weights, "gradients": found.gradients, "optimizer": found.optimizer,
+        "gathered": found.gathered,
     }  # fmt: skip
 
 
@@ -225,7 +232,7 @@ def whole_pipeline(workload: Workload, census: Census, layout: Layout) -> dict[s
         ends = (0 in own, len(stages) - 1 in own)
         one = Stages(*(np.full((1, 1), x) for x in (sum(sizes), *ends, rank)))
         a = accounting_of(workload, CPU)
-        found = step_timeline(workload.work, c, a, workload.seq_len, one)["end of backward"]
+        found = states_of(step_timeline(workload.work, c, a, workload.seq_len, one)["end of backward"], c)
         for name in STATES:
             total[name] += float(np.broadcast_to(found[name], (1, 1))[0, 0])
     return total

@@ -8,10 +8,10 @@ from rich.console import Console
 
 from meshtune.layout import Layout
 from meshtune.plan.cluster import cluster_of
-from meshtune.plan.memory.timeline import CATEGORIES, Memory
+from meshtune.plan.memory.timeline import Memory
 from meshtune.plan.search import Choice
 from meshtune.plan.seconds.step import PARTS, Seconds
-from meshtune.report.draw.colours import COLOURS, MEMORY, TIME
+from meshtune.report.draw.colours import COLOURS, MEMORY, MEMORY_PARTS, TIME
 from meshtune.report.plan.bars import LETTERS, Bar, blocks
 from meshtune.report.plan.numbers import of_capacity, seconds
 from meshtune.report.plan.side_by_side import side_by_side
@@ -31,7 +31,7 @@ NAMES = (
 def choice(layout: str = NAMES[1], *, gib: float = 64, step: float = 8, speed: float = 1000) -> Choice:
     """Half of the memory weights, a quarter optimizer; three quarters of the time compute."""
     size = gib * GIB / 16
-    held = Memory(8 * size, size, 4 * size, size, 0, size, size, event=2, rank=0)
+    held = Memory(8 * size, 0, size, 4 * size, size, 0, size, 0, size, event=2, rank=0)
     spent = Seconds(0.75 * step, 0.1 * step, 0, 0, 0.1 * step, 0, 0.05 * step, 0, 0)
     return Choice(Layout.parse(layout), CLUSTER, spent, held, speed, 0.4)
 
@@ -118,7 +118,7 @@ def test_one_without_enough_of_them_has_letters_and_says_what_they_are(colours):
 
 
 def test_every_name_has_a_colour_and_a_letter_of_its_own():
-    for names, colours in ((CATEGORIES, MEMORY), (PARTS, TIME)):
+    for names, colours in ((MEMORY_PARTS, MEMORY), (PARTS, TIME)):
         assert [COLOURS[name] for name in names] == [*colours]
         assert len({LETTERS[name] for name in names}) == len({COLOURS[name] for name in names}) == len(names)
 

@@ -12,12 +12,14 @@ element per layout.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
 
 from meshtune.layout import MODEL_AXES
+from meshtune.meter.trace import ACTIVATIONS, COMMUNICATION, LOGITS, TEMPORARY
 from meshtune.placement.columns import Columns, Number
 from meshtune.placement.states import Elements, States, held_states
 from meshtune.plan.accounting import EAGER, Accounting
@@ -44,11 +46,13 @@ class Memory:
     """
 
     weights: Number
+    gathered_weights: Number
     gradients: Number
     optimizer: Number
     activations: Number
     logits: Number
     communication: Number
+    temporary: Number
     overhead: Number
     event: Number  # index in EVENTS
     rank: Number  # index in RANKS
@@ -59,9 +63,11 @@ class Memory:
 
 
 CATEGORIES = tuple(field.name for field in fields(Memory) if field.name not in ("event", "rank"))
-CATEGORY_NAMES = {name: name for name in CATEGORIES} | {
+TRANSIENT = (ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARY)
+CATEGORY_NAMES = {name: name.replace("_", " ") for name in CATEGORIES} | {
     "optimizer": "optimizer state",
     "communication": "communication buffers",
+    "temporary": "temporaries of the update",
 }
 
 
@@ -238,7 +244,7 @@ def step_timeline(
     loss = loss_bytes(work, layouts, accounting, sizes)
     flight = activations_in_flight(work, layouts, accounting, seq_len, stages, loss)
 
-    total, sharded = elements.total, accounting.gathers_shards(layouts)
+    total, sharded, nothing = elements.total, accounting.gathers_shards(layouts), np.zeros_like(flight.total)
     flat = gradient_buffers(accounting, elements, stages.has_head * sizes.head_gradient)
     masters, optimizer = optimizer_state(layouts, accounting, states, total)
     reduced = np.where(sharded, total.trained_shard * precision.trained, states.gradients)
@@ -248,43 +254,44 @@ def step_timeline(
     with_embedding = accounting.whole_vocabulary_gradients * others_and_embedding
     earlier_gradients = gradients_before_backward(layouts, accounting, states, flight)
     steady = {
-        "weights": states.weights + states.gathered,
+        "weights": states.weights,
+        "gathered_weights": states.gathered + buffers.gathered_outside + buffers.gathered_block,
         "gradients": earlier_gradients + flat,
         "optimizer": masters if first_step else optimizer,
         "activations": flight.total,
-        "logits": np.zeros_like(flight.total),
-        "communication": buffers.gathered_outside + flight.received,
+        "logits": nothing,
+        "communication": flight.received + buffers.previous_reduce,
+        "temporary": nothing,
     }
-    with_block = steady["communication"] + buffers.gathered_block
-    behind = buffers.gathered_behind + flight.received
-    gathered_blocks = accounting.gathered_groups * buffers.gathered_block
+    behind = states.gathered + buffers.gathered_behind
     return {
         "loss": steady | {
             "activations": flight.total + stages.has_head * loss.norm_forward,
             "logits": stages.has_head * loss.at_loss,
-            "communication": with_block + buffers.previous_reduce,
         },
         "backward of the head": steady | {
             "activations": flight.total + stages.has_head * loss.norm_backward,
             "logits": stages.has_head * loss.head_backward,
-            "communication": with_block + buffers.previous_reduce,
         },
         "backward of a block": steady | {
             "activations": flight.total + flight.in_block_backward,
             "logits": stages.has_head * loss.head_gradient_pending,
-            "communication": behind + gathered_blocks + buffers.block_backward,
+            "gathered_weights": behind + accounting.gathered_groups * buffers.gathered_block,
+            "communication": flight.received + buffers.block_backward,
         },
         "end of backward": steady | {
             "gradients": states.gradients + flat,
             "activations": np.maximum(flight.first_block, with_embedding),
-            "communication": behind + buffers.gathered_block + buffers.backward_end,
+            "gathered_weights": behind + buffers.gathered_block,
+            "communication": flight.received + buffers.backward_end,
         },
         "update": steady | {
-            "weights": states.weights,
+            "gathered_weights": nothing,
             "gradients": reduced + flat,
             "optimizer": optimizer,
-            "activations": np.zeros_like(flight.total),
-            "communication": flight.received + converted_gradients(layouts, accounting, elements),
+            "activations": nothing,
+            "communication": flight.received,
+            "temporary": converted_gradients(layouts, accounting, elements),
         },
     }  # fmt: skip
 
@@ -309,8 +316,7 @@ def peak(
     most = np.full(shape[1:], -np.inf)
     for index, event in enumerate(EVENTS):
         parts = {name: np.broadcast_to(values, shape) for name, values in timeline[event].items()}
-        transient = parts["activations"] + parts["logits"] + parts["communication"]
-        parts["overhead"] = overhead(layouts, accounting, transient)
+        parts["overhead"] = overhead(layouts, accounting, transient(parts, layouts))
         total = sum(parts.values())
         rank = np.argmax(total, 0)
         at_event = {category: _of_rank(values, rank) for category, values in parts.items()}
@@ -321,12 +327,18 @@ def peak(
     return Memory(**fullest)
 
 
-def overhead(layouts: Columns, accounting: Accounting, transient: Number) -> Number:
-    """Bytes of context, communicators and the allocator's reserve for `transient` bytes that come and go."""
+def transient(parts: Mapping[str, Number], layouts: Columns) -> Number:
+    """Bytes that come and go within a step; weights that ZeRO-1 and -2 gather stay. parts: by category."""
+    gathered = np.where(layouts.zero == 3, parts["gathered_weights"], 0.0)
+    return gathered + sum(parts[name] for name in TRANSIENT)
+
+
+def overhead(layouts: Columns, accounting: Accounting, moving: Number) -> Number:
+    """Bytes of context, communicators and the allocator's reserve for `moving` bytes that come and go."""
     axes = (layouts.parameter_ranks, *(getattr(layouts, axis) for axis in MODEL_AXES))
     groups = sum((ranks > 1) * 1.0 for ranks in axes)
     groups = groups + (groups > 1)
-    return accounting.reserved * transient + accounting.context + accounting.communicator * groups
+    return accounting.reserved * moving + accounting.context + accounting.communicator * groups
 
 
 def _of_rank(values: Number, rank: Number) -> Number:

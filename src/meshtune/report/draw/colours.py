@@ -9,12 +9,14 @@ from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.seconds.step import PARTS
 from meshtune.report.draw.theme import OTHERS
 
-# In the order of CATEGORIES and of PARTS; "optimizer" is in both, with one colour.
-MEMORY = ("#0072b2", "#d55e00", "#009e73", "#7a6fb0", "#cc79a7", "#e69f00", "#8b929b")
+MEMORY_PARTS = tuple(name.replace("_", " ") for name in CATEGORIES)
+# In the order of MEMORY_PARTS and of PARTS; "optimizer" is in both, with one colour.
+MEMORY = (
+    "#0072b2", "#5ec4b6", "#d55e00", "#009e73", "#7a6fb0", "#cc79a7", "#e69f00", "#b59a82", "#8b929b",
+)  # fmt: skip
 TIME = (
     "#56b4e9", "#882255", "#d9c45a", "#3f51b5", "#999933", "#009e73", "#c9ced6", "#a6761d", "#5d646d",
 )  # fmt: skip
-LEDGER = {"gathered weights": "#5ec4b6", "temporary": "#b59a82"}  # its categories that a plan has not
 PASSES = {  # of a micro-batch through a stage, and the time between them
     "forward": "#9ed4f5",
     "backward": "#2b8cc4",
@@ -22,7 +24,7 @@ PASSES = {  # of a micro-batch through a stage, and the time between them
     "backward of inputs": "#4ba3d6",
     "backward of weights": "#135c86",
 }
-COLOURS = dict(zip((*CATEGORIES, *PARTS), (*MEMORY, *TIME), strict=True)) | LEDGER | PASSES
+COLOURS = dict(zip((*MEMORY_PARTS, *PARTS), (*MEMORY, *TIME), strict=True)) | PASSES
 
 
 def colours_of(names: Sequence[str]) -> list[str]:

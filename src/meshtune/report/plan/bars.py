@@ -15,11 +15,11 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.seconds.step import PARTS
-from meshtune.report.draw.colours import COLOURS
+from meshtune.report.draw.colours import COLOURS, MEMORY_PARTS
 
-LETTERS = {name: name[0].upper() for name in (*CATEGORIES, *PARTS)} | {"context": "X", "overhead": "V"}
+LETTERS = {name: name[0].upper() for name in (*MEMORY_PARTS, *PARTS)}
+LETTERS |= {"gathered weights": "w", "context": "X", "overhead": "V"}
 FREE = "·"
 NAMES = max(map(len, LETTERS)) + 2  # terminal columns of a name with its mark
 NARROWEST, WIDEST = 8, 26  # bars, in terminal columns

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.seconds.step import PARTS
+from meshtune.report.draw.colours import MEMORY_PARTS
 from meshtune.units import GIB
 
 if TYPE_CHECKING:
@@ -14,8 +15,13 @@ if TYPE_CHECKING:
 
 
 def memory_parts(choice: Choice) -> dict[str, float]:
-    """Category (CATEGORIES) -> its bytes at the peak of the fullest rank."""
-    return {name: float(getattr(choice.memory, name)) for name in CATEGORIES}
+    """Category (MEMORY_PARTS) -> its bytes at the peak of the fullest rank."""
+    return named({name: float(getattr(choice.memory, name)) for name in CATEGORIES})
+
+
+def named(parts: Mapping[str, float]) -> dict[str, float]:
+    """Bytes by MEMORY_PARTS. parts: bytes by CATEGORIES."""
+    return {name: parts[category] for name, category in zip(MEMORY_PARTS, CATEGORIES, strict=True)}
 
 
 def time_parts(choice: Choice) -> dict[str, float]:

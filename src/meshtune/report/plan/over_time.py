@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.over_time import StepOverTime, Timed, memory_over_time, step_over_time
 from meshtune.plan.search import Choice
 from meshtune.plan.workload import Workload
+from meshtune.report.draw.colours import MEMORY_PARTS
 from meshtune.report.draw.kinds import Areas, Interval, Mark, Panel, Timeline
-from meshtune.report.plan.numbers import nonzero
+from meshtune.report.plan.numbers import named, nonzero
 from meshtune.units import GIB
 
 PASSES = {
@@ -37,14 +37,15 @@ def memory_panel(workload: Workload, choice: Choice, drawn: StepOverTime) -> Are
     """Bytes of the fullest rank over the step, by category."""
     fullest, held = memory_over_time(workload, choice, drawn)
     capacity = choice.cluster.memory / GIB
-    names = nonzero(CATEGORIES, (one.parts for one in held))
+    parts = [named(one.parts) for one in held]
+    names = nonzero(MEMORY_PARTS, parts)
     rank = f", on the fullest pipeline rank ({fullest})" if choice.layout.pp > 1 else ""
     return Areas(
         "memory_over_time",
         f"Memory over {_span(drawn)}{rank}",
         "GiB",
         tuple(one.seconds for one in held),
-        {name: tuple(one.parts[name] / GIB for one in held) for name in names},
+        {name: tuple(sizes[name] / GIB for sizes in parts) for name in names},
         tuple(one.event for one in held),
         "seconds",
         Mark(capacity, f"capacity {capacity:.1f} GiB"),

@@ -13,9 +13,9 @@ import numpy as np
 
 from meshtune.layout import RECOMPUTE, SCHEDULES, Layout
 from meshtune.placement.columns import layout_at
-from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.search import Choice, Plan
 from meshtune.plan.seconds.step import PARTS
+from meshtune.report.draw.colours import MEMORY_PARTS
 from meshtune.report.draw.kinds import (
     Axis,
     Cell,
@@ -93,7 +93,7 @@ def memory_stacks(choices: Sequence[Choice], *, chosen: int | None = None) -> St
     choices: at least one, all of the same GPU kind. chosen: place of the bold one; None: none is.
     """
     capacity = choices[0].cluster.memory / GIB
-    names = nonzero(CATEGORIES, map(memory_parts, choices))
+    names = nonzero(MEMORY_PARTS, map(memory_parts, choices))
     return Stacks(
         "memory",
         f"Peak memory of a GPU {common_error(choices, 'memory')}"

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshtune.plan.memory import CATEGORIES
 from meshtune.plan.seconds.step import PARTS
+from meshtune.report.draw.colours import MEMORY_PARTS
 from meshtune.report.plan.bars import Column, Fitted, Name
 from meshtune.report.plan.numbers import (
     common_error,
@@ -98,7 +98,7 @@ def _memory(choices: Sequence[Choice]) -> Iterator[Row]:
     peaks, parts = [choice.memory.peak for choice in choices], [memory_parts(choice) for choice in choices]
     peak = Text.assemble(("peak memory", "bold"), (f" {common_error(choices, 'memory')}", "dim"))
     yield Row(peak, peaks, human, NOTABLE * peaks[0])
-    for name in nonzero(CATEGORIES, parts):
+    for name in nonzero(MEMORY_PARTS, parts):
         yield Row(Name(name), [part[name] for part in parts], human, NOTABLE * peaks[0])
 
 

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshtune.plan.memory import CATEGORIES, EVENTS, RANKS
+from meshtune.plan.memory import EVENTS, RANKS
 from meshtune.plan.phrases import spent
 from meshtune.plan.seconds.step import PARTS
 from meshtune.plan.tools import MESHTUNE
+from meshtune.report.draw.colours import MEMORY_PARTS
 from meshtune.report.plan.bars import Column, Fitted, Legend, Name
 from meshtune.report.plan.clusters import cost_columns
 from meshtune.report.plan.numbers import (
@@ -38,12 +39,14 @@ if TYPE_CHECKING:
 
 NO_TIMES = "No times: nobody has measured how fast a processor computes. Memory is predicted as on a GPU."
 MEMORY_MEANING = {  # parts of a rank's memory
-    "weights": "parameters; under ZeRO the shard of their masters, and weights gathered for a whole step",
+    "weights": "parameters; under ZeRO the shard of their masters",
+    "gathered weights": "whole parameters that ZeRO computes with",
     "gradients": "with their sum over micro-batches and ranks",
     "optimizer": "its state; without ZeRO also master weights, if the precision has them",
     "activations": "saved for the backward, and in use in one block",
     "logits": "of the tokens that the loss computes at once",
-    "communication": "gathered parameters and buffers of collectives",
+    "communication": "buffers of collectives and of pipeline messages",
+    "temporary": "of the update",
     "overhead": "CUDA context, communicators, gaps of the allocator",
 }
 
@@ -85,7 +88,7 @@ def layouts_table(choices: Sequence[Choice], runs: Sequence[RunCost] = ()) -> Re
     def legends(names: Sequence[str]) -> Iterator[RenderableType]:
         yield Text()
         if "bar" in names:
-            yield Legend("memory", nonzero(CATEGORIES, map(memory_parts, choices)), dots="free")
+            yield Legend("memory", nonzero(MEMORY_PARTS, map(memory_parts, choices)), dots="free")
         if "time" in names:
             yield Legend("time", nonzero(PARTS, map(time_parts, choices)))
 
