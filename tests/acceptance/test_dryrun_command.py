@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from command import Command, Ended
+from tiny import make_folder, short_run
 
 from meshtune.layout import Layout
 from meshtune.meter.trace import RankTrace
+from meshtune.rundir import RunDir
 
 DryRun = Callable[..., Ended]
 CATEGORIES = {
@@ -58,9 +60,8 @@ def check_contract(document: dict[str, Any], layout: str) -> None:
             assert step["by_category"].keys() <= CATEGORIES
             totals = [sum(sizes.values()) for _, sizes in step["timeline"]]
             assert max(totals) == step["peak_bytes"] and len(totals) <= 400
-        before, later = (
-            step["phases"]["forward"]["by_category"].get("optimizer", 0) for step in (first, second)
-        )
+        passes = [next(iter(step["phases"].values())) for step in (first, second)]
+        before, later = (phase["by_category"].get("optimizer", 0) for phase in passes)
         assert later > before
 
 
@@ -162,3 +163,63 @@ def test_the_planner_chooses_and_the_path_of_cpus_is_traced(process: Command, wo
     assert document["predicted"]["layout"] == document["layout"]
     chosen = process("plan", *words, "cluster.gpu=cpu", "cluster.gpus=4", "--json")
     assert chosen.json["layouts"][0]["layout"] == document["layout"]
+
+
+# train --dry-run #
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with its tokenizer, and rows."""
+    return make_folder(tmp_path_factory.mktemp("rows"))
+
+
+def test_what_train_refuses_its_dry_run_refuses(
+    meshtune: Command, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = short_run(rows, tmp_path / "cache", tmp_path / "run")
+    missing = meshtune("train", *words, "data.train=gone.jsonl", "--dry-run")
+    assert missing.code == 2 and "gone.jsonl" in missing.err
+    other = meshtune("train", *words, "layout=zero3x2-mb2", "--nproc", "4", "--dry-run")
+    assert other.code == 2 and "is for 2 ranks" in other.err
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    joined = meshtune("train", *words, "--dry-run")
+    assert joined.code == 2 and "without torchrun or srun" in joined.err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["layout=zero3x2-mb2", "data.packing=false", "train.precision=bf16"],
+        ["layout=tp2-sp-mb1-ga4-full", "method=lora"],
+        ["layout=mb2-ga2", "data.seq_len=50"],
+    ],
+)
+def test_the_first_step_of_the_run_is_the_simulated_one(
+    process: Command, rows: Path, tmp_path: Path, words: list[str]
+) -> None:
+    """Compare every category of every phase with what the run counts in its first step, to the byte."""
+    words = [*short_run(rows, tmp_path / "cache", tmp_path / "run"), *words, "log.to=[jsonl,console]"]
+    dry = process("train", *words, "--dry-run", "--json")
+    assert dry.code == 0, dry.err
+    assert not (tmp_path / "run").exists()
+    run = process("train", *words)
+    assert run.code == 0, run.err
+    logged = RunDir(tmp_path / "run").rows()
+    memory = next(row for row in logged if row["kind"] == "memory" and row["step"] == 1)
+    first, _ = dry.json["ranks"][0]["steps"]
+    counted = {
+        phase: {name: size for name, size in sizes.items() if size}
+        for phase, sizes in memory["phases"].items()
+    }
+    simulated = {
+        phase: sizes["by_category"] | {"peak": sizes["peak_bytes"]}
+        for phase, sizes in first["phases"].items()
+    }
+    assert simulated == counted
+    step = next(row for row in logged if row["kind"] == "train")
+    assert dry.json["run"]["first_batch"] == {key: step[key] for key in ("tokens", "label_tokens")}
+    assert dry.json["run"]["steps"] == 4

@@ -4,7 +4,7 @@ config ─> numbers, configuration ─> layouts (given, or the planner's) ─> r
                                     a Job for each ─> its distinct ranks, traced ─> Simulation
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +12,7 @@ from functools import partial
 from transformers import PretrainedConfig
 
 from meshtune.api.model_file import model_file
+from meshtune.api.plan import Log, silent
 from meshtune.api.settings import Settings, config_of
 from meshtune.config import Config
 from meshtune.dryrun.ranks import distinct_ranks, ranks_to_trace, trace_ranks
@@ -37,16 +38,10 @@ from meshtune.train.build import model_spec, optimizer_spec
 from meshtune.train.predict import SMALLER
 from meshtune.units import counted
 
-Log = Callable[[str], None]  # gets a line when a rank is traced, and one while a model is counted
-
 COMPILED = (
     "train.compile = true: the eager operations are traced. Compiled blocks save fewer activations and run "
     "fewer kernels, so a run needs less memory and time than this."
 )
-
-
-def silent(_: str) -> None:
-    """Take a sentence that nobody wants."""
 
 
 def dryrun(
@@ -102,7 +97,17 @@ def simulations(
                     raise
         if problems:
             raise UserError(problems)
-        return [subject.simulate(layout, stands_for, documents, log) for layout, stands_for in checked]
+        cluster = cluster_for(config)
+        return [
+            subject.simulate(
+                subject.job(layout, documents),
+                cluster.of_size(layout.world),
+                stands_for,
+                log,
+                notes_on_layout(config, layout),
+            )
+            for layout, stands_for in checked
+        ]
 
 
 @dataclass(frozen=True)
@@ -145,26 +150,41 @@ class Subject:
             optimizer=self.config.train.optimizer,
         )
 
+    def job(self, layout: Layout, documents: tuple[int, ...]) -> Job:
+        """The steps to trace under a layout, with the kernels of the cluster's devices and random weights."""
+        config = self.config
+        spec = model_spec(config, self.attention, "cuda" if cluster_for(config).timed else "cpu")
+        return Job(
+            spec=replace(spec, source=self.source, init="random", compile=False),
+            optimizer=optimizer_spec(config),
+            layout=layout,
+            seq_len=config.data.seq_len,
+            documents=documents,
+            max_grad_norm=config.train.max_grad_norm,
+        )
+
     def simulate(
-        self, layout: Layout, stands_for: dict[int, str], documents: tuple[int, ...], log: Log
+        self, job: Job, cluster: Cluster, stands_for: dict[int, str], log: Log, notes: Iterable[str] = ()
     ) -> Simulation:
-        """Trace ranks of the layout and put them beside the prediction. stands_for: of `ranks_to_trace`."""
-        config, cluster = self.config, cluster_for(self.config).of_size(layout.world)
-        kernels = "cuda" if cluster.timed else "cpu"
-        job = job_of(config, self.source, self.attention, kernels, layout, documents)
+        """Trace ranks of the job's layout and put them beside the prediction.
+
+        cluster: with as many devices as the layout has ranks. stands_for: of `ranks_to_trace`. notes: more
+        sentences that the answer says.
+        """
+        layout = job.layout
         names = ", ".join(f"{rank:,}" for rank in stands_for)
         log(f"tracing two steps of {layout}: rank{'s' * (len(stands_for) > 1)} {names} of {layout.world:,} …")
         traces = trace_ranks(partial(trace_rank, job), [*stands_for], layout.world, tell=log)
         simulation = Simulation(
-            model=config.model.name,
+            model=self.config.model.name,
             layout=layout,
             cluster=cluster,
-            kernels=kernels,
-            documents=documents,
+            kernels=job.spec.kernels,
+            documents=job.documents,
             traces=tuple(traces),
             stands_for=stands_for,
             outside=0,
-            notes=(*self.notes, *notes_on(config, layout)),
+            notes=(*self.notes, *notes_on(self.config), *notes),
         )
         return self.predicted(simulation)
 
@@ -205,29 +225,6 @@ def subject_of(config: Config, log: Log) -> Iterator[Subject]:
         )
 
 
-def job_of(
-    config: Config,
-    source: str | PretrainedConfig,
-    attention: str,
-    kernels: str,
-    layout: Layout,
-    documents: tuple[int, ...],
-) -> Job:
-    """The steps of a config under a layout.
-
-    source: the model's configuration. attention: never "auto". documents: see `documents_of`.
-    """
-    spec = model_spec(config, attention, kernels)
-    return Job(
-        spec=replace(spec, source=source, init="random", compile=False),
-        optimizer=optimizer_spec(config),
-        layout=layout,
-        seq_len=config.data.seq_len,
-        documents=documents,
-        max_grad_norm=config.train.max_grad_norm,
-    )
-
-
 def documents_of(config: Config, given: Sequence[int]) -> tuple[int, ...]:
     """Lengths of the documents in each sequence.
 
@@ -254,10 +251,14 @@ def documents_of(config: Config, given: Sequence[int]) -> tuple[int, ...]:
     return tuple(seq_len * (index + 1) // number - seq_len * index // number for index in range(number))
 
 
-def notes_on(config: Config, layout: Layout) -> Iterator[str]:
+def notes_on(config: Config) -> Iterator[str]:
     """Sentences on settings that the dry run has otherwise."""
     if config.train.compile:
         yield COMPILED
+
+
+def notes_on_layout(config: Config, layout: Layout) -> Iterator[str]:
+    """Sentences on numbers of the layout that the settings have otherwise."""
     if (gpus := config.cluster_config.gpus) not in (None, layout.world):
         yield (
             f"{layout} has {counted(layout.world, 'rank')}, but cluster.gpus is {gpus}; the layout's are "

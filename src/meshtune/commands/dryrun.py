@@ -71,6 +71,11 @@ def dryrun(
         answer(done, top=top),
         as_json=as_json,
     )
+    check_fits(done)
+
+
+def check_fits(done: Sequence["Simulation"]) -> None:
+    """Raise NothingFits, with what would fit, if none of the simulations does."""
     if not any(simulation.fits for simulation in done):
         raise NothingFits(text for one in done for text in one.instead or (one.verdict,))
 
@@ -103,7 +108,7 @@ def progress(line: str) -> None:
     notice(f"meshtune: {line}")
 
 
-def answer(done: Sequence["Simulation"], *, top: int) -> "RenderableType":
+def answer(done: Sequence["Simulation"], *, top: int = TOP) -> "RenderableType":
     """The verdict of each layout, then what its ranks hold at the peak. top: largest tensors to show."""
     from rich.console import Group
     from rich.text import Text

@@ -1,12 +1,15 @@
 """`meshtune train`: train, show the run."""
 
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshtune.commands.options import AsJson, Settings, announce, show_json, split
+from meshtune.commands.options import AsJson, Settings, announce, show, show_json, split
 from meshtune.rundir import RunDir
+
+if TYPE_CHECKING:
+    from meshtune.config import Config
 
 
 def train(
@@ -17,6 +20,13 @@ def train(
             min=1, help="ranks to start here; default: as many as the layout has, or as there are GPUs"
         ),
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="check settings, model and data, simulate the first steps of what would run here, and stop",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Fine-tune a model: full or LoRA, from data files to a Hugging Face folder and a report. Starts its own
@@ -25,9 +35,27 @@ def train(
     file, overrides = split(settings)
     announce(file)
     from meshtune import config
+
+    if dry_run:
+        show_dry_run(config.load(file, overrides), nproc, as_json=as_json)
+        return
     from meshtune.api.train import train_here
 
     train_here(config.load(file, overrides), nproc, partial(show_run, as_json=as_json))
+
+
+def show_dry_run(config: "Config", nproc: int | None, *, as_json: bool) -> None:
+    """Print what `train` would start here, and what its first steps need. Raises as `check_fits`."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from meshtune.api.dry_train import dry_train
+    from meshtune.commands.dryrun import answer, check_fits, progress
+
+    dry = dry_train(config, nproc, log=progress)
+    lines = [Text(line) for line in (dry.headline, *dry.notes)]
+    show(dry.as_dict(), Group(*lines, answer([dry.simulation])), as_json=as_json)
+    check_fits([dry.simulation])
 
 
 def show_run(run: RunDir, *, as_json: bool) -> None:

@@ -12,6 +12,7 @@ process where torch was built without CUDA. Which kernels run is the model's own
 
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -33,14 +34,15 @@ from meshtune.dryrun.substitutes import installed
 from meshtune.layout import Layout
 from meshtune.meter.phases import WATCHED_STEPS, PhaseMemory
 from meshtune.meter.trace import RankTrace, StepTrace
-from meshtune.parallel.apply import place
+from meshtune.parallel.apply import place, width_multiple
 from meshtune.parallel.context import spans
-from meshtune.parallel.mesh import World, join
+from meshtune.parallel.mesh import Axis, World, join
 from meshtune.placement.share import coordinates
 from meshtune.train.model import ModelSpec, OptimizerSpec, RankModel, ready, structure
 from meshtune.train.step import Counts
 
 CPU = torch.device("cpu")
+UNLIKE = 8  # micro-batches of a real batch, which differ in documents and labels, that are traced at least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,7 @@ class Job:
     seq_len: int
     documents: tuple[int, ...]  # lengths of those in each sequence; the rest of its seq_len is padding
     max_grad_norm: float = 1.0
+    batch: Batch | None = None  # that data rank 0 gets; None: one of `documents`, all tokens labelled
 
     @property
     def traced(self) -> Layout:
@@ -61,7 +64,7 @@ class Job:
         A pipeline's ranks hold as many at once as with all of them.
         """
         layout = self.layout
-        enough = 2 * layout.pp if layout.pp > 1 else 3
+        enough = max(2 * layout.pp if layout.pp > 1 else 3, UNLIKE * (self.batch is not None))
         steps = min(layout.gradient_accumulation_steps, enough)
         return replace(layout, gradient_accumulation_steps=steps)
 
@@ -112,7 +115,7 @@ def record(
 ) -> None:
     """Make one update a trace and fill in the traces. read: as in Recorder; None: tensors are real."""
     world, modules = model.parallel.world, model.parallel.modules
-    groups, pairs = Groups(world.layout), Pairs(job, world)
+    groups, pairs = Groups(world.layout), Pairs(micro_batches, world)
     recorders = [Recorder(world.device, trace, modules, groups, pairs=pairs, read=read) for trace in steps]
     entered = iter(recorders)
     memory = PhaseMemory(modules, model.optimizer, world.device, ledger=lambda _: next(entered))
@@ -146,8 +149,11 @@ def made_up(tensor: Tensor) -> Any:
 
 
 def batch_of(job: Job, world: World) -> Batch:
-    """A batch of the job's documents, all tokens labelled, as one data rank gets it."""
+    """The job's batch, or one of its documents, all tokens labelled, as one data rank gets it."""
     layout = world.layout
+    number = layout.gradient_accumulation_steps
+    if job.batch:
+        return replace(job.batch, micro_batches=job.batch.micro_batches[:number])
     draw = random.Random(0)
     vocabulary = 2  # ids that every model has: values do not matter
     row = [
@@ -156,8 +162,7 @@ def batch_of(job: Job, world: World) -> Batch:
     ]
     for document in row:
         document[0] &= ~np.uint32(LABELLED)  # nothing comes before a document's first token
-    each = micro_batch([row] * layout.micro_batch_size, job.seq_len)
-    number = layout.gradient_accumulation_steps
+    each = micro_batch([row] * layout.micro_batch_size, job.seq_len, width_multiple(layout))
     ranks = number * world.data_ranks
     return Batch((each,) * number, each.tokens * ranks, each.label_tokens * ranks, origin="")
 
@@ -169,15 +174,39 @@ def faked(each: MicroBatch, fakes: FakeTensorMode) -> MicroBatch:
 
 
 class Pairs:
-    """(Query, key) pairs that a call of an attention kernel computes on a rank."""
+    """(Query, key) pairs that a call of an attention kernel computes on a rank.
 
-    def __init__(self, job: Job, world: World) -> None:
-        self.documents, self.width, self.columns = job.documents, job.seq_len, None
-        cp = world.cp
-        if cp.size > 1 and world.layout.cp_method == "allgather":
-            parts = spans(job.seq_len, cp, "allgather")
-            self.columns = [column for part in parts for column in part]
-            self.width = len(self.columns)
+    A call's micro-batch is not known: its rows count as the mean of all rows, so that sums are right.
+    """
+
+    def __init__(self, micro_batches: Sequence[MicroBatch], world: World) -> None:
+        """micro_batches: this rank's columns of them, their documents those of whole rows."""
+        self.cp = world.cp if world.layout.cp_method == "allgather" else Axis("cp")
+        whole = world.cp.size // self.cp.size  # Ulysses: a kernel gets the columns of all ranks
+        self.rows = Counter(
+            (documents, whole * each.input_ids.shape[1])
+            for each in micro_batches
+            for documents in each.documents
+        )
+        self.width = sum(width * number for (_, width), number in self.rows.items()) / self.rows.total()
+        self.pairs: dict[int | None, float] = {}  # of a row, by the window
+
+    def of_row(self, window: int | None) -> float:
+        """Pairs of the mean row. window: keys that a query sees at most; None: all."""
+        if window not in self.pairs:
+            sums = (
+                number * visible_pairs(documents, window, self.columns(width))
+                for (documents, width), number in self.rows.items()
+            )
+            self.pairs[window] = sum(sums) / self.rows.total()
+        return self.pairs[window]
+
+    def columns(self, width: int) -> list[int] | None:
+        """The columns of whole rows that are this rank's queries, `width` in number; None: all."""
+        if self.cp.size == 1:
+            return None
+        parts = spans(width * self.cp.size, self.cp, "allgather")
+        return [column for part in parts for column in part]
 
     def __call__(self, name: str, args: Any) -> float:
         """Pairs over all rows, for one head. name: of the operator; args: its arguments."""
@@ -186,7 +215,7 @@ class Pairs:
             window = args[13 if backward else 9][0]
             rows = args[1 if backward else 0].shape[0] / self.width
             reach = None if window < 0 else window + 1
-            return rows * visible_pairs(self.documents, reach, self.columns)
+            return rows * self.of_row(reach)
         q, k = args[1:3] if backward else args[:2]
         rows, queries, keys = q.shape[0], q.shape[2], k.shape[2]
         return rows * (visible_pairs([queries], None) if queries == keys else queries * keys)

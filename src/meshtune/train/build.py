@@ -119,7 +119,7 @@ def assemble(
         folder=run_folder,
         world=world,
         steps=steps,
-        loader=loader_of(config, prepared.train, world),
+        loader=loader_of(config, prepared.train, world.layout, world.data_rank),
         passes=model.passes,
         optimizer=model.optimizer,
         as_pieces=model.pieces,
@@ -150,7 +150,7 @@ def assemble(
     if resumed is not None:
         notices += filter(None, [folder.rate_change(run_folder, resumed, steps, run.learning_rate)])
         restore(run, resumed)
-        run.loader = loader_of(config, prepared.train, world, state=run.progress.data)
+        run.loader = loader_of(config, prepared.train, world.layout, world.data_rank, run.progress.data)
     notices += length_sentences(config, prepared.train, steps, resumed)
     announce(config, run, model, resumed, [*sentences(prepared.stats), *notices])
     return run

@@ -15,11 +15,11 @@ from meshtune.data.prepare import Prepared, prepare, sentences
 from meshtune.data.stream import Stream
 from meshtune.data.summary import write_summary
 from meshtune.errors import UserError, expanded, explained
+from meshtune.layout import Layout
 from meshtune.length import limits
 from meshtune.model.generation import stop_tokens
 from meshtune.model.load import load_tokenizer
 from meshtune.parallel.apply import width_multiple
-from meshtune.parallel.mesh import World
 from meshtune.sections import DataConfig, ModelConfig, SourceConfig
 from meshtune.units import on_first_rank
 
@@ -135,9 +135,15 @@ def steps_of(config: Config, train: Dataset | Stream) -> int:
 
 
 def loader_of(
-    config: Config, train: Dataset | Stream, world: World, state: dict[str, Any] | None = None
+    config: Config,
+    train: Dataset | Stream,
+    layout: Layout,
+    data_rank: int,
+    state: dict[str, Any] | None = None,
 ) -> Loader:
-    """Loader of this rank's batches. state: a checkpoint's, to go on after it; None: from the beginning.
+    """Loader of a data rank's batches under a layout.
+
+    state: a checkpoint's, to go on after it; None: from the beginning.
 
     Raises UserError if the state belongs to other data or another seed.
     """
@@ -145,12 +151,12 @@ def loader_of(
         Loader,
         train,
         global_batch_size=config.global_batch_size,
-        micro_batch_size=world.layout.micro_batch_size,
+        micro_batch_size=layout.micro_batch_size,
         seed=config.train.seed,
-        data_rank=world.data_rank,
-        data_ranks=world.data_ranks,
-        multiple=width_multiple(world.layout),
-        uniform=world.pp.size > 1,
+        data_rank=data_rank,
+        data_ranks=layout.data_ranks,
+        multiple=width_multiple(layout),
+        uniform=layout.pp > 1,
     )
     if state is None:
         return made()
