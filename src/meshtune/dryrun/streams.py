@@ -56,6 +56,7 @@ class Interval(NamedTuple):
     name: str
     phase: str  # as Operation.phase; "": a message between stages
     module: str
+    kind: str  # of its pass, as in placement/schedules.py: F, B, I or W; "": of none
     stage: int  # -1: of none
     micro_batch: int  # -1: of none
     part: str  # field of plan.seconds.step.Seconds
@@ -375,7 +376,7 @@ class _World:
             yield Interval(
                 task.queue[1], task.begin, task.end, made.operation, made.name,
                 of.phase if of else "", of.module if of else "",
-                made.run.stage, made.run.micro_batch, made.part,
+                *made.run, made.part,
             )  # fmt: skip
 
 

@@ -1,0 +1,144 @@
+"""Kernels of a traced step: how many, what they compute and move, how long that takes; by place and phase.
+
+    blocks          per block and micro-batch: the mean one, which is what a developer of kernels looks at
+    embedding       outside of the blocks, before the first of them: rotary embeddings and masks too
+    head and loss   outside of the blocks, behind the last of them: the last norm too
+    communication   collectives, and FSDP2's copies into and out of their buffers
+    optimizer       all that is done once a step: norm of the gradients, clipping, update
+
+Without torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from meshtune.dryrun.costs import Costs, moved_bytes
+from meshtune.dryrun.passes import runs
+from meshtune.meter.trace import FORWARD, UPDATE, Operation, RankTrace, StepTrace
+
+BLOCKS, EMBEDDING, HEAD, COMMUNICATION, UPDATES = PLACES = (
+    "blocks", "embedding", "head and loss", "communication", "optimizer",
+)  # fmt: skip
+NUMBERED = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+
+@dataclass
+class Kernels:
+    """Kernels of one operation, in one place and phase of a step."""
+
+    place: str  # one of PLACES
+    phase: str  # one of meter.trace.PHASES
+    name: str  # of the operation; of a collective, with its axis
+    launches: float = 0.0
+    flops: float = 0.0
+    bytes: float = 0.0  # read and written in the GPU's memory; of collectives, of the whole tensor
+    seconds: float = 0.0  # predicted, alone on the GPU
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte moved; 0 where none is."""
+        return self.flops / self.bytes if self.bytes else 0.0
+
+    def add(self, other: Kernels) -> None:
+        """Add another's numbers to these."""
+        self.launches += other.launches
+        self.flops += other.flops
+        self.bytes += other.bytes
+        self.seconds += other.seconds
+
+
+@dataclass
+class KernelTable:
+    """Kernels of a step of one rank; those that take longest come first."""
+
+    rows: list[Kernels] = field(default_factory=list)  # of the whole step
+    blocks: float = 0.0  # forwards of a block in the step: blocks of the rank, times micro-batches
+
+    def of_block(self) -> list[Kernels]:
+        """Rows of the mean block, for one micro-batch."""
+        count = self.blocks or 1.0
+        return [
+            Kernels(
+                each.place, each.phase, each.name,
+                each.launches / count, each.flops / count, each.bytes / count, each.seconds / count,
+            )
+            for each in self.rows
+            if each.place == BLOCKS
+        ]  # fmt: skip
+
+    def totals(self) -> list[Kernels]:
+        """Sums by place and phase, in the order of PLACES and of a step."""
+        return merged(self.rows, name="all")
+
+
+def merged(rows: Iterable[Kernels], name: str) -> list[Kernels]:
+    """One row, called `name`, for each place and phase of the rows."""
+    sums: dict[tuple[int, str], Kernels] = {}
+    for row in rows:
+        key = PLACES.index(row.place), row.phase
+        sums.setdefault(key, Kernels(row.place, row.phase, name)).add(row)
+    return [sums[key] for key in sorted(sums, key=lambda key: key[0])]
+
+
+def kernel_table(trace: RankTrace, costs: Costs, step: int = 2) -> KernelTable:
+    """Count the kernels of a step; micro-batches that were not traced are as the steady one. step: 1 or 2."""
+    traced = trace.steps[step - 1]
+    outside, sums = _outside(traced), dict[tuple[str, str, str], Kernels]()
+    forwards: dict[tuple[str, int], float] = {}
+    for each in traced.operations:
+        if not runs(each):
+            continue
+        place, times = _place(each, outside), trace.times(each)
+        row = _row(each, place, traced, costs)
+        key = place, each.phase, row.name
+        sums.setdefault(key, Kernels(place, each.phase, row.name)).add(_times(row, times))
+        if place == BLOCKS and each.phase == FORWARD:
+            forwards[block_of(each.module), each.micro_batch] = times
+    rows = sorted(sums.values(), key=lambda row: -row.seconds)
+    return KernelTable(rows, sum(forwards.values()))
+
+
+def block_of(module: str) -> str:
+    """Path of the block that a module is in, such as "model.layers.3"; "" outside of blocks."""
+    found = NUMBERED.search(module)
+    return module[: found.end(1)] if found else ""
+
+
+def _outside(step: StepTrace) -> dict[str, str]:
+    """Place of each module outside of the blocks, by whether it runs before the first of them."""
+    places: dict[str, str] = {}
+    reached: set[tuple[int, int]] = set()  # stages and micro-batches that have come to a block
+    for each in step.operations:
+        if each.phase != FORWARD or not runs(each) or each.micro_batch < 0:
+            continue
+        if block_of(each.module):
+            reached.add((each.stage, each.micro_batch))
+        else:
+            behind = (each.stage, each.micro_batch) in reached
+            places.setdefault(each.module, HEAD if behind else EMBEDDING)
+    return places | {"": HEAD}
+
+
+def _place(each: Operation, outside: dict[str, str]) -> str:
+    if each.collective is not None or each.name.startswith("fsdp."):
+        return COMMUNICATION
+    if each.phase == UPDATE:
+        return UPDATES
+    return BLOCKS if block_of(each.module) else outside.get(each.module, HEAD)
+
+
+def _row(each: Operation, place: str, step: StepTrace, costs: Costs) -> Kernels:
+    """Numbers of one operation."""
+    if (collective := each.collective) is not None:
+        name = f"{collective.op} {collective.axis}"
+        return Kernels(place, each.phase, name, 1, 0, collective.bytes, costs.collective(collective))
+    seconds = costs.compute(each, step.storages)
+    return Kernels(place, each.phase, each.name, each.kernels, each.flops, moved_bytes(each), seconds)
+
+
+def _times(row: Kernels, times: float) -> Kernels:
+    numbers = (times * number for number in (row.launches, row.flops, row.bytes, row.seconds))
+    return Kernels(row.place, row.phase, row.name, *numbers)
