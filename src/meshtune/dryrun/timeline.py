@@ -25,9 +25,18 @@ def passes(rank: RankTime) -> list[Timed]:
 
 
 def busy(rank: RankTime) -> list[tuple[str, float, float, str, str]]:
-    """(Stream, begin, end, label, part) of each kernel and collective, for report.dryrun's streams_panel."""
+    """(Stream, begin, end, label, part) of each kernel and collective, for report.dryrun's streams_panel.
+
+    The part of kernels is their phase: all of them are computation.
+    """
     return [
-        (each.stream, each.begin, each.end, " ".join(filter(None, (each.name, each.module))), each.part)
+        (
+            each.stream,
+            each.begin,
+            each.end,
+            " ".join(filter(None, (each.name, each.module))),
+            each.phase if each.stream == COMPUTE else each.part,
+        )
         for each in rank.intervals
     ]
 

@@ -57,7 +57,7 @@ def test_the_peaks_of_both_steps_are_drawn_and_marked():
 
 
 def test_the_chart_holds_the_peak_and_its_phases():
-    panel = memory_panel(trace_of(), capacity=GIB)
+    panel = memory_panel(trace_of(), capacity=GIB / 2)
     spec = specification(panel, width="container")
     areas, strip = spec["layer"][:2]
     assert areas["mark"]["interpolate"] == "step-after"
@@ -67,7 +67,8 @@ def test_the_chart_holds_the_peak_and_its_phases():
     ends = [(float(row["x"]), float(row["end"])) for row in rows_of(strip, spec)]
     assert ends[0][0] == 0 and ends[-1][1] == panel.x[-1]
     assert all(one[1] == other[0] for one, other in itertools.pairwise(ends))
-    assert panel.mark is not None and panel.mark.text == "capacity 1.0 GiB"
+    assert panel.mark is not None and panel.mark.text == "capacity 0.5 GiB"
+    assert memory_panel(trace_of(), capacity=GIB).mark is None, "the curve would be flat below it"
 
 
 def test_every_category_and_phase_has_its_own_colour():

@@ -16,6 +16,7 @@ from meshtune.report.draw.kinds import Timeline
 
 LANE, THIN_LANE = 28, 18  # px of height for each lane
 FEW_LANES = 6  # that are not thin
+FEW_INTERVALS = 400  # that have a line around them, which would hide short ones
 
 
 def timeline(panel: Timeline, *, narrow: bool = False) -> alt.LayerChart:
@@ -30,7 +31,8 @@ def timeline(panel: Timeline, *, narrow: bool = False) -> alt.LayerChart:
         "detail": [interval.detail for interval in panel.intervals],
     }
     bars = alt.Chart(table(columns)).transform_calculate(length="datum.end - datum.start")
-    bars = bars.mark_bar(stroke=alt.ExprRef("paper"), strokeWidth=0.5).encode(
+    apart = 0.5 if len(panel.intervals) <= FEW_INTERVALS else 0.0
+    bars = bars.mark_bar(stroke=alt.ExprRef("paper"), strokeWidth=apart).encode(
         y=alt.Y("lane:N", sort=None, scale=alt.Scale(domain=list(panel.lanes), paddingInner=0.2)),
         x=alt.X(
             "start:Q",

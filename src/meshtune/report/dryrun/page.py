@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meshtune.layout import Layout
 from meshtune.meter.trace import RankTrace
-from meshtune.plan.over_time import Timed
 from meshtune.report.draw.kinds import Panel
 from meshtune.report.draw.page import page, text
 from meshtune.report.draw.picture import SUFFIXES
@@ -32,6 +32,9 @@ from meshtune.report.dryrun.tables import (
 )
 from meshtune.rundir import write_text_atomically
 from meshtune.units import human
+
+if TYPE_CHECKING:
+    from meshtune.plan.over_time import Timed
 
 TOP = 20  # groups of tensors on a page
 PAGE = "dryrun.html"

@@ -10,21 +10,24 @@ streams, neighbours that are closer than a pixel become one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshtune.meter.trace import CATEGORIES, RankTrace, StepTrace
-from meshtune.plan.over_time import Timed
 from meshtune.report.draw.kinds import Areas, Band, Interval, Mark, Point, Timeline
 from meshtune.report.draw.thin import MOST_ROWS, thinned
 from meshtune.report.dryrun.living import described, levels
-from meshtune.report.plan.numbers import nonzero
-from meshtune.report.plan.over_time import passes_panel
+from meshtune.report.plan.passes import passes_panel
 from meshtune.units import GIB, human
+
+if TYPE_CHECKING:
+    from meshtune.plan.over_time import Timed
 
 COLUMNS = 400  # of bands over one step: where more phases follow each other, the longest in each is drawn
 MOST_INTERVALS = 2000  # of one timeline
+NEAR = 0.3  # share of a GPU's memory from which a peak is drawn below its capacity
 FINEST = 2000  # pixels of a timeline, about
 SECTIONS = ("first step", "later steps")
 
@@ -46,8 +49,8 @@ def rank_title(trace: RankTrace) -> str:
 def memory_panel(trace: RankTrace, *, capacity: float = 0, starts: Sequence[Starts] = ()) -> Areas:
     """Bytes of a rank by category, over its first step and a later one.
 
-    capacity: bytes of a GPU, which are marked; 0: none. starts: for each step; (): the axis counts its
-    operations.
+    capacity: bytes of a GPU, which are marked if the peak comes near them; 0: not known. starts: for each
+    step; (): the axis counts its operations.
     """
     parts: dict[str, list[float]] = {category: [] for category in CATEGORIES}
     x: list[float] = []
@@ -70,7 +73,8 @@ def memory_panel(trace: RankTrace, *, capacity: float = 0, starts: Sequence[Star
         texts.append("end of the step")
         for sizes_of_one in parts.values():
             sizes_of_one.append(sizes_of_one[-1])
-    names = nonzero(CATEGORIES, ({name: max(sizes) for name, sizes in parts.items()},))
+    near = capacity and max(point.y for point in peaks) * GIB > NEAR * capacity
+    names = [name for name in CATEGORIES if any(parts[name])]
     return Areas(
         f"memory_of_rank_{trace.rank}",
         f"Memory of {rank_title(trace)} over a step{_some(trace)}",
@@ -79,7 +83,7 @@ def memory_panel(trace: RankTrace, *, capacity: float = 0, starts: Sequence[Star
         {shown(name): tuple(parts[name]) for name in names},
         tuple(texts),
         "seconds" if starts else "operations",
-        Mark(capacity / GIB, f"capacity {capacity / GIB:.1f} GiB") if capacity else None,
+        Mark(capacity / GIB, f"capacity {capacity / GIB:.1f} GiB") if near else None,
         height=320,
         joined="steps",
         bands=tuple(bands),
@@ -143,35 +147,40 @@ class Busy(NamedTuple):
 def streams_panel(
     busy: Iterable[tuple[str, float, float, str, str]], *, title: str, key: str = "streams"
 ) -> Timeline:
-    """Streams of one rank below each other, each with its intervals. busy: fields of `Busy`, in any order.
+    """Streams of one rank below each other, the busiest first. busy: fields of `Busy`, in any order.
 
-    Of more than MOST_INTERVALS, those closer than a pixel to one of the same part are drawn with it, and so
-    are ones shorter than a pixel.
+    Of more than MOST_INTERVALS, those of one part that are closer than a pixel are drawn as one; if they are
+    still too many, those shorter than a pixel are drawn with the one before.
     """
     every = sorted((Busy(*one) for one in busy), key=lambda one: (one.stream, one.start))
-    lanes = dict.fromkeys(one.stream for one in sorted(every, key=lambda one: one.start))
+    lengths: Counter[str] = Counter()
+    for one in every:
+        lengths[one.stream] += one.end - one.start
     end = max((one.end for one in every), default=0.0)
     pixel, drawn = 0.0, every
     while len(drawn) > MOST_INTERVALS:
+        shortest = pixel  # 0 at first: then none is too short
         pixel = 2 * pixel or end / FINEST
-        drawn = _joined(every, pixel)
+        drawn = _joined(_joined(every, pixel), pixel, shortest)
     note = f", {1000 * pixel:.3g} ms a dot" if pixel else ""
     return Timeline(
         key,
         title + note,
         "seconds",
-        tuple(lanes),
+        tuple(stream for stream, _ in lengths.most_common()),
         tuple(Interval(one.stream, one.start, one.end, one.part, one.label) for one in drawn),
     )
 
 
-def _joined(every: Sequence[Busy], pixel: float) -> list[Busy]:
-    """Intervals of which those of one part that are closer than `pixel` seconds are one."""
+def _joined(every: Sequence[Busy], pixel: float, shortest: float = 0.0) -> list[Busy]:
+    """Join neighbours that are closer than `pixel` seconds, if they are of one part or the later one is not
+    longer than `shortest`.
+    """
     joined: list[Busy] = []
     for one in every:
         last = joined[-1] if joined else None
         near = last is not None and last.stream == one.stream and one.start - last.end <= pixel
-        if last is not None and near and (one.part == last.part or one.end - one.start <= pixel):
+        if last is not None and near and (one.part == last.part or one.end - one.start <= shortest):
             longer = max(last, one, key=lambda each: each.end - each.start)
             joined[-1] = last._replace(end=max(last.end, one.end), label=longer.label)
         else:

@@ -1,0 +1,62 @@
+"""A simulation as the values that report/dryrun draws and lists.
+
+Simulation ─┐
+StepTime   ─┼─> report.dryrun.page.DryRun ─> panels, tables, a page
+Replay     ─┘
+"""
+
+from collections.abc import Mapping, Sequence
+
+from meshtune.dryrun.allocator import Replay
+from meshtune.dryrun.simulation import Simulation
+from meshtune.dryrun.streams import RankTime, StepTime
+from meshtune.dryrun.timeline import busy, passes, starts
+from meshtune.dryrun.workspaces import Workspaces
+from meshtune.report.dryrun.page import DryRun
+
+
+def drawable(
+    simulation: Simulation,
+    *,
+    times: Sequence[StepTime] = (),
+    replays: Mapping[int, Sequence[Replay]] | None = None,
+    workspaces: Workspaces | None = None,
+) -> DryRun:
+    """Values to draw and to list of a simulation.
+
+    times: of its first step and of a later one; (): memory is drawn over operations, and no streams.
+    replays: of each traced rank's steps. workspaces: of the GPU's architecture.
+    """
+    traces = simulation.traces
+    operations = [one for trace in traces for one in trace.steps[-1].operations]
+    return DryRun(
+        model=simulation.model,
+        layout=simulation.layout,
+        cluster=simulation.cluster.title,
+        traces=traces,
+        verdict=simulation.verdict,
+        capacity=simulation.capacity,
+        starts={
+            trace.rank: [
+                starts(rank_of(time, trace.rank), step, time.seconds)
+                for step, time in zip(trace.steps, times, strict=True)
+            ]
+            for trace in traces
+            if times and trace.micro_batches == trace.of  # else an operation runs at several times
+        },
+        busy={one.rank: busy(rank_of(times[-1], one.rank)) for one in traces} if times else {},
+        reserved={rank: [one.reserved for one in steps] for rank, steps in (replays or {}).items()},
+        timed=[one for rank in times[-1].ranks for one in passes(rank)]
+        if times and simulation.layout.pp > 1
+        else (),
+        workspaces=[
+            (row.name, row.operations, row.bytes, row.source)
+            for row in (workspaces.table(operations) if workspaces else ())
+        ],
+        notes=simulation.notes,
+    )
+
+
+def rank_of(time: StepTime, rank: int) -> RankTime:
+    """Times of the pipeline rank that runs the trace of `rank`."""
+    return next(one for one in time.ranks if one.trace == rank)
