@@ -1,17 +1,20 @@
 """A layout that was dry-run: its traced ranks, what it needs of a GPU, and the planner's prediction."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from meshtune.dryrun.allocator import Replay
 from meshtune.dryrun.facts import rank_facts
+from meshtune.dryrun.requests import replay_steps
+from meshtune.dryrun.workspaces import Workspaces
 from meshtune.layout import Layout
 from meshtune.meter.trace import RankTrace
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.facts import cluster_facts
 from meshtune.plan.search import Choice
-from meshtune.units import human
+from meshtune.units import counted, human
 
 
 @dataclass(frozen=True)
@@ -35,13 +38,44 @@ class Simulation:
         """The traced rank that needs most."""
         return max(self.traces, key=self.reserved)
 
+    @cached_property
+    def workspaces(self) -> Workspaces | None:
+        """Memory of the GPU's kernels; None for processors."""
+        return Workspaces(self.cluster.gpu.architecture) if self.kernels == "cuda" else None
+
+    @cached_property
+    def replays(self) -> Mapping[int, Sequence[Replay]]:
+        """Rank -> its two steps on torch's allocator as it is by default; empty for processors."""
+        return self._replayed(expandable=False)
+
+    @cached_property
+    def expandable(self) -> Mapping[int, Sequence[Replay]]:
+        """Rank -> its two steps on an allocator with expandable segments; empty for processors."""
+        return self._replayed(expandable=True)
+
+    def _replayed(self, *, expandable: bool) -> dict[int, list[Replay]]:
+        return {
+            trace.rank: replay_steps(trace.steps, workspaces=self.workspaces, expandable=expandable)
+            for trace in (self.traces if self.workspaces else ())
+        }
+
+    @cached_property
+    def full(self) -> Sequence[Replay]:
+        """The fullest rank's steps on a GPU of this capacity, whose allocator gives free segments back where
+        it is full; its last one says whether memory ran out. Empty for processors.
+        """
+        if self.workspaces is None:
+            return ()
+        room = int(self.capacity) - self.outside
+        return replay_steps(self.fullest.steps, workspaces=self.workspaces, capacity=room)
+
     def reserved(self, trace: RankTrace) -> int:
-        """Bytes that the allocator holds for a rank in its second step."""
-        return trace.steps[1].peak()[0]
+        """Bytes that the allocator holds for a rank in its second step; on processors, those in use."""
+        return self.replays[trace.rank][-1].reserved if self.workspaces else trace.steps[1].peak()[0]
 
     @property
     def need(self) -> int:
-        """Bytes of a GPU that the fullest rank needs."""
+        """Bytes of a GPU that the fullest rank takes where there is room."""
         return self.reserved(self.fullest) + self.outside
 
     @property
@@ -51,16 +85,42 @@ class Simulation:
 
     @property
     def fits(self) -> bool:
-        return self.need <= self.capacity
+        """True if both steps run; an allocator that would hold more than there is gives free memory back."""
+        return self.need <= self.capacity or (bool(self.full) and self.full[-1].out_of_memory is None)
 
     @property
     def verdict(self) -> str:
         """Say whether the layout fits, with the numbers."""
         free = self.capacity - self.need
         each = f"{human(self.need)} of {human(self.capacity)} on its fullest rank, {self.fullest.rank:,}"
-        if free < 0:
+        if free >= 0:
+            return f"{self.layout} fits: it needs {each}; {human(free)} stay free."
+        if not self.workspaces:
             return f"{self.layout} does not fit: it needs {each}, {human(-free)} too much."
-        return f"{self.layout} fits: it needs {each}; {human(free)} stay free."
+        least = self.expandable[self.fullest.rank][-1].reserved + self.outside
+        instead = f"With PYTORCH_ALLOC_CONF=expandable_segments:True the allocator takes {human(least)}."
+        if self.fits:
+            first, later = (counted(replay.flushes, "time") for replay in self.full)
+            return (
+                f"{self.layout} fits barely: the allocator would take {each}. Where the GPU is full it gives "
+                f"free memory back, {first} in the first step and {later} in a later one, and each time the "
+                f"host waits for all kernels. {instead}"
+            )
+        more = instead if least <= self.capacity else ""
+        return f"{self.layout} does not fit: it needs {each}, {human(-free)} too much. {more}".rstrip()
+
+    def allocator(self, trace: RankTrace) -> dict[str, Any] | None:
+        """Facts of torch's allocator on a rank, its figures those of both steps; None for processors."""
+        if self.workspaces is None:
+            return None
+        plain, expandable = self.replays[trace.rank], self.expandable[trace.rank]
+        return {
+            "active_bytes": [replay.active for replay in plain],
+            "reserved_bytes": [replay.reserved for replay in plain],
+            "segments": [len(replay.segments) for replay in plain],
+            "reserved_bytes_expandable_segments": [replay.reserved for replay in expandable],
+            "workspaces": [asdict(row) for row in self.workspaces.table(trace.steps[1].operations)],
+        }
 
     def as_dict(self) -> dict[str, Any]:
         """The document of `dryrun --json`; bytes and seconds."""
@@ -76,7 +136,9 @@ class Simulation:
             "outside_bytes": self.outside,
             "capacity": self.capacity,
             "ranks": [
-                rank_facts(trace, self.stands_for[trace.rank], self.reserved(trace)) for trace in self.traces
+                rank_facts(trace, self.stands_for[trace.rank], self.reserved(trace))
+                | {"allocator": self.allocator(trace)}
+                for trace in self.traces
             ],
             "predicted": self.predicted and self.predicted.as_dict(),
             "notes": list(self.notes),

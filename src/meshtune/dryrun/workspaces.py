@@ -10,7 +10,6 @@ from pathlib import Path
 
 from meshtune.errors import UserError
 from meshtune.meter.trace import BACKWARD, RECOMPUTATION, Operation
-from meshtune.plan.accounting import stack_accounting
 
 Shapes = tuple[tuple[int, ...], ...]
 BLOCK = 128  # rows that flash attention's backward computes at a time, at most
@@ -25,6 +24,7 @@ class Buffer:
     size: tuple[int | str, ...]
     source: str
     grouped: bool = False
+    dtype: str = ""
     above: int = 0
 
     def bytes(self, operation: Operation) -> int:
@@ -32,6 +32,8 @@ class Buffer:
         if self.grouped and sizes["heads"] == sizes["key_heads"]:
             return 0
         if self.above and sizes["tokens"] <= self.above:
+            return 0
+        if self.dtype and self.dtype != operation.dtype:
             return 0
         return math.prod(sizes[each] if isinstance(each, str) else each for each in self.size)
 
@@ -101,20 +103,8 @@ class Workspaces:
         return [Row(name, count[name], size, sources[name]) for name, size in most.most_common()]
 
 
-def outside(precision: str, communicators: int) -> dict[str, int]:
-    """Bytes on the GPU outside of torch's allocator, by what they are.
-
-    precision: as in the settings. communicators: groups of ranks with a collective.
-    """
-    accounting = stack_accounting("meshtune", precision)
-    return {
-        "CUDA context": round(accounting.context),
-        "NCCL communicators": round(communicators * accounting.communicator),
-    }
-
-
 def _attention(shapes: Shapes, padded: int, batch: int) -> dict[str, int]:
-    """Sizes of flash attention's backward. shapes: of one document, or of all of them one after the other:
+    """Sizes of attention's backward. shapes: of one document, or of all of them one after the other:
     queries and keys [tokens, heads, head]. padded: rows of its buffers. batch: sequences in the shapes.
     """
     (queries, heads, head), (keys, key_heads, _) = shapes
@@ -147,7 +137,9 @@ def _embedding(shapes: Shapes) -> dict[str, int]:
 
 SIZES: dict[str, Callable[[Shapes], dict[str, int]]] = {
     "torch_attn._varlen_attn_backward.default": _varlen,
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _padded,
+    "aten._scaled_dot_product_flash_attention_backward.default": _padded,
+    "aten._scaled_dot_product_efficient_attention_backward.default": _padded,
+    "meshtune_dryrun.flex_attention_backward.default": _padded,
     "aten.embedding_dense_backward.default": _embedding,
 }
 

@@ -1,10 +1,11 @@
 """Workspaces of kernels: bytes by shape, sources, and what is not known."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
-from meshtune.dryrun.workspaces import SIZES, Workspaces, outside
+from meshtune.dryrun.workspaces import SIZES, Workspaces
 from meshtune.errors import UserError
 from meshtune.meter.trace import BACKWARD, FORWARD, Operation
 from meshtune.plan.hardware import catalogue
@@ -27,13 +28,24 @@ def test_attention_of_as_many_heads_of_keys_expands_nothing():
 def test_attention_of_a_batch_is_padded_to_blocks():
     query, key = (2, 8, 300, 64), (2, 2, 300, 64)
     taken = Workspaces("ampere").temporary(
-        operation("aten._scaled_dot_product_flash_attention_for_cpu_backward.default", query, query, key, key)
+        operation("aten._scaled_dot_product_flash_attention_backward.default", query, query, key, key)
     )
     rows = 2 * 384
     assert dict(taken) == {
         "softmax_d": 4 * 8 * rows, "dq_accum": 4 * rows * 8 * 64,
         "dk_expanded": 2 * 600 * 8 * 64, "dv_expanded": 2 * 600 * 8 * 64,
     }  # fmt: skip
+
+
+def test_attention_that_is_no_flash_attention_takes_less_and_more_in_fp32():
+    name, query = "aten._scaled_dot_product_efficient_attention_backward.default", (2, 8, 300, 64)
+    half = operation(name, *[query] * 4)
+    full = replace(half, dtype="float32")
+    delta = {"delta": 4 * 2 * 300 * 8}
+    assert dict(Workspaces("hopper").temporary(half)) == delta
+    assert dict(Workspaces("hopper").temporary(full)) == delta | {"grad_out * out": 4 * 2 * 300 * 8 * 64}
+    flex = operation("meshtune_dryrun.flex_attention_backward.default", *[query] * 4)
+    assert dict(Workspaces("hopper").temporary(flex)) == delta
 
 
 def test_the_embeddings_gradient_sums_tokens_in_fp32_where_there_are_many():
@@ -71,10 +83,6 @@ def test_all_gpu_kinds_have_workspaces():
 def test_an_architecture_without_a_row_is_an_error():
     with pytest.raises(UserError, match="'pascal'; known: ada, ampere"):
         Workspaces("pascal")
-
-
-def test_context_and_communicators_are_those_of_the_plan():
-    assert outside("bf16", 3) == {"CUDA context": round(0.64e9), "NCCL communicators": round(3 * 0.54e9)}
 
 
 def test_every_operator_with_a_buffer_has_its_sizes():

@@ -1,0 +1,77 @@
+"""Memory of a GPU in a simulation: reserved bytes, and whether the steps fit."""
+
+from dataclasses import replace
+
+from made_traces import cluster
+
+from meshtune.dryrun.simulation import Simulation
+from meshtune.layout import Layout
+from meshtune.meter.trace import FORWARD, Change, Operation, RankTrace, StepTrace, Storage
+
+MIB = 1 << 20
+
+
+def simulation(sizes: list[int], changes: list[int], memory: int, **options) -> Simulation:
+    """Two steps alike that allocate (n + 1) and free (-n - 1) storages of these MiB.
+
+    memory: MiB of the GPU; 10 of them are outside of the allocator.
+    """
+    operations = [Operation("aten.empty.memory_format", FORWARD, "", 0, 0, (), "") for _ in changes]
+    storages = [Storage(size * MIB, "activations", "", "", "") for size in sizes]
+    moves = [Change(at, abs(number) - 1, number > 0) for at, number in enumerate(changes)]
+    steps = [StepTrace(number, operations, storages, moves) for number in (1, 2)]
+    given = {"kernels": "cuda", "documents": (8,), "outside": 10 * MIB, "stands_for": {0: "all ranks"}}
+    return Simulation(
+        model="m",
+        layout=Layout(),
+        cluster=replace(cluster(1), memory=memory * MIB),
+        traces=(RankTrace(0, {}, (0,), steps, micro_batches=1, of=1),),
+        **given | options,
+    )
+
+
+TURNS = ([60, 80], [1, -1, 2, -2])  # 140 MiB in two segments; 80 if the first one is given back
+PIECES = ([100, 30, 30, 60], [1, -1, 2, 3, -2, 4, -3, -4])  # 160 MiB, 120 with expandable segments
+
+
+def test_a_layout_needs_what_the_allocator_reserves():
+    one = simulation(*TURNS, memory=160)
+    assert (one.need, one.fits) == (150 * MIB, True)
+    assert one.traces[0].steps[1].peak()[0] == 80 * MIB
+    assert "fits: it needs 150 MiB of 160 MiB on its fullest rank, 0; 10.0 MiB stay free." in one.verdict
+
+
+def test_an_allocator_that_gives_memory_back_fits_barely():
+    one = simulation(*TURNS, memory=130)
+    assert one.fits
+    assert "fits barely: the allocator would take 150 MiB of 130 MiB" in one.verdict
+    assert "1 time in the first step and 0 times in a later one" in one.verdict  # 60 MiB fit in the 80
+
+
+def test_what_fits_with_expandable_segments_alone_says_so():
+    one = simulation(*PIECES, memory=140)
+    assert not one.fits
+    assert (
+        "does not fit: it needs 170 MiB of 140 MiB on its fullest rank, 0, 30.0 MiB too much." in one.verdict
+    )
+    assert "expandable_segments:True the allocator takes 130 MiB." in one.verdict
+    nothing = simulation(*PIECES, memory=100)
+    assert not nothing.fits and "expandable_segments" not in nothing.verdict
+
+
+def test_a_processor_has_no_such_allocator():
+    one = simulation(*TURNS, memory=90, kernels="cpu", outside=0)
+    assert (one.need, one.fits, one.allocator(one.traces[0])) == (80 * MIB, True, None)
+    assert "does not fit" in simulation(*TURNS, memory=79, kernels="cpu", outside=0).verdict
+
+
+def test_facts_of_the_allocator():
+    facts = simulation(*PIECES, memory=200).as_dict()["ranks"][0]
+    assert facts["reserved_bytes"] == 160 * MIB
+    assert facts["allocator"] == {
+        "active_bytes": [100 * MIB, 100 * MIB],
+        "reserved_bytes": [160 * MIB, 160 * MIB],
+        "segments": [2, 2],
+        "reserved_bytes_expandable_segments": [120 * MIB, 120 * MIB],
+        "workspaces": [],
+    }
