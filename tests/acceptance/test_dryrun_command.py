@@ -71,6 +71,8 @@ def test_one_layout_as_json(dryrun: DryRun) -> None:
     document = ended.json
     check_contract(document, "zero3x8-mb1-ga1")
     (rank,) = document["ranks"]
+    seconds = document["time"]["seconds"]
+    assert sum(document["time"]["parts"].values()) == pytest.approx(seconds) and seconds > 0
     assert document["kernels"] == "cuda" and document["fits"] is True and rank["stands_for"] == "all ranks"
     # Twice for each of 4 blocks, once for the embedding and once for the head.
     gathers = {one["op"]: one["count"] for one in rank["collectives"] if one["axis"] == "dp_shard"}
@@ -160,6 +162,7 @@ def test_the_planner_chooses_and_the_path_of_cpus_is_traced(process: Command, wo
     assert ended.code == 0, ended.err
     document = ended.json
     assert document["kernels"] == "cpu" and document["world"] == 4 and document["outside_bytes"] == 0
+    assert document["time"] is None  # nobody measured how fast processors compute
     assert document["predicted"]["layout"] == document["layout"]
     chosen = process("plan", *words, "cluster.gpu=cpu", "cluster.gpus=4", "--json")
     assert chosen.json["layouts"][0]["layout"] == document["layout"]

@@ -20,17 +20,16 @@ from meshtune.dryrun.simulation import Simulation
 from meshtune.dryrun.world import Job, trace_rank
 from meshtune.errors import UserError
 from meshtune.layout import AUTO, Layout, PartialLayout
+from meshtune.meter.trace import RankTrace
 from meshtune.model.census_cache import numbers_of
 from meshtune.model.load import read_config
-from meshtune.placement.columns import Columns
 from meshtune.placement.numbers import ModelNumbers
 from meshtune.placement.rules import refusals
 from meshtune.plan import answer, fits
-from meshtune.plan.accounting import accounting_of
+from meshtune.plan.accounting import stack_accounting
 from meshtune.plan.cluster import Cluster, cluster_for
 from meshtune.plan.explanation import explain
 from meshtune.plan.fits import Lighter
-from meshtune.plan.memory.timeline import overhead
 from meshtune.plan.other_units import other_units
 from meshtune.plan.search import explained
 from meshtune.plan.workload import Uncounted, Workload, lighter_workloads, workload_of
@@ -183,21 +182,19 @@ class Subject:
             documents=job.documents,
             traces=tuple(traces),
             stands_for=stands_for,
-            outside=0,
+            outside=outside_of(traces, self.config.train.precision) if cluster.timed else 0,
             notes=(*self.notes, *notes_on(self.config), *notes),
         )
         return self.predicted(simulation)
 
     def predicted(self, simulation: Simulation) -> Simulation:
-        """The simulation with what the planner knows: a prediction, bytes outside the allocator and, if it
-        does not fit, what would.
-        """
+        """The simulation with what the planner knows: a prediction and, if it does not fit, what would."""
         if self.workload is None:
             return replace(simulation, instead=() if simulation.fits else (SMALLER,))
         layout, cluster = simulation.layout, simulation.cluster
         workload = self.workload.of_batch(layout.global_batch_size)
         choice = explained(workload, cluster, layout)
-        simulation = replace(simulation, predicted=choice, outside=outside(workload, cluster, layout))
+        simulation = replace(simulation, predicted=choice, workload=workload)
         if simulation.fits:
             return simulation
         return replace(simulation, instead=tuple(fits.out_of_memory(choice, workload, self.lighter)))
@@ -271,8 +268,8 @@ def notes_on_layout(config: Config, layout: Layout) -> Iterator[str]:
         )
 
 
-def outside(workload: Workload, cluster: Cluster, layout: Layout) -> int:
-    """Bytes of a GPU that its allocator does not give, as the planner counts them: CUDA's context and the
-    communicators of NCCL; 0 on a processor.
-    """
-    return int(overhead(Columns.of([layout]), accounting_of(workload, cluster), 0.0)[0])
+def outside_of(traces: Sequence[RankTrace], precision: str) -> int:
+    """Bytes of a GPU that its allocator does not give: CUDA's context, and a communicator for each group."""
+    axes = {one.axis for trace in traces for one in trace.steps[-1].collectives()}
+    accounting = stack_accounting("meshtune", precision)
+    return int(accounting.context + accounting.communicator * len(axes))

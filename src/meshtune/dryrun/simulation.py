@@ -6,14 +6,18 @@ from functools import cached_property
 from typing import Any
 
 from meshtune.dryrun.allocator import Replay
+from meshtune.dryrun.costs import Costs
 from meshtune.dryrun.facts import rank_facts
+from meshtune.dryrun.nccl import Nccl, differences
 from meshtune.dryrun.requests import replay_steps
+from meshtune.dryrun.streams import StepTime, simulate
 from meshtune.dryrun.workspaces import Workspaces
 from meshtune.layout import Layout
 from meshtune.meter.trace import RankTrace
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.facts import cluster_facts
 from meshtune.plan.search import Choice
+from meshtune.plan.workload import Workload
 from meshtune.units import counted, human
 
 
@@ -29,7 +33,8 @@ class Simulation:
     traces: tuple[RankTrace, ...]  # ascending by rank
     stands_for: Mapping[int, str]  # rank -> ranks that are like it
     outside: int  # bytes of a GPU that its allocator does not give: CUDA's context, NCCL's buffers
-    predicted: Choice | None = None  # the planner's, None for a model that it can't count
+    workload: Workload | None = None  # with the layout's batch; None for a model that the planner can't count
+    predicted: Choice | None = None  # by the planner
     notes: tuple[str, ...] = ()
     instead: tuple[str, ...] = ()  # if it does not fit: what would
 
@@ -122,6 +127,40 @@ class Simulation:
             "workspaces": [asdict(row) for row in self.workspaces.table(trace.steps[1].operations)],
         }
 
+    @cached_property
+    def costs(self) -> Costs | None:
+        """Seconds of operations; None for processors and for a model that the planner can't count."""
+        timed = self.workload is not None and self.cluster.timed
+        return Costs.of(self.workload, self.cluster) if timed else None
+
+    @cached_property
+    def times(self) -> Sequence[StepTime]:
+        """The first step and a later one on streams; () without `costs`."""
+        if self.costs is None:
+            return ()
+        return [simulate(self.traces, self.layout, self.costs, step) for step in (1, 2)]
+
+    @cached_property
+    def disagreements(self) -> list[str]:
+        """Sentences on collectives that NCCL's tables and the planner's rings predict differently."""
+        nccl = Nccl.of(self.cluster)
+        if self.costs is None or nccl is None:
+            return []
+        return differences(self.fullest.steps[-1].collectives(), nccl, self.costs.collective)
+
+    def time(self) -> dict[str, Any] | None:
+        """Facts of a later step's time, in seconds; None without `costs`."""
+        if self.workload is None or not self.times:
+            return None
+        first, later = self.times
+        return {
+            "seconds": later.seconds,
+            "first_step_seconds": first.seconds,
+            "tokens_per_second_per_gpu": self.workload.tokens / later.seconds / self.layout.world,
+            "parts": vars(later.parts),
+            "collectives": self.disagreements,
+        }
+
     def as_dict(self) -> dict[str, Any]:
         """The document of `dryrun --json`; bytes and seconds."""
         return {
@@ -135,6 +174,7 @@ class Simulation:
             "need_bytes": self.need,
             "outside_bytes": self.outside,
             "capacity": self.capacity,
+            "time": self.time(),
             "ranks": [
                 rank_facts(trace, self.stands_for[trace.rank], self.reserved(trace))
                 | {"allocator": self.allocator(trace)}
