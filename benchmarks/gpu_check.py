@@ -3,6 +3,7 @@ nothing installed.
 
     environment   versions, the device, and which packages are missing (only what needs them is skipped)
     tests         tests/gpu: CUDA attention against the oracles, the front door against the CPU
+    reserved      bytes that torch's allocator holds in a step, against the dry run's replay: within 5 %
     kernels       the fastest of three bf16 matmuls, and this engine's attention by length, alone, beside what
                   the planner takes for them
     throughput    `meshtune train` on a 1.2 B Llama with random weights, bf16, packed rows of 4096 tokens:
@@ -59,6 +60,7 @@ OPTIONAL = (
     "liger_kernel",
 )
 DISTRIBUTIONS = {"yaml": "pyyaml", "liger_kernel": "liger-kernel", "vl_convert": "vl-convert-python"}
+RESERVED = "tests/gpu/test_gpu_reserved.py"
 SEQ_LEN, MICRO_BATCH, ACCUMULATION, STEPS, WARM_UP = 4096, 4, 2, 12, 4
 ONE_B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
          "num_key_value_heads": 8, "vocab_size": 32768}  # fmt: skip
@@ -290,12 +292,12 @@ def run_kernels(seconds: float) -> dict[str, Any]:
     return in_process("--kernels", seconds=seconds)
 
 
-def run_tests(seconds: float) -> dict[str, Any]:
+def run_tests(seconds: float, *paths: str) -> dict[str, Any]:
     command = [
         sys.executable,
         "-m",
         "pytest",
-        "tests/gpu",
+        *paths,
         "-m",
         "gpu",
         "-q",
@@ -350,7 +352,8 @@ def main() -> None:
             return lambda left: run_peer(name, one, left)
 
         parts: list[tuple[str, float, bool, Any]] = [  # name, seconds it may take, needs the front door, what
-            ("tests", 170, False, run_tests),
+            ("tests", 170, False, lambda left: run_tests(left, "tests/gpu", f"--ignore={RESERVED}")),
+            ("reserved", 90, True, lambda left: run_tests(left, RESERVED)),
             ("kernels", 40, False, run_kernels),
             ("meshtune", 90, True, front("none", of_one, f"layout=mb{MICRO_BATCH}")),
             ("hand", 60, False, other("hand")),
