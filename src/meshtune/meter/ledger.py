@@ -221,7 +221,7 @@ class Ledger(TorchDispatchMode):
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             out = self._resize(storage, size)
-            if storage._cdata in self.entries:
+            if size or storage._cdata in self.entries:
                 self._entry_of(storage, self.default)
             return out
 

@@ -31,6 +31,16 @@ def test_the_ledger_follows_views_in_place_operations_and_resizing():
         assert ledger.total == 0
 
 
+def test_memory_that_a_storage_of_before_gets_back_is_counted():
+    weights = torch.ones(1000)  # as FSDP2's whole parameters: emptied by the step before
+    weights.untyped_storage().resize_(0)
+    with Ledger(CPU) as ledger:
+        weights.untyped_storage().resize_(4000)
+        assert ledger.total == 4000
+        weights.untyped_storage().resize_(0)
+        assert ledger.total == 0
+
+
 def test_what_gets_its_category_later_had_it_at_the_peak_already():
     with Ledger(CPU) as ledger:
         kept = torch.ones(1000)
