@@ -15,6 +15,7 @@ blocks, as torch's does where nothing calls record_stream (FSDP2, and NCCL's col
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
@@ -108,13 +109,19 @@ class Replay:
     Peaks are those of the sequence, whatever was before.
     """
 
-    timeline: list[Level] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
+    levels: array[int] = field(default_factory=lambda: array("q"))  # three numbers a request: its Level
+    events: list[Event] = field(default_factory=list)  # if the allocator records them
     active: int = 0  # peak
     reserved: int = 0  # peak
     flushes: int = 0  # times that the GPU was full and all free segments were given back (num_alloc_retries)
     out_of_memory: Request | None = None  # the request that did not fit; the replay ends with it
     segments: list[Segment] = field(default_factory=list)  # at the end
+
+    @property
+    def timeline(self) -> list[Level]:
+        """Bytes after each request."""
+        numbers = iter(self.levels)
+        return [Level(*each) for each in zip(numbers, numbers, numbers, strict=True)]
 
 
 class OutOfMemory(Exception):
@@ -125,11 +132,13 @@ class Allocator:
     """One GPU's caching allocator.
 
     expandable: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. capacity: bytes that it can reserve; None:
-    any. `active`, `reserved` and `flushes` are those now.
+    any. record: note every event. `active`, `reserved` and `flushes` are those now.
     """
 
-    def __init__(self, *, expandable: bool = False, capacity: int | None = None) -> None:
-        self.expandable = expandable
+    def __init__(
+        self, *, expandable: bool = False, capacity: int | None = None, record: bool = False
+    ) -> None:
+        self.expandable, self.record = expandable, record
         self.capacity = capacity
         self.active = self.reserved = self.flushes = 0
         self.heads: list[Block] = []  # the first block of each segment, in order of allocation
@@ -335,7 +344,8 @@ class Allocator:
         return address
 
     def _note(self, action: str, address: int, size: int, stream: str, key: Hashable = None) -> None:
-        self.events.append(Event(self.at, action, address, size, stream, key))
+        if self.record:
+            self.events.append(Event(self.at, action, address, size, stream, key))
 
 
 def replay(requests: Iterable[Request], allocator: Allocator | None = None) -> Replay:
@@ -345,7 +355,7 @@ def replay(requests: Iterable[Request], allocator: Allocator | None = None) -> R
     """
     allocator, found = allocator or Allocator(), Replay()
     seen, flushes = len(allocator.events), allocator.flushes
-    start = Level(-1, allocator.active, allocator.reserved)
+    found.active, found.reserved = allocator.active, allocator.reserved
     for request in requests:
         allocator.at = request.at
         if request.bytes == 0:
@@ -358,9 +368,9 @@ def replay(requests: Iterable[Request], allocator: Allocator | None = None) -> R
             except OutOfMemory:
                 found.out_of_memory = request
                 break
-        found.timeline.append(Level(request.at, allocator.active, allocator.reserved))
-    found.active = max(level.active for level in (start, *found.timeline))
-    found.reserved = max(level.reserved for level in (start, *found.timeline))
+        found.levels.extend((request.at, allocator.active, allocator.reserved))
+        found.active = max(found.active, allocator.active)
+        found.reserved = max(found.reserved, allocator.reserved)
     found.segments = allocator.segments()
     found.events, found.flushes = allocator.events[seen:], allocator.flushes - flushes
     return found

@@ -43,12 +43,14 @@ def replay_steps(
     workspaces: Workspaces | None = None,
     expandable: bool = False,
     capacity: int | None = None,
+    record: bool = False,
 ) -> list[Replay]:
     """Replay steps one after the other on one allocator: a replay of each, up to one that runs out of memory.
 
-    workspaces: None leaves them out. expandable, capacity: as in `Allocator`.
+    workspaces: None leaves them out. Others: as in `Allocator`.
     """
-    allocator, replays = Allocator(expandable=expandable, capacity=capacity), []
+    allocator = Allocator(expandable=expandable, capacity=capacity, record=record)
+    replays: list[Replay] = []
     for requests in requests_of(steps, workspaces):
         replays.append(replay(requests, allocator))
         if replays[-1].out_of_memory:

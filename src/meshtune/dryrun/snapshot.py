@@ -28,7 +28,10 @@ def write_snapshot(file: Path, steps: Sequence[StepTrace], replays: Sequence[Rep
 
 
 def snapshot(steps: Sequence[StepTrace], replays: Sequence[Replay]) -> dict[str, Any]:
-    """The snapshot as plain values. At least one step; `replays` may be fewer, if memory ran out."""
+    """The snapshot as plain values.
+
+    replays: with `record`; at least one, fewer than steps if memory ran out.
+    """
     names = Names(steps)
     streams = {stream: number for number, stream in enumerate(names.streams(replays))}
     events = [event for each in replays for event in each.events]

@@ -65,7 +65,7 @@ def test_as_in_torchs_unit_test(size, mallocs, reserved):
             Request(step, f"clone{step}", size, False),
             Request(step, f"b{step}", size, False),
         ]
-    found = replay(requests)
+    found = replay(requests, Allocator(record=True))
     assert sum(event.action == "segment_alloc" for event in found.events) == mallocs
     assert found.reserved == reserved
 
@@ -122,7 +122,7 @@ def test_a_full_gpu_is_given_its_free_segments_back_once():
         Request(1, "a", 60 * MIB, False),
         Request(2, "b", 80 * MIB, True),
     ]
-    found = replay(requests, Allocator(capacity=100 * MIB))
+    found = replay(requests, Allocator(capacity=100 * MIB, record=True))
     assert (found.flushes, len(found.segments), found.out_of_memory) == (1, 1, None)
     assert [level.reserved for level in found.timeline] == [60 * MIB, 60 * MIB, 80 * MIB]
     assert [event.action for event in found.events if "segment" in event.action] == [
@@ -238,7 +238,9 @@ def test_no_byte_is_in_two_blocks(draws):
     for capacity in (None, most + 40 * MIB):
         for expandable in (False, True):
             living: dict[object, tuple[int, int]] = {}
-            for event in replay(requests, Allocator(expandable=expandable, capacity=capacity)).events:
+            for event in replay(
+                requests, Allocator(expandable=expandable, capacity=capacity, record=True)
+            ).events:
                 if event.action == "alloc":
                     taken = (event.address, event.address + event.bytes)
                     assert all(taken[1] <= low or high <= taken[0] for low, high in living.values())

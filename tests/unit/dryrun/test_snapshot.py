@@ -46,7 +46,7 @@ def steps() -> list[StepTrace]:
 @pytest.fixture(params=[False, True], ids=["plain", "expandable"])
 def written(request, tmp_path: Path):
     """(Replays, what torch's reader is given)."""
-    replays = replay_steps(steps(), workspaces=Workspaces("hopper"), expandable=request.param)
+    replays = replay_steps(steps(), workspaces=Workspaces("hopper"), expandable=request.param, record=True)
     write_snapshot(tmp_path / "memory.pickle", steps(), replays)
     return replays, pickle.loads((tmp_path / "memory.pickle").read_bytes())
 
@@ -117,7 +117,7 @@ def test_the_viewers_pages_and_flame_graphs_are_made(written):
 
 
 def test_a_replay_that_ran_out_of_memory_ends_with_that(tmp_path):
-    replays = replay_steps(steps(), capacity=90 * MIB)
+    replays = replay_steps(steps(), capacity=90 * MIB, record=True)
     write_snapshot(tmp_path / "memory.pickle", steps(), replays)
     text = viewer.trace(pickle.loads((tmp_path / "memory.pickle").read_bytes()))
     assert f"raise OutOfMemoryError # {viewer.Bytes(30 * MIB)} requested" in text
