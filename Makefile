@@ -69,6 +69,7 @@ validation: $(STAMP)
 	$(BIN)/python validation/published.py validation/data/throughput_single_node_small.csv
 	$(BIN)/python validation/fit.py --folds 4 --leave-out
 	$(BIN)/python validation/accuracy.py
+	$(BIN)/python validation/reserved.py
 
 style: $(STAMP)
 	$(BIN)/ruff check .
