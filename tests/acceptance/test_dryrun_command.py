@@ -157,6 +157,38 @@ def test_layouts_of_every_axis_from_a_shell(
 
 
 @pytest.mark.slow
+def test_tables_pictures_and_traces(process: Command, words: list[str], tmp_path: Path) -> None:
+    ended = process(
+        "dryrun",
+        *words,
+        "--gpu",
+        "h100-sxm",
+        "--layout",
+        "zero3x2-pp2-1f1b-mb1",
+        "--plot",
+        tmp_path,
+        "--top",
+        "3",
+    )
+    assert ended.code == 0, ended.err
+    assert ended.out.startswith("zero3x2-pp2-1f1b-mb1-ga4 fits: ")
+    for title in (
+        "Memory at the peak",
+        "Predicted and simulated",
+        "Kernels of a step",
+        "The largest tensors",
+    ):
+        assert title in ended.out
+    files = {file.name for file in tmp_path.iterdir()}
+    assert {"dryrun.html", "trace.json", "rank-0.pickle", "rank-2.pickle", "pipeline.png"} < files
+    assert {event["ph"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]} >= {
+        "X",
+        "C",
+    }
+    assert all(file in ended.err for file in files)
+
+
+@pytest.mark.slow
 def test_the_planner_chooses_and_the_path_of_cpus_is_traced(process: Command, words: list[str]) -> None:
     ended = process("dryrun", *words, "--gpu", "cpu", "--gpus", "4", "--json")
     assert ended.code == 0, ended.err

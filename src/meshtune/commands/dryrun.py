@@ -1,6 +1,6 @@
 """`meshtune dryrun`: run the training step of a layout on fake tensors, and show what it needs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,8 +8,8 @@ import typer
 
 from meshtune.commands.complete import complete_layout
 from meshtune.commands.options import AsJson, Settings, announce, show, split
-from meshtune.errors import NothingFits, UserError
-from meshtune.units import human, notice
+from meshtune.errors import NothingFits, UserError, expanded
+from meshtune.units import duration, notice
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -57,8 +57,9 @@ def dryrun(
     layouts = [word.strip() for text in layout or () for word in text.split(",") if word.strip()]
     lengths = lengths_of(documents)
     overrides = on_cluster(overrides, gpus, gpu)
-    if plot and len(layouts) > 1:
-        raise UserError(f"--plot {plot} draws one layout, but {len(layouts)} are named; name one.")
+    plot = plot and expanded(plot)
+    if plot and plot.exists() and not plot.is_dir():
+        raise UserError(f"--plot {plot} is a file; name a folder.")
     from meshtune import config
     from meshtune.api.dryrun import simulations
 
@@ -71,7 +72,20 @@ def dryrun(
         answer(done, top=top),
         as_json=as_json,
     )
+    if plot:
+        write_plots(done, plot)
     check_fits(done)
+
+
+def write_plots(done: Sequence["Simulation"], folder: Path) -> None:
+    """Write pictures and traces of each layout into `folder`; of several into one of its own below it."""
+    from meshtune.dryrun.results import write_files
+
+    for simulation in done:
+        into = folder / str(simulation.layout) if len(done) > 1 else folder
+        progress(f"drawing {simulation.layout} …")
+        files = write_files(into, simulation)
+        progress(f"{', '.join(file.name for file in files)} in {into}")
 
 
 def check_fits(done: Sequence["Simulation"]) -> None:
@@ -109,31 +123,55 @@ def progress(line: str) -> None:
 
 
 def answer(done: Sequence["Simulation"], *, top: int = TOP) -> "RenderableType":
-    """The verdict of each layout, then what its ranks hold at the peak. top: largest tensors to show."""
+    """Print-ready: of each layout whether it fits and how long a step takes, then tables.
+
+    top: groups of the largest tensors to show.
+    """
     from rich.console import Group
     from rich.text import Text
+
+    from meshtune.report.dryrun.beside import layouts_table
 
     parts: list[RenderableType] = []
     for simulation in done:
         style = "bold" if simulation.fits else "bold red"
-        parts += [Text(simulation.verdict, style=style), peaks(simulation)]
-        parts += [Text(note) for note in simulation.notes]
+        parts += [Text(simulation.verdict, style=style), *(Text(line) for line in headlines(simulation))]
+        parts += [Text(), *tables(simulation, top=top)]
+    if len(done) > 1 and all(simulation.predicted for simulation in done):
+        parts.append(layouts_table([simulation.as_dict() for simulation in done]).rendered())
     return Group(*parts)
 
 
-def peaks(simulation: "Simulation") -> "RenderableType":
-    """A table of the bytes at the peak by category: of each rank's first step, and of a later one."""
-    from rich.table import Table
-
-    table = Table("at the peak", box=None)
-    columns = [(trace, step) for trace in simulation.traces for step in trace.steps]
-    for trace, step in columns:
-        table.add_column(
-            f"rank {trace.rank:,}\n{'first step' if step.step == 1 else 'later'}", justify="right"
+def headlines(simulation: "Simulation") -> Iterator[str]:
+    """Yield sentences that stand below the verdict: the step's time, what was traced, notes."""
+    if time := simulation.time():
+        yield (
+            f"A step takes {duration(time['seconds'])}: {time['tokens_per_second_per_gpu']:,.0f} "
+            f"{simulation.cluster.speed_unit}. These are the planner's seconds of each operation, laid on "
+            "streams as the trace has them."
         )
-    compositions = [step.composition() for _, step in columns]
-    categories = dict.fromkeys(name for sizes in compositions for name, size in sizes.items() if size)
-    for name in categories:
-        table.add_row(name.replace("_", " "), *(human(sizes.get(name, 0)) for sizes in compositions))
-    table.add_row("in all", *(human(step.peak()[0]) for _, step in columns), style="bold")
-    return table
+    trace = simulation.traces[0]
+    if trace.micro_batches < trace.of:
+        yield (
+            f"{trace.micro_batches} of {trace.of} micro-batches were traced; the others count as number "
+            f"{trace.steady}."
+        )
+    for rank, text in simulation.stands_for.items():
+        if len(simulation.stands_for) > 1:
+            yield f"Rank {rank:,} stands for {text}."
+    yield from simulation.notes
+
+
+def tables(simulation: "Simulation", *, top: int) -> "Iterator[RenderableType]":
+    """Yield the tables of one layout: the peak of every traced rank, all else of the fullest one."""
+    from dataclasses import replace
+
+    from meshtune.dryrun.results import page_of
+    from meshtune.report.dryrun.page import listings
+    from meshtune.report.dryrun.tables import peak_table
+
+    run = page_of(simulation)
+    of_all = [peak_table(run.traces, run.reserved), *run.others]
+    _, *of_fullest = listings(replace(run, traces=[simulation.fullest], others=()), top=top)
+    for table in (*of_all, *of_fullest):
+        yield table.rendered()

@@ -28,6 +28,7 @@ def drawable(
     replays: of each traced rank's steps. workspaces: of the GPU's architecture.
     """
     traces = simulation.traces
+    timed = [trace for trace in traces if times and has_time(times[-1], trace.rank)]
     operations = [one for trace in traces for one in trace.steps[-1].operations]
     return DryRun(
         model=simulation.model,
@@ -41,10 +42,10 @@ def drawable(
                 starts(rank_of(time, trace.rank), step, time.seconds)
                 for step, time in zip(trace.steps, times, strict=True)
             ]
-            for trace in traces
-            if times and trace.micro_batches == trace.of  # else an operation runs at several times
+            for trace in timed
+            if trace.micro_batches == trace.of  # else an operation runs at several times
         },
-        busy={one.rank: busy(rank_of(times[-1], one.rank)) for one in traces} if times else {},
+        busy={trace.rank: busy(rank_of(times[-1], trace.rank)) for trace in timed},
         reserved={rank: [one.reserved for one in steps] for rank, steps in (replays or {}).items()},
         timed=[one for rank in times[-1].ranks for one in passes(rank)]
         if times and simulation.layout.pp > 1
@@ -55,6 +56,11 @@ def drawable(
         ],
         notes=simulation.notes,
     )
+
+
+def has_time(time: StepTime, rank: int) -> bool:
+    """True for the traces that were simulated: one for each rank of the pipeline."""
+    return any(one.trace == rank for one in time.ranks)
 
 
 def rank_of(time: StepTime, rank: int) -> RankTime:

@@ -138,7 +138,8 @@ class Simulation:
         """The first step and a later one on streams; () without `costs`."""
         if self.costs is None:
             return ()
-        return [simulate(self.traces, self.layout, self.costs, step) for step in (1, 2)]
+        by_pp = {trace.coordinates["pp"]: trace for trace in reversed(self.traces)}  # one of each
+        return [simulate([*by_pp.values()], self.layout, self.costs, step) for step in (1, 2)]
 
     @cached_property
     def disagreements(self) -> list[str]:

@@ -1,0 +1,89 @@
+"""Everything that is shown of a simulation: tables for the terminal and the page, pictures, files of traces.
+
+page_of      tables and pictures             report/dryrun/
+write_files  DIR/dryrun.html, a picture each; trace.json for Perfetto; rank-<R>.pickle for memory_viz
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from meshtune.dryrun.kernels import BLOCKS, Kernels, kernel_table
+from meshtune.dryrun.perfetto import write_trace
+from meshtune.dryrun.pictures import drawable
+from meshtune.dryrun.simulation import Simulation
+from meshtune.dryrun.snapshot import write_snapshot
+from meshtune.report.dryrun.beside import side_by_side
+from meshtune.report.dryrun.listing import Listing
+from meshtune.report.dryrun.page import DryRun, write
+from meshtune.units import counted, duration, human, significant
+
+MOST_KERNELS = 12  # operations of a block that are listed
+MOST_COLLECTIVES = 6  # kinds of collectives that are listed
+TRACE = "trace.json"
+
+
+def page_of(simulation: Simulation) -> DryRun:
+    """Tables and pictures of a simulation."""
+    run = drawable(
+        simulation, times=simulation.times, replays=simulation.replays, workspaces=simulation.workspaces
+    )
+    return replace(run, others=[table for table in tables(simulation) if table.rows])
+
+
+def tables(simulation: Simulation) -> Iterator[Listing]:
+    """Yield the tables on time: the prediction beside the simulation, kernels, collectives by two models."""
+    if simulation.predicted:
+        yield side_by_side(simulation.as_dict())
+    if simulation.costs is None:
+        return
+    kernels = kernel_table(simulation.fullest, simulation.costs)
+    yield kernels_listing("Kernels of a step", [replace(row, name=row.place) for row in kernels.totals()])
+    of_block = kernels.of_block()
+    rest = len(of_block) - MOST_KERNELS
+    note = f"{counted(rest, 'operation')} that take less time are left out."
+    yield kernels_listing(
+        "Kernels of a mean block, for one micro-batch", of_block[:MOST_KERNELS], note if rest > 0 else ""
+    )
+    every = simulation.disagreements
+    rest = len(every) - MOST_COLLECTIVES
+    lines = tuple((line,) for line in every[:MOST_COLLECTIVES])
+    note = (f"{counted(rest, 'kind')} of collectives that take less time are left out.",) * (rest > 0)
+    title = "Collectives that NCCL's tables predict otherwise"
+    yield Listing(title, ("collective",), lines, ("collective",), note)
+
+
+def kernels_listing(title: str, rows: list[Kernels], note: str = "") -> Listing:
+    """A table of kernels: launches, FLOPs, bytes moved, FLOPs per byte, seconds alone on the GPU."""
+    total = sum(row.seconds for row in rows)
+    lines = tuple(
+        (
+            row.name.removeprefix("aten.").removesuffix(".default"),
+            row.phase,
+            f"{row.launches:,.0f}" if row.launches >= 9.5 else significant(row.launches, 2),
+            f"{row.flops / 1e9:,.1f}" if row.flops else "",
+            human(row.bytes),
+            significant(row.intensity, 2) if row.flops else "",
+            duration(row.seconds, like=total),
+        )
+        for row in rows
+    )
+    name = "operation" if rows and rows[0].place == BLOCKS and rows[0].name != BLOCKS else "place"
+    heads = (name, "phase", "kernels", "GFLOP", "moved", "FLOP/B", "alone")
+    return Listing(title, heads, lines, (name, "phase"), (note,) if note else ())
+
+
+def write_files(folder: Path, simulation: Simulation) -> list[Path]:
+    """Write page, pictures and traces into `folder`, and return the files. Files that exist are replaced.
+
+    Raises NotDrawn without Altair, and OSError.
+    """
+    files = write(folder, page_of(simulation))
+    if simulation.times:
+        files.append(folder / TRACE)
+        write_trace(files[-1], simulation.times[-1], simulation.traces)
+    for trace in simulation.traces:
+        if trace.rank in simulation.replays:
+            files.append(folder / f"rank-{trace.rank}.pickle")
+            write_snapshot(files[-1], trace.steps, simulation.replays[trace.rank])
+    return files

@@ -1,0 +1,88 @@
+"""The planner's prediction beside the dry run, from documents of `dryrun --json`.
+
+side_by_side   one layout: memory by category, time by part
+layouts_table  several: peak and step time, a row each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from meshtune.plan.memory.timeline import CATEGORIES, CATEGORY_NAMES
+from meshtune.plan.seconds.step import PARTS
+from meshtune.report.dryrun.listing import Listing
+from meshtune.units import duration, human
+
+Document = dict[str, Any]  # of one layout
+DIFFERENCE = "difference: of the prediction from the simulation"
+OVERHEAD = "overhead: memory that the allocator holds unused, CUDA and NCCL"
+
+
+def fullest(document: Document) -> dict[str, Any]:
+    """The traced rank whose allocator holds most in a later step."""
+    return max(document["ranks"], key=lambda rank: rank["reserved_bytes"])
+
+
+def simulated_memory(document: Document) -> dict[str, int]:
+    """Bytes by category at the fullest rank's peak in a later step; overhead is the rest of what it needs."""
+    rank = fullest(document)
+    overhead = document["need_bytes"] - rank["peak_bytes"]
+    return rank["steps"][1]["by_category"] | {"overhead": overhead}
+
+
+def side_by_side(document: Document) -> Listing:
+    """Memory by category and time by part of one layout, which the planner has predicted."""
+    return Listing(
+        f"Predicted and simulated, {document['layout']}",
+        ("", "predicted", "simulated", "difference"),
+        tuple(_rows(document)),
+        ("",),
+        (DIFFERENCE, OVERHEAD),
+        totals=1,
+    )
+
+
+def _rows(document: Document) -> Iterator[tuple[str, str, str, str]]:
+    memory, held = document["predicted"]["memory"], simulated_memory(document)
+    for name in CATEGORIES:
+        if (sizes := (memory[name], held.get(name, 0))) != (0, 0):
+            yield (CATEGORY_NAMES[name], *(human(size) for size in sizes), difference(*sizes))
+    sizes = memory["peak"], document["need_bytes"]
+    yield ("memory", *(human(size) for size in sizes), difference(*sizes))
+    if (time := document["time"]) is None:
+        return
+    parts = document["predicted"]["time"]
+    for name in PARTS:
+        if (pair := (parts[name], time["parts"][name])) != (0, 0):
+            yield (name, *map(duration, pair), difference(*pair))
+    pair = parts["total"], time["seconds"]
+    yield ("step", *map(duration, pair), difference(*pair))
+
+
+def layouts_table(documents: Sequence[Document]) -> Listing:
+    """Peak and step time of several layouts, in their order."""
+    timed = all(document["time"] for document in documents)
+    heads = ("layout", "memory predicted", "simulated", "difference")
+    if timed:
+        heads += ("step predicted", "simulated", "difference")
+    rows = []
+    for document in documents:
+        sizes = document["predicted"]["memory"]["peak"], document["need_bytes"]
+        row = [document["layout"], *map(human, sizes), difference(*sizes)]
+        if timed:
+            pair = document["predicted"]["time"]["total"], document["time"]["seconds"]
+            row += [*map(duration, pair), difference(*pair)]
+        rows.append((*row, "fits" if document["fits"] else "does not fit"))
+    return Listing(
+        "Predicted and simulated",
+        (*heads, "simulation"),
+        tuple(rows),
+        ("layout", "simulation"),
+        (DIFFERENCE,),
+    )
+
+
+def difference(predicted: float, simulated: float) -> str:
+    """How much more is predicted, as a share of the simulated number; "" where that is 0."""
+    return f"{predicted / simulated - 1:+.1%}" if simulated else ""
