@@ -1,6 +1,7 @@
 """`meshtune dryrun` as a user runs it: from a config.json alone, what it prints, and how it ends."""
 
 import json
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -185,6 +186,8 @@ def test_tables_pictures_and_traces(process: Command, words: list[str], tmp_path
         "X",
         "C",
     }
+    events = pickle.loads((tmp_path / "rank-2.pickle").read_bytes())["device_traces"][0]
+    assert {"segment_alloc", "alloc", "free_completed"} <= {event["action"] for event in events}
     assert all(file in ended.err for file in files)
 
 

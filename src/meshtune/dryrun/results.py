@@ -85,5 +85,5 @@ def write_files(folder: Path, simulation: Simulation) -> list[Path]:
     for trace in simulation.traces:
         if trace.rank in simulation.replays:
             files.append(folder / f"rank-{trace.rank}.pickle")
-            write_snapshot(files[-1], trace.steps, simulation.replays[trace.rank])
+            write_snapshot(files[-1], trace.steps, simulation.workspaces)
     return files

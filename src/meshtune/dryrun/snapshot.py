@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from meshtune.dryrun.allocator import Event, Replay, Segment
-from meshtune.dryrun.requests import COMPUTE, StorageKey, WorkspaceKey
+from meshtune.dryrun.requests import COMPUTE, StorageKey, WorkspaceKey, replay_steps
+from meshtune.dryrun.workspaces import Workspaces
 from meshtune.meter.trace import StepTrace
 
 Frames = list[dict[str, Any]]
@@ -22,8 +23,9 @@ POOL = (0, 0)  # torch's default one
 OUTSIDE = "unknown"  # category of what is no tensor; the viewer looks for this word
 
 
-def write_snapshot(file: Path, steps: Sequence[StepTrace], replays: Sequence[Replay]) -> None:
-    """Write what `replay_steps` made of `steps`, for memory_viz."""
+def write_snapshot(file: Path, steps: Sequence[StepTrace], workspaces: Workspaces | None = None) -> None:
+    """Replay steps on torch's allocator as it is by default, and write for memory_viz what it did."""
+    replays = replay_steps(steps, workspaces=workspaces, record=True)
     file.write_bytes(pickle.dumps(snapshot(steps, replays), protocol=4))  # the newest that the viewer reads
 
 
@@ -37,9 +39,7 @@ def snapshot(steps: Sequence[StepTrace], replays: Sequence[Replay]) -> dict[str,
     events = [event for each in replays for event in each.events]
     return {
         "segments": [_segment(each, names, streams) for each in replays[-1].segments],
-        "device_traces": [
-            [_event(event, time, names, streams) for time, event in enumerate(events)],
-        ],
+        "device_traces": [[_event(event, time, names, streams) for time, event in enumerate(events)]],
         "allocator_settings": {},
         "external_annotations": [],
     }

@@ -8,7 +8,7 @@ import pytest
 from torch.cuda import _memory_viz as viewer
 
 from meshtune.dryrun.requests import replay_steps
-from meshtune.dryrun.snapshot import write_snapshot
+from meshtune.dryrun.snapshot import snapshot, write_snapshot
 from meshtune.dryrun.workspaces import Workspaces
 from meshtune.meter.trace import BACKWARD, FORWARD, Change, Operation, StepTrace, Storage
 
@@ -47,7 +47,9 @@ def steps() -> list[StepTrace]:
 def written(request, tmp_path: Path):
     """(Replays, what torch's reader is given)."""
     replays = replay_steps(steps(), workspaces=Workspaces("hopper"), expandable=request.param, record=True)
-    write_snapshot(tmp_path / "memory.pickle", steps(), replays)
+    if request.param:
+        return replays, pickle.loads(pickle.dumps(snapshot(steps(), replays)))
+    write_snapshot(tmp_path / "memory.pickle", steps(), Workspaces("hopper"))
     return replays, pickle.loads((tmp_path / "memory.pickle").read_bytes())
 
 
@@ -116,8 +118,7 @@ def test_the_viewers_pages_and_flame_graphs_are_made(written):
     assert sum(event["size"] for event in left if event["action"] == "alloc") == 128 * MIB + 1000
 
 
-def test_a_replay_that_ran_out_of_memory_ends_with_that(tmp_path):
+def test_a_replay_that_ran_out_of_memory_ends_with_that():
     replays = replay_steps(steps(), capacity=90 * MIB, record=True)
-    write_snapshot(tmp_path / "memory.pickle", steps(), replays)
-    text = viewer.trace(pickle.loads((tmp_path / "memory.pickle").read_bytes()))
+    text = viewer.trace(snapshot(steps(), replays))
     assert f"raise OutOfMemoryError # {viewer.Bytes(30 * MIB)} requested" in text
