@@ -75,9 +75,8 @@ def cut(step: StepTrace, planned: Sequence[Pass]) -> Cut:
         if number < end and each.micro_batch >= 0:
             kind = "F" if number <= last_forward.get(place, -1) else "B"
             if kind == "B" and place in halves:
-                first_half = now[1:] != place and ("I", *place) not in found.passes
-                first_half = first_half or (now == ("I", *place) and not _of_weights(each, step))
-                kind = "I" if first_half else "W"
+                within = now == ("I", *place) and not _of_weights(each, step)
+                kind = "I" if within or ("I", *place) not in found.passes else "W"
             now = kind, *place
         of_pass = found.passes.setdefault(now, []) if now[0] else found.before
         (found.after if number >= end else of_pass).append(number)

@@ -1,0 +1,77 @@
+"""Streams of real steps that were traced: passes as the schedules order them, and sums that agree."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from made_traces import cluster
+from test_world import MODEL, job
+
+from meshtune.dryrun.costs import Costs
+from meshtune.dryrun.kernels import COMMUNICATION, kernel_table
+from meshtune.dryrun.nccl import Nccl, differences
+from meshtune.dryrun.passes import cut, is_message, runs
+from meshtune.dryrun.ranks import trace_ranks
+from meshtune.dryrun.streams import COMPUTE, simulate
+from meshtune.dryrun.timeline import passes
+from meshtune.dryrun.world import trace_rank
+from meshtune.layout import Layout
+from meshtune.meter.trace import RankTrace
+from meshtune.model.trace import census
+from meshtune.placement.schedules import orders
+from meshtune.plan.work import Work
+from meshtune.plan.workload import Workload
+
+
+def traced(layout: str, **options: object) -> list[RankTrace]:
+    """Traces of every pipeline rank of a tiny Llama on the path of GPUs, in bf16."""
+    work = job(layout, kernels="cuda", precision="bf16", **options)
+    ranks = range(0, work.layout.world, work.layout.world // work.layout.pp)
+    return trace_ranks(partial(trace_rank, work), ranks, work.layout.world)
+
+
+def costs(layout: Layout) -> Costs:
+    """Costs of the tiny Llama on H100s."""
+    work = Work.of(census(MODEL))
+    return Costs.of(Workload("tiny", work, None, 128, layout.global_batch_size), cluster(layout.world))  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "zero3x2-mb1-ga2-full", "tp2-sp-mb1-ga1", "zero1x2-mb1-ga3", "zero2x2-cp2-mb1-ga2",
+        "dp2-zero3x2-mb1-ga2", "dp4-mb1-ga2", "pp4-1f1b-mb1-ga8", "pp2-gpipe-mb1-ga4",
+        "zero3x2-pp2-interleaved1f1b-v2-mb1-ga4-full", "pp2-loopedbfs-v2-mb1-ga4",
+        "zero1x2-pp2-zb-v2-mb1-ga4", "pp2-zbv-mb1-ga4", "pp2-dualpipev-mb1-ga5",
+    ],
+)  # fmt: skip
+def test_a_real_step_on_streams(layout: str) -> None:
+    parsed = Layout.parse(layout)
+    traces = traced(layout)
+    of_trace = replace(parsed, gradient_accumulation_steps=traces[0].micro_batches)  # some are left out
+    for trace, order in zip(traces, orders(of_trace), strict=True):
+        step = trace.steps[1]
+        found = cut(step, order)
+        assert list(found.passes) == [tuple(each) for each in order]
+        kept = [*found.before, *found.after, *(n for numbers in found.passes.values() for n in numbers)]
+        messages = [n for n, each in enumerate(step.operations) if is_message(each)]
+        assert sorted(kept) == [
+            n for n, each in enumerate(step.operations) if runs(each) and n not in messages
+        ]
+    run = simulate(traces, parsed, costs(parsed))
+    assert run.parts.total == pytest.approx(run.seconds)
+    for rank, trace, order in zip(run.ranks, traces, orders(parsed), strict=True):
+        assert rank.parts.total == pytest.approx(run.seconds)
+        assert [(each.kind, each.stage, each.micro_batch) for each in passes(rank)] == order
+        if trace.of > trace.micro_batches:
+            continue
+        table = kernel_table(trace, costs(parsed))
+        computed = sum(each.seconds for each in table.rows if each.place != COMMUNICATION)
+        on_compute = [each for each in rank.intervals if each.stream == COMPUTE]
+        assert len(on_compute) <= sum(each.launches for each in table.rows)
+        assert sum(each.end - each.begin for each in on_compute) >= computed * (1 - 1e-9)
+        nccl = Nccl.of(cluster(parsed.world))
+        assert nccl is not None
+        sent = [each.collective for each in trace.steps[1].operations if each.collective]
+        assert all("times as long" in text for text in differences(sent, nccl, costs(parsed).collective))
