@@ -203,6 +203,33 @@ def test_the_planner_chooses_and_the_path_of_cpus_is_traced(process: Command, wo
     assert chosen.json["layouts"][0]["layout"] == document["layout"]
 
 
+# plan --verify #
+
+
+def test_a_plan_that_can_not_be_verified_is_refused_before_it_is_made(
+    meshtune: Command, words: list[str]
+) -> None:
+    plan = ("plan", *words, "cluster.gpu=h100-sxm", "cluster.gpus=2", "--verify", "2")
+    other = meshtune(*plan, "--for", "megatron")
+    assert other.code == 2 and "not that of megatron" in other.err
+    explained = meshtune(*plan, "--explain", "zero3x2-mb1")
+    assert explained.code == 2 and "meshtune dryrun --layout" in explained.err
+
+
+@pytest.mark.slow
+def test_the_best_layouts_of_a_plan_are_simulated(process: Command, words: list[str]) -> None:
+    plan = ("plan", *words, "cluster.gpu=h100-sxm", "cluster.gpus=2", "--verify", "2")
+    document = process(*plan, "--json").json
+    verified = document["verified"]
+    assert [one["layout"] for one in verified] == [one["layout"] for one in document["layouts"][:2]]
+    for simulated, planned in zip(verified, document["layouts"], strict=False):
+        check_contract(simulated, planned["layout"])
+        assert simulated["predicted"]["memory"] == pytest.approx(planned["memory"])
+    shown = process(*plan)
+    assert shown.code == 0 and shown.out.count("Predicted and simulated") == 3
+    assert shown.out.index("layouts were ranked") < shown.out.index("Predicted and simulated")
+
+
 # train --dry-run #
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from meshtune import units
+from meshtune.commands import verify as verification
 from meshtune.commands.options import AsJson, Settings, announce, show, split
 from meshtune.commands.working import working
 from meshtune.errors import UserError, expanded
@@ -61,6 +62,7 @@ def plan(
     ] = None,
     memory_budget: MemoryBudget = None,
     top: Annotated[int | None, typer.Option(min=1, help=f"layouts to show, {TOP} by default")] = None,
+    verify: Annotated[int | None, typer.Option(min=1, help="best layouts to dry-run beside it")] = None,
     plot: Annotated[Path | None, typer.Option(help="pictures: a file ending in .html, .png or .svg")] = None,
     export: Annotated[
         str | None, typer.Option(metavar="TOOL", help="write the plan as another tool's configuration")
@@ -80,13 +82,9 @@ def plan(
 
     layouts = layouts_of(explain, compare)
     comparing = bool(gpus or by or budget is not None or goal != "speed")
-    check_options(bool(layouts), most, export, comparing=comparing, plot=plot, top=top, to=to)
-    plot, to = plot and expanded(plot), expanded(to or FOLDER)
-    if plot:
-        from meshtune.report.plan.pictures import check
-
-        check(plot)
-    runner = tool_of(tool, export)
+    check_options(bool(layouts), most, export, comparing=comparing, plot=plot, top=top, to=to, verify=verify)
+    plot, to = plot and checked(plot), expanded(to or FOLDER)
+    runner = tool_of(tool, export, verify)
     if params:
         overrides = with_typical_model(overrides, params, export)
     resolved = with_memory_budget(config.load(file, overrides), memory_budget)
@@ -97,10 +95,15 @@ def plan(
     elif most:
         show_largest(resolved, most, tool=runner, as_json=as_json)
     else:
-        folder = to if export else None
         clusters = Clusters(gpus or (), goal, by, budget)
         best = compare_layouts(
-            resolved, clusters, tool=runner, export_to=folder, top=top or TOP, as_json=as_json
+            resolved,
+            clusters,
+            tool=runner,
+            export_to=to if export else None,
+            top=top or TOP,
+            verify=verify or 0,
+            as_json=as_json,
         )
         if plot:
             draw(best, plot, top=top or TOP, compare_sizes=bool(gpus), settings=settings or [])
@@ -115,6 +118,7 @@ def check_options(
     plot: Path | None,
     top: int | None,
     to: Path | None,
+    verify: int | None,
 ) -> None:
     """Raise UserError for options that the question asked has no use for.
 
@@ -132,6 +136,11 @@ def check_options(
             f"--top {top} is the number of layouts that a search shows; --explain, --compare and --max have "
             "no use for it."
         )
+    if verify and (layouts or most):
+        problems.append(
+            f"--verify {verify} dry-runs the best layouts of a search; for layouts of your own use "
+            "meshtune dryrun --layout."
+        )
     if to and not export:
         problems.append(f"--to {to} is the folder that --export writes into; add --export TOOL.")
     if problems:
@@ -148,12 +157,20 @@ class Clusters(NamedTuple):
 
 
 def compare_layouts(
-    config: "Config", clusters: Clusters, *, tool: str, export_to: Path | None, top: int, as_json: bool
+    config: "Config",
+    clusters: Clusters,
+    *,
+    tool: str,
+    export_to: Path | None,
+    top: int,
+    verify: int,
+    as_json: bool,
 ) -> "Answer":
     """Print the `top` best layouts with the reasons, and return the whole answer.
 
-    tool: that runs the layout. export_to: the folder that gets the tool's configuration; None: none. Raises
-    as `api.plan.plan`, and UserError, before anything is predicted, for settings that can't be exported.
+    tool: that runs the layout. export_to: the folder that gets the tool's configuration; None: none. verify:
+    how many of the best layouts are dry-run, 0 or more. Raises as `api.plan.plan`, as `verify.verified`, and
+    UserError, before anything is predicted, for settings that can't be exported.
     """
     from meshtune.api import plan as api
     from meshtune.plan.export import check
@@ -165,14 +182,27 @@ def compare_layouts(
         best = api.plan(config, **clusters._asdict(), tool=tool, log=notice)
     written = write_export(config, best, export_to) if export_to else None
     facts = best.as_dict(top) | ({"export": written.as_dict()} if written else {})
-    show(facts, terminal.answer(best, top, written), as_json=as_json)
+    if not as_json or not verify:
+        show(facts, terminal.answer(best, top, written), as_json=as_json)
+    if verify:
+        documents = verification.verified(config, best.best(verify))
+        show(facts | {"verified": documents}, verification.shown(documents), as_json=as_json)
     return best
 
 
-def tool_of(tool: str | None, export: str | None) -> str:
-    """Return the name of the tool to plan for. tool, export: as in --for and --export; None: not given.
+def checked(plot: Path) -> Path:
+    """The file of --plot, without ~. Raises UserError if no picture can be written into it."""
+    from meshtune.report.plan.pictures import check
 
-    Raises UserError for a name that is unknown, or two that differ.
+    check(plot := expanded(plot))
+    return plot
+
+
+def tool_of(tool: str | None, export: str | None, verify: int | None) -> str:
+    """Return the name of the tool to plan for.
+
+    tool, export, verify: as in --for, --export and --verify; None: not given. Raises UserError for a name
+    that is unknown, or two that differ, and for another tool's plan that is to be verified.
     """
     from meshtune.plan.export import check_tool
     from meshtune.plan.tools import MESHTUNE
@@ -185,7 +215,10 @@ def tool_of(tool: str | None, export: str | None) -> str:
         raise UserError(
             f"--for {tool} with --export {export}: an export is planned for its tool; drop --for."
         )
-    return export or tool or MESHTUNE.name
+    runner = export or tool or MESHTUNE.name
+    if verify:
+        verification.check(runner)
+    return runner
 
 
 def explain_layouts(

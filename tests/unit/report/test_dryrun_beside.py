@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from meshtune.commands.verify import conclusions
 from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.seconds.step import PARTS
 from meshtune.report.dryrun.beside import layouts_table, side_by_side, simulated_memory
@@ -47,7 +48,22 @@ def test_parts_of_the_fullest_rank_stand_beside_the_prediction() -> None:
 def test_several_layouts_have_a_row_each_and_no_times_where_one_has_none() -> None:
     listing = layouts_table([document("dp2-mb1-ga1"), document("mb2-ga1")])
     assert listing.rows[0] == (
-        "dp2-mb1-ga1", "3.00 GiB", "4.00 GiB", "-25.0%", "1.1 s", "1.0 s", "+10.0%", "fits",
+        "dp2-mb1-ga1", "3.00 GiB", "4.00 GiB", "-25.0%", "1.1 s", "1.0 s", "+10.0%", "yes",
     )  # fmt: skip
     untimed = layouts_table([document("dp2-mb1-ga1"), document("mb2-ga1", timed=False)])
-    assert untimed.rows[1] == ("mb2-ga1", "3.00 GiB", "4.00 GiB", "-25.0%", "does not fit")
+    assert untimed.rows[1] == ("mb2-ga1", "3.00 GiB", "4.00 GiB", "-25.0%", "no")
+
+
+def test_conclusions_say_what_the_simulation_does_not_confirm() -> None:
+    first, second = document("dp2-mb1-ga1"), document("mb2-ga1")
+    assert [*conclusions([first, second])] == []
+    second["time"]["seconds"] = 0.9
+    assert [*conclusions([first, second])] == [
+        "Simulated, mb2-ga1 is the fastest that fits, 10.0% less time than dp2-mb1-ga1."
+    ]
+    first["fits"] = False
+    assert [*conclusions([first, second])] == [
+        "dp2-mb1-ga1 does not fit when simulated; the best one that does is mb2-ga1."
+    ]
+    second["fits"] = False
+    assert "None of these layouts fits" in next(conclusions([first, second]))

@@ -15,7 +15,7 @@ from meshtune.report.dryrun.listing import Listing
 from meshtune.units import duration, human
 
 Document = dict[str, Any]  # of one layout
-DIFFERENCE = "difference: of the prediction from the simulation"
+DIFFERENCE = "off by: the prediction, from the simulation"
 OVERHEAD = "overhead: memory that the allocator holds unused, CUDA and NCCL"
 
 
@@ -35,7 +35,7 @@ def side_by_side(document: Document) -> Listing:
     """Memory by category and time by part of one layout, which the planner has predicted."""
     return Listing(
         f"Predicted and simulated, {document['layout']}",
-        ("", "predicted", "simulated", "difference"),
+        ("", "predicted", "simulated", "off by"),
         tuple(_rows(document)),
         ("",),
         (DIFFERENCE, OVERHEAD),
@@ -63,9 +63,9 @@ def _rows(document: Document) -> Iterator[tuple[str, str, str, str]]:
 def layouts_table(documents: Sequence[Document]) -> Listing:
     """Peak and step time of several layouts, in their order."""
     timed = all(document["time"] for document in documents)
-    heads = ("layout", "memory predicted", "simulated", "difference")
+    heads = ("layout", "memory\npredicted", "\nsimulated", "\noff by")
     if timed:
-        heads += ("step predicted", "simulated", "difference")
+        heads += ("step\npredicted", "\nsimulated", "\noff by")
     rows = []
     for document in documents:
         sizes = document["predicted"]["memory"]["peak"], document["need_bytes"]
@@ -73,14 +73,9 @@ def layouts_table(documents: Sequence[Document]) -> Listing:
         if timed:
             pair = document["predicted"]["time"]["total"], document["time"]["seconds"]
             row += [*map(duration, pair), difference(*pair)]
-        rows.append((*row, "fits" if document["fits"] else "does not fit"))
-    return Listing(
-        "Predicted and simulated",
-        (*heads, "simulation"),
-        tuple(rows),
-        ("layout", "simulation"),
-        (DIFFERENCE,),
-    )
+        rows.append((*row, "yes" if document["fits"] else "no"))
+    title = "Predicted and simulated"
+    return Listing(title, (*heads, "fits"), tuple(rows), ("layout",), (DIFFERENCE,))
 
 
 def difference(predicted: float, simulated: float) -> str:
