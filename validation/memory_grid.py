@@ -12,12 +12,8 @@ numbers are the same in every run. FILE.json:
 
 Layouts in another precision than bf16 are named "<layout> <precision>".
 
-The second step, the first one that has all optimizer state, is compared with the planner's events:
-
-    forward               the loss
-    backward              the fullest of: backward of the head, backward of a block, end of backward
-    forward and backward  (pipelines) the fullest of these four
-    optimizer             the update
+The second step, the first one that has all optimizer state, is compared with the planner's events
+(memory_rows.py).
 
 States are compared to the byte: weights, gradients and optimizer state as they are when the update begins,
 without the model's buffers and the optimizer's step counters; the weights that ZeRO-1 and -2 gather as they
@@ -42,40 +38,29 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
+from memory_rows import compare, errors, held
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from meshtune import config, launch
 from meshtune.config import Config
+from meshtune.dryrun.world import Job
 from meshtune.launch import Rank
 from meshtune.layout import Layout
 from meshtune.meter.ledger import storage_bytes
 from meshtune.meter.phases import WATCHED_STEPS, PhaseMemory
 from meshtune.meter.trace import GATHERED
-from meshtune.model.capabilities import traits
-from meshtune.model.load import on_meta, read_config
+from meshtune.model.load import read_config
 from meshtune.model.multimodal import auto_class
-from meshtune.model.trace import census_of
 from meshtune.parallel.pipeline import Pipeline
-from meshtune.placement.columns import Columns
-from meshtune.placement.share import coordinates
-from meshtune.plan.accounting import accounting_of
-from meshtune.plan.cluster import cluster_of
-from meshtune.plan.memory import timeline
-from meshtune.plan.memory.stages import RANKS
-from meshtune.plan.search import stages_of
-from meshtune.plan.work import Work
-from meshtune.plan.workload import Workload
 from meshtune.precision import PRECISIONS
 from meshtune.rundir import write_text_atomically
-from meshtune.sections import ClusterConfig
 from meshtune.train import build, loop
+from meshtune.train.model import ModelSpec, OptimizerSpec
 
 SEQ_LEN = 512
 MODEL = LlamaConfig(
@@ -103,14 +88,6 @@ GRID = {
     "bf16-pure": ("mb2-ga2",),
 }  # fmt: skip
 MOST_ROWS = 64  # as many as two steps of the largest batch take
-EVENTS_OF_PHASE = {  # events of the planner that a phase's peak is compared with
-    "forward": timeline.EVENTS[:1],
-    "backward": timeline.EVENTS[1:4],
-    "forward and backward": timeline.EVENTS[:4],
-    "optimizer": timeline.EVENTS[4:],
-}
-STATES = ("weights", "gradients", "optimizer")
-GATHERED_STATE = (GATHERED,)  # under ZeRO-1 and -2 alone: for a whole step
 
 # measuring #
 
@@ -247,125 +224,37 @@ def cases(layouts: str | None, precision: str | None) -> list[tuple[str, str]]:
 # comparing #
 
 
-class Row(NamedTuple):
-    """Peak of one phase of one kind of rank, in bytes; `rest` is the peak without model states."""
-
-    layout: str
-    rank: str
-    phase: str
-    measured: float
-    predicted: float
-    rest: float
-    rest_predicted: float
-
-    @property
-    def error(self) -> float:
-        return self.predicted / self.measured - 1
-
-    @property
-    def rest_error(self) -> float:
-        return self.rest_predicted / self.rest - 1
-
-
-class Held(NamedTuple):
-    """Bytes of the model states of one kind of rank, by part.
-
-    "gathered" is among the parts only under ZeRO-1 or -2 with several micro-batches and without a pipeline.
-    """
-
-    layout: str
-    rank: str
-    measured: Mapping[str, int]
-    predicted: Mapping[str, int]
-
-    @property
-    def surplus(self) -> str:
-        """Bytes measured beyond the prediction, by part; empty if all are equal."""
-        more = {part: size - self.predicted[part] for part, size in self.measured.items()}
-        return ", ".join(f"{part} {size:+,}" for part, size in more.items() if size)
-
-
-@cache
-def workload(precision: str, file: Path | None) -> Workload:
-    model = on_meta(model_of(file))
-    return Workload(
-        model="memory grid", work=Work.of(census_of(model)), traits=traits(model), seq_len=SEQ_LEN,
-        global_batch_size=1, precision=precision,
-    )  # fmt: skip
-
-
-def compare(
-    name: str, found: Mapping[str, Any], step: int = WATCHED_STEPS, file: Path | None = None
-) -> tuple[list[Row], list[Held]]:
-    """Peaks of a layout's measured step, and the states of the last one, beside the planner's.
-
-    name: the layout, with its precision if that is not bf16. found: what `measure` returned for it. step:
-    whose peaks; from 1. file: of the model, see `model_of`. One Row per kind of rank and
-    phase, one Held per kind of rank.
-    """
+def job_of(name: str, found: Mapping[str, Any], file: Path | None = None) -> Job:
+    """The job of a layout. found: what `measure` returned for it. file: of the model, see `model_of`."""
+    spec = ModelSpec(source=model_of(file), init="random", precision=found["precision"])
     layout = Layout.parse(name.split()[0])
-    model, layouts = workload(found["precision"], file), Columns.of([layout])
-    accounting = accounting_of(model, cluster_of(ClusterConfig(gpu="cpu"), gpus=layout.world))
-    stages = stages_of(model, layouts)
-    predicted = timeline.step_timeline(model.work, layouts, accounting, SEQ_LEN, stages, first_step=step == 1)
-    shape = len(RANKS), 1
-    rows, states = [], []
-    kinds = {1: (0,), 2: (0, 2)}.get(layout.pp, (0, 1, 2))
-    for kind in kinds:
-        at = {
-            event: {part: float(np.broadcast_to(size, shape)[kind, 0]) for part, size in parts.items()}
-            for event, parts in predicted.items()
-        }
-        place, label = int(stages.rank[kind, 0]), RANKS[kind] if layout.pp > 1 else ""
-        ranks = [each for each in found["ranks"] if coordinates(layout, each["rank"])["pp"] == place]
-        for phase, events in EVENTS_OF_PHASE.items():
-            sizes = [
-                each["bytes"]
-                for rank in ranks
-                for each in rank["steps"]
-                if (each["step"], each["phase"]) == (step, phase)
-            ]
-            if sizes:
-                fullest = max((at[event] for event in events), key=lambda parts: sum(parts.values()))
-                own_states = sum(fullest[part] for part in STATES + GATHERED_STATE * (layout.zero in (1, 2)))
-                total = sum(fullest.values())
-                held = max(sizes)
-                rows.append(Row(name, label, phase, held, total, held - own_states, total - own_states))
-        measured = ranks[0]["states"]
-        planned = {part: round(at["update"][part]) for part in STATES}
-        if layout.zero in (1, 2) and layout.pp == 1 and layout.gradient_accumulation_steps > 1:
-            planned["gathered"] = round(at["loss"][GATHERED])
-        states.append(Held(name, label, {part: measured[part] for part in planned}, planned))
-    return rows, states
+    return Job(spec=spec, optimizer=OptimizerSpec(), layout=layout, seq_len=SEQ_LEN, documents=(SEQ_LEN,))
 
 
 def report(found: Mapping[str, Any], file: Path | None) -> str:
     """All layouts as Markdown. file: of the model, see `model_of`."""
-    rows, states = [], []
+    rows, first_rows, states = [], [], []
     for name, each in found.items():
-        own_rows, own_states = compare(name, each, file=file)
-        rows, states = rows + own_rows, states + own_states
+        job = job_of(name, each, file)
+        rows += compare(name, job, each["ranks"])
+        first_rows += compare(name, job, each["ranks"], step=1)
+        states += held(name, job, each["ranks"])
     passes = [row for row in rows if row.phase != "optimizer"]
-    first = [
-        row.error
-        for name, each in found.items()
-        for row in compare(name, each, step=1, file=file)[0]
-        if row.phase != "optimizer"
-    ]
-    wrong = [f"{each.layout} {each.rank}".strip() for each in states if each.surplus]
-    fine = {row.layout for row in rows} - {row.layout for row in passes if abs(row.rest_error) > 0.02}
+    first = [row.error for row in first_rows if row.phase != "optimizer"]
+    wrong = [f"{each.name} {each.rank}".strip() for each in states if each.surplus]
+    fine = {row.name for row in rows} - {row.name for row in passes if abs(row.rest_error) > 0.02}
     return "\n".join([
         f"Model states exact to the byte: {'yes' if not wrong else 'no: ' + ', '.join(wrong)} "
         f"({len(states) - len(wrong)} of {len(states)} ranks).",
-        f"The rest: {_errors([row.rest_error for row in passes])}; within 2 % on {len(fine)} of {len(found)} "
+        f"The rest: {errors([row.rest_error for row in passes])}; within 2 % on {len(fine)} of {len(found)} "
         "layouts.",
-        f"All together: {_errors([row.error for row in rows])}; in the first step's passes {_errors(first)}.",
+        f"All together: {errors([row.error for row in rows])}; in the first step's passes {errors(first)}.",
         "",
         "| layout | rank | phase | measured | predicted | error | the rest, measured | predicted | error |",
         "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
         *(
-            f"| {row.layout} | {row.rank} | {row.phase} | {row.measured:,.0f} | {row.predicted:,.0f} | "
-            f"{row.error:+.1%} | {row.rest:,.0f} | {row.rest_predicted:,.0f} | "
+            f"| {row.name} | {row.rank} | {row.phase} | {row.bytes:,.0f} | {row.predicted_bytes:,.0f} | "
+            f"{row.error:+.1%} | {row.rest[0]:,.0f} | {row.rest[1]:,.0f} | "
             f"{'' if row.phase == 'optimizer' else f'{row.rest_error:+.1%}'} |"
             for row in rows
         ),
@@ -373,7 +262,7 @@ def report(found: Mapping[str, Any], file: Path | None) -> str:
         "| layout | rank | weights | gathered | gradients | optimizer | as predicted |",
         "| --- | --- | ---: | ---: | ---: | ---: | --- |",
         *(
-            f"| {each.layout} | {each.rank} | "
+            f"| {each.name} | {each.rank} | "
             + " | ".join(
                 f"{each.measured[part]:,}" if part in each.measured else ""
                 for part in ("weights", "gathered", "gradients", "optimizer")
@@ -382,11 +271,6 @@ def report(found: Mapping[str, Any], file: Path | None) -> str:
             for each in states
         ),
     ])  # fmt: skip
-
-
-def _errors(errors: list[float]) -> str:
-    sizes = [abs(error) for error in errors]
-    return f"mean error {sum(sizes) / len(sizes):.1%}, worst {max(sizes):.1%}"
 
 
 def main() -> None:

@@ -36,6 +36,11 @@ class Copies(NamedTuple):
         """Bytes per parameter of the copy that the optimizer updates."""
         return self.master or self.weight
 
+    @property
+    def sharded_gradient(self) -> float:
+        """Bytes per parameter of a gradient that FSDP has reduced, added up over micro-batches."""
+        return max(self.trained, self.accumulated)
+
 
 def copies_of(precision: str, reduce_dtype: str, optimizer: str) -> Copies:
     """Bytes of the copies that this engine holds of a trained parameter.
@@ -116,7 +121,7 @@ def held_states(
             np.where(
                 whole_sums,
                 elements.trained * copies.accumulated,
-                elements.trained_shard * copies.trained,
+                elements.trained_shard * copies.sharded_gradient,
             ),
             elements.trained * gradient,
         ),

@@ -115,6 +115,7 @@ class _ChunkedLoss(torch.autograd.Function):
             total += loss
             inputs = [*parameters] if hidden_grad is None else [*parameters, chunk]
             grads = list(torch.autograd.grad(logits, inputs, logits_grad, allow_unused=True))
+            del chunk, logits, logits_grad, inputs  # else they last until those of the next chunk are made
             if hidden_grad is not None:
                 hidden_grad.index_copy_(0, chunk_rows, grads.pop())
             for index, grad in enumerate(grads):

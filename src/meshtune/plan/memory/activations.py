@@ -64,7 +64,7 @@ def saved_by_block(
     if selective is None:
         cut = sum(matrix.count * matrix.rows for matrix in work.matrices if matrix.cut == "rows")
         uncut = sum(matrix.count * matrix.rows for matrix in work.matrices if matrix.cut != "rows")
-        outputs = element * ((cut + core_outputs) / layouts.tp + uncut / sequence_shards)
+        outputs = element * ((cut + core_outputs) / layouts.tp + uncut)  # uncut ones before sp splits them
         under_selective = tokens * (outputs + per_token.statistics / layouts.tp) + block_input
     else:
         under_selective = of_tokens(selective, (selective.core + selective.statistics) / layouts.tp)

@@ -247,7 +247,7 @@ def step_timeline(
     total, sharded, nothing = elements.total, accounting.gathers_shards(layouts), np.zeros_like(flight.total)
     flat = gradient_buffers(accounting, elements, stages.has_head * sizes.head_gradient)
     masters, optimizer = optimizer_state(layouts, accounting, states, total)
-    reduced = np.where(sharded, total.trained_shard * precision.trained, states.gradients)
+    reduced = np.where(sharded, total.trained_shard * precision.sharded_gradient, states.gradients)
     # the embedding's gradient ends a micro-batch's backward, with all other micro-batches still in flight
     embedding_gradient = stages.has_embedding * elements.before_blocks.trained * accounting.element
     others_and_embedding = flight.total - flight.per_micro_batch + embedding_gradient
