@@ -35,7 +35,7 @@ LIMITS = {"small": 0.02, "large": 0.03}  # of a phase's peak and of each of its 
 
 
 def simulate(job: Job) -> list[dict[str, Any]]:
-    """What the ranks that `planned` tells apart held in a dry run, in the form that `compare` takes."""
+    """Dry-run the ranks that `planned` tells apart; return what each held, as `compare` takes it."""
     at_start = dict.fromkeys(AXES, 0)
     ranks = [rank_at(job.layout, at_start | {"pp": place}) for _, place in planned(job).ranks]
     return trace_ranks(partial(held_by, job), ranks, job.layout.world)

@@ -36,7 +36,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,6 @@ from meshtune.meter.phases import WATCHED_STEPS, PhaseMemory
 from meshtune.meter.trace import GATHERED
 from meshtune.model.load import read_config
 from meshtune.model.multimodal import auto_class
-from meshtune.parallel.pipeline import Pipeline
 from meshtune.precision import PRECISIONS
 from meshtune.rundir import write_text_atomically
 from meshtune.train import build, loop
@@ -95,12 +94,11 @@ MOST_ROWS = 64  # as many as two steps of the largest batch take
 class Recorder(PhaseMemory):
     """Records the peaks of every watched step in `steps`, and the model states of the last one in `states`.
 
-    watched: the run's PhaseMemory, which this one replaces. buffers: returns the tensors that a pipeline
-    receives in.
+    watched: the run's PhaseMemory, which this one replaces.
     """
 
-    def __init__(self, watched: PhaseMemory, buffers: Callable[[], list[Tensor]]) -> None:
-        super().__init__(watched.model, watched.optimizer, watched.device, buffers=buffers)
+    def __init__(self, watched: PhaseMemory) -> None:
+        super().__init__(watched.model, watched.optimizer, watched.device, buffers=watched.buffers)
         self.steps: list[dict[str, Any]] = []
         self.states: dict[str, int] = {}
 
@@ -127,20 +125,6 @@ class Recorder(PhaseMemory):
     def _state(self) -> list[Tensor]:
         """The optimizer's, masters among them; not its counters of steps."""
         return [tensor for tensor in self.optimizer.state().values() if tensor.ndim]
-
-
-def receive_buffers(run: loop.Run) -> list[Tensor]:
-    """The receive buffers that torch's pipeline stages have allocated."""
-    pipeline = run.passes.parallel.pipeline
-    schedules = pipeline._schedules.values() if pipeline else ()
-    infos = [
-        info
-        for schedule in schedules
-        for stage in Pipeline._torch_stages(schedule)
-        for received in (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
-        for info in received
-    ]
-    return [info.buffer for info in infos if isinstance(getattr(info, "buffer", None), Tensor)]
 
 
 def model_of(file: Path | None) -> PretrainedConfig:
@@ -190,7 +174,7 @@ def settings_of(data: Path, output: Path, layout: Layout, precision: str) -> Con
 def train_rank(rank: Rank, settings: Config, results: Path) -> None:
     """Train on this rank and write its peaks and states to `results`/<rank>.json."""
     run = build.build(settings)
-    run.memory = recorder = Recorder(run.memory, lambda: receive_buffers(run))
+    run.memory = recorder = Recorder(run.memory)
     loop.train(run)
     found = {"rank": rank.number, "steps": recorder.steps, "states": recorder.states}
     (results / f"{rank.number}.json").write_text(json.dumps(found))

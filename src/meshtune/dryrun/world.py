@@ -118,7 +118,7 @@ def record(
     groups, pairs = Groups(world.layout), Pairs(micro_batches, world)
     recorders = [Recorder(world.device, trace, modules, groups, pairs=pairs, read=read) for trace in steps]
     entered = iter(recorders)
-    memory = PhaseMemory(modules, model.optimizer, world.device, ledger=lambda _: next(entered))
+    memory = model.memory(ledger=lambda _: next(entered))
     for recorder, trace in zip(recorders, steps, strict=True):
         with memory.watching(trace.step):
             model.passes.step(

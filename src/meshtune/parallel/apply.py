@@ -63,6 +63,10 @@ class Parallel:
         """The stages as one module."""
         return nn.ModuleList(self.stages)
 
+    def receive_buffers(self) -> list[Tensor]:
+        """Buffers of a pipeline's messages; none without a pipeline."""
+        return self.pipeline.receive_buffers() if self.pipeline else []
+
     @property
     def width_multiple(self) -> int:
         """The width of every micro-batch is a multiple of this many tokens."""

@@ -218,6 +218,17 @@ class Pipeline:
             return torch.zeros((), device=self.world.device)
         return torch.stack([loss.detach() for loss in losses]).sum()
 
+    def receive_buffers(self) -> list[Tensor]:
+        """Buffers that hidden states and their gradients are received in, made in the first step."""
+        infos = (
+            info
+            for schedule in self._schedules.values()
+            for stage in self._torch_stages(schedule)
+            for received in (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
+            for info in received
+        )
+        return [info.buffer for info in infos if isinstance(getattr(info, "buffer", None), Tensor)]
+
     @staticmethod
     def _torch_stages(schedule: Any) -> list[Any]:
         return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages

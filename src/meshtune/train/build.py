@@ -12,7 +12,6 @@ from meshtune.config import Config
 from meshtune.data.prepare import sentences
 from meshtune.errors import UserError
 from meshtune.meter.mfu import flops_of, peak_flops
-from meshtune.meter.phases import PhaseMemory
 from meshtune.model.anatomy import left_out_of_loss
 from meshtune.model.load import quiet
 from meshtune.model.multimodal import parts_kept
@@ -134,12 +133,7 @@ def assemble(
         checkpoints=checkpoints_of(config, world, run_folder, metrics),
         checkpoint_every=steps_between(config.checkpoint.every, config, prepared.train),
         metrics=metrics,
-        memory=PhaseMemory(
-            model.parallel.modules,
-            model.optimizer,
-            world.device,
-            advice=partial(out_of_memory, config, world.layout, gpus_of(world.device)),
-        ),
+        memory=model.memory(advice=partial(out_of_memory, config, world.layout, gpus_of(world.device))),
         flops=flops_of(model.census, config.data.seq_len, ranks=world.size // world.data_ranks),
         exporter=exporter,
         data_sentences=partial(stream_sentences, prepared),

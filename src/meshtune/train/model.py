@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtune.attention.register import register, use_kernels
 from meshtune.layout import ZERO_BUBBLE, Layout
+from meshtune.meter.phases import PhaseMemory
 from meshtune.model.anatomy import anatomy
 from meshtune.model.census_cache import LoraShape
 from meshtune.model.load import drawn, mapped, skeleton
@@ -111,6 +112,13 @@ class RankModel:
     optimizer: Optimizer
     passes: Passes
     added_embeddings: int  # rows that the embedding gained
+
+    def memory(self, **options: Any) -> PhaseMemory:
+        """Make what watches this rank's memory. options: of PhaseMemory."""
+        return PhaseMemory(
+            self.parallel.modules, self.optimizer, self.parallel.world.device,
+            buffers=self.parallel.receive_buffers, **options,
+        )  # fmt: skip
 
     def pieces(self, state: dict[str, Tensor]) -> dict[str, Tensor | Piece]:
         """Optimizer.state's tensors as pieces of the whole model's, under the names they have there."""
