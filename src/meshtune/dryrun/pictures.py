@@ -19,13 +19,13 @@ def drawable(
     simulation: Simulation,
     *,
     times: Sequence[StepTime] = (),
-    replays: Mapping[int, Sequence[Replay]] | None = None,
+    replays: Mapping[str, Mapping[int, Sequence[Replay]]] | None = None,
     workspaces: Workspaces | None = None,
 ) -> DryRun:
     """Values to draw and to list of a simulation.
 
     times: of its first step and of a later one; (): memory is drawn over operations, and no streams.
-    replays: of each traced rank's steps. workspaces: of the GPU's architecture.
+    replays: title -> rank -> its steps. workspaces: of the GPU's architecture.
     """
     traces = simulation.traces
     timed = [trace for trace in traces if times and has_time(times[-1], trace.rank)]
@@ -46,7 +46,11 @@ def drawable(
             if trace.micro_batches == trace.of  # else an operation runs at several times
         },
         busy={trace.rank: busy(rank_of(times[-1], trace.rank)) for trace in timed},
-        reserved={rank: [one.reserved for one in steps] for rank, steps in (replays or {}).items()},
+        reserved={
+            title: {rank: [one.reserved for one in steps] for rank, steps in by_rank.items()}
+            for title, by_rank in (replays or {}).items()
+            if by_rank
+        },
         timed=[one for rank in times[-1].ranks for one in passes(rank)]
         if times and simulation.layout.pp > 1
         else (),

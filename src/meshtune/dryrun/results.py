@@ -21,13 +21,13 @@ from meshtune.units import counted, duration, human, significant
 MOST_KERNELS = 12  # operations of a block that are listed
 MOST_COLLECTIVES = 6  # kinds of collectives that are listed
 TRACE = "trace.json"
+RESERVED, EXPANDABLE = "reserved by the allocator", "with expandable segments"
 
 
 def page_of(simulation: Simulation) -> DryRun:
     """Tables and pictures of a simulation."""
-    run = drawable(
-        simulation, times=simulation.times, replays=simulation.replays, workspaces=simulation.workspaces
-    )
+    allocators = {RESERVED: simulation.replays, EXPANDABLE: simulation.expandable}
+    run = drawable(simulation, times=simulation.times, replays=allocators, workspaces=simulation.workspaces)
     return replace(run, others=[table for table in tables(simulation) if table.rows])
 
 

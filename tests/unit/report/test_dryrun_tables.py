@@ -82,13 +82,16 @@ def test_the_first_step_stands_beside_later_ones():
 
 
 def test_several_ranks_stand_side_by_side_with_what_the_allocator_reserves():
-    table = peak_table([trace_of(), trace_of(8, stages=(1,))], {0: (200 * MIB, 240 * MIB), 8: (MIB, 2 * MIB)})
+    reserved = {"reserved": {0: (200 * MIB, 240 * MIB), 8: (MIB, 2 * MIB)}}
+    reserved["expandable"] = {0: (190 * MIB, 230 * MIB), 8: (MIB, MIB)}
+    table = peak_table([trace_of(), trace_of(8, stages=(1,))], reserved)
     assert table.heads[1:4] == (
         "rank 0\n(stage 0)\nfirst step", "rank 0\n(stage 0)\nlater steps", "rank 8\n(stage 1)\nfirst step",
     )  # fmt: skip
     assert cells(table)["optimizer"] == ("", "40.0 MiB", "", "40.0 MiB")
-    assert cells(table)["reserved by the allocator"] == ("200 MiB", "240 MiB", "1.00 MiB", "2.00 MiB")
-    assert table.totals == 2
+    assert cells(table)["reserved"] == ("200 MiB", "240 MiB", "1.00 MiB", "2.00 MiB")
+    assert cells(table)["expandable"] == ("190 MiB", "230 MiB", "1.00 MiB", "1.00 MiB")
+    assert table.totals == 3
 
 
 def test_modules_add_up_and_blocks_are_one_row_with_their_mean():
@@ -179,7 +182,7 @@ def run_of() -> DryRun:
     return DryRun(
         "tiny <b>", LAYOUT, "8 x h100-sxm", traces, "It fits.", capacity=2**30, starts=starts,
         busy={0: [("compute", 0.0, 1.0, "mm", "compute"), ("dp_shard", 0.2, 0.5, "all_gather", "data")]},
-        reserved=dict.fromkeys((0, 8, 16), (250 * MIB, 260 * MIB)),
+        reserved={"reserved": dict.fromkeys((0, 8, 16), (250 * MIB, 260 * MIB))},
         timed=[Timed(0, "F", 0.0, 1.0, 0, 0), Timed(1, "F", 1.0, 2.0, 1, 0)],
         workspaces=[("flash attention's dq", 3, 7 * MIB, "some source")],
     )  # fmt: skip

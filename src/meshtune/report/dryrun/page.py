@@ -54,7 +54,7 @@ class DryRun:
     # By rank:
     starts: Mapping[int, Sequence[Starts]] = field(default_factory=dict)  # of each step's operations
     busy: Mapping[int, Sequence[tuple[str, float, float, str, str]]] = field(default_factory=dict)  # Busy
-    reserved: Mapping[int, Sequence[int]] = field(default_factory=dict)  # bytes in each step
+    reserved: Mapping[str, Mapping[int, Sequence[int]]] = field(default_factory=dict)  # see peak_table
     timed: Sequence[Timed] = ()  # passes of the pipeline
     workspaces: Sequence[tuple[str, int, int, str]] = ()  # rows of workspaces_table
     others: Sequence[Listing] = ()  # tables that are made elsewhere
@@ -93,8 +93,8 @@ def dryrun_page(run: DryRun, drawn: Sequence[Panel]) -> str:
     """The dry run as the HTML text of a page. drawn: its charts, of `panels`."""
     first, later = (max(trace.steps[number].peak()[0] for trace in run.traces) for number in (0, 1))
     facts = {"peak of the first step": human(first), "peak of later steps": human(later)}
-    if run.reserved:
-        facts["reserved by the allocator"] = human(max(max(sizes) for sizes in run.reserved.values()))
+    for title, held in run.reserved.items():
+        facts[title] = human(max(max(sizes) for sizes in held.values()))
     if run.capacity:
         facts["a GPU has"] = human(run.capacity)
     tiles = "".join(

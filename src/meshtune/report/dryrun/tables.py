@@ -16,10 +16,12 @@ from meshtune.units import counted, human
 STEPS = ("first step", "later steps")
 
 
-def peak_table(traces: Sequence[RankTrace], reserved: Mapping[int, Sequence[int]] | None = None) -> Listing:
+def peak_table(
+    traces: Sequence[RankTrace], reserved: Mapping[str, Mapping[int, Sequence[int]]] | None = None
+) -> Listing:
     """Bytes at the peak by category, of the first step beside later ones, for each rank.
 
-    reserved: rank -> bytes that the allocator holds at most in each step; None: no such row.
+    reserved: title -> rank -> bytes that an allocator holds at most in each step: a row for each title.
     """
     peaks = [Peak.of(step) for trace in traces for step in trace.steps]
     several = len(traces) > 1  # then there is no room for shares
@@ -42,16 +44,15 @@ def peak_table(traces: Sequence[RankTrace], reserved: Mapping[int, Sequence[int]
     ]
     blank = [""] * len(peaks)
     rows.append(line("peak", [peak.bytes for peak in peaks], blank))
-    if reserved:
-        held = [bytes for trace in traces for bytes in reserved[trace.rank]]
-        rows.append(line("reserved by the allocator", held, blank))
+    for title, held in (reserved or {}).items():
+        rows.append(line(title, [bytes for trace in traces for bytes in held[trace.rank]], blank))
     return Listing(
         "Memory at the peak",
         ("category", *(cell for head in heads for cell in ((head,) if several else (head, "%")))),
         tuple(rows),
         ("category",),
         tuple(note for trace in traces for note in peak_notes(trace)),
-        totals=2 if reserved else 1,
+        totals=1 + len(reserved or {}),
     )
 
 
