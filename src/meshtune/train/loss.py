@@ -18,7 +18,7 @@ three numbers a token (four with label smoothing), never logits (`_shared_cross_
 whole loss.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -118,12 +118,8 @@ class _ChunkedLoss(torch.autograd.Function):
             del chunk, logits, logits_grad, inputs  # else they last until those of the next chunk are made
             if hidden_grad is not None:
                 hidden_grad.index_copy_(0, chunk_rows, grads.pop())
-            for index, grad in enumerate(grads):
-                before = sums[index]
-                if before is not None and grad is not None:
-                    before += grad
-                elif grad is not None:
-                    sums[index] = grad.to(torch.promote_types(grad.dtype, torch.float32)) if several else grad
+            _add_to(sums, grads, several)
+            del grads  # else the head's gradient lasts until that of the next chunk is made
         ctx.grads = [
             None if hidden_grad is None else hidden_grad.view_as(hidden),
             *(
@@ -147,6 +143,16 @@ class _ChunkedLoss(torch.autograd.Function):
             scaled = [None if grad is None else grad * incoming for grad in ctx.grads]
         hidden_grad, *grads = scaled
         return hidden_grad, None, None, None, None, None, None, *grads
+
+
+def _add_to(sums: list[Tensor | None], grads: Sequence[Tensor | None], several: bool) -> None:
+    """Add a chunk's gradients to their sums, in fp32 or wider if there are several chunks. In place."""
+    for index, grad in enumerate(grads):
+        before = sums[index]
+        if before is not None and grad is not None:
+            before += grad
+        elif grad is not None:
+            sums[index] = grad.to(torch.promote_types(grad.dtype, torch.float32)) if several else grad
 
 
 def _cross_entropy(

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GraniteConfig, OPTConfig
 
 from meshtune.attention.register import register
 from meshtune.data.batch import MicroBatch
+from meshtune.meter.ledger import Ledger
 from meshtune.model.anatomy import anatomy
 from meshtune.model.body import head_only
 from meshtune.train.loss import head_loss
@@ -219,6 +220,19 @@ def test_only_one_chunk_of_logits_exists_and_only_at_labels():
     assert 0 < watch.logits_bytes <= 16 * VOCABULARY * 4
     forward_rows = [rows for rows, columns in watch.products if columns == VOCABULARY]
     assert sum(forward_rows) == batch.label_tokens  # each labelled row once: none skipped, none recomputed
+
+
+def test_a_chunks_gradient_of_the_head_is_gone_before_the_next_one_is_made():
+    _, model = models("llama", torch.bfloat16)
+    batch, head = micro_batch(), model.lm_head.weight
+    hidden = torch.randn(*batch.input_ids.shape, head.shape[1], dtype=torch.bfloat16, requires_grad=True)
+    with Ledger(torch.device("cpu")) as ledger:
+        loss = head_loss(model, anatomy(model), hidden, batch, chunk_tokens=8)
+    of_head, of_hidden, of_logits = 2 * head.numel(), 2 * hidden.numel(), 8 * VOCABULARY * (2 + 2 + 4)
+    chunk = 8 * head.shape[1] * 2
+    # fp32 sum, the gradient of one chunk, and less than another one for all else
+    assert ledger.peak < 2 * of_head + of_head + of_hidden + of_logits + 4 * chunk + 4096 < 4.5 * of_head
+    assert loss.isfinite()
 
 
 def test_the_backward_hands_out_its_gradients_once():
