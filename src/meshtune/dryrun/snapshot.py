@@ -59,13 +59,16 @@ class Names:
         return self.known[key]
 
     def _storage(self, key: StorageKey, at: int) -> tuple[Frames, str]:
-        storage = self.steps[key.step].storages[key.storage]
-        shape = f"{storage.name or storage.category} {storage.dtype}{[*storage.shape]}"
+        step = self.steps[key.step]
+        storage = step.storages[key.storage]
+        phase = storage.phase or (step.operations[at].phase if at >= 0 else "begin")
+        if at < 0:
+            made_by = f"{storage.name or storage.category} {storage.dtype}{[*storage.shape]}"
+        else:  # FSDP2 gives a storage its memory back without an operation
+            made_by = storage.made_by or "resize_"
         frames = [
-            _frame(storage.module or storage.name or "outside of modules", at, storage.made_by or shape),
-            _frame(
-                f"step {key.step} {storage.phase or 'begin'}", max(storage.micro_batch, 0), storage.category
-            ),
+            _frame(storage.module or storage.name or "outside of modules", at, made_by),
+            _frame(f"step {key.step} {phase}", max(storage.micro_batch, 0), storage.category),
         ]
         return frames, storage.category
 

@@ -33,10 +33,11 @@ def steps() -> list[StepTrace]:
             Storage(30 * MIB, "communication", "", "aten.empty.memory_format", FORWARD),
             Storage(5 * MIB, "activations", module, "aten.mm.default", FORWARD, micro_batch=1),
             Storage(1000, "gradients", module, "aten.mm.default", BACKWARD, micro_batch=1),
+            Storage(500, "gathered_weights", "", "", ""),
         ]
         changes = [
-            Change(-1, 0, True), Change(0, 1, True), Change(2, 2, True), Change(2, 1, False),
-            Change(3, 3, True), Change(3, 2, False),
+            Change(-1, 0, True), Change(0, 1, True), Change(1, 4, True), Change(2, 2, True),
+            Change(2, 1, False), Change(3, 3, True), Change(3, 2, False), Change(3, 4, False),
         ]  # fmt: skip
         return StepTrace(number, operations, storages, changes)
 
@@ -103,6 +104,7 @@ def test_frames_name_module_operation_and_category(written):
     ]
     assert ["model.layers.3.mlp.up_proj:2:aten.mm.default", "step 2 forward:1:activations"] in lines
     assert ["up_proj.weight:-1:up_proj.weight bfloat16[4096, 8192]", "step 1 begin:0:weights"] in lines
+    assert ["outside of modules:1:resize_", "step 2 forward:0:gathered_weights"] in lines
     assert ["workspace:0:main: cuBLAS workspace"] in lines
 
 
