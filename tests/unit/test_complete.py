@@ -81,3 +81,10 @@ def test_the_version_and_completion_import_no_torch():
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.splitlines() == [f"meshtune {__version__}", "method=full", "method=lora"]
+
+
+def test_layouts_of_a_dry_run_are_completed_one_after_the_other(complete):
+    assert {"auto", "dp", "zero3x", "tp"} < set(complete("dryrun", "--layout", ""))
+    assert complete("dryrun", "--layout", "zero3x8-mb1,dp2-zero") == [
+        "zero3x8-mb1,dp2-zero1x", "zero3x8-mb1,dp2-zero2x", "zero3x8-mb1,dp2-zero3x"
+    ]  # fmt: skip

@@ -16,7 +16,7 @@ from meshtune.dryrun.snapshot import write_snapshot
 from meshtune.report.dryrun.beside import side_by_side
 from meshtune.report.dryrun.listing import Listing
 from meshtune.report.dryrun.page import DryRun, write
-from meshtune.units import counted, duration, human, significant
+from meshtune.units import count, counted, duration, human, significant
 
 MOST_KERNELS = 12  # operations of a block that are listed
 MOST_COLLECTIVES = 6  # kinds of collectives that are listed
@@ -41,35 +41,34 @@ def tables(simulation: Simulation) -> Iterator[Listing]:
     yield kernels_listing("Kernels of a step", [replace(row, name=row.place) for row in kernels.totals()])
     of_block = kernels.of_block()
     rest = len(of_block) - MOST_KERNELS
-    note = f"{counted(rest, 'operation')} that take less time are left out."
+    note = f"Left out: {counted(rest, 'operation')} with less time."
     yield kernels_listing(
         "Kernels of a mean block, for one micro-batch", of_block[:MOST_KERNELS], note if rest > 0 else ""
     )
     every = simulation.disagreements
     rest = len(every) - MOST_COLLECTIVES
     lines = tuple((line,) for line in every[:MOST_COLLECTIVES])
-    note = (f"{counted(rest, 'kind')} of collectives that take less time are left out.",) * (rest > 0)
+    note = (f"Left out: {counted(rest, 'kind')} of collectives with less time.",) * (rest > 0)
     title = "Collectives that NCCL's tables predict otherwise"
     yield Listing(title, ("collective",), lines, ("collective",), note)
 
 
 def kernels_listing(title: str, rows: list[Kernels], note: str = "") -> Listing:
     """A table of kernels: launches, FLOPs, bytes moved, FLOPs per byte, seconds alone on the GPU."""
-    total = sum(row.seconds for row in rows)
     lines = tuple(
         (
             row.name.removeprefix("aten.").removesuffix(".default"),
             row.phase,
             f"{row.launches:,.0f}" if row.launches >= 9.5 else significant(row.launches, 2),
-            f"{row.flops / 1e9:,.1f}" if row.flops else "",
+            count(row.flops) if row.flops else "",
             human(row.bytes),
             significant(row.intensity, 2) if row.flops else "",
-            duration(row.seconds, like=total),
+            duration(row.seconds),
         )
         for row in rows
     )
     name = "operation" if rows and rows[0].place == BLOCKS and rows[0].name != BLOCKS else "place"
-    heads = (name, "phase", "kernels", "GFLOP", "moved", "FLOP/B", "alone")
+    heads = (name, "phase", "kernels", "FLOP", "moved", "FLOP/B", "alone")
     return Listing(title, heads, lines, (name, "phase"), (note,) if note else ())
 
 

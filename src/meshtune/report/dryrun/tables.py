@@ -89,7 +89,7 @@ def module_table(trace: RankTrace) -> Listing:
     rows.append(line("peak", peak.parts()))
     return Listing(
         f"By module, {rank_title(trace)}, later steps",
-        ("module", "in all", *map(shown, names)),
+        ("module", "in all", *(shown(name).replace(" ", "\n") for name in names)),
         tuple(rows),
         ("module",),
         totals=1,
