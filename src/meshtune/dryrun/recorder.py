@@ -86,6 +86,7 @@ class Recorder(Ledger):
         self.nodes: list[int] = []  # sequence numbers of autograd nodes, ascending
         self.places: list[Place] = []  # parallel: where each was made
         self.making: Operation | None = None
+        self.latest = FORWARD, NOWHERE  # phase and place of the last operation of a pass
         self.closed = False
         super().__init__(device)
 
@@ -222,12 +223,19 @@ class Recorder(Ledger):
     # Places #
 
     def _where(self) -> tuple[str, Place]:
+        if self.default != ACTIVATIONS:
+            return UPDATE, NOWHERE
+        self.latest = self._in_passes()
+        return self.latest
+
+    def _in_passes(self) -> tuple[str, Place]:
         node = torch._C._current_autograd_node()
-        if node is None:
-            place = self.stack[-1] if self.stack else NOWHERE
-            if self.stack:
-                self._made(torch.autograd._get_sequence_nr() - 1, place)
-            return FORWARD if self.default == ACTIVATIONS else UPDATE, place
+        if node is None and self.stack:
+            self._made(torch.autograd._get_sequence_nr() - 1, self.stack[-1])
+            return FORWARD, self.stack[-1]
+        if node is None:  # between two passes, or behind one: FSDP2's last reduce-scatter
+            phase, place = self.latest
+            return phase, Place("", place.micro_batch, place.stage)
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             place = self.stack[-1] if self.stack else self._maker(node)
             self._made(torch.autograd._get_sequence_nr() - 1, place)
@@ -243,7 +251,8 @@ class Recorder(Ledger):
         """Place in which a node of autograd's graph was made."""
         if (variable := getattr(node, "variable", None)) is not None:
             name = self.parameter_names.get(id(variable), "")
-            return Place(name.rpartition(".")[0], -1, -1)
+            _, before = self.latest
+            return Place(name.rpartition(".")[0], before.micro_batch, before.stage)
         at = bisect_right(self.nodes, node._sequence_nr()) - 1
         return self.places[at] if at >= 0 else NOWHERE
 

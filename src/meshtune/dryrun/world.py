@@ -12,7 +12,7 @@ process where torch was built without CUDA. Which kernels run is the model's own
 
 import random
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +29,7 @@ from meshtune.data.batch import Batch, MicroBatch, micro_batch
 from meshtune.data.pack import LABELLED
 from meshtune.dryrun.collectives import Groups
 from meshtune.dryrun.flops import visible_pairs
+from meshtune.dryrun.left_out import Growth, add_left_out
 from meshtune.dryrun.recorder import Recorder
 from meshtune.dryrun.substitutes import installed
 from meshtune.layout import Layout
@@ -56,16 +57,21 @@ class Job:
     documents: tuple[int, ...]  # lengths of those in each sequence; the rest of its seq_len is padding
     max_grad_norm: float = 1.0
     batch: Batch | None = None  # that data rank 0 gets; None: one of `documents`, all tokens labelled
+    every_micro_batch: bool = False  # False: of many, a few are traced (`traced`)
 
     @property
     def traced(self) -> Layout:
-        """The layout with the micro-batches that are traced: the first, a steady one and the last.
-
-        A pipeline's ranks hold as many at once as with all of them.
+        """The layout with the micro-batches that are traced: the first, a steady one and the last; with a
+        pipeline more, since its ranks have several at once.
         """
         layout = self.layout
-        enough = max(2 * layout.pp if layout.pp > 1 else 3, UNLIKE * (self.batch is not None))
-        steps = min(layout.gradient_accumulation_steps, enough)
+        if self.every_micro_batch:
+            return layout
+        steps, pipeline = layout.gradient_accumulation_steps, layout.pp
+        if layout.schedule == "dualpipev":  # it is steady later than others
+            pipeline *= 2
+        enough = 3 if layout.pp == 1 else 2 * pipeline if steps > 3 * pipeline else steps
+        steps = min(steps, max(enough, UNLIKE * (self.batch is not None)))
         return replace(layout, gradient_accumulation_steps=steps)
 
 
@@ -90,7 +96,12 @@ def trace_rank(job: Job, rank: int) -> RankTrace:
     steps = [StepTrace(number) for number in range(1, WATCHED_STEPS + 1)]
     with installed(job.spec.kernels) as substitutes, fakes:
         record(job, model, micro_batches, steps, label_tokens=batch.label_tokens, read=made_up)
-    traced, number = layout.gradient_accumulation_steps, job.layout.gradient_accumulation_steps
+        traced, number = layout.gradient_accumulation_steps, job.layout.gradient_accumulation_steps
+        if number > traced and layout.pp > 1:
+            more = [*micro_batches, *micro_batches[: layout.pp]]
+            grown = growth(job, model, steps[-1], micro_batches, more)
+            for step in steps:
+                add_left_out(step, grown, number - traced)
     return RankTrace(
         rank=rank,
         coordinates=coordinates(layout, rank),
@@ -102,6 +113,25 @@ def trace_rank(job: Job, rank: int) -> RankTrace:
         seconds=time.perf_counter() - started,
         substitutes=substitutes,
     )
+
+
+def growth(
+    job: Job, model: RankModel, step: StepTrace, few: Sequence[MicroBatch], more: Sequence[MicroBatch]
+) -> dict[str, Growth]:
+    """Bytes by category that a further micro-batch adds to each phase's peak, by phase.
+
+    torch's stages keep a buffer for what each micro-batch receives, and GPipe all of its activations.
+    step: traced with `few` micro-batches; it is compared with the second of two steps with `more`.
+    """
+    traces = [StepTrace(1), StepTrace(2)]
+    record(job, model, more, traces, label_tokens=1, read=made_up)
+    return {
+        phase: {
+            category: (size - step.peaks[phase][1].get(category, 0)) // (len(more) - len(few))
+            for category, size in parts.items()
+        }
+        for phase, (_, parts) in traces[-1].peaks.items()
+    }
 
 
 def record(
@@ -130,6 +160,20 @@ def record(
             )
             recorder.describe(model.optimizer.state())
         trace.peaks = {peak.phase: (peak.bytes, dict(peak.parts)) for peak in memory.peaks.values()}
+        number_messages(trace, len(micro_batches))
+
+
+def number_messages(trace: StepTrace, micro_batches: int) -> None:
+    """Give sends and receives between stages the numbers of micro-batches, in the order of their messages."""
+    alike = defaultdict(list)
+    for operation in trace.operations:
+        message = operation.collective
+        if message is not None and message.peer is not None:
+            alike[message.op, message.peer, message.bytes].append(operation)
+    for operations in alike.values():
+        for number, operation in enumerate(operations):
+            whole = len(operations) % micro_batches == 0  # others are not of micro-batches
+            operation.micro_batch = number * micro_batches // len(operations) if whole else -1
 
 
 @contextmanager

@@ -83,16 +83,15 @@ class Passes:
             with phase("forward and backward"):
                 total = parallel.pipeline.forward_backward(micro_batches, scale, self.optimizer.add_up)
         else:
-            losses = []
+            total = torch.zeros((), device=parallel.world.device)
             for number, micro_batch in enumerate(micro_batches, 1):
                 parallel.before_backward(last=number == len(micro_batches))
                 with phase("forward"):
                     loss = parallel.stages[0](None, micro_batch) * scale
+                    total = total + loss.detach()
                 with phase("backward"):
                     loss.backward()
-                losses.append(loss.detach())
                 del loss  # its graph holds the head's gradient, which would outlive the next forward
-            total = torch.stack(losses).sum()
         parallel.finish_gradients(self.optimizer.named_gradients)
         return total / parallel.world.tp.size  # every tensor rank has the whole loss of its tokens
 
