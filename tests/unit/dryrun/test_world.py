@@ -1,6 +1,7 @@
 """The dry run of a rank against the same steps on real CPU ranks: bytes by category, and messages."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,3 +87,23 @@ def test_neither_training_nor_parallelism_knows_that_it_is_simulated() -> None:
         for file in (SRC / folder).rglob("*.py"):
             text = file.read_text(encoding="utf-8").lower()
             assert "fake" not in text.replace("register_fake", ""), file
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["mb1-ga5", "pp2-1f1b-mb1-ga7", "pp2-gpipe-mb1-ga8"])
+def test_micro_batches_that_are_left_out_are_counted(layout: str) -> None:
+    work = job(layout)
+    counts = []
+    for every in (False, True):
+        traced = replace(work, every_micro_batch=every)
+        (trace,) = trace_ranks(partial(trace_rank, traced), [0], work.layout.world)
+        assert (trace.micro_batches < trace.of) != every
+        for step in trace.steps:
+            messages = Counter[Any]()
+            for each in step.operations:
+                if each.collective is not None:
+                    messages[each.collective] += trace.times(each)
+            flops = sum(each.flops * trace.times(each) for each in step.operations)
+            peaks = {phase: (size, +Counter(parts)) for phase, (size, parts) in step.peaks.items()}
+            counts.append((peaks, step.peak()[0], flops, messages))
+    assert counts[:2] == counts[2:]
