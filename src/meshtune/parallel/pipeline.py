@@ -258,17 +258,6 @@ class Pipeline:
             self._schedules[key] = schedule(stages, number, loss_fn=self._scaled, scale_grads=False)
         return self._schedules[key]
 
-    def receive_buffers(self) -> list[Tensor]:
-        """Buffers that this rank receives in: torch's stages keep one for each message of a step."""
-        infos = [
-            info
-            for schedule in self._schedules.values()
-            for stage in self._torch_stages(schedule)
-            for received in (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
-            for info in received
-        ]
-        return [info.buffer for info in infos if isinstance(getattr(info, "buffer", None), Tensor)]
-
     def _scaled(self, loss: Tensor, _: Any) -> Tensor:
         return loss * self._scale
 
