@@ -183,7 +183,7 @@ NASTY = '</script>"\'\\ ${alert(1)} datum["x"] a.b[0] \u2028 é\n<img src=x>'
 
 
 def test_names_are_text_and_never_part_of_an_expression_or_a_field():
-    from meshtune.report.draw.kinds import Axis, Cell, Group, Lines, Mark, Point, Series
+    from meshtune.report.draw.kinds import Axis, Band, Cell, Group, Lines, Mark, Point, Series
     from meshtune.report.draw.page import script_json
 
     point = Point(1, 2, NASTY)
@@ -192,7 +192,19 @@ def test_names_are_text_and_never_part_of_an_expression_or_a_field():
         Stacks("b", NASTY, NASTY, (NASTY,), {NASTY: (1.0,)}, (NASTY,), Mark(2, NASTY)),
         Scatter("c", NASTY, NASTY, (Group(NASTY, (point,)),), Axis(NASTY, (0, 5)), Axis(NASTY, (0, 5))),
         HeatMap("d", NASTY, NASTY, (NASTY,), (NASTY,), ((Cell(1.0, (NASTY,), NASTY),),)),
-        Areas("f", NASTY, NASTY, (0.0, 1.0), {NASTY: (1.0, 2.0)}, (NASTY, NASTY), NASTY, Mark(2, NASTY)),
+        Areas(
+            "f",
+            NASTY,
+            NASTY,
+            (0.0, 1.0),
+            {NASTY: (1.0, 2.0)},
+            (NASTY, NASTY),
+            NASTY,
+            Mark(2, NASTY),
+            bands=(Band(0, 1, NASTY),),
+            sections=(Mark(0, NASTY),),
+            peaks=(Point(1, 2, NASTY),),
+        ),
         Timeline("e", NASTY, NASTY, (NASTY,), (Interval(NASTY, 0, 1, NASTY, NASTY),)),
     ):
         spec = specification(panel, width=300, title_offset=10)

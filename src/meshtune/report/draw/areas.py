@@ -31,7 +31,8 @@ def areas(panel: Areas, *, narrow: bool = False, pointed: bool = True) -> alt.La
     data = table(dict(zip(("x", "part", "start", "end"), zip(*rows, strict=True), strict=True)))
     above = (STRIP + TEXTS) / panel.height if panel.bands or panel.sections else 0.0
     room = 1.08 + above + 0.08 * bool(panel.peaks)
-    up = alt.Scale(domain=[0, room * max(*below, panel.mark.value if panel.mark else 0.0)], nice=False)
+    highest = max(*below, panel.mark.value if panel.mark else 0.0, panel.y_end)
+    up = alt.Scale(domain=[0, room * highest], nice=False)
     x = alt.X(
         "x:Q",
         scale=alt.Scale(domain=[0, panel.x[-1]], nice=False),

@@ -220,6 +220,7 @@ class Areas:
     bands: tuple[Band, ...] = ()  # a strip along the upper edge
     sections: tuple[Mark, ...] = ()  # dashed vertical lines, each with the name of what begins there
     peaks: tuple[Point, ...] = ()  # dots with their texts above them
+    y_end: float = 0.0  # of the y axis at least, which charts below each other share
 
 
 Panel = Lines | Stacks | Scatter | HeatMap | Timeline | Areas

@@ -152,7 +152,7 @@ def alike(storages: Sequence[Storage]) -> list[Alike]:
     for storage in storages:
         place = place_of(storage)
         in_block = place.block is not None
-        made = (storage.made_by, storage.shape, storage.dtype, storage.category, storage.phase)
+        made = (storage.made_by, storage.bytes, storage.dtype, storage.category, storage.phase)
         groups[place.before, place.after, in_block, storage.name.rpartition(".")[2], made].append(
             (place, storage)
         )

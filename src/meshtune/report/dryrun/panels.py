@@ -46,11 +46,13 @@ def rank_title(trace: RankTrace) -> str:
     return f"rank {trace.rank} (stage{several} {stages})" if stages else f"rank {trace.rank}"
 
 
-def memory_panel(trace: RankTrace, *, capacity: float = 0, starts: Sequence[Starts] = ()) -> Areas:
+def memory_panel(
+    trace: RankTrace, *, capacity: float = 0, starts: Sequence[Starts] = (), most: int = MOST_ROWS
+) -> Areas:
     """Bytes of a rank by category, over its first step and a later one.
 
     capacity: bytes of a GPU, which are marked if the peak comes near them; 0: not known. starts: for each
-    step; (): the axis counts its operations.
+    step; (): the axis counts its operations. most: levels of a step that are drawn, about.
     """
     parts: dict[str, list[float]] = {category: [] for category in CATEGORIES}
     x: list[float] = []
@@ -59,7 +61,7 @@ def memory_panel(trace: RankTrace, *, capacity: float = 0, starts: Sequence[Star
     begin = 0.0
     for number, step in enumerate(trace.steps):
         times = starts[number] if starts else [float(at) for at in range(len(step.operations) + 1)]
-        for at, sizes in _drawn(step):
+        for at, sizes in _drawn(step, most):
             x.append(begin + times[min(at, len(times) - 1)])
             texts.append(_event(step, at))
             for category in CATEGORIES:
@@ -98,10 +100,10 @@ def _some(trace: RankTrace) -> str:
     return "" if some == every else f", {some} of its {every} micro-batches"
 
 
-def _drawn(step: StepTrace) -> list[tuple[int, dict[str, int]]]:
+def _drawn(step: StepTrace, most: int) -> list[tuple[int, dict[str, int]]]:
     """Levels of a step that are drawn: the peaks of the sum and of each category are among them."""
     every = list(levels(step))
-    rows = set(thinned([[sum(sizes.values()) for _, sizes in every]], MOST_ROWS))
+    rows = set(thinned([[sum(sizes.values()) for _, sizes in every]], most))
     rows |= {max(range(len(every)), key=lambda row: every[row][1][name]) for name in CATEGORIES if every}
     return [every[row] for row in sorted(rows)]
 

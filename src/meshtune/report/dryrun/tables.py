@@ -136,13 +136,13 @@ def made_by(tensors: Alike) -> str:
     """Operation and phase that made tensors: "mm, forward"; for the optimizer's the names of its states."""
     if tensors.states:
         return ", ".join(tensors.states)
-    if tensors.category == GATHERED:
-        return f"all_gather, {tensors.phase}"  # the ledger sees it when it is first read
-    if is_received(tensors):
-        return f"receive, {tensors.phase}"
-    if not tensors.made_by:
+    if not tensors.made_by and tensors.category != GATHERED:
         return "before the step"
-    return f"{operation(tensors.made_by)}, {tensors.phase}"
+    if tensors.category == GATHERED:  # the ledger sees it when it gets its memory, or is first read
+        name = "all_gather"
+    else:
+        name = "receive" if is_received(tensors) else operation(tensors.made_by)
+    return f"{name}, {tensors.phase}" if tensors.phase else name
 
 
 def operation(name: str) -> str:
