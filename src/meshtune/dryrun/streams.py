@@ -7,6 +7,7 @@
 Rules of the streams
     a blocking collective    begins where the compute stream has come to, which waits for its end
     any other                begins when the storages that it reads are written; who reads its result, waits
+    collectives of one axis  run one after the other: NCCL orders those of a communicator as they were issued
     FSDP2's all-gathers      in the forward two, in the backward one beside that which is copied out; what
                              fills their buffers runs on their stream
     FSDP2's reduce-scatters  before the next one the compute stream waits for the one before; what is added to
@@ -19,6 +20,7 @@ them. Without torch.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -88,13 +90,19 @@ class StepTime:
 
 def simulate(traces: Sequence[RankTrace], layout: Layout, costs: Costs, step: int = 2) -> StepTime:
     """Run a step of the traced ranks on streams. step: 1 or 2, as in RankTrace.steps."""
-    world = _World(layout, costs)
-    for pp, program in enumerate(programs(traces, layout, step)):
-        world.add(pp, program)
-    world.connect()
-    seconds = Run(world.tasks, costs.machine.contention).to_end()
-    ranks = [world.rank_time(pp, seconds) for pp in range(layout.pp)]
-    return StepTime(seconds, ranks, _mean([rank.parts for rank in ranks], seconds))
+    collects = gc.isenabled()
+    gc.disable()  # it takes half the time to look for cycles, of which tasks have none
+    try:
+        world = _World(layout, costs)
+        for pp, program in enumerate(programs(traces, layout, step)):
+            world.add(pp, program)
+        world.connect()
+        seconds = Run(world.tasks, costs.machine.contention).to_end()
+        ranks = [world.rank_time(pp, seconds) for pp in range(layout.pp)]
+        return StepTime(seconds, ranks, _mean([rank.parts for rank in ranks]))
+    finally:
+        if collects:
+            gc.enable()
 
 
 def part_of(collective: Collective) -> str:
@@ -130,8 +138,10 @@ class _Rank:
     last: int = -1  # on the compute stream
     gate: list[int] = field(default_factory=list)  # tasks that the compute stream's next one waits for
     writers: dict[int, int] = field(default_factory=dict)  # storage -> the task that wrote it last
-    copied: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # all-gathers copied out
+    # stream -> each of its all-gathers, and the task that copies its result out
+    copied: dict[str, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
     reduced: dict[str, int] = field(default_factory=dict)  # stream -> its last reduce-scatter
+    exchanged: dict[str, int] = field(default_factory=dict)  # axis -> its last collective
     messages: Counter[tuple[int, int]] = field(default_factory=Counter)  # sent and received, by ranks
 
 
@@ -242,9 +252,11 @@ class _World:
             task.after = [*rank.gate, rank.last] if rank.last >= 0 else [*rank.gate]
         elif collective.op == "all_gather":
             beside = 2 if each.phase == FORWARD else 1
-            task.after = rank.copied[stream][-beside:][:1]
+            task.after = [*rank.copied[stream].values()][-beside:][:1]
         elif collective.op == "reduce_scatter" and stream in rank.reduced:
             rank.gate.append(rank.reduced[stream])
+        if collective.axis in rank.exchanged:
+            task.after.append(rank.exchanged[collective.axis])
         if "pp" in collective.axis.split("+"):
             self.joint.setdefault(pp, []).append(list(task.after))
             self.together.setdefault(pp, []).append(len(self.tasks))
@@ -253,6 +265,7 @@ class _World:
             rank.gate = [task_number]
         elif collective.op == "reduce_scatter":
             rank.reduced[stream] = task_number
+        rank.exchanged[collective.axis] = task_number
         for storage in each.writes:
             rank.writers[storage] = task_number
 
@@ -284,9 +297,7 @@ class _World:
             rank.last = number
             for writer in writers:
                 if self.made[writer].name == "all_gather" and self.tasks[writer].slows:
-                    copied = rank.copied[self.tasks[writer].queue[1]]
-                    if writer not in copied:
-                        copied.append(number)
+                    rank.copied[self.tasks[writer].queue[1]].setdefault(writer, number)
         if made.of is not None:
             for storage in made.of.writes:
                 rank.writers[storage] = number
@@ -405,7 +416,7 @@ def _only_copies(each: Operation, program: Program) -> bool:
     return all(storages[number].category in (WEIGHTS, COMMUNICATION, OPTIMIZER) for number in each.reads)
 
 
-def _mean(parts: Sequence[Seconds], seconds: float) -> Seconds:
+def _mean(parts: Sequence[Seconds]) -> Seconds:
     """Mean rank of a pipeline; what the busiest has more to do than the mean one is its `imbalance`."""
     mean = {name: sum(getattr(each, name) for each in parts) / len(parts) for name in vars(parts[0])}
     least = min(each.bubble for each in parts)

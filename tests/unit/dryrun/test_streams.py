@@ -155,6 +155,17 @@ def test_sharded_weights_are_gathered_behind_the_block_before() -> None:
     assert on["fsdp.split_with_sizes_copy.default"] == "compute"
 
 
+def test_collectives_of_one_axis_run_one_after_the_other() -> None:
+    """A reduce-scatter and an all-gather of the same ranks are on two streams, and use one communicator."""
+    reduce = collective("reduce_scatter", "dp_shard", 2**27, 8, waits=False, reads=(2,), writes=(2,))
+    gather = collective("all_gather", "dp_shard", 2**27, 8, waits=False, reads=(3,), writes=(3,))
+    other = collective("all_gather", "cp", 2**27, 8, waits=False, reads=(4,), writes=(4,))
+    run = one([matmul(), reduce, gather, other, matmul(reads=(0, 1), writes=(0,))])
+    spans = {each.stream: (each.begin, each.end) for each in run.ranks[0].intervals}
+    assert spans["dp_shard all_gather"][0] == pytest.approx(spans["dp_shard reduce_scatter"][1])
+    assert spans["cp all_gather"][0] < spans["dp_shard reduce_scatter"][1]
+
+
 def test_intervals_of_a_stream_do_not_overlap() -> None:
     run = simulate([trace_of(sharded_step(6))], Layout.parse("zero3x8-mb1-ga1"), costs())
     last: dict[str, float] = {}
