@@ -171,7 +171,8 @@ def tables(simulation: "Simulation", *, top: int) -> "Iterator[RenderableType]":
     from meshtune.report.dryrun.tables import peak_table
 
     run = page_of(simulation)
-    of_all = [peak_table(run.traces, run.reserved), *run.others]
+    pairs = (run.traces[first : first + 2] for first in range(0, len(run.traces), 2))  # of 80 columns
+    of_all = [*(peak_table(pair, run.reserved) for pair in pairs), *run.others]
     _, *of_fullest = listings(replace(run, traces=[simulation.fullest], others=()), top=top)
     for table in (*of_all, *of_fullest):
         yield table.rendered()

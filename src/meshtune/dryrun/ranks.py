@@ -54,9 +54,12 @@ def distinct_ranks(census: Census, layout: Layout, seq_len: int) -> dict[int, st
     stage_ranges = census_stages(census, layout, seq_len)
     size = [sum(parameter.count for parameter in block.parameters) for block in census.blocks]
 
-    def elements(pp_rank: int) -> int:
+    def blocks(pp_rank: int) -> list[range]:
         stages = stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, pp_rank)
-        return sum(size[block] for stage in stages for block in stage_ranges[stage])
+        return [stage_ranges[stage] for stage in stages]
+
+    def elements(pp_rank: int) -> int:
+        return sum(size[block] for stage in blocks(pp_rank) for block in stage)
 
     first, last = 0, layout.pp - 1
     pp_ranks = {first: "the first pipeline rank", last: "the last one"}
@@ -64,8 +67,12 @@ def distinct_ranks(census: Census, layout: Layout, seq_len: int) -> dict[int, st
         middle = max(range(1, last), key=lambda pp_rank: (elements(pp_rank), -pp_rank))
         alike = "those in the middle" if layout.pp > 3 else "the one in the middle"
         pp_ranks = {first: pp_ranks[first], middle: alike, last: pp_ranks[last]}
-    at_start = dict.fromkeys(AXES, 0)
-    return {rank_at(layout, at_start | {"pp": pp_rank}): text for pp_rank, text in pp_ranks.items()}
+    found = {}
+    for pp_rank, text in pp_ranks.items():
+        place = dict.fromkeys(AXES, 0) | {"pp": pp_rank}
+        ranges = " and ".join(f"{stage.start}-{stage.stop - 1}" for stage in blocks(pp_rank))
+        found[rank_at(layout, place)] = f"{text} (blocks {ranges})"
+    return found
 
 
 def ranks_to_trace(distinct: Mapping[int, str], layout: Layout, asked: Iterable[int]) -> dict[int, str]:

@@ -50,9 +50,9 @@ def test_a_rank_asked_for_comes_beside_the_others_or_is_refused(blocks: Census) 
     distinct = distinct_ranks(blocks, layout, 128)
     traced = ranks_to_trace(distinct, layout, [3, 4])
     assert traced == {
-        0: "the first pipeline rank",
+        0: "the first pipeline rank (blocks 0-4)",
         3: "itself, pp 0, dp_shard 1, tp 1",
-        4: "the last one",
+        4: "the last one (blocks 5-9)",
     }
     with pytest.raises(UserError) as error:
         ranks_to_trace(distinct, layout, [8, -1])

@@ -47,7 +47,7 @@ def peak_table(
     for title, held in (reserved or {}).items():
         rows.append(line(title, [bytes for trace in traces for bytes in held[trace.rank]], blank))
     return Listing(
-        "Memory at the peak",
+        "Memory at the peak" if several else f"Memory at the peak, {rank_title(traces[0])}",
         ("category", *(cell for head in heads for cell in ((head,) if several else (head, "%")))),
         tuple(rows),
         ("category",),
