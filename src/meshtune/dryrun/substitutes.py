@@ -6,12 +6,13 @@ message holds.
     transformers' is_fake_tensor           a fake is no trace, for which other masks would be built
     torch.distributed.isend                holds what it sends, as real process groups do
 
-Each has the shapes, strides and saved tensors of the real one, and is named in the trace
+Each has the shapes, strides and saved tensors of the real one; the trace names those that were called
 (`RankTrace.substitutes`).
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -44,33 +45,24 @@ class HeldWork:
         return self.work.wait(*args)
 
 
-@contextmanager
-def held_messages(kernels: str) -> Iterator[str]:
+def held_messages(kernels: str) -> Callable[..., HeldWork]:
     real = dist.isend
 
     def isend(tensor: Tensor, *args: Any, **kwargs: Any) -> HeldWork:
         return HeldWork(real(tensor, *args, **kwargs), tensor, until_waited=kernels == "cuda")
 
-    with replaced(dist, "isend", isend), replaced(distributed_c10d, "isend", isend):
-        yield "torch.distributed.isend"
+    return isend
 
 
-@contextmanager
-def no_trace(kernels: str) -> Iterator[str]:
-    with replaced(import_utils, "is_fake_tensor", lambda _: False):
-        yield "transformers.utils.import_utils.is_fake_tensor"
+def no_trace(kernels: str) -> Callable[[Any], bool]:
+    return lambda _: False
 
 
 # Attention #
 
 
-@contextmanager
-def scaled_dot_product(kernels: str) -> Iterator[str | None]:
-    if kernels != "cuda":
-        yield None
-        return
-    with replaced(F, "scaled_dot_product_attention", cuda_attention(F.scaled_dot_product_attention)):
-        yield "torch.nn.functional.scaled_dot_product_attention"
+def scaled_dot_product(kernels: str) -> Callable[..., Tensor] | None:
+    return cuda_attention(F.scaled_dot_product_attention) if kernels == "cuda" else None
 
 
 def cuda_attention(math: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -154,36 +146,56 @@ def flex_stand_in(
     return out if return_aux is None else (out, WithLse(lse))
 
 
-@contextmanager
-def flex(kernels: str) -> Iterator[str | None]:
-    if kernels != "cuda":
-        yield None
-        return
-    with replaced(cuda, "compiled_flex", lambda: flex_stand_in):
-        yield "torch.nn.attention.flex_attention"
+def flex(kernels: str) -> Callable[[], Callable[..., Any]] | None:
+    return (lambda: flex_stand_in) if kernels == "cuda" else None
 
 
 # All of them #
 
-SUBSTITUTES: tuple[Callable[[str], AbstractContextManager[str | None]], ...] = (
-    held_messages, no_trace, scaled_dot_product, flex,
-)  # fmt: skip
+
+class Substitute(NamedTuple):
+    """A stand-in for one function."""
+
+    replaces: str  # as a trace names it
+    places: tuple[tuple[Any, str], ...]  # (module, name in it) that hold the function
+    make: Callable[[str], Callable[..., Any] | None]  # kernels -> the stand-in; None: the real one runs
+
+
+SUBSTITUTES = (
+    Substitute("torch.distributed.isend", ((dist, "isend"), (distributed_c10d, "isend")), held_messages),
+    Substitute(
+        "transformers.utils.import_utils.is_fake_tensor", ((import_utils, "is_fake_tensor"),), no_trace
+    ),
+    Substitute(
+        "torch.nn.functional.scaled_dot_product_attention",
+        ((F, "scaled_dot_product_attention"),),
+        scaled_dot_product,
+    ),
+    Substitute("torch.nn.attention.flex_attention", ((cuda, "compiled_flex"),), flex),
+)
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give a module another value under one of its names, for a while."""
-    real = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, real)
-
-
-@contextmanager
-def installed(kernels: str) -> Iterator[tuple[str, ...]]:
-    """Install the stand-ins for a kind of kernels, "cpu" or "cuda"; yields the names of what they replace."""
+def installed(kernels: str) -> Iterator[set[str]]:
+    """Install the stand-ins for a kind of kernels, "cpu" or "cuda"; yields a set to which each adds what it
+    replaces when it is called.
+    """
+    called: set[str] = set()
     with ExitStack() as stack:
-        names = [stack.enter_context(substitute(kernels)) for substitute in SUBSTITUTES]
-        yield tuple(name for name in names if name)
+        for substitute in SUBSTITUTES:
+            if (stand_in := substitute.make(kernels)) is None:
+                continue
+            noting = _noting(stand_in, partial(called.add, substitute.replaces))
+            for owner, name in substitute.places:
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, noting)
+        yield called
+
+
+def _noting(function: Callable[..., Any], note: Callable[[], None]) -> Callable[..., Any]:
+    @wraps(function)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        note()
+        return function(*args, **kwargs)
+
+    return noting

@@ -111,7 +111,7 @@ def trace_rank(job: Job, rank: int) -> RankTrace:
         of=number,
         steady=traced // 2 if number > traced else -1,
         seconds=time.perf_counter() - started,
-        substitutes=substitutes,
+        substitutes=tuple(sorted(substitutes)),
     )
 
 
