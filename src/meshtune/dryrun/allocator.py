@@ -131,7 +131,7 @@ class OutOfMemory(Exception):
 class Allocator:
     """One GPU's caching allocator.
 
-    expandable: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. capacity: bytes that it can reserve; None:
+    expandable: PYTORCH_ALLOC_CONF=expandable_segments:True. capacity: bytes that it can reserve; None:
     any. record: note every event. `active`, `reserved` and `flushes` are those now.
     """
 
@@ -161,8 +161,8 @@ class Allocator:
         if block is None:
             self._note("oom", 0, size, stream)
             raise OutOfMemory
-        rest = block.bytes - need
-        if rest >= MIN_BLOCK_SIZE if small or self.expandable else rest > SMALL_SIZE:  # should_split
+        least = MIN_BLOCK_SIZE if small or self.expandable else SMALL_SIZE + 1  # should_split
+        if block.bytes - need >= least:
             self._insert(self._split(block, need))
         block.allocated, block.asked, block.key = True, size, key
         self.living[key] = block
