@@ -1,9 +1,8 @@
 """torchtitan's Llama and its training step, written down from its source, for the dry run's recorder.
 
 Published peaks are of this program, not of meshtune's: its loss has all logits at once, and its selective
-recomputation saves every second matmul. Source: pytorch/torchtitan at 9dec370 (2024-12-26), the commit of the
-published table: models/llama/model.py, parallelisms/parallelize_llama.py, train.py, optimizer.py. Left out is
-what moves no bytes: initial values, data, logging.
+recomputation saves every second matmul. Source: pytorch/torchtitan of late 2024 (README.md says which files
+of which version). Left out is what moves no bytes: initial values, data, logging.
 """
 
 from collections import Counter
