@@ -1,8 +1,10 @@
 """`meshtune dryrun` as a user runs it: from a config.json alone, what it prints, and how it ends."""
 
 import json
+import os
 import pickle
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,22 +101,42 @@ def test_bad_words_are_refused(dryrun: DryRun) -> None:
     assert "--rank 8: zero3x8-mb1-ga1 has the ranks 0 to 7" in dryrun(*cluster, "--rank", "8").err
 
 
-def crash(job: Any, rank: int) -> RankTrace:
+def fail(job: Any, rank: int) -> RankTrace:
     """Fail as a bug of ours does."""
     raise RuntimeError(f"no meta function for rank {rank}")
 
 
+def abort(job: Any, rank: int) -> RankTrace:
+    """End as C++ does after an exception that nobody catches."""
+    os.abort()
+
+
+def kill(job: Any, rank: int) -> RankTrace:
+    """End as a process does that the machine has no memory for."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("crash", "cause"),
+    [
+        (fail, r"rank [01] of 2 failed:\n(.*\n)+RuntimeError: no meta function for rank [01]"),
+        (abort, r"The trace of rank [01] was killed by SIGABRT.*\n(.*\n)*.*Fatal Python error: Aborted"),
+        (
+            kill,
+            r"The trace of rank [01] was killed by SIGKILL; the kernel does that when the machine's memory",
+        ),
+    ],
+)
 def test_a_rank_that_crashes_ends_the_command_with_its_cause(
-    dryrun: DryRun, monkeypatch: pytest.MonkeyPatch
+    dryrun: DryRun, monkeypatch: pytest.MonkeyPatch, crash: Any, cause: str
 ) -> None:
     from meshtune.api import dryrun as api
 
     monkeypatch.setattr(api, "trace_rank", crash)
     ended = dryrun("--gpu", "h100-sxm", "--layout", "pp2-1f1b-mb1")
     assert ended.code == 1 and ended.out == ""
-    assert re.search(
-        r"rank [01] of 2 failed:\n(.*\n)+RuntimeError: no meta function for rank [01]", ended.err
-    )
+    assert re.search(cause, ended.err), ended.err
 
 
 @pytest.mark.slow
