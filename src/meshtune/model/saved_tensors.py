@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, PreTrainedModel
 
 from meshtune.model.anatomy import Anatomy, anatomy
-from meshtune.model.body import text_forward
+from meshtune.model.body import head_only, text_forward
 from meshtune.model.lora import adapt
 from meshtune.placement.census import SavedBytes
 
@@ -37,8 +37,9 @@ def saved_by_block(
     adapters: Mapping[str, int],
     dora: bool,
     inputs: Callable[[int], Mapping[str, Tensor]],
-) -> dict[str, tuple[tuple[int, SavedBytes], ...]]:
-    """Return, by the block's path, a (element size, bytes saved per token) for each element size.
+) -> tuple[dict[str, tuple[tuple[int, SavedBytes], ...]], tuple[tuple[int, float], ...]]:
+    """Return, by the block's path, a (element size, bytes saved per token) for each element size, and
+    Census.head_saved.
 
     The element size is that of the compute dtype, from DTYPES; one that the forward refuses is left out. The
     model is on meta, built with the attention STAND_IN, and is changed: it gets `adapters` (LoRA rank by
@@ -51,17 +52,19 @@ def saved_by_block(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
     sizes_by_block: dict[str, list[tuple[int, SavedBytes]]] = {}
+    of_head: list[tuple[int, float]] = []
     for size, dtype in DTYPES.items():
         cast_parameters(model, dtype)
         try:
             per_token = _saved_per_token(model, parts, inputs)
+            of_head.append((size, _saved_per_logit(model, parts, dtype)))
         except Exception:  # each family has its own ways to refuse a type
             continue
         for block, _ in model.get_submodule(parts.blocks).named_children():
             path = f"{parts.blocks}.{block}"
             saved = SavedBytes(**{part: per_token[path, part] for part in PARTS})
             sizes_by_block.setdefault(path, []).append((size, saved))
-    return {path: tuple(sizes) for path, sizes in sizes_by_block.items()}
+    return {path: tuple(sizes) for path, sizes in sizes_by_block.items()}, tuple(of_head)
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
@@ -84,6 +87,27 @@ def _saved_per_token(
     chunk = _chunk(model)
     few, many = (_saved_storages(model, parts, inputs(count * chunk)).bytes(1) for count in (2, 4))
     return defaultdict(float, {key: (size - few[key]) / (2 * chunk) for key, size in many.items()})
+
+
+def _saved_per_logit(model: PreTrainedModel, parts: Anatomy, dtype: torch.dtype) -> float:
+    """Bytes per logit that the head keeps beside its output: a softcap its tanh, a cast to fp32 2 more than
+    an output in bf16.
+    """
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.shape[:-1].numel() == TOKENS and tensor.shape[-1] > hidden.shape[-1]:
+            sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            alive.append(tensor)
+        return tensor
+
+    alive: list[Tensor] = []  # an address is only unique among living storages
+    features = model.get_input_embeddings().weight.shape[-1]
+    hidden = torch.empty(TOKENS, features, dtype=dtype, device="meta").requires_grad_()
+    with head_only(model, parts) as logits_of, saved_tensors_hooks(pack, lambda tensor: tensor):
+        logits = logits_of(hidden)
+    sizes.pop(logits.untyped_storage()._cdata, None)
+    return sum(sizes.values()) / logits.numel() + logits.element_size() - dtype.itemsize
 
 
 def _chunk(model: PreTrainedModel) -> int:

@@ -69,6 +69,7 @@ class Traced:
     matrices: Sequence[Matrix] = ()  # in the order of the forward
     cores: Sequence[AttentionCore] = ()
     saved: Mapping[str, tuple[tuple[int, SavedBytes], ...]] = field(default_factory=dict)  # by block path
+    head_saved: tuple[tuple[int, float], ...] = ()  # see Census
 
 
 def census(
@@ -208,12 +209,12 @@ def _forward(
     recurrent = recurrent_matrices(model, parts) if parts and reason is None else []
     if isinstance(recurrent, str):
         reason, recurrent = recurrent, []
-    saved = {}
+    saved: tuple[Any, ...] = ()
     if reason is None and attention == STAND_IN and not written_out:
         with suppress(UserError):  # a model that we count but can't train
             inputs = partial(_inputs, with_mask=with_mask)
             saved = saved_by_block(copy.deepcopy(model), frozen, adapters, dora, inputs)
-    return Traced(model, frozen, adapters, dora, reason, [*recorded.matrices, *recurrent], cores, saved)
+    return Traced(model, frozen, adapters, dora, reason, [*recorded.matrices, *recurrent], cores, *saved)
 
 
 def _recurrent_parts(model: PreTrainedModel) -> Anatomy | None:
@@ -323,6 +324,7 @@ def _census(traced: Traced) -> Census:
         head=head_matrix,
         parameters_outside=tuple(parameters.get("", ())),
         tied=head_weight is embedding.weight,
+        head_saved=traced.head_saved,
         unsupported=traced.unsupported or (None if head_matrix else "it has no head that the census knows"),
     )
 

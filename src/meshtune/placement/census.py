@@ -168,6 +168,8 @@ class Census:
     parameters_outside: tuple[Parameter, ...]  # embedding, last norm, a head of its own …
     tied: bool  # head and embedding are one parameter, counted as embedding
     unsupported: str | None = None  # why the FLOPs of this model are unknown
+    # (Bytes of an element, bytes per logit that the head keeps beside its output in that type)
+    head_saved: tuple[tuple[int, float], ...] = ()
 
     @cached_property
     def parameters(self) -> dict[str, Parameters]:

@@ -100,6 +100,7 @@ class Work:
     trainable: Number = 1.0  # share of all parameters that is trained
     head_trainable: Number = 1.0  # 1 or 0
     kept: Mapping[int, Kept] = field(default_factory=dict)  # by element size: 2, 4, 8; empty: not traced
+    head_kept: Mapping[int, float] = field(default_factory=dict)  # Census.head_saved, by element size
 
     @classmethod
     def of(cls, census: Census) -> Work:
@@ -150,6 +151,7 @@ class Work:
             trainable=census.trainable / census.total,
             head_trainable=float(census.head.trainable) if census.head else 1.0,
             kept=_kept_by_element_bytes(census),
+            head_kept=dict(census.head_saved),
         )
 
     @classmethod

@@ -101,18 +101,25 @@ STATES = ("weights", "gradients", "optimizer", "gathered")
 
 
 def held(workload: Workload, layouts: Sequence[Layout]) -> dict[str, np.ndarray]:
-    """The states at the end of a step's backward, [first, middle and last pipeline rank, layouts]."""
+    """The states at the end of a step's passes, [first, middle and last pipeline rank, layouts]."""
     c = Columns.of(layouts)
     a = accounting_of(workload, CPU)
     stages = stages_of(workload, c)
-    found = states_of(step_timeline(workload.work, c, a, workload.seq_len, stages)["end of backward"], c)
+    found = states_of(step_timeline(workload.work, c, a, workload.seq_len, stages), c)
     return {name: np.broadcast_to(found[name], (3, len(layouts))) for name in STATES}
 
 
-def states_of(parts: dict[str, np.ndarray], layouts: Columns) -> dict[str, np.ndarray]:
-    """Bytes of the states, by name; those gathered for a whole step too."""
-    gathered = np.where(layouts.zero < 3, parts["gathered_weights"], 0.0)
-    return {name: parts[name] for name in STATES[:-1]} | {STATES[-1]: gathered}
+def states_of(events: dict[str, dict[str, np.ndarray]], layouts: Columns) -> dict[str, np.ndarray]:
+    """Bytes of the states around the end of a step's passes, by name, and of weights gathered for the step.
+
+    ZeRO-1's whole gradients are there before the update, the last shards of others when it begins.
+    """
+    before, update = events["end of backward"], events["update"]
+    return {
+        "weights": update["weights"], "optimizer": update["optimizer"],
+        "gradients": np.maximum(before["gradients"], update["gradients"]),
+        "gathered": np.where(layouts.zero < 3, events["loss"]["gathered_weights"], 0.0),
+    }  # fmt: skip
 
 
 def shared(workload: Workload, census: Census, layout: Layout, pipeline_rank: int) -> dict[str, int]:
@@ -232,7 +239,7 @@ def whole_pipeline(workload: Workload, census: Census, layout: Layout) -> dict[s
         ends = (0 in own, len(stages) - 1 in own)
         one = Stages(*(np.full((1, 1), x) for x in (sum(sizes), *ends, rank)))
         a = accounting_of(workload, CPU)
-        found = states_of(step_timeline(workload.work, c, a, workload.seq_len, one)["end of backward"], c)
+        found = states_of(step_timeline(workload.work, c, a, workload.seq_len, one), c)
         for name in STATES:
             total[name] += float(np.broadcast_to(found[name], (1, 1))[0, 0])
     return total

@@ -52,6 +52,9 @@ def saved_by_block(
     # under cp: the keys and values of all ranks; with ulysses the output as it was received and as it is sent
     gathered = 0.0 if rings_keys else (layouts.cp - 1) * per_token.keys
     exchanged = np.where(layouts.ulysses > 0, element * core_outputs, gathered)
+    regathered = np.where(
+        (layouts.cp > 1) & (layouts.ulysses == 0), gathered, 0.0
+    )  # when the core runs again
     core = (per_token.core + per_token.statistics) / layouts.tp
     core = core + np.where(layouts.cp > 1, exchanged / layouts.tp, 0.0)
 
@@ -71,7 +74,7 @@ def saved_by_block(
 
     saved_under = {
         "everything": everything,
-        "all but statistics": everything - tokens * per_token.statistics / layouts.tp,
+        "all but statistics": everything - tokens * (per_token.statistics + regathered) / layouts.tp,
         "outputs": under_selective,
         "block input": block_input,
     }
@@ -146,12 +149,14 @@ def loss_bytes(work: Work, layouts: Columns, accounting: Accounting, sizes: Micr
     head_gradient = sizes.head_gradient * precision.gradient
     chunk_tokens = np.ceil(sizes.tokens / np.maximum(np.ceil(sizes.tokens / accounting.loss_chunk), 1.0))
     logits = chunk_tokens * work.vocabulary / (1.0 if accounting.gathers_logits else layouts.tp)
-    at_loss = logits * (accounting.logit + np.where(layouts.tp > 1, accounting.logit_split, 0.0))
+    kept = work.head_kept.get(int(accounting.element), 0.0)
+    at_loss = logits * (accounting.logit + np.where(layouts.tp > 1, accounting.logit_split, 0.0) + kept)
     per_extra_micro_batch = 0.0
     if math.isfinite(accounting.loss_chunk):
         copy = chunk_tokens * element * work.hidden
         head_sum = np.where(chunk_tokens < sizes.tokens, 4.0 * sizes.head_gradient, 0.0)  # fp32, over chunks
-        gradients = 3 * element * logits + copy + head_gradient
+        in_head = (3 * element + 2 * kept) * logits  # in the backward of what the head does to logits
+        gradients = np.maximum(3 * element * logits + copy + head_gradient, in_head)
         at_loss = np.maximum(at_loss, gradients) + copy + sizes.hidden_bytes + head_sum
         per_extra_micro_batch = sizes.hidden_bytes + head_gradient  # made in the forward
 

@@ -77,18 +77,31 @@ class DataParallelBuffers(NamedTuple):
     gathered_outside: Number  # whole parameters outside the blocks, under ZeRO-3, in the loss
     gathered_behind: Number  # the same in the backward of the blocks
     gathered_block: Number  # whole parameters of one block, under ZeRO-3
+    last_gather: Number  # output of the last all-gather, which lasts until the next one
     previous_reduce: Number  # input of the last reduce-scatter of the micro-batch before (ZeRO-2, -3)
+    first_block_whole: Number  # whole parameters of a block and of the embedding
+    freed_head: Number  # the head's whole weights, once its gradient is reduced in a step of one micro-batch
+    head_reduce: Number  # input of the head's reduce-scatter, while the backward of the last block runs
+    head_shard: Number  # what that reduce-scatter made, where no micro-batch came before
     block_backward: Number  # a block's gradients and their collective, while its backward runs
+    block_shard: Number  # what a block's reduce-scatter made, likewise
+    embedding_shard: Number  # what that of the embedding made, likewise
     backward_end: Number  # the same when the backward is over
 
 
 def data_parallel_buffers(
-    work: Work, layouts: Columns, accounting: Accounting, elements: RankElements, stages: Stages
+    work: Work,
+    layouts: Columns,
+    accounting: Accounting,
+    elements: RankElements,
+    stages: Stages,
+    head_gradient: Number,
 ) -> DataParallelBuffers:
     """Bytes of gathered weights and of gradients in collectives, as they were counted in FSDP2.
 
-    FSDP2 keeps a reduce-scatter's input until the next one. Between replicas a block's sums are all-reduced
-    when its backward is over (parallel/replicas.py). elements: of the pipeline ranks, see `rank_elements`.
+    FSDP2 keeps a reduce-scatter's input until the next one, and an all-gather's output likewise. Between
+    replicas a block's sums are all-reduced when its backward is over (parallel/replicas.py). elements: of the
+    pipeline ranks, see `rank_elements`. head_gradient: elements of it, as in MicroBatchSizes.
     """
     precision, block = accounting.precision, elements.block
     sharded, accumulates = accounting.gathers_shards(layouts), layouts.gradient_accumulation_steps > 1
@@ -101,14 +114,26 @@ def data_parallel_buffers(
     outside, ends_apart = elements.outside, np.asarray(accounting.ends_apart)
     own = (1 - work.tied) * ends_apart * stages.has_embedding  # the embedding has a group of its own
     in_loss = outside.whole - own * elements.before_blocks.whole
+    gathers_once = sharded & ~zero3 & accumulates  # the fullest micro-batch is one that gathers nothing
+    reduces_head = np.where(sharded & ends_apart & ~after_all_passes, stages.has_head * (1 - work.tied), 0.0)
+    once = sharded & ~accumulates
+    new_shard = np.where(once, precision.sharded_gradient, 0.0)  # else it was there before
     last_reduced = np.where(own > 0, elements.before_blocks.trained, outside.trained)
     return DataParallelBuffers(
         gathered_outside=np.where(zero3, in_loss * precision.weight, 0.0),
         gathered_behind=np.where(zero3 & ~ends_apart, outside.whole * precision.weight, 0.0),
         gathered_block=np.where(zero3, block.whole * precision.weight, 0.0),
+        last_gather=np.where(sharded & ~gathers_once, block.whole * precision.weight, 0.0),
         previous_reduce=np.where(
             sharded & (layouts.zero >= 2) & accumulates, last_reduced * accounting.reduce_bytes, 0.0
         ),
+        first_block_whole=(block.whole + elements.before_blocks.whole * stages.has_embedding)
+        * precision.weight,
+        freed_head=np.where(once & ~zero3, reduces_head * head_gradient * precision.weight, 0.0),
+        head_reduce=reduces_head * head_gradient * accounting.reduce_bytes,
+        head_shard=reduces_head * head_gradient / np.maximum(layouts.shard_ranks, 1.0) * new_shard,
+        block_shard=block.trained_shard * new_shard,
+        embedding_shard=elements.before_blocks.trained_shard * stages.has_embedding * new_shard,
         block_backward=reduce_scatter + (0.0 if accounting.shards_masters else all_reduce),
         backward_end=reduce_scatter + all_reduce,
     )
@@ -144,22 +169,30 @@ def gradient_buffers(accounting: Accounting, elements: RankElements, head_gradie
     return flat + (elements.block.matrices + head_gradient) * accounting.shape_buffers
 
 
-def converted_gradients(layouts: Columns, accounting: Accounting, elements: RankElements) -> Number:
-    """Bytes that the update adds to convert gradients to the trained weights' width, one bucket at a time.
+def converted_gradients(
+    layouts: Columns, accounting: Accounting, elements: RankElements, stages: Stages
+) -> Number:
+    """Bytes that the update adds to convert gradients to the trained weights' width (optim/optimizer.py).
 
-    0 where gradients were summed over micro-batches or ranks: sums are not converted (optim/optimizer.py).
+    One bucket at a time; 0 where gradients were summed over micro-batches or ranks as wide as that. Sums that
+    are wider are converted one tensor at a time, each freed before the next: only the first one counts, the
+    embedding.
     """
     precision = accounting.precision
+    before = elements.before_blocks
+    first = np.where(accounting.gathers_shards(layouts), before.trained_shard, before.trained)
+    narrowed = stages.has_embedding * first * precision.trained * (precision.trained < precision.accumulated)
     missing = np.maximum(precision.trained - precision.gradient, 0.0)
     bucket = np.minimum(elements.total.trained, accounting.bucket_elements) * missing
     summed = accounting.gathers_shards(layouts) | (layouts.gradient_accumulation_steps > 1)
-    return np.where(summed | (accounting.gradient_replicas(layouts) > 1), 0.0, bucket)
+    return np.where(summed | (accounting.gradient_replicas(layouts) > 1), narrowed, bucket)
 
 
 class InFlight(NamedTuple):
     """Bytes of micro-batches between their forward and their backward, on each pipeline rank."""
 
     in_block_backward: Number  # that a block's backward has at once beside `total`
+    of_block: Number  # that the last block of a stage saved, for one micro-batch
     first_block: Number  # that the backward of a stage's first block has, with nothing else in flight
     total: Number  # of all micro-batches in flight: saved by blocks, sent, held for the loss
     per_micro_batch: Number  # of one of them
@@ -202,6 +235,7 @@ def activations_in_flight(
     at_once = np.maximum(block.recomputed - saving / virtual * block.everything, 0.0)
     return InFlight(
         in_block_backward=np.maximum(temporaries + at_once, of_stage),
+        of_block=np.where(saving > 0, block.everything, block.saved),
         first_block=block.saved + np.maximum(temporaries + block.recomputed, of_stage),
         total=total,
         per_micro_batch=total / np.maximum(micro_batches, 1.0),
@@ -224,6 +258,39 @@ def optimizer_state(
     return np.where(accounting.gathers_shards(layouts), 0.0, masters), optimizer
 
 
+def block_backward_event(
+    steady: Mapping[str, Number],
+    states: States,
+    flight: InFlight,
+    buffers: DataParallelBuffers,
+    accounting: Accounting,
+    sharded: Number,
+) -> dict[str, Number]:
+    """Bytes by category in the fullest backward of a block.
+
+    With FSDP that is the last block's, beside the head's reduce-scatter, or that of one before, beside those
+    of its own gradients and the block's behind it. steady: bytes that no event changes. sharded: True where
+    FSDP shards.
+    """
+    gathered = states.gathered + buffers.gathered_behind + buffers.gathered_block
+    prefetched = flight.received + (accounting.gathered_groups - 1) * buffers.gathered_block
+    behind = np.where(buffers.head_reduce > 0, buffers.head_reduce, buffers.previous_reduce)
+    last = {
+        **steady,
+        "gathered_weights": gathered - buffers.freed_head,
+        "gradients": steady["gradients"] + buffers.head_shard,
+        "activations": flight.total + flight.in_block_backward,
+        "communication": prefetched + np.where(sharded, behind, buffers.block_backward),
+    }
+    earlier = last | {
+        "gradients": last["gradients"] + buffers.block_shard,
+        "activations": last["activations"] - flight.of_block,
+        "communication": prefetched + buffers.block_backward,
+    }
+    fuller = sum(last.values()) >= sum(earlier.values())
+    return {name: np.where(fuller, last[name], earlier[name]) for name in last}
+
+
 def step_timeline(
     work: Work,
     layouts: Columns,
@@ -239,8 +306,8 @@ def step_timeline(
     """
     precision, elements = accounting.precision, rank_elements(work, layouts, stages)
     states = held_states(precision, elements.total, layouts, shards_masters=accounting.shards_masters)
-    buffers = data_parallel_buffers(work, layouts, accounting, elements, stages)
     sizes = MicroBatchSizes.of(work, layouts, accounting, seq_len)
+    buffers = data_parallel_buffers(work, layouts, accounting, elements, stages, sizes.head_gradient)
     loss = loss_bytes(work, layouts, accounting, sizes)
     flight = activations_in_flight(work, layouts, accounting, seq_len, stages, loss)
 
@@ -255,15 +322,18 @@ def step_timeline(
     earlier_gradients = gradients_before_backward(layouts, accounting, states, flight)
     steady = {
         "weights": states.weights,
-        "gathered_weights": states.gathered + buffers.gathered_outside + buffers.gathered_block,
+        "gathered_weights": states.gathered + buffers.gathered_outside,
         "gradients": earlier_gradients + flat,
         "optimizer": masters if first_step else optimizer,
         "activations": flight.total,
         "logits": nothing,
-        "communication": flight.received + buffers.previous_reduce,
+        "communication": flight.received + buffers.previous_reduce + buffers.last_gather,
         "temporary": nothing,
     }
-    behind = states.gathered + buffers.gathered_behind
+    once = sharded & (layouts.gradient_accumulation_steps == 1)
+    first_whole = np.where(once & (layouts.zero < 3), buffers.first_block_whole, states.gathered)
+    not_reduced = np.where(once, buffers.block_shard + buffers.embedding_shard, 0.0)
+    pending = stages.has_head * np.where(buffers.head_reduce > 0, 0.0, loss.head_gradient_pending)
     return {
         "loss": steady | {
             "activations": flight.total + stages.has_head * loss.norm_forward,
@@ -273,16 +343,12 @@ def step_timeline(
             "activations": flight.total + stages.has_head * loss.norm_backward,
             "logits": stages.has_head * loss.head_backward,
         },
-        "backward of a block": steady | {
-            "activations": flight.total + flight.in_block_backward,
-            "logits": stages.has_head * loss.head_gradient_pending,
-            "gathered_weights": behind + accounting.gathered_groups * buffers.gathered_block,
-            "communication": flight.received + buffers.block_backward,
-        },
+        "backward of a block": block_backward_event(steady, states, flight, buffers, accounting, sharded)
+        | {"logits": pending},
         "end of backward": steady | {
-            "gradients": states.gradients + flat,
+            "gradients": states.gradients - not_reduced + flat,
             "activations": np.maximum(flight.first_block, with_embedding),
-            "gathered_weights": behind + buffers.gathered_block,
+            "gathered_weights": first_whole + buffers.gathered_behind + buffers.gathered_block,
             "communication": flight.received + buffers.backward_end,
         },
         "update": steady | {
@@ -291,7 +357,7 @@ def step_timeline(
             "optimizer": optimizer,
             "activations": nothing,
             "communication": flight.received,
-            "temporary": converted_gradients(layouts, accounting, elements),
+            "temporary": converted_gradients(layouts, accounting, elements, stages),
         },
     }  # fmt: skip
 
