@@ -115,8 +115,10 @@ class Recorder(Ledger):
 
     def _storage(self, entry: Entry) -> Storage:
         by = self.making
-        if by is None:
-            return Storage(entry.bytes, entry.category, "", "", "")
+        if by is None:  # it existed before the step, or FSDP2 gives it memory: in a hook, by no operation
+            phase, place = self._where() if self.trace.operations else ("", NOWHERE)
+            phase = phase if place is not NOWHERE else ""
+            return Storage(entry.bytes, entry.category, place.module, "", phase, place.micro_batch)
         return Storage(entry.bytes, entry.category, by.module, by.name, by.phase, by.micro_batch)
 
     def describe(self, state: Mapping[str, Tensor]) -> None:

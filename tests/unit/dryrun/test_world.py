@@ -14,7 +14,16 @@ from transformers import LlamaConfig
 from meshtune.dryrun.ranks import trace_ranks
 from meshtune.dryrun.world import Job, batch_of, record, trace_rank
 from meshtune.layout import Layout
-from meshtune.meter.trace import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTATION, UPDATE, WEIGHTS, StepTrace
+from meshtune.meter.trace import (
+    BACKWARD,
+    FORWARD,
+    GATHERED,
+    OPTIMIZER,
+    RECOMPUTATION,
+    UPDATE,
+    WEIGHTS,
+    StepTrace,
+)
 from meshtune.parallel.mesh import join
 from meshtune.train.model import ModelSpec, OptimizerSpec, rank_model
 
@@ -77,6 +86,8 @@ def test_fake_steps_have_the_bytes_and_messages_of_real_ones(layout: str) -> Non
     assert {"exp_avg", "exp_avg_sq"} <= states
     if not work.layout.zero:
         return
+    gathered = {each.module for each in steps[1].storages if each.category == GATHERED}
+    assert {f"model.layers.{block}" for block in range(4)} < gathered, "by FSDP2's hooks, in no operation"
     weight = next(each for each in steps[1].storages if each.name == "lm_head.weight" and not each.state)
     assert (weight.category, weight.shape, weight.dtype) == (WEIGHTS, (256, 64), "float32")
     assert list(steps[1].host_reads) == [line for line in steps[1].host_reads if line.startswith("meshtune/")]

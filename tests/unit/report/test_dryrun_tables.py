@@ -123,7 +123,7 @@ def tensors(category: str, **others) -> Alike:
     ("group", "layout", "setting"),
     [
         (tensors(OPTIMIZER), "dp8-mb1-ga1", "zero1: each of 8 ranks"),
-        (tensors(OPTIMIZER), "zero1x8-mb1-ga1", "train.optimizer=lion or adafactor"),
+        (tensors(OPTIMIZER), "zero1x8-mb1-ga1", "train.optimizer=lion"),
         (tensors(GRADIENTS), "zero1x8-mb1-ga1", "zero2: each of 8 ranks"),
         (tensors(GRADIENTS, dtype="float32"), "zero3x8-mb1-ga1", "train.reduce_dtype=bf16"),
         (tensors(WEIGHTS), "zero2x8-mb1-ga1", "zero3: each of 8 ranks"),

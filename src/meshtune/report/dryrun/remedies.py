@@ -64,7 +64,7 @@ def _gradients(tensors: Alike, layout: Layout) -> Advice:
 
 def _optimizer(tensors: Alike, layout: Layout) -> Advice:
     yield from _sharded(layout, 1)
-    yield "train.optimizer=lion or adafactor; tp, pp, or zero on more ranks; lora"
+    yield "train.optimizer=lion; more ranks; lora"
 
 
 def _logits(tensors: Alike, layout: Layout) -> Advice:
