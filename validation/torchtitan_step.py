@@ -16,13 +16,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._composable.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
@@ -89,7 +90,8 @@ class Attention(nn.Module):
             each[:, :, :, None].expand(-1, -1, -1, self.groups, -1).reshape(batch, seq, -1, self.head)
             for each in (k, v)
         )
-        out = F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (q, k, v)), is_causal=True)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.wo(out.transpose(1, 2).contiguous().view(batch, seq, -1))
 
 
@@ -161,7 +163,7 @@ def split(model: Transformer, mesh: DeviceMesh) -> None:
     }
     parallelize_module(model, mesh, ends)
     for block in model.layers.values():
-        plan = {
+        plan: dict[str, ParallelStyle] = {
             "attention_norm": SequenceParallel(),
             "attention": to_whole,
             "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
@@ -179,7 +181,7 @@ def parallelise(model: Transformer, mesh: DeviceMesh, recompute: str) -> None:
     """Apply tensor parallelism, recomputation ("selective": by operations, or "full") and FSDP2, in place."""
     if mesh["tp"].size() > 1:
         split(model, mesh["tp"])
-    options = {"context_fn": every_second_matmul} if recompute == "selective" else {}
+    options: dict[str, Any] = {"context_fn": every_second_matmul} if recompute == "selective" else {}
     for name, block in model.layers.items():
         model.layers[name] = checkpoint_wrapper(block, preserve_rng_state=False, **options)
     sharded = {"mesh": mesh["dp"], "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
@@ -203,7 +205,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tenso
 @contextmanager
 def unseen_propagation() -> Iterator[None]:
     """Keep DTensor's rehearsals of operators, on tensors of all ranks' sizes, out of the recorder's sight."""
-    kind = ShardingPropagator
+    kind: Any = ShardingPropagator
     seen = kind._propagate_tensor_meta_non_cached
 
     def unseen(*args: Any) -> Any:

@@ -20,7 +20,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MIN_BLOCK_SIZE = 512  # kMinBlockSize: all sizes are rounded up to it
 SMALL_SIZE = 1 << 20  # kSmallSize: the largest request of the small pool
@@ -37,7 +37,7 @@ class Request(NamedTuple):
     """An allocation or a free."""
 
     at: int  # operation, by number
-    key: Hashable  # of the allocation
+    key: Any  # of the allocation, hashable
     bytes: int  # asked for
     allocated: bool  # False: freed
     stream: str = "compute"

@@ -130,8 +130,9 @@ class Simulation:
     @cached_property
     def costs(self) -> Costs | None:
         """Seconds of operations; None for processors and for a model that the planner can't count."""
-        timed = self.workload is not None and self.cluster.timed
-        return Costs.of(self.workload, self.cluster) if timed else None
+        if self.workload is None or not self.cluster.timed:
+            return None
+        return Costs.of(self.workload, self.cluster)
 
     @cached_property
     def times(self) -> Sequence[StepTime]:
