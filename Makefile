@@ -70,6 +70,7 @@ validation: $(STAMP)
 	$(BIN)/python validation/fit.py --folds 4 --leave-out
 	$(BIN)/python validation/accuracy.py
 	$(BIN)/python validation/reserved.py
+	$(BIN)/python validation/step_time.py
 
 style: $(STAMP)
 	$(BIN)/ruff check .

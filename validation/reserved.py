@@ -90,15 +90,19 @@ def theirs(shape: Shape, layout: Layout, seq_len: int, rank: int) -> RankTrace:
     return RankTrace(rank, {}, (0,), trace(shape, layout, seq_len=seq_len), micro_batches=1, of=1)
 
 
-def ours(shape: Shape, layout: Layout, seq_len: int, rank: int) -> RankTrace:
-    """meshtune's two steps of the same model, with one document a sequence."""
-    config = LlamaConfig(
+def config_of(shape: Shape, seq_len: int) -> LlamaConfig:
+    """Configuration of the model for Hugging Face."""
+    return LlamaConfig(
         hidden_size=shape.hidden, intermediate_size=shape.ffn, num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, vocab_size=shape.vocab,
         max_position_embeddings=seq_len, tie_word_embeddings=False,
     )  # fmt: skip
+
+
+def ours(shape: Shape, layout: Layout, seq_len: int, rank: int) -> RankTrace:
+    """meshtune's two steps of the same model, with one document a sequence."""
     job = Job(
-        spec=ModelSpec(source=config, init="random", kernels="cuda"),
+        spec=ModelSpec(source=config_of(shape, seq_len), init="random", kernels="cuda"),
         optimizer=OptimizerSpec(),
         layout=layout,
         seq_len=seq_len,

@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from meshtune.dryrun.collectives import Groups
+from meshtune.dryrun.flops import visible_pairs
 from meshtune.dryrun.recorder import Recorder
 from meshtune.dryrun.substitutes import installed
 from meshtune.dryrun.world import CPU, made_up
@@ -217,6 +218,12 @@ def unseen_propagation() -> Iterator[None]:
     kind._propagate_tensor_meta_non_cached = seen
 
 
+def causal_pairs(name: str, args: Any) -> float:
+    """(Query, key) pairs of a call of attention over whole rows, for one head; as dryrun/flops.py asks."""
+    rows, _, seq_len, _ = args["backward" in name].shape
+    return rows * visible_pairs([seq_len], None)
+
+
 def trace(shape: Shape, layout: Layout, *, seq_len: int) -> list[StepTrace]:
     """Trace two steps of rank 0 under a layout of FSDP2 and tensor parallelism; call it in a process of its
     own.
@@ -234,7 +241,7 @@ def trace(shape: Shape, layout: Layout, *, seq_len: int) -> list[StepTrace]:
         )
         tokens, labels = (torch.zeros(layout.micro_batch_size, seq_len, dtype=torch.long) for _ in range(2))
         for step in steps:
-            recorder = Recorder(CPU, step, model, groups, pairs=lambda *_: 0.0, read=made_up)
+            recorder = Recorder(CPU, step, model, groups, pairs=causal_pairs, read=made_up)
             with recorder:
                 recorder.tag([*model.parameters(), *model.buffers()], WEIGHTS)
                 states = [value for state in optimizer.state.values() for value in state.values()]
