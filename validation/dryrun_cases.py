@@ -1,0 +1,138 @@
+"""The training steps that dryrun_grid.py compares: tiny models under every technique, with every option."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import (
+    Gemma2Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
+
+from meshtune.dryrun.world import Job
+from meshtune.layout import Layout
+from meshtune.train.model import LoraSpec, ModelSpec, OptimizerSpec
+
+SEQ_LEN = 128
+PACKED = (50, 40, 30)  # tokens of the documents of a sequence; 8 columns of padding
+SIZES: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": SEQ_LEN,
+    "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MODELS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "tied": LlamaConfig(**SIZES | {"tie_word_embeddings": True}),
+    "qwen3": Qwen3Config(**SIZES),
+    "mistral": MistralConfig(**SIZES, sliding_window=16),
+    "gemma2": Gemma2Config(**SIZES | {"tie_word_embeddings": True}, sliding_window=16),
+    "gpt2": GPT2Config(vocab_size=512, n_positions=SEQ_LEN, n_embd=64, n_layer=4, n_head=8,
+                       bos_token_id=1, eos_token_id=2),
+    "neox": GPTNeoXConfig(vocab_size=512, hidden_size=64, intermediate_size=176, num_hidden_layers=4,
+                          num_attention_heads=8, max_position_embeddings=SEQ_LEN, bos_token_id=1,
+                          eos_token_id=2),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A training step to compare."""
+
+    layout: str
+    note: str = ""  # the options below in words; "": none, a packed Llama in bf16
+    model: str = "llama"  # of MODELS
+    documents: tuple[int, ...] = PACKED
+    optimizer: str = "adamw"
+    max_grad_norm: float = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict)  # of ModelSpec
+
+    @property
+    def name(self) -> str:
+        return f"{self.layout}, {self.note}" if self.note else self.layout
+
+    def job(self, kernels: str = "cpu") -> Job:
+        """The job of the case, for one kind of kernels."""
+        spec = ModelSpec(source=MODELS[self.model], init="random", kernels=kernels, **self.options)
+        return Job(
+            spec=spec, optimizer=OptimizerSpec(name=self.optimizer), layout=Layout.parse(self.layout),
+            seq_len=SEQ_LEN, documents=self.documents, max_grad_norm=self.max_grad_norm,
+        )  # fmt: skip
+
+
+TECHNIQUES = (
+    "mb2-ga2",
+    "dp2-mb2-ga1", "dp2-mb2-ga2", "dp4-mb1-ga2-full",
+    "zero1x2-mb2-ga2", "zero2x2-mb2-ga2", "zero3x2-mb2-ga2", "zero3x4-mb2-ga1-full", "zero3x3-mb1-ga2",
+    "dp2-zero1x2-mb1-ga2", "dp2-zero2x2-mb1-ga2", "dp2-zero3x2-mb1-ga2",
+    "tp2-mb2-ga2", "tp4-mb1-ga1-full", "tp8-sp-mb1-ga1", "tp2-sp-mb2-ga2", "tp4-sp-mb2-ga1-selective",
+    "tp2-sp-regather-mb2-ga2", "tp2-sp-regather-mb1-ga1-attention",
+    "cp2-mb2-ga2", "cp4-mb1-ga1-full", "ulysses2-mb2-ga2", "ulysses4-mb1-ga1-selective",
+    "pp2-gpipe-mb1-ga4", "pp2-1f1b-mb1-ga4", "pp4-1f1b-mb1-ga8", "pp2-interleaved1f1b-v2-mb1-ga4",
+    "pp2-loopedbfs-v2-mb1-ga4", "pp2-zb-v2-mb1-ga4", "pp2-zbv-mb1-ga4", "pp2-dualpipev-mb1-ga4",
+    "mb2-ga1-attention", "dp2-mb2-ga2-attention", "zero3x2-mb2-ga2-selective", "zero3x2-mb2-ga2-full2",
+    "zero2x2-mb2-ga2-selective1", "pp2-1f1b-mb1-ga4-full1", "pp2-zbv-mb1-ga4-selective",
+    "zero3x2-tp2-sp-mb1-ga2", "zero1x2-pp2-1f1b-mb1-ga4", "zero3x2-pp2-1f1b-mb1-ga4-full",
+    "dp2-tp2-sp-pp2-1f1b-mb1-ga4-full", "zero3x2-tp2-sp-pp2-zb-mb1-ga4", "cp2-tp2-sp-mb1-ga2",
+    "zero3x2-cp2-mb1-ga2-selective", "ulysses2-pp2-1f1b-mb1-ga4", "dp2-zero3x2-tp2-mb1-ga2",
+    "dp2-zero2x2-pp2-interleaved1f1b-v2-mb1-ga4", "tp2-sp-regather-pp2-gpipe-mb1-ga4",
+)  # fmt: skip
+LORA = LoraSpec(r=4, target_modules=("q_proj", "v_proj"))
+FROZEN = {"freeze": ("model.embed_tokens.*", "model.layers.[0-1].*")}
+GRID = (
+    *(Case(layout=layout) for layout in TECHNIQUES),
+    Case(layout="mb2-ga2", note="fp32", options={"precision": "fp32"}),
+    Case(layout="zero3x2-mb2-ga2-full", note="fp32", options={"precision": "fp32"}),
+    Case(layout="tp2-sp-pp2-1f1b-mb1-ga4", note="fp32", options={"precision": "fp32"}),
+    Case(layout="dp2-mb2-ga2", note="bf16-pure", options={"precision": "bf16-pure"}),
+    Case(layout="zero2x2-tp2-mb1-ga2", note="bf16-pure", options={"precision": "bf16-pure"}),
+    Case(layout="dp2-mb2-ga2", note="gradients summed in bf16", options={"reduce_dtype": "bf16"}),
+    Case(layout="zero3x2-mb2-ga2", note="gradients summed in bf16", options={"reduce_dtype": "bf16"}),
+    Case(layout="dp2-mb2-ga2", note="LoRA", options={"lora": LORA}),
+    Case(layout="zero3x2-mb2-ga2-full", note="LoRA on all linear layers, dropout",
+         options={"lora": LoraSpec(r=4, dropout=0.1)}),
+    Case(layout="tp2-sp-mb2-ga2", note="LoRA on all linear layers", options={"lora": LoraSpec(r=4)}),
+    Case(layout="pp2-1f1b-mb1-ga4-selective", note="LoRA", options={"lora": LORA}),
+    Case(layout="zero2x2-mb2-ga2", note="DoRA", options={"lora": LoraSpec(r=4, use_dora=True)}),
+    Case(layout="tp2-mb2-ga1", note="DoRA, dropout",
+         options={"lora": LoraSpec(r=4, use_dora=True, dropout=0.1)}),
+    Case(layout="dp2-mb2-ga2", note="LoRA and a head that is trained whole, bf16-pure",
+         options={"lora": LoraSpec(r=4, modules_to_save=("lm_head",)), "precision": "bf16-pure"}),
+    Case(layout="zero3x2-mb2-ga2", note="frozen parameters", options=FROZEN),
+    Case(layout="pp2-1f1b-mb1-ga4", note="frozen parameters", options=FROZEN),
+    Case(layout="tp2-mb2-ga2", note="label smoothing", options={"label_smoothing": 0.1}),
+    Case(layout="dp2-mb24-ga1", note="three chunks of the loss"),
+    Case(layout="tp2-sp-mb24-ga1-full", note="three chunks of the loss, label smoothing",
+         options={"label_smoothing": 0.1}),
+    Case(layout="pp2-zb-mb12-ga2", note="two chunks of the loss"),
+    Case(layout="zero3x2-mb2-ga2", note="NEFTune", options={"neftune_alpha": 5.0}),
+    Case(layout="cp2-tp2-sp-mb1-ga1", note="NEFTune", options={"neftune_alpha": 5.0}),
+    Case(layout="zero3x2-mb2-ga2", note="tied embeddings", model="tied"),
+    Case(layout="pp2-1f1b-mb1-ga4", note="tied embeddings", model="tied"),
+    Case(layout="pp2-zbv-mb1-ga4", note="tied embeddings", model="tied"),
+    Case(layout="tp2-sp-mb2-ga2", note="tied embeddings, rows added", model="tied",
+         options={"embeddings": 520}),
+    Case(layout="zero3x2-mb2-ga2", note="Lion", optimizer="lion"),
+    Case(layout="dp2-mb2-ga2", note="Adafactor", optimizer="adafactor"),
+    Case(layout="pp2-1f1b-mb1-ga4", note="Muon", optimizer="muon"),
+    Case(layout="dp2-mb2-ga2", note="no clipping", max_grad_norm=0.0),
+    Case(layout="zero3x2-mb2-ga2", note="one document", documents=(SEQ_LEN,)),
+    Case(layout="cp2-mb2-ga1", note="one document", documents=(SEQ_LEN,)),
+    Case(layout="tp2-sp-mb2-ga1-full", note="a short document, the rest is padding", documents=(20,)),
+    Case(layout="cp4-mb1-ga1", note="a short document, the rest is padding", documents=(20,)),
+    Case(layout="dp2-mb2-ga2", note="Mistral, window of 16", model="mistral"),
+    Case(layout="cp2-tp2-sp-mb1-ga1", note="Mistral, window of 16", model="mistral"),
+    Case(layout="zero3x2-mb2-ga2-selective", note="Gemma 2", model="gemma2"),
+    Case(layout="tp2-sp-mb2-ga2", note="Gemma 2", model="gemma2"),
+    Case(layout="cp2-mb1-ga1-full", note="Gemma 2", model="gemma2"),
+    Case(layout="pp2-1f1b-mb1-ga4", note="Gemma 2", model="gemma2"),
+    Case(layout="zero3x2-tp2-sp-mb1-ga1", note="Qwen 3", model="qwen3"),
+    Case(layout="dp2-mb2-ga2", note="GPT-2", model="gpt2"),
+    Case(layout="zero3x2-pp2-1f1b-mb1-ga4", note="GPT-2", model="gpt2"),
+    Case(layout="zero2x2-mb2-ga2", note="GPT-NeoX", model="neox"),
+    Case(layout="tp2-sp-mb2-ga1", note="GPT-NeoX", model="neox"),
+)  # fmt: skip

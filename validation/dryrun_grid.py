@@ -1,0 +1,287 @@
+"""The dry run against real training steps, over a grid of layouts on CPU ranks: `make validation-dryrun`.
+
+    python validation/dryrun_grid.py [--only tp2-sp,LoRA] [--json FILE.json] [--table FILE.md]
+    python validation/dryrun_grid.py --kernels cuda      # the path of CUDA's kernels, on fakes alone
+
+Each case of dryrun_cases.py trains a tiny model for two steps on real gloo ranks, every operation watched by
+the Recorder that watches the fake ones too, and traces the two steps of every rank on fake tensors. Compared,
+without any tolerance:
+
+    bytes         the peak of each phase of both steps, in total and in each category of the ledger
+    collectives   of both steps, in the order in which they are issued: op, axis, bytes
+
+gloo's worker threads let go of a collective's tensors some time after they have woken who waits, so that a
+real step may hold some that it has freed. Collectives that wait return here only when that has happened. Where
+a real step differs nevertheless, it is run again, at most twice; the table says how often.
+
+`--kernels cuda` has no real ranks to compare with. Each case must run through, and hold the same bytes of
+weights, gathered weights, gradients and optimizer state as on the CPU's path.
+"""
+
+import argparse
+import datetime
+import json
+import platform
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(Path(__file__).parent)]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import transformers  # noqa: E402
+from dryrun_cases import GRID, Case  # noqa: E402
+from ranks import run_ranks  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from meshtune.dryrun.ranks import trace_ranks  # noqa: E402
+from meshtune.dryrun.world import Job, batch_of, record, trace_rank  # noqa: E402
+from meshtune.meter.trace import GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS, StepTrace  # noqa: E402
+from meshtune.parallel.mesh import join  # noqa: E402
+from meshtune.rundir import write_text_atomically  # noqa: E402
+from meshtune.train.model import rank_model  # noqa: E402
+from meshtune.units import counted  # noqa: E402
+
+REPEATS = 2  # of a real step that differs
+WAITING = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+STATES = (WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER)
+
+# A rank's two steps #
+
+
+class Step(NamedTuple):
+    """One step of one rank, as far as it is compared."""
+
+    peaks: dict[str, tuple[int, dict[str, int]]]  # phase -> (bytes, those of each category that has any)
+    most: dict[str, int]  # category -> the most bytes that it has at any time of the step
+    collectives: list[tuple[str, str, int]]  # op, axis, bytes
+
+
+def summary(steps: Sequence[StepTrace]) -> list[Step]:
+    """Return what is compared of a rank's steps."""
+    summaries = []
+    for step in steps:
+        most: Counter[str] = Counter()
+        for _, sizes in step.timeline():
+            most |= Counter(sizes)
+        peaks = {phase: (total, dict(+Counter(parts))) for phase, (total, parts) in step.peaks.items()}
+        collectives = [(each.op, each.axis, each.bytes) for each in step.collectives()]
+        summaries.append(Step(peaks, dict(most), collectives))
+    return summaries
+
+
+def real_steps(job: Job) -> list[Step]:
+    """Train two steps on this rank, one of the layout's, with real tensors."""
+    world = join(job.layout, torch.device("cpu"))
+    model = rank_model(job.spec, world, optimizer=job.optimizer, tokens_per_sequence=job.seq_len)
+    batch, steps = batch_of(job, world), [StepTrace(1), StepTrace(2)]
+    with released():
+        record(job, model, model.passes.localise(batch), steps, label_tokens=batch.label_tokens)
+    return summary(steps)
+
+
+@contextmanager
+def released() -> Iterator[None]:
+    """While open, a collective that waits returns only when gloo's worker thread holds its tensors no more.
+
+    The thread lets go of them some time after it has woken who waits: until then a tensor that the step has
+    freed would be counted.
+    """
+    real = {name: getattr(dist, name) for name in WAITING}
+    for name, collective in real.items():
+        setattr(dist, name, partial(_call_and_wait, collective))
+    try:
+        yield
+    finally:
+        for name, collective in real.items():
+            setattr(dist, name, collective)
+
+
+def _call_and_wait(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    tensors = [each for each in args if isinstance(each, Tensor)]
+    users = [tensor._use_count() for tensor in tensors]
+    work = collective(*args, **kwargs)
+    while work is None and any(
+        tensor._use_count() > count for tensor, count in zip(tensors, users, strict=True)
+    ):
+        time.sleep(1e-4)
+    return work
+
+
+def simulated(job: Job) -> list[list[Step]]:
+    """Steps of every rank on fake tensors."""
+    ranks = job.layout.world
+    return [summary(trace.steps) for trace in trace_ranks(partial(trace_rank, job), range(ranks), ranks)]
+
+
+def real(job: Job) -> list[list[Step]]:
+    """Steps of every rank on real tensors and real ranks."""
+    return run_ranks(job.layout.world, real_steps, job, seconds=300)
+
+
+# Comparison #
+
+
+def differences(expected: Sequence[Sequence[Step]], found: Sequence[Sequence[Step]]) -> Iterator[str]:
+    """Sentences on what differs between the ranks' real steps and those on fake tensors."""
+    for where, step, fake in _pairs(expected, found):
+        for phase in step.peaks.keys() | fake.peaks.keys():
+            total, parts = step.peaks.get(phase, (0, {}))
+            other, others = fake.peaks.get(phase, (0, {}))
+            if (total, parts) != (other, others):
+                more = _unequal(parts, others)
+                yield f"{where}: peak of {phase} {total:,} bytes, dry run {other:,}: {more}"
+        if more := _unequal(step.most, fake.most):
+            yield f"{where}: most bytes at any time, {more}"
+        messages = zip_longest(step.collectives, fake.collectives)
+        wrong = next(((n, *pair) for n, pair in enumerate(messages) if pair[0] != pair[1]), None)
+        if wrong is not None:
+            yield f"{where}: collective {wrong[0]} is {wrong[1]}, dry run {wrong[2]}"
+
+
+def state_differences(expected: Sequence[Sequence[Step]], found: Sequence[Sequence[Step]]) -> Iterator[str]:
+    """Sentences on what differs in the model states between two dry runs."""
+    for where, step, other in _pairs(expected, found):
+        sizes, others = ({name: each.most.get(name, 0) for name in STATES} for each in (step, other))
+        if more := _unequal(sizes, others):
+            yield f"{where}: most bytes at any time, {more}"
+
+
+def _pairs(
+    expected: Sequence[Sequence[Step]], found: Sequence[Sequence[Step]]
+) -> Iterator[tuple[str, Step, Step]]:
+    for rank, steps in enumerate(zip(expected, found, strict=True)):
+        for number, (step, other) in enumerate(zip(*steps, strict=True), 1):
+            yield f"rank {rank}, step {number}", step, other
+
+
+def _unequal(sizes: dict[str, int], others: dict[str, int]) -> str:
+    """Categories whose bytes differ, with both."""
+    return ", ".join(
+        f"{name} {sizes.get(name, 0):,} | {others.get(name, 0):,}"
+        for name in sorted(sizes.keys() | others.keys())
+        if sizes.get(name, 0) != others.get(name, 0)
+    )
+
+
+# The grid #
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case of the grid."""
+
+    case: str
+    ranks: int
+    first_peak: int  # bytes of the fullest rank in the first step
+    peak: int  # in the second
+    sizes: int  # that are compared: (rank, step, phase, category) with bytes
+    collectives: int  # of all ranks in both steps
+    differences: tuple[str, ...]  # from the last real step; with CUDA's kernels from the CPU's states
+    repeats: int  # of the real steps
+    seconds: float
+
+    def cells(self) -> str:
+        """The row of the table."""
+        right = "equal" if not self.differences else f"**{counted(len(self.differences), 'difference')}**"
+        return (
+            f"| {self.case} | {self.ranks} | {self.first_peak:,} | {self.peak:,} | {self.sizes} | "
+            f"{self.collectives:,} | {right} | {self.repeats or ''} |"
+        )
+
+
+def compare(case: Case, kernels: str = "cpu") -> Row:
+    """Compare one case with real ranks; with CUDA's kernels, with the states of the CPU's path."""
+    started, repeats = time.perf_counter(), 0
+    found = simulated(case.job(kernels))
+    if kernels == "cuda":
+        unequal = [*state_differences(simulated(case.job()), found)]
+    else:
+        while (unequal := [*differences(real(case.job()), found)]) and repeats < REPEATS:
+            print(f"{case.name}: once more, since {unequal[0]}", file=sys.stderr, flush=True)
+            repeats += 1
+    first, later = ([max(total for total, _ in steps[n].peaks.values()) for steps in found] for n in (0, 1))
+    every = [step for steps in found for step in steps]
+    return Row(
+        case=case.name,
+        ranks=len(found),
+        first_peak=max(first),
+        peak=max(later),
+        sizes=sum(len(parts) for step in every for _, parts in step.peaks.values()),
+        collectives=sum(len(step.collectives) for step in every),
+        differences=tuple(unequal),
+        repeats=repeats,
+        seconds=round(time.perf_counter() - started, 1),
+    )
+
+
+def page(rows: Sequence[Row], kernels: str) -> str:
+    """All cases as Markdown."""
+    wrong = sum(bool(row.differences) for row in rows)
+    against = (
+        "real ranks (gloo)" if kernels == "cpu" else "the CPU's path: weights, gradients, optimizer state"
+    )
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return "\n".join([
+        "# The dry run against real training steps",
+        "",
+        f"{datetime.date.today()}, {versions}, Python {platform.python_version()}; kernels: {kernels}, against "
+        f"{against}.",
+        "",
+        "```",
+        "make validation-dryrun" if kernels == "cpu" else "python validation/dryrun_grid.py --kernels cuda",
+        "```",
+        "",
+        f"{counted(len(rows), 'case')}, {len(rows) - wrong} equal; {sum(row.sizes for row in rows):,} sizes and "
+        f"{sum(row.collectives for row in rows):,} collectives compared, without a tolerance; "
+        f"{counted(sum(row.repeats for row in rows), 'real step')} made again.",
+        "[dryrun_grid.py](dryrun_grid.py) says what is compared, [dryrun_cases.py](dryrun_cases.py) has the "
+        "models and options. Peaks are bytes of the fullest rank.",
+        "",
+        "| case | ranks | peak, step 1 | peak, step 2 | sizes | collectives | | again |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | --- | ---: |",
+        *(row.cells() for row in rows),
+        "",
+    ])  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="parts of cases' names, separated by commas; default: all")
+    parser.add_argument("--kernels", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--json", type=Path, help="the rows; those that it has are not run again")
+    parser.add_argument("--table", type=Path, help="write the page here, such as validation/dryrun-grid.md")
+    options = parser.parse_args()
+    parts = options.only.split(",") if options.only else [""]
+    done: dict[str, Row] = {}
+    if options.json and options.json.exists():
+        done = {each["case"]: Row(**each) for each in json.loads(options.json.read_text())}
+    rows = []
+    for case in GRID:
+        if not any(part in case.name for part in parts):
+            continue
+        row = done.get(case.name) or compare(case, options.kernels)
+        rows.append(row)
+        if options.json:
+            write_text_atomically(options.json, json.dumps([asdict(each) for each in rows], indent=1) + "\n")
+        print(f"{row.cells()} {row.seconds} s", file=sys.stderr, flush=True)
+        for sentence in row.differences:
+            print(f"    {sentence}", file=sys.stderr, flush=True)
+    text = page(rows, options.kernels)
+    print(text)
+    if options.table:
+        write_text_atomically(options.table, text)
+    sys.exit(any(row.differences for row in rows))
+
+
+if __name__ == "__main__":
+    main()
