@@ -5,6 +5,7 @@ message holds.
     flex attention                         saves what the compiled kernel saves; it has no backward on a CPU
     transformers' is_fake_tensor           a fake is no trace, for which other masks would be built
     torch.distributed.isend                holds what it sends, as real process groups do
+    FSDPParam.reset_sharded_param          pads a shard once; FSDP2 looks at addresses, which fakes lack
 
 Each has the shapes, strides and saved tensors of the real one; the trace names those that were called
 (`RankTrace.substitutes`).
@@ -20,9 +21,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from transformers.utils import import_utils
 
 from meshtune.attention import cuda
+from meshtune.parallel.zero import local
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 FLASH_HEAD = 256  # largest head size of flash attention
@@ -52,6 +55,18 @@ def held_messages(kernels: str) -> Callable[..., HeldWork]:
         return HeldWork(real(tensor, *args, **kwargs), tensor, until_waited=kernels == "cuda")
 
     return isend
+
+
+def padded_once(kernels: str) -> Callable[[FSDPParam], None]:
+    real = FSDPParam.reset_sharded_param
+
+    def reset(parameter: FSDPParam) -> None:
+        current = getattr(parameter._module_info.module, parameter._module_info.param_name)
+        storages = [each.untyped_storage()._cdata for each in (parameter._sharded_param_data, local(current))]
+        if current is not parameter.sharded_param or storages[0] != storages[1]:
+            real(parameter)
+
+    return reset
 
 
 def no_trace(kernels: str) -> Callable[[Any], bool]:
@@ -163,6 +178,11 @@ class Substitute(NamedTuple):
 
 SUBSTITUTES = (
     Substitute("torch.distributed.isend", ((dist, "isend"), (distributed_c10d, "isend")), held_messages),
+    Substitute(
+        "torch.distributed.fsdp.FSDPParam.reset_sharded_param",
+        ((FSDPParam, "reset_sharded_param"),),
+        padded_once,
+    ),
     Substitute(
         "transformers.utils.import_utils.is_fake_tensor", ((import_utils, "is_fake_tensor"),), no_trace
     ),

@@ -41,6 +41,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshtune.meter.trace import ACTIVATIONS, COMMUNICATION, GATHERED, GRADIENTS, LOGITS, TEMPORARY
 
+FROM_HOST = torch.ops.aten.lift_fresh.default  # takes a tensor of Python's numbers, which no operation made
 UNCLAIMED = (ACTIVATIONS, TEMPORARY)  # what a storage is until something shows more
 
 
@@ -211,7 +212,7 @@ class Ledger(TorchDispatchMode):
         for tensor in self.tensors(out):
             logits = of_logits and tensor.ndim > 0 and tensor.shape[-1] == self.logit_columns
             for storage in storages_of(tensor):
-                if not self._foreign(storage, [args, kwargs]):
+                if func is FROM_HOST or not self._foreign(storage, [args, kwargs]):
                     self._entry_of(storage, LOGITS if logits else self.default)
         self._claim_of_collective(func, args, kwargs, out)
         return out
