@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart quickstart-lora test test-default test-slow test-oldest test-migrate test-exports test-cases fuzz families validation kill-loop style lint docs benchmark gpu-check clean
+.PHONY: quickstart quickstart-lora test test-default test-slow test-oldest test-migrate test-exports test-cases fuzz families validation validation-dryrun kill-loop style lint docs benchmark gpu-check clean
 
 # The main job on the embedded model and data: fine-tune, evaluate, write a Hugging Face folder and a report.
 quickstart: $(STAMP)
@@ -71,6 +71,12 @@ validation: $(STAMP)
 	$(BIN)/python validation/accuracy.py
 	$(BIN)/python validation/reserved.py
 	$(BIN)/python validation/step_time.py
+
+# The dry run against real steps on CPU ranks, to the byte: validation/dryrun-grid.md, half an hour. DRYRUN_ROWS=FILE.json
+# keeps the rows, and goes on from there.
+DRYRUN_ROWS ?=
+validation-dryrun: $(STAMP)
+	$(BIN)/python validation/dryrun_grid.py --table validation/dryrun-grid.md $(if $(DRYRUN_ROWS),--json $(DRYRUN_ROWS))
 
 style: $(STAMP)
 	$(BIN)/ruff check .

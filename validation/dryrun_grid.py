@@ -11,8 +11,8 @@ without any tolerance:
     collectives   of both steps, in the order in which they are issued: op, axis, bytes
 
 gloo's worker threads let go of a collective's tensors some time after they have woken who waits, so that a
-real step may hold some that it has freed. Collectives that wait return here only when that has happened. Where
-a real step differs nevertheless, it is run again, at most twice; the table says how often.
+real step may hold some that it has freed. Collectives that wait return here only when that has happened.
+Where a real step differs nevertheless, it is run again, at most twice; the table says how often.
 
 `--kernels cuda` has no real ranks to compare with. Each case must run through, and hold the same bytes of
 weights, gathered weights, gradients and optimizer state as on the CPU's path.
@@ -45,7 +45,7 @@ from torch import Tensor  # noqa: E402
 
 from meshtune.dryrun.ranks import trace_ranks  # noqa: E402
 from meshtune.dryrun.world import Job, batch_of, record, trace_rank  # noqa: E402
-from meshtune.meter.trace import GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS, StepTrace  # noqa: E402
+from meshtune.meter.trace import GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS, RankTrace, StepTrace  # noqa: E402
 from meshtune.parallel.mesh import join  # noqa: E402
 from meshtune.rundir import write_text_atomically  # noqa: E402
 from meshtune.train.model import rank_model  # noqa: E402
@@ -117,10 +117,15 @@ def _call_and_wait(collective: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return work
 
 
+def traces(job: Job) -> list[RankTrace]:
+    """Trace two steps of every rank on fake tensors."""
+    ranks = job.layout.world
+    return trace_ranks(partial(trace_rank, job), range(ranks), ranks)
+
+
 def simulated(job: Job) -> list[list[Step]]:
     """Steps of every rank on fake tensors."""
-    ranks = job.layout.world
-    return [summary(trace.steps) for trace in trace_ranks(partial(trace_rank, job), range(ranks), ranks)]
+    return [summary(trace.steps) for trace in traces(job)]
 
 
 def real(job: Job) -> list[list[Step]]:
@@ -226,6 +231,7 @@ def compare(case: Case, kernels: str = "cpu") -> Row:
 
 def page(rows: Sequence[Row], kernels: str) -> str:
     """All cases as Markdown."""
+    left = [case.name for case in GRID if case.name not in {row.case for row in rows}]
     wrong = sum(bool(row.differences) for row in rows)
     against = (
         "real ranks (gloo)" if kernels == "cpu" else "the CPU's path: weights, gradients, optimizer state"
@@ -234,18 +240,19 @@ def page(rows: Sequence[Row], kernels: str) -> str:
     return "\n".join([
         "# The dry run against real training steps",
         "",
-        f"{datetime.date.today()}, {versions}, Python {platform.python_version()}; kernels: {kernels}, against "
-        f"{against}.",
+        f"{datetime.date.today()}, {versions}, Python {platform.python_version()}; kernels: {kernels}, "
+        f"against {against}.",
         "",
         "```",
         "make validation-dryrun" if kernels == "cpu" else "python validation/dryrun_grid.py --kernels cuda",
         "```",
         "",
-        f"{counted(len(rows), 'case')}, {len(rows) - wrong} equal; {sum(row.sizes for row in rows):,} sizes and "
-        f"{sum(row.collectives for row in rows):,} collectives compared, without a tolerance; "
+        f"{counted(len(rows), 'case')}, {len(rows) - wrong} equal; {sum(row.sizes for row in rows):,} sizes "
+        f"and {sum(row.collectives for row in rows):,} collectives compared, without a tolerance; "
         f"{counted(sum(row.repeats for row in rows), 'real step')} made again.",
         "[dryrun_grid.py](dryrun_grid.py) says what is compared, [dryrun_cases.py](dryrun_cases.py) has the "
         "models and options. Peaks are bytes of the fullest rank.",
+        *(["", f"Not run: {'; '.join(left)}."] if left else []),
         "",
         "| case | ranks | peak, step 1 | peak, step 2 | sizes | collectives | | again |",
         "| --- | ---: | ---: | ---: | ---: | ---: | --- | ---: |",
@@ -259,6 +266,7 @@ def main() -> None:
     parser.add_argument("--only", help="parts of cases' names, separated by commas; default: all")
     parser.add_argument("--kernels", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--json", type=Path, help="the rows; those that it has are not run again")
+    parser.add_argument("--done", action="store_true", help="only those that --json has already")
     parser.add_argument("--table", type=Path, help="write the page here, such as validation/dryrun-grid.md")
     options = parser.parse_args()
     parts = options.only.split(",") if options.only else [""]
@@ -267,7 +275,7 @@ def main() -> None:
         done = {each["case"]: Row(**each) for each in json.loads(options.json.read_text())}
     rows = []
     for case in GRID:
-        if not any(part in case.name for part in parts):
+        if not any(part in case.name for part in parts) or (options.done and case.name not in done):
             continue
         row = done.get(case.name) or compare(case, options.kernels)
         rows.append(row)

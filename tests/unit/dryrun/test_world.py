@@ -1,5 +1,6 @@
-"""The dry run of a rank against the same steps on real CPU ranks: bytes by category, and messages."""
+"""The dry run of ranks against the same steps on real CPU ranks: bytes by category, and collectives."""
 
+import sys
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -7,76 +8,72 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from ranks import run_ranks
-from transformers import LlamaConfig
 
 from meshtune.dryrun.ranks import trace_ranks
-from meshtune.dryrun.world import Job, batch_of, record, trace_rank
-from meshtune.layout import Layout
-from meshtune.meter.trace import (
-    BACKWARD,
-    FORWARD,
-    GATHERED,
-    OPTIMIZER,
-    RECOMPUTATION,
-    UPDATE,
-    WEIGHTS,
-    StepTrace,
+from meshtune.dryrun.world import trace_rank
+from meshtune.layout import RECOMPUTE, SCHEDULES
+from meshtune.meter.trace import BACKWARD, FORWARD, GATHERED, OPTIMIZER, RECOMPUTATION, UPDATE, WEIGHTS
+from meshtune.model.capabilities import traits
+from meshtune.model.load import on_meta
+from meshtune.optimizers import OPTIMIZERS
+from meshtune.placement.rules import refusals
+
+ROOT = Path(__file__).parents[3]
+SRC = ROOT / "src" / "meshtune"
+sys.path.append(str(ROOT / "validation"))
+
+from dryrun_cases import GRID, MODELS, Case  # noqa: E402
+from dryrun_grid import compare, differences, real, summary, traces  # noqa: E402
+
+SLOW = (  # of the grid, one of each technique
+    "zero2x2-mb2-ga2, DoRA",
+    "dp2-zero3x2-mb1-ga2",
+    "tp2-sp-mb24-ga1-full, three chunks of the loss, label smoothing",
+    "tp2-mb2-ga2",
+    "cp2-tp2-sp-mb1-ga1, Mistral, window of 16",
+    "ulysses2-mb2-ga2",
+    "pp2-zb-v2-mb1-ga4",
+    "pp2-zbv-mb1-ga4, tied embeddings",
+    "zero3x2-mb2-ga2-selective, Gemma 2",
 )
-from meshtune.parallel.mesh import join
-from meshtune.train.model import ModelSpec, OptimizerSpec, rank_model
-
-SRC = Path(__file__).parents[3] / "src" / "meshtune"
-MODEL = LlamaConfig(
-    vocab_size=512, hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=8,
-    num_key_value_heads=4, max_position_embeddings=128, tie_word_embeddings=False,
-)  # fmt: skip
 
 
-def job(layout: str, **options: Any) -> Job:
-    return Job(
-        spec=ModelSpec(source=MODEL, init="random", **options),
-        optimizer=OptimizerSpec(),
-        layout=Layout.parse(layout),
-        seq_len=128,
-        documents=(50, 40, 30),
-    )
+def test_the_grid_has_every_technique_and_no_layout_that_training_refuses() -> None:
+    jobs = {case.name: case.job() for case in GRID}
+    layouts = [job.layout for job in jobs.values()]
+    assert len(jobs) == len(GRID) and sum(2 <= layout.world <= 8 for layout in layouts) >= 36
+    assert max(layout.world for layout in layouts) == 8
+    assert {layout.schedule for layout in layouts} == set(SCHEDULES)
+    assert {layout.recompute for layout in layouts} == set(RECOMPUTE)
+    assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
+    assert {job.optimizer.name for job in jobs.values()} == set(OPTIMIZERS)
+    assert {job.spec.precision for job in jobs.values()} == {"fp32", "bf16", "bf16-pure"}
+    models = {name: traits(on_meta(config)) for name, config in MODELS.items()}
+    for case in GRID:
+        found = refusals(models[case.model], jobs[case.name].layout, optimizer=case.optimizer)
+        assert not found, (case.name, found)
 
 
-def summary(steps: list[StepTrace]) -> list[tuple[dict[str, Any], Counter[Any]]]:
-    """(Peaks by phase and category, messages) of each step."""
-    return [
-        (
-            {phase: (size, +Counter(parts)) for phase, (size, parts) in step.peaks.items()},
-            Counter((each.op, each.axis, each.bytes) for each in step.collectives()),
-        )
-        for step in steps
-    ]
-
-
-def really(work: Job) -> list[tuple[dict[str, Any], Counter[Any]]]:
-    """Summary of the same steps on this rank, with real tensors and real ranks."""
-    world = join(work.layout, torch.device("cpu"))
-    model = rank_model(work.spec, world, optimizer=work.optimizer, tokens_per_sequence=work.seq_len)
-    batch, steps = batch_of(work, world), [StepTrace(1), StepTrace(2)]
-    record(work, model, model.passes.localise(batch), steps, label_tokens=batch.label_tokens)
-    return summary(steps)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_a_case_of_the_grid_is_equal(name: str) -> None:
+    case = next(case for case in GRID if case.name == name)
+    assert compare(case).differences == ()
 
 
 @pytest.mark.parametrize(
     "layout",
     [
-        "zero3x2-mb2-ga2-full",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("tp2-sp-mb2-ga2", "pp2-1f1b-mb1-ga4")),
+        "zero3x3-mb1-ga1-full",  # shards of different sizes
+        pytest.param("tp2-sp-mb1-ga1", marks=pytest.mark.slow),
+        pytest.param("pp2-1f1b-mb1-ga4", marks=pytest.mark.slow),
+        pytest.param("zero3x2-mb2-ga2-full", marks=pytest.mark.slow),
     ],
 )
 def test_fake_steps_have_the_bytes_and_messages_of_real_ones(layout: str) -> None:
-    work = job(layout)
-    ranks = work.layout.world
-    simulated = trace_ranks(partial(trace_rank, work), range(ranks), ranks)
-    for number, expected in enumerate(run_ranks(ranks, really, work)):
-        assert summary(simulated[number].steps) == expected
+    work = Case(layout=layout).job()
+    simulated = traces(work)
+    assert [*differences(real(work), [summary(trace.steps) for trace in simulated])] == []
     steps = simulated[0].steps
     again = {RECOMPUTATION} if work.layout.recompute == "full" else set()
     assert {operation.phase for operation in steps[1].operations} == {FORWARD, BACKWARD, UPDATE, *again}
@@ -89,7 +86,11 @@ def test_fake_steps_have_the_bytes_and_messages_of_real_ones(layout: str) -> Non
     gathered = {each.module for each in steps[1].storages if each.category == GATHERED}
     assert {f"model.layers.{block}" for block in range(4)} < gathered, "by FSDP2's hooks, in no operation"
     weight = next(each for each in steps[1].storages if each.name == "lm_head.weight" and not each.state)
-    assert (weight.category, weight.shape, weight.dtype) == (WEIGHTS, (256, 64), "float32")
+    assert (weight.category, weight.shape, weight.dtype) == (
+        WEIGHTS,
+        (-(-512 // work.layout.dp_shard), 64),
+        "float32",
+    )
     assert list(steps[1].host_reads) == [line for line in steps[1].host_reads if line.startswith("meshtune/")]
 
 
@@ -103,7 +104,7 @@ def test_neither_training_nor_parallelism_knows_that_it_is_simulated() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["mb1-ga5", "pp2-1f1b-mb1-ga7", "pp2-gpipe-mb1-ga8"])
 def test_micro_batches_that_are_left_out_are_counted(layout: str) -> None:
-    work = job(layout)
+    work = Case(layout=layout).job()
     counts = []
     for every in (False, True):
         traced = replace(work, every_micro_batch=every)

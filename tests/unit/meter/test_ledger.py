@@ -41,6 +41,17 @@ def test_memory_that_a_storage_of_before_gets_back_is_counted():
         assert ledger.total == 0
 
 
+def test_a_tensor_of_pythons_numbers_is_counted_once():
+    kept = torch.ones(4)
+    with Ledger(CPU) as ledger:
+        made = kept.new_tensor([1.0, 2.0, 3.0])  # its memory is no operation's result
+        assert ledger.total == 12
+        more = made.view(-1)
+        assert ledger.total == 12
+        del made, more
+        assert ledger.total == 0
+
+
 def test_what_gets_its_category_later_had_it_at_the_peak_already():
     with Ledger(CPU) as ledger:
         kept = torch.ones(1000)
