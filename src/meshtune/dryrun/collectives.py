@@ -1,6 +1,5 @@
 """Messages between ranks as they were dispatched: torch's c10d operators -> `Collective`."""
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ class Groups:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.members = cache(self._members)
+        self.members: dict[str, tuple[str, list[int], int]] = {}  # see `_members`, by the group's name
 
     def collective(self, func: Any, args: Any, kwargs: Any) -> Collective | None:
         """The message that a c10d operator sends with these arguments; None: it sends no tensor.
@@ -42,7 +41,10 @@ class Groups:
         if func._opname == "barrier":
             return None
         op, position = OPERATORS[func._opname]
-        axis, ranks, stride = self.members(dist.ProcessGroup.unbox(given["process_group"]).group_name)
+        group = dist.ProcessGroup.unbox(given["process_group"])
+        if group.group_name not in self.members:
+            self.members[group.group_name] = self._members(group)
+        axis, ranks, stride = self.members[group.group_name]
         peer = PEER.get(func._opname)
         return Collective(
             op=op,
@@ -54,9 +56,8 @@ class Groups:
             waits=not given.get("async_op", peer is not None),
         )
 
-    def _members(self, group_name: str) -> tuple[str, list[int], int]:
+    def _members(self, group: dist.ProcessGroup) -> tuple[str, list[int], int]:
         """(Axes along which a group's ranks differ, its ranks in the world, distance of the first two)."""
-        group = dist.distributed_c10d._resolve_process_group(group_name)
         ranks = dist.get_process_group_ranks(group)
         places = [coordinates(self.layout, rank) for rank in ranks]
         axes = [name for name in AXES if len({place[name] for place in places}) > 1]

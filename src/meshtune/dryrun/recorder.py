@@ -233,14 +233,14 @@ class Recorder(Ledger):
     def _in_passes(self) -> tuple[str, Place]:
         node = torch._C._current_autograd_node()
         if node is None and self.stack:
-            self._made(torch.autograd._get_sequence_nr() - 1, self.stack[-1])
+            self._made(sequence_number() - 1, self.stack[-1])
             return FORWARD, self.stack[-1]
         if node is None:  # between two passes, or behind one: FSDP2's last reduce-scatter
             phase, place = self.latest
             return phase, Place("", place.micro_batch, place.stage)
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        if recomputing():
             place = self.stack[-1] if self.stack else self._maker(node)
-            self._made(torch.autograd._get_sequence_nr() - 1, place)
+            self._made(sequence_number() - 1, place)
             return RECOMPUTATION, place
         return BACKWARD, self._maker(node)
 
@@ -286,6 +286,17 @@ class Recorder(Ledger):
         self.closed = True
         super().__exit__(*details)
         self._hooks.close()
+
+
+def sequence_number() -> int:
+    """Number of autograd's next node."""
+    return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
+
+
+def recomputing() -> bool:
+    """True in a forward that checkpoint runs again: it replaces what is saved, by hooks of its own."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
+    return hooks(True) is not None
 
 
 def module_names(model: nn.Module) -> dict[int, str]:

@@ -340,13 +340,14 @@ class _World:
     def rank_time(self, pp: int, seconds: float) -> RankTime:
         """Intervals and parts of one rank, after the run."""
         mine = [number for number, made in enumerate(self.made) if made.pp == pp]
-        parts: Counter[str] = Counter()
+        parts: defaultdict[str, float] = defaultdict(float)
         end = 0.0
         for number in mine:
             task, made = self.tasks[number], self.made[number]
             if task.queue[1] != COMPUTE:
                 continue
-            parts.update(self._gap(pp, task, end))
+            for part, waited in self._gap(pp, task, end):
+                parts[part] += waited
             slowed = task.slowed or {}
             for beside, lost in slowed.items():
                 parts[self.made[beside].part] += lost
@@ -361,24 +362,25 @@ class _World:
         found = {name: parts.get(name, 0.0) for name in PARTS}
         return RankTime(pp, self.traces[pp], intervals, Seconds(**found))
 
-    def _gap(self, pp: int, task: Task, end: float) -> dict[str, float]:
-        """Parts of the time for which the compute stream has waited before a task. end: of the one before."""
+    def _gap(self, pp: int, task: Task, end: float) -> Sequence[tuple[str, float]]:
+        """(Part, seconds) of the time for which the compute stream has waited before a task.
+
+        end: of the one before.
+        """
         if (gap := task.begin - end) <= 0:
-            return {}
+            return ()
         cause = task.cause
         if cause < 0 or self.tasks[cause].end < task.begin - 1e-12:
-            return {"host": gap}
+            return (("host", gap),)
         found, other = self.made[cause], self.tasks[cause]
         if found.part in ("compute", "optimizer"):
-            return {"bubble" if found.pp != pp else "data": gap}
+            return (("bubble" if found.pp != pp else "data", gap),)
         idle = min(gap, max(0.0, other.begin - end))  # before the collective began
         if found.pp != pp or (other.cause >= 0 and self.made[other.cause].pp != pp):
             why = "bubble"
         else:
             why = found.part if other.cause >= 0 else "host"
-        parts = Counter({why: idle})
-        parts[found.part] += gap - idle
-        return parts
+        return (why, idle), (found.part, gap - idle)
 
     def _intervals(self, numbers: Sequence[int]) -> Iterator[Interval]:
         for number in numbers:

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 from made_traces import cluster
-from test_world import MODEL, job
+from transformers import LlamaConfig
 
 from meshtune.dryrun.costs import Costs
 from meshtune.dryrun.kernels import COMMUNICATION, kernel_table
@@ -14,18 +14,27 @@ from meshtune.dryrun.passes import cut, is_message, runs
 from meshtune.dryrun.ranks import trace_ranks
 from meshtune.dryrun.streams import COMPUTE, simulate
 from meshtune.dryrun.timeline import passes
-from meshtune.dryrun.world import trace_rank
+from meshtune.dryrun.world import Job, trace_rank
 from meshtune.layout import Layout
 from meshtune.meter.trace import RankTrace
 from meshtune.model.trace import census
 from meshtune.placement.schedules import orders
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
+from meshtune.train.model import ModelSpec, OptimizerSpec
+
+MODEL = LlamaConfig(
+    vocab_size=512, hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=8,
+    num_key_value_heads=4, max_position_embeddings=128, tie_word_embeddings=False,
+)  # fmt: skip
 
 
 def traced(layout: str, **options: object) -> list[RankTrace]:
     """Traces of every pipeline rank of a tiny Llama on the path of GPUs, in bf16."""
-    work = job(layout, kernels="cuda", precision="bf16", **options)
+    spec = ModelSpec(source=MODEL, init="random", kernels="cuda", precision="bf16", **options)  # type: ignore[arg-type]
+    work = Job(
+        spec=spec, optimizer=OptimizerSpec(), layout=Layout.parse(layout), seq_len=128, documents=(50, 40, 30)
+    )
     ranks = range(0, work.layout.world, work.layout.world // work.layout.pp)
     return trace_ranks(partial(trace_rank, work), ranks, work.layout.world)
 

@@ -6,7 +6,7 @@ layouts_table  several: peak and step time, a row each
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from meshtune.plan.memory.timeline import CATEGORIES, CATEGORY_NAMES
@@ -47,17 +47,21 @@ def _rows(document: Document) -> Iterator[tuple[str, str, str, str]]:
     memory, held = document["predicted"]["memory"], simulated_memory(document)
     for name in CATEGORIES:
         if (sizes := (memory[name], held.get(name, 0))) != (0, 0):
-            yield (CATEGORY_NAMES[name], *(human(size) for size in sizes), difference(*sizes))
-    sizes = memory["peak"], document["need_bytes"]
-    yield ("memory", *(human(size) for size in sizes), difference(*sizes))
+            yield _row(CATEGORY_NAMES[name], *sizes, human)
+    yield _row("memory", memory["peak"], document["need_bytes"], human)
     if (time := document["time"]) is None:
         return
     parts = document["predicted"]["time"]
     for name in PARTS:
         if (pair := (parts[name], time["parts"][name])) != (0, 0):
-            yield (name, *map(duration, pair), difference(*pair))
-    pair = parts["total"], time["seconds"]
-    yield ("step", *map(duration, pair), difference(*pair))
+            yield _row(name, *pair, duration)
+    yield _row("step", parts["total"], time["seconds"], duration)
+
+
+def _row(
+    name: str, predicted: float, simulated: float, written: Callable[[float], str]
+) -> tuple[str, str, str, str]:
+    return name, written(predicted), written(simulated), difference(predicted, simulated)
 
 
 def layouts_table(documents: Sequence[Document]) -> Listing:

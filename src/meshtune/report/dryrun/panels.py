@@ -10,7 +10,7 @@ streams, neighbours that are closer than a pixel become one.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -155,7 +155,7 @@ def streams_panel(
     still too many, those shorter than a pixel are drawn with the one before.
     """
     every = sorted((Busy(*one) for one in busy), key=lambda one: (one.stream, one.start))
-    lengths: Counter[str] = Counter()
+    lengths: defaultdict[str, float] = defaultdict(float)
     for one in every:
         lengths[one.stream] += one.end - one.start
     end = max((one.end for one in every), default=0.0)
@@ -169,7 +169,7 @@ def streams_panel(
         key,
         title + note,
         "seconds",
-        tuple(stream for stream, _ in lengths.most_common()),
+        tuple(sorted(lengths, key=lambda stream: -lengths[stream])),
         tuple(Interval(one.stream, one.start, one.end, one.part, one.label) for one in drawn),
     )
 
