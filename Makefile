@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart quickstart-lora test test-default test-slow test-oldest test-migrate test-exports test-cases fuzz families validation validation-dryrun kill-loop style lint docs benchmark gpu-check clean
+.PHONY: quickstart quickstart-lora test test-default test-slow test-oldest test-migrate test-exports test-cases fuzz families validation validation-dryrun validation-memory kill-loop style lint docs benchmark gpu-check clean
 
 # The main job on the embedded model and data: fine-tune, evaluate, write a Hugging Face folder and a report.
 quickstart: $(STAMP)
@@ -77,6 +77,10 @@ validation: $(STAMP)
 DRYRUN_ROWS ?=
 validation-dryrun: $(STAMP)
 	$(BIN)/python validation/dryrun_grid.py --table validation/dryrun-grid.md $(if $(DRYRUN_ROWS),--json $(DRYRUN_ROWS))
+
+# The planner's memory beside dry runs of random small layouts and of large models, with tables: validation/memory-dryrun.md.
+validation-memory: $(STAMP)
+	$(BIN)/python validation/memory_dryrun.py --table validation/memory-dryrun.md
 
 style: $(STAMP)
 	$(BIN)/ruff check .

@@ -30,9 +30,11 @@ def small_cases() -> Iterator[tuple[str, Job]]:
         family = draw.choice([*FAMILIES])
         pipeline = "pp" in technique
         deep = "pp4" in technique or "v2" in technique
-        micro_batches = (8 if deep else 4) if pipeline else draw.choice((1, 2, 4))  # all are simulated
+        # No more of a pipeline than are simulated, and held as in a longer step.
+        micro_batches = (8 if "pp4" in technique else 4) if pipeline else draw.choice((1, 2, 4))
         batch = f"mb{draw.choice((1, 2, 3))}-ga{micro_batches}"
-        modes = RECOMPUTATIONS[:3] if "regather" in technique else RECOMPUTATIONS
+        few = any(word in technique for word in ("regather", "zb", "dualpipev"))  # which refuse the others
+        modes = RECOMPUTATIONS[:3] if few else RECOMPUTATIONS
         layout = f"{technique}-{batch}".lstrip("-") + draw.choice(modes)
         precision = draw.choice(("bf16", "bf16", "fp32", "bf16-pure"))
         lora, packed = draw.random() < 0.25, draw.random() < 0.4
@@ -96,3 +98,10 @@ def large_cases() -> Iterator[tuple[str, Job]]:
 
 
 SMALL, LARGE = dict(small_cases()), dict(large_cases())
+# Small cases whose peak the planner does not have within 2 %; memory-dryrun.md names the category.
+BEYOND = {
+    "04 gemma2 fp32 cpu zero3x2-mb1-ga1-full lora packed",
+    "09 qwen3 bf16-pure cpu tp2-sp-mb3-ga1-selective lora",
+    "17 gemma2 bf16 cuda pp2-1f1b-mb1-ga4-selective2 lora",
+    "18 gemma2 bf16 cuda pp4-1f1b-mb1-ga8-full2 packed",
+}

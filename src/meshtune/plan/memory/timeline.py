@@ -340,6 +340,7 @@ def step_timeline(
             "logits": stages.has_head * loss.at_loss,
         },
         "backward of the head": steady | {
+            "communication": flight.received + buffers.previous_reduce + buffers.gathered_block,
             "activations": flight.total + stages.has_head * loss.norm_backward,
             "logits": stages.has_head * loss.head_backward,
         },
