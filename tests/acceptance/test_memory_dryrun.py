@@ -67,7 +67,9 @@ def test_random_steps_hold_what_is_planned(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama-3.1-8b zero3x8-mb2-ga2-full", "qwen3-32b zero3x16-mb1-ga1-full"])
+@pytest.mark.parametrize(
+    "name", ["llama-3.1-8b zero3x8-mb2-ga2-full", "llama-3.1-70b tp8-sp-zero3x4-mb4-ga1-full"]
+)
 def test_large_models_hold_what_is_planned(name: str) -> None:
     check(name, LARGE[name], "large")
 
