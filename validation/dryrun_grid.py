@@ -1,6 +1,6 @@
 """The dry run against real training steps, over a grid of layouts on CPU ranks: `make validation-dryrun`.
 
-    python validation/dryrun_grid.py [--only tp2-sp,LoRA] [--json FILE.json] [--table FILE.md]
+    python validation/dryrun_grid.py [--only tp2-sp --only LoRA] [--json FILE.json] [--table FILE.md]
     python validation/dryrun_grid.py --kernels cuda      # the path of CUDA's kernels, on fakes alone
 
 Each case of dryrun_cases.py trains a tiny model for two steps on real gloo ranks, every operation watched by
@@ -263,13 +263,13 @@ def page(rows: Sequence[Row], kernels: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", help="parts of cases' names, separated by commas; default: all")
+    parser.add_argument("--only", action="append", help="a part of cases' names, as often as needed")
     parser.add_argument("--kernels", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--json", type=Path, help="the rows; those that it has are not run again")
     parser.add_argument("--done", action="store_true", help="only those that --json has already")
     parser.add_argument("--table", type=Path, help="write the page here, such as validation/dryrun-grid.md")
     options = parser.parse_args()
-    parts = options.only.split(",") if options.only else [""]
+    parts = options.only or [""]
     done: dict[str, Row] = {}
     if options.json and options.json.exists():
         done = {each["case"]: Row(**each) for each in json.loads(options.json.read_text())}
