@@ -1,0 +1,39 @@
+"""Cost of `meshtune dryrun` for large models: `python benchmarks/dryrun_cost.py`, four minutes.
+
+CPU seconds of the whole command with the ranks that it traces, and the memory of its largest process.
+Sequences of 8,192 tokens; configurations are those of plan/models.toml, so that nothing is downloaded.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+
+GIB = 2**30
+CASES = (  # model, global batch, layout
+    ("Llama-3.1-8B", 512, "zero3x512-mb1"),
+    ("Llama-3.1-70B", 512, "zero3x32-tp8-sp-mb16-full"),
+    ("Llama-3.1-405B", 64, "zero3x8-tp8-sp-pp8-1f1b-mb1-ga8"),  # 126 blocks: 16 or 15 a pipeline rank
+)
+
+
+def main() -> None:
+    for model, batch, layout in CASES:
+        with tempfile.TemporaryDirectory() as cache:
+            words = [f"model.name=meta-llama/{model}", "data.seq_len=8192", f"data.cache={cache}"]
+            words += [f"train.global_batch_size={batch}", "--gpu", "h100-sxm", "--layout", layout, "--json"]
+            command = [sys.executable, "-m", "meshtune", "dryrun", *words]
+            with tempfile.TemporaryFile() as out:
+                process = subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL)
+                _, status, used = os.wait4(process.pid, 0)  # with its ranks, which it has waited for
+                process.returncode = os.waitstatus_to_exitcode(status)
+                out.seek(0)
+                ranks = out.read().count(b'"stands_for"')
+        if process.returncode not in (0, 3):  # 3: it does not fit
+            sys.exit(f"{' '.join(command)} ended with {process.returncode}.")
+        seconds, memory = used.ru_utime + used.ru_stime, used.ru_maxrss * 2**10 / GIB
+        print(f"{model} {layout}: {ranks} ranks traced, {seconds:.0f} CPU s, {memory:.2f} GiB in one process")
+
+
+if __name__ == "__main__":
+    main()
