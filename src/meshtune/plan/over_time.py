@@ -290,7 +290,7 @@ class _RankMemory:
         elif event != "update":
             parts["activations"] += in_flight - self.in_flight
         if not started:
-            parts["gradients"] = self.no_gradients
+            parts["gradients"] += self.no_gradients - self.events["loss"]["gradients"]  # less earlier ones
         elif event != "update":
             parts["gradients"] = max(parts["gradients"], self.events["loss"]["gradients"])
         return Held(seconds, event, parts | {"overhead": self.overhead(parts)})
