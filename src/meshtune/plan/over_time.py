@@ -263,7 +263,8 @@ class _RankMemory:
         events = {
             event: {name: number(of) for name, of in parts.items()} for event, parts in timeline.items()
         }
-        flat = events["end of backward"]["gradients"] - number(states.gradients)
+        # Of a step of one micro-batch the last gradients are not reduced yet at the end of the backward.
+        flat = max(events["end of backward"]["gradients"] - number(states.gradients), 0.0)
         before = events["loss"]["gradients"] if accounting.precision.beside else flat
         return cls(
             rank=int(number(stages.rank)),
