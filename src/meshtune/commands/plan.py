@@ -198,7 +198,7 @@ def checked(plot: Path) -> Path:
     return plot
 
 
-def tool_of(tool: str | None, export: str | None, verify: int | None) -> str:
+def tool_of(tool: str | None, export: str | None, verify: int | None = None) -> str:
     """Return the name of the tool to plan for.
 
     tool, export, verify: as in --for, --export and --verify; None: not given. Raises UserError for a name

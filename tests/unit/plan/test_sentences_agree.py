@@ -83,13 +83,14 @@ def test_a_stack_with_measured_times_alone_is_not_called_unmeasured() -> None:
     assert "nobody has published 5 step times of s on g" in peaks_alone.sentence("s", "g")
 
 
-NONE = {"comparing": False, "plot": None, "top": None, "to": None}
+NONE = {"comparing": False, "plot": None, "top": None, "to": None, "verify": None}
 
 
 @pytest.mark.parametrize(
     ("layouts", "most", "more", "problem"),
     [
         (True, None, {"top": 3}, "--top 3 is the number of layouts that a search shows"),
+        (True, None, {"verify": 2}, "--verify 2 dry-runs the best layouts of a search"),
         (False, "batch", {"top": 3}, "--top 3 is the number of layouts that a search shows"),
         (False, None, {"to": Path("x")}, "--to x is the folder that --export writes into; add --export TOOL"),
         (True, None, {"comparing": True}, "answer one question"),
