@@ -102,7 +102,7 @@ def _saved_per_logit(model: PreTrainedModel, parts: Anatomy, dtype: torch.dtype)
         return tensor
 
     alive: list[Tensor] = []  # an address is only unique among living storages
-    features = model.get_input_embeddings().weight.shape[-1]
+    features = model.get_input_embeddings().get_parameter("weight").shape[-1]
     hidden = torch.empty(TOKENS, features, dtype=dtype, device="meta").requires_grad_()
     with head_only(model, parts) as logits_of, saved_tensors_hooks(pack, lambda tensor: tensor):
         logits = logits_of(hidden)
