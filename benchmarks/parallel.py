@@ -115,7 +115,8 @@ def rival(
         return float(loss), norm
 
     prepared = inputs.inputs_of(settings).prepared
-    return iter(inputs.loader_of(settings, prepared.train, world)), step
+    loader = inputs.loader_of(settings, prepared.train, world.layout, world.data_rank)
+    return iter(loader), step
 
 
 class Contender(NamedTuple):
