@@ -26,7 +26,7 @@ from meshtune.model.anatomy import anatomy
 from meshtune.model.files import ADAPTER_CONFIG
 from meshtune.model.load import load_config, load_tokenizer, quiet
 from meshtune.model.trainable import embeddings_needed
-from meshtune.parallel.apply import Parallel, apply
+from meshtune.parallel.apply import Parallel, cut, place
 from meshtune.parallel.mesh import join
 from meshtune.precision import PRECISIONS, UNMIXED
 from meshtune.rundir import RunDir
@@ -143,10 +143,12 @@ class Opened(NamedTuple):
     def parallel(self) -> Parallel:
         """The model under the layout of one rank; built anew at every access."""
         blocks = range(len(self.model.get_submodule(anatomy(self.model).blocks)))  # type: ignore[arg-type]
-        return apply(
-            lambda: self.model, join(Layout(), self.model.device), {0: blocks}, finish=head_loss,
+        world = join(Layout(), self.model.device)
+        made = cut(
+            lambda: self.model, world, {0: blocks}, finish=head_loss,
             compute_dtype=self.model.dtype, reduce_dtype=None,
         )  # fmt: skip
+        return place(made, world)
 
 
 def open_model(target: Target, device: str | None = None) -> Opened:

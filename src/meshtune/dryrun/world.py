@@ -87,9 +87,7 @@ def trace_rank(job: Job, rank: int) -> RankTrace:
     made = structure(job.spec, world, tokens_per_sequence=job.seq_len)
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     with fakes:
-        parallel = place(
-            made.cut, world, compute_dtype=job.spec.compute_dtype, reduce_dtype=job.spec.sum_dtype
-        )
+        parallel = place(made.cut, world)
         model = ready(job.spec, made, parallel, job.optimizer)
     batch = batch_of(job, world)
     micro_batches = [faked(each, fakes) for each in model.passes.localise(batch)]

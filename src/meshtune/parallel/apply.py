@@ -186,27 +186,6 @@ class Parallel:
             self.pipeline.reduce_tied(gradients)
 
 
-def apply(
-    make: Callable[[], PreTrainedModel],
-    world: World,
-    blocks: Mapping[int, range],
-    *,
-    finish: Finish,
-    compute_dtype: torch.dtype,
-    reduce_dtype: torch.dtype | None,
-    compile: bool = False,
-) -> Parallel:
-    """Build the parts of `make()` that this rank of `world` runs, with memory but without values.
-
-    A collective call: `cut`, then `place`. The arguments are theirs. Raises UserError as `cut`.
-    """
-    made = cut(
-        make, world, blocks, finish=finish, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype,
-        compile=compile,
-    )  # fmt: skip
-    return place(made, world, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
-
-
 @dataclass(frozen=True)
 class Cut:
     """This rank's stages, their parameters still on meta."""
@@ -216,6 +195,8 @@ class Cut:
     mesh: DeviceMesh | None  # of the ranks that share this rank's parameters; None: it is alone
     shapes: Mapping[str, tuple[int, ...]]  # as in Parallel
     splits: Mapping[str, Split]
+    compute_dtype: torch.dtype  # of hidden states that are sent between stages
+    reduce_dtype: torch.dtype | None  # that replicas sum gradients in; None: their own
 
 
 def cut(
@@ -261,23 +242,20 @@ def cut(
                 compute_dtype=compute_dtype, reduce_dtype=reduce_dtype,
             )  # fmt: skip
         stages.append(stage)
-    return Cut(stages, parts, mesh, shapes, splits)
+    return Cut(stages, parts, mesh, shapes, splits, compute_dtype, reduce_dtype)
 
 
-def place(
-    made: Cut, world: World, *, compute_dtype: torch.dtype, reduce_dtype: torch.dtype | None
-) -> Parallel:
-    """Allocate memory for the stages of `cut` on `world.device`, and connect them.
-
-    compute_dtype, reduce_dtype: those that they were cut with.
-    """
+def place(made: Cut, world: World) -> Parallel:
+    """Allocate memory for the stages of `cut` on `world.device`, without values, and connect them."""
     layout, stages, mesh = world.layout, made.stages, made.mesh
     groups = []
     for stage in stages:
         materialise(stage, world.device)
         groups += groups_of(stage, stage.own_blocks)
-    pipeline = Pipeline(stages, world, compute_dtype) if world.pp.size > 1 else None
-    replicas = Replicas(groups[::-1], mesh, reduce_dtype) if mesh is not None and not layout.zero else None
+    pipeline = Pipeline(stages, world, made.compute_dtype) if world.pp.size > 1 else None
+    replicas = (
+        Replicas(groups[::-1], mesh, made.reduce_dtype) if mesh is not None and not layout.zero else None
+    )
     return Parallel(world, made.anatomy, stages, made.shapes, made.splits, pipeline, replicas)
 
 

@@ -149,7 +149,7 @@ def rank_model(
     for whatever is wrong with the model's files, and for a family whose attention pattern can't be kept.
     """
     made = structure(spec, world, tokens_per_sequence=tokens_per_sequence, token_loss=token_loss)
-    parallel = place(made.cut, world, compute_dtype=spec.compute_dtype, reduce_dtype=spec.sum_dtype)
+    parallel = place(made.cut, world)
     models = [made.whole, *(stage.model for stage in parallel.stages)]
     adapters = initial_adapters(made.whole)
     fill_values(spec, parallel.named_pieces(), models, adapters, export=world.main)

@@ -24,7 +24,7 @@ from meshtune.attention.register import register
 from meshtune.errors import UserError
 from meshtune.layout import TORCH_SCHEDULES, ZERO_BUBBLE, Layout
 from meshtune.model.anatomy import anatomy
-from meshtune.parallel.apply import apply
+from meshtune.parallel.apply import cut, place
 from meshtune.parallel.mesh import join
 from meshtune.parallel.zero import local
 from meshtune.placement.rules import Traits, refusals
@@ -119,15 +119,16 @@ def build(family: str, layout: Layout) -> Any:
     world = join(layout, torch.device("cpu"))
     every = stage_blocks([1.0] * BLOCKS, layout.stages, last=0.5)
     own = stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, world.pp.index)
-    parallel = apply(
+    made = cut(
         partial(make, family, True), world, {s: every[s] for s in own},
         finish=partial(head_loss, single_backward=layout.schedule not in ZERO_BUBBLE),
         compute_dtype=torch.float64, reduce_dtype=None,
     )  # fmt: skip
+    parallel = place(made, world)
     whole = dict(make(family).named_parameters())
     for name, piece in parallel.named_pieces():
-        cut = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.tensor.shape, strict=True))
-        piece.tensor.copy_(whole[name].detach()[cut])
+        block = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.tensor.shape, strict=True))
+        piece.tensor.copy_(whole[name].detach()[block])
     if parallel.replicas is not None:
         parallel.replicas.watch(OnParameters())
     return parallel
