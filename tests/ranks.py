@@ -6,6 +6,7 @@ Ranks are processes forked from this one. They are kept for the next call, becau
 once needs a third less time for its next run; the process group, the seeds and the environment are new in
 each call. A kept rank sees nothing that was patched or set here after it was forked, and gets its function by
 name: for patches and closures, `forked=True` runs the function on ranks that are forked now and end with it.
+`fresh=True` starts new interpreters instead, whose memory owes nothing to what this process has run.
 """
 
 import faulthandler
@@ -21,6 +22,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache as forget_meshes
 
-FORK = multiprocessing.get_context("fork")
+FORK, SPAWN = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
 
 
 class Rank(NamedTuple):
@@ -55,21 +57,23 @@ warm: list[Rank] = []  # kept ranks: each waits for its next call
 
 
 def run_ranks(
-    ranks: int, function: Callable[..., Any], *args: Any, seconds: float = 90, forked: bool = False
-) -> list[Any]:
+    ranks: int, function: Callable[..., Any], *args: Any, seconds: float = 90, forked: bool = False,
+    fresh: bool = False,
+) -> list[Any]:  # fmt: skip
     """Run `function(*args)` on `ranks` ranks of a gloo group and return its results by rank.
 
     Results are pickled; so are function and arguments, unless forked. seconds: timeout of the group, and how
-    long to wait until the next rank has ended. forked: True forks ranks for this call alone; see the module's
+    long to wait until the next rank has ended. forked, fresh: ranks for this call alone; see the module's
     docstring. Raises AssertionError, with the traceback, if a rank fails or the time is over; the ranks are
     then killed.
     """
     with tempfile.TemporaryDirectory() as folder:
         calls = [Call(rank, ranks, folder, seconds, function, args) for rank in range(ranks)]
-        if forked:
-            team = [_fork(call) for call in calls]
+        alone = forked or fresh
+        if alone:
+            team = [_start(call, SPAWN if fresh else FORK) for call in calls]
         else:
-            warm.extend(_fork(None) for _ in range(ranks - len(warm)))
+            warm.extend(_start(None, FORK) for _ in range(ranks - len(warm)))
             team = warm[:ranks]
             for rank, call in zip(team, calls, strict=True):
                 rank.pipe.send_bytes(pickle.dumps(call))
@@ -77,12 +81,12 @@ def run_ranks(
             return _results(team, Path(folder), seconds)
         except BaseException:
             _end(team)
-            if not forked:
+            if not alone:
                 _end(warm)
                 warm.clear()
             raise
         finally:
-            if forked:
+            if alone:
                 _end(team)
 
 
@@ -121,12 +125,11 @@ def _end(team: list[Rank]) -> None:
         rank.pipe.close()
 
 
-def _fork(call: Call | None) -> Rank:
+def _start(call: Call | None, way: ForkContext | SpawnContext) -> Rank:
     """Start a process for one call, or with None one that waits for calls in its pipe."""
     ours, theirs = Pipe()
-    process = FORK.Process(
-        target=_rank, args=(theirs, [ours, *(rank.pipe for rank in warm)], call), daemon=True
-    )
+    inherited = [ours, *(rank.pipe for rank in warm)] if way is FORK else []
+    process = way.Process(target=_rank, args=(theirs, inherited, call), daemon=True)
     process.start()
     theirs.close()  # so that its end is seen here when the process ends
     return Rank(process, ours)

@@ -125,6 +125,6 @@ def large(request, tiny, tmp_path_factory) -> Path:
 def test_building_takes_little_more_memory_than_a_rank_keeps(layout, large, settings, tmp_path):
     words = settings(f"layout={layout}")
     large_ones = [*words, f"model.name={large}", f"output={tmp_path / 'large'}"]
-    for kept, added in run_ranks(2, build_watched, words, large_ones, forked=True):
+    for kept, added in run_ranks(2, build_watched, words, large_ones, fresh=True):
         assert 45e6 < kept < 60e6  # a half each
         assert 0.9 * kept < added <= 1.1 * kept, f"{added / kept:.3f} times the {kept / 1e6:.1f} MB it keeps"
