@@ -14,6 +14,7 @@ of the planner's events in it:
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from meshtune.model.capabilities import traits
 from meshtune.model.trace import census_of
 from meshtune.placement.columns import Columns
 from meshtune.placement.share import coordinates
-from meshtune.plan.accounting import accounting_of
+from meshtune.plan.accounting import accounting_of, stack_accounting
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.memory import timeline
 from meshtune.plan.memory.stages import RANKS
@@ -119,6 +120,9 @@ def planned(job: Job, *, first_step: bool = False) -> Planned:
     )  # fmt: skip
     layouts = Columns.of([layout])
     accounting = accounting_of(workload, cluster_of(ClusterConfig(gpu="cpu"), gpus=layout.world))
+    if job.spec.kernels == "cuda":  # on a processor, without a GPU's overhead
+        of_gpu = stack_accounting(workload.stack, workload.precision)
+        accounting = replace(accounting, context_keys=of_gpu.context_keys)
     stages = stages_of(workload, layouts)
     found = timeline.step_timeline(
         workload.work, layouts, accounting, job.seq_len, stages, first_step=first_step

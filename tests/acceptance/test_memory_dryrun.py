@@ -30,11 +30,18 @@ def check(name: str, job: Job, kind: str) -> None:
         assert abs(row.error) <= limit, (row.rank, row.phase, f"{row.error:+.1%}", row.terms)
 
 
-@pytest.mark.parametrize("layout", ["zero3x2-mb2-ga2", "tp2-sp-mb2-ga1"])
-def test_a_step_holds_what_is_planned(layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "kernels"),
+    [
+        ("zero3x2-mb2-ga2", "cpu"),
+        ("tp2-sp-mb2-ga1", "cpu"),
+        pytest.param("cp4-mb4-ga1", "cuda", marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_holds_what_is_planned(layout: str, kernels: str) -> None:
     job = Job(
-        spec=ModelSpec(source=TINY, init="random"), optimizer=OptimizerSpec(), layout=Layout.parse(layout),
-        seq_len=512, documents=(512,),
+        spec=ModelSpec(source=TINY, init="random", kernels=kernels), optimizer=OptimizerSpec(),
+        layout=Layout.parse(layout), seq_len=512, documents=(512,),
     )  # fmt: skip
     check(layout, job, "small")
 

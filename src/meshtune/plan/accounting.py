@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from meshtune.plan.workload import Workload
 
 
+Context = Literal["gathered", "copied", "sent on"]  # what context parallelism does with keys and values
 # Rajbhandari et al. 2020, section 3.1: 2 + 2 + 12; and with micro-batches summed in fp32 beside the gradients
 MIXED = Copies(2, 2, 2, 4, 8)
 MIXED_BESIDE = Copies(2, 2, 4, 4, 8, beside=1)
@@ -96,7 +97,7 @@ class Accounting:
     shape_buffers: float = 0.0
 
     regathers_inputs: bool = False  # the stack always runs sp as sp_regather does
-    rings_keys: bool = False  # cp passes keys and values on instead of gathering those of all its ranks
+    context_keys: Context = "gathered"  # what attention saves of the keys of cp's ranks: `from_other_ranks`
     saved: Saved | None = None  # by a block; None: as the model was traced, or EAGER
     selected: Saved | None = None  # by a block under selective recomputation; None: all matmul outputs
 
@@ -184,11 +185,13 @@ def _stack_accounting(
 def accounting_of(workload: Workload, cluster: Cluster) -> Accounting:
     """Accounting of the workload's stack on the cluster's devices.
 
-    A processor has no CUDA context or communicators, and the system's allocator: no overhead is counted.
+    A processor has no CUDA context or communicators, and the system's allocator: no overhead is counted. Its
+    attention copies no keys.
     """
     accounting = stack_accounting(
         workload.stack, workload.precision, workload.reduce_dtype, workload.optimizer
     )
     if cluster.gpu.name == "cpu":
-        return replace(accounting, reserved=0.0, context=0.0, communicator=0.0)
+        keys = "gathered" if accounting.context_keys == "copied" else accounting.context_keys
+        return replace(accounting, reserved=0.0, context=0.0, communicator=0.0, context_keys=keys)
     return accounting

@@ -50,6 +50,12 @@ class Core:
     window: Number = np.inf  # keys that a query sees at most, its own included; np.inf: no window
     count: Number = 1.0  # of them in an average block
     backward: Number = 1.0  # share of the backward's FLOPs that some gradient needs, 0 to 1
+    flash: bool = True  # as in Attention
+
+    @property
+    def keys(self) -> Number:
+        """Features of its keys and values."""
+        return self.key_heads * (self.qk_dim + self.v_dim)
 
 
 @dataclass(frozen=True)
@@ -128,6 +134,7 @@ class Work:
                 np.inf if a.window is None else a.window,
                 k / n,
                 a.backward(1) / (2 * a.forward(1)),
+                a.flash,
             )
             for a, k in census.attentions.items()
         )

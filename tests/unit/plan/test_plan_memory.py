@@ -1,9 +1,13 @@
 """Memory, against textbook figures, papers and what was measured to the byte."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from meshtune.layout import Layout
+from meshtune.parallel.context import spans
+from meshtune.parallel.mesh import Axis
 from meshtune.placement.columns import Columns
 from meshtune.placement.states import Copies, Elements, held_states
 from meshtune.plan.accounting import EAGER, MEGATRON, MIXED, MIXED_BESIDE, engine_accounting
@@ -170,3 +174,27 @@ def test_columns_are_rows() -> None:
     together = peak(GPT3, Columns.of(every), engine_accounting("bf16"), 2048).peak
     alone = [peak(GPT3, Columns.of([layout]), engine_accounting("bf16"), 2048).peak[0] for layout in every]
     assert np.allclose(together, alone)
+
+
+@pytest.mark.parametrize("window", [10, 100, 10**6])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_attention_on_cuda_copies_the_keys_that_a_rank_sees(ranks: int, window: int) -> None:
+    """Keys of both parts of a sequence on the fullest rank, and the output in the order of the kernel."""
+    seq_len, seen = 512, []
+    for rank in range(ranks):
+        parts = spans(seq_len, Axis("cp", ranks, rank), "allgather")
+        seen.append(sum(part.stop - max(0, part.start - window + 1) for part in parts))
+    layouts, tokens = Columns.of([Layout.parse(f"cp{ranks}-mb3")]), 3 * seq_len / ranks
+    work = replace(GPT3, cores=(replace(GPT3.cores[0], window=window),))
+    held = {
+        context: float(
+            saved_by_block(EAGER.per_token(work, seq_len), work, layouts, tokens, context=context).saved[0]
+        )
+        for context in ("sent on", "copied", "gathered")
+    }
+    per_key, own = 2 * 2 * 12288, seq_len / ranks
+    assert held["gathered"] - held["sent on"] == 3 * (seq_len - own) * per_key
+    assert held["copied"] - held["sent on"] == 3 * ((max(seen) - own) * per_key + own * 2 * 12288)
+    flex = replace(work, cores=(replace(work.cores[0], flash=False),))
+    kept = saved_by_block(EAGER.per_token(flex, seq_len), flex, layouts, tokens, context="copied").saved
+    assert float(kept[0]) == held["gathered"]

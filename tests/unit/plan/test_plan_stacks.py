@@ -208,7 +208,7 @@ def test_transformer_engine_keeps_no_scores_and_no_others_keys() -> None:
     each = 12 * 8192 + 4 * 1024 + 6 * 28672 + 4 * 64
     for layout, seq_len, tokens in (("mb1", 4096, 4096), ("mb1", 65536, 65536), ("cp4-mb1", 65536, 16384)):
         kept = saved_by_block(
-            how.saved.per_token(work, seq_len), work, columns(layout), tokens, rings_keys=how.rings_keys
+            how.saved.per_token(work, seq_len), work, columns(layout), tokens, context=how.context_keys
         )
         assert float(kept.saved[0]) == tokens * each, layout
     eight = stack_accounting("megatron-core", "mxfp8").saved

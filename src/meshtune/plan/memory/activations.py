@@ -11,7 +11,7 @@ from meshtune.placement.columns import Columns, Number
 from meshtune.recomputation import RECOMPUTATIONS
 
 if TYPE_CHECKING:
-    from meshtune.plan.accounting import Accounting
+    from meshtune.plan.accounting import Accounting, Context
     from meshtune.plan.work import Kept, Work
 
 
@@ -31,7 +31,7 @@ def saved_by_block(
     *,
     element: float = 2,
     regathers_inputs: Number = False,
-    rings_keys: bool = False,
+    context: Context = "gathered",
     selective: Kept | None = None,
 ) -> BlockBytes:
     """Return the activations of an average block under each layout's recomputation mode.
@@ -41,7 +41,7 @@ def saved_by_block(
 
     per_token: bytes per token that it saves if nothing is recomputed. tokens: of the micro-batch on this
     rank (after cp). element: bytes of an element of activations. regathers_inputs: under sp, matmul inputs
-    are saved split and gathered again in the backward (`Accounting.regathers`). rings_keys: as in Accounting.
+    are saved split and gathered again in the backward (`Accounting.regathers`). context: as in Accounting.
     selective: bytes per token that selective recomputation saves; None: all matmul outputs, output and
     statistics of the attention core, and the block's input.
 
@@ -49,12 +49,10 @@ def saved_by_block(
     """
     sequence_shards = np.where(layouts.sp > 0, layouts.tp, 1.0)
     core_outputs = sum(core.count * core.query_heads * core.v_dim for core in work.cores)
-    # under cp: the keys and values of all ranks; with ulysses the output as it was received and as it is sent
-    gathered = 0.0 if rings_keys else (layouts.cp - 1) * per_token.keys
+    # under cp: what the other ranks sent; with ulysses the output as it was received and as it is sent
+    gathered = np.where(layouts.cp > 1, from_other_ranks(per_token, work, layouts, tokens, context), 0.0)
     exchanged = np.where(layouts.ulysses > 0, element * core_outputs, gathered)
-    regathered = np.where(
-        (layouts.cp > 1) & (layouts.ulysses == 0), gathered, 0.0
-    )  # when the core runs again
+    regathered = np.where(layouts.ulysses > 0, 0.0, gathered)  # when the core runs again
     core = (per_token.core + per_token.statistics) / layouts.tp
     core = core + np.where(layouts.cp > 1, exchanged / layouts.tp, 0.0)
 
@@ -85,6 +83,30 @@ def saved_by_block(
     recomputed = np.where(layouts.recomputation("matmuls"), everything, 0.0)
     recomputed = np.where(layouts.recomputation("by_operation"), rest + 2 * block_input, recomputed)
     return BlockBytes(everything, saved, recomputed)
+
+
+def from_other_ranks(
+    per_token: Kept, work: Work, layouts: Columns, tokens: Number, context: Context
+) -> Number:
+    """Bytes per token, before tp, that a block's attention saves for context parallelism by all-gather.
+
+    gathered: the keys and values of all ranks. copied (attention/cuda.py): of each of a rank's two parts of a
+    sequence the keys that it sees, on the rank that has most, and the output in the order of the kernel;
+    scores with a softcap or sinks need the flex kernel, which copies nothing. sent on: nothing.
+    Arguments as in `saved_by_block`; one document a sequence.
+    """
+    if context == "sent on":
+        return 0.0
+    keys = sum(core.count * core.keys for core in work.cores)
+    if context == "gathered" or not keys:
+        return (layouts.cp - 1) * per_token.keys
+    part, added = tokens / layouts.micro_batch_size / 2, 0.0
+    for core in work.cores:
+        window = part + core.window - 1
+        seen = np.minimum(layouts.cp * part, window) + np.minimum((layouts.cp + 1) * part, window)
+        copied = core.keys * (seen / (2 * part) - 1) + core.query_heads * core.v_dim
+        added = added + core.count * np.where(core.flash, copied, core.keys * (layouts.cp - 1))
+    return added * per_token.keys / keys
 
 
 def output_gradients(work: Work, layouts: Columns, tokens: Number, *, element: float) -> Number:

@@ -214,7 +214,7 @@ def activations_in_flight(
     block = saved_by_block(
         traced or (accounting.saved or EAGER).per_token(work, seq_len), work, layouts, sizes.tokens,
         element=accounting.element, regathers_inputs=accounting.regathers(layouts),
-        rings_keys=accounting.rings_keys, selective=selective,
+        context=accounting.context_keys, selective=selective,
     )  # fmt: skip
     micro_batches = in_flight(layouts, stages.rank)
     virtual = layouts.virtual_stages
