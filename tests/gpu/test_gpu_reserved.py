@@ -13,6 +13,7 @@ from meshtune.dryrun.ranks import trace_ranks
 from meshtune.dryrun.requests import replay_steps
 from meshtune.dryrun.workspaces import Workspaces
 from meshtune.dryrun.world import Job, batch_of, trace_rank
+from meshtune.launch.allocator import NAME, NAMES
 from meshtune.layout import Layout
 from meshtune.plan.hardware import named
 from meshtune.train.model import ModelSpec, OptimizerSpec
@@ -69,9 +70,8 @@ def really(work: Job) -> list[tuple[int, int]]:
     return peaks
 
 
-@pytest.mark.parametrize(
-    ("layout", "expandable"), [("mb2-selective", False), ("mb2-selective", True), ("mb4-ga2-full", False)]
-)
+@pytest.mark.parametrize("expandable", [True, False])
+@pytest.mark.parametrize("layout", ["mb2-selective", "mb4-ga2-full"])
 def test_reserved_bytes_are_the_replays(
     layout: str, expandable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +81,9 @@ def test_reserved_bytes_are_the_replays(
     work = job(layout)
     (trace,) = trace_ranks(partial(trace_rank, work), [0], 1)
     replays = replay_steps(trace.steps, workspaces=Workspaces(gpu.architecture), expandable=expandable)
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", f"expandable_segments:{expandable}")
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(NAME, f"expandable_segments:{expandable}")
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         measured = process.submit(really, work).result()
     for replay, (active, reserved) in zip(replays, measured, strict=True):

@@ -4,6 +4,7 @@ config ─> numbers, configuration ─> layouts (given, or the planner's) ─> r
                                     a Job for each ─> its distinct ranks, traced ─> Simulation
 """
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from meshtune.dryrun.ranks import distinct_ranks, ranks_to_trace, trace_ranks
 from meshtune.dryrun.simulation import Simulation
 from meshtune.dryrun.world import Job, trace_rank
 from meshtune.errors import UserError
+from meshtune.launch import allocator
 from meshtune.layout import AUTO, Layout, PartialLayout
 from meshtune.meter.trace import RankTrace
 from meshtune.model.census_cache import numbers_of
@@ -183,7 +185,13 @@ class Subject:
             traces=tuple(traces),
             stands_for=stands_for,
             outside=outside_of(traces, self.config.train.precision) if cluster.timed else 0,
-            notes=(*self.notes, *notes_on(self.config), *notes),
+            expandable=allocator.expands(os.environ),
+            notes=(
+                *self.notes,
+                *notes_on(self.config),
+                *(allocator.conflicts(os.environ) if cluster.timed else ()),
+                *notes,
+            ),
         )
         return self.predicted(simulation)
 

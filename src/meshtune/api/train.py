@@ -15,13 +15,14 @@ from meshtune.config import Config, load
 from meshtune.data.files import check_there
 from meshtune.data.given import Rows, store_rows
 from meshtune.errors import UserError, expanded, memory_explained
+from meshtune.launch import allocator
 from meshtune.layout import Layout
 from meshtune.model.hub import check_name
 from meshtune.report.run.summary import Summary, summarise
 from meshtune.rundir import Row, RunDir
 from meshtune.sections import DataConfig
 from meshtune.train.callbacks import Callback, Hooks
-from meshtune.units import counted, notice
+from meshtune.units import counted, notice, on_first_rank
 from meshtune.yaml_tree import merge
 
 if TYPE_CHECKING:
@@ -156,10 +157,21 @@ def train_here(config: Config, nproc: int | None, show: Show, hooks: Hooks = Hoo
     from meshtune.train import build, choose, loop  # noqa: F401
 
     ranks, device = ranks_of(config, nproc)
+    if device == "cuda":  # before `choose` asks for the GPUs, which may initialise CUDA
+        set_allocator()
     if ranks > 1 and launch.spawns(device) and not launch.joined():
         check_spawned(hooks)
     choice = None if launch.joined() else choose.choose(config, ranks)
     return launch.run(train_rank, config, choice, show, hooks, ranks=ranks, device=device)
+
+
+def set_allocator() -> None:
+    """Have this process and the ranks that it starts allocate on GPUs in expandable segments, unless the user
+    has set the allocator; the main rank prints what in such a setting is in conflict.
+    """
+    allocator.expand_segments(os.environ)
+    for sentence in allocator.conflicts(os.environ) if on_first_rank() else ():
+        notice(f"meshtune: {sentence}")
 
 
 def ranks_of(config: Config, nproc: int | None) -> tuple[int, str]:

@@ -21,12 +21,16 @@ from meshtune.units import count, counted, duration, human, significant
 MOST_KERNELS = 12  # operations of a block that are listed
 MOST_COLLECTIVES = 6  # kinds of collectives that are listed
 TRACE = "trace.json"
-RESERVED, EXPANDABLE = "reserved by the allocator", "with expandable segments"
+RESERVED = "reserved by the allocator"
+OTHERWISE = {True: "without expandable segments", False: "with expandable segments"}
 
 
 def page_of(simulation: Simulation) -> DryRun:
     """Tables and pictures of a simulation."""
-    allocators = {RESERVED: simulation.replays, EXPANDABLE: simulation.expandable}
+    allocators = {
+        RESERVED: simulation.replays,
+        OTHERWISE[simulation.expandable]: simulation.other_replays,
+    }
     run = drawable(simulation, times=simulation.times, replays=allocators, workspaces=simulation.workspaces)
     return replace(run, others=[table for table in tables(simulation) if table.rows])
 
@@ -84,5 +88,5 @@ def write_files(folder: Path, simulation: Simulation) -> list[Path]:
     for trace in simulation.traces:
         if trace.rank in simulation.replays:
             files.append(folder / f"rank-{trace.rank}.pickle")
-            write_snapshot(files[-1], trace.steps, simulation.workspaces)
+            write_snapshot(files[-1], trace.steps, simulation.workspaces, expandable=simulation.expandable)
     return files

@@ -12,6 +12,7 @@ from meshtune.dryrun.nccl import Nccl, differences
 from meshtune.dryrun.requests import replay_steps
 from meshtune.dryrun.streams import StepTime, simulate
 from meshtune.dryrun.workspaces import Workspaces
+from meshtune.launch.allocator import SETTING
 from meshtune.layout import Layout
 from meshtune.meter.trace import RankTrace
 from meshtune.plan.cluster import Cluster
@@ -35,6 +36,7 @@ class Simulation:
     outside: int  # bytes of a GPU that its allocator does not give: CUDA's context, NCCL's buffers
     workload: Workload | None = None  # with the layout's batch; None for a model that the planner can't count
     predicted: Choice | None = None  # by the planner
+    expandable: bool = True  # segments of the GPU's allocator
     notes: tuple[str, ...] = ()
     instead: tuple[str, ...] = ()  # if it does not fit: what would
 
@@ -50,13 +52,13 @@ class Simulation:
 
     @cached_property
     def replays(self) -> Mapping[int, Sequence[Replay]]:
-        """Rank -> its two steps on torch's allocator as it is by default; empty for processors."""
-        return self._replayed(expandable=False)
+        """Rank -> its two steps on torch's allocator; empty for processors."""
+        return self._replayed(expandable=self.expandable)
 
     @cached_property
-    def expandable(self) -> Mapping[int, Sequence[Replay]]:
-        """Rank -> its two steps on an allocator with expandable segments; empty for processors."""
-        return self._replayed(expandable=True)
+    def other_replays(self) -> Mapping[int, Sequence[Replay]]:
+        """Those of the allocator that has expandable segments if this one has not, else has none."""
+        return self._replayed(expandable=not self.expandable)
 
     def _replayed(self, *, expandable: bool) -> dict[int, list[Replay]]:
         return {
@@ -72,7 +74,9 @@ class Simulation:
         if self.workspaces is None:
             return ()
         room = int(self.capacity) - self.outside
-        return replay_steps(self.fullest.steps, workspaces=self.workspaces, capacity=room)
+        return replay_steps(
+            self.fullest.steps, workspaces=self.workspaces, expandable=self.expandable, capacity=room
+        )
 
     def reserved(self, trace: RankTrace) -> int:
         """Bytes that the allocator holds for a rank in its second step; on processors, those in use."""
@@ -102,15 +106,15 @@ class Simulation:
             return f"{self.layout} fits: it needs {each}; {human(free)} stay free."
         if not self.workspaces:
             return f"{self.layout} does not fit: it needs {each}, {human(-free)} too much."
-        least = self.expandable[self.fullest.rank][-1].reserved + self.outside
-        instead = f"With PYTORCH_ALLOC_CONF=expandable_segments:True the allocator takes {human(least)}."
+        least = self.other_replays[self.fullest.rank][-1].reserved + self.outside
+        instead = "" if self.expandable else f"With {SETTING} the allocator takes {human(least)}."
         if self.fits:
             first, later = (counted(replay.flushes, "time") for replay in self.full)
             return (
                 f"{self.layout} fits barely: the allocator would take {each}. Where the GPU is full it gives "
                 f"free memory back, {first} in the first step and {later} in a later one, and each time the "
                 f"host waits for all kernels. {instead}"
-            )
+            ).rstrip()
         more = instead if least <= self.capacity else ""
         return f"{self.layout} does not fit: it needs {each}, {human(-free)} too much. {more}".rstrip()
 
@@ -118,12 +122,13 @@ class Simulation:
         """Facts of torch's allocator on a rank, its figures those of both steps; None for processors."""
         if self.workspaces is None:
             return None
-        plain, expandable = self.replays[trace.rank], self.expandable[trace.rank]
+        replays, others = self.replays[trace.rank], self.other_replays[trace.rank]
         return {
-            "active_bytes": [replay.active for replay in plain],
-            "reserved_bytes": [replay.reserved for replay in plain],
-            "segments": [len(replay.segments) for replay in plain],
-            "reserved_bytes_expandable_segments": [replay.reserved for replay in expandable],
+            "expandable_segments": self.expandable,
+            "active_bytes": [replay.active for replay in replays],
+            "reserved_bytes": [replay.reserved for replay in replays],
+            "segments": [len(replay.segments) for replay in replays],
+            "other_reserved_bytes": [replay.reserved for replay in others],
             "workspaces": [asdict(row) for row in self.workspaces.table(trace.steps[1].operations)],
         }
 

@@ -23,9 +23,15 @@ POOL = (0, 0)  # torch's default one
 OUTSIDE = "unknown"  # category of what is no tensor; the viewer looks for this word
 
 
-def write_snapshot(file: Path, steps: Sequence[StepTrace], workspaces: Workspaces | None = None) -> None:
-    """Replay steps on torch's allocator as it is by default, and write for memory_viz what it did."""
-    replays = replay_steps(steps, workspaces=workspaces, record=True)
+def write_snapshot(
+    file: Path,
+    steps: Sequence[StepTrace],
+    workspaces: Workspaces | None = None,
+    *,
+    expandable: bool = True,
+) -> None:
+    """Replay steps on torch's allocator, and write for memory_viz what it did. Others: of `replay_steps`."""
+    replays = replay_steps(steps, workspaces=workspaces, expandable=expandable, record=True)
     file.write_bytes(pickle.dumps(snapshot(steps, replays), protocol=4))  # the newest that the viewer reads
 
 

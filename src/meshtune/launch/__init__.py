@@ -13,6 +13,7 @@
     failure.py   the failure that the others followed from: who prints it, what is raised
     scratch.py   the temporary folder of ranks started here
     start.py     `run`: start the ranks, forward signals to them, wait for them
+    allocator.py torch's CUDA allocator, from the environment: expandable segments by default
 
 Ranks started here get torchrun's environment, and this process keeps the TCPStore of their rendezvous, so
 that the store outlives any of them. The first rank that fails ends all, and its error is raised here; ranks

@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 
+import pytest
 from made_traces import cluster
 
+from meshtune.dryrun.results import page_of
 from meshtune.dryrun.simulation import Simulation
 from meshtune.layout import Layout
 from meshtune.meter.trace import FORWARD, Change, Operation, RankTrace, StepTrace, Storage
@@ -34,28 +36,36 @@ TURNS = ([60, 80], [1, -1, 2, -2])  # 140 MiB in two segments; 80 if the first o
 PIECES = ([100, 30, 30, 60], [1, -1, 2, 3, -2, 4, -3, -4])  # 160 MiB, 120 with expandable segments
 
 
-def test_a_layout_needs_what_the_allocator_reserves():
-    one = simulation(*TURNS, memory=160)
+def test_a_layout_needs_what_an_allocator_with_expandable_segments_reserves():
+    one = simulation(*PIECES, memory=140)
+    assert (one.need, one.fits) == (130 * MIB, True)
+    assert "fits: it needs 130 MiB of 140 MiB on its fullest rank, 0; 10.0 MiB stay free." in one.verdict
+    nothing = simulation(*PIECES, memory=100)
+    assert not nothing.fits and "PYTORCH_ALLOC_CONF" not in nothing.verdict
+
+
+def test_a_layout_needs_what_the_allocator_that_the_user_has_set_reserves():
+    one = simulation(*TURNS, memory=160, expandable=False)
     assert (one.need, one.fits) == (150 * MIB, True)
     assert one.traces[0].steps[1].peak()[0] == 80 * MIB
     assert "fits: it needs 150 MiB of 160 MiB on its fullest rank, 0; 10.0 MiB stay free." in one.verdict
 
 
 def test_an_allocator_that_gives_memory_back_fits_barely():
-    one = simulation(*TURNS, memory=130)
+    one = simulation(*TURNS, memory=130, expandable=False)
     assert one.fits
     assert "fits barely: the allocator would take 150 MiB of 130 MiB" in one.verdict
     assert "1 time in the first step and 0 times in a later one" in one.verdict  # 60 MiB fit in the 80
 
 
 def test_what_fits_with_expandable_segments_alone_says_so():
-    one = simulation(*PIECES, memory=140)
+    one = simulation(*PIECES, memory=140, expandable=False)
     assert not one.fits
     assert (
         "does not fit: it needs 170 MiB of 140 MiB on its fullest rank, 0, 30.0 MiB too much." in one.verdict
     )
     assert "expandable_segments:True the allocator takes 130 MiB." in one.verdict
-    nothing = simulation(*PIECES, memory=100)
+    nothing = simulation(*PIECES, memory=100, expandable=False)
     assert not nothing.fits and "expandable_segments" not in nothing.verdict
 
 
@@ -67,11 +77,24 @@ def test_a_processor_has_no_such_allocator():
 
 def test_facts_of_the_allocator():
     facts = simulation(*PIECES, memory=200).as_dict()["ranks"][0]
-    assert facts["reserved_bytes"] == 160 * MIB
+    assert facts["reserved_bytes"] == 120 * MIB
     assert facts["allocator"] == {
+        "expandable_segments": True,
         "active_bytes": [100 * MIB, 100 * MIB],
-        "reserved_bytes": [160 * MIB, 160 * MIB],
-        "segments": [2, 2],
-        "reserved_bytes_expandable_segments": [120 * MIB, 120 * MIB],
+        "reserved_bytes": [120 * MIB, 120 * MIB],
+        "segments": [1, 1],
+        "other_reserved_bytes": [160 * MIB, 160 * MIB],
         "workspaces": [],
     }
+    facts = simulation(*PIECES, memory=200, expandable=False).as_dict()["ranks"][0]
+    assert (facts["reserved_bytes"], facts["allocator"]["expandable_segments"]) == (160 * MIB, False)
+
+
+@pytest.mark.parametrize(("expandable", "other"), [(True, "without"), (False, "with")])
+def test_the_other_allocator_stands_below_the_one_of_the_verdict(expandable: bool, other: str):
+    run = page_of(simulation(*PIECES, memory=200, expandable=expandable))
+    sizes = {True: [120 * MIB, 120 * MIB], False: [160 * MIB, 160 * MIB]}
+    assert [*run.reserved.items()] == [
+        ("reserved by the allocator", {0: sizes[expandable]}),
+        (f"{other} expandable segments", {0: sizes[not expandable]}),
+    ]

@@ -48,10 +48,9 @@ def steps() -> list[StepTrace]:
 def written(request, tmp_path: Path):
     """(Replays, what torch's reader is given)."""
     replays = replay_steps(steps(), workspaces=Workspaces("hopper"), expandable=request.param, record=True)
-    if request.param:
-        return replays, pickle.loads(pickle.dumps(snapshot(steps(), replays)))
-    write_snapshot(tmp_path / "memory.pickle", steps(), Workspaces("hopper"))
-    return replays, pickle.loads((tmp_path / "memory.pickle").read_bytes())
+    file = tmp_path / "memory.pickle"
+    write_snapshot(file, steps(), Workspaces("hopper"), expandable=request.param)
+    return replays, pickle.loads(file.read_bytes())
 
 
 def test_segments_are_summed_as_by_the_allocator(written):

@@ -8,11 +8,11 @@ from typing import Any
 import yaml
 
 from meshtune.config import Config
+from meshtune.launch.allocator import SETTING
 from meshtune.layout import Layout
 from meshtune.placement.rules import Rule
 from meshtune.plan.export.arguments import training_arguments
 from meshtune.plan.export.exported import (
-    ALLOCATOR,
     Exported,
     evaluation_differences,
     nodes,
@@ -48,7 +48,7 @@ def write(config: Config, layout: Layout, blocks: int, gpus_per_node: int) -> Ex
             "training_arguments.yaml": yaml.safe_dump(arguments, sort_keys=False),
         },
         command=(
-            f"{ALLOCATOR} accelerate launch --config_file accelerate.yaml{several} your_script.py "
+            f"{SETTING} accelerate launch --config_file accelerate.yaml{several} your_script.py "
             "training_arguments.yaml"
         ),
         missing=(*differences(config, layout), *not_carried_over(TOOL, config)),

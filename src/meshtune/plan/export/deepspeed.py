@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshtune.config import Config
+from meshtune.launch.allocator import SETTING
 from meshtune.layout import Layout
 from meshtune.placement.rules import Rule
 from meshtune.plan.export.exported import (
-    ALLOCATOR,
     Exported,
     nodes,
     not_carried_over,
@@ -40,7 +40,7 @@ def write(config: Config, layout: Layout, blocks: int, gpus_per_node: int) -> Ex
     return Exported(
         files={"deepspeed.json": json.dumps(settings, indent=2) + "\n"},
         command=(
-            f"{ALLOCATOR} deepspeed {hosts}--num_gpus {layout.world // count} your_script.py --deepspeed "
+            f"{SETTING} deepspeed {hosts}--num_gpus {layout.world // count} your_script.py --deepspeed "
             "--deepspeed_config deepspeed.json"
         ),
         missing=(*differences(config, layout), *not_carried_over(TOOL, config)),

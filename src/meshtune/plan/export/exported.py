@@ -116,9 +116,6 @@ def torchrun(layout: Layout, gpus_per_node: int, program: str) -> str:
     )
 
 
-ALLOCATOR = "PYTORCH_ALLOC_CONF=expandable_segments:True"  # the plans count little that is reserved unused
-
-
 # The workload -------------------------------------------------------------------------------------------
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import yaml
 
 from meshtune.config import Config
+from meshtune.launch.allocator import SETTING
 from meshtune.layout import Layout
 from meshtune.placement.rules import Rule
 from meshtune.plan.export import deepspeed
 from meshtune.plan.export.arguments import training_arguments
 from meshtune.plan.export.exported import (
-    ALLOCATOR,
     Exported,
     column_name,
     evaluation_differences,
@@ -69,7 +69,7 @@ def write(config: Config, layout: Layout, blocks: int, gpus_per_node: int) -> Ex
             **files,
         },
         command=(
-            f"{ALLOCATOR} FORCE_TORCHRUN=1 {several if count > 1 else ''}"
+            f"{SETTING} FORCE_TORCHRUN=1 {several if count > 1 else ''}"
             f"NPROC_PER_NODE={layout.world // count} llamafactory-cli train llamafactory.yaml"
         ),
         missing=(*differences(config, layout), *not_carried_over(TOOL, config)),

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from meshtune.config import Config
+from meshtune.launch.allocator import SETTING
 from meshtune.layout import SCHEDULES, TORCH_SCHEDULES, V_SCHEDULES, VIRTUAL_SCHEDULES, Layout
 from meshtune.placement.columns import Columns, Number
 from meshtune.placement.rules import Rule
 from meshtune.plan.export.exported import (
-    ALLOCATOR,
     Exported,
     column_name,
     file_kind,
@@ -102,7 +102,7 @@ def write(config: Config, layout: Layout, blocks: int, gpus_per_node: int) -> Ex
     blocks: of the model.
     """
     program = "-m torchtitan.train --module meshtune_torchtitan --config run"
-    command = f"{ALLOCATOR} PYTHONPATH=. " + torchrun(layout, gpus_per_node, program)
+    command = f"{SETTING} PYTHONPATH=. " + torchrun(layout, gpus_per_node, program)
     if not config.train.max_steps:
         command = f"TRAIN_STEPS=… {command}"
     source = config.data.train[0] if config.data.train else SourceConfig(path="train.jsonl")
