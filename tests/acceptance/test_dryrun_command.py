@@ -81,6 +81,7 @@ def test_one_layout_as_json(dryrun: DryRun) -> None:
     gathers = {one["op"]: one["count"] for one in rank["collectives"] if one["axis"] == "dp_shard"}
     assert gathers["all_gather"] == 4 * 2 + 2 and gathers["reduce_scatter"] == 4 + 2
     assert "tracing two steps of zero3x8-mb1-ga1: rank 0 of 8 …" in ended.err
+    assert rank["stages"] == []
 
 
 def test_refused_layouts_are_refused_together_before_anything_is_traced(dryrun: DryRun) -> None:

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshtune.meter.trace import PHASES, Collective, RankTrace, StepTrace
+from meshtune.report.dryrun.living import levels
 
-EVENTS = 400  # entries of a timeline at most; each is the highest of those that it stands for
+EVENTS = 400  # entries of a timeline at most
 
 
 def rank_facts(trace: RankTrace, stands_for: str, reserved: int) -> dict[str, Any]:
@@ -67,7 +68,10 @@ def phases(trace: RankTrace, step: StepTrace) -> dict[str, dict[str, int]]:
 
 
 def step_facts(step: StepTrace) -> dict[str, Any]:
-    """Peak of one step, its composition, the peak of each phase, and the timeline."""
+    """Peak of one step, its composition, the peak of each phase, and the timeline.
+
+    An entry of the timeline has the operation during which the bytes are held: phase, module and name.
+    """
     peak, _ = step.peak()
     return {
         "step": step.step,
@@ -77,22 +81,8 @@ def step_facts(step: StepTrace) -> dict[str, Any]:
             phase: {"peak_bytes": size, "by_category": positive(parts)}
             for phase, (size, parts) in step.peaks.items()
         },
-        "timeline": timeline(step),
+        "timeline": [[event(step, at), positive(sizes)] for at, sizes in levels(step, EVENTS)],
     }
-
-
-def timeline(step: StepTrace) -> list[list[Any]]:
-    """[Event, bytes by category] at up to EVENTS moments of the step, among them its peak.
-
-    An event is the operation during which the bytes are held: its phase, module and name.
-    """
-    moments = [(sum(sizes.values()), at, sizes) for at, sizes in step.timeline()]
-    width = -(-len(moments) // EVENTS) or 1
-    highest = (
-        max(moments[start : start + width], key=lambda moment: moment[0])
-        for start in range(0, len(moments), width)
-    )
-    return [[event(step, at), positive(sizes)] for _, at, sizes in highest]
 
 
 def positive(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -102,7 +92,5 @@ def positive(sizes: Mapping[str, int]) -> dict[str, int]:
 
 def event(step: StepTrace, at: int) -> str:
     """Name an operation of the step: "forward model.layers.0.mlp.up_proj aten.mm.default"."""
-    if at < 0:
-        return "before the step"
     operation = step.operations[min(at, len(step.operations) - 1)]
     return " ".join(filter(None, (operation.phase, operation.module, operation.name)))

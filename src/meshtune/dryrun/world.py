@@ -103,7 +103,7 @@ def trace_rank(job: Job, rank: int) -> RankTrace:
     return RankTrace(
         rank=rank,
         coordinates=coordinates(layout, rank),
-        stages=tuple(stage.index for stage in parallel.stages),
+        stages=tuple(stage.index for stage in parallel.stages) if layout.pp > 1 else (),
         steps=steps,
         micro_batches=traced,
         of=number,

@@ -130,7 +130,7 @@ class StepTrace:
 
     def timeline(self) -> Iterator[tuple[int, dict[str, int]]]:
         """Yield (operation, bytes by category) after each change, in order."""
-        sizes: Counter[str] = Counter()
+        sizes = Counter(dict.fromkeys(CATEGORIES, 0))
         for change in self.changes:
             storage = self.storages[change.storage]
             sizes[storage.category] += storage.bytes if change.allocated else -storage.bytes
@@ -143,7 +143,7 @@ class RankTrace:
 
     rank: int
     coordinates: dict[str, int]  # index on each axis of layout.AXES
-    stages: tuple[int, ...]  # of the pipeline
+    stages: tuple[int, ...]  # of the pipeline; () without one
     steps: list[StepTrace]
     micro_batches: int  # traced
     of: int  # micro-batches of the step; those that were not traced are like the steady one

@@ -95,5 +95,5 @@ def step_of(number: int) -> StepTrace:
 
 def trace_of(rank: int = 0, *, of: int = 1, stages: tuple[int, ...] = (0,)) -> RankTrace:
     """A rank's trace. of: micro-batches of the step, of which one was traced."""
-    coordinates = {"pp": stages[0], "dp_replicate": 0, "dp_shard": rank, "cp": 0, "tp": 0}
+    coordinates = {"pp": stages[0] if stages else 0, "dp_replicate": 0, "dp_shard": rank, "cp": 0, "tp": 0}
     return RankTrace(rank, coordinates, stages, [step_of(1), step_of(2)], 1, of, 0 if of > 1 else -1)

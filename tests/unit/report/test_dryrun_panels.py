@@ -36,10 +36,19 @@ def tops(panel) -> list[float]:
 
 def test_the_levels_are_the_highest_of_each_operation_and_what_it_leaves():
     step = step_of(1)
-    totals = [(at, sum(sizes.values()) // MIB) for at, sizes in levels(step)]
+    totals = [(at, sum(sizes.values()) // MIB) for at, sizes in levels(step, 1000)]
     # 23 of weights, then gathered 20, an activation of 32, the second block likewise, 100 of logits
     assert totals[:6] == [(0, 43), (1, 75), (2, 75), (3, 107), (4, 187), (5, 95)]
     assert max(totals, key=lambda level: level[1])[1] * MIB == step.peak()[0]
+
+
+def test_of_too_many_levels_the_peaks_stay():
+    step = step_of(1)
+    few = levels(step, len(CATEGORIES) + 4)
+    assert len(few) <= len(CATEGORIES) + 4 < len(levels(step, 1000))
+    assert max(sum(sizes.values()) for _, sizes in few) == step.peak()[0]
+    for name in CATEGORIES:
+        assert max(sizes[name] for _, sizes in few) == max(sizes[name] for _, sizes in levels(step, 1000))
 
 
 def test_the_peaks_of_both_steps_are_drawn_and_marked():

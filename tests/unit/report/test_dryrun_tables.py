@@ -69,6 +69,11 @@ def test_tensors_that_differ_in_the_block_alone_are_one_group():
     assert ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8" and ranges([]) == ""
 
 
+def test_a_rank_without_a_pipeline_has_no_stage_in_its_title():
+    assert module_table(trace_of(stages=())).title == "By module, rank 0, later steps"
+    assert module_table(trace_of(8, stages=(1, 2))).title == "By module, rank 8 (stages 1, 2), later steps"
+
+
 def test_the_first_step_stands_beside_later_ones():
     table = peak_table([trace_of()])
     assert table.heads == ("category", "first step", "%", "later steps", "%")

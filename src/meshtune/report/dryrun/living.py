@@ -8,12 +8,14 @@ model.layers.1.mlp.up_proj  112 MiB ├─> model.layers.0-31.mlp.up_proj  32 ×
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import NamedTuple
 
 from meshtune.meter.trace import CATEGORIES, LOGITS, Operation, StepTrace, Storage
+from meshtune.report.draw.thin import thinned
 
 NUMBERED = re.compile(r"^(.+?)\.(\d+)(?=\.|$)(.*)$")  # a module in a list, as blocks are
 OUTSIDE = "outside of modules"
@@ -178,25 +180,21 @@ def _group(members: Sequence[tuple[Place, Storage]]) -> Alike:
     )
 
 
-def levels(step: StepTrace) -> Iterator[tuple[int, dict[str, int]]]:
-    """Yield (operation, bytes by category) while it runs: at its highest total. Ascending by operation.
+def levels(step: StepTrace, most: int) -> list[tuple[int, dict[str, int]]]:
+    """(Operation, bytes by category) while it runs, at its highest total. Ascending, at most `most`.
 
     An operation whose bytes are those after the one before it is left out. What exists before the step counts
-    as the first operation's.
+    as the first operation's. Of too many the peaks of the sum and of each category stay.
     """
-    sizes = Counter(dict.fromkeys(CATEGORIES, 0))
-    changes: dict[int, list[tuple[str, int]]] = defaultdict(list)
-    for change in step.changes:
-        storage = step.storages[change.storage]
-        size = storage.bytes if change.allocated else -storage.bytes
-        changes[max(change.at, 0)].append((storage.category, size))
-    for at in sorted(changes):
-        highest, most, now = dict(sizes), sizes.total(), sizes.total()
-        for category, size in changes[at]:
-            sizes[category] += size
-            now += size
-            if now > most:
-                highest, most = dict(sizes), now
-        yield at, highest
-        if at + 1 not in changes and dict(sizes) != highest:
-            yield at + 1, dict(sizes)
+    highest: dict[int, dict[str, int]] = {}
+    after: dict[int, dict[str, int]] = {}  # as the operation before has left them
+    sizes = dict.fromkeys(CATEGORIES, 0)
+    for at, some in groupby(step.timeline(), key=lambda level: max(level[0], 0)):
+        moments = [sizes, *(each for _, each in some)]
+        highest[at], sizes = max(moments, key=lambda each: sum(each.values())), moments[-1]
+        if sizes != highest[at]:
+            after[at + 1] = sizes
+    every = sorted((after | highest).items())
+    rows = set(thinned([[sum(each.values()) for _, each in every]], most - len(CATEGORIES)))
+    rows |= {max(range(len(every)), key=lambda row: every[row][1][name]) for name in CATEGORIES if every}
+    return [every[row] for row in sorted(rows)]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meshtune.meter.trace import CATEGORIES, RankTrace, StepTrace
 from meshtune.report.draw.kinds import Areas, Band, Interval, Mark, Point, Timeline
-from meshtune.report.draw.thin import MOST_ROWS, thinned
+from meshtune.report.draw.thin import MOST_ROWS
 from meshtune.report.dryrun.living import described, levels
 from meshtune.report.plan.passes import passes_panel
 from meshtune.units import GIB, human
@@ -52,7 +52,7 @@ def memory_panel(
     """Bytes of a rank by category, over its first step and a later one.
 
     capacity: bytes of a GPU, which are marked if the peak comes near them; 0: not known. starts: for each
-    step; (): the axis counts its operations. most: levels of a step that are drawn, about.
+    step; (): the axis counts its operations. most: levels of a step that are drawn.
     """
     parts: dict[str, list[float]] = {category: [] for category in CATEGORIES}
     x: list[float] = []
@@ -61,7 +61,7 @@ def memory_panel(
     begin = 0.0
     for number, step in enumerate(trace.steps):
         times = starts[number] if starts else [float(at) for at in range(len(step.operations) + 1)]
-        for at, sizes in _drawn(step, most):
+        for at, sizes in levels(step, most):
             x.append(begin + times[min(at, len(times) - 1)])
             texts.append(_event(step, at))
             for category in CATEGORIES:
@@ -98,14 +98,6 @@ def _some(trace: RankTrace) -> str:
     """ ", n of its m micro-batches" where some were not traced."""
     some, every = trace.micro_batches, trace.of
     return "" if some == every else f", {some} of its {every} micro-batches"
-
-
-def _drawn(step: StepTrace, most: int) -> list[tuple[int, dict[str, int]]]:
-    """Levels of a step that are drawn: the peaks of the sum and of each category are among them."""
-    every = list(levels(step))
-    rows = set(thinned([[sum(sizes.values()) for _, sizes in every]], most))
-    rows |= {max(range(len(every)), key=lambda row: every[row][1][name]) for name in CATEGORIES if every}
-    return [every[row] for row in sorted(rows)]
 
 
 def _event(step: StepTrace, at: int) -> str:
