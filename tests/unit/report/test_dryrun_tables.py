@@ -231,6 +231,22 @@ def test_the_terminal_shows_numbers_whole(width):
     assert "2 × 32.0 MiB" in text_of(largest_table(trace_of(), LAYOUT, 20), width)
 
 
+def test_a_narrow_terminal_shows_numbers_that_have_no_room_below():
+    table = module_table(trace_of())
+    wide, narrow = text_of(table, 200), text_of(table, 60)
+    assert "…" not in narrow and max(map(len, narrow.splitlines())) <= 60
+    assert sum(line.startswith("blocks 0-1, sum") for line in narrow.splitlines()) == 2
+    numbers = re.compile(r"[\d.,]+ [KMG]iB")
+    assert sorted(numbers.findall(narrow)) == sorted(numbers.findall(wide))
+
+
+def test_a_narrow_terminal_shows_words_that_have_no_room_below():
+    narrow = text_of(largest_table(trace_of(), LAYOUT, 20), 80)
+    for words in ("activations", "mm, forward", "4×4 bfloat16", "made by", "2 × 32.0 MiB"):
+        assert words in narrow
+    assert max(map(len, narrow.splitlines())) <= 80
+
+
 def test_a_storage_from_before_the_step_is_of_its_parameters_module():
     storage = Storage(1, WEIGHTS, "", "", "", name="model.layers.3.mlp.up_proj.weight")
     assert by_module([storage])[0].name == "blocks 3"

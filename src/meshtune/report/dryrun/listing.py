@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from meshtune.report.draw.page import text
+
+LEAST = 24  # characters of a column of words, where its texts are as long
+GAP = 2  # spaces between columns
+
+Column = Sequence[str]  # its head, then a text for each row
 
 
 @dataclass(frozen=True)
@@ -23,7 +29,12 @@ class Listing:
     totals: int = 0  # how many rows at the end are sums, in bold
 
     def rendered(self) -> RenderableType:
-        """The table for a terminal; its texts of words wrap where it is narrow."""
+        """The table for a terminal, in parts below each other where it is narrow (`narrowed`)."""
+        notes = [Text(note, style="dim") for note in self.notes]
+        return Group(Text(self.title, style="bold"), Fitted(self), *notes, Text())
+
+    def table(self) -> Table:
+        """Rows and heads alone; texts of words wrap."""
         table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
         for head in self.heads:
             words = head in self.words
@@ -36,8 +47,38 @@ class Listing:
         for number, row in enumerate(self.rows):
             bold = number >= len(self.rows) - self.totals
             table.add_row(*map(Text, row), style="bold" if bold else "")
-        notes = [Text(note, style="dim") for note in self.notes]
-        return Group(Text(self.title, style="bold"), table, *notes, Text())
+        return table
+
+    def narrowed(self, width: int) -> list[Listing]:
+        """Tables of at most `width` characters, where that can be: texts of the last column of words go below
+        those of the one before, and numbers without room into a table of their own, beside the words.
+        """
+        columns = [*zip(self.heads, *self.rows, strict=True)]
+        words = [place for place, head in enumerate(self.heads) if head in self.words]
+        room = [
+            min(LEAST, longest(column)) if place in words else longest(column)
+            for place, column in enumerate(columns)
+        ]
+        if sum(room) + GAP * (len(room) - 1) <= width:
+            return [self]
+        if len(words) > 1:
+            *_, upper, lower = words
+            columns[upper] = tuple(map("\n".join, zip(columns[upper], columns[lower], strict=True)))
+            kept = [column for place, column in enumerate(columns) if place != lower]
+            names = (*(self.heads[place] for place in words[:-2]), columns[upper][0])
+            return replace(self, heads=heads_of(kept), rows=rows_of(kept), words=names).narrowed(width)
+        parts: list[list[int]] = [[]]
+        left = most = width - sum(room[place] + GAP for place in words)
+        for place in range(len(columns)):
+            if place in words:
+                continue
+            if room[place] > left and parts[-1]:
+                parts.append([])
+                left = most
+            parts[-1].append(place)
+            left -= room[place] + GAP
+        tables = ([columns[place] for place in (*words, *part)] for part in parts)
+        return [replace(self, heads=heads_of(some), rows=rows_of(some)) for some in tables]
 
     def html(self) -> str:
         """The table as a section of a page."""
@@ -57,3 +98,27 @@ class Listing:
             f"<section><h2>{text(self.title)}</h2><div class='wide'><table class='facts numbers listing'>"
             f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>{notes}</section>"
         )
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The rows of a listing in tables that the terminal has room for."""
+
+    listing: Listing
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for part in self.listing.narrowed(options.max_width):
+            yield part.table()
+
+
+def longest(column: Column) -> int:
+    """Characters of the longest line of a column."""
+    return max(len(line) for cell in column for line in cell.split("\n"))
+
+
+def heads_of(columns: Sequence[Column]) -> tuple[str, ...]:
+    return tuple(column[0] for column in columns)
+
+
+def rows_of(columns: Sequence[Column]) -> tuple[tuple[str, ...], ...]:
+    return tuple(zip(*(column[1:] for column in columns), strict=True))
