@@ -174,23 +174,33 @@ def page(results: Sequence[Result]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def options_of(text: str | None, only: str) -> argparse.Namespace:
+    """Options of the command line: `only`, a list of names or None, and `out`, a file or None.
+
+    text: of --help. only: what its names are, and what is run without them.
+    """
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=lambda names: names.split(","), help=f"comma-separated {only}")
+    parser.add_argument("--out", type=Path, help="where the page goes, beside the terminal")
+    return parser.parse_args()
+
+
+def show(text: str, out: Path | None) -> None:
+    """Print a page, and write it to `out` if there is one."""
+    if out:
+        write_text_atomically(out, text)
+    print(text)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", help="comma-separated ids; default: all rows")
-    parser.add_argument("--out", type=Path, help="where the table goes, beside the terminal")
-    options = parser.parse_args()
-    chosen = options.only.split(",") if options.only else [row["id"] for row in rows()]
+    options = options_of(__doc__, "ids; default: all rows")
+    chosen = options.only or [row["id"] for row in rows()]
     results = []
     for row in rows():
         if row["id"] in chosen:
             results.append(result(row))
             print(f"{row['id']} done", file=sys.stderr, flush=True)
-    text = page(results)
-    if options.out:
-        write_text_atomically(options.out, text)
-    print(text)
+    show(page(results), options.out)
     off = [each.row["id"] for each in results if each.counts and abs(each.difference or 0.0) > TARGET]
     if off:
         sys.exit(f"further off than {TARGET:.0%}: {', '.join(off)}")

@@ -8,12 +8,10 @@ with every rank of the pipeline (dryrun/streams.py). The first row is torchtitan
 is published.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import reserved
@@ -31,7 +29,6 @@ from meshtune.plan.hardware import catalogue
 from meshtune.plan.seconds.step import PARTS, Seconds, step
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
-from meshtune.rundir import write_text_atomically
 
 SHAPE = reserved.Shape(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256)
 PUBLISHED = "titan-01"  # the row of validation/data that is eager and in bf16
@@ -132,21 +129,12 @@ def page(results: Sequence[Result], speeds: tuple[float, float] | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", help="comma-separated layouts; default: all, and the published row")
-    parser.add_argument("--out", type=Path, help="where the tables go, beside the terminal")
-    options = parser.parse_args()
-    chosen = options.only.split(",") if options.only else [*LAYOUTS]
+    options = reserved.options_of(__doc__, "layouts; default: all, and the published row")
     results = []
-    for layout in chosen:
+    for layout in options.only or LAYOUTS:
         results.append(result(layout, LAYOUTS[layout]))
         print(f"{layout} done", file=sys.stderr, flush=True)
-    text = page(results, None if options.only else published())
-    if options.out:
-        write_text_atomically(options.out, text)
-    print(text)
+    reserved.show(page(results, None if options.only else published()), options.out)
 
 
 if __name__ == "__main__":

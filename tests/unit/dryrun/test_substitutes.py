@@ -1,13 +1,17 @@
 """Stand-ins of the dry run against the real operations' shapes, strides and saved tensors."""
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config
 
+from meshtune.compat import varlen_attention
 from meshtune.dryrun.ranks import trace_ranks
 from meshtune.dryrun.substitutes import SUBSTITUTES, cuda_attention, flex_attention, installed
 from meshtune.dryrun.world import Job, trace_rank
@@ -60,6 +64,34 @@ def test_attention_takes_the_kernel_that_cuda_would(
     assert out.shape == real.shape
     if kernel == "flash":  # tokens before heads in memory, as the kernel of the CPU
         assert out.stride() == real.stride()
+
+
+@pytest.mark.parametrize(("heads", "size"), [(2, 64), (4, 128), (4, 96)])
+def test_fake_varlen_attention_has_the_results_of_flash_attention(heads: int, size: int) -> None:
+    """torch's fake of the operation that is traced, beside its kernel's own meta implementation."""
+    q = torch.empty(48, 4, size, dtype=BF16, device="meta", requires_grad=True)
+    k, v = (torch.empty(48, heads, size, dtype=BF16, device="meta", requires_grad=True) for _ in range(2))
+    ends = torch.tensor([0, 20, 48], dtype=torch.int32, device="meta")
+    called: list[tuple[torch.Tensor, ...]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if "varlen" in str(func):
+                called.append(out)
+            return out
+
+    with Watch():
+        varlen_attention(q, k, v, ends, ends, 28, 28, scale=0.1, window_size=(-1, 0)).sum().backward()
+    forward, backward = called
+    real = torch.ops.aten._flash_attention_forward(q, k, v, ends, ends, 28, 28, 0.0, True, False, scale=0.1)
+
+    def layouts(tensors: Iterable[torch.Tensor]) -> list[Any]:
+        return [(each.shape, each.stride(), each.dtype) for each in tensors]
+
+    assert layouts(forward) == layouts(real[:3])  # output, log-sum-exp, state of the random numbers
+    assert forward[1].shape == (4, 48) and forward[2].nbytes == 16
+    assert layouts(backward) == layouts((q, k, v)) == layouts((q.grad, k.grad, v.grad))
 
 
 def test_flex_attention_has_the_shapes_of_the_real_one() -> None:
