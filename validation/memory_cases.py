@@ -114,7 +114,6 @@ BEYOND = {
     "37 qwen3 bf16 cuda tp2-sp-mb2-ga4-selective lora",
     "43 gemma2 fp32 cpu ulysses2-mb3-ga1-full2 packed",
     "44 gemma2 bf16-pure cuda zero3x2-cp2-mb2-ga4-attention",
-    "47 gemma2 bf16 cuda pp2-gpipe-mb2-ga4-full packed",
     "48 qwen3 bf16 cpu pp2-interleaved1f1b-v2-mb3-ga4",
     "49 gemma2 fp32 cpu pp2-zb-mb2-ga4-attention packed",
     "50 gemma2 bf16 cuda pp2-zbv-mb2-ga4-attention",

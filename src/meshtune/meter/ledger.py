@@ -7,8 +7,10 @@ its category
     weights           from its owner: the model's parameters and buffers; shards, where ZeRO shards them
     gathered_weights  from FSDP2's operator that copies a finished all-gather into whole parameters, and from
                       its owner: a whole parameter of a model whose parameters are sharded
-    gradients         from its owner, when a gradient reaches its parameter, and from FSDP2's operator that
-                      copies gradients into the input of a reduce-scatter
+    gradients         from its owner, when a gradient reaches its parameter, from FSDP2's operator that copies
+                      gradients into the input of a reduce-scatter, and in a pass from an operation on logits
+                      or gradients whose result has the head's shape: the gradient of the head that the
+                      chunked loss makes in the forward, its sum over chunks, its casts
     optimizer         from its owner: masters and AdamW's state
     logits            from the head, whose output it is, or from an operation on logits that gives as many
                       columns: their logarithms, their softmax, their gradient
@@ -19,8 +21,8 @@ its category
 
 So activations contain what a pass frees again at once: no operation shows what autograd will keep. They also
 contain results of collectives on activations (tensor and context parallelism), which later layers read, and,
-between the loss and its backward, the gradients that a chunked loss has made already. A flat buffer of
-summed gradients (plain data parallelism) is their storage: gradients.
+between the loss and its backward, the hidden states' gradient that the chunked loss has made already. A flat
+buffer of summed gradients (plain data parallelism) is their storage: gradients.
 
 On CUDA no operation is watched: `storage_bytes` of the categories that have an owner is known, the rest is
 one number.
@@ -73,6 +75,7 @@ class Ledger(TorchDispatchMode):
         self.device = device
         self.default = ACTIVATIONS  # category of new storages of which nothing more is known
         self.logit_columns: int | None = None  # of the head's output
+        self.head_shape: torch.Size | None = None  # of the head's weight on this rank, unsharded
         self.entries: dict[int, Entry] = {}  # by the address of the storage's C++ object
         self.expected: dict[int, Entry] = {}  # claimed, but not seen yet: not counted
         self.live: Counter[str] = Counter()  # bytes by category
@@ -91,12 +94,13 @@ class Ledger(TorchDispatchMode):
                 if entry.category != category:
                     self.move(entry, category)
 
-    def tag_logits(self, logits: Tensor) -> None:
+    def tag_logits(self, logits: Tensor, head_shape: torch.Size | None = None) -> None:
         """Move the head's output, [..., vocabulary of this rank], to logits.
 
-        Results of later operations on it that have as many columns become logits too.
+        Results of later operations on it that have as many columns become logits too, those of `head_shape`,
+        the shape of the head's weight, gradients.
         """
-        self.logit_columns = logits.shape[-1]
+        self.logit_columns, self.head_shape = logits.shape[-1], head_shape
         self.tag([logits], LOGITS)
 
     def _claim(self, values: Any, category: str) -> None:
@@ -203,6 +207,16 @@ class Ledger(TorchDispatchMode):
             case "c10d", _ if self._has(args, COMMUNICATION):
                 self._claim(args, COMMUNICATION)
 
+    def _category_of(self, made: Tensor, values: Any, of_logits: bool) -> str:
+        """Category of a new storage of `made`. values: arguments of the operation. of_logits: logits are
+        among them.
+        """
+        in_pass = self.default == ACTIVATIONS
+        if in_pass and made.shape == self.head_shape and (of_logits or self._has(values, GRADIENTS)):
+            return GRADIENTS
+        columns = made.shape[-1] if made.ndim else None
+        return LOGITS if of_logits and columns == self.logit_columns else self.default
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes back as operations on the local tensors
@@ -210,10 +224,10 @@ class Ledger(TorchDispatchMode):
         of_logits = self._has([args, kwargs], LOGITS)
         out = func(*args, **kwargs)
         for tensor in self.tensors(out):
-            logits = of_logits and tensor.ndim > 0 and tensor.shape[-1] == self.logit_columns
+            category = self._category_of(tensor, [args, kwargs], of_logits)
             for storage in storages_of(tensor):
                 if func is FROM_HOST or not self._foreign(storage, [args, kwargs]):
-                    self._entry_of(storage, LOGITS if logits else self.default)
+                    self._entry_of(storage, category)
         self._claim_of_collective(func, args, kwargs, out)
         return out
 

@@ -198,7 +198,7 @@ class PhaseMemory:
 
     def _tag_logits(self, head: nn.Module, inputs: Any, logits: Tensor) -> None:
         if self._ledger is not None:
-            self._ledger.tag_logits(logits)
+            self._ledger.tag_logits(logits, getattr(head, "weight", logits).shape)
 
     def _tag(self) -> None:
         assert self._ledger is not None

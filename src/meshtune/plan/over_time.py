@@ -241,6 +241,7 @@ class _RankMemory:
     in_flight: float  # activations of all micro-batches in flight at these events
     micro_batch: float  # of one of them
     no_gradients: float  # bytes of gradients before the first backward
+    earlier_gradients: float  # of gradients that earlier micro-batches have left
     overhead: Callable[[Mapping[str, float]], float]  # of bytes by category
 
     @classmethod
@@ -265,13 +266,15 @@ class _RankMemory:
         }
         # Of a step of one micro-batch the last gradients are not reduced yet at the end of the backward.
         flat = max(events["end of backward"]["gradients"] - number(states.gradients), 0.0)
-        before = events["loss"]["gradients"] if accounting.precision.beside else flat
+        earlier = events["loss"]["gradients"] - number(stages.has_head * loss.gradients)
+        before = earlier if accounting.precision.beside else flat
         return cls(
             rank=int(number(stages.rank)),
             events=events,
             in_flight=number(flight.total),
             micro_batch=number(flight.per_micro_batch),
             no_gradients=before,
+            earlier_gradients=earlier,
             overhead=lambda parts: float(
                 np.squeeze(overhead(columns, accounting, transient(parts, columns)))
             ),
@@ -285,13 +288,15 @@ class _RankMemory:
         parts = dict(self.events["loss" if event == "forward" else event])
         in_flight = micro_batches * self.micro_batch
         if event == "forward":
-            parts |= {"activations": in_flight, "logits": 0.0}
+            parts |= {
+                "activations": in_flight, "logits": 0.0, "gradients": self.earlier_gradients,
+            }  # fmt: skip
         elif event == "end of backward":
             parts["activations"] += in_flight
         elif event != "update":
             parts["activations"] += in_flight - self.in_flight
         if not started:
-            parts["gradients"] += self.no_gradients - self.events["loss"]["gradients"]  # less earlier ones
+            parts["gradients"] += self.no_gradients - self.earlier_gradients
         elif event != "update":
-            parts["gradients"] = max(parts["gradients"], self.events["loss"]["gradients"])
+            parts["gradients"] = max(parts["gradients"], self.earlier_gradients)
         return Held(seconds, event, parts | {"overhead": self.overhead(parts)})

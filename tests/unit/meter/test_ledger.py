@@ -68,14 +68,17 @@ def test_logits_are_the_heads_output_and_what_has_its_columns():
     with Ledger(CPU) as ledger:
         hidden, weight = torch.ones(3, 7), torch.ones(50, 7)
         logits = hidden @ weight.T
-        ledger.tag_logits(logits)
+        ledger.tag_logits(logits, weight.shape)
         slope = logits.log_softmax(-1).exp_()
         gradient = slope.T @ hidden  # of the weight: other columns
+        of_hidden = slope @ weight
         assert ledger.live["logits"] == 2 * 3 * 50 * 4
-        del logits, slope
-        assert ledger.live["logits"] == 0
-        assert ledger.live["activations"] == (3 * 7 + 2 * 50 * 7) * 4
-        assert gradient.shape == weight.shape
+        total = gradient.double()
+        assert ledger.live["gradients"] == 50 * 7 * (4 + 8)
+        del logits, slope, gradient, total
+        assert ledger.live["logits"] == ledger.live["gradients"] == 0
+        assert ledger.live["activations"] == (2 * 3 * 7 + 50 * 7) * 4
+        assert of_hidden.shape == hidden.shape
 
 
 def test_every_category_has_its_place_in_the_list():

@@ -150,12 +150,15 @@ class MicroBatchSizes(NamedTuple):
 class LossBytes(NamedTuple):
     """Bytes that the rank with the head holds for the last norm, the logits and the loss."""
 
-    at_loss: Number  # at most, while logits exist: logits, gradients and copies in the loss
-    per_extra_micro_batch: Number  # held for each micro-batch in flight but the one in the loss
-    norm_forward: Number  # activations of the last norm, in the loss
+    logits: Number  # at most, with their gradients and copies in the loss
+    activations: Number  # beside them: the last norm's, hidden states and their gradient
+    gradients: Number  # beside them: the head's gradient and its sum over chunks
+    per_extra_micro_batch: Number  # activations of each micro-batch in flight but the one in the loss
+    gradients_per_extra: Number  # the same of the head's gradient
     norm_backward: Number  # activations of the last norm, in its backward
-    head_backward: Number  # head gradient and loss buffers that are not freed yet, in the head's backward
-    head_gradient_pending: Number  # head gradient that no sum has taken yet, in the blocks' backward
+    logits_in_backward: Number  # not freed yet in the head's backward
+    gradients_in_backward: Number  # of the head, in its backward
+    gradients_pending: Number  # of the head that no sum has taken yet, in the blocks' backward
 
 
 def loss_bytes(work: Work, layouts: Columns, accounting: Accounting, sizes: MicroBatchSizes) -> LossBytes:
@@ -170,17 +173,21 @@ def loss_bytes(work: Work, layouts: Columns, accounting: Accounting, sizes: Micr
     precision, element = accounting.precision, accounting.element
     head_gradient = sizes.head_gradient * precision.gradient
     chunk_tokens = np.ceil(sizes.tokens / np.maximum(np.ceil(sizes.tokens / accounting.loss_chunk), 1.0))
-    logits = chunk_tokens * work.vocabulary / (1.0 if accounting.gathers_logits else layouts.tp)
+    one_copy = chunk_tokens * work.vocabulary / (1.0 if accounting.gathers_logits else layouts.tp)
     kept = work.head_kept.get(int(accounting.element), 0.0)
-    at_loss = logits * (accounting.logit + np.where(layouts.tp > 1, accounting.logit_split, 0.0) + kept)
-    per_extra_micro_batch = 0.0
+    logits = one_copy * (accounting.logit + np.where(layouts.tp > 1, accounting.logit_split, 0.0) + kept)
+    hidden, gradients, in_flight, gradients_in_flight = 0.0, 0.0, 0.0, 0.0
     if math.isfinite(accounting.loss_chunk):
         copy = chunk_tokens * element * work.hidden
+        in_head = (3 * element + 2 * kept) * one_copy  # in the backward of what the head does to logits
+        in_matmul = 3 * element * one_copy  # in that of the head's matrix, which makes its gradient
+        logits = np.maximum(logits, in_head)
+        ends = in_matmul + copy + head_gradient > logits
+        logits = np.where(ends, in_matmul, logits)
+        hidden = copy + sizes.hidden_bytes + np.where(ends, copy, 0.0)
         head_sum = np.where(chunk_tokens < sizes.tokens, 4.0 * sizes.head_gradient, 0.0)  # fp32, over chunks
-        in_head = (3 * element + 2 * kept) * logits  # in the backward of what the head does to logits
-        gradients = np.maximum(3 * element * logits + copy + head_gradient, in_head)
-        at_loss = np.maximum(at_loss, gradients) + copy + sizes.hidden_bytes + head_sum
-        per_extra_micro_batch = sizes.hidden_bytes + head_gradient  # made in the forward
+        gradients = head_sum + np.where(ends, head_gradient, 0.0)
+        in_flight, gradients_in_flight = sizes.hidden_bytes, head_gradient  # made in the forward
 
     normed = sizes.hidden_bytes / sizes.sequence_shards
     if accounting.fused_norms:
@@ -195,19 +202,21 @@ def loss_bytes(work: Work, layouts: Columns, accounting: Accounting, sizes: Micr
     unsummed = ~(accumulates | (accounting.gradient_replicas(layouts) > 1))
     pending = np.where(sharded | unsummed, head_gradient, 0.0)
     in_backward = np.where(sharded | unsummed | accounting.whole_vocabulary_gradients, head_gradient, 0.0)
-    in_backward = in_backward + logits * accounting.logit_head_backward
     if accounting.shards_masters:  # replicas that do not accumulate have no sum before this backward
         first_sum = np.where(
             sharded | unsummed | accumulates, 0.0, sizes.head_gradient * precision.accumulated
         )
         pending, in_backward = pending + first_sum, in_backward + first_sum
     return LossBytes(
-        at_loss=at_loss,
-        per_extra_micro_batch=per_extra_micro_batch + norm_input + normed,
-        norm_forward=norm_input + normed + sizes.hidden_bytes,
+        logits=logits,
+        activations=hidden + norm_input + normed + sizes.hidden_bytes,
+        gradients=gradients,
+        per_extra_micro_batch=in_flight + norm_input + normed,
+        gradients_per_extra=gradients_in_flight,
         norm_backward=norm_backward,
-        head_backward=in_backward,
-        head_gradient_pending=pending,
+        logits_in_backward=one_copy * accounting.logit_head_backward,
+        gradients_in_backward=in_backward,
+        gradients_pending=pending,
     )
 
 

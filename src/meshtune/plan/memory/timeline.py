@@ -141,8 +141,8 @@ def data_parallel_buffers(
 
 def gradients_before_backward(
     layouts: Columns, accounting: Accounting, states: States, flight: InFlight
-) -> Number:
-    """Bytes of gradients already allocated when the fullest backward starts.
+) -> tuple[Number, Number]:
+    """Bytes of gradients already allocated (in the last loss, when the fullest backward starts).
 
     If all micro-batches are in flight (GPipe), gradients appear only after the first backward, which has
     freed one micro-batch's activations: only what exceeds those counts. Without a pipeline, 0 for a step of
@@ -154,10 +154,13 @@ def gradients_before_backward(
     if precision.beside:
         both = precision.accumulated + precision.beside * precision.gradient
         sums = states.gradients * precision.accumulated / both
-        return sums if accounting.frees_added_gradients else np.where(accumulates, states.gradients, sums)
+        earlier = sums if accounting.frees_added_gradients else np.where(accumulates, states.gradients, sums)
+        return earlier + flight.head_gradients, earlier + flight.head_gradients
     all_in_flight = (layouts.pp > 1) & (flight.micro_batches >= layouts.gradient_accumulation_steps)
     exceeding = np.maximum(states.gradients - flight.per_micro_batch, 0.0)
-    return np.where(all_in_flight, exceeding, np.where(accumulates, states.gradients, 0.0))
+    earlier = np.where(accumulates, states.gradients, 0.0)
+    at_loss, before_backward = (np.where(all_in_flight, size, earlier) for size in (0.0, exceeding))
+    return at_loss + flight.head_gradients, before_backward + flight.head_gradients
 
 
 def gradient_buffers(accounting: Accounting, elements: RankElements, head_gradient: Number) -> Number:
@@ -196,6 +199,7 @@ class InFlight(NamedTuple):
     first_block: Number  # that the backward of a stage's first block has, with nothing else in flight
     total: Number  # of all micro-batches in flight: saved by blocks, sent, held for the loss
     per_micro_batch: Number  # of one of them
+    head_gradients: Number  # of the head, of all micro-batches in flight but one
     received: Number  # buffers that hidden states and their gradients are received in
     micro_batches: Number  # in flight, at most
 
@@ -239,6 +243,7 @@ def activations_in_flight(
         first_block=block.saved + np.maximum(temporaries + block.recomputed, of_stage),
         total=total,
         per_micro_batch=total / np.maximum(micro_batches, 1.0),
+        head_gradients=stages.has_head * (micro_batches - 1) * loss.gradients_per_extra,
         received=received,
         micro_batches=micro_batches,
     )
@@ -291,6 +296,24 @@ def block_backward_event(
     return {name: np.where(fuller, last[name], earlier[name]) for name in last}
 
 
+def unreduced(layouts: Columns, accounting: Accounting, buffers: DataParallelBuffers) -> Number:
+    """Bytes of sharded gradients that a step of one micro-batch still lacks at the end of its backward."""
+    once = accounting.gathers_shards(layouts) & (layouts.gradient_accumulation_steps == 1)
+    return np.where(once, buffers.block_shard + buffers.embedding_shard, 0.0)
+
+
+def embedding_backward(
+    accounting: Accounting, elements: RankElements, stages: Stages, flight: InFlight
+) -> Number:
+    """Bytes of activations in the backward of the embedding, with all other micro-batches still in flight.
+
+    0 for a stack that never makes the embedding's gradient whole.
+    """
+    gradient = stages.has_embedding * elements.before_blocks.trained * accounting.element
+    others = flight.total - flight.per_micro_batch
+    return accounting.whole_vocabulary_gradients * (others + gradient)
+
+
 def step_timeline(
     work: Work,
     layouts: Columns,
@@ -315,11 +338,7 @@ def step_timeline(
     flat = gradient_buffers(accounting, elements, stages.has_head * sizes.head_gradient)
     masters, optimizer = optimizer_state(layouts, accounting, states, total)
     reduced = np.where(sharded, total.trained_shard * precision.sharded_gradient, states.gradients)
-    # the embedding's gradient ends a micro-batch's backward, with all other micro-batches still in flight
-    embedding_gradient = stages.has_embedding * elements.before_blocks.trained * accounting.element
-    others_and_embedding = flight.total - flight.per_micro_batch + embedding_gradient
-    with_embedding = accounting.whole_vocabulary_gradients * others_and_embedding
-    earlier_gradients = gradients_before_backward(layouts, accounting, states, flight)
+    gradients_at_loss, earlier_gradients = gradients_before_backward(layouts, accounting, states, flight)
     steady = {
         "weights": states.weights,
         "gathered_weights": states.gathered + buffers.gathered_outside,
@@ -330,24 +349,26 @@ def step_timeline(
         "communication": flight.received + buffers.previous_reduce + buffers.last_gather,
         "temporary": nothing,
     }
-    once = sharded & (layouts.gradient_accumulation_steps == 1)
-    first_whole = np.where(once & (layouts.zero < 3), buffers.first_block_whole, states.gathered)
-    not_reduced = np.where(once, buffers.block_shard + buffers.embedding_shard, 0.0)
-    pending = stages.has_head * np.where(buffers.head_reduce > 0, 0.0, loss.head_gradient_pending)
+    once = sharded & (layouts.gradient_accumulation_steps == 1) & (layouts.zero < 3)
+    first_whole = np.where(once, buffers.first_block_whole, states.gathered)
+    with_embedding = embedding_backward(accounting, elements, stages, flight)
+    pending = stages.has_head * np.where(buffers.head_reduce > 0, 0.0, loss.gradients_pending)
+    in_block = steady | {"gradients": steady["gradients"] + pending}
     return {
         "loss": steady | {
-            "activations": flight.total + stages.has_head * loss.norm_forward,
-            "logits": stages.has_head * loss.at_loss,
+            "gradients": gradients_at_loss + flat + stages.has_head * loss.gradients,
+            "activations": flight.total + stages.has_head * loss.activations,
+            "logits": stages.has_head * loss.logits,
         },
         "backward of the head": steady | {
             "communication": flight.received + buffers.previous_reduce + buffers.gathered_block,
+            "gradients": steady["gradients"] + stages.has_head * loss.gradients_in_backward,
             "activations": flight.total + stages.has_head * loss.norm_backward,
-            "logits": stages.has_head * loss.head_backward,
+            "logits": stages.has_head * loss.logits_in_backward,
         },
-        "backward of a block": block_backward_event(steady, states, flight, buffers, accounting, sharded)
-        | {"logits": pending},
+        "backward of a block": block_backward_event(in_block, states, flight, buffers, accounting, sharded),
         "end of backward": steady | {
-            "gradients": states.gradients - not_reduced + flat,
+            "gradients": states.gradients - unreduced(layouts, accounting, buffers) + flat,
             "activations": np.maximum(flight.first_block, with_embedding),
             "gathered_weights": first_whole + buffers.gathered_behind + buffers.gathered_block,
             "communication": flight.received + buffers.backward_end,
