@@ -87,6 +87,7 @@ GRID = (
     Case(layout="tp2-sp-pp2-1f1b-mb1-ga4", note="fp32", options={"precision": "fp32"}),
     Case(layout="dp2-mb2-ga2", note="bf16-pure", options={"precision": "bf16-pure"}),
     Case(layout="zero2x2-tp2-mb1-ga2", note="bf16-pure", options={"precision": "bf16-pure"}),
+    Case(layout="dp2-zero2x2-mb1-ga2", note="bf16-pure", options={"precision": "bf16-pure"}),
     Case(layout="dp2-mb2-ga2", note="gradients summed in bf16", options={"reduce_dtype": "bf16"}),
     Case(layout="zero3x2-mb2-ga2", note="gradients summed in bf16", options={"reduce_dtype": "bf16"}),
     Case(layout="dp2-mb2-ga2", note="LoRA", options={"lora": LORA}),

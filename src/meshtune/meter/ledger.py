@@ -7,10 +7,11 @@ its category
     weights           from its owner: the model's parameters and buffers; shards, where ZeRO shards them
     gathered_weights  from FSDP2's operator that copies a finished all-gather into whole parameters, and from
                       its owner: a whole parameter of a model whose parameters are sharded
-    gradients         from its owner, when a gradient reaches its parameter, from FSDP2's operator that copies
-                      gradients into the input of a reduce-scatter, and in a pass from an operation on logits
-                      or gradients whose result has the head's shape: the gradient of the head that the
-                      chunked loss makes in the forward, its sum over chunks, its casts
+    gradients         from its owner, when a gradient reaches its parameter, from FSDP2's operator that
+                      copies gradients into the input of a reduce-scatter, by being cast from its reduced
+                      output, and in a pass from an operation on logits or gradients whose result has the
+                      head's shape: the gradient of the head that the chunked loss makes in the forward,
+                      its sum over chunks, its casts
     optimizer         from its owner: masters and AdamW's state
     logits            from the head, whose output it is, or from an operation on logits that gives as many
                       columns: their logarithms, their softmax, their gradient
@@ -30,7 +31,7 @@ one number.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -55,6 +56,7 @@ class Entry:
     category: str  # one of CATEGORIES
     key: int = 0  # address of its C++ object
     born: int = 0  # the ledger's clock when it was first seen
+    of_gradients: bool = False  # a flat buffer of gradients that FSDP2 reduces, or their sum
     ref: Any = None  # weak reference to the storage; its callback removes the entry
 
 
@@ -170,13 +172,20 @@ class Ledger(TorchDispatchMode):
             if isinstance(leaf, Tensor) and leaf.device.type == self.device.type
         ]
 
+    def _known(self, values: Any) -> Iterator[Entry]:
+        """Entries of the storages of tensors in `values`, any nest of them."""
+        for storage in chain.from_iterable(storages_of(tensor) for tensor in self.tensors(values)):
+            if (entry := self.entries.get(storage._cdata)) is not None:
+                yield entry
+
     def _has(self, values: Any, category: str) -> bool:
         """True if a tensor in `values`, any nest of them, has a storage of this category."""
-        if not self.live[category]:
-            return False
-        storages = chain.from_iterable(storages_of(tensor) for tensor in self.tensors(values))
-        entries = (self.entries.get(storage._cdata) for storage in storages)
-        return any(entry is not None and entry.category == category for entry in entries)
+        return bool(self.live[category]) and any(entry.category == category for entry in self._known(values))
+
+    def _mark(self, values: Any) -> None:
+        """Note of the tensors in `values` that they are flat buffers of gradients, or their sums."""
+        for entry in self._known(values):
+            entry.of_gradients = True
 
     def _foreign(self, storage: torch.UntypedStorage, values: Any) -> bool:
         """True if the storage is new to the ledger, and `values`, an operation's arguments, have it.
@@ -202,10 +211,15 @@ class Ledger(TorchDispatchMode):
             case "fsdp", "chunk_cat":  # gradients -> flat buffer
                 self._claim(args[0], GRADIENTS)
                 self._claim(kwargs["out"], COMMUNICATION)
+                self._mark(kwargs["out"])
             case "c10d", "recv_":
                 self._claim(args, COMMUNICATION)
             case "c10d", _ if self._has(args, COMMUNICATION):
                 self._claim(args, COMMUNICATION)
+                if any(entry.of_gradients for entry in self._known(args)):
+                    self._mark(args)
+            case "aten", "_to_copy" if any(entry.of_gradients for entry in self._known(args)):
+                self._claim(out, GRADIENTS)  # reduced shards in the parameters' dtype
 
     def _category_of(self, made: Tensor, values: Any, of_logits: bool) -> str:
         """Category of a new storage of `made`. values: arguments of the operation. of_logits: logits are

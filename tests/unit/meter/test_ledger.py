@@ -113,5 +113,24 @@ def reduced() -> tuple[int, int]:
         return ledger.live["communication"], ledger.live["activations"]
 
 
+def cast_gradients() -> list[str]:
+    """Categories of a flat buffer of gradients and of its cast, summed as by FSDP2; of a received one's."""
+    gradients = [torch.ones(4, 2) for _ in range(2)]
+    with Ledger(CPU) as ledger:
+        buffer, shard = torch.empty(2, 8), torch.empty(8)
+        torch.ops.fsdp.chunk_cat(gradients, dim=0, num_chunks=2, out=buffer)
+        dist.reduce_scatter_tensor(shard, buffer.view(-1))
+        dist.all_reduce(shard)
+        cast = shard.to(torch.bfloat16)
+        other = torch.zeros(8)
+        dist.broadcast(other, 0)
+        made = [cast, shard, other.to(torch.bfloat16)]
+        return [ledger.entries[each.untyped_storage()._cdata].category for each in made]
+
+
+def test_a_cast_of_reduced_gradients_is_gradients():
+    assert run_ranks(2, cast_gradients) == [["gradients", "communication", "activations"]] * 2
+
+
 def test_activations_that_ranks_add_up_stay_activations():
     assert run_ranks(2, reduced) == [(0, 400)] * 2
