@@ -108,3 +108,18 @@ def awaiting_weights(layouts: Columns, rank: Number = 0.0) -> Number:
     """
     stages = np.where(layouts.runs("zb"), rank, 0.0)
     return np.minimum(stages / layouts.virtual_stages, layouts.gradient_accumulation_steps)
+
+
+def kept_input_gradients(layouts: Columns, stages: Stages) -> Number:
+    """Gradients of received hidden states that a rank still holds when the update begins.
+
+    torch leaves them on the receive buffers where a backward is split in two, until the next step. DualPipeV
+    splits few. A V schedule's last rank hands hidden states to itself: nothing is received there.
+    """
+    own = (layouts.runs("zbv") & (stages.rank == layouts.pp - 1)) * 1.0
+    received = layouts.virtual_stages - stages.has_embedding - own
+    split = np.where(layouts.runs("zb", "zbv"), layouts.gradient_accumulation_steps * received, 0.0)
+    inner = 2 * layouts.pp - 1 - stages.rank
+    ends = np.where(stages.rank == 0, layouts.pp - 1, np.ceil(layouts.pp / 2))
+    of_dualpipev = np.where((stages.rank > 0) & (stages.rank < layouts.pp - 1), inner, ends)
+    return np.where(layouts.runs("dualpipev"), of_dualpipev, split)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtune.layout import MODEL_AXES
+from meshtune.layout import MODEL_AXES, ZERO_BUBBLE
 from meshtune.meter.trace import ACTIVATIONS, COMMUNICATION, LOGITS, TEMPORARY
 from meshtune.placement.columns import Columns, Number
 from meshtune.placement.states import Elements, States, held_states
@@ -31,7 +31,7 @@ from meshtune.plan.memory.activations import (
     output_gradients,
     saved_by_block,
 )
-from meshtune.plan.memory.stages import Stages, awaiting_weights, in_flight
+from meshtune.plan.memory.stages import Stages, awaiting_weights, in_flight, kept_input_gradients
 from meshtune.plan.memory.states import RankElements, rank_elements
 from meshtune.plan.work import Work
 
@@ -199,6 +199,7 @@ class InFlight(NamedTuple):
     first_block: Number  # that the backward of a stage's first block has, with nothing else in flight
     total: Number  # of all micro-batches in flight: saved by blocks, sent, held for the loss
     per_micro_batch: Number  # of one of them
+    input_gradients: Number  # of stages' inputs that a split backward leaves until the next step
     head_gradients: Number  # of the head, of all micro-batches in flight but one
     received: Number  # buffers that hidden states and their gradients are received in
     micro_batches: Number  # in flight, at most
@@ -225,15 +226,23 @@ def activations_in_flight(
     hidden = np.where(layouts.pp > 1, sizes.hidden_bytes / sizes.sequence_shards, 0.0)
     received = hidden * np.minimum(layouts.gradient_accumulation_steps, accounting.receive_buffers)
     received = received * (2 * virtual - stages.has_embedding - stages.has_head)  # from both neighbours
+    looped = layouts.runs("interleaved1f1b", "loopedbfs", *ZERO_BUBBLE)
     sent = accounting.keeps_sent * hidden * (virtual - stages.has_head)
+    later = np.where(looped, layouts.gradient_accumulation_steps - micro_batches, 0.0)
+    input_gradients = accounting.keeps_sent * hidden * (virtual - stages.has_embedding)
     recomputing = stages.recomputing(layouts)
     saving = stages.blocks - recomputing  # blocks that recompute nothing, behind those that do
     total = micro_batches * (recomputing * block.saved + saving * block.everything + sent)
     total = total + stages.has_head * (micro_batches - 1) * loss.per_extra_micro_batch
+    total = total + later * (sent + input_gradients)
     waiting = stages.blocks * output_gradients(work, layouts, sizes.tokens, element=accounting.element)
     total = total + awaiting_weights(layouts, stages.rank) * waiting
     # Once the backward of a stage's input has ended; the first stage's input has none.
-    of_stage = np.where(layouts.runs("zb", "zbv"), (1 - stages.has_embedding) * waiting / virtual, 0.0)
+    norm = 5 * max(4 / accounting.element, 1.0) * hidden  # temporaries of a norm's backward, in fp32
+    in_head = stages.has_head * (loss.per_extra_micro_batch + 2 * hidden)  # and its gradient, scaled
+    of_stage = np.where(
+        layouts.runs("zb", "zbv") & (virtual > stages.has_embedding), waiting / virtual + norm + in_head, 0.0
+    )
     temporaries = block_backward(work, layouts, accounting, sizes)
     # The blocks that recompute nothing come first in the backward, and free what they saved.
     at_once = np.maximum(block.recomputed - saving / virtual * block.everything, 0.0)
@@ -243,6 +252,7 @@ def activations_in_flight(
         first_block=block.saved + np.maximum(temporaries + block.recomputed, of_stage),
         total=total,
         per_micro_batch=total / np.maximum(micro_batches, 1.0),
+        input_gradients=kept_input_gradients(layouts, stages) * accounting.keeps_sent * hidden,
         head_gradients=stages.has_head * (micro_batches - 1) * loss.gradients_per_extra,
         received=received,
         micro_batches=micro_batches,
@@ -377,7 +387,7 @@ def step_timeline(
             "gathered_weights": nothing,
             "gradients": reduced + flat,
             "optimizer": optimizer,
-            "activations": nothing,
+            "activations": flight.input_gradients,
             "communication": flight.received,
             "temporary": converted_gradients(layouts, accounting, elements, stages),
         },
