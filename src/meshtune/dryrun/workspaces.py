@@ -135,12 +135,20 @@ def _embedding(shapes: Shapes) -> dict[str, int]:
     return {"hidden": gradient[-1], "tokens": math.prod(tokens)}
 
 
+def _sort(shapes: Shapes) -> dict[str, int]:
+    """Arguments: numbers of experts, in one row for all tokens; several rows are sorted in other ways."""
+    row, *_ = shapes
+    return {"tokens": row[0] if len(row) == 1 else 0}
+
+
 SIZES: dict[str, Callable[[Shapes], dict[str, int]]] = {
     "torch_attn._varlen_attn_backward.default": _varlen,
     "aten._scaled_dot_product_flash_attention_backward.default": _padded,
     "aten._scaled_dot_product_efficient_attention_backward.default": _padded,
     "meshtune_dryrun.flex_attention_backward.default": _padded,
     "aten.embedding_dense_backward.default": _embedding,
+    "aten.sort.default": _sort,
+    "aten.sort.stable": _sort,
 }
 
 

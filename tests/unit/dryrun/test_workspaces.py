@@ -55,6 +55,17 @@ def test_the_embeddings_gradient_sums_tokens_in_fp32_where_there_are_many():
     assert [size for _, size in taken] == [6 * 8 * 4096, 4 * 4096 * 64]
 
 
+def test_a_long_row_of_experts_is_sorted_with_copies():
+    workspaces = Workspaces("hopper")
+    rows = {
+        shape: replace(operation("aten.sort.default", shape), dtype="int64") for shape in ((4096,), (8192,))
+    }
+    assert workspaces.temporary(rows[4096,]) == []
+    assert [size for _, size in workspaces.temporary(rows[8192,])] == [3 * 8 * 8192]
+    routed = operation("aten._grouped_mm.default", (8192, 64), (8, 64, 64), (8,))
+    assert not workspaces.temporary(routed)
+
+
 def test_each_thread_has_one_workspace_of_cublas():
     forward, backward = (operation("aten.mm.default", phase=phase) for phase in (FORWARD, BACKWARD))
     for architecture, size in (("hopper", 32 * MIB), ("ampere", 8 * MIB + 128 * 1024), ("cdna3", 128 * MIB)):
