@@ -29,6 +29,11 @@ def test_scripts_and_files_that_a_page_names_exist(page: Path) -> None:
 def test_options_that_a_page_gives_to_a_script_are_in_it(page: Path) -> None:
     for script, options in OPTION.findall(page.read_text(encoding="utf-8")):
         source = (ROOT / script).read_text(encoding="utf-8")
+        for name in re.findall(
+            r"^(?:import|from) (\w+)", source, re.M
+        ):  # its options may be another script's
+            beside = (ROOT / script).with_name(f"{name}.py")
+            source += beside.read_text(encoding="utf-8") if beside.exists() else ""
         unknown = [option for option in re.findall(r"--[\w-]+", options) if f'"{option}"' not in source]
         assert not unknown, script
 
