@@ -54,7 +54,6 @@ from meshtune.layout import Layout
 from meshtune.model.load import quiet
 from meshtune.parallel.mesh import World, join
 from meshtune.train import build, choose, inputs
-from meshtune.train.heap import releasing
 from meshtune.train.model import single_model
 from meshtune.train.step import Counts
 from meshtune.watch import HangLimits
@@ -80,7 +79,7 @@ Step = Callable[[Batch], tuple[float, Any]]
 def meshtune(settings: Config) -> tuple[Iterator[Any], Step]:
     """(Global batches, step) of meshtune's own run, as train/loop.py steps it."""
     run = build.build(settings)
-    phase = releasing(run.memory.phase, run.world.device)
+    phase = run.meter.phase
 
     def step(batch: Batch) -> tuple[float, Any]:
         done = run.passes.step(

@@ -92,6 +92,21 @@ def reduce_scatter_single(output: Tensor, pieces: Tensor, group: dist.ProcessGro
     _first_of("reduce_scatter_single", "reduce_scatter_tensor")(output, pieces, group=group)
 
 
+# Methods of ProcessGroup that start a collective and return its Work; torch 2.13 renamed some.
+COLLECTIVES = (
+    "allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "all_gather_single",
+    "allgather_coalesced", "allgather_into_tensor_coalesced", "all_gather_single_coalesced", "reduce_scatter",
+    "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single_coalesced", "alltoall", "alltoall_base", "all_to_all_single", "broadcast",
+    "reduce", "gather", "scatter", "send", "recv", "recv_anysource", "barrier", "_end_coalescing",
+)  # fmt: skip
+
+
+def in_backward() -> bool:
+    """Whether a backward pass calls, as it does where a checkpoint runs a part of the forward again."""
+    return torch._C._current_graph_task_id() >= 0
+
+
 TESTED_PIPELINES = "2.13"  # the version of torch that pipelines were tested with
 
 # Private names of torch.distributed.pipelining that pipeline.py calls or replaces, with the parameters used.

@@ -15,7 +15,7 @@ A family that does not pass `documents` down to its attention raises, as does an
 here: a silently wrong result is never possible.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from transformers import AttentionInterface
 
 from meshtune.attention.core import attend_documents
 from meshtune.attention.runs import checked_lengths
+from meshtune.meter.clock import recomputing
 from meshtune.model.anatomy import Anatomy
 from meshtune.model.attention_arguments import unsupported
 from meshtune.model.body import ATTENTION_NAMES, Documents
@@ -108,10 +109,18 @@ def document_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     arguments = (query, key, value, lengths, scale, dropout, softcap, sliding_window)
     if recompute and torch.is_grad_enabled():
-        out = checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=dropout > 0)
+        out = checkpoint(
+            partial(_measured, attend), *arguments, use_reentrant=False, preserve_rng_state=dropout > 0
+        )
     else:
         out = attend(*arguments)
     return out.transpose(1, 2), None
+
+
+def _measured(attend: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Call `attend`; its time is recomputation's where a backward pass calls it."""
+    with recomputing():
+        return attend(*arguments)
 
 
 def recomputed_document_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:

@@ -97,6 +97,7 @@ class PhaseMemory:
         self.step = 0  # the watched step at hand, or the last one; 0 once no more are watched
         self.current = "loading"  # the phase at hand, or the last one
         self._ledger: Ledger | None = None  # on CPU, during a watched step
+        self._most = 0  # bytes, of all watched phases
         self._cuda_peak = 0  # bytes, of the phases whose statistics were reset
 
     def known(self) -> dict[str, Sequence[Tensor]]:
@@ -206,17 +207,18 @@ class PhaseMemory:
             self._ledger.tag(tensors, category)
 
     def _keep(self, peak: Peak) -> None:
+        self._most = max(self._most, peak.bytes)
         if peak.phase not in self.peaks or peak.bytes > self.peaks[peak.phase].bytes:
             self.peaks[peak.phase] = peak
 
     def peak_bytes(self) -> int:
-        """The most memory so far: CUDA's allocator's, or the whole process's largest resident size on CPU."""
+        """The most bytes of tensors so far; on CPU of the watched steps, 0 without any."""
         if self.device.type == "cuda":
             return max(self._cuda_peak, torch.cuda.max_memory_allocated(self.device))
-        return peak_resident_bytes()
+        return self._most
 
-    def row(self, step: int) -> Row | None:
-        """The row of the last watched step's peaks; None if `step` is another one."""
+    def row(self, step: int, rank: int = 0) -> Row | None:
+        """The row of the last watched step's peaks on this rank; None if `step` is another one."""
         if step != self.step or not self.peaks:
             return None
         return memory_row(
@@ -225,6 +227,7 @@ class PhaseMemory:
                 peak.phase: (peak.bytes, {name: peak.parts.get(name, 0) for name in CATEGORIES})
                 for peak in self.peaks.values()
             },
+            rank,
         )
 
     def out_of_memory_error(self, message: str) -> NothingFits:

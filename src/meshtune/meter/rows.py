@@ -25,6 +25,8 @@ def train_row(
     flops_6n: float | None = None,
     peak_flops_per_second: float | None = None,
     peak_memory_bytes: int | None = None,
+    peak_resident_bytes: int | None = None,
+    warm_up: bool = False,
     epoch: float | None = None,
     skipped: bool = False,
 ) -> Row:
@@ -34,9 +36,12 @@ def train_row(
     `label_tokens`, `flops` and `flops_6n` are of the global batch; `step_seconds` is the wall time of the
     whole step, the `data_seconds` it waited for data included. Per GPU are `tokens_per_second_per_gpu`,
     `tflops_per_second`, `mfu` and `peak_flops_per_second` (of one device; None when unknown, as on any CPU;
-    then `mfu` and `mfu_6n` are null, as they are without `flops` and `flops_6n`). `epoch` counts passes
-    through the data up to the end of the step (None: unknown, as for a stream). `skipped` marks a step that
-    was not applied because loss or gradients were not finite.
+    then `mfu` and `mfu_6n` are null, as they are without `flops` and `flops_6n`). `peak_memory_bytes` is of
+    tensors on the fullest rank (CUDA's allocator; on a CPU counted in the watched steps),
+    `peak_resident_bytes` of the largest process. `warm_up` marks steps that medians leave out: the first of a
+    run, and those whose memory is watched. `epoch` counts passes through the data up to the end of the step
+    (None: unknown, as for a stream). `skipped` marks a step that was not applied because loss or gradients
+    were not finite.
 
         mfu    = flops    / (step_seconds · world · peak_flops_per_second)
         mfu_6n = flops_6n / (step_seconds · world · peak_flops_per_second)
@@ -62,9 +67,10 @@ def train_row(
         "mfu": possible(share_of_peak(flops, step_seconds, world, peak_flops_per_second)),
         "mfu_6n": share_of_peak(flops_6n, step_seconds, world, peak_flops_per_second),
         "peak_memory_bytes": peak_memory_bytes,
+        "peak_resident_bytes": peak_resident_bytes,
         "epoch": epoch,
     }
-    return {**row, "skipped": True} if skipped else row
+    return {**row, **({"warm_up": True} if warm_up else {}), **({"skipped": True} if skipped else {})}
 
 
 def eval_row(
@@ -94,13 +100,13 @@ def eval_row(
     return {**row, **{key: value for key, value in extra.items() if value is not None}}
 
 
-def memory_row(step: int, phases: Mapping[str, tuple[int, Mapping[str, int]]]) -> Row:
-    """The row of a step whose memory was measured, on the main rank.
+def memory_row(step: int, phases: Mapping[str, tuple[int, Mapping[str, int]]], rank: int = 0) -> Row:
+    """The row of a step whose memory was measured, on one rank.
 
     phases: name, in the order of the step -> (most bytes allocated at once, bytes by category at that time).
     """
     sizes = {name: {"peak": peak, **parts} for name, (peak, parts) in phases.items()}
-    return {"kind": "memory", "step": step, "phases": sizes}
+    return {"kind": "memory", "step": step, "rank": rank, "phases": sizes}
 
 
 def memory_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:

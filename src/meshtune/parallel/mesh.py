@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from meshtune.compat import all_gather_single
 from meshtune.errors import UserError
 from meshtune.layout import AXES, Layout
 from meshtune.units import counted
@@ -87,15 +88,14 @@ class World:
             dist.all_reduce(values)
         return values.tolist()
 
-    def max_over_ranks(self, *numbers: float) -> list[float]:
-        """Maximum of each number over all ranks, on every rank, in the order of the arguments; one all-reduce
-        for all of them.
-        """
+    def gather_numbers(self, *numbers: float) -> list[list[float]]:
+        """Each rank's numbers, in fp64, in the order of the ranks, on every rank; one all-gather for all."""
         if self.mesh is None:
-            return list(numbers)
-        values = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        dist.all_reduce(values, dist.ReduceOp.MAX)
-        return values.tolist()
+            return [list(numbers)]
+        own = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        every = own.new_empty(self.size * len(own))
+        all_gather_single(every, own, None)
+        return every.view(self.size, -1).tolist()
 
     def synchronize(self) -> None:
         """Wait until this rank's device has done all it was told to do."""

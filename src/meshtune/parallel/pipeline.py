@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from meshtune import compat
 from meshtune.data.batch import MicroBatch
 from meshtune.layout import TORCH_SCHEDULES
+from meshtune.meter.clock import measured
 from meshtune.model.anatomy import Anatomy, StandIn
 from meshtune.model.body import body_forward
 from meshtune.parallel import noise, zero
@@ -123,6 +124,17 @@ class Stage(nn.Module):
         return (finish or self.finish)(self.model, self.anatomy, out, micro_batch)
 
 
+class Held:
+    """Passes of a rank's stages whose activations it holds: begun, but for the gradients of weights."""
+
+    def __init__(self) -> None:
+        self.now, self.most = 0, 0
+
+    def add(self, passes: int) -> None:
+        self.now += passes
+        self.most = max(self.most, self.now)
+
+
 class _ZeroStage(PipelineStage):
     """torch's stage, for every ZeRO stage: by itself it keeps parameters gathered and gradients unsharded
     until the step ends, which is ZeRO-1.
@@ -132,13 +144,27 @@ class _ZeroStage(PipelineStage):
 
     def __init__(self, zero: int, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.zero = zero
+        self.zero, self.held = zero, Held()
         self.add_up: Callable[[], None] = lambda: None  # of gradients, after a backward that runs no hooks
 
+    def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        self.held.add(1)
+        with measured("forward"):
+            return super().forward_one_chunk(*args, **options)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        with measured("backward"):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        self.held.add(-full_backward)
+
     def backward_weight_one_chunk(self, *args: Any, **options: Any) -> None:
-        super().backward_weight_one_chunk(*args, **options)
-        self.add_up()
-        zero.accumulate_gradients(self.submod)
+        with measured("backward"):
+            super().backward_weight_one_chunk(*args, **options)
+            self.add_up()
+            zero.accumulate_gradients(self.submod)
+        self.held.add(-1)
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict, last_backward: bool = False
@@ -184,7 +210,7 @@ class Pipeline:
         self.has_first = any(stage.first for stage in stages)
         self.has_last = any(stage.last for stage in stages)
         self._schedules: dict[tuple[int, ...], Any] = {}
-        self._scale = 1.0
+        self._scale, self._held = 1.0, Held()
 
     # Training #
 
@@ -202,9 +228,9 @@ class Pipeline:
             raise ValueError(f"Micro-batches of one step have {len(shapes)} shapes: {sorted(shapes)}.")
         (shape,) = shapes
         schedule = self._schedule(len(micro_batches), *shape)
-        self._scale = scale
+        self._scale, self._held = scale, Held()
         for stage in self._torch_stages(schedule):
-            stage.has_backward, stage.add_up = True, add_up
+            stage.has_backward, stage.add_up, stage.held = True, add_up, self._held
             stage.clear_runtime_states()
         losses: list[Tensor] = []
         schedule._step_microbatches(
@@ -217,6 +243,10 @@ class Pipeline:
         if not losses:
             return torch.zeros((), device=self.world.device)
         return torch.stack([loss.detach() for loss in losses]).sum()
+
+    def in_flight(self) -> float:
+        """The most micro-batches whose activations this rank held at once in the last step."""
+        return self._held.most / len(self.stages)
 
     def receive_buffers(self) -> list[Tensor]:
         """Buffers that hidden states and their gradients are received in, made in the first step."""

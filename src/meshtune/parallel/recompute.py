@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
+from meshtune.meter.clock import recomputing
 from meshtune.model.anatomy import Anatomy
 from meshtune.model.body import ATTENTION_NAMES
 from meshtune.model.mixers import Lengths, current_documents, documents_of
@@ -90,5 +91,5 @@ def _checkpointed(forward: Callable[..., Any], options: dict[str, Any], *args: A
 
 def _with_documents(lengths: Lengths | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `forward` with the documents of its own micro-batch, also later, in a backward."""
-    with documents_of(lengths):
+    with recomputing(), documents_of(lengths):
         return forward(*args, **kwargs)

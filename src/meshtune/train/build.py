@@ -29,6 +29,7 @@ from meshtune.train.evaluate import Evaluation
 from meshtune.train.export import exporter_of
 from meshtune.train.inputs import Inputs, inputs_of, loader_of, steps_of, stream_sentences
 from meshtune.train.loop import Run, restore, seed_dropout
+from meshtune.train.measure import Meter
 from meshtune.train.model import LoraSpec, ModelSpec, OptimizerSpec, RankModel, rank_model
 from meshtune.train.positions import position_sentences
 from meshtune.train.predict import out_of_memory, prediction
@@ -133,7 +134,9 @@ def assemble(
         checkpoints=checkpoints_of(config, world, run_folder, metrics),
         checkpoint_every=steps_between(config.checkpoint.every, config, prepared.train),
         metrics=metrics,
-        memory=model.memory(advice=partial(out_of_memory, config, world.layout, gpus_of(world.device))),
+        meter=Meter(
+            world, model.memory(advice=partial(out_of_memory, config, world.layout, gpus_of(world.device)))
+        ),
         flops=flops_of(model.census, config.data.seq_len, ranks=world.size // world.data_ranks),
         exporter=exporter,
         data_sentences=partial(stream_sentences, prepared),

@@ -132,7 +132,7 @@ class ConsoleTracker:
                 self._line(" · ".join(eval_parts(row)))
             case "save":
                 self._left.saved(row["seconds"])
-            case "memory" if self.memory:
+            case "memory" if self.memory and not row.get("rank") and "step" not in row["phases"]:
                 self._memory.append(row)
                 if len(self._memory) == MEMORY_ROWS or row["step"] == self.course.steps:
                     self.console.print(memory_shown(self._memory))
@@ -186,8 +186,8 @@ def train_parts(row: Row, speed_unit: str = "tokens/s") -> list[str]:
     parts.append(f"{count(row['tokens_per_second_per_gpu'])} {speed_unit}")
     if row["mfu"] is not None:
         parts.append(f"MFU {row['mfu']:.1%}")
-    if row["peak_memory_bytes"] is not None:
-        parts.append(f"memory {human(row['peak_memory_bytes'])}")
+    if (memory := row["peak_memory_bytes"] or row["peak_resident_bytes"]) is not None:
+        parts.append(f"memory {human(memory)}")
     return parts
 
 

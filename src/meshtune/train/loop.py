@@ -18,12 +18,10 @@ from meshtune.data.loader import Loader
 from meshtune.errors import Interrupted, NonFinite, UserError, explained, is_out_of_memory
 from meshtune.parallel.mesh import World
 from meshtune.rundir import RunDir, disk_is_full
-from meshtune.train.heap import releasing
 from meshtune.train.step import Counts
 from meshtune.units import counted
 
 if TYPE_CHECKING:
-    from meshtune.meter.phases import PhaseMemory
     from meshtune.model.pieces import Piece
     from meshtune.optim.optimizer import Optimizer
     from meshtune.train.callbacks import Training
@@ -31,8 +29,9 @@ if TYPE_CHECKING:
     from meshtune.train.evaluate import Evaluation
     from meshtune.train.export import Exporter
     from meshtune.train.folder import Claim
+    from meshtune.train.measure import Meter
     from meshtune.train.signals import StopRequest
-    from meshtune.train.step import Passes
+    from meshtune.train.step import Outcome, Passes
     from meshtune.train.trackers import Metrics
 
 
@@ -86,7 +85,7 @@ class Run:
     checkpoints: Checkpoints
     checkpoint_every: int  # in steps; 0: at the end only
     metrics: Metrics
-    memory: PhaseMemory
+    meter: Meter
     flops: Callable[[Batch], tuple[float, float]]  # of mfu.flops_of: (needed, by the 6N formula), this rank's
     data_sentences: Callable[[], list[str]]  # what was cut, dropped or skipped while streaming
     exporter: Exporter
@@ -100,14 +99,14 @@ def train(run: Run) -> None:
     """Run to the last step and write the model. Raises NonFinite and Interrupted with the last good
     checkpoint on the disk.
     """
-    now, nonfinite = run.progress, 0
-    phase = releasing(run.memory.phase, run.world.device)
-    claim = run.claim or nullcontext()
-    with claim, run.metrics, run.stop, out_of_memory_explained(run), full_disk_explained(run):
+    now, nonfinite, meter = run.progress, 0, run.meter
+    claim, explained_failures = run.claim or nullcontext(), failures_explained(run)
+    with claim, run.metrics, run.stop, meter.running(), explained_failures:
         if now.step == 0 and run.evaluation.at_start:
             evaluate(run)
         batches, first = iter(run.loader), now.step + 1
         while now.step < run.steps and not ends_early(run):
+            meter.begin()
             started = time.perf_counter()
             batch, now.data = next(batches)
             data_seconds = time.perf_counter() - started
@@ -115,15 +114,17 @@ def train(run: Run) -> None:
             now.step += 1
             rate, counts = run.learning_rate(now.step), Counts(batch.label_tokens, *run.flops(batch))
             micro_batches = run.passes.localise(batch)
-            with run.memory.watching(now.step):
+            with meter.watching(now.step):
                 done = run.passes.step(
-                    micro_batches, counts, phase, learning_rate=rate, max_grad_norm=run.max_grad_norm
+                    micro_batches, counts, meter.phase, learning_rate=rate, max_grad_norm=run.max_grad_norm
                 )
             evaluating = due(now.step, run.evaluate_every, run.steps)
             saving = due(now.step, run.checkpoint_every, run.steps) and done.finite
-            peak_bytes, stopping = run.world.max_over_ranks(
-                run.memory.peak_bytes(), run.stop.requested is not None
-            )
+            measured = meter.end(
+                now.step, loading=data_seconds, in_flight=run.passes.in_flight(),
+                stop=run.stop.requested is not None,
+            )  # fmt: skip
+            stopping = measured.stopping
             if evaluating or saving or stopping:
                 run.world.synchronize()
             # Behind the exchange: until then devices may only have been told what to do.
@@ -133,22 +134,13 @@ def train(run: Run) -> None:
             run.metrics.train(
                 step=now.step, loss=done.loss, grad_norm=done.norm, learning_rate=rate, tokens=batch.tokens,
                 label_tokens=batch.label_tokens, step_seconds=step_seconds, data_seconds=data_seconds,
-                peak_memory_bytes=round(peak_bytes), skipped=not done.finite,
+                peak_memory_bytes=measured.peak_bytes, peak_resident_bytes=measured.resident_bytes,
+                skipped=not done.finite, warm_up=measured.watched or now.step == first,
                 flops=known(done.flops), flops_6n=known(done.flops_6n), epoch=run.loader.epochs_at(now.data),
             )  # fmt: skip
-            if row := run.memory.row(now.step):
-                run.metrics.log(row)
+            run.metrics.measured(now.step, measured.time, measured.memory)
             after_step(run, finite=done.finite, first=now.step == first)
-            nonfinite = 0 if done.finite else nonfinite + 1
-            if not done.finite:
-                run.metrics.log_line(
-                    f"Step {now.step} was not applied: loss {done.loss}, gradient norm {done.norm}. Batch: "
-                    f"{batch.origin}."
-                )
-            if nonfinite >= run.max_nonfinite_steps or now.step == run.steps == nonfinite:  # none applied
-                run.checkpoints.wait()
-                end(run, "stopped: loss or gradients were not finite")
-                raise NonFinite(stopped_nonfinite(run, nonfinite, batch))
+            nonfinite = check_finite(run, done, nonfinite, batch)
 
             if evaluating or reason_to_stop(run):
                 evaluate(run)
@@ -157,6 +149,25 @@ def train(run: Run) -> None:
             if stopping:
                 raise interrupted(run)
         finish(run)
+
+
+def check_finite(run: Run, done: Outcome, nonfinite: int, batch: Batch) -> int:
+    """Say that a step was not applied, if it was not. Returns how many were not in a row.
+
+    nonfinite: before this step. Raises NonFinite after as many as the run bears, or where none was applied.
+    """
+    if done.finite:
+        return 0
+    now, nonfinite = run.progress, nonfinite + 1
+    run.metrics.log_line(
+        f"Step {now.step} was not applied: loss {done.loss}, gradient norm {done.norm}. Batch: "
+        f"{batch.origin}."
+    )
+    if nonfinite >= run.max_nonfinite_steps or now.step == run.steps == nonfinite:  # none applied
+        run.checkpoints.wait()
+        end(run, "stopped: loss or gradients were not finite")
+        raise NonFinite(stopped_nonfinite(run, nonfinite, batch))
+    return nonfinite
 
 
 def after_step(run: Run, *, finite: bool, first: bool) -> None:
@@ -377,6 +388,13 @@ def last_checkpoint(run: Run) -> str:
 
 
 @contextmanager
+def failures_explained(run: Run) -> Iterator[None]:
+    """Turn what a full disk or memory raises into what to do."""
+    with out_of_memory_explained(run), full_disk_explained(run):
+        yield
+
+
+@contextmanager
 def full_disk_explained(run: Run) -> Iterator[None]:
     """Turn a write that found no room into what is there and how to go on (a checkpoint that finds none is
     only reported).
@@ -403,4 +421,4 @@ def out_of_memory_explained(run: Run) -> Iterator[None]:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise run.memory.out_of_memory_error(str(error)) from error
+        raise run.meter.memory.out_of_memory_error(str(error)) from error

@@ -95,6 +95,11 @@ class Passes:
         parallel.finish_gradients(self.optimizer.named_gradients)
         return total / parallel.world.tp.size  # every tensor rank has the whole loss of its tokens
 
+    def in_flight(self) -> float:
+        """The most micro-batches whose activations this rank of a pipeline held at once; without one, 1."""
+        pipeline = self.parallel.pipeline
+        return pipeline.in_flight() if pipeline is not None else 1.0
+
     def count(self) -> Tensor | float:
         """This rank's share of the count of the batch's losses, after `forward_backward`; 0 without a
         `token_loss`, whose losses are counted by their label tokens.

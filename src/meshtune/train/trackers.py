@@ -163,6 +163,11 @@ class Metrics:
             self._warn_of_impossible(row)
             self.log(row, takers)
 
+    def measured(self, step: int, time: Row, memory: Sequence[Row]) -> None:
+        """Log a step's rows of time, if the step is due, and of memory."""
+        for row in [*([time] if self.due(step) else []), *memory]:
+            self.log(row)
+
     def evaluate(self, **numbers: Any) -> None:
         """Log one evaluation's row; `numbers` are eval_row's."""
         self.log(eval_row(**numbers))

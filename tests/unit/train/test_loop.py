@@ -59,7 +59,7 @@ def test_loss_and_gradients_do_not_depend_on_how_the_global_batch_is_cut(
         batch, _ = next(iter(run.loader))
         counts = [micro_batch.label_tokens for micro_batch in batch.micro_batches]
         assert micro > 1 or max(counts) > 9 * min(counts), "the label counts must be unequal"
-        passes, phase = run.passes, run.memory.phase
+        passes, phase = run.passes, run.meter.phase
         loss = passes.forward_backward(passes.localise(batch), batch.label_tokens, phase)
         found.append((float(loss), {b.names[i]: p.grad.clone() for b in run.optimizer.buckets
                                     for i, p in enumerate(b.parameters)}))  # fmt: skip
@@ -131,9 +131,9 @@ def test_a_step_lasts_until_the_devices_have_done_it(
 
         monkeypatch.setattr(owner, name, slow)
 
-    monkeypatch.setattr(loop.time, "perf_counter", lambda: passed[0])
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: passed[0])  # of all modules
     run = build.build(config.load(None, settings("eval.every=1", "checkpoint.every=1")))
-    slowed(type(run.world), "max_over_ranks", 100.0)
+    slowed(type(run.world), "gather_numbers", 100.0)
     slowed(type(run.evaluation), "run", 1000.0)
     slowed(type(run.checkpoints), "save", 1000.0)
     loop.train(run)

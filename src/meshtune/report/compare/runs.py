@@ -141,6 +141,7 @@ def figures(summaries: Sequence[Summary], *, losses_compare: bool) -> Iterator[L
         (_speed(summaries), "tokens_per_second_per_gpu", "{:,.0f}".format, max),
         ("MFU", "mfu", "{:.1%}".format, max),
         ("peak memory", "peak_memory_bytes", human, min),
+        ("peak memory of a process", "peak_resident_bytes", human, min),
     )
     for name, column, form, better in rows:
         values = [getattr(summary, column) for summary in summaries]

@@ -132,7 +132,9 @@ def _headline(summary: Summary) -> str:
             (summary.speed_unit.replace("t", "T", 1), f"{summary.tokens_per_second_per_gpu:,.0f}", mfu)
         )
     if summary.peak_memory_bytes is not None:
-        tiles.append(("Peak memory", human(summary.peak_memory_bytes), ""))
+        process = summary.peak_resident_bytes
+        beside = f"of tensors; process {human(process)}" if process else "of tensors"
+        tiles.append(("Peak memory", human(summary.peak_memory_bytes), beside))
     if not tiles:
         return "<p class='empty'>Nothing has been measured yet.</p>"
     cells = (
@@ -155,6 +157,7 @@ def _samples(run: RunDir) -> str:
 
 def _memory(rows: list[Row]) -> str:
     """HTML of the peak memory of each phase of the last two watched steps; "" without any."""
+    rows = [row for row in rows if row.get("rank", 0) == 0 and "step" not in row["phases"]]
     if not rows:
         return ""
     head, lines = memory_table(rows[-2:])

@@ -35,11 +35,12 @@ class Summary:
     first_exact_match: float | None  # share of the prompts, 0 to 1
     last_exact_match: float | None
     prompts: int | None  # number of prompts that exact match was measured on
-    tokens_per_second_per_gpu: float | None  # median over the steps after the first
-    mfu: float | None  # median over the steps after the first, 0 to 1
+    tokens_per_second_per_gpu: float | None  # median over steps that are no warm-up
+    mfu: float | None  # median over the same steps, 0 to 1
     tokens: int | None  # trained on, without padding
     seconds: float | None  # of training steps
-    peak_memory_bytes: int | None  # highest in any row
+    peak_memory_bytes: int | None  # of tensors, highest in any row
+    peak_resident_bytes: int | None  # of a process, highest in any row
     model_folder: str | None  # None until it exists
     report: str | None  # None until it exists
 
@@ -76,7 +77,7 @@ def summarise(run: RunDir) -> Summary:
     exact = values(evals, "exact_match")
     steps = end.get("step", train[-1]["step"] if train else 0)
     every_step = len(train) == steps  # with log.every > 1 the end row alone has the sums over all steps
-    warm = train[1:] or train  # the first step compiles, allocates and fills caches
+    warm = [row for row in train[1:] if not row.get("warm_up")] or train[1:] or train
     return Summary(
         name=run.path.resolve().name,
         status=end.get("status", "finished") if end else unended,
@@ -97,6 +98,7 @@ def summarise(run: RunDir) -> Summary:
         tokens=sum(values(train, "tokens")) if every_step and train else end.get("tokens"),
         seconds=sum(values(train, "step_seconds")) if every_step and train else end.get("seconds"),
         peak_memory_bytes=max(values(train, "peak_memory_bytes"), default=None),
+        peak_resident_bytes=max(values(train, "peak_resident_bytes"), default=None),
         model_folder=str(run.model) if run.model.exists() else None,
         report=str(run.report_file) if run.report_file.exists() else None,
     )

@@ -70,7 +70,13 @@ def headline(summary: Summary) -> list[tuple[str, str]]:
         tokens = f" · {count(summary.tokens)} tokens" if summary.tokens else ""
         lines.append(("time", duration(summary.seconds) + tokens))
     if summary.peak_memory_bytes is not None:
-        lines.append(("peak memory", human(summary.peak_memory_bytes)))
+        process = summary.peak_resident_bytes
+        lines.append(
+            (
+                "peak memory",
+                human(summary.peak_memory_bytes) + (f" (process {human(process)})" if process else ""),
+            )
+        )
     if summary.skipped:
         lines.append(
             ("not applied", f"{counted(summary.skipped, 'step')}, whose loss or gradients were not finite")

@@ -1,0 +1,157 @@
+"""Seconds of a step's parts on one rank: what it computes, and what it waits for.
+
+    phases          forward, backward, optimizer … : contexts around the parts of the training step
+    recomputation   what a backward repeats of the forward; called where a checkpoint runs a part again
+    collectives     how long this rank stands still for one, by the part of parallelism
+
+On a CPU by the host's clock. On CUDA by events on the stream that computes, so that a collective beside
+computation costs nothing, and the host is not held up; they are read when the step's work is done.
+
+A collective's time is that between the call of its `wait` and its return. torch has no hook there: the
+methods of ProcessGroup that start one, and Work.wait, are replaced while a `StepClock` runs.
+"""
+
+import operator
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from itertools import compress
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from meshtune import compat
+
+_running: "StepClock | None" = None
+
+
+class Span(NamedTuple):
+    """One part of a step, from start to end."""
+
+    name: str
+    inside: str  # name of the part around it; "": none
+    start: Any  # seconds, or a CUDA event
+    end: Any
+
+
+class StepClock:
+    """Measures this rank's steps: `with clock.running(): … with clock.part("forward"): … clock.take()`.
+
+    groups: part of the time that a group's collectives are, by the group's name (ProcessGroup.group_name);
+    None: they are not measured. Of any other group they are "data".
+    """
+
+    def __init__(self, device: torch.device, groups: Mapping[str, str | None]) -> None:
+        self.device, self.groups = device, groups
+        self._spans: list[Span] = []
+        self._inside = ""  # name of the part at hand
+        self._in_flight: dict[int, str] = {}  # part of the collectives in flight, by id of their Work
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Measure waits and recomputation in this context; parts are measured in any case."""
+        global _running
+        before, _running = _running, self
+        restore = self._watch_collectives() if dist.is_available() and dist.is_initialized() else lambda: None
+        try:
+            yield
+        finally:
+            restore()
+            _running = before
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Measure a part of a step, or of the part at hand; the same name again adds up."""
+        inside, self._inside, start = self._inside, name, self._now()
+        try:
+            yield
+        finally:
+            self._spans.append(Span(name, inside, start, self._now()))
+            self._inside = inside
+
+    def take(self) -> dict[str, float]:
+        """Seconds since the last call, by name: each part's own, without those of the parts inside it.
+
+        A wait's name is `wait <part>`. On CUDA what the device has not ended is in the next call's.
+        """
+        ended = [
+            self._has_ended(span) for span in self._spans
+        ]  # asked once: it may end between two questions
+        done = list(compress(self._spans, ended))
+        self._spans = list(compress(self._spans, map(operator.not_, ended)))
+        self._in_flight.clear()  # of collectives that nobody waited for
+        seconds: dict[str, float] = defaultdict(float)
+        for span in done:
+            length = self._between(span.start, span.end)
+            seconds[span.name] += length
+            if span.inside:
+                seconds[span.inside] -= length
+        return dict(seconds)
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _has_ended(self, span: Span) -> bool:
+        return self.device.type != "cuda" or span.end.query()
+
+    def _between(self, start: Any, end: Any) -> float:
+        return end - start if self.device.type != "cuda" else start.elapsed_time(end) / 1000
+
+    def _watch_collectives(self) -> Callable[[], None]:
+        """Replace the methods that start collectives, and the one that waits; returns what undoes it."""
+        group_type, work_type = dist.ProcessGroup, dist.Work
+        originals: list[tuple[type, str, Any]] = []
+
+        def replace(owner: type, name: str, method: Callable[..., Any]) -> None:
+            originals.append((owner, name, owner.__dict__[name]))
+            setattr(owner, name, wraps(owner.__dict__[name])(method))
+
+        for name in compat.COLLECTIVES:
+            if name in group_type.__dict__:
+                replace(group_type, name, self._starting(group_type.__dict__[name]))
+        replace(work_type, "wait", self._waiting(work_type.__dict__["wait"]))
+
+        def restore() -> None:
+            for owner, name, original in originals:
+                setattr(owner, name, original)
+
+        return restore
+
+    def _starting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method of a process group so that the Work which it returns is known by its part."""
+
+        def started(group: Any, *args: Any, **kwargs: Any) -> Any:
+            work = method(group, *args, **kwargs)
+            if part := self.groups.get(group.group_name, "data"):
+                self._in_flight[id(work)] = part
+            return work
+
+        return started
+
+    def _waiting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def waited(work: Any, *args: Any, **kwargs: Any) -> Any:
+            part = self._in_flight.pop(id(work), None)
+            with self.part(f"wait {part}") if part else nullcontext():
+                return method(work, *args, **kwargs)
+
+        return waited
+
+
+def measured(name: str) -> AbstractContextManager[object]:
+    """Return a context that is measured as a part of the step, if a clock runs."""
+    idle = _running is None or torch.compiler.is_compiling()
+    return nullcontext() if idle else _running.part(name)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def recomputing() -> AbstractContextManager[object]:
+    """Return a context that is measured as recomputation, if a clock runs and a backward pass calls it."""
+    if torch.compiler.is_compiling() or not compat.in_backward():
+        return nullcontext()
+    return measured("recomputation")
