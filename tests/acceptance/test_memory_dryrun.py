@@ -46,6 +46,16 @@ def test_a_step_holds_what_is_planned(layout: str, kernels: str) -> None:
     check(layout, job, "small")
 
 
+@pytest.mark.slow
+def test_a_tied_head_s_gradient_stays_until_the_embedding_s() -> None:
+    tied = LlamaConfig(**TINY.to_dict() | {"vocab_size": 32000, "tie_word_embeddings": True})
+    job = Job(
+        spec=ModelSpec(source=tied, init="random"), optimizer=OptimizerSpec(),
+        layout=Layout.parse("zero3x8-mb1-ga1-full"), seq_len=512, documents=(512,),
+    )  # fmt: skip
+    check("tied", job, "small")
+
+
 def test_a_wrong_formula_is_named() -> None:
     job = Job(
         spec=ModelSpec(source=TINY, init="random"), optimizer=OptimizerSpec(), layout=Layout.parse("mb1-ga1"),

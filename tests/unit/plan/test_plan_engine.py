@@ -112,12 +112,13 @@ def held(workload: Workload, layouts: Sequence[Layout]) -> dict[str, np.ndarray]
 def states_of(events: dict[str, dict[str, np.ndarray]], layouts: Columns) -> dict[str, np.ndarray]:
     """Bytes of the states around the end of a step's passes, by name, and of weights gathered for the step.
 
-    ZeRO-1's whole gradients are there before the update, the last shards of others when it begins.
+    ZeRO-1's sums over micro-batches are there before the update, the shards of others when it begins.
     """
     before, update = events["end of backward"], events["update"]
+    sums = (layouts.zero == 1) & (layouts.gradient_accumulation_steps > 1)
     return {
         "weights": update["weights"], "optimizer": update["optimizer"],
-        "gradients": np.maximum(before["gradients"], update["gradients"]),
+        "gradients": np.where(sums, before["gradients"], update["gradients"]),
         "gathered": np.where(layouts.zero < 3, events["loss"]["gathered_weights"], 0.0),
     }  # fmt: skip
 

@@ -3,7 +3,8 @@
     model states (weights, gradients, optimizer)   states.py
     saved activations x micro-batches in flight    activations.py, stages.py
     last norm, logits, loss                        activations.py
-    gradients, collectives, update                 here
+    whole weights and gradients in collectives     buffers.py
+    gradients, update                              here
                                                    ──> `step_timeline`: by event and category ──> `peak`
 
 A stack's habits are data (`Accounting`, stacks.toml), not branches. Every number is a float or an array, one
@@ -31,6 +32,7 @@ from meshtune.plan.memory.activations import (
     output_gradients,
     saved_by_block,
 )
+from meshtune.plan.memory.buffers import DataParallelBuffers, data_parallel_buffers
 from meshtune.plan.memory.stages import Stages, awaiting_weights, in_flight, kept_input_gradients
 from meshtune.plan.memory.states import RankElements, rank_elements
 from meshtune.plan.work import Work
@@ -69,74 +71,6 @@ CATEGORY_NAMES = {name: name.replace("_", " ") for name in CATEGORIES} | {
     "communication": "communication buffers",
     "temporary": "temporaries of the update",
 }
-
-
-class DataParallelBuffers(NamedTuple):
-    """Bytes that data parallelism holds beside the model states."""
-
-    gathered_outside: Number  # whole parameters outside the blocks, under ZeRO-3, in the loss
-    gathered_behind: Number  # the same in the backward of the blocks
-    gathered_block: Number  # whole parameters of one block, under ZeRO-3
-    last_gather: Number  # output of the last all-gather, which lasts until the next one
-    previous_reduce: Number  # input of the last reduce-scatter of the micro-batch before (ZeRO-2, -3)
-    first_block_whole: Number  # whole parameters of a block and of the embedding
-    freed_head: Number  # the head's whole weights, once its gradient is reduced in a step of one micro-batch
-    head_reduce: Number  # input of the head's reduce-scatter, while the backward of the last block runs
-    head_shard: Number  # what that reduce-scatter made, where no micro-batch came before
-    block_backward: Number  # a block's gradients and their collective, while its backward runs
-    block_shard: Number  # what a block's reduce-scatter made, likewise
-    embedding_shard: Number  # what that of the embedding made, likewise
-    backward_end: Number  # the same when the backward is over
-
-
-def data_parallel_buffers(
-    work: Work,
-    layouts: Columns,
-    accounting: Accounting,
-    elements: RankElements,
-    stages: Stages,
-    head_gradient: Number,
-) -> DataParallelBuffers:
-    """Bytes of gathered weights and of gradients in collectives, as they were counted in FSDP2.
-
-    FSDP2 keeps a reduce-scatter's input until the next one, and an all-gather's output likewise. Between
-    replicas a block's sums are all-reduced when its backward is over (parallel/replicas.py). elements: of the
-    pipeline ranks, see `rank_elements`. head_gradient: elements of it, as in MicroBatchSizes.
-    """
-    precision, block = accounting.precision, elements.block
-    sharded, accumulates = accounting.gathers_shards(layouts), layouts.gradient_accumulation_steps > 1
-    zero3 = sharded & (layouts.zero == 3)
-    after_all_passes = (layouts.zero == 1) & (layouts.pp > 1)  # when torch's stages reduce ZeRO-1's gradients
-    reduced = np.where(after_all_passes, 0.0, accounting.reduce_bytes)
-    reduce_scatter = np.where(sharded, block.trained * (precision.gradient + reduced), 0.0)
-    has_replicas = accounting.gradient_replicas(layouts) > 1
-    all_reduce = np.where(has_replicas, block.trained * accounting.reduce_bytes, 0.0)
-    outside, ends_apart = elements.outside, np.asarray(accounting.ends_apart)
-    own = (1 - work.tied) * ends_apart * stages.has_embedding  # the embedding has a group of its own
-    in_loss = outside.whole - own * elements.before_blocks.whole
-    gathers_once = sharded & ~zero3 & accumulates  # the fullest micro-batch is one that gathers nothing
-    reduces_head = np.where(sharded & ends_apart & ~after_all_passes, stages.has_head * (1 - work.tied), 0.0)
-    once = sharded & ~accumulates
-    new_shard = np.where(once, precision.sharded_gradient, 0.0)  # else it was there before
-    last_reduced = np.where(own > 0, elements.before_blocks.trained, outside.trained)
-    return DataParallelBuffers(
-        gathered_outside=np.where(zero3, in_loss * precision.weight, 0.0),
-        gathered_behind=np.where(zero3 & ~ends_apart, outside.whole * precision.weight, 0.0),
-        gathered_block=np.where(zero3, block.whole * precision.weight, 0.0),
-        last_gather=np.where(sharded & ~gathers_once, block.whole * precision.weight, 0.0),
-        previous_reduce=np.where(
-            sharded & (layouts.zero >= 2) & accumulates, last_reduced * accounting.reduce_bytes, 0.0
-        ),
-        first_block_whole=(block.whole + elements.before_blocks.whole * stages.has_embedding)
-        * precision.weight,
-        freed_head=np.where(once & ~zero3, reduces_head * head_gradient * precision.weight, 0.0),
-        head_reduce=reduces_head * head_gradient * accounting.reduce_bytes,
-        head_shard=reduces_head * head_gradient / np.maximum(layouts.shard_ranks, 1.0) * new_shard,
-        block_shard=block.trained_shard * new_shard,
-        embedding_shard=elements.before_blocks.trained_shard * stages.has_embedding * new_shard,
-        block_backward=reduce_scatter + (0.0 if accounting.shards_masters else all_reduce),
-        backward_end=reduce_scatter + all_reduce,
-    )
 
 
 def gradients_before_backward(
@@ -203,6 +137,11 @@ class InFlight(NamedTuple):
     head_gradients: Number  # of the head, of all micro-batches in flight but one
     received: Number  # buffers that hidden states and their gradients are received in
     micro_batches: Number  # in flight, at most
+
+    @property
+    def others(self) -> Number:
+        """Bytes of all micro-batches in flight but one."""
+        return self.total - self.per_micro_batch
 
 
 def activations_in_flight(
@@ -302,8 +241,37 @@ def block_backward_event(
         "activations": last["activations"] - flight.of_block,
         "communication": prefetched + buffers.block_backward,
     }
-    fuller = sum(last.values()) >= sum(earlier.values())
-    return {name: np.where(fuller, last[name], earlier[name]) for name in last}
+    return fuller(last, earlier)
+
+
+def backward_end_event(
+    first_block: Mapping[str, Number],
+    states: States,
+    flight: InFlight,
+    buffers: DataParallelBuffers,
+    flat: Number,
+    once: Number,
+) -> dict[str, Number]:
+    """Bytes by category at the end of a backward: in that of the first block, or in FSDP's last
+    reduce-scatter, that of the embedding's gradient.
+
+    first_block: bytes in its backward. flat: of `gradient_buffers`. once: True where ZeRO-1 and -2 shard
+    and a step has one micro-batch, after which they hold no whole weights.
+    """
+    last_reduce = {
+        **first_block,
+        "gradients": states.gradients + flat + buffers.last_whole,
+        "activations": np.where(buffers.last_reduce > 0, flight.others, 0.0),
+        "gathered_weights": np.where(once, 0.0, states.gathered),
+        "communication": flight.received + buffers.last_reduce,
+    }
+    return fuller(first_block, last_reduce)
+
+
+def fuller(first: Mapping[str, Number], second: Mapping[str, Number]) -> dict[str, Number]:
+    """Return, for each rank and layout, the one with more bytes in all categories together."""
+    higher = sum(first.values()) >= sum(second.values())
+    return {name: np.where(higher, first[name], second[name]) for name in first}
 
 
 def unreduced(layouts: Columns, accounting: Accounting, buffers: DataParallelBuffers) -> Number:
@@ -320,8 +288,7 @@ def embedding_backward(
     0 for a stack that never makes the embedding's gradient whole.
     """
     gradient = stages.has_embedding * elements.before_blocks.trained * accounting.element
-    others = flight.total - flight.per_micro_batch
-    return accounting.whole_vocabulary_gradients * (others + gradient)
+    return accounting.whole_vocabulary_gradients * (flight.others + gradient)
 
 
 def step_timeline(
@@ -364,6 +331,13 @@ def step_timeline(
     with_embedding = embedding_backward(accounting, elements, stages, flight)
     pending = stages.has_head * np.where(buffers.head_reduce > 0, 0.0, loss.gradients_pending)
     in_block = steady | {"gradients": steady["gradients"] + pending}
+    not_reduced = unreduced(layouts, accounting, buffers)
+    first_block = steady | {
+        "gradients": states.gradients - not_reduced + flat + buffers.tied_head * pending,
+        "activations": np.maximum(flight.first_block, with_embedding),
+        "gathered_weights": first_whole + buffers.gathered_behind + buffers.gathered_block,
+        "communication": flight.received + buffers.backward_end,
+    }
     return {
         "loss": steady | {
             "gradients": gradients_at_loss + flat + stages.has_head * loss.gradients,
@@ -377,12 +351,7 @@ def step_timeline(
             "logits": stages.has_head * loss.logits_in_backward,
         },
         "backward of a block": block_backward_event(in_block, states, flight, buffers, accounting, sharded),
-        "end of backward": steady | {
-            "gradients": states.gradients - unreduced(layouts, accounting, buffers) + flat,
-            "activations": np.maximum(flight.first_block, with_embedding),
-            "gathered_weights": first_whole + buffers.gathered_behind + buffers.gathered_block,
-            "communication": flight.received + buffers.backward_end,
-        },
+        "end of backward": backward_end_event(first_block, states, flight, buffers, flat, once),
         "update": steady | {
             "gathered_weights": nothing,
             "gradients": reduced + flat,

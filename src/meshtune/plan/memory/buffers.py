@@ -1,0 +1,91 @@
+"""Bytes that data parallelism holds beside the model states: gathered weights, gradients in collectives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from meshtune.units import Number
+
+if TYPE_CHECKING:
+    from meshtune.placement.columns import Columns
+    from meshtune.plan.accounting import Accounting
+    from meshtune.plan.memory.stages import Stages
+    from meshtune.plan.memory.states import RankElements
+    from meshtune.plan.work import Work
+
+
+class DataParallelBuffers(NamedTuple):
+    """Bytes that data parallelism holds beside the model states."""
+
+    gathered_outside: Number  # whole parameters outside the blocks, under ZeRO-3, in the loss
+    gathered_behind: Number  # the same in the backward of the blocks
+    gathered_block: Number  # whole parameters of one block, under ZeRO-3
+    last_gather: Number  # output of the last all-gather, which lasts until the next one
+    previous_reduce: Number  # input of the last reduce-scatter of the micro-batch before (ZeRO-2, -3)
+    first_block_whole: Number  # whole parameters of a block and of the embedding
+    freed_head: Number  # the head's whole weights, once its gradient is reduced in a step of one micro-batch
+    head_reduce: Number  # input of the head's reduce-scatter, while the backward of the last block runs
+    head_shard: Number  # what that reduce-scatter made, where no micro-batch came before
+    block_backward: Number  # a block's gradients and their collective, while its backward runs
+    block_shard: Number  # what a block's reduce-scatter made, likewise
+    embedding_shard: Number  # what that of the embedding made, likewise
+    backward_end: Number  # the same when the backward is over
+    last_whole: Number  # gradient, beside sums, of the last reduce-scatter: the embedding's, or all outside
+    tied_head: Number  # 1 where the head's gradient is reduced with the embedding's, at the end; else 0
+    last_reduce: Number  # its input
+
+
+def data_parallel_buffers(
+    work: Work,
+    layouts: Columns,
+    accounting: Accounting,
+    elements: RankElements,
+    stages: Stages,
+    head_gradient: Number,
+) -> DataParallelBuffers:
+    """Bytes of gathered weights and of gradients in collectives, as they were counted in FSDP2.
+
+    FSDP2 keeps a reduce-scatter's input until the next one, and an all-gather's output likewise. Between
+    replicas a block's sums are all-reduced when its backward is over (parallel/replicas.py). elements: of the
+    pipeline ranks, see `rank_elements`. head_gradient: elements of it, as in MicroBatchSizes.
+    """
+    precision, block = accounting.precision, elements.block
+    sharded, accumulates = accounting.gathers_shards(layouts), layouts.gradient_accumulation_steps > 1
+    zero3 = sharded & (layouts.zero == 3)
+    after_all_passes = (layouts.zero == 1) & (layouts.pp > 1)  # when torch's stages reduce ZeRO-1's gradients
+    reduced = np.where(after_all_passes, 0.0, accounting.reduce_bytes)
+    reduce_scatter = np.where(sharded, block.trained * (precision.gradient + reduced), 0.0)
+    has_replicas = accounting.gradient_replicas(layouts) > 1
+    all_reduce = np.where(has_replicas, block.trained * accounting.reduce_bytes, 0.0)
+    outside, ends_apart = elements.outside, np.asarray(accounting.ends_apart)
+    own = (1 - work.tied) * ends_apart * stages.has_embedding  # the embedding has a group of its own
+    in_loss = outside.whole - own * elements.before_blocks.whole
+    gathers_once = sharded & ~zero3 & accumulates  # the fullest micro-batch is one that gathers nothing
+    reduces_head = np.where(sharded & ends_apart & ~after_all_passes, stages.has_head * (1 - work.tied), 0.0)
+    once = sharded & ~accumulates
+    sums_whole = (layouts.zero == 1) & accumulates  # what is reduced is the sum itself
+    new_shard = np.where(once, precision.sharded_gradient, 0.0)  # else it was there before
+    last_reduced = np.where(own > 0, elements.before_blocks.trained, outside.trained)
+    return DataParallelBuffers(
+        gathered_outside=np.where(zero3, in_loss * precision.weight, 0.0),
+        gathered_behind=np.where(zero3 & ~ends_apart, outside.whole * precision.weight, 0.0),
+        gathered_block=np.where(zero3, block.whole * precision.weight, 0.0),
+        last_gather=np.where(sharded & ~gathers_once, block.whole * precision.weight, 0.0),
+        previous_reduce=np.where(
+            sharded & (layouts.zero >= 2) & accumulates, last_reduced * accounting.reduce_bytes, 0.0
+        ),
+        first_block_whole=(block.whole + elements.before_blocks.whole * stages.has_embedding)
+        * precision.weight,
+        freed_head=np.where(once & ~zero3, reduces_head * head_gradient * precision.weight, 0.0),
+        head_reduce=reduces_head * head_gradient * accounting.reduce_bytes,
+        head_shard=reduces_head * head_gradient / np.maximum(layouts.shard_ranks, 1.0) * new_shard,
+        block_shard=block.trained_shard * new_shard,
+        embedding_shard=elements.before_blocks.trained_shard * stages.has_embedding * new_shard,
+        block_backward=reduce_scatter + (0.0 if accounting.shards_masters else all_reduce),
+        backward_end=reduce_scatter + all_reduce,
+        last_whole=np.where(sharded & ~sums_whole, last_reduced * precision.gradient, 0.0),
+        tied_head=sharded & ~sums_whole & ~(reduces_head > 0),
+        last_reduce=np.where(sharded & ~after_all_passes, last_reduced * accounting.reduce_bytes, 0.0),
+    )
