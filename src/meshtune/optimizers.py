@@ -44,6 +44,9 @@ class Optimizer:
 
     states: tuple[State, ...]
     constants: tuple[str, ...]  # of betas and eps, that it takes (train.adam_betas, train.adam_eps)
+    # Tensors as large as the parameter, of the trained weights' dtype, that the kernels of an update read and
+    # write, as `meshtune dryrun` counts them.
+    moved: int
     bucket_elements: int = BUCKET_ELEMENTS  # whose gradients are cast to the trained weights' dtype at a time
     by_element: bool = True  # False: an update reads the whole tensor, so that no rank may have a part of it
     rest: str | None = None  # row for all but the blocks' matrices (census.is_matrix); None: this one
@@ -61,9 +64,9 @@ OPTIMIZERS = Table(
     "train.optimizer",
     {
         "adamw": Optimizer(
-            (State("step", "float32", "scalar"), State("exp_avg"), State("exp_avg_sq")), ("betas", "eps")
+            (State("step", "float32", "scalar"), State("exp_avg"), State("exp_avg_sq")), ("betas", "eps"), 7
         ),
-        "lion": Optimizer((State("exp_avg"),), ("betas",)),
+        "lion": Optimizer((State("exp_avg"),), ("betas",), 13),
         "adafactor": Optimizer(
             (
                 State("step", "float32", "scalar", on_host=True),
@@ -72,10 +75,11 @@ OPTIMIZERS = Table(
                 State("exp_avg_sq", kind="vector"),
             ),
             (),
+            21,
             by_element=False,
         ),
         "muon": Optimizer(
-            (State("momentum_buffer"),), (), by_element=False, rest="adamw", newton_schulz_steps=5
+            (State("momentum_buffer"),), (), 27, by_element=False, rest="adamw", newton_schulz_steps=5
         ),
     },
 )

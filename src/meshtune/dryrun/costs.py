@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 # Operations that read some rows of a tensor: what they move is what they write, twice.
 ROWS = ("embedding", "index", "index_select", "gather", "take")
+# Operations that write some elements of their first argument, which a trace counts as a whole: a source's.
+SCATTERS = ("scatter_", "scatter_add_", "index_copy_", "index_add_")
+# Operations that make a tensor of constants, and read nothing of the one whose dtype they take.
+FILLS = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
 # Operations that overwrite an argument, which a trace counts among what they read.
 OVERWRITES = ("copy_", "_foreach_copy_", "split_with_sizes_copy", "chunk_cat", "zero_", "fill_")
 
@@ -113,6 +117,10 @@ def moved_bytes(operation: Operation) -> int:
     name, read, written = base_name(operation.name), operation.read, operation.written
     if name in ROWS:
         return min(read, written) + written
+    if name in SCATTERS:
+        return 3 * max(read - written, 0)  # the source is read, its elements' places are read and written
+    if name in FILLS:
+        return written
     if name in OVERWRITES:
         return max(read - written, 0) + written
     if name.startswith("_fused_adam"):  # its schema writes gradients too, one of four tensors: unscaled here

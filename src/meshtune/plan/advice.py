@@ -50,6 +50,7 @@ CAUSES = {
     "matmuls": Cause("matmuls", "its matmuls are less efficient"),
     "attention": Cause("attention", "attention is slower under context parallelism"),
     "elementwise": Cause("elementwise operations", "its elementwise operations are split over fewer ranks"),
+    "copies": Cause("copying into and out of ZeRO's buffers", "copies around ZeRO's collectives take longer"),
     "accumulation": Cause("adding up gradients", "adding up gradients of micro-batches takes longer"),
     "recomputation": Cause("recomputation", "it recomputes more"),
     "head": Cause("head and loss", "its head and loss take longer"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshtune.optimizers import OPTIMIZERS
-from meshtune.placement.states import copies_of
+from meshtune.placement.states import Copies, copies_of
 from meshtune.plan.cluster import NETWORK_SHARE
 from meshtune.plan.hardware import Gpu, attention_kernel, catalogue, stacks
 from meshtune.plan.kernels import kernel_on
@@ -66,6 +66,11 @@ class Machine:
     ring_attention: Number  # 1: under cp keys come in cp parts, a kernel for each; 0: one kernel for all
     elementwise_hidden: Number  # tensors of [tokens, hidden] that a block's forward moves
     elementwise_wide: Number  # tensors of [tokens, widened] that a block's forward moves
+    elementwise_rotary: Number  # tensors of [tokens, features of queries and keys] that it moves
+    elementwise_norm: Number  # the same, where norms act on queries and keys
+    hidden_backward: Number  # traffic of elementwise_hidden and _norm in the backward, over the forward's
+    wide_backward: Number  # the same of elementwise_wide
+    rotary_backward: Number  # the same of elementwise_rotary
     adapter_passes: Number  # tensors that move as B's outputs are scaled and added, in the forward
     logit_bytes: Number  # moved for each logit, forward and backward
     selective: Number  # share of the forward's matmuls that selective recomputation repeats
@@ -85,7 +90,9 @@ class Machine:
     data_overlap: Number  # share of the gradients' all-reduce that runs beside the backward
     torch_stages: Number  # 1: a pipeline's are torch's, which reduce ZeRO-1's gradients after all backwards
     contention: Number  # share of the time beside a collective by which computation takes longer
-    optimizer_bytes: Number  # that an update reads and writes per parameter
+    optimizer_bytes: Number  # that an update of a ZeRO shard reads and writes per parameter
+    rounding_bytes: Number  # that it moves without ZeRO to round weights from their masters, per parameter
+    counted: Number  # 1: this engine's copies, sums and updates, by their dtypes; 0: in fitted constants
     send_share: Number  # of a GPU's part of the network that a send between stages reaches
     send_split: Number  # 1: each tensor-parallel rank sends its part, gathered again; 0: each sends all of it
     balanced: Number  # 1: stages are cut by cost with the head's; 0: into equal numbers of blocks
@@ -116,8 +123,8 @@ class Machine:
 def machine_of(workload: Workload, cluster: Cluster) -> Machine:
     """The cluster with the workload's stack on it, in the workload's precision.
 
-    The stack's `optimizer_bytes` is bf16's with AdamW, and scales with the bytes that an update of this
-    precision and optimizer moves.
+    The `optimizer_bytes` of another tool's stack is bf16's with AdamW, and scales with the bytes that an
+    update of this precision and optimizer moves.
     """
     machine = Machine.of(cluster.gpu, workload.stack, network_share=cluster.network_share)
     copies = copies_of(workload.precision, workload.reduce_dtype, workload.optimizer)
@@ -127,6 +134,10 @@ def machine_of(workload: Workload, cluster: Cluster) -> Machine:
     state = copies.optimizer - copies.matrix_saving * of_matrices / np.maximum(work.trained_parameters, 1.0)
     updated = 2 * (copies.trained + state) + copies.accumulated + copies.weight
     updated_in_bf16 = 2 * (measured.trained + measured.optimizer) + measured.accumulated + measured.weight
+    optimizer_bytes = machine.optimizer_bytes * updated / updated_in_bf16
+    if machine.counted:
+        share = of_matrices / np.maximum(work.trained_parameters, 1.0)
+        optimizer_bytes = update_bytes(copies, workload.optimizer, share)
     return replace(
         machine,
         node=float(cluster.node),
@@ -136,12 +147,27 @@ def machine_of(workload: Workload, cluster: Cluster) -> Machine:
         weight_bytes=copies.weight,
         gradient_bytes=copies.accumulated,
         scatter_bytes=copies.accumulated,
-        optimizer_bytes=machine.optimizer_bytes * updated / updated_in_bf16,
+        optimizer_bytes=optimizer_bytes,
+        rounding_bytes=machine.counted * (copies.master and copies.master + copies.weight),
         block_update=OPTIMIZERS[workload.optimizer].newton_schulz_steps
         * sum(w.count * w.trainable * newton_schulz_flops(w.rows, w.cols) for w in matrices)
         / (cluster.gpu.matmul_max * machine.clock * machine.matmul * machine.stack_matmul),
         **in_precision(machine, cluster.gpu, workload.precision),
     )
+
+
+def update_bytes(copies: Copies, optimizer: str, matrices: Number) -> Number:
+    """Bytes that this engine's update of a parameter reads and writes, without rounding masters to weights.
+
+    Gradients are read for their norm, scaled, and cast where the trained weights are of another dtype; then
+    the optimizer's kernels run.
+
+    matrices: share of the trained parameters that are the blocks' matrices.
+    """
+    gradient, trained, row = copies.accumulated, copies.trained, OPTIMIZERS[optimizer]
+    cast = gradient + trained if gradient != trained else 0
+    rest = OPTIMIZERS[row.rest].moved if row.rest else row.moved
+    return 3 * gradient + cast + trained * (matrices * row.moved + (1 - matrices) * rest)
 
 
 def attention_rates(stack: str, gpu: Gpu) -> dict[str, float]:

@@ -233,6 +233,19 @@ class Work:
         return self.blocks * self.trained_block_parameters + self.outside_parameters * self.trained_outside
 
     @property
+    def rotary(self) -> Number:
+        """Features of queries and keys in an average block."""
+        return sum(core.count * (core.query_heads + core.key_heads) * core.qk_dim for core in self.cores)
+
+    @property
+    def normed_heads(self) -> Number:
+        """Features of queries and keys that have norms of their own: two vectors as long as a head."""
+        sizes = [core.qk_dim for core in self.cores]
+        vectors = [w for w in self.block_weights if w.matrix is False and np.all(w.cols == 1)]
+        norms = sum(w.count * any(np.all(w.rows == size) for size in sizes) for w in vectors)
+        return self.rotary * np.minimum(norms / 2, 1.0)
+
+    @property
     def trained_matrices(self) -> tuple[Weight, ...]:
         """The matrices of an average block, those of which any is trained."""
         return tuple(w for w in self.block_weights if w.matrix and w.trainable)

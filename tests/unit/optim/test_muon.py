@@ -125,7 +125,7 @@ def test_the_plan_counts_newton_schulz() -> None:
     rate = cluster.gpu.matmul_max * machine.matmul * machine.stack_matmul
     assert machine.block_update == pytest.approx(flops / rate) and machine.block_update > 0
     adamw = machine_of(workload(optimizer="adamw"), cluster)
-    assert adamw.block_update == 0 and machine.optimizer_bytes < adamw.optimizer_bytes
+    assert adamw.block_update == 0 and machine.optimizer_bytes > 2 * adamw.optimizer_bytes
     with_matmuls, traffic = (
         optimizer_update(model.work, columns, each)
         for each in (machine, machine_of(workload(optimizer="lion"), cluster))

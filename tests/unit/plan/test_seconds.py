@@ -23,9 +23,11 @@ IDEAL = Machine(
     attention_keys=0, attention_backward=1, clock=1, matmul=1, depth=0, tiles=0, misaligned=1, unloaded=1,
     attention=1, memory=1, link_share=1, network_share=1, link_latency=0, network_latency=0, stack_matmul=1,
     stack_attention=1, ring_attention=0, flash=1, score_bytes=0, batched=1, elementwise_hidden=0,
-    elementwise_wide=0, adapter_passes=5, logit_bytes=0, selective=0, launch=0, block_launches=10,
-    launch_blocking=0, host_micro_batch=0, host_step=0, gradient_bytes=4, scatter_bytes=4, tensor_overlap=0,
-    context_overlap=0, shard_overlap=0, shard_share=1, ends_apart=0, gather_overlap=0, data_overlap=0,
+    elementwise_wide=0, elementwise_rotary=0, elementwise_norm=0, hidden_backward=2, wide_backward=2,
+    rotary_backward=2, rounding_bytes=0, counted=0, adapter_passes=5, logit_bytes=0, selective=0,
+    launch=0, block_launches=10, launch_blocking=0, host_micro_batch=0, host_step=0, gradient_bytes=4,
+    scatter_bytes=4, tensor_overlap=0, context_overlap=0, shard_overlap=0, shard_share=1,
+    ends_apart=0, gather_overlap=0, data_overlap=0,
     torch_stages=0, contention=0, optimizer_bytes=0, send_share=1, send_split=0, balanced=0,
 )  # fmt: skip
 GPT = Work.of_shape(

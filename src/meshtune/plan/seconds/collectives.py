@@ -93,11 +93,14 @@ def tensor_collectives(work: Work, layouts: Columns, machine: Machine, seq_len: 
     """Exposed seconds of tensor parallelism in one block for one micro-batch: all-reduces of hidden states.
 
     Two in the forward, two in the backward, two more where the backward repeats the forward (Shoeybi et al.
-    2019, arXiv:1909.08053, section 3). With sp, an all-gather and a reduce-scatter in place of each.
+    2019, arXiv:1909.08053, section 3). With sp, an all-gather and a reduce-scatter in place of each
+    (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
     """
     hidden_bytes = machine.element * layouts.rank_tokens(seq_len) * work.hidden
     in_node = ranks_in_node(layouts.tp, 1.0, machine)
     all_reduce = tree_all_reduce(machine, hidden_bytes, layouts.tp, in_node)
+    split = ring_collectives(machine, 2 * hidden_bytes, layouts.tp, in_node, count=2.0)
+    all_reduce = np.where(layouts.sp > 0, split, all_reduce)
     repeated = layouts.recomputation("matmuls") | (layouts.recomputation("block") & (machine.selective > 0))
     return 2 * all_reduce * (2 + repeated) * (1 - machine.tensor_overlap)
 
@@ -200,7 +203,10 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block: 
     reduce_scatter = ring_collectives(machine, scatter_bytes, shards, shards_in_node, count=count)
     reducing = all_reduce + np.where(zero == 1, reduce_scatter, 0.0)
     forward, backward = block.forward * blocks, block.backward * blocks
-    hidden = reducing - exposed(machine, backward, reducing, machine.data_overlap)
+    # This engine reduces embedding and head together, once the embedding's gradient is there.
+    last = machine.counted * outside / layouts.tp * work.trained_outside / np.maximum(trained, 1.0)
+    beside = (1 - last) * reducing
+    hidden = beside - exposed(machine, backward, beside, machine.data_overlap)
     # Their last backward is of weights alone, and runs no hooks that could start a collective.
     behind = layouts.runs(*ZERO_BUBBLE)
     # torch's stages reduce in an action of their own, once all micro-batches are through (REDUCE_GRAD).
@@ -229,5 +235,6 @@ def optimizer_update(work: Work, layouts: Columns, machine: Machine) -> Number:
     """
     trained = trained_on_rank(work, layouts)
     updated = np.where(layouts.zero > 0, trained / layouts.shard_ranks, trained)
-    traffic = updated * machine.optimizer_bytes / (machine.bandwidth * machine.memory)
+    moved = machine.optimizer_bytes + np.where(layouts.zero > 0, 0.0, machine.rounding_bytes)
+    traffic = updated * moved / (machine.bandwidth * machine.memory)
     return traffic + work.blocks / layouts.pp * machine.block_update

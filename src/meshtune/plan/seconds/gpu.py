@@ -102,15 +102,21 @@ def attention_rate(machine: Machine, head_size: Number) -> Number:
     return rate * np.minimum(head_size / 64, 1.0)
 
 
-def elementwise(machine: Machine, tokens: Number, work: Work, layouts: Columns) -> Number:
-    """Seconds of norms, activation functions, residuals and dropout in a block's forward: memory traffic.
+def elementwise(machine: Machine, tokens: Number, work: Work, layouts: Columns) -> tuple[Number, Number]:
+    """Seconds of (forward, backward) of norms, activation functions, residuals, rotary embeddings and dropout
+    in a block: memory traffic.
 
     sp splits those outside the matrices that tp cuts (Korthikanti et al. 2022, section 4.2.2). tokens: of a
     micro-batch on this rank, before sp.
     """
     outside = machine.elementwise_hidden * work.hidden / np.where(layouts.sp > 0, layouts.tp, 1.0)
-    inside = machine.elementwise_wide * work.wide / layouts.tp
-    return machine.element * tokens * (outside + inside) / (machine.bandwidth * machine.memory)
+    wide = machine.elementwise_wide * work.wide / layouts.tp
+    rotary = machine.elementwise_rotary * work.rotary / layouts.tp
+    norms = machine.elementwise_norm * work.normed_heads / layouts.tp
+    seconds = machine.element * tokens / (machine.bandwidth * machine.memory)
+    forward = outside + norms + wide + rotary
+    backward = machine.hidden_backward * (outside + norms) + machine.wide_backward * wide
+    return seconds * forward, seconds * (backward + machine.rotary_backward * rotary)
 
 
 def adapter_sums(machine: Machine, tokens: Number, work: Work, layouts: Columns) -> tuple[Number, Number]:
@@ -160,10 +166,12 @@ class BlockCompute:
     elementwise_backward: Number
     accumulation: Number  # adding gradients to the step's sum
     recomputation: Number  # what the backward repeats of the forward
+    copies_forward: Number  # into and out of the buffers of ZeRO's collectives
+    copies_backward: Number
 
     @property
     def forward(self) -> Number:
-        return self.matmul_forward + self.attention_forward + self.elementwise_forward
+        return self.matmul_forward + self.attention_forward + self.elementwise_forward + self.copies_forward
 
     @property
     def weights(self) -> Number:
@@ -174,7 +182,7 @@ class BlockCompute:
     def backward(self) -> Number:
         """Seconds of the backward without recomputation."""
         matmuls = self.matmul_inputs + self.weights
-        return matmuls + self.attention_backward + self.elementwise_backward
+        return matmuls + self.attention_backward + self.elementwise_backward + self.copies_backward
 
     @property
     def total(self) -> Number:
@@ -195,9 +203,13 @@ def block_compute(
     ]
     matmul_forward = sum(forward for forward, _, _ in matmuls)
     attention_forward = sum(forward for forward, _ in cores)
-    in_block = elementwise(machine, tokens, work, layouts)
+    in_block, in_block_backward = elementwise(machine, tokens, work, layouts)
+    gathering, scattering = shard_copies(
+        machine, work.block_parameters, work.trained_block_parameters, layouts
+    )
     of_adapters, of_adapters_backward = adapter_sums(machine, tokens, work, layouts)
     elementwise_forward = in_block + of_adapters
+    gradients = work.trained_block_parameters / layouts.tp
 
     matmuls_again = np.where(layouts.recomputation("by_operation"), machine.selective, 0.0)
     matmuls_again = np.where(layouts.recomputation("matmuls"), 1.0, matmuls_again)
@@ -211,21 +223,54 @@ def block_compute(
         attention_forward=attention_forward,
         attention_backward=sum(backward for _, backward in cores),
         elementwise_forward=elementwise_forward,
-        elementwise_backward=2 * in_block + of_adapters_backward,
-        accumulation=gradient_accumulation(machine, work, layouts),
+        elementwise_backward=in_block_backward + of_adapters_backward,
+        accumulation=gradient_accumulation(machine, gradients, layouts),
+        copies_forward=gathering,
+        copies_backward=scattering,
         recomputation=recomputation,
     )
 
 
-def gradient_accumulation(machine: Machine, work: Work, layouts: Columns) -> Number:
-    """Seconds to add a block's gradients of one micro-batch to the sum that waits for the step's end.
+def gradient_accumulation(machine: Machine, gradients: Number, layouts: Columns) -> Number:
+    """Seconds to add one micro-batch's gradients to the sum that waits for the step's end.
 
-    0 where a micro-batch is the whole step, and under ZeRO-2 and -3, whose shards are summed.
+    Where they are counted, the first are cast, and replicas copy all into a flat buffer
+    (parallel/replicas.py).
+    0 under ZeRO-2 and -3, whose shards are summed, and where a micro-batch is the whole step of one replica.
+
+    gradients: trained elements of the rank before ZeRO.
     """
-    gradients = work.trained_block_parameters / layouts.tp
-    moved = (machine.element + 2 * machine.gradient_bytes) * gradients
-    traffic = moved / (machine.bandwidth * machine.memory)
-    return np.where((layouts.gradient_accumulation_steps > 1) & (layouts.zero < 2), traffic, 0.0)
+    steps, summed = layouts.gradient_accumulation_steps, machine.gradient_bytes
+    added = machine.element + 2 * summed
+    cast = np.where(summed > machine.element, machine.element + summed, 0.0)
+    replicated = (layouts.zero == 0) & (layouts.parameter_ranks > 1)
+    once = np.where((steps > 1) | replicated, cast, 0.0) + np.where(replicated, 2 * summed, 0.0)
+    counted = (once + (steps - 1) * added) / steps
+    moved = np.where(machine.counted > 0, counted, np.where(steps > 1, added, 0.0))
+    return np.where(layouts.zero < 2, gradients * moved / (machine.bandwidth * machine.memory), 0.0)
+
+
+def shard_copies(machine: Machine, whole: Number, trained: Number, layouts: Columns) -> tuple[Number, Number]:
+    """Seconds of (forward, backward) in one micro-batch of FSDP2's copies: memory traffic.
+
+    Shards are cast and copied into the buffer of an all-gather, weights copied out of it; gradients are
+    copied into the buffer of a reduce-scatter, in the dtype of their sum, and its results are added up.
+    ZeRO-3 gathers in the forward and in the backward, ZeRO-1 and -2 once a step.
+
+    whole, trained: elements before tp and ZeRO.
+    """
+    steps, shards = layouts.gradient_accumulation_steps, layouts.shard_ranks
+    element, summed = machine.element, machine.scatter_bytes
+    cast = np.where(summed > element, summed + element, 0.0)
+    gather = whole * (2 * element + (2 * element + cast) / shards)
+    adding = np.where(steps > 1, 3 * summed / shards, 0.0)
+    scatter = trained * (element + summed + adding)
+    seconds = machine.counted / (layouts.tp * machine.bandwidth * machine.memory)
+    once = np.where(layouts.zero == 3, 1.0, 1 / steps)
+    scatters = np.where(layouts.zero > 1, 1.0, 1 / steps)
+    again = np.where(layouts.zero == 3, gather, 0.0)
+    sharded = np.where(layouts.zero > 0, seconds, 0.0)
+    return sharded * once * gather, sharded * (again + scatters * scatter)
 
 
 def overlapped(seconds: Number, others: Number) -> Number:

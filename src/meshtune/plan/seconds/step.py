@@ -98,6 +98,7 @@ def compute_parts(
         "attention": blocks * (block.attention_forward + block.attention_backward),
         "elementwise": blocks * (block.elementwise_forward + block.elementwise_backward),
         "accumulation": blocks * block.accumulation,
+        "copies": blocks * (block.copies_forward + block.copies_backward),
         "recomputation": micro_batches * recomputing * block.recomputation,
         "head": micro_batches * head / layouts.pp,
     }

@@ -1,0 +1,68 @@
+"""The planner's step time of this engine beside the dry run's, part by part: neither may drift away alone."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshtune.dryrun.costs import Costs
+from meshtune.dryrun.kernels import kernel_table
+from meshtune.dryrun.ranks import distinct_ranks, trace_ranks
+from meshtune.dryrun.streams import simulate
+from meshtune.layout import Layout
+from meshtune.model.trace import census
+from meshtune.placement.columns import Columns
+from meshtune.plan.seconds.step import compute_parts, step
+from meshtune.plan.work import Work
+from meshtune.plan.workload import Workload
+
+sys.path.append(str(Path(__file__).parents[3] / "validation"))
+import reserved
+import step_time
+
+SHAPE = reserved.Shape(layers=4, hidden=2048, ffn=8192, heads=32, kv_heads=8, vocab=128256)  # as Llama-3.2 1B
+SEQ_LEN = 4096
+BLOCKS, UPDATE, DATA = 0.04, 0.01, 0.15  # shares by which the planner's may differ
+
+
+def test_updates_move_the_bytes_that_their_kernels_were_counted_to_move() -> None:
+    """Per parameter, of steps traced on 8 ranks (`kernel_table`)."""
+    work = Work.of(census(reserved.config_of(SHAPE, SEQ_LEN)))
+    machines = {
+        (precision, optimizer): Costs.of(
+            Workload("llama", work, None, SEQ_LEN, 8, precision=precision, optimizer=optimizer),  # type: ignore[arg-type]
+            step_time.cluster("h100-sxm", 8),
+        ).machine
+        for precision, optimizer in (("bf16", "adamw"), ("bf16-pure", "adamw"), ("fp32", "adafactor"))
+    }
+    counted = {("bf16", "adamw"): (40, 46), ("bf16-pure", "adamw"): (32, 32), ("fp32", "adafactor"): (96, 96)}
+    found = {
+        key: (float(m.optimizer_bytes), float(m.optimizer_bytes + m.rounding_bytes))
+        for key, m in machines.items()
+    }
+    assert found == counted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "text", ["dp8-mb1-ga2", "zero3x8-mb1-ga1", "zero3x8-mb1-ga1-full", "zero1x8-mb1-ga2"]
+)
+def test_the_planner_and_the_dry_run_agree(text: str) -> None:
+    layout = Layout.parse(text)
+    numbers = census(reserved.config_of(SHAPE, SEQ_LEN))
+    ranks = distinct_ranks(numbers, layout, SEQ_LEN)
+    traces = trace_ranks(partial(reserved.ours, SHAPE, layout, SEQ_LEN), [*ranks], layout.world)
+    workload = Workload("llama", Work.of(numbers), None, SEQ_LEN, layout.global_batch_size)  # type: ignore[arg-type]
+    costs = Costs.of(workload, step_time.cluster("h100-sxm", layout.world))
+    columns = Columns.of([layout])
+    planned = step(workload.work, columns, costs.machine, SEQ_LEN)
+    parts = compute_parts(workload.work, columns, costs.machine, SEQ_LEN)
+    blocks = sum(float(np.ravel(parts[name])[0]) for name in parts if name not in ("copies", "head"))
+    simulated = simulate(traces, layout, costs).parts
+    kernels = kernel_table(traces[0], costs).totals()
+    assert blocks == pytest.approx(sum(row.seconds for row in kernels if row.place == "blocks"), rel=BLOCKS)
+    for part, tolerance in (("optimizer", UPDATE), ("data", DATA)):
+        found = float(np.ravel(getattr(planned, part))[0])
+        assert found == pytest.approx(getattr(simulated, part), rel=tolerance), part
