@@ -85,6 +85,9 @@ def test_bytes_that_are_moved() -> None:
     assert moved_bytes(add) == 300
     assert moved_bytes(replace(add, name="aten.embedding.default", read=10**9)) == 200
     assert moved_bytes(replace(add, name="aten.copy_.default")) == 200
+    # 100 of a source go to places in a tensor that is counted as a whole; a new tensor of ones reads none
+    assert moved_bytes(replace(add, name="aten.scatter_add_.default", read=10_100, written=10_000)) == 300
+    assert moved_bytes(replace(add, name="aten.new_ones.default", read=10_000)) == add.written
     shard, whole = (2, 5), (80,)
     copy_in = replace(add, name="fsdp.all_gather_copy_in.default", shapes=(shard, whole), read=180)
     assert moved_bytes(copy_in) == 2 * 20
