@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from meshtune import __version__
+from meshtune.commands.bench import bench
 from meshtune.commands.chat import chat
 from meshtune.commands.config import config
 from meshtune.commands.data import data
@@ -36,7 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (config, data, plan, dryrun, train):
+for command in (config, data, plan, dryrun, bench, train):
     app.command()(command)
 app.command("eval")(evaluate)
 for command in (generate, chat, export, report, migrate, schema, env):

@@ -104,6 +104,25 @@ def compute_parts(
     }
 
 
+def passes(
+    work: Work, layouts: Columns, machine: Machine, seq_len: Number, document_tokens: Number | None = None
+) -> dict[str, Number]:
+    """Seconds per step of `Seconds.compute`: forward, backward and recomputation, which add up to it.
+
+    document_tokens: as in `step`. The loss makes the head's gradient in the forward (train/loss.py).
+    """
+    every = Blocks.of(work, layouts, machine, seq_len, _within(seq_len, document_tokens))
+    block = every.mean(work.blocks / layouts.pp).compute
+    head = head_and_loss(machine, layouts.rank_tokens(seq_len), work, layouts.tp)
+    micro_batches = layouts.gradient_accumulation_steps
+    blocks = micro_batches * work.blocks / layouts.pp
+    return {
+        "forward": blocks * block.forward + micro_batches * head / layouts.pp,
+        "backward": blocks * block.backward,
+        "recomputation": blocks * block.recomputation,
+    }
+
+
 def _within(seq_len: Number, document_tokens: Number | None) -> Number:
     """Mean document length in tokens, at most `seq_len`; None: `seq_len`."""
     return seq_len if document_tokens is None else np.minimum(document_tokens, seq_len)

@@ -1,0 +1,171 @@
+"""Bench: timed steps of layouts on this machine, beside the planner's prediction and the dry run."""
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, Pipe
+from typing import TYPE_CHECKING, Any
+
+from meshtune.api.plan import Log, silent
+from meshtune.api.settings import Settings, config_of
+from meshtune.api.train import ranks_of, set_allocator
+from meshtune.config import Config
+from meshtune.errors import NothingFits, UserError
+from meshtune.layout import AUTO, Layout
+from meshtune.plan.cluster import Cluster, cluster_here, gpus_here
+from meshtune.plan.fits import empty_plan_error
+from meshtune.plan.search import explained, search
+from meshtune.units import duration
+
+if TYPE_CHECKING:
+    from meshtune.api.dryrun import Subject
+    from meshtune.study.bench import Trial
+
+STEPS = 10  # that are timed
+LIMIT = 1800.0  # seconds for one layout
+BEST = "auto:"  # of --layouts: the planner's best ones
+
+Document = dict[str, Any]  # of one layout
+
+
+def bench(
+    config: Settings,
+    overrides: Sequence[str] = (),
+    *,
+    layouts: Sequence[str] = (),
+    steps: int = STEPS,
+    limit: float = LIMIT,
+    log: Log = silent,
+) -> list[Document]:
+    """Time training steps of each layout on this machine's devices, beside what is predicted and simulated.
+
+    config: a Config, a mapping of its sections, or a YAML file; without data.train sequences are random
+    tokens. overrides: section.key=value each. layouts: ["auto:N"] for the planner's N best; (): the config's,
+    or the planner's best. steps: to be timed, after those that warm up. limit: seconds for one layout. Each
+    layout runs in processes of its own: running out of memory, a crash and a time-out are results, with their
+    reason. Raises UserError for bad settings and layouts, before anything runs.
+    """
+    from meshtune import launch
+    from meshtune.api.dryrun import documents_of, subject_of
+    from meshtune.study.bench import Trial
+    from meshtune.train.choose import Choice
+
+    settings = config_of(config, overrides)
+    if launch.joined():
+        raise UserError(
+            "bench starts its ranks itself, on one machine; under torchrun or srun run `meshtune train`, "
+            "whose metrics.jsonl has each step's time by part."
+        )
+    auto = settings.model_copy(update={"layout": AUTO})
+    ranks, device = ranks_of(auto, settings.partial_layout.world or settings.cluster_config.gpus)
+    settings, cluster = on_this_machine(settings, ranks, device)
+    documents = documents_of(settings, ())
+    with subject_of(settings, log) as subject:
+        chosen = [*layouts_of(subject, layouts, cluster)]
+        check(subject, chosen, settings, device)
+        if device == "cuda":
+            set_allocator()
+        done = []
+        for number, layout in enumerate(chosen, 1):
+            log(f"bench {number} of {len(chosen)}: {layout} …")
+            done.append(beside(subject, layout, cluster.of_size(layout.world), documents, log))
+            trial = Trial(settings, Choice(layout, subject.attention), steps, documents)
+            done[-1] |= run(trial, device, limit)
+        return done
+
+
+def on_this_machine(config: Config, ranks: int, device: str) -> tuple[Config, Cluster]:
+    """(The settings for this machine's devices, its devices as a cluster of `ranks` of them)."""
+    if device != "cuda" and config.cluster_config.gpu is None:
+        cpu = config.cluster_config.model_copy(update={"gpu": "cpu", "gpus": ranks})
+        config = config.model_copy(update={"cluster": cpu})
+    return config, cluster_here(config, ranks, gpus_here() if device == "cuda" else [])
+
+
+def layouts_of(subject: "Subject", words: Sequence[str], cluster: Cluster) -> Iterator[Layout]:
+    """Yield the layouts that `words` name: each a layout, or auto:N for the planner's N best."""
+    for word in words or [subject.config.layout if subject.config.partial_layout.given else f"{BEST}1"]:
+        text = str(word)
+        if not text.startswith(BEST):
+            yield subject.layout(text)
+            continue
+        number = text.removeprefix(BEST)
+        if not number.isdecimal() or not int(number):
+            raise UserError(f"--layouts {text}: write auto:3 for the planner's three best.")
+        if subject.workload is None:
+            raise UserError(f"--layouts {text}: the planner can't count this model; name layouts.")
+        found = search(subject.workload, cluster, fixed=subject.config.partial_layout.given)
+        if not len(found):
+            raise empty_plan_error(found, subject.lighter)
+        yield from (choice.layout for choice in found.best(int(number)))
+
+
+def check(subject: "Subject", layouts: Sequence[Layout], config: Config, device: str) -> None:
+    """Raise UserError, with every reason, for layouts that can't run here."""
+    problems = []
+    for layout in layouts:
+        problems += [f"{layout}: {reason}" for reason in subject.refusals(layout)]
+        try:
+            ranks_of(config.model_copy(update={"layout": str(layout)}), None)
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(problems)
+
+
+def beside(
+    subject: "Subject", layout: Layout, cluster: Cluster, documents: tuple[int, ...], log: Log
+) -> Document:
+    """The document of a layout before it has run: what is predicted and what the dry run simulates."""
+    from meshtune.dryrun.ranks import distinct_ranks, ranks_to_trace
+    from meshtune.study.beside import predicted, simulated
+
+    document: Document = {"layout": str(layout), "world": layout.world, "predicted": None, "simulated": None}
+    if subject.workload is not None:
+        workload = subject.workload.of_batch(layout.global_batch_size)
+        document["predicted"] = predicted(workload, explained(workload, cluster, layout))
+    distinct = distinct_ranks(subject.numbers.census, layout, subject.config.data.seq_len)
+    job = subject.job(layout, documents)
+    simulation = subject.simulate(job, cluster, ranks_to_trace(distinct, layout, ()), log)
+    return document | {"simulated": simulated(simulation)}
+
+
+def run(trial: "Trial", device: str, limit: float) -> Document:
+    """Run a layout in processes of its own: {"measured": of `Measured.as_dict`, "failed": None}, or None and
+    the reason.
+    """
+    ours, theirs = Pipe(duplex=False)
+    context: Any = get_context("spawn" if device == "cuda" else "fork")
+    child = context.Process(target=run_apart, args=(theirs, trial, device))
+    child.start()
+    theirs.close()
+    try:
+        if not ours.poll(limit):
+            return {"measured": None, "failed": f"It did not end within {duration(limit)}."}
+        measured, failed = ours.recv()
+        return {"measured": measured, "failed": failed}
+    except EOFError:
+        child.join()
+        killed = "was killed, as the system does where memory runs out" if child.exitcode == -9 else "ended"
+        return {"measured": None, "failed": f"Its process {killed} (exit code {child.exitcode})."}
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)  # its ranks too
+        child.join()
+
+
+def run_apart(pipe: Connection, trial: "Trial", device: str) -> None:
+    """Main function of a layout's process: start its ranks and send (what was measured, why it failed)."""
+    from meshtune import launch
+    from meshtune.study.bench import bench_rank
+
+    os.setsid()
+    try:
+        found = launch.run(bench_rank, trial, ranks=trial.choice.layout.world, device=device)
+        pipe.send((found.as_dict(), None))
+    except NothingFits as error:
+        pipe.send((None, f"Out of memory. {' '.join(error.problems)}"))
+    except Exception as error:
+        pipe.send((None, str(error) or type(error).__name__))

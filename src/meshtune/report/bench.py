@@ -1,0 +1,76 @@
+"""Benched layouts as tables: predicted, simulated and measured, from documents of `bench --json`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from meshtune.plan.memory.timeline import CATEGORY_NAMES
+from meshtune.report.dryrun.listing import Listing
+from meshtune.units import duration, human
+
+Document = Mapping[str, Any]  # of one layout
+COLUMNS = ("predicted", "simulated", "measured")
+OFF = "off by: from what was measured, as a share of it"
+PART_NAMES = {
+    "communication": "exposed communication",
+    "bubble": "pipeline's bubble",
+    "waiting": "waiting for the slowest rank",
+    "loading": "waiting for data",
+}
+
+
+def layouts_table(documents: Sequence[Document], speed_unit: str) -> Listing:
+    """One row a layout, the fastest first; those that failed last, with the reason."""
+    ran = [one for one in documents if one["measured"]]
+    ran.sort(key=lambda one: -one["measured"]["tokens_per_second_per_gpu"])
+    mfu = any(one["measured"]["mfu"] is not None for one in ran)
+    heads = ["layout", speed_unit, "step", "spread", *(["MFU"] if mfu else []), "memory"]
+    rows = []
+    for one in ran:
+        found = one["measured"]
+        share = [f"{found['mfu']:.1%}" if found["mfu"] is not None else ""] if mfu else []
+        rows.append((
+            one["layout"], f"{found['tokens_per_second_per_gpu']:,.0f}", duration(found["step_seconds"]),
+            f"{found['spread']:.1%}", *share, human(found["memory"].get("peak", 0)) or "",
+        ))  # fmt: skip
+    steps = {one["measured"]["steps"] for one in ran}
+    notes = (
+        [f"Medians of {max(steps)} steps; spread: distance of their quartiles, of the median."]
+        if steps
+        else []
+    )
+    notes += [f"{one['layout']}: {one['failed']}" for one in documents if one["failed"]]
+    return Listing("Measured", tuple(heads), tuple(rows), ("layout",), tuple(notes))
+
+
+def side_by_side(document: Document) -> list[Listing]:
+    """Time by part and memory by category of one layout, as they are predicted, simulated and measured."""
+    title, heads = str(document["layout"]), ("", *COLUMNS, "predicted\noff by", "simulated\noff by")
+    step = [(document[name] or {}).get("step_seconds") for name in COLUMNS]
+    time = [*_rows(document, "parts", PART_NAMES, duration), _row("step", step, duration)]
+    memory = [*_rows(document, "memory", CATEGORY_NAMES | {"peak": "memory"}, human)]
+    memory.sort(key=lambda row: row[0] == "memory")  # the sum comes last
+    return [
+        Listing(f"{title}, time", heads, tuple(time), ("",), totals=1),
+        Listing(
+            f"{title}, memory of tensors on its fullest rank", heads, tuple(memory), ("",), (OFF,), totals=1
+        ),
+    ]
+
+
+def _rows(
+    document: Document, key: str, names: Mapping[str, str], written: Callable[[float], str]
+) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each part under `key` that one of the columns has."""
+    sources = [(document[column] or {}).get(key) for column in COLUMNS]
+    for name in dict.fromkeys(name for source in sources for name in source or ()):
+        values = [None if source is None else source.get(name, 0.0) for source in sources]
+        if any(values):
+            yield _row(names.get(name, name), values, written)
+
+
+def _row(name: str, values: Sequence[float | None], written: Callable[[float], str]) -> tuple[str, ...]:
+    *others, measured = values
+    off = (f"{one / measured - 1:+.1%}" if one is not None and measured else "" for one in others)
+    return (name, *("" if one is None else written(one) for one in values), *off)

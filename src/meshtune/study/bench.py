@@ -1,0 +1,202 @@
+"""Timed training steps of one layout on its real ranks: the trainer's own model, step and meter.
+
+    watched steps (memory) ─> a warm-up step ─> timed steps ─> Measured
+
+Nothing is saved, evaluated or exported. Without data each sequence is random tokens, all of them labelled.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, median, quantiles
+from typing import Any
+
+import numpy as np
+
+from meshtune.config import Config
+from meshtune.data.batch import Batch, micro_batch
+from meshtune.data.pack import LABELLED
+from meshtune.launch import Rank
+from meshtune.meter.mfu import flops_of, peak_flops
+from meshtune.meter.parts import PARTS
+from meshtune.meter.phases import WATCHED_STEPS
+from meshtune.meter.rows import possible, share_of_peak
+from meshtune.meter.trace import CATEGORIES
+from meshtune.model.trainable import embeddings_needed
+from meshtune.parallel.mesh import World, join
+from meshtune.plan.hardware import datasheet_flops
+from meshtune.rundir import Row
+from meshtune.train.build import model_spec, optimizer_spec
+from meshtune.train.choose import Choice, device_of
+from meshtune.train.inputs import inputs_of, loader_of
+from meshtune.train.loop import seed_dropout
+from meshtune.train.measure import Meter
+from meshtune.train.model import RankModel, rank_model
+from meshtune.train.provenance import device_name
+from meshtune.train.step import Counts
+
+WARM_UP = WATCHED_STEPS + 1  # steps before those that are timed: memory is watched, kernels are chosen
+LEARNING_RATE = 1e-6  # the values do not matter; they must stay finite
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A layout to time."""
+
+    config: Config
+    choice: Choice
+    steps: int  # to be timed
+    documents: Sequence[int]  # lengths of those in a sequence of random tokens
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Timed steps of a layout; plain values."""
+
+    layout: str
+    device: str  # its name
+    device_type: str  # torch's: cuda or cpu
+    world: int
+    tokens: float  # of a step, without padding
+    seconds: Sequence[float]  # of each timed step
+    time: Sequence[Row]  # of kind "time", one for each timed step
+    memory: Sequence[Row]  # of kind "memory", of the watched steps, every rank
+    flops: float | None  # that the model needs for a step
+    peak_flops_per_second: float | None  # of one device; None: unknown
+    synthetic: bool  # random tokens
+
+    @property
+    def step_seconds(self) -> float:
+        """Median of the timed steps."""
+        return median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Distance of the quartiles, as a share of the median; 0 for fewer than 2 steps."""
+        if len(self.seconds) < 2:
+            return 0.0
+        first, _, third = quantiles(self.seconds, n=4, method="inclusive")
+        return (third - first) / self.step_seconds
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of the median step by part: means over timed steps, scaled to it, so that they add up."""
+        means = {part: mean(row["parts"][part] for row in self.time) for part in PARTS}
+        scale = self.step_seconds / sum(means.values())
+        return {part: scale * value for part, value in means.items()}
+
+    @property
+    def fullest(self) -> Mapping[str, int]:
+        """Bytes by category, and their sum as "peak", on the fullest rank in its fullest phase of the last
+        watched step; empty where memory was not watched.
+        """
+        last = max((row["step"] for row in self.memory), default=0)
+        phases = [sizes for row in self.memory if row["step"] == last for sizes in row["phases"].values()]
+        return max(phases, key=lambda sizes: sizes["peak"], default={})
+
+    def as_dict(self) -> dict[str, Any]:
+        """The entry `measured` of `bench --json`; bytes and seconds."""
+        step, memory = self.step_seconds, self.fullest
+        return {
+            "device": self.device,
+            "device_type": self.device_type,
+            "steps": len(self.seconds),
+            "step_seconds": step,
+            "spread": self.spread,
+            "tokens": self.tokens,
+            "tokens_per_second_per_gpu": self.tokens / step / self.world,
+            "mfu": possible(share_of_peak(self.flops, step, self.world, self.peak_flops_per_second)),
+            "parts": self.parts,
+            "memory": {name: memory[name] for name in (*CATEGORIES, "peak") if memory.get(name)},
+            "data": "random tokens" if self.synthetic else "data.train",
+            "time_rows": list(self.time),
+            "memory_rows": list(self.memory),
+        }
+
+
+def bench_rank(rank: Rank, trial: Trial) -> Measured | None:
+    """Run a trial's steps on one rank; the main rank returns what was measured, the others None.
+
+    Raises as `build.build`.
+    """
+    config, choice, documents = trial.config, trial.choice, trial.documents
+    device = device_of(config.train.device)
+    world = join(choice.layout, device)
+    inputs = inputs_of(config) if config.data.train else None
+    model = rank_model(
+        model_spec(
+            config, choice.attention, device.type,
+            embeddings=embeddings_needed(inputs.tokenizer) if inputs else 0,
+        ),
+        world,
+        optimizer=optimizer_spec(config),
+        tokens_per_sequence=config.data.seq_len,
+    )  # fmt: skip
+    seed_dropout(world, config.train.seed)
+    batches: Iterator[Batch]
+    if inputs:
+        loader = loader_of(config, inputs.prepared.train, world.layout, world.data_rank)
+        batches = (batch for batch, _ in loader)
+    else:
+        batches = random_batches(model, world, config.data.seq_len, documents)
+    meter = Meter(world, model.memory())
+    flops = flops_of(model.census, config.data.seq_len, ranks=world.size // world.data_ranks)
+    seconds, rows, memory, counts = [], [], [], []
+    with meter.running():
+        for step in range(1, WARM_UP + trial.steps + 1):
+            world.synchronize()
+            meter.begin()
+            began = time.perf_counter()
+            batch = next(batches)
+            loading = time.perf_counter() - began
+            with meter.watching(step):
+                done = model.passes.step(
+                    model.passes.localise(batch), Counts(batch.label_tokens, *flops(batch)), meter.phase,
+                    learning_rate=LEARNING_RATE, max_grad_norm=config.train.max_grad_norm,
+                )  # fmt: skip
+            world.synchronize()
+            found = meter.end(step, loading=loading, in_flight=model.passes.in_flight(), stop=False)
+            memory += found.memory
+            if step > WARM_UP:
+                seconds.append(found.time["seconds"])
+                rows.append(found.time)
+                counts.append((batch.tokens, done.flops))
+    tokens, needed = (float(np.mean(column)) for column in zip(*counts, strict=True))
+    peak = peak_flops(device, config.train.precision, datasheet_flops)
+    measured = Measured(
+        str(world.layout), device_name(device), device.type, world.size, tokens, seconds, rows, memory,
+        None if np.isnan(needed) else needed, peak, inputs is None,
+    )  # fmt: skip
+    return measured if rank.main else None
+
+
+def random_batches(model: RankModel, world: World, seq_len: int, documents: Sequence[int]) -> Iterator[Batch]:
+    """Yield batches of random tokens without end: the same on ranks that read the same sequences.
+
+    documents: lengths of those in each sequence.
+    """
+    embedding: Any = model.whole.get_input_embeddings()
+    layout, vocabulary = world.layout, embedding.weight.shape[0]
+    draw = np.random.default_rng((model.spec.seed, world.data_rank))
+    sequences = layout.global_batch_size
+    while True:
+        micro_batches = tuple(
+            micro_batch(
+                [list(random_documents(draw, vocabulary, documents)) for _ in range(layout.micro_batch_size)],
+                seq_len,
+                model.parallel.width_multiple,
+            )
+            for _ in range(layout.gradient_accumulation_steps)
+        )
+        labels = sequences * (sum(documents) - len(documents))
+        yield Batch(micro_batches, sequences * sum(documents), labels, "random tokens")
+
+
+def random_documents(
+    draw: np.random.Generator, vocabulary: int, lengths: Sequence[int]
+) -> Iterator[np.ndarray]:
+    """Yield documents of random tokens; all but the first of each are labelled."""
+    for length in lengths:
+        tokens = draw.integers(0, vocabulary, length, dtype=np.uint32)
+        tokens[1:] |= LABELLED
+        yield tokens

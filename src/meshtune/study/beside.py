@@ -1,0 +1,74 @@
+"""The planner's prediction and the dry run in the parts that a run measures (meter/parts.py)."""
+
+from typing import Any
+
+import numpy as np
+
+from meshtune.dryrun.kernels import COMMUNICATION, UPDATES, kernel_table
+from meshtune.dryrun.simulation import Simulation
+from meshtune.meter.trace import BACKWARD, FORWARD
+from meshtune.placement.columns import Columns
+from meshtune.plan.machine import machine_of
+from meshtune.plan.search import Choice
+from meshtune.plan.seconds.step import Seconds, passes
+from meshtune.plan.workload import Workload
+from meshtune.report.dryrun.beside import simulated_memory
+
+EXPOSED = ("tensor", "context", "data")  # parts of Seconds that are `communication`
+
+
+def predicted(workload: Workload, choice: Choice) -> dict[str, Any]:
+    """The planner's step of a layout: seconds by part, bytes by category of its tensors.
+
+    Seconds are None where they mean nothing, as on processors that nobody has measured.
+    """
+    facts = choice.as_dict()
+    memory = {name: size for name, size in facts["memory"].items() if name not in ("capacity", "moment")}
+    if not choice.cluster.timed:
+        return {"step_seconds": None, "parts": None, "memory": tensors(memory)}
+    columns, machine = Columns.of([choice.layout]), machine_of(workload, choice.cluster)
+    computing = passes(workload.work, columns, machine, workload.seq_len, workload.document_tokens)
+    split = {name: float(np.squeeze(value)) for name, value in computing.items()}
+    return {
+        "step_seconds": facts["step_seconds"],
+        "parts": parts_of(choice.seconds, split),
+        "memory": tensors(memory),
+    }
+
+
+def simulated(simulation: Simulation) -> dict[str, Any]:
+    """The dry run's step of a layout, as `predicted`."""
+    memory = {name: float(size) for name, size in simulated_memory(simulation.as_dict()).items()}
+    facts: dict[str, Any] = {"step_seconds": None, "parts": None, "memory": tensors(memory)}
+    if simulation.costs is None:
+        return facts
+    later, split = simulation.times[-1], {"forward": 0.0, "backward": 0.0, "recomputation": 0.0}
+    phases = {FORWARD: "forward", BACKWARD: "backward"}
+    for trace in simulation.traces:
+        for row in kernel_table(trace, simulation.costs).rows:
+            if row.place not in (COMMUNICATION, UPDATES):
+                split[phases.get(row.phase, "recomputation")] += row.seconds
+    scale = float(later.parts.compute) / (sum(split.values()) or 1.0)
+    return facts | {
+        "step_seconds": later.seconds,
+        "parts": parts_of(later.parts, {name: scale * value for name, value in split.items()}),
+    }
+
+
+def parts_of(seconds: Seconds, split: dict[str, float]) -> dict[str, float]:
+    """Seconds by meter.parts.PARTS. split: of `compute` into forward, backward and recomputation."""
+    values = {name: float(getattr(seconds, name)) for name in vars(seconds)}
+    return split | {
+        "communication": sum(values[name] for name in EXPOSED),
+        "bubble": values["pipeline"] + values["bubble"] + values["imbalance"],
+        "waiting": 0.0,
+        "optimizer": values["optimizer"],
+        "loading": 0.0,
+        "rest": values["host"],
+    }
+
+
+def tensors(memory: dict[str, float]) -> dict[str, float]:
+    """Bytes by category without what is no tensor (overhead), and their sum as "peak"."""
+    sizes = {name: size for name, size in memory.items() if name not in ("overhead", "peak") and size}
+    return sizes | {"peak": sum(sizes.values())}
