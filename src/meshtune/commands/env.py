@@ -1,6 +1,5 @@
 """`meshtune env`: versions, devices, and what a model's family supports."""
 
-import os
 import sys
 from typing import Annotated, Any
 
@@ -41,17 +40,18 @@ def environment(model: str | None) -> dict[str, Any]:
     import psutil
     import torch
 
+    from meshtune.launch.rank import cores
     from meshtune.model.capabilities import capabilities
     from meshtune.model.load import load_config
-    from meshtune.train.provenance import versions
+    from meshtune.train.choose import device_of, gpus_of
+    from meshtune.train.provenance import processor_name, versions
 
     devices: dict[str, Any] = {
-        "cpu": f"{os.cpu_count()} cores, {human(psutil.virtual_memory().total)}",
+        "cpu": f"{processor_name()}, {cores()} cores, {human(psutil.virtual_memory().total)}",
         "threads": torch.get_num_threads(),
     }
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        devices[f"cuda:{index}"] = f"{properties.name}, {human(properties.total_memory)}"
+    for index, (name, memory) in enumerate(gpus_of(device_of("auto"))):
+        devices[f"cuda:{index}"] = f"{name}, {human(memory)}"
     report: dict[str, Any] = {
         "versions": versions() | {"executable": sys.executable},
         "devices": devices,

@@ -45,6 +45,14 @@ class Prepared:
     eval: Dataset | None  # None: nothing is held out
     stats: dict[str, Any]  # JSON-able; `sentences` writes it as text
 
+    @property
+    def digest(self) -> str:
+        """Digest of the tokens and sequences of both parts and of seq_len; for a stream, of the names of its
+        sources and how they are read.
+        """
+        parts = [self.train.digest, self.eval and self.eval.digest, self.train.seq_len]
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
 
 def prepare(
     sources: Sequence[Source],

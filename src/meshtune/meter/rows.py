@@ -5,6 +5,7 @@ Pure arithmetic on plain numbers: neither torch nor a tracker is needed.
 
 import math
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 
 from meshtune.rundir import Row
 from meshtune.units import MIB
@@ -107,6 +108,11 @@ def memory_row(step: int, phases: Mapping[str, tuple[int, Mapping[str, int]]], r
     """
     sizes = {name: {"peak": peak, **parts} for name, (peak, parts) in phases.items()}
     return {"kind": "memory", "step": step, "rank": rank, "phases": sizes}
+
+
+def time_now() -> str:
+    """This machine's time with its zone, to the second, in ISO 8601."""
+    return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def memory_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:

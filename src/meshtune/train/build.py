@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from meshtune.config import Config
-from meshtune.data.prepare import sentences
+from meshtune.data.prepare import Prepared, sentences
 from meshtune.errors import UserError
 from meshtune.meter.mfu import flops_of, peak_flops
 from meshtune.model.anatomy import left_out_of_loss
@@ -33,7 +33,7 @@ from meshtune.train.measure import Meter
 from meshtune.train.model import LoraSpec, ModelSpec, OptimizerSpec, RankModel, rank_model
 from meshtune.train.positions import position_sentences
 from meshtune.train.predict import out_of_memory, prediction
-from meshtune.train.provenance import device_name, versions
+from meshtune.train.run_row import run_row
 from meshtune.train.signals import StopRequest
 from meshtune.train.token_loss import TokenLoss, check_same
 from meshtune.train.trackers import Metrics, tracker_problems
@@ -149,7 +149,7 @@ def assemble(
         restore(run, resumed)
         run.loader = loader_of(config, prepared.train, world.layout, world.data_rank, run.progress.data)
     notices += length_sentences(config, prepared.train, steps, resumed)
-    announce(config, run, model, resumed, [*sentences(prepared.stats), *notices])
+    announce(config, run, model, prepared, resumed, [*sentences(prepared.stats), *notices])
     return run
 
 
@@ -164,33 +164,16 @@ def checkpoints_of(config: Config, world: World, run_folder: RunDir, metrics: Me
     )
 
 
-def announce(config: Config, run: Run, model: RankModel, resumed: int | None, notices: list[str]) -> None:
-    """Write the start row, and print what a user must know before the first step; rank 0 alone does both.
+def announce(
+    config: Config, run: Run, model: RankModel, prepared: Prepared, resumed: int | None, notices: list[str]
+) -> None:
+    """Write the run row, and print what a user must know before the first step; rank 0 alone does both.
 
-    resumed: step of the checkpoint that the run goes on from, None for a new run. notices: sentences to
-    print.
+    Every rank calls it. resumed: step of the checkpoint that the run goes on from, None for a new run.
+    notices: sentences to print.
     """
-    metrics, world = run.metrics, run.world
-    metrics.start(
-        model=config.model.name,
-        method=config.method,
-        parameters=model.census.total,
-        trainable_parameters=model.census.trainable,
-        precision=config.train.precision,
-        layout=str(world.layout),
-        world=world.size,
-        global_batch_size=config.global_batch_size,
-        seq_len=config.data.seq_len,
-        total_steps=run.steps,
-        learning_rate=rate_in_words(config),
-        schedule_steps=config.train.lr_decay_steps or run.steps,
-        device=device_name(world.device),
-        device_type=world.device.type,
-        resumed_from=resumed,
-        data=[source.path for source in config.data.train],
-        loss_function=model.passes.token_loss and model.passes.token_loss.name,
-        **versions(),
-    )
+    metrics = run.metrics
+    metrics.start(**run_row(config, run, model, prepared, resumed))
     metrics.log_line(f"Learning rate: {rate_in_words(config)}.")
     if caution := PRECISIONS[config.train.precision].caution:
         metrics.log_line(caution)

@@ -16,6 +16,7 @@ from torch import Tensor
 from meshtune.data.batch import Batch
 from meshtune.data.loader import Loader
 from meshtune.errors import Interrupted, NonFinite, UserError, explained, is_out_of_memory
+from meshtune.meter.rows import time_now
 from meshtune.parallel.mesh import World
 from meshtune.rundir import RunDir, disk_is_full
 from meshtune.train.step import Counts
@@ -333,9 +334,11 @@ def finish(run: Run) -> None:
 
 
 def end(run: Run, status: str, **facts: Any) -> None:
-    """Log the end row: the step, what ended the run, and the sums over its steps."""
+    """Log the end row: the time, the step, what ended the run, and the sums over its steps."""
     now = run.progress
-    run.metrics.end(step=now.step, status=status, tokens=now.tokens, seconds=now.seconds, **facts)
+    run.metrics.end(
+        ended=time_now(), step=now.step, status=status, tokens=now.tokens, seconds=now.seconds, **facts
+    )
 
 
 def restore_best(run: Run) -> int:

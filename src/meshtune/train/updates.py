@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from meshtune.config import Config
 from meshtune.data.pack import Dataset
-from meshtune.data.prepare import Prepared
 from meshtune.data.stream import Stream
 from meshtune.length import ending, limits
 from meshtune.optim.schedule import learning_rates
@@ -13,6 +13,9 @@ from meshtune.schedules import warmup
 from meshtune.setting_types import epochs_of
 from meshtune.train.console import Course
 from meshtune.units import counted, scientific
+
+if TYPE_CHECKING:
+    from meshtune.data.prepare import Prepared
 
 FEW_UPDATES = 20  # with fewer, a run ends before its learning rate has done much
 
@@ -64,7 +67,7 @@ def steps_between(every: int | str, config: Config, train: Dataset | Stream) -> 
     return math.ceil(epochs * len(train) / config.global_batch_size)
 
 
-def course_of(config: Config, prepared: Prepared, steps: int, start: int) -> Course:
+def course_of(config: Config, prepared: "Prepared", steps: int, start: int) -> Course:
     """The steps to come, for the time left. steps: of the whole run; start: resumed from, 0 for a new run."""
     held_out = prepared.eval
     return Course(

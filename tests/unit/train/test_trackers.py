@@ -249,6 +249,22 @@ def test_mlflow_gets_settings_and_rows_and_a_resumed_run_goes_on(run, monkeypatc
     assert [kwargs["step"] for _, kwargs in mlflow.named("log_metrics")] == [1, 2]
 
 
+def test_mlflow_has_each_fact_of_the_run_row_as_a_parameter(run, monkeypatch):
+    mlflow = Experiments()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    for start in (1, 2):
+        with Metrics.open(run, ["mlflow"], course=Course(1)) as metrics:
+            metrics.start(id="1a2b", start=start, predicted={"memory": {"peak": 2.5}})
+    (params,) = (args[0] for args, _ in mlflow.named("log_params"))
+    assert params == {
+        "run.kind": "run",
+        "run.id": "1a2b",
+        "run.start": "1",
+        "run.predicted.memory.peak": "2.5",
+    }
+    assert [args[0] for args, _ in mlflow.named("set_tags")] == [{"run.start": "2"}]
+
+
 @pytest.mark.parametrize(("wanted", "level"), [(None, logging.WARNING), ("INFO", logging.INFO)])
 def test_mlflow_is_quiet_unless_its_level_is_set(wanted, level, run, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", Experiments())

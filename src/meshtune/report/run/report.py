@@ -32,7 +32,10 @@ LABELS = {  # facts of the "run" row about what was run; the others are its envi
     "total_steps": "Steps",
     "learning_rate": "Learning rate",
     "precision": "Precision",
+    "seed": "Seed",
+    "data_digest": "Digest of the data",
 }
+PREDICTED = "predicted"  # the fact that has a table of its own
 
 
 def write_report(run: RunDir) -> Path:
@@ -76,11 +79,12 @@ def report_page(run: RunDir) -> str:
     """The report as HTML text."""
     summary, facts = summarise(run), facts_of(run)
     shown = [(label, _fact(facts[key])) for key, label in LABELS.items() if facts.get(key) is not None]
-    environment = _leaves({key: value for key, value in facts.items() if key not in LABELS})
+    environment = _leaves({key: value for key, value in facts.items() if key not in (*LABELS, PREDICTED)})
     after = [
         _samples(run),
         _memory(run.rows("memory")),
         _facts("What was run", shown),
+        _facts("What the planner predicted", _prediction(facts.get(PREDICTED, {}))),
         _settings(run),
         _facts("Environment", environment),
     ]
@@ -177,6 +181,16 @@ def _facts(title: str, facts: Iterable[tuple[str, str]]) -> str:
     """HTML of a section with a table of (name, value), which are escaped; "" without facts. title: HTML."""
     rows = [f"<tr><th>{text(name)}</th><td>{text(value)}</td></tr>" for name, value in facts]
     return f"<section><h2>{title}</h2><table class='facts'>{''.join(rows)}</table></section>" if rows else ""
+
+
+def _prediction(predicted: Row) -> Iterable[tuple[str, str]]:
+    """Yield (part, bytes or seconds as text) of a plan's memory and step time, less the parts that are 0."""
+    for name, size in predicted.get("memory", {}).items():
+        if isinstance(size, float) and size:
+            yield f"memory: {name.replace('_', ' ')}", human(size)
+    for name, seconds in (predicted.get("time") or {}).items():
+        if seconds:
+            yield f"time of a step: {name}", duration(seconds, like=predicted["step_seconds"])
 
 
 def _settings(run: RunDir) -> str:
