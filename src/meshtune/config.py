@@ -33,7 +33,7 @@ from meshtune.setting_types import (
 )
 from meshtune.trainers.pasted import unknown_setting
 from meshtune.units import notice, on_first_rank, scientific
-from meshtune.yaml_tree import merge, overridden, read_yaml, undotted, without
+from meshtune.yaml_tree import merge, overridden, read_cluster, read_yaml, undotted, without
 
 TABLES = {
     "precision": PRECISIONS,
@@ -250,7 +250,8 @@ class Config(Section):
         description="Parallel layout: auto, a layout string, or a mapping of its fields, each may be auto.",
     )
     cluster: ClusterConfig | str = Field(
-        default="auto", description="Machines: auto, a YAML file that has the section, or the section."
+        default="auto",
+        description="Machines: auto, the section, a YAML file that has it, or the TOML file of a probe.",
     )
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
@@ -308,7 +309,9 @@ class Config(Section):
         """The cluster section, read from its file if it names one. Raises UserError for a bad file."""
         if isinstance(self.cluster, ClusterConfig):
             return self.cluster
-        return ClusterConfig() if self.cluster == "auto" else _cluster_config(read_yaml(Path(self.cluster)))
+        return (
+            ClusterConfig() if self.cluster == "auto" else _cluster_config(read_cluster(Path(self.cluster)))
+        )
 
     @property
     def partial_layout(self) -> PartialLayout:

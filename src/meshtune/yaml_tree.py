@@ -1,6 +1,7 @@
 """Trees of settings: read from YAML, one laid over another, changed by `section.key=value` or dotted keys."""
 
 import math
+import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -35,7 +36,7 @@ def overridden(tree: dict[str, Any], override: str) -> dict[str, Any]:
 def laid(tree: dict[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
     """Return `tree` with `value` laid over it at `path`; a cluster that a file describes is read first."""
     if path[0] == "cluster" and len(path) > 1 and isinstance(tree.get("cluster"), str):
-        tree = tree | {"cluster": {} if tree["cluster"] == "auto" else read_yaml(Path(tree["cluster"]))}
+        tree = tree | {"cluster": {} if tree["cluster"] == "auto" else read_cluster(Path(tree["cluster"]))}
     return merge(tree, nested(path, value))
 
 
@@ -66,6 +67,30 @@ def read_yaml(file: Path, settings: Collection[str] = ()) -> dict[str, Any]:
         raise UserError(f"Config {file} holds {type_name(tree)}, not sections such as `model:` and `data:`.")
     lines = list(key_lines(yaml.compose(text, Loader=Bounded))) if settings else []
     return undotted(tree, settings, lines, name=f"Config {file}")
+
+
+def read_cluster(file: Path) -> dict[str, Any]:
+    """Read a cluster's settings from a YAML file of them, or from the TOML file that `meshtune probe` writes.
+
+    Of the latter the settings are its [cluster], and its [kind] is what cluster.hardware reads. Raises
+    UserError as `read_yaml`, and for a TOML file without the two.
+    """
+    if file.suffix != ".toml":
+        return read_yaml(file)
+    try:
+        check_file(file)
+        tables = tomllib.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise UserError(f"cluster = {file} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"cluster = {file} is not TOML: {error}.") from None
+    if lacking := [name for name in ("cluster", "kind") if not isinstance(tables.get(name), dict)]:
+        tables_lacking = " and ".join(f"[{name}]" for name in lacking)
+        raise UserError(
+            f"cluster = {file} has no {tables_lacking}, which `meshtune probe --out {file}` would write; a "
+            "file of GPU kinds alone is named by cluster.hardware."
+        )
+    return {**tables["cluster"], "hardware": str(file)}
 
 
 def configs_like(file: Path) -> str:

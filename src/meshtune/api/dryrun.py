@@ -154,7 +154,7 @@ class Subject:
     def job(self, layout: Layout, documents: tuple[int, ...]) -> Job:
         """The steps to trace under a layout, with the kernels of the cluster's devices and random weights."""
         config = self.config
-        spec = model_spec(config, self.attention, "cuda" if cluster_for(config).timed else "cpu")
+        spec = model_spec(config, self.attention, "cpu" if cluster_for(config).gpu.processor else "cuda")
         return Job(
             spec=replace(spec, source=self.source, init="random", compile=False),
             optimizer=optimizer_spec(config),
@@ -184,12 +184,12 @@ class Subject:
             documents=job.documents,
             traces=tuple(traces),
             stands_for=stands_for,
-            outside=outside_of(traces, self.config.train.precision) if cluster.timed else 0,
+            outside=0 if cluster.gpu.processor else outside_of(traces, self.config.train.precision),
             expandable=allocator.expands(os.environ),
             notes=(
                 *self.notes,
                 *notes_on(self.config),
-                *(allocator.conflicts(os.environ) if cluster.timed else ()),
+                *(() if cluster.gpu.processor else allocator.conflicts(os.environ)),
                 *notes,
             ),
         )

@@ -191,7 +191,7 @@ def accounting_of(workload: Workload, cluster: Cluster) -> Accounting:
     accounting = stack_accounting(
         workload.stack, workload.precision, workload.reduce_dtype, workload.optimizer
     )
-    if cluster.gpu.name == "cpu":
+    if cluster.gpu.processor:
         keys = "gathered" if accounting.context_keys == "copied" else accounting.context_keys
         return replace(accounting, reserved=0.0, context=0.0, communicator=0.0, context_keys=keys)
     return accounting

@@ -14,7 +14,7 @@ UNMEASURED = "unmeasured"  # table of accuracy.toml for stacks and kinds without
 class Accuracy(NamedTuple):
     """Mean errors of predictions for one stack on one GPU kind, as shares."""
 
-    time: float | None  # None: the kind is a processor, whose predicted times mean nothing
+    time: float | None  # None: a processor, of which there are no published runs
     memory: float
     time_rows: int  # published runs of this stack on this kind; 0: the error is that of a source left out
     memory_rows: int
@@ -44,7 +44,7 @@ class Accuracy(NamedTuple):
 
 
 def accuracy(stack: str, gpu: str) -> Accuracy:
-    """Error bars of predictions for a stack of stacks.toml on a kind of hardware.toml."""
+    """Error bars of predictions for a stack of stacks.toml on a kind of hardware.toml; cpu: any processor."""
     tables = _tables()
     measured = tables.get(stack, {}).get(gpu, {})
     percent = tables[UNMEASURED] | measured

@@ -83,7 +83,7 @@ def reasoning(plan: Plan, choice: Choice) -> list[str]:
         f"({states / parameters:.1f} bytes per parameter); a {device(cluster)} has {human(cluster.memory)}, "
         f"and {memory_margin(cluster)}.",
         f"Micro-batch: {sequences(layout.micro_batch_size)}{_larger_micro_batch(plan, choice)}",
-        f"{'GPUs' if cluster.timed else 'Ranks'}: {layout.world} = {model_axes} x {ranks} data "
+        f"{'Ranks' if cluster.gpu.processor else 'GPUs'}: {layout.world} = {model_axes} x {ranks} data "
         f"rank{'s' * (ranks > 1)} ({_sharding(layout)}).",
         f"Accumulation: {batch} / ({layout.micro_batch_size} x {ranks}) = {steps} "
         f"micro-batch{'es' * (steps > 1)} a step.",

@@ -2,6 +2,7 @@
 
 cluster: {gpu: h100-sxm, gpus: 64}      a kind of hardware.toml, in its usual machine
 cluster: my-cluster.yaml                the same keys in a file, such as one that was measured
+cluster: my-cluster.toml                what `meshtune probe` measured on a machine: its settings and its kind
 cluster: auto                           the GPUs of this machine, times its nodes
 """
 
@@ -45,6 +46,7 @@ class Cluster:
         None  # bytes of each GPU that a plan fills at most; None: as the margin says
     )
     memory_margin: float | None = None  # share of `memory` left free; None: MARGIN or UNMEASURED_MARGIN
+    host_memory: float | None = None  # bytes that all ranks of a node share; None: each has its own
 
     def of_size(self, gpus: int) -> Cluster:
         """The same nodes, more or fewer of them: `gpus` in all, which may be a part of one node.
@@ -57,7 +59,14 @@ class Cluster:
                 f"{gpus} GPUs do not fill machines of {self.node}; use {below} or {below + self.node}, or "
                 "set cluster.gpus_per_node."
             )
-        return replace(self, gpus=gpus)
+        ranks = min(gpus, self.node)
+        memory = self.memory if self.host_memory is None else self.host_memory / ranks
+        return replace(self, gpus=gpus, memory=memory)
+
+    @property
+    def ranks_in_node(self) -> int:
+        """Ranks that work on one machine at once."""
+        return min(self.gpus, self.node)
 
     @property
     def title(self) -> str:
@@ -71,12 +80,12 @@ class Cluster:
     @property
     def speed_unit(self) -> str:
         """Unit of one GPU's tokens per second; processors have no predicted speed."""
-        return speed_unit(self.gpus, "cuda")
+        return speed_unit(self.gpus, "cpu" if self.gpu.processor else "cuda")
 
     @property
     def timed(self) -> bool:
-        """Whether predicted times mean anything: nobody measured how fast processors compute."""
-        return self.gpu.name != "cpu"
+        """Whether predicted times mean anything: on processors only after `meshtune probe`."""
+        return self.gpu.measured or not self.gpu.processor
 
     @property
     def usable_memory(self) -> float:
@@ -126,7 +135,12 @@ def cluster_of(
         if problems:
             raise UserError(problems)
         measured = gpu.measured or "matmul" in settings.efficiency
-        gpu = replace(gpu, efficiency={**gpu.efficiency, **settings.efficiency}, measured=measured)
+        shared = {
+            ranks: {name: value for name, value in table.items() if name not in settings.efficiency}
+            for ranks, table in gpu.shared.items()
+        }
+        efficiency = {**gpu.efficiency, **settings.efficiency}
+        gpu = replace(gpu, efficiency=efficiency, measured=measured, shared=shared)
     prices = prices_of(settings.price_per_gpu_hour, gpu.name, kinds)
     count = settings.gpus or gpus or here or 1
     here_alone = settings.gpu is None and here > 0
@@ -142,6 +156,7 @@ def cluster_of(
         currency=prices.currency,
         memory_budget=settings.memory_budget_gib and settings.memory_budget_gib * GIB,
         memory_margin=settings.memory_margin,
+        host_memory=gpu.memory if gpu.shared and memory is None else None,
     ).of_size(count)
 
 
@@ -198,15 +213,23 @@ def cluster_here(config: Config, ranks: int, gpus: Sequence[tuple[str, float]]) 
     """The devices of `ranks` ranks; the settings say what can't be seen, such as the network.
 
     gpus: (driver's name, bytes) of each GPU of this machine; empty: the ranks are on the processor, and of
-    the cluster's settings only the memory's margin and budget count. cluster.gpus never counts. Raises as
-    `cluster_of`.
+    the cluster's settings only the memory's margin and budget count, unless they name a processor that was
+    measured. cluster.gpus never counts. Raises as `cluster_of`.
     """
     settings = config.cluster_config
-    if not gpus:
+    if not gpus and not _measured_processor(settings):
         settings = ClusterConfig(
             memory_margin=settings.memory_margin, memory_budget_gib=settings.memory_budget_gib
         )
     return cluster_of(settings.model_copy(update={"gpus": ranks}), seen=lambda: list(gpus))
+
+
+def _measured_processor(settings: ClusterConfig) -> bool:
+    """True if the settings name a processor whose speed was measured. Raises UserError as `kinds_of`."""
+    if settings.gpu is None:
+        return False
+    gpu = kind_named(settings.gpu, kinds_of(settings.hardware))
+    return gpu.processor and gpu.measured
 
 
 def with_memory_budget(config: Config, budget: str | float | None) -> Config:

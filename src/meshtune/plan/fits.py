@@ -118,7 +118,7 @@ def _remedies(workload: Workload, cluster: Cluster, lighter: Lighter) -> Iterato
         if choice := best_fitting(workload.of_batch(size), cluster):
             yield f"train.global_batch_size={size}", choice
             break
-    for factor in MORE_GPUS if cluster.gpu.name != "cpu" else ():  # processors share one memory
+    for factor in () if cluster.gpu.processor else MORE_GPUS:  # processors share one memory
         if choice := best_fitting(workload, cluster, gpus=cluster.gpus * factor):
             yield f"cluster.gpus={cluster.gpus * factor}", choice
             break
@@ -137,11 +137,12 @@ def _remedies(workload: Workload, cluster: Cluster, lighter: Lighter) -> Iterato
         if choice := best_fitting(other, cluster):
             yield setting, choice
     for gpu in sorted(catalogue().values(), key=lambda gpu: gpu.memory):
-        if gpu.memory <= 1.1 * cluster.memory or gpu.name == "cpu":
+        if gpu.memory <= 1.1 * cluster.memory or gpu.processor:
             continue
         node = gpu.node if cluster.node == cluster.gpu.node else cluster.node
         larger = replace(
-            cluster, gpu=gpu, memory=gpu.memory, link=gpu.link, network=gpu.network, node=node
+            cluster, gpu=gpu, memory=gpu.memory, link=gpu.link, network=gpu.network, node=node,
+            host_memory=None,
         )  # fmt: skip
         if choice := best_fitting(workload, larger):
             yield f"cluster.gpu={gpu.name}", choice

@@ -6,10 +6,12 @@ stacks.toml    time that the software around it adds, and how it keeps things in
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from typing import Any
+
+import numpy as np
 
 from meshtune.errors import Table
 from meshtune.precision import PRECISIONS
@@ -17,6 +19,7 @@ from meshtune.units import GIB, TERA
 
 OTHER_CHIP_WORDS = {"MIG", "Laptop", "D"}  # a driver's name with one of these is no GPU of the catalogue
 GIGA = 10**9
+SHARES = {"clock", "matmul", "attention", "memory", "link_share"}  # efficiencies that are parts of a peak
 MEASURED_BY_RUNS = {"matmul", "clock"}  # a kind has them of its own only if runs on it were measured
 RATES: Table[str | None] = (
     Table(  # precision -> field of a Gpu with its peak; None where data sheets have none
@@ -51,6 +54,29 @@ class Gpu:
     matmul_max_fp8: float  # the same of 8-bit floats; without such units that of bf16
     measured: bool = True  # `matmul_max` was measured on this kind
     as_of: str | None = None  # kind whose efficiencies stand for those that this kind has not measured
+    attention_kernel: Mapping[str, Any] | None = None  # measured on this machine; None: as in kernels.toml
+    # ranks at work on one machine -> efficiencies of each, where they are other than those of a rank alone
+    shared: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+
+    @property
+    def processor(self) -> bool:
+        """True for a CPU, whose cores and memory all ranks of a machine share."""
+        return self.architecture == "cpu"
+
+    def efficiency_among(self, ranks: int) -> dict[str, float]:
+        """Efficiencies of each of `ranks` ranks that work on one machine at once.
+
+        Between measured numbers of ranks, and beyond the largest, what all ranks reach together follows a
+        straight line for SHARES; latencies and launches do so themselves.
+        """
+        among = dict(self.efficiency)
+        for name in {name for table in self.shared.values() for name in table}:
+            points = {1: self.efficiency[name]} if name in self.efficiency else {}
+            points |= {count: table[name] for count, table in sorted(self.shared.items()) if name in table}
+            together = [value * (count if name in SHARES else 1) for count, value in points.items()]
+            value = float(np.interp(ranks, list(points), together))
+            among[name] = value / ranks if name in SHARES else value
+        return among
 
 
 @cache
@@ -149,6 +175,11 @@ def gpu_of(name: str, table: Mapping[str, Any], tables: Mapping[str, Mapping[str
         measured=any(key in table for key in ("matmul_max", "matmul_max_fp8"))
         or not MEASURED_BY_RUNS.isdisjoint(table.get("efficiency", {})),
         as_of=as_of,
+        attention_kernel=table.get("attention_kernel"),
+        shared={
+            one["ranks"]: {key: value for key, value in one.items() if key != "ranks"}
+            for one in table.get("shared", ())
+        },
     )
 
 

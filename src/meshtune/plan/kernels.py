@@ -33,8 +33,11 @@ class Kernel:
 
 def kernel_on(name: str, gpu: Gpu, kinds: Mapping[str, Gpu]) -> Kernel:
     """A kernel of kernels.toml on a GPU kind, scaled by the rate of its fastest matmul where it was measured
-    on another one of `kinds`, the catalogue.
+    on another one of `kinds`, the catalogue. A kernel that was measured on this machine stands for all.
     """
+    if own := gpu.attention_kernel:
+        rates = (share * gpu.matmul_max for share in own["forward"])
+        return Kernel(*rates, keys=own["keys"], backward=own["backward"])
     architecture = gpu.architecture
     while (table := _tables()[name].get(architecture)) is None:
         architecture = STANDS_FOR[architecture]

@@ -1,7 +1,8 @@
 """GPU kinds as a user names and describes them: names answered with the nearest kind, tables checked whole.
 
 cluster.gpu       h100-sxm, H100 SXM, or a driver's name such as NVIDIA H100 80GB HBM3
-cluster.hardware  a TOML file with more kinds, in hardware.toml's form
+cluster.hardware  a TOML file with more kinds, in hardware.toml's form; or one that `meshtune probe` wrote,
+                  with one kind of that form in [kind], whose name is the `gpu` of its [cluster]
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from meshtune.errors import UserError, check_file, expanded, written
 from meshtune.nearest import did_you_mean, nearest
-from meshtune.plan.hardware import Gpu, catalogue, gpu_of, named
+from meshtune.plan.hardware import SHARES, Gpu, catalogue, gpu_of, named
 from meshtune.plan.kernels import STANDS_FOR
 
 WITHOUT_BF16 = {"p100", "t4", "v100"}  # words of GPUs that are too old for the rates of hardware.toml
@@ -42,12 +43,15 @@ OTHERS = {
     "architecture": f"that of its attention kernels, {', '.join(ARCHITECTURES[:-1])} or {ARCHITECTURES[-1]}",
     "efficiency_as": "the kind whose measured efficiencies are used",
     "efficiency": "a table of measured efficiencies",
+    "attention_kernel": "a table of forward (shares of matmul_max, heads of 64, 128, 256), keys, backward",
+    "shared": "tables of efficiencies with `ranks`, the number of ranks at work on the machine",
 }
 MAXIMA = {"matmul_max": "bf16", "matmul_max_fp8": "fp8"}  # measured -> the peak that it is below
 EFFICIENCIES = tuple(catalogue()["a100-80"].efficiency)  # all of them
-SHARES = {"clock", "matmul", "attention", "memory", "link_share"}  # of a peak, which none exceeds
+BY_PROBE = ("launch", "launch_blocking", "link_latency")  # the software's, where they were measured here
 MEANING = RATES | COUNTS | OTHERS
 OPTIONAL = {"fp8", "tf32", "matmul_max", "matmul_max_fp8", "architecture", "efficiency_as", "efficiency"}
+OPTIONAL |= {"attention_kernel", "shared"}
 
 
 def kind_named(name: str, kinds: Mapping[str, Gpu], setting: str = "cluster.gpu") -> Gpu:
@@ -98,8 +102,11 @@ def kinds_of(hardware: str | None) -> dict[str, Gpu]:
         raise UserError(f"cluster.hardware = {file} cannot be read: {error.strerror}.") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"cluster.hardware = {file} is not TOML: {error}.") from None
+    title = "[{}]"
+    if "kind" in tables and isinstance(cluster := tables.get("cluster"), Mapping):
+        title, tables = "[kind]", {str(cluster.get("gpu")): tables["kind"]}
     problems = [
-        f"cluster.hardware = {file}: [{name}] {problem}"
+        f"cluster.hardware = {file}: {title.format(name)} {problem}"
         for name, table in tables.items()
         for problem in table_problems(table)
     ]
@@ -124,6 +131,10 @@ def table_problems(table: Any) -> Iterator[str]:
             yield f"has {key}, which is no fact of a GPU{did_you_mean(_nearest_keys(key))}"
         elif key == "efficiency":
             yield from _efficiency_problems(value, whole="efficiency_as" not in table)
+        elif key == "shared":
+            yield from _shared_problems(value)
+        elif key == "attention_kernel":
+            yield from _kernel_problems(value)
         elif not _fits(key, value):
             shown = json.dumps(value) if isinstance(value, str) else written(value)
             yield f"{key} = {shown}: write {_form(key)}{MEANING[key]}{_hint(key, value)}"
@@ -182,10 +193,37 @@ def _efficiency_problems(efficiency: Any, *, whole: bool) -> Iterator[str]:
             "nobody measured."
         )
     for key, value in efficiency.items():
-        if key not in {*EFFICIENCIES, "source"}:
+        if key not in {*EFFICIENCIES, *BY_PROBE, "source"}:
             yield f"efficiency has {key}, which is none{did_you_mean(nearest(key, EFFICIENCIES))}"
         elif key != "source":
             yield from out_of_range(key, value)
+
+
+def _shared_problems(shared: Any) -> Iterator[str]:
+    """Yield what is wrong with the efficiencies of several ranks at work."""
+    if not isinstance(shared, list) or not all(isinstance(table, Mapping) for table in shared):
+        yield f"shared = {written(shared)}: write {MEANING['shared']}."
+        return
+    for table in shared:
+        ranks = table.get("ranks")
+        if not (_is_positive(ranks) and isinstance(ranks, int)):
+            yield f"shared has ranks = {written(ranks)}: write a whole number from 1 on."
+        efficiency = {key: value for key, value in table.items() if key != "ranks"}
+        yield from (f"shared: {problem}" for problem in _efficiency_problems(efficiency, whole=False))
+
+
+def _kernel_problems(kernel: Any) -> Iterator[str]:
+    """Yield what is wrong with an attention kernel that was measured."""
+    names = {"forward", "keys", "backward"}
+    if not isinstance(kernel, Mapping) or kernel.keys() != names:
+        yield f"attention_kernel = {written(kernel)}: write {MEANING['attention_kernel']}."
+        return
+    forward = kernel["forward"]
+    if not isinstance(forward, list) or len(forward) != 3 or not all(map(_is_positive, forward)):
+        yield f"attention_kernel.forward = {written(forward)}: write three numbers above 0."
+    for name in ("keys", "backward"):
+        if not _is_positive(kernel[name]):
+            yield f"attention_kernel.{name} = {written(kernel[name])}: write a number above 0."
 
 
 def out_of_range(efficiency: str, value: Any) -> Iterator[str]:

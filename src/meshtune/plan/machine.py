@@ -99,10 +99,10 @@ class Machine:
     block_update: Number = 0.0  # seconds of the matmuls (Newton-Schulz, in bf16) of one block's update
 
     @classmethod
-    def of(cls, gpu: Gpu, stack: str, *, network_share: float = NETWORK_SHARE) -> Machine:
+    def of(cls, gpu: Gpu, stack: str, *, network_share: float = NETWORK_SHARE, ranks: int = 1) -> Machine:
         """Return the GPU kind's usual machine with a stack of stacks.toml, in 16 bits.
 
-        network_share: share of the network's bandwidth that rings reach.
+        network_share: share of the network's bandwidth that rings reach. ranks: at work on one machine.
         """
         facts = {
             "matmul_max": gpu.matmul_max,
@@ -117,7 +117,7 @@ class Machine:
             "flash": 1.0,
             "network_share": network_share,
         }
-        return cls(**facts | attention_rates(stack, gpu) | dict(gpu.efficiency) | stacks()[stack])
+        return cls(**facts | attention_rates(stack, gpu) | stacks()[stack] | gpu.efficiency_among(ranks))
 
 
 def machine_of(workload: Workload, cluster: Cluster) -> Machine:
@@ -126,7 +126,9 @@ def machine_of(workload: Workload, cluster: Cluster) -> Machine:
     The `optimizer_bytes` of another tool's stack is bf16's with AdamW, and scales with the bytes that an
     update of this precision and optimizer moves.
     """
-    machine = Machine.of(cluster.gpu, workload.stack, network_share=cluster.network_share)
+    machine = Machine.of(
+        cluster.gpu, workload.stack, network_share=cluster.network_share, ranks=cluster.ranks_in_node
+    )
     copies = copies_of(workload.precision, workload.reduce_dtype, workload.optimizer)
     measured = copies_of("bf16", "fp32", "adamw")
     work, matrices = workload.work, workload.work.trained_matrices

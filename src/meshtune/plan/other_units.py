@@ -20,7 +20,7 @@ def other_units(settings: ClusterConfig) -> tuple[str, ...]:
     Raises UserError for an unknown kind, and as `kinds_of`.
     """
     gpu = kind_named(settings.gpu, kinds_of(settings.hardware)) if settings.gpu else None
-    if gpu is not None and gpu.name == "cpu":
+    if gpu is not None and gpu.processor:
         return ()
     name = f"a usual {gpu.name}" if gpu else "no GPU"
     link, memory = (gpu.link / GIGA, gpu.memory / GIB * SLACK) if gpu else (LINK, MEMORY)

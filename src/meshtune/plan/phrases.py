@@ -68,7 +68,7 @@ def memory_need(memory: Memory) -> str:
 
 def device(cluster: Cluster) -> str:
     """The owner of `cluster.memory`: a GPU, or a rank where processors share one memory."""
-    return "GPU" if cluster.timed else "rank"
+    return "rank" if cluster.gpu.processor else "GPU"
 
 
 def memory_limit(cluster: Cluster) -> str:

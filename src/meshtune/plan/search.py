@@ -73,7 +73,8 @@ class Choice:
     @property
     def accuracy(self) -> Accuracy:
         """Error bars of time and memory."""
-        return accuracy(self.stack, self.cluster.gpu.name)
+        gpu = self.cluster.gpu
+        return accuracy(self.stack, "cpu" if gpu.processor else gpu.name)
 
     @property
     def fits(self) -> bool:
