@@ -24,8 +24,9 @@ from meshtune.placement.states import held_states
 from meshtune.plan.accounting import accounting_of
 from meshtune.plan.machine import machine_of
 from meshtune.plan.memory.activations import MicroBatchSizes, loss_bytes
+from meshtune.plan.memory.flight import activations_in_flight
 from meshtune.plan.memory.states import rank_elements
-from meshtune.plan.memory.timeline import activations_in_flight, overhead, step_timeline, transient
+from meshtune.plan.memory.timeline import overhead, step_timeline, transient
 from meshtune.plan.search import Choice, end_costs, ranks_of
 from meshtune.plan.seconds.block import Blocks
 from meshtune.plan.seconds.collectives import gradient_collectives, optimizer_update

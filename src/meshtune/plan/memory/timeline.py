@@ -1,7 +1,7 @@
 """Bytes that a rank holds at each event of a step, in closed forms, and the peak of them all.
 
     model states (weights, gradients, optimizer)   states.py
-    saved activations x micro-batches in flight    activations.py, stages.py
+    saved activations x micro-batches in flight    activations.py, stages.py, flight.py
     last norm, logits, loss                        activations.py
     whole weights and gradients in collectives     buffers.py
     gradients, update                              here
@@ -15,25 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import NamedTuple
 
 import numpy as np
 
-from meshtune.layout import MODEL_AXES, ZERO_BUBBLE
+from meshtune.layout import MODEL_AXES
 from meshtune.meter.trace import ACTIVATIONS, COMMUNICATION, LOGITS, TEMPORARY
 from meshtune.placement.columns import Columns, Number
 from meshtune.placement.states import Elements, States, held_states
-from meshtune.plan.accounting import EAGER, Accounting
-from meshtune.plan.memory.activations import (
-    LossBytes,
-    MicroBatchSizes,
-    block_backward,
-    loss_bytes,
-    output_gradients,
-    saved_by_block,
-)
+from meshtune.plan.accounting import Accounting
+from meshtune.plan.memory.activations import MicroBatchSizes, loss_bytes
 from meshtune.plan.memory.buffers import DataParallelBuffers, data_parallel_buffers
-from meshtune.plan.memory.stages import Stages, awaiting_weights, in_flight, kept_input_gradients
+from meshtune.plan.memory.flight import InFlight, activations_in_flight
+from meshtune.plan.memory.stages import Stages
 from meshtune.plan.memory.states import RankElements, rank_elements
 from meshtune.plan.work import Work
 
@@ -123,79 +116,6 @@ def converted_gradients(
     bucket = np.minimum(elements.total.trained, accounting.bucket_elements) * missing
     summed = accounting.gathers_shards(layouts) | (layouts.gradient_accumulation_steps > 1)
     return np.where(summed | (accounting.gradient_replicas(layouts) > 1), narrowed, bucket)
-
-
-class InFlight(NamedTuple):
-    """Bytes of micro-batches between their forward and their backward, on each pipeline rank."""
-
-    in_block_backward: Number  # that a block's backward has at once beside `total`
-    of_block: Number  # that the last block of a stage saved, for one micro-batch
-    first_block: Number  # that the backward of a stage's first block has, with nothing else in flight
-    total: Number  # of all micro-batches in flight: saved by blocks, sent, held for the loss
-    per_micro_batch: Number  # of one of them
-    input_gradients: Number  # of stages' inputs that a split backward leaves until the next step
-    head_gradients: Number  # of the head, of all micro-batches in flight but one
-    received: Number  # buffers that hidden states and their gradients are received in
-    micro_batches: Number  # in flight, at most
-
-    @property
-    def others(self) -> Number:
-        """Bytes of all micro-batches in flight but one."""
-        return self.total - self.per_micro_batch
-
-
-def activations_in_flight(
-    work: Work, layouts: Columns, accounting: Accounting, seq_len: Number, stages: Stages, loss: LossBytes
-) -> InFlight:
-    """Bytes of activations of all micro-batches that a rank has in flight, and its receive buffers.
-
-    A block saves as `accounting.saved` has it; without that, what was traced (`work.kept`). loss: of the rank
-    with the head.
-    """
-    sizes = MicroBatchSizes.of(work, layouts, accounting, seq_len)
-    traced = None if accounting.saved else work.kept.get(int(accounting.element))
-    selective = None if accounting.selected is None else accounting.selected.per_token(work, seq_len)
-    block = saved_by_block(
-        traced or (accounting.saved or EAGER).per_token(work, seq_len), work, layouts, sizes.tokens,
-        element=accounting.element, regathers_inputs=accounting.regathers(layouts),
-        context=accounting.context_keys, selective=selective,
-    )  # fmt: skip
-    micro_batches = in_flight(layouts, stages.rank)
-    virtual = layouts.virtual_stages
-    hidden = np.where(layouts.pp > 1, sizes.hidden_bytes / sizes.sequence_shards, 0.0)
-    received = hidden * np.minimum(layouts.gradient_accumulation_steps, accounting.receive_buffers)
-    received = received * (2 * virtual - stages.has_embedding - stages.has_head)  # from both neighbours
-    looped = layouts.runs("interleaved1f1b", "loopedbfs", *ZERO_BUBBLE)
-    sent = accounting.keeps_sent * hidden * (virtual - stages.has_head)
-    later = np.where(looped, layouts.gradient_accumulation_steps - micro_batches, 0.0)
-    input_gradients = accounting.keeps_sent * hidden * (virtual - stages.has_embedding)
-    recomputing = stages.recomputing(layouts)
-    saving = stages.blocks - recomputing  # blocks that recompute nothing, behind those that do
-    total = micro_batches * (recomputing * block.saved + saving * block.everything + sent)
-    total = total + stages.has_head * (micro_batches - 1) * loss.per_extra_micro_batch
-    total = total + later * (sent + input_gradients)
-    waiting = stages.blocks * output_gradients(work, layouts, sizes.tokens, element=accounting.element)
-    total = total + awaiting_weights(layouts, stages.rank) * waiting
-    # Once the backward of a stage's input has ended; the first stage's input has none.
-    norm = 5 * max(4 / accounting.element, 1.0) * hidden  # temporaries of a norm's backward, in fp32
-    in_head = stages.has_head * (loss.per_extra_micro_batch + 2 * hidden)  # and its gradient, scaled
-    of_stage = np.where(
-        layouts.runs("zb", "zbv") & (virtual > stages.has_embedding), waiting / virtual + norm + in_head, 0.0
-    )
-    temporaries = block_backward(work, layouts, accounting, sizes)
-    # The blocks that recompute nothing come first in the backward, and free what they saved.
-    at_once = np.maximum(block.recomputed - saving / virtual * block.everything, 0.0)
-    return InFlight(
-        in_block_backward=np.maximum(temporaries + at_once, of_stage),
-        of_block=np.where(saving > 0, block.everything, block.saved),
-        first_block=block.saved + np.maximum(temporaries + block.recomputed, of_stage),
-        total=total,
-        per_micro_batch=total / np.maximum(micro_batches, 1.0),
-        input_gradients=kept_input_gradients(layouts, stages) * accounting.keeps_sent * hidden,
-        head_gradients=stages.has_head * (micro_batches - 1) * loss.gradients_per_extra,
-        received=received,
-        micro_batches=micro_batches,
-    )
 
 
 def optimizer_state(
