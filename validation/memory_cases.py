@@ -108,13 +108,9 @@ BEYOND = {
     "22 gemma2 bf16-pure cuda pp2-zbv-mb2-ga4",
     "23 gemma2 bf16-pure cuda pp2-dualpipev-mb1-ga4 lora",
     "24 qwen3 bf16-pure cpu dp2-pp2-1f1b-mb2-ga4 packed",
-    "32 llama bf16 cuda zero3x2-mb3-ga4-full2 packed",
-    "33 gemma2 bf16-pure cuda zero3x8-mb1-ga2",
     "37 qwen3 bf16 cuda tp2-sp-mb2-ga4-selective lora",
     "43 gemma2 fp32 cpu ulysses2-mb3-ga1-full2 packed",
-    "44 gemma2 bf16-pure cuda zero3x2-cp2-mb2-ga4-attention",
     "48 qwen3 bf16 cpu pp2-interleaved1f1b-v2-mb3-ga4",
-    "50 gemma2 bf16 cuda pp2-zbv-mb2-ga4-attention",
     "51 gemma2 bf16 cuda pp2-dualpipev-mb3-ga4 packed",
     "53 qwen3 bf16 cuda zero1x2-pp2-1f1b-mb1-ga4-full",
 }

@@ -131,6 +131,11 @@ class Accounting:
         """True where the inputs of attention and MLP are saved split by sp and gathered in the backward."""
         return (layouts.sp > 0) & ((layouts.sp_regather > 0) | self.regathers_inputs)
 
+    def saved_per_token(self, work: Work, seq_len: Number) -> Kept:
+        """Bytes per token that a block saves: as `saved` has it, without that as it was traced, or EAGER."""
+        traced = None if self.saved else work.kept.get(int(self.element))
+        return traced or (self.saved or EAGER).per_token(work, seq_len)
+
     def gradient_replicas(self, layouts: Columns) -> Number:
         """Ranks that all-reduce each block's gradients; 1 where FSDP reduces them."""
         return np.where(self.gathers_shards(layouts), 1.0, layouts.parameter_ranks)

@@ -102,6 +102,7 @@ class Work:
     block_weights: tuple[Weight, ...]  # of an average block
     first_weights: tuple[Weight, ...]  # before the blocks
     last_weights: tuple[Weight, ...]  # after the blocks
+    norms: Number = 2.0  # of hidden states, in an average block
     tied: Number = 0.0  # 1: the head is the embedding; a last pipeline stage of its own then has a copy
     trainable: Number = 1.0  # share of all parameters that is trained
     head_trainable: Number = 1.0  # 1 or 0
@@ -154,6 +155,7 @@ class Work:
             block_weights=_weights((p for b in census.blocks for p in b.parameters), in_blocks=n),
             first_weights=_weights(p for p in census.parameters_outside if not p.last),
             last_weights=_weights(p for p in census.parameters_outside if p.last),
+            norms=sum(_is_norm(p, census.hidden) for b in census.blocks for p in b.parameters) / n or 2.0,
             tied=float(census.tied),
             trainable=census.trainable / census.total,
             head_trainable=float(census.head.trainable) if census.head else 1.0,
@@ -294,6 +296,11 @@ def _kept_by_element_bytes(census: Census) -> dict[int, Kept]:
         )
         saved[element] = Kept(outside, entering, inside, core - statistics, element * keys, statistics)
     return saved | {8: Kept(*(2 * size for size in saved[4]))}
+
+
+def _is_norm(parameter: Parameter, hidden: int) -> bool:
+    """Whether it is the weight of a norm of hidden states."""
+    return parameter.kind == "norm" and parameter.shape == (hidden,) and not parameter.name.endswith(".bias")
 
 
 def _weights(parameters: Iterable[Parameter], in_blocks: int = 0) -> tuple[Weight, ...]:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from meshtune.placement.columns import Columns, Number
 from meshtune.recomputation import RECOMPUTATIONS
+from meshtune.units import Number
 
 if TYPE_CHECKING:
+    from meshtune.placement.columns import Columns
     from meshtune.plan.accounting import Accounting, Context
     from meshtune.plan.work import Kept, Work
 
@@ -113,12 +114,12 @@ def output_gradients(work: Work, layouts: Columns, tokens: Number, *, element: f
     """Bytes of the gradients of what an average block's matmuls and norms return, for one micro-batch.
 
     A zero-bubble schedule holds them from the backward of a stage's input to that of its weights. tokens,
-    element: as in `saved_by_block`. Two norms a block are counted.
+    element: as in `saved_by_block`.
     """
     sequence_shards = np.where(layouts.sp > 0, layouts.tp, 1.0)
     cut = sum(matrix.count * matrix.rows for matrix in work.matrices if matrix.cut == "rows")
     uncut = sum(matrix.count * matrix.rows for matrix in work.matrices if matrix.cut != "rows")
-    return tokens * element * (cut / layouts.tp + (uncut + 2 * work.hidden) / sequence_shards)
+    return tokens * element * (cut / layouts.tp + (uncut + work.norms * work.hidden) / sequence_shards)
 
 
 def compiled(per_token: Kept) -> Kept:
@@ -156,6 +157,7 @@ class LossBytes(NamedTuple):
     per_extra_micro_batch: Number  # activations of each micro-batch in flight but the one in the loss
     gradients_per_extra: Number  # the same of the head's gradient
     norm_backward: Number  # activations of the last norm, in its backward
+    hidden_gradient: Number  # that the backward of the last norm returns
     logits_in_backward: Number  # not freed yet in the head's backward
     gradients_in_backward: Number  # of the head, in its backward
     gradients_pending: Number  # of the head that no sum has taken yet, in the blocks' backward
@@ -214,6 +216,7 @@ def loss_bytes(work: Work, layouts: Columns, accounting: Accounting, sizes: Micr
         per_extra_micro_batch=in_flight + norm_input + normed,
         gradients_per_extra=gradients_in_flight,
         norm_backward=norm_backward,
+        hidden_gradient=normed,
         logits_in_backward=one_copy * accounting.logit_head_backward,
         gradients_in_backward=in_backward,
         gradients_pending=pending,

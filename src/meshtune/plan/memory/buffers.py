@@ -20,13 +20,17 @@ class DataParallelBuffers(NamedTuple):
     """Bytes that data parallelism holds beside the model states."""
 
     gathered_outside: Number  # whole parameters outside the blocks, under ZeRO-3, in the loss
-    gathered_behind: Number  # the same in the backward of the blocks
+    gathered_in_head: Number  # in the head's backward: the last block, or what lies outside the blocks
+    gathered_behind: Number  # the latter in the backward of the blocks
     gathered_block: Number  # whole parameters of one block, under ZeRO-3
     last_gather: Number  # output of the last all-gather, which lasts until the next one
     previous_reduce: Number  # input of the last reduce-scatter of the micro-batch before (ZeRO-2, -3)
     first_block_whole: Number  # whole parameters of a block and of the embedding
-    freed_head: Number  # the head's whole weights, once its gradient is reduced in a step of one micro-batch
+    freed_head: Number  # the head's whole weights, once its gradient is reduced in the last micro-batch
     head_reduce: Number  # input of the head's reduce-scatter, while the backward of the last block runs
+    head_output: Number  # output of that reduce-scatter, where the gradient's shard is a cast of it
+    head_whole: Number  # the head's gradient beside its sum, in that reduce-scatter
+    head_reduced: Number  # that shard, before it is added to those of earlier micro-batches
     head_shard: Number  # what that reduce-scatter made, where no micro-batch came before
     block_backward: Number  # a block's gradients and their collective, while its backward runs
     block_shard: Number  # what a block's reduce-scatter made, likewise
@@ -64,12 +68,15 @@ def data_parallel_buffers(
     in_loss = outside.whole - own * elements.before_blocks.whole
     gathers_once = sharded & ~zero3 & accumulates  # the fullest micro-batch is one that gathers nothing
     reduces_head = np.where(sharded & ends_apart & ~after_all_passes, stages.has_head * (1 - work.tied), 0.0)
+    head_shard = reduces_head * head_gradient / np.maximum(layouts.shard_ranks, 1.0)
     once = sharded & ~accumulates
     sums_whole = (layouts.zero == 1) & accumulates  # what is reduced is the sum itself
     new_shard = np.where(once, precision.sharded_gradient, 0.0)  # else it was there before
     last_reduced = np.where(own > 0, elements.before_blocks.trained, outside.trained)
     return DataParallelBuffers(
         gathered_outside=np.where(zero3, in_loss * precision.weight, 0.0),
+        # The loss made the head's gradient in the forward, and the last norm is gathered with the last block.
+        gathered_in_head=np.where(zero3, np.where(ends_apart, block.whole, in_loss) * precision.weight, 0.0),
         gathered_behind=np.where(zero3 & ~ends_apart, outside.whole * precision.weight, 0.0),
         gathered_block=np.where(zero3, block.whole * precision.weight, 0.0),
         last_gather=np.where(sharded & ~gathers_once, block.whole * precision.weight, 0.0),
@@ -78,9 +85,14 @@ def data_parallel_buffers(
         ),
         first_block_whole=(block.whole + elements.before_blocks.whole * stages.has_embedding)
         * precision.weight,
-        freed_head=np.where(once & ~zero3, reduces_head * head_gradient * precision.weight, 0.0),
+        freed_head=np.where(
+            (once | sums_whole) & ~zero3, reduces_head * head_gradient * precision.weight, 0.0
+        ),
         head_reduce=reduces_head * head_gradient * accounting.reduce_bytes,
-        head_shard=reduces_head * head_gradient / np.maximum(layouts.shard_ranks, 1.0) * new_shard,
+        head_output=head_shard * accounting.reduce_bytes * (accounting.reduce_bytes != precision.trained),
+        head_whole=np.where(sums_whole, 0.0, reduces_head * head_gradient * precision.gradient),
+        head_reduced=head_shard * precision.trained,
+        head_shard=head_shard * new_shard,
         block_shard=block.trained_shard * new_shard,
         embedding_shard=elements.before_blocks.trained_shard * stages.has_embedding * new_shard,
         block_backward=reduce_scatter + (0.0 if accounting.shards_masters else all_reduce),

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from meshtune.layout import ZERO_BUBBLE
-from meshtune.plan.accounting import EAGER
 from meshtune.plan.memory.activations import MicroBatchSizes, block_backward, output_gradients, saved_by_block
 from meshtune.plan.memory.stages import Stages, awaiting_weights, in_flight, kept_input_gradients
 from meshtune.units import Number
@@ -43,14 +42,12 @@ def activations_in_flight(
 ) -> InFlight:
     """Bytes of activations of all micro-batches that a rank has in flight, and its receive buffers.
 
-    A block saves as `accounting.saved` has it; without that, what was traced (`work.kept`). loss: of the rank
-    with the head.
+    loss: of the rank with the head.
     """
     sizes = MicroBatchSizes.of(work, layouts, accounting, seq_len)
-    traced = None if accounting.saved else work.kept.get(int(accounting.element))
     selective = None if accounting.selected is None else accounting.selected.per_token(work, seq_len)
     block = saved_by_block(
-        traced or (accounting.saved or EAGER).per_token(work, seq_len), work, layouts, sizes.tokens,
+        accounting.saved_per_token(work, seq_len), work, layouts, sizes.tokens,
         element=accounting.element, regathers_inputs=accounting.regathers(layouts),
         context=accounting.context_keys, selective=selective,
     )  # fmt: skip

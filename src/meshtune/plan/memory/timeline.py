@@ -23,7 +23,7 @@ from meshtune.meter.trace import ACTIVATIONS, COMMUNICATION, LOGITS, TEMPORARY
 from meshtune.placement.columns import Columns, Number
 from meshtune.placement.states import Elements, States, held_states
 from meshtune.plan.accounting import Accounting
-from meshtune.plan.memory.activations import MicroBatchSizes, loss_bytes
+from meshtune.plan.memory.activations import LossBytes, MicroBatchSizes, loss_bytes
 from meshtune.plan.memory.buffers import DataParallelBuffers, data_parallel_buffers
 from meshtune.plan.memory.flight import InFlight, activations_in_flight
 from meshtune.plan.memory.stages import Stages
@@ -130,6 +130,34 @@ def optimizer_state(
     masters = updated * precision.master
     optimizer = states.optimizer + updated * accounting.flat_shard_buffers
     return np.where(accounting.gathers_shards(layouts), 0.0, masters), optimizer
+
+
+def head_backward_event(
+    steady: Mapping[str, Number],
+    states: States,
+    flight: InFlight,
+    buffers: DataParallelBuffers,
+    loss: LossBytes,
+    stages: Stages,
+) -> dict[str, Number]:
+    """Bytes by category in the backward of the last norm, or in FSDP's reduce-scatter of the head's gradient,
+    which follows it. steady: bytes that no event changes.
+    """
+    norm = {
+        **steady,
+        "gathered_weights": states.gathered + buffers.gathered_in_head,
+        "communication": flight.received + buffers.previous_reduce + buffers.gathered_block,
+        "gradients": steady["gradients"] + stages.has_head * loss.gradients_in_backward,
+        "activations": flight.total + stages.has_head * loss.norm_backward,
+        "logits": stages.has_head * loss.logits_in_backward,
+    }
+    reduce = norm | {
+        "gathered_weights": norm["gathered_weights"] - buffers.freed_head,
+        "communication": flight.received + buffers.gathered_block + buffers.head_reduce + buffers.head_output,
+        "gradients": steady["gradients"] + buffers.head_whole + buffers.head_reduced,
+        "activations": flight.total + stages.has_head * loss.hidden_gradient,
+    }
+    return fuller(norm, {name: np.where(buffers.head_reduce > 0, reduce[name], norm[name]) for name in norm})
 
 
 def block_backward_event(
@@ -264,12 +292,7 @@ def step_timeline(
             "activations": flight.total + stages.has_head * loss.activations,
             "logits": stages.has_head * loss.logits,
         },
-        "backward of the head": steady | {
-            "communication": flight.received + buffers.previous_reduce + buffers.gathered_block,
-            "gradients": steady["gradients"] + stages.has_head * loss.gradients_in_backward,
-            "activations": flight.total + stages.has_head * loss.norm_backward,
-            "logits": stages.has_head * loss.logits_in_backward,
-        },
+        "backward of the head": head_backward_event(steady, states, flight, buffers, loss, stages),
         "backward of a block": block_backward_event(in_block, states, flight, buffers, accounting, sharded),
         "end of backward": backward_end_event(first_block, states, flight, buffers, flat, once),
         "update": steady | {
