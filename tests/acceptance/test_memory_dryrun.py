@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Olmo2Config
 
 from meshtune.dryrun.world import Job
 from meshtune.layout import Layout
@@ -19,6 +19,8 @@ TINY = LlamaConfig(
     vocab_size=2048, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8,
     num_key_value_heads=4, max_position_embeddings=512, tie_word_embeddings=False,
 )  # fmt: skip
+
+SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 def check(name: str, job: Job, kind: str) -> None:
@@ -54,6 +56,19 @@ def test_a_tied_head_s_gradient_stays_until_the_embedding_s() -> None:
         layout=Layout.parse("zero3x8-mb1-ga1-full"), seq_len=512, documents=(512,),
     )  # fmt: skip
     check("tied", job, "small")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["", "-attention"])
+def test_ranks_that_compute_all_heads_hold_what_is_planned(mode: str) -> None:
+    """OLMo 2 gathers queries, keys and values, whose norms go over all heads."""
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    shape = {name: getattr(TINY, name) for name in SHAPE} | {"num_key_value_heads": 2} | ends
+    job = Job(
+        spec=ModelSpec(source=Olmo2Config(**shape), init="random"), optimizer=OptimizerSpec(),
+        layout=Layout.parse(f"tp4-sp-mb4-ga1{mode}"), seq_len=512, documents=(512,),
+    )  # fmt: skip
+    check(f"olmo2{mode}", job, "small")
 
 
 def test_a_wrong_formula_is_named() -> None:

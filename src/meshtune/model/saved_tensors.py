@@ -10,6 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ from meshtune.placement.census import SavedBytes
 STAND_IN = "meshtune_census"  # name of the attention function that a traced model is built with
 TOKENS = 251  # of the forward; a prime that divides no size of a model: copies of weights are recognised
 DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by element size
-PARTS = ("outside", "inside", "entering", "core")  # a tensor that several parts save counts in the last one
+# A tensor that several parts save counts in the last one.
+PARTS = ("outside", "mlp", "attention", "entering", "core")
 
 
 def saved_by_block(
@@ -158,7 +160,7 @@ class SavedTensors:
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Record a tensor that autograd saves; its pack hook."""
-        entering = self.part == "inside" and self._key(tensor) in self.part_inputs
+        entering = self.part != "outside" and self._key(tensor) in self.part_inputs
         self._record(tensor, "entering" if entering else self.part)
         return tensor
 
@@ -199,8 +201,9 @@ class SavedTensors:
 
             for name, block in model.get_submodule(parts.blocks).named_children():
                 hook(block, self._enter_block(f"{parts.blocks}.{name}"), self._leave_block)
-                for path in filter(None, (parts.attention, parts.mlp)):
-                    hook(block.get_submodule(path), self._enter_part, self._leave_part)
+                for part, path in (("attention", parts.attention), ("mlp", parts.mlp)):
+                    if path:
+                        hook(block.get_submodule(path), partial(self._enter_part, part), self._leave_part)
             yield
 
     def _enter_block(self, path: str) -> Callable[..., None]:
@@ -215,8 +218,8 @@ class SavedTensors:
     def _leave_block(self, *_: Any) -> None:
         self.block = ""
 
-    def _enter_part(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.part = "inside"
+    def _enter_part(self, part: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.part = part
         self.part_inputs = {self._key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
 
     def _leave_part(self, *_: Any) -> None:

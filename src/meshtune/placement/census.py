@@ -134,12 +134,13 @@ class SavedBytes:
 
     outside: float  # norms and residuals: what lies outside attention and MLP, split by sp
     entering: float  # inputs of the first matrices of attention and of MLP: whole under tp
-    inside: float  # everything else within attention and MLP but the core, split by tp
+    attention: float  # everything else within attention but the core, split as the heads are
+    mlp: float  # everything else within the MLP, split by tp
     core: float  # queries, keys and values as the attention core takes them, its output, its log-sums
 
     @property
     def total(self) -> float:
-        return self.outside + self.entering + self.inside + self.core
+        return self.outside + self.entering + self.attention + self.mlp + self.core
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,29 @@ class Block:
     attention: tuple[Attention, ...]
     parameters: tuple[Parameter, ...]
     saved: tuple[tuple[int, SavedBytes], ...] = ()
+
+    @property
+    def whole_heads(self) -> tuple[int, ...] | None:
+        """None if tp cuts the attention heads. Else queries, keys and values are all-gathered and every rank
+        computes all heads, unless tp divides each of these numbers of heads, those of fused projections.
+        """
+        plans = {
+            p.fused if p.whole else None
+            for p in self.parameters
+            if p.kind == "attention" and p.cut == 0 and is_matrix(p.name, p.shape)
+        }
+        return plans.pop() if len(plans) == 1 else None
+
+
+def head_shards(whole_heads: tuple[int, ...] | None, tp: Number) -> Number:
+    """Ranks of `tp` that share out a block's attention heads; 1 if each computes all of them.
+
+    whole_heads: see `Block.whole_heads`.
+    """
+    if whole_heads is None:
+        return tp
+    divided = [np.mod(heads, tp) == 0 for heads in whole_heads]
+    return np.where(np.all(divided, axis=0), tp, 1) if divided else 1
 
 
 @dataclass(frozen=True)

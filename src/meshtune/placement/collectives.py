@@ -8,10 +8,11 @@
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from meshtune.layout import BY_BLOCK, Layout
-from meshtune.placement.census import Census, Parameter
+from meshtune.placement.census import Attention, Block, Census, Parameter, head_shards
 from meshtune.placement.states import Copies
 from meshtune.recomputation import RECOMPUTATIONS
 
@@ -104,25 +105,32 @@ def context_collectives(
         return
     steps, mode = layout.gradient_accumulation_steps, RECOMPUTATIONS[layout.recompute]
     cores, again = (
-        [a for stage in stages for block in stage for a in census.blocks[block].attention]
+        [core for stage in stages for block in stage for core in _cores(census.blocks[block], layout.tp)]
         for stages in (blocks, recomputed(layout, blocks))
     )
     if layout.cp_method == "ulysses":  # queries, keys, values, and what comes out; back again in the backward
         passed = 8 * cores + (4 if mode.block else 3) * again
         # keys and values are repeated until each rank gets as many of their heads
         features = sum(
-            (a.query_heads // layout.tp + math.lcm(max(a.key_heads // layout.tp, 1), layout.cp))
-            * (a.qk_dim + a.v_dim)
-            for a in passed
+            (a.query_heads + math.lcm(a.key_heads, layout.cp)) * (a.qk_dim + a.v_dim) for a in passed
         )
         yield Collective(
             "cp", "all_to_all", "heads", steps * len(passed), steps * features * token_bytes // 4
         )
         return
     for op, passed in (("all_gather", cores + again), ("reduce_scatter", cores)):
-        features = sum(max(a.key_heads // layout.tp, 1) * (a.qk_dim + a.v_dim) for a in passed)
+        features = sum(a.key_heads * (a.qk_dim + a.v_dim) for a in passed)
         size = features * token_bytes * layout.cp
         yield Collective("cp", op, "keys and values", steps * len(passed), steps * size)
+
+
+def _cores(block: Block, tp: int) -> list[Attention]:
+    """Return a block's attention cores, with the heads of one of `tp` ranks."""
+    shards = int(head_shards(block.whole_heads, tp))
+    return [
+        replace(core, query_heads=core.query_heads // shards, key_heads=max(core.key_heads // shards, 1))
+        for core in block.attention
+    ]
 
 
 def tensor_collectives(

@@ -58,7 +58,8 @@ class Saved(NamedTuple):
         return Kept(
             outside=self.outside * work.hidden + self.constant,
             entering=self.entering * work.hidden,
-            inside=self.wide * work.wide + self.narrow * (read - outputs),
+            attention=0.0,
+            mlp=self.wide * work.wide + self.narrow * (read - outputs),
             core=self.queries * queries + self.keys * keys + self.output * outputs,
             keys=self.keys * keys,
             statistics=self.heads * heads + self.scores * heads * seq_len,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtune.placement.census import Census, Parameter, document_pairs, is_matrix
+from meshtune.placement.census import Census, Parameter, document_pairs, head_shards, is_matrix
 from meshtune.units import Number
 
 
@@ -83,10 +83,11 @@ class Kept(NamedTuple):
 
     outside: Number  # outside attention and MLP (norms, residuals); sp splits it
     entering: Number  # inputs of the first matrices of attention and of MLP
-    inside: Number  # inside attention and MLP, but not in the attention core; tp splits it
-    core: Number  # queries, keys, values and output of the attention core; tp splits it
+    attention: Number  # inside attention, but not in its core; split as the heads are (Work.head_shards)
+    mlp: Number  # inside the MLP; tp splits it
+    core: Number  # queries, keys, values and output of the attention core; split as the heads are
     keys: Number  # the part of `core` that keys and values take
-    statistics: Number  # log-sums or scores, which only a second run of the core gives again; tp splits it
+    statistics: Number  # log-sums or scores, which only a second run of the core gives again; as the heads
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ class Work:
     head_trainable: Number = 1.0  # 1 or 0
     kept: Mapping[int, Kept] = field(default_factory=dict)  # by element size: 2, 4, 8; empty: not traced
     head_kept: Mapping[int, float] = field(default_factory=dict)  # Census.head_saved, by element size
+    whole_heads: tuple[int, ...] | None = None  # of a block with attention, see census.Block
 
     @classmethod
     def of(cls, census: Census) -> Work:
@@ -161,6 +163,7 @@ class Work:
             head_trainable=float(census.head.trainable) if census.head else 1.0,
             kept=_kept_by_element_bytes(census),
             head_kept=dict(census.head_saved),
+            whole_heads=next((b.whole_heads for b in census.blocks if b.attention), None),
         )
 
     @classmethod
@@ -218,6 +221,10 @@ class Work:
             head_trainable=self.head_trainable * whole, kept={},
         )  # fmt: skip
         return replace(found, trainable=found.trained_parameters / found.parameters)
+
+    def head_shards(self, tp: Number) -> Number:
+        """Ranks of `tp` that share out a block's attention heads; 1 where each computes all of them."""
+        return head_shards(self.whole_heads, tp)
 
     @property
     def block_parameters(self) -> Number:
@@ -290,11 +297,13 @@ def _kept_by_element_bytes(census: Census) -> dict[int, Kept]:
         known = [entry for block in census.blocks if (entry := dict(block.saved).get(element)) is not None]
         if len(known) < n:
             return {}
-        outside, entering, inside, core = (
+        outside, entering, attention, mlp, core = (
             sum(getattr(entry, name) for entry in known) / n
-            for name in ("outside", "entering", "inside", "core")
+            for name in ("outside", "entering", "attention", "mlp", "core")
         )
-        saved[element] = Kept(outside, entering, inside, core - statistics, element * keys, statistics)
+        saved[element] = Kept(
+            outside, entering, attention, mlp, core - statistics, element * keys, statistics
+        )
     return saved | {8: Kept(*(2 * size for size in saved[4]))}
 
 

@@ -158,7 +158,9 @@ def test_a_llama_block_keeps_as_much_as_was_measured(h, heads, kv_heads, f):
         num_hidden_layers=2, vocab_size=128,
     )  # fmt: skip
     h_kv = h // heads * kv_heads
-    wanted = SavedBytes(outside=12 * h + 8, entering=4 * h, inside=8 * f, core=4 * h + 4 * h_kv + 4 * heads)
+    wanted = SavedBytes(
+        outside=12 * h + 8, entering=4 * h, attention=0, mlp=8 * f, core=4 * h + 4 * h_kv + 4 * heads
+    )
     blocks = census(config).blocks
     assert [dict(block.saved)[2] for block in blocks] == [wanted, wanted]
     assert wanted.total == 20 * h + 4 * h_kv + 8 * f + 4 * heads + 8
@@ -177,7 +179,7 @@ def test_values_that_are_a_view_keep_the_whole_projection():
 
 def test_dropout_keeps_a_byte_an_element():
     plain, dropped = (dict(census(FAMILIES["gpt2"](resid_pdrop=p)).blocks[0].saved)[2] for p in (0.0, 0.1))
-    assert dropped.inside - plain.inside == 2 * 64
+    assert (dropped.attention - plain.attention, dropped.mlp - plain.mlp) == (64, 64)
 
 
 @OPT_WITHOUT_MASK

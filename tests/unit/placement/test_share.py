@@ -323,6 +323,17 @@ def test_tensor_parallel_halves_the_heads_that_context_ranks_exchange(cp):
     assert exchanged(f"{cp}-ga2") == 2 * exchanged(f"tp2-sp-{cp}-ga2") > 0
 
 
+def test_ranks_that_compute_all_heads_exchange_all_of_them_with_context_ranks():
+    model = census(FAMILIES["olmo2"]())
+
+    def exchanged(text):
+        collectives = share(model, Layout.parse(text), 0).collectives
+        return sum(each.bytes for each in collectives if each.axis == "cp")
+
+    assert exchanged("ulysses2-ga2") == exchanged("tp2-sp-ulysses2-ga2") > 0
+    assert exchanged("cp2-ga2") == exchanged("tp2-sp-cp2-ga2") > 0
+
+
 def test_message_bytes_are_of_whole_tensors():
     model = census(zero_memory.config())
     gather, scatter = share(model, Layout.parse("zero3x2-mb2-ga4"), 0).collectives

@@ -119,9 +119,9 @@ def test_recomputation_of_as_few_blocks_as_fit_is_a_lever():
 
 def test_the_compile_lever_counts_what_compiled_blocks_save():
     """As workload_of does for train.compile=true: it was counted as eager blocks save it."""
-    traced = Kept(outside=12, entering=4, inside=8, core=6, keys=2, statistics=1)
+    traced = Kept(outside=12, entering=4, attention=4, mlp=8, core=6, keys=2, statistics=1)
     workload = replace(WORKLOAD, work=replace(WORKLOAD.work, kept={2: traced}))
     compiled = workload.compiled()
     assert compiled.compile
-    assert compiled.work.kept[2] == traced._replace(outside=4, inside=6)
+    assert compiled.work.kept[2] == traced._replace(outside=4, attention=3, mlp=6)
     assert dict(variations(workload))["train.compile=true"] == compiled

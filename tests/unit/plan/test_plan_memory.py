@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from families import FAMILIES
 
 from meshtune.layout import Layout
+from meshtune.model.trace import census
 from meshtune.parallel.context import spans
 from meshtune.parallel.mesh import Axis
 from meshtune.placement.columns import Columns
@@ -51,6 +53,24 @@ def test_states_of_the_zero_paper_by_degree(degree: int) -> None:
     n = 7.5e9
     every = [states(MIXED, n, z, degree) / n for z in (1, 2, 3)]
     assert every == pytest.approx([4 + 12 / degree, 2 + 14 / degree, 16 / degree])
+
+
+@pytest.mark.parametrize(
+    ("family", "whole", "shards"),
+    [("llama", None, [1, 2, 4]), ("olmo2", (), [1, 1, 1]), ("phi3", (4, 2, 2), [1, 2, 1])],
+)
+def test_heads_of_gathered_projections_are_on_every_rank(
+    family: str, whole: tuple[int, ...] | None, shards: list[int]
+) -> None:
+    work = Work.of(census(FAMILIES[family]()))
+    assert work.whole_heads == whole
+    assert list(np.broadcast_to(work.head_shards(np.array([1, 2, 4])), 3)) == shards
+
+    layouts, per_token, tokens = Columns.of([Layout.parse("tp4-mb1-ga1")]), work.kept[2], 64
+    divided = per_token.mlp / 4 + (per_token.attention + per_token.core + per_token.statistics) / shards[2]
+    last_input = 0 if shards[2] > 1 else 2 * 64 / 4  # a rank's shard of the core's output
+    kept = saved_by_block(per_token, work, layouts, tokens).everything
+    assert kept == pytest.approx(tokens * (per_token.outside + per_token.entering + divided + last_input))
 
 
 def test_parameters_of_gpt() -> None:

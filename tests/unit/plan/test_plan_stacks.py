@@ -214,7 +214,7 @@ def test_transformer_engine_keeps_no_scores_and_no_others_keys() -> None:
     eight = stack_accounting("megatron-core", "mxfp8").saved
     assert eight is not None and sum(eight.per_token(work, 4096)) == each - 8192 - 28672 + 2 * 2 * 1024
     plain = how.saved.per_token(gpt(1, 1024, 16), 4096)  # two matrices: both 4f features of the MLP are kept
-    assert plain.inside == 2 * 4096 + 2 * 4096
+    assert plain.mlp == 2 * 4096 + 2 * 4096
 
 
 @pytest.mark.parametrize(

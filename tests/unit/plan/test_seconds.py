@@ -11,8 +11,9 @@ from meshtune.model.trace import census
 from meshtune.placement.columns import Columns
 from meshtune.plan.hardware import catalogue, stacks
 from meshtune.plan.machine import Machine
+from meshtune.plan.seconds.block import block_seconds
 from meshtune.plan.seconds.collectives import ring_bandwidth, ring_collectives, tree_all_reduce
-from meshtune.plan.seconds.gpu import matmul
+from meshtune.plan.seconds.gpu import block_compute, matmul
 from meshtune.plan.seconds.step import compute_parts, step
 from meshtune.plan.work import Work, attended
 
@@ -183,6 +184,18 @@ def test_tensor_parallel_sums_four_times_a_block_and_six_times_with_full_recompu
     one = tree_all_reduce(IDEAL, 2 * SEQ_LEN * 4096, 4, 4)
     assert seconds("tp4-mb1-ga1").tensor == pytest.approx(32 * 4 * one)
     assert seconds("tp4-mb1-ga1-full").tensor == pytest.approx(32 * 6 * one)
+
+
+def test_ranks_that_compute_all_heads_gather_them_and_take_the_time_of_all() -> None:
+    machine = replace(IDEAL, attention_64=1e14, attention_128=1e14, attention_256=1e14)
+    whole = replace(GPT, whole_heads=())
+    tp4, alone = Columns.of([Layout.parse("tp4-mb1")]), Columns.of([Layout.parse("mb1")])
+    found = block_seconds(whole, tp4, machine, SEQ_LEN, SEQ_LEN)
+    of_all = block_compute(GPT, alone, machine, SEQ_LEN, SEQ_LEN)
+    assert found.compute.attention_forward == of_all.attention_forward
+    features = 4 * 4096 * 2 * SEQ_LEN  # queries, keys and values, and the gradient of the output
+    more = found.tensor - block_seconds(GPT, tp4, machine, SEQ_LEN, SEQ_LEN).tensor
+    assert more == pytest.approx(features * 3 / 4 / 400e9)
 
 
 def test_regathering_costs_two_all_gathers_of_hidden_states_in_each_block() -> None:

@@ -54,26 +54,31 @@ def saved_by_block(
     gathered = np.where(layouts.cp > 1, from_other_ranks(per_token, work, layouts, tokens, context), 0.0)
     exchanged = np.where(layouts.ulysses > 0, element * core_outputs, gathered)
     regathered = np.where(layouts.ulysses > 0, 0.0, gathered)  # when the core runs again
-    core = (per_token.core + per_token.statistics) / layouts.tp
-    core = core + np.where(layouts.cp > 1, exchanged / layouts.tp, 0.0)
+    heads = work.head_shards(layouts.tp)
+    core = (per_token.core + per_token.statistics) / heads
+    core = core + np.where(layouts.cp > 1, exchanged / heads, 0.0)
+    # Where each rank has all heads, the last matrix takes a copied shard of the core's output.
+    whole_output = np.where(heads < layouts.tp, element * core_outputs, 0.0)
 
     def of_tokens(parts: Kept, core: Number) -> Number:
         entering = parts.entering / np.where(regathers_inputs, sequence_shards, 1.0)
-        return tokens * (parts.outside / sequence_shards + entering + parts.inside / layouts.tp + core)
+        inside = parts.attention / heads + parts.mlp / layouts.tp
+        return tokens * (parts.outside / sequence_shards + entering + inside + core)
 
-    everything = of_tokens(per_token, core)
+    everything = of_tokens(per_token, core + whole_output / layouts.tp)
     block_input = tokens * element * work.hidden / sequence_shards
     if selective is None:
         cut = sum(matrix.count * matrix.rows for matrix in work.matrices if matrix.cut == "rows")
         uncut = sum(matrix.count * matrix.rows for matrix in work.matrices if matrix.cut != "rows")
-        outputs = element * ((cut + core_outputs) / layouts.tp + uncut)  # uncut ones before sp splits them
-        under_selective = tokens * (outputs + per_token.statistics / layouts.tp) + block_input
+        outputs = cut / layouts.tp + core_outputs / heads + uncut  # uncut ones before sp splits them
+        under_selective = tokens * (element * outputs + per_token.statistics / heads) + block_input
     else:
-        under_selective = of_tokens(selective, (selective.core + selective.statistics) / layouts.tp)
+        under_selective = of_tokens(selective, (selective.core + selective.statistics) / heads)
 
+    of_core = (per_token.statistics + regathered) / heads + whole_output  # what only its backward needs
     saved_under = {
         "everything": everything,
-        "all but statistics": everything - tokens * (per_token.statistics + regathered) / layouts.tp,
+        "all but statistics": everything - tokens * of_core,
         "outputs": under_selective,
         "block input": block_input,
     }
@@ -128,7 +133,9 @@ def compiled(per_token: Kept) -> Kept:
     The partitioner recomputes a norm's fp32 copies and the MLP's activation function. Measured on a Llama:
     12h + 4·h_kv + 6f + 4a + 8 of 20h + 4·h_kv + 8f + 4a + 8.
     """
-    return per_token._replace(outside=per_token.outside / 3, inside=per_token.inside * 3 / 4)
+    return per_token._replace(
+        outside=per_token.outside / 3, attention=per_token.attention * 3 / 4, mlp=per_token.mlp * 3 / 4
+    )
 
 
 class MicroBatchSizes(NamedTuple):
@@ -228,11 +235,14 @@ def block_backward(work: Work, layouts: Columns, accounting: Accounting, sizes: 
     recomputed.
 
     The output's gradient [tokens, hidden], split by sp; two tensors [tokens, widest matmul input], split by
-    tp; with regather the gathered input [tokens, hidden].
+    tp, or [tokens, output of the attention core] where each rank has all heads; with regather the gathered
+    input [tokens, hidden].
     """
-    widths = [np.broadcast_to(matrix.cols, np.shape(sizes.tokens)) for matrix in work.matrices]
-    widest = np.max(widths, axis=0)
+    heads = work.head_shards(layouts.tp)
+    widths = [matrix.cols / layouts.tp for matrix in work.matrices]
+    widths += [core.query_heads * core.v_dim / heads for core in work.cores]
+    widest = np.max(np.broadcast_arrays(sizes.tokens, *widths)[1:], axis=0)
     output_gradient = sizes.hidden_bytes / sizes.sequence_shards
     gathered = np.where(accounting.regathers(layouts), sizes.hidden_bytes, 0.0)
-    inside = 2 * accounting.element * sizes.tokens * widest / layouts.tp
+    inside = 2 * accounting.element * sizes.tokens * widest
     return output_gradient + inside + gathered

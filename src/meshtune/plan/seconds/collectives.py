@@ -94,15 +94,24 @@ def tensor_collectives(work: Work, layouts: Columns, machine: Machine, seq_len: 
 
     Two in the forward, two in the backward, two more where the backward repeats the forward (Shoeybi et al.
     2019, arXiv:1909.08053, section 3). With sp, an all-gather and a reduce-scatter in place of each
-    (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
+    (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). Where every rank computes all heads,
+    all-gathers of queries, keys and values too, and of the gradient of the core's output.
     """
-    hidden_bytes = machine.element * layouts.rank_tokens(seq_len) * work.hidden
+    token_bytes = machine.element * layouts.rank_tokens(seq_len)
+    hidden_bytes = token_bytes * work.hidden
     in_node = ranks_in_node(layouts.tp, 1.0, machine)
     all_reduce = tree_all_reduce(machine, hidden_bytes, layouts.tp, in_node)
     split = ring_collectives(machine, 2 * hidden_bytes, layouts.tp, in_node, count=2.0)
     all_reduce = np.where(layouts.sp > 0, split, all_reduce)
     repeated = layouts.recomputation("matmuls") | (layouts.recomputation("block") & (machine.selective > 0))
-    return 2 * all_reduce * (2 + repeated) * (1 - machine.tensor_overlap)
+    runs = 1 + layouts.recomputation("block")  # of the forward's gathers
+    entering = sum(core.count * (core.query_heads * core.qk_dim + core.keys) for core in work.cores)
+    outputs = sum(core.count * core.query_heads * core.v_dim for core in work.cores)
+    features = ring_collectives(
+        machine, token_bytes * (runs * entering + outputs), layouts.tp, in_node, count=3 * runs + 1
+    )
+    features = np.where(work.head_shards(layouts.tp) < layouts.tp, features, 0.0)
+    return (2 * all_reduce * (2 + repeated) + features) * (1 - machine.tensor_overlap)
 
 
 def regathering(work: Work, layouts: Columns, machine: Machine, seq_len: Number) -> Number:
@@ -132,8 +141,9 @@ def context_collectives(
     heads = sum(
         core.count * (core.query_heads + core.key_heads) * (core.qk_dim + core.v_dim) for core in work.cores
     )
-    gathered_bytes = machine.element * tokens * cp * (keys / layouts.tp)
-    exchanged_bytes = machine.element * tokens * (heads / layouts.tp)
+    shards = work.head_shards(layouts.tp)
+    gathered_bytes = machine.element * tokens * cp * (keys / shards)
+    exchanged_bytes = machine.element * tokens * (heads / shards)
     all_gather = ring_collectives(machine, gathered_bytes, cp, in_node)
     all_to_all = ring_collectives(machine, exchanged_bytes, cp, in_node)
     times = np.where(layouts.recomputation("block") | layouts.recomputation("attention"), 3, 2)

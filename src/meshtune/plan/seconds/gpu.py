@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -73,9 +73,9 @@ def attention_passes(
     Without one, scores are all of [queries, seq_len], and pass through memory in softmax and dropout.
 
     queries: tokens of a micro-batch on this rank. document_tokens: mean length of the documents that tokens
-    attend in; used with a flash kernel alone.
+    attend in; used with a flash kernel alone. core: with the heads of this rank.
     """
-    heads = core.query_heads / layouts.tp
+    heads = core.query_heads
     width = heads * (core.qk_dim + core.v_dim)
     parts = np.where((machine.ring_attention > 0) & ~layouts.ulysses, layouts.cp, 1.0)
     keys = attended(document_tokens, core.window) + machine.attention_keys * parts
@@ -111,8 +111,9 @@ def elementwise(machine: Machine, tokens: Number, work: Work, layouts: Columns) 
     """
     outside = machine.elementwise_hidden * work.hidden / np.where(layouts.sp > 0, layouts.tp, 1.0)
     wide = machine.elementwise_wide * work.wide / layouts.tp
-    rotary = machine.elementwise_rotary * work.rotary / layouts.tp
-    norms = machine.elementwise_norm * work.normed_heads / layouts.tp
+    heads = work.head_shards(layouts.tp)
+    rotary = machine.elementwise_rotary * work.rotary / heads
+    norms = machine.elementwise_norm * work.normed_heads / heads
     seconds = machine.element * tokens / (machine.bandwidth * machine.memory)
     forward = outside + norms + wide + rotary
     backward = machine.hidden_backward * (outside + norms) + machine.wide_backward * wide
@@ -198,9 +199,9 @@ def block_compute(
     """
     tokens = layouts.rank_tokens(seq_len)
     matmuls = [matrix_passes(machine, tokens, gemm, layouts.tp) for gemm in work.matrices]
-    cores = [
-        attention_passes(machine, tokens, seq_len, document_tokens, core, layouts) for core in work.cores
-    ]
+    heads = work.head_shards(layouts.tp)
+    on_rank = [replace(core, query_heads=core.query_heads / heads) for core in work.cores]
+    cores = [attention_passes(machine, tokens, seq_len, document_tokens, core, layouts) for core in on_rank]
     matmul_forward = sum(forward for forward, _, _ in matmuls)
     attention_forward = sum(forward for forward, _ in cores)
     in_block, in_block_backward = elementwise(machine, tokens, work, layouts)
