@@ -107,7 +107,6 @@ BEYOND = {
     "20 qwen3 bf16 cuda pp2-interleaved1f1b-v2-mb2-ga4-attention",
     "22 gemma2 bf16-pure cuda pp2-zbv-mb2-ga4",
     "23 gemma2 bf16-pure cuda pp2-dualpipev-mb1-ga4 lora",
-    "24 qwen3 bf16-pure cpu dp2-pp2-1f1b-mb2-ga4 packed",
     "37 qwen3 bf16 cuda tp2-sp-mb2-ga4-selective lora",
     "43 gemma2 fp32 cpu ulysses2-mb3-ga1-full2 packed",
     "48 qwen3 bf16 cpu pp2-interleaved1f1b-v2-mb3-ga4",

@@ -118,6 +118,28 @@ def converted_gradients(
     return np.where(summed | (accounting.gradient_replicas(layouts) > 1), narrowed, bucket)
 
 
+def update_event(
+    update: Mapping[str, Number],
+    layouts: Columns,
+    accounting: Accounting,
+    elements: RankElements,
+    stages: Stages,
+) -> dict[str, Number]:
+    """Bytes by category in the update: at its start, or when it has converted the sums of the first block.
+
+    Replicas reduce the sums of a block in one buffer (parallel/replicas.py), which is there until the last of
+    them is converted; that of the embedding has then been freed. update: at the start.
+    """
+    precision, before = accounting.precision, stages.has_embedding * elements.before_blocks.trained
+    converts = (precision.trained < precision.accumulated) & np.asarray(accounting.shards_masters)
+    block = update | {
+        "gradients": update["gradients"] - before * precision.accumulated,
+        "temporary": (before + elements.block.trained) * precision.trained,
+    }
+    in_buffers = converts & (accounting.gradient_replicas(layouts) > 1)
+    return fuller(update, {name: np.where(in_buffers, block[name], update[name]) for name in update})
+
+
 def optimizer_state(
     layouts: Columns, accounting: Accounting, states: States, total: Elements
 ) -> tuple[Number, Number]:
@@ -286,6 +308,14 @@ def step_timeline(
         "gathered_weights": first_whole + buffers.gathered_behind + buffers.gathered_block,
         "communication": flight.received + buffers.backward_end,
     }
+    update = steady | {
+        "gathered_weights": nothing,
+        "gradients": reduced + flat,
+        "optimizer": optimizer,
+        "activations": flight.input_gradients,
+        "communication": flight.received,
+        "temporary": converted_gradients(layouts, accounting, elements, stages),
+    }
     return {
         "loss": steady | {
             "gradients": gradients_at_loss + flat + stages.has_head * loss.gradients,
@@ -295,14 +325,7 @@ def step_timeline(
         "backward of the head": head_backward_event(steady, states, flight, buffers, loss, stages),
         "backward of a block": block_backward_event(in_block, states, flight, buffers, accounting, sharded),
         "end of backward": backward_end_event(first_block, states, flight, buffers, flat, once),
-        "update": steady | {
-            "gathered_weights": nothing,
-            "gradients": reduced + flat,
-            "optimizer": optimizer,
-            "activations": flight.input_gradients,
-            "communication": flight.received,
-            "temporary": converted_gradients(layouts, accounting, elements, stages),
-        },
+        "update": update_event(update, layouts, accounting, elements, stages),
     }  # fmt: skip
 
 
