@@ -108,8 +108,6 @@ BEYOND = {
     "22 gemma2 bf16-pure cuda pp2-zbv-mb2-ga4",
     "23 gemma2 bf16-pure cuda pp2-dualpipev-mb1-ga4 lora",
     "37 qwen3 bf16 cuda tp2-sp-mb2-ga4-selective lora",
-    "43 gemma2 fp32 cpu ulysses2-mb3-ga1-full2 packed",
     "48 qwen3 bf16 cpu pp2-interleaved1f1b-v2-mb3-ga4",
     "51 gemma2 bf16 cuda pp2-dualpipev-mb3-ga4 packed",
-    "53 qwen3 bf16 cuda zero1x2-pp2-1f1b-mb1-ga4-full",
 }

@@ -16,6 +16,15 @@ if TYPE_CHECKING:
     from meshtune.plan.work import Work
 
 
+class TiedEmbedding(NamedTuple):
+    """Bytes in the backward of an embedding that is the head too; 0 for others."""
+
+    gradient: Number  # that this backward makes
+    gradients: Number  # the head's, and the sum of both, unless the states have it
+    weights: Number  # its whole weights
+    block_reduce: Number  # input of the first block's reduce-scatter
+
+
 class DataParallelBuffers(NamedTuple):
     """Bytes that data parallelism holds beside the model states."""
 
@@ -27,6 +36,7 @@ class DataParallelBuffers(NamedTuple):
     previous_reduce: Number  # input of the last reduce-scatter of the micro-batch before (ZeRO-2, -3)
     first_block_whole: Number  # whole parameters of a block and of the embedding
     freed_head: Number  # the head's whole weights, once its gradient is reduced in the last micro-batch
+    freed_block: Number  # a block's, likewise
     head_reduce: Number  # input of the head's reduce-scatter, while the backward of the last block runs
     head_output: Number  # output of that reduce-scatter, where the gradient's shard is a cast of it
     head_whole: Number  # the head's gradient beside its sum, in that reduce-scatter
@@ -39,6 +49,7 @@ class DataParallelBuffers(NamedTuple):
     last_whole: Number  # gradient, beside sums, of the last reduce-scatter: the embedding's, or all outside
     tied_head: Number  # 1 where the head's gradient is reduced with the embedding's, at the end; else 0
     last_reduce: Number  # its input
+    tied: TiedEmbedding  # in whose backward a step may hold most
 
 
 def data_parallel_buffers(
@@ -68,9 +79,12 @@ def data_parallel_buffers(
     in_loss = outside.whole - own * elements.before_blocks.whole
     gathers_once = sharded & ~zero3 & accumulates  # the fullest micro-batch is one that gathers nothing
     reduces_head = np.where(sharded & ends_apart & ~after_all_passes, stages.has_head * (1 - work.tied), 0.0)
+    tied = head_gradient * work.tied * accounting.shards_masters * stages.has_embedding * stages.has_head
     head_shard = reduces_head * head_gradient / np.maximum(layouts.shard_ranks, 1.0)
     once = sharded & ~accumulates
     sums_whole = (layouts.zero == 1) & accumulates  # what is reduced is the sum itself
+    keeps_weights = zero3 | after_all_passes  # those that it has, until the last pass
+    freed = np.where((once | (sharded & sums_whole)) & ~keeps_weights, precision.weight, 0.0)
     new_shard = np.where(once, precision.sharded_gradient, 0.0)  # else it was there before
     last_reduced = np.where(own > 0, elements.before_blocks.trained, outside.trained)
     return DataParallelBuffers(
@@ -85,9 +99,8 @@ def data_parallel_buffers(
         ),
         first_block_whole=(block.whole + elements.before_blocks.whole * stages.has_embedding)
         * precision.weight,
-        freed_head=np.where(
-            (once | sums_whole) & ~zero3, reduces_head * head_gradient * precision.weight, 0.0
-        ),
+        freed_head=reduces_head * head_gradient * freed,
+        freed_block=block.whole * freed,
         head_reduce=reduces_head * head_gradient * accounting.reduce_bytes,
         head_output=head_shard * accounting.reduce_bytes * (accounting.reduce_bytes != precision.trained),
         head_whole=np.where(sums_whole, 0.0, reduces_head * head_gradient * precision.gradient),
@@ -95,9 +108,17 @@ def data_parallel_buffers(
         head_shard=head_shard * new_shard,
         block_shard=block.trained_shard * new_shard,
         embedding_shard=elements.before_blocks.trained_shard * stages.has_embedding * new_shard,
-        block_backward=reduce_scatter + (0.0 if accounting.shards_masters else all_reduce),
+        # Passes that reduce nothing add a block's gradients to its sums while its activations go.
+        block_backward=np.where(after_all_passes, 0.0, reduce_scatter)
+        + (0.0 if accounting.shards_masters else all_reduce),
         backward_end=reduce_scatter + all_reduce,
         last_whole=np.where(sharded & ~sums_whole, last_reduced * precision.gradient, 0.0),
         tied_head=sharded & ~sums_whole & ~(reduces_head > 0),
         last_reduce=np.where(sharded & ~after_all_passes, last_reduced * accounting.reduce_bytes, 0.0),
+        tied=TiedEmbedding(
+            gradient=tied * precision.gradient,
+            gradients=tied * precision.gradient * np.where(sharded | accumulates, 2.0, 1.0),
+            weights=tied * precision.weight,
+            block_reduce=np.where(sharded, block.trained * reduced, 0.0),
+        ),
     )

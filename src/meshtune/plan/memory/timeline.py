@@ -106,38 +106,22 @@ def converted_gradients(
 
     One bucket at a time; 0 where gradients were summed over micro-batches or ranks as wide as that. Sums that
     are wider are converted one tensor at a time, each freed before the next: only the first one counts, the
-    embedding.
+    embedding. But replicas sum a block's in one buffer (parallel/replicas.py), which is there until the last
+    of them is converted; the sum of the embedding has then been freed, and is taken off.
     """
     precision = accounting.precision
     before = elements.before_blocks
     first = np.where(accounting.gathers_shards(layouts), before.trained_shard, before.trained)
-    narrowed = stages.has_embedding * first * precision.trained * (precision.trained < precision.accumulated)
+    narrows = precision.trained < precision.accumulated
+    narrowed = stages.has_embedding * first * precision.trained * narrows
+    first_block = stages.has_embedding * before.trained * (precision.trained - precision.accumulated)
+    first_block = first_block + elements.block.trained * precision.trained
+    in_buffers = (accounting.gradient_replicas(layouts) > 1) & np.asarray(accounting.shards_masters)
+    narrowed = np.where(in_buffers & narrows, np.maximum(narrowed, first_block), narrowed)
     missing = np.maximum(precision.trained - precision.gradient, 0.0)
     bucket = np.minimum(elements.total.trained, accounting.bucket_elements) * missing
     summed = accounting.gathers_shards(layouts) | (layouts.gradient_accumulation_steps > 1)
     return np.where(summed | (accounting.gradient_replicas(layouts) > 1), narrowed, bucket)
-
-
-def update_event(
-    update: Mapping[str, Number],
-    layouts: Columns,
-    accounting: Accounting,
-    elements: RankElements,
-    stages: Stages,
-) -> dict[str, Number]:
-    """Bytes by category in the update: at its start, or when it has converted the sums of the first block.
-
-    Replicas reduce the sums of a block in one buffer (parallel/replicas.py), which is there until the last of
-    them is converted; that of the embedding has then been freed. update: at the start.
-    """
-    precision, before = accounting.precision, stages.has_embedding * elements.before_blocks.trained
-    converts = (precision.trained < precision.accumulated) & np.asarray(accounting.shards_masters)
-    block = update | {
-        "gradients": update["gradients"] - before * precision.accumulated,
-        "temporary": (before + elements.block.trained) * precision.trained,
-    }
-    in_buffers = converts & (accounting.gradient_replicas(layouts) > 1)
-    return fuller(update, {name: np.where(in_buffers, block[name], update[name]) for name in update})
 
 
 def optimizer_state(
@@ -207,6 +191,7 @@ def block_backward_event(
         "communication": prefetched + np.where(sharded, behind, buffers.block_backward),
     }
     earlier = last | {
+        "gathered_weights": last["gathered_weights"] - buffers.freed_block,
         "gradients": last["gradients"] + buffers.block_shard,
         "activations": last["activations"] - flight.of_block,
         "communication": prefetched + buffers.block_backward,
@@ -222,12 +207,23 @@ def backward_end_event(
     flat: Number,
     once: Number,
 ) -> dict[str, Number]:
-    """Bytes by category at the end of a backward: in that of the first block, or in FSDP's last
-    reduce-scatter, that of the embedding's gradient.
+    """Bytes by category at the end of a backward: in that of the first block, in that of an embedding that is
+    the head too, or in FSDP's last reduce-scatter, that of the embedding's gradient.
 
     first_block: bytes in its backward. flat: of `gradient_buffers`. once: True where ZeRO-1 and -2 shard
     and a step has one micro-batch, after which they hold no whole weights.
     """
+    tied = buffers.tied
+    tied_embedding = {
+        **first_block,
+        "gradients": states.gradients - buffers.embedding_shard + flat + tied.gradients,
+        "activations": flight.others + tied.gradient,
+        "gathered_weights": np.where(once, tied.weights, states.gathered),
+        "communication": flight.received + tied.block_reduce,
+    }
+    tied_embedding = {
+        name: np.where(tied.gradient > 0, tied_embedding[name], size) for name, size in first_block.items()
+    }
     last_reduce = {
         **first_block,
         "gradients": states.gradients + flat + buffers.last_whole,
@@ -235,7 +231,7 @@ def backward_end_event(
         "gathered_weights": np.where(once, 0.0, states.gathered),
         "communication": flight.received + buffers.last_reduce,
     }
-    return fuller(first_block, last_reduce)
+    return fuller(fuller(first_block, tied_embedding), last_reduce)
 
 
 def fuller(first: Mapping[str, Number], second: Mapping[str, Number]) -> dict[str, Number]:
@@ -308,14 +304,6 @@ def step_timeline(
         "gathered_weights": first_whole + buffers.gathered_behind + buffers.gathered_block,
         "communication": flight.received + buffers.backward_end,
     }
-    update = steady | {
-        "gathered_weights": nothing,
-        "gradients": reduced + flat,
-        "optimizer": optimizer,
-        "activations": flight.input_gradients,
-        "communication": flight.received,
-        "temporary": converted_gradients(layouts, accounting, elements, stages),
-    }
     return {
         "loss": steady | {
             "gradients": gradients_at_loss + flat + stages.has_head * loss.gradients,
@@ -325,7 +313,14 @@ def step_timeline(
         "backward of the head": head_backward_event(steady, states, flight, buffers, loss, stages),
         "backward of a block": block_backward_event(in_block, states, flight, buffers, accounting, sharded),
         "end of backward": backward_end_event(first_block, states, flight, buffers, flat, once),
-        "update": update_event(update, layouts, accounting, elements, stages),
+        "update": steady | {
+            "gathered_weights": nothing,
+            "gradients": reduced + flat,
+            "optimizer": optimizer,
+            "activations": flight.input_gradients,
+            "communication": flight.received,
+            "temporary": converted_gradients(layouts, accounting, elements, stages),
+        },
     }  # fmt: skip
 
 
