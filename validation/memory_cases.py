@@ -102,11 +102,8 @@ SMALL, LARGE = dict(small_cases()), dict(large_cases())
 BEYOND = {
     "04 gemma2 fp32 cpu zero3x2-mb1-ga1-full lora packed",
     "09 qwen3 bf16-pure cpu tp2-sp-mb3-ga1-selective lora",
-    "17 gemma2 bf16 cuda pp2-1f1b-mb1-ga4-selective2 lora",
-    "18 gemma2 bf16 cuda pp4-1f1b-mb1-ga8-full2 packed",
     "20 qwen3 bf16 cuda pp2-interleaved1f1b-v2-mb2-ga4-attention",
     "22 gemma2 bf16-pure cuda pp2-zbv-mb2-ga4",
-    "23 gemma2 bf16-pure cuda pp2-dualpipev-mb1-ga4 lora",
     "37 qwen3 bf16 cuda tp2-sp-mb2-ga4-selective lora",
     "48 qwen3 bf16 cpu pp2-interleaved1f1b-v2-mb3-ga4",
     "51 gemma2 bf16 cuda pp2-dualpipev-mb3-ga4 packed",

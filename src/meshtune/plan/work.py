@@ -17,6 +17,9 @@ import numpy as np
 from meshtune.placement.census import Census, Parameter, document_pairs, head_shards, is_matrix
 from meshtune.units import Number
 
+# In transformers' blocks, the norm of what the MLP returns: Gemma 2 and 3, OLMo 2 and 3; GLM-4
+LAST_NORMS = ("post_feedforward_layernorm.", "post_mlp_layernorm.")
+
 
 def attended(document_tokens: Number, window: Number) -> Number:
     """Keys that a query sees on average: (n + 1) / 2 in a document of n tokens, fewer with a window.
@@ -104,6 +107,8 @@ class Work:
     first_weights: tuple[Weight, ...]  # before the blocks
     last_weights: tuple[Weight, ...]  # after the blocks
     norms: Number = 2.0  # of hidden states, in an average block
+    # Hidden states in fp32 that its backward adds where the MLP's output goes through a norm; 0: it does not.
+    last_norm: Number = 0.0
     tied: Number = 0.0  # 1: the head is the embedding; a last pipeline stage of its own then has a copy
     trainable: Number = 1.0  # share of all parameters that is trained
     head_trainable: Number = 1.0  # 1 or 0
@@ -158,6 +163,7 @@ class Work:
             first_weights=_weights(p for p in census.parameters_outside if not p.last),
             last_weights=_weights(p for p in census.parameters_outside if p.last),
             norms=sum(_is_norm(p, census.hidden) for b in census.blocks for p in b.parameters) / n or 2.0,
+            last_norm=sum(_last_norm(p) for b in census.blocks for p in b.parameters) / n,
             tied=float(census.tied),
             trainable=census.trainable / census.total,
             head_trainable=float(census.head.trainable) if census.head else 1.0,
@@ -310,6 +316,13 @@ def _kept_by_element_bytes(census: Census) -> dict[int, Kept]:
 def _is_norm(parameter: Parameter, hidden: int) -> bool:
     """Whether it is the weight of a norm of hidden states."""
     return parameter.kind == "norm" and parameter.shape == (hidden,) and not parameter.name.endswith(".bias")
+
+
+def _last_norm(parameter: Parameter) -> int:
+    """Hidden states in fp32 that the backward of a block's last norm adds: five, but if its weight is trained
+    the normalised ones have been freed. 0 for parameters of others.
+    """
+    return 5 - parameter.trainable if parameter.name.startswith(LAST_NORMS) else 0
 
 
 def _weights(parameters: Iterable[Parameter], in_blocks: int = 0) -> tuple[Weight, ...]:

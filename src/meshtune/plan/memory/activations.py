@@ -68,10 +68,8 @@ def saved_by_block(
     everything = of_tokens(per_token, core + whole_output / layouts.tp)
     block_input = tokens * element * work.hidden / sequence_shards
     if selective is None:
-        cut = sum(matrix.count * matrix.rows for matrix in work.matrices if matrix.cut == "rows")
-        uncut = sum(matrix.count * matrix.rows for matrix in work.matrices if matrix.cut != "rows")
-        outputs = cut / layouts.tp + core_outputs / heads + uncut  # uncut ones before sp splits them
-        under_selective = tokens * (element * outputs + per_token.statistics / heads) + block_input
+        kept = matmul_outputs(per_token, work, layouts, element=element, flex=context == "copied")
+        under_selective = tokens * kept + block_input
     else:
         under_selective = of_tokens(selective, (selective.core + selective.statistics) / heads)
 
@@ -89,6 +87,23 @@ def saved_by_block(
     recomputed = np.where(layouts.recomputation("matmuls"), everything, 0.0)
     recomputed = np.where(layouts.recomputation("by_operation"), rest + 2 * block_input, recomputed)
     return BlockBytes(everything, saved, recomputed)
+
+
+def matmul_outputs(per_token: Kept, work: Work, layouts: Columns, *, element: float, flex: bool) -> Number:
+    """Bytes per token on a rank of a block's matmul outputs, output and statistics of its attention core.
+
+    flex: True if flex attention, as on CUDA, runs cores that no flash kernel knows: nothing is saved.
+    """
+    cut = sum(matrix.count * matrix.rows for matrix in work.matrices if matrix.cut == "rows")
+    uncut = sum(matrix.count * matrix.rows for matrix in work.matrices if matrix.cut != "rows")
+    outputs, saved = (
+        sum(core.count * core.query_heads * core.v_dim for core in work.cores if core.flash or not only_flash)
+        for only_flash in (False, flex)
+    )
+    statistics = per_token.statistics * saved / np.maximum(outputs, 1.0)
+    heads = work.head_shards(layouts.tp)
+    matmuls = cut / layouts.tp + saved / heads + uncut  # uncut ones before sp splits them
+    return element * matmuls + statistics / heads
 
 
 def from_other_ranks(
@@ -245,4 +260,6 @@ def block_backward(work: Work, layouts: Columns, accounting: Accounting, sizes: 
     output_gradient = sizes.hidden_bytes / sizes.sequence_shards
     gathered = np.where(accounting.regathers(layouts), sizes.hidden_bytes, 0.0)
     inside = 2 * accounting.element * sizes.tokens * widest
+    if not accounting.fused_norms:
+        inside = np.maximum(inside, work.last_norm * max(4 / accounting.element, 1.0) * output_gradient)
     return output_gradient + inside + gathered
