@@ -21,6 +21,7 @@ from meshtune.commands.export import export
 from meshtune.commands.generate import generate
 from meshtune.commands.migrate import migrate
 from meshtune.commands.plan import plan
+from meshtune.commands.probe import probe
 from meshtune.commands.report import report
 from meshtune.commands.schema import schema
 from meshtune.commands.train import train
@@ -37,7 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (config, data, plan, dryrun, bench, train):
+for command in (config, data, plan, dryrun, probe, bench, train):
     app.command()(command)
 app.command("eval")(evaluate)
 for command in (generate, chat, export, report, migrate, schema, env):

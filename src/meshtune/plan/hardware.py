@@ -55,6 +55,7 @@ class Gpu:
     measured: bool = True  # `matmul_max` was measured on this kind
     as_of: str | None = None  # kind whose efficiencies stand for those that this kind has not measured
     attention_kernel: Mapping[str, Any] | None = None  # measured on this machine; None: as in kernels.toml
+    borrowed: tuple[str, ...] = ()  # its efficiencies that are those of `as_of`
     # ranks at work on one machine -> efficiencies of each, where they are other than those of a rank alone
     shared: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
 
@@ -62,6 +63,12 @@ class Gpu:
     def processor(self) -> bool:
         """True for a CPU, whose cores and memory all ranks of a machine share."""
         return self.architecture == "cpu"
+
+    def lacking_among(self, ranks: int) -> tuple[str, ...]:
+        """Efficiencies that were measured with other numbers of ranks than this one, if any were."""
+        measured = {name for table in self.shared.values() for name in table}
+        here = self.efficiency if ranks == 1 else self.shared.get(ranks, {})
+        return tuple(sorted(measured - here.keys()))
 
     def efficiency_among(self, ranks: int) -> dict[str, float]:
         """Efficiencies of each of `ranks` ranks that work on one machine at once.
@@ -176,6 +183,7 @@ def gpu_of(name: str, table: Mapping[str, Any], tables: Mapping[str, Mapping[str
         or not MEASURED_BY_RUNS.isdisjoint(table.get("efficiency", {})),
         as_of=as_of,
         attention_kernel=table.get("attention_kernel"),
+        borrowed=tuple(name for name in efficiency if name not in {"source", *table.get("efficiency", {})}),
         shared={
             one["ranks"]: {key: value for key, value in one.items() if key != "ranks"}
             for one in table.get("shared", ())

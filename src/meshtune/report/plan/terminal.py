@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from meshtune.plan.answer import Answer
+from meshtune.plan.cluster import Cluster
 from meshtune.plan.cost import RunCost
 from meshtune.plan.explanation import Explanation
 from meshtune.plan.export import Written
@@ -41,7 +42,8 @@ def answer(result: Answer, most: int, written: Written | None = None) -> Rendera
     tool, stack = result.workload.tool, result.workload.stack
     predicted = "Memory and time are" if result.choice.cluster.timed else "Memory is"
     target = Text(f"{predicted} predicted for {tool.title} (constants of {stack}).")
-    notes = [Text(note) for note in result.workload.notes]
+    of_machine = [unmeasured(cluster)] if cluster.gpu.shared else []
+    notes = [Text(note) for note in (*result.workload.notes, *filter(None, of_machine))]
     reasoning = section("How it was reached", result.reasoning, numbered=True)
     parts: list[RenderableType] = [head, target, *notes, reasoning]
     if len(result.offers) > 1:
@@ -149,17 +151,25 @@ def largest(what: str, value: Any, choice: Choice) -> RenderableType:
 
 def reliability(choice: Choice) -> list[RenderableType]:
     """Sentences on how far the numbers can be trusted, after an empty line."""
-    sentences = [choice.accuracy.sentence(choice.stack, choice.cluster.gpu.name), unmeasured(choice)]
+    sentences = [choice.accuracy.sentence(choice.stack, choice.cluster.gpu.name), unmeasured(choice.cluster)]
     return [Text(), *(Text(sentence, style="dim") for sentence in sentences if sentence)]
 
 
-def unmeasured(choice: Choice) -> str:
-    """A sentence if the predicted time uses efficiencies measured on another kind of GPU, else ""."""
-    gpu = choice.cluster.gpu
-    if choice.cluster.timed and gpu.as_of and gpu.as_of != gpu.name:
+def unmeasured(cluster: Cluster) -> str:
+    """Sentences if the predicted time uses efficiencies measured on another kind of GPU, or with other
+    numbers of ranks at work than the cluster's machines have; else "".
+    """
+    gpu, ranks, sentences = cluster.gpu, cluster.ranks_in_node, []
+    if cluster.timed and gpu.as_of and gpu.as_of != gpu.name:
         others = "efficiencies other than that of matmuls" if gpu.measured else "efficiencies"
-        return f"No measured {others} for {gpu.name}; using those of {gpu.as_of}."
-    return ""
+        others = ", ".join(gpu.borrowed) if gpu.shared else others
+        sentences.append(f"No measured {others} for {gpu.name}; using those of {gpu.as_of}.")
+    if lacking := gpu.lacking_among(ranks):
+        sentences.append(
+            f"No measured {', '.join(lacking)} with {counted(ranks, 'rank')} at work on {gpu.name}; what is "
+            "used follows from other numbers of ranks."
+        )
+    return " ".join(sentences)
 
 
 def title(text: str) -> Text:

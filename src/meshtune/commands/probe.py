@@ -1,0 +1,28 @@
+"""`meshtune probe`: measure this machine, and write a cluster file for plans."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshtune.commands.options import AsJson, announce, show
+from meshtune.units import notice
+
+
+def probe(
+    out: Annotated[Path, typer.Option(help="file to write")] = Path("my-cluster.toml"),
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="ranks at most; default: the number of GPUs, or 8 on CPU")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine's matmuls, attention, memory, collectives and launches, for `cluster=FILE`."""
+    announce("this machine")
+    from rich.console import Group
+
+    from meshtune.api.probe import probe as run
+    from meshtune.report.probe import sentences, summary
+
+    document = run(out, nproc=nproc, log=lambda line: notice(f"meshtune: {line}"))
+    show(document, Group(summary(document).rendered(), *sentences(document)), as_json=as_json)
+    notice(f"meshtune: {out} is written; plan with it by cluster={out}.")

@@ -1,0 +1,113 @@
+"""`meshtune probe`: what is refused before anything is measured, and real probes of a few operations."""
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshtune import config
+from meshtune.api.probe import probe
+from meshtune.errors import UserError
+from meshtune.plan.cluster import cluster_for
+from meshtune.study import probe_figures
+from meshtune.study.probe import answering
+from meshtune.study.probe_tasks import CPU, MIB
+
+FEW = replace(
+    CPU, tokens=64, squares=(64, 128, 192), blocks=((64, 128), (128, 256)), attended=256,
+    lengths=(64, 128, 256), copied=(MIB // 4, MIB), exchanged=(2**14, 2 * MIB),
+    sample=1e-3, shared_sample=1e-3, rounds=3,
+)  # fmt: skip
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep every figure: tests share the machine, and are not about how quiet it is."""
+    monkeypatch.setattr(probe_figures, "REFUSED", 1e9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_rank_alone_is_measured_without_collectives(tmp_path: Path) -> None:
+    """One rank: rates of a processor, no link; the file plans with times."""
+    file = tmp_path / "one.toml"
+    document = probe(file, nproc=1, sizes=FEW)
+    assert document == tomllib.loads(file.read_text())
+    assert "collective" not in document["measured"]["figures"]
+    assert {"link_share", "link_latency"}.isdisjoint(document["kind"]["efficiency"])
+    assert document["measured"]["not_measured"] == ["link_share"]
+    cluster = cluster_for(config.load(None, ["model.name=a", f"cluster={file}"]))
+    assert cluster.timed
+    assert cluster.gpu.fp32 > 1e9
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("patient")
+def test_ranks_at_work_are_measured_together(tmp_path: Path) -> None:
+    """Two forked ranks: rates of both at work, and of their collectives."""
+    file = tmp_path / "two.toml"
+    document = probe(file, nproc=2, sizes=FEW)
+    forms = {one["form"] for one in document["measured"]["figures"]["collective"]}
+    assert forms == {"all_reduce", "all_gather", "reduce_scatter", "send"}
+    (two,) = document["kind"]["shared"]
+    assert {"ranks", "matmul", "attention", "memory", "launch", "link_share", "link_latency"} == two.keys()
+    cluster = cluster_for(config.load(None, ["model.name=a", f"cluster={file}", "cluster.gpus=2"]))
+    assert cluster.memory == pytest.approx(document["kind"]["memory_gib"] * 2**30 / 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("there.toml", "exists; name another file with --out, or remove it."),
+        ("a.yaml", "name a file that ends in .toml, such as a.toml."),
+        ("none/a.toml", "there is no folder"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_first(tmp_path: Path, name: str, problem: str) -> None:
+    """Nothing is measured for a file that exists, has another ending, or no folder."""
+    (tmp_path / "there.toml").touch()
+    with pytest.raises(UserError) as caught:
+        probe(tmp_path / name, nproc=1)
+    assert problem in str(caught.value)
+
+
+def test_a_folder_without_write_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sentence names the folder."""
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(UserError, match="can't be written to; name another file"):
+        probe(tmp_path / "a.toml", nproc=1)
+
+
+def test_more_ranks_than_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank needs a GPU of its own."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UserError, match="--nproc 3: this machine has 2 GPUs"):
+        probe(tmp_path / "a.toml", nproc=3)
+
+
+def test_without_torch_distributed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several ranks need it; the sentence names the remedy."""
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    with pytest.raises(UserError, match=r"without torch.distributed.*--nproc 1"):
+        probe(tmp_path / "a.toml", nproc=2)
+
+
+def test_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe starts its own ranks."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(UserError, match="run it without torchrun"):
+        probe(tmp_path / "a.toml")
+
+
+def test_a_gpu_that_stops_answering() -> None:
+    """CUDA's and NCCL's errors become a sentence; others, and memory that runs out, pass."""
+    with pytest.raises(UserError, match=r"A GPU stopped answering .* Nothing was written"), answering():
+        raise RuntimeError("CUDA error: unspecified launch failure")
+    with pytest.raises(RuntimeError, match="another"), answering():
+        raise RuntimeError("another")
