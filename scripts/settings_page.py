@@ -138,6 +138,8 @@ def forms(form: Mapping[str, Any]) -> Iterator[str]:
         yield f"list of {' or '.join(forms(form['items']))}"
     elif form["type"] == "array":
         yield "[" + ", ".join(" or ".join(forms(item)) for item in form["prefixItems"]) + "]"
+    elif form["type"] == "object" and form["additionalProperties"] is True:
+        yield "mapping"
     elif form["type"] == "object":
         kinds = [*forms(form["additionalProperties"])]
         yield f"mapping to {kinds[0]}" if len(kinds) == 1 else "mapping"

@@ -35,6 +35,10 @@ class ModelConfig(Section):
     trust_remote_code: bool = Field(
         default=False, description="Run Python code that the model's repository brings."
     )
+    overrides: dict[str, Any] = Field(
+        default={},
+        description="Other values of keys of the model's config.json, such as num_hidden_layers: 8.",
+    )
     freeze: tuple[str, ...] = Field(
         default=(),
         description="Patterns of the names of parameters that are not trained, such as model.embed_tokens.*.",

@@ -76,7 +76,8 @@ CASES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
 ]  # fmt: skip
 # Settings that take effect by themselves, or that are judged where their table is: layout.py, precision.py.
 ALONE = """
-    model model.name model.init model.attention model.trust_remote_code model.freeze method lora data
+    model model.name model.init model.attention model.trust_remote_code model.overrides model.freeze method
+    lora data
     data.train data.train.path data.train.weight data.train.split data.train.format data.train.columns
     data.train.roles data.train.where data.eval data.eval.path data.eval.split data.eval.format
     data.eval.columns data.eval.roles data.eval.where data.chat_template data.seq_len

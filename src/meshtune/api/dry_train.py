@@ -123,7 +123,8 @@ def check_here(config: Config) -> None:
     check_there(config.data)
     folder = local_path(config.model.name)
     if folder and config.model.init == "pretrained":
-        family = load_config(config.model.name, trust_remote_code=config.model.trust_remote_code)
+        model = config.model
+        family = load_config(model.name, trust_remote_code=model.trust_remote_code, overrides=model.overrides)
         checked_weight_files(folder, family)
 
 

@@ -156,7 +156,7 @@ class Subject:
         config = self.config
         spec = model_spec(config, self.attention, "cpu" if cluster_for(config).gpu.processor else "cuda")
         return Job(
-            spec=replace(spec, source=self.source, init="random", compile=False),
+            spec=replace(spec, source=self.source, overrides={}, init="random", compile=False),
             optimizer=optimizer_spec(config),
             layout=layout,
             seq_len=config.data.seq_len,
@@ -214,6 +214,7 @@ def subject_of(config: Config, log: Log) -> Iterator[Subject]:
     `model_file`), and the numbers of the model.
     """
     units = other_units(config.cluster_config)  # a wrong cluster is refused before a model is built
+    model = config.model
     with model_file(config) as (file, notes):
         numbers = numbers_of(config, file=file, log=log)
         try:
@@ -223,10 +224,10 @@ def subject_of(config: Config, log: Log) -> Iterator[Subject]:
         yield Subject(
             config,
             numbers,
-            read_config(file, config.model.name, config.model.trust_remote_code),
+            read_config(file, model.name, model.trust_remote_code, model.overrides),
             workload,
             partial(lighter_workloads, config, partial(numbers_of, file=file)),
-            (*notes, *(workload.notes if workload else ()), *units),
+            (*notes, *(workload.notes if workload else numbers.changes), *units),
         )
 
 

@@ -76,7 +76,8 @@ def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = 
         run = RunDir(path)
         whole = step is None and run.model.exists() and not is_adapter(run.model)
         # A base is read for an adapter and a checkpoint; model.name is where it is now.
-        refuse_decided(path, overrides, ("model.init", *(("model.name", "model.revision") if whole else ())))
+        of_base = ("model.name", "model.revision") if whole else ()
+        refuse_decided(path, overrides, ("model.init", "model.overrides", *of_base))
         config = settings.load(run.config_file, overrides)
         if step is None and run.model.exists():
             return Target(config, run.model, run)
@@ -90,9 +91,9 @@ def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = 
     folder = path if path.is_dir() else None
     adapter = folder is not None and is_adapter(folder)
     refuse_decided(folder or str(name), overrides, ("model.init",) if adapter else ("model.name",))
-    base = adapter_base(folder) if adapter and folder else str(name)
+    base, changes = adapter_base(folder) if adapter and folder else (str(name), {})
     precision = stored_precision(base)
-    defaults = {"model": {"name": base}, "train": {"precision": precision}}
+    defaults = {"model": {"name": base, "overrides": changes}, "train": {"precision": precision}}
     return Target(settings.load(None, overrides, defaults), folder if adapter else None)
 
 
@@ -161,7 +162,7 @@ def open_model(target: Target, device: str | None = None) -> Opened:
     quiet()
     config, place = target.config, choose.device_of(device or target.config.train.device)
     if target.folder and not target.adapted:  # the model that it was trained from may be gone
-        of_folder = {"name": str(target.folder), "init": "pretrained", "revision": None}
+        of_folder = {"name": str(target.folder), "init": "pretrained", "revision": None, "overrides": {}}
         config = config.model_copy(update={"model": config.model.model_copy(update=of_folder)})
     unpacked = config.data.model_copy(update={"packing": False})  # generating packs nothing
     attention = choose.attention_of(config.model_copy(update={"data": unpacked}), Layout(), 1)

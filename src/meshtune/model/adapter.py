@@ -1,7 +1,7 @@
 """Save the LoRA layers of a model as a folder in peft's format, and load such a folder. Safetensors only."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from meshtune.model.save import complete_folder, write_tokenizer_and_card
 from meshtune.model.trainable import resize_to, tables
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+BASE_OVERRIDES = "base_overrides"  # key of adapter_config.json: model.overrides of the base that was trained
 PREFIX = "base_model.model."  # peft's two wrappers put it before every name
 
 # Settings of peft that change what an adapter computes, and the values under which it is plain LoRA.
@@ -50,6 +51,7 @@ def save_adapter(
     layers_to_transform: Sequence[int] | None = None,
     modules_to_save: Sequence[str] = (),
     embeddings: bool = False,
+    overrides: Mapping[str, Any] | None = None,
     card: str | None = None,
     stop_ids: Sequence[int] = (),
 ) -> None:
@@ -58,7 +60,8 @@ def save_adapter(
     lora_rank … modules_to_save: of `add_lora`; the saved modules are written whole. embeddings: True to write
     the embedding and the head with it, whole, under the names that peft gives them (tokens were added, and
     they are trained); peft then demands that the base is resized before it loads the adapter,
-    `base.resize_token_embeddings(len(tokenizer))`, which `load_adapter` does by itself. tokenizer, card,
+    `base.resize_token_embeddings(len(tokenizer))`, which `load_adapter` does by itself. overrides: of the
+    base's config.json; peft, which has no word for them, warns of the key. tokenizer, card,
     stop_ids: see `save_model`; stop_ids go into a generation_config.json. folder: see `complete_folder`.
     """
     layers = lora_layers(model)
@@ -89,6 +92,7 @@ def save_adapter(
         "fan_in_fan_out": any(isinstance(layer, Conv1D) for layer in layers.values()),
         "bias": "none",
         "inference_mode": True,
+        **({BASE_OVERRIDES: dict(overrides)} if overrides else {}),
     }
     with complete_folder(Path(folder)) as aside:
         stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -207,9 +211,13 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return settings, {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
 
 
-def adapter_base(folder: str | Path) -> str:
-    """Return the base model's name from adapter_config.json. Raises UserError if there is none."""
-    base = adapter_settings(Path(folder)).get("base_model_name_or_path")
+def adapter_base(folder: str | Path) -> tuple[str, dict[str, Any]]:
+    """Return the base model's name and the overrides of its config.json from adapter_config.json.
+
+    Raises UserError if there is no name.
+    """
+    settings = adapter_settings(Path(folder))
+    base = settings.get("base_model_name_or_path")
     if not base:
         raise UserError(f"{Path(folder) / ADAPTER_CONFIG} names no base_model_name_or_path; add it.")
-    return base
+    return base, settings.get(BASE_OVERRIDES) or {}

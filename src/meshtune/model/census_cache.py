@@ -52,6 +52,7 @@ def numbers_of(
         model.name,
         revision=model.revision,
         trust_remote_code=model.trust_remote_code,
+        overrides=model.overrides,
         freeze=model.freeze,
         lora=shape if config.method == "lora" else None,
         cache_dir=expanded(config.data.cache),
@@ -65,6 +66,7 @@ def model_numbers(
     *,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    overrides: Mapping[str, Any] | None = None,
     freeze: tuple[str, ...] = (),
     lora: LoraShape | None = None,
     cache_dir: Path,
@@ -73,23 +75,25 @@ def model_numbers(
 ) -> ModelNumbers:
     """Return the numbers of a causal language model, from `cache_dir` or by building it on meta.
 
-    name: a hub id, a folder, or a configuration file. freeze: globs of parameter names. lora: None for no
-    adapters. file: its configuration; None: that of `config_file`. log: called with a line before work that
-    takes seconds. The file in `cache_dir` is named by a
-    hash of all that the numbers depend on; one that can't be read is replaced, and a failure to write it is
+    name: a hub id, a folder, or a configuration file. overrides: other values in its configuration. freeze:
+    globs of parameter names. lora: None for no adapters. file: its configuration; None: that of
+    `config_file`. log: called with a line before work that takes seconds. The file in `cache_dir` is named by
+    a hash of all that the numbers depend on; one that can't be read is replaced, and a failure to write it is
     ignored. A model with remote code is not cached. A hub model's config.json is downloaded if it is missing.
 
     Raises UserError for what is no model, or none that meshtune trains, and as `add_lora` and `freeze`.
     """
     file = file or config_file(name, revision)
-    key = None if trust_remote_code and _has_remote_code(file) else _key(file, freeze, lora)
+    key = None if trust_remote_code and _has_remote_code(file) else _key(file, overrides, freeze, lora)
     cached = cache_dir / f"census-{key}.json"
     if key and (numbers := _read(cached)):
         return numbers
     log(f"Building {name} without weights to count its parameters and FLOPs; the counts are cached.")
     if trust_remote_code and _has_remote_code(file) and not local_path(name):
         file = _config_with_code(name, revision)
-    numbers = _build_and_count(name, file, trust_remote_code=trust_remote_code, freeze=freeze, lora=lora)
+    numbers = _build_and_count(
+        name, file, trust_remote_code=trust_remote_code, overrides=overrides or {}, freeze=freeze, lora=lora
+    )
     if key:
         with suppress(OSError):  # a full or read-only disk costs time, not the answer
             write_text_atomically(cached, json.dumps(asdict(numbers), separators=(",", ":")))
@@ -124,8 +128,10 @@ def _has_remote_code(file: Path) -> bool:
     return file.is_file() and b'"auto_map"' in file.read_bytes()
 
 
-def _key(file: Path, freeze: tuple[str, ...], lora: LoraShape | None) -> str | None:
-    """Hash all that decides the numbers: configuration, versions, the code of model/, freeze and lora.
+def _key(
+    file: Path, overrides: Mapping[str, Any] | None, freeze: tuple[str, ...], lora: LoraShape | None
+) -> str | None:
+    """Hash all that decides the numbers: configuration, overrides, versions, code of model/, freeze, lora.
 
     None if `file`, the configuration, can't be read as JSON; `_build_and_count` then raises the error.
     """
@@ -134,7 +140,7 @@ def _key(file: Path, freeze: tuple[str, ...], lora: LoraShape | None) -> str | N
     except (OSError, ValueError, RecursionError):
         return None
     versions = [version(package) for package in ("meshtune", "transformers", "torch")]
-    inputs = [content, versions, freeze, lora and asdict(lora)]
+    inputs = [content, overrides or {}, versions, freeze, lora and asdict(lora)]
     digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode())
     sources = {Path(inspect.getfile(kind)) for kind in (Census, Traits)} | {
         *Path(__file__).parent.glob("*.py")
@@ -145,7 +151,13 @@ def _key(file: Path, freeze: tuple[str, ...], lora: LoraShape | None) -> str | N
 
 
 def _build_and_count(
-    name: str, file: Path, *, trust_remote_code: bool, freeze: tuple[str, ...], lora: LoraShape | None
+    name: str,
+    file: Path,
+    *,
+    trust_remote_code: bool,
+    overrides: Mapping[str, Any],
+    freeze: tuple[str, ...],
+    lora: LoraShape | None,
 ) -> ModelNumbers:
     """Build the model on meta from its configuration, with adapters and frozen parameters, and count it.
 
@@ -155,12 +167,12 @@ def _build_and_count(
     from meshtune.model import trainable
     from meshtune.model.capabilities import auto_attention, traits
     from meshtune.model.generation import context_of
-    from meshtune.model.load import on_meta, read_config
+    from meshtune.model.load import on_meta, read_changed
     from meshtune.model.lora import add_lora
     from meshtune.model.multimodal import parts_kept
     from meshtune.model.trace import census_of
 
-    config = read_config(file, name, trust_remote_code)
+    config, changes = read_changed(file, name, trust_remote_code, overrides)
     model = on_meta(config, name=name, trust_remote_code=trust_remote_code)
     model_traits = traits(model)  # of the model without adapters
     text_part = parts_kept(model)
@@ -178,7 +190,7 @@ def _build_and_count(
         )
     if freeze:
         trainable.freeze(model, freeze)
-    return ModelNumbers(census_of(model), model_traits, attention, text_part, context_of(config))
+    return ModelNumbers(census_of(model), model_traits, attention, text_part, context_of(config), changes)
 
 
 # Dataclasses from JSON #

@@ -15,7 +15,6 @@ dtype it would hold wrong constants (Gemma's scale of the embeddings, rounded to
 
 import copy
 import logging
-import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
@@ -43,18 +42,15 @@ from meshtune.model.draw import Receive, draw
 from meshtune.model.files import ADAPTER_CONFIG, SAFETENSORS_DTYPES, checked_weight_files, read_json, resolve
 from meshtune.model.generation import read_generation_config
 from meshtune.model.multimodal import auto_class, set_aside
+from meshtune.model.overrides import SETTING, absurd, overridden_config
 from meshtune.model.pieces import StoredTensors, fill, materialise, whole_pieces
 from meshtune.nearest import did_you_mean, nearest
+from meshtune.sections import ModelConfig
 from meshtune.units import counted
 
 logger = logging.getLogger(__name__)
 
-# Names of sizes in a configuration -> more than any model has of it.
-LARGEST = dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), 10_000)
-LARGEST |= dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"), 2**16)
-LARGEST |= dict.fromkeys(("hidden_size", "n_embd", "d_model"), 2**20)
-LARGEST |= {"intermediate_size": 2**24, "vocab_size": 2**28}
-TEXTS = ("dtype", "torch_dtype", "attn_implementation", "_attn_implementation")
+NOTHING: Mapping[str, Any] = {}
 
 
 def quiet() -> None:
@@ -64,22 +60,45 @@ def quiet() -> None:
 
 
 def load_config(
-    name: str, *, trust_remote_code: bool = False, revision: str | None = None
+    name: str,
+    *,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    overrides: Mapping[str, Any] = NOTHING,
 ) -> PretrainedConfig:
-    """The configuration of a causal language model; `name`: a hub id or a folder.
+    """The configuration of a causal language model; `name`: a hub id or a folder; `overrides`: other values
+    in it, as in `overridden_config`.
 
     Raises UserError if it is missing, damaged, of an unknown type, of no causal language model, or needs code
-    that is not trusted.
+    that is not trusted, and for overrides that it can't have.
     """
     folder = resolve(name, revision=revision, weights=False, trust_remote_code=trust_remote_code)
-    return read_config(folder / "config.json", name, trust_remote_code)
+    return read_config(folder / "config.json", name, trust_remote_code, overrides)
 
 
-def read_config(file: Path, name: str, trust_remote_code: bool) -> PretrainedConfig:
+def override_sentences(model: ModelConfig) -> tuple[str, ...]:
+    """Sentences on what the overrides of a model change in its config.json. Raises as `load_config`."""
+    trust = model.trust_remote_code
+    if not model.overrides:
+        return ()
+    folder = resolve(model.name, revision=model.revision, weights=False, trust_remote_code=trust)
+    return read_changed(folder / "config.json", model.name, trust, model.overrides)[1]
+
+
+def read_config(
+    file: Path, name: str, trust_remote_code: bool, overrides: Mapping[str, Any] = NOTHING
+) -> PretrainedConfig:
     """The configuration in `file`, which need not be called config.json. Raises as `load_config`.
 
     name: of the model as the user wrote it, for errors.
     """
+    return read_changed(file, name, trust_remote_code, overrides)[0]
+
+
+def read_changed(
+    file: Path, name: str, trust_remote_code: bool, overrides: Mapping[str, Any]
+) -> tuple[PretrainedConfig, tuple[str, ...]]:
+    """(The configuration of `read_config`, sentences on what the overrides change). Raises as that."""
     folder = file.parent
     if not file.is_file():
         if (folder / ADAPTER_CONFIG).is_file():
@@ -99,7 +118,7 @@ def read_config(file: Path, name: str, trust_remote_code: bool) -> PretrainedCon
             f"{file} names no `model_type`, so it is not the configuration of a transformers model; take the "
             "config.json that was published with the weights."
         )
-    if problems := [*_absurd(raw), *_absurd(raw.get("text_config"))]:
+    if problems := [*absurd(raw), *absurd(raw.get("text_config"))]:
         raise UserError([f"{file}: {problem}" for problem in problems])
     needs_code = "auto_map" in raw and not (isinstance(kind, str) and kind in CONFIG_MAPPING)
     if needs_code and not trust_remote_code:
@@ -127,25 +146,11 @@ def read_config(file: Path, name: str, trust_remote_code: bool) -> PretrainedCon
             f"{name} ({config.model_type}) is not a causal language model that transformers knows. "
             f"{see('not-built')}"
         )
-    return config
+    return overridden_config(config, raw, overrides)
 
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0] or type(error).__name__
-
-
-def _absurd(raw: Any) -> Iterator[str]:
-    """Yield a sentence for each value of a configuration that no model has: building it would never end, or
-    fail far from its cause.
-    """
-    for name, value in raw.items() if isinstance(raw, dict) else ():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and name in LARGEST and not 1 <= value <= LARGEST[name]:
-            yield f"{name} is {reprlib.repr(value)}; it must be from 1 to {LARGEST[name]:,}."
-        if is_number and str(name).endswith(("dropout", "_pdrop")) and not 0 <= value <= 1:
-            yield f"{name} is {reprlib.repr(value)}; it must be from 0 to 1."
-        if name in TEXTS and not isinstance(value, str | dict | None):
-            yield f"{name} is {reprlib.repr(value)}; it must be text."
 
 
 def load_tokenizer(
@@ -201,6 +206,7 @@ def skeleton(
     attention: str = "meshtune",
     trust_remote_code: bool = False,
     revision: str | None = None,
+    overrides: Mapping[str, Any] = NOTHING,
 ) -> PreTrainedModel:
     """The model of a hub id, a folder or a configuration, in training mode with every parameter on meta: no
     bytes, no values, nothing drawn.
@@ -210,11 +216,12 @@ def skeleton(
     too that no file holds (Gemma's scale of the embeddings), so that nothing has to be restored once the
     parameters get memory.
 
-    init: with "random" the folder's generation_config.json is not read. attention: a name that transformers
+    init: with "random" the folder's generation_config.json is not read. overrides: of `load_config`; none
+    for a configuration, which has them. attention: a name that transformers
     knows or that was registered with its AttentionInterface. Raises UserError as `load_config`, and if
     transformers can't build the model; reads no weights.
     """
-    folder, config = _folder_and_config(source, trust_remote_code, revision)
+    folder, config = _folder_and_config(source, trust_remote_code, revision, overrides)
     with no_init_weights(), _parameters_on_meta():
         model = _from_config(config, source, dtype, attention, trust_remote_code)
     model.tie_weights()
@@ -235,16 +242,20 @@ def on_meta(config: PretrainedConfig, *, name: str = "", trust_remote_code: bool
 
 
 def _folder_and_config(
-    source: str | PretrainedConfig, trust_remote_code: bool, revision: str | None
+    source: str | PretrainedConfig,
+    trust_remote_code: bool,
+    revision: str | None,
+    overrides: Mapping[str, Any],
 ) -> tuple[Path | None, PretrainedConfig]:
     """Return (folder of a named model, its configuration), or (None, a copy of the configuration `source`).
 
     The caller may change the configuration.
     """
     if isinstance(source, PretrainedConfig):
+        assert not overrides, "a configuration is given with its overrides"
         return None, copy.deepcopy(source)
     folder = resolve(source, revision=revision, weights=False, trust_remote_code=trust_remote_code)
-    return folder, read_config(folder / "config.json", source, trust_remote_code)
+    return folder, read_config(folder / "config.json", source, trust_remote_code, overrides)
 
 
 def _from_config(
@@ -295,6 +306,7 @@ def mapped(
     dtype: torch.dtype,
     trust_remote_code: bool = False,
     revision: str | None = None,
+    overrides: Mapping[str, Any] = NOTHING,
     seed: int = 0,
 ) -> dict[str, Tensor]:
     """The tensors of a model, whole, by name, memory-mapped from its files: tied ones under all names.
@@ -306,7 +318,7 @@ def mapped(
     `source` that is a configuration unless init="random".
     """
     if init == "random":
-        folder, config = _folder_and_config(source, trust_remote_code, revision)
+        folder, config = _folder_and_config(source, trust_remote_code, revision, overrides)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = _from_config(config, source, dtype, "eager", trust_remote_code)
@@ -314,9 +326,10 @@ def mapped(
         raise UserError("A configuration has no weights: set model.init=random, or name a model's folder.")
     else:
         folder = resolve(source, revision=revision, weights=True, trust_remote_code=trust_remote_code)
-        config = read_config(folder / "config.json", source, trust_remote_code)
+        config = read_config(folder / "config.json", source, trust_remote_code, overrides)
+        made_by = f"config.json with {SETTING}" if overrides else "config.json"
         with explained(f"{_named(source)} can't be built by transformers"):
-            model = _load_pretrained(folder, config, trust_remote_code)
+            model = _load_pretrained(folder, config, trust_remote_code, made_by)
     parameters = {key: p.detach() for key, p in model.named_parameters(remove_duplicate=False)}
     tensors = {**model.state_dict(), **parameters}
     for parameter in model.parameters():  # a cycle may keep the modules alive; they must not keep the bytes
@@ -331,6 +344,7 @@ def drawn(
     dtype: torch.dtype,
     trust_remote_code: bool = False,
     revision: str | None = None,
+    overrides: Mapping[str, Any] = NOTHING,
     seed: int = 0,
 ) -> dict[str, Tensor]:
     """Draw random weights in `dtype` and hand each whole parameter to `receive`, which keeps its part of it;
@@ -340,7 +354,7 @@ def drawn(
     all of them in a family whose initialisation does not allow it (draw.py), with a warning. Raises UserError
     as `skeleton`.
     """
-    _, config = _folder_and_config(source, trust_remote_code, revision)
+    _, config = _folder_and_config(source, trust_remote_code, revision, overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = draw(
@@ -352,19 +366,22 @@ def drawn(
         return {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
     logger.warning("Random weights of %s are drawn whole on every rank.", _named(source))
     tensors = mapped(
-        source, init="random", dtype=dtype, trust_remote_code=trust_remote_code, revision=revision, seed=seed
-    )
+        source, init="random", dtype=dtype, trust_remote_code=trust_remote_code, revision=revision,
+        overrides=overrides, seed=seed,
+    )  # fmt: skip
     for name, tensor in tensors.items():
         receive((name,), tensor)
     return tensors
 
 
-def _load_pretrained(folder: Path, config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+def _load_pretrained(
+    folder: Path, config: PretrainedConfig, trust_remote_code: bool, made_by: str
+) -> PreTrainedModel:
     """Load the model in `folder` on the CPU, its weights mapped from the files if all have one dtype,
     otherwise in the dtype that those stored promote to.
 
-    Raises UserError for damaged files, missing tensors and wrong shapes, and as `checked_weight_files`; warns
-    of tensors that the model does not use.
+    made_by: what decides the shapes, for errors. Raises UserError for damaged files, missing tensors and
+    wrong shapes, and as `checked_weight_files`; warns of tensors that the model does not use.
     """
     files = checked_weight_files(folder, config)
     try:
@@ -387,13 +404,11 @@ def _load_pretrained(folder: Path, config: PretrainedConfig, trust_remote_code: 
     problems = []
     if missing := sorted(report["missing_keys"]):
         problems.append(
-            f"{folder} lacks {counted(len(missing), 'tensor')} of a {config.model_type} model: "
-            f"{_few(missing)}."
+            f"{folder} lacks {counted(len(missing), 'tensor')} of a {config.model_type} model as "
+            f"{made_by} makes it: {_few(missing)}."
         )
     for key, shape, expected in sorted(report["mismatched_keys"])[:10]:
-        problems.append(
-            f"{folder}: {key} has shape {list(shape)}, but config.json makes it {list(expected)}."
-        )
+        problems.append(f"{folder}: {key} has shape {list(shape)}, but {made_by} makes it {list(expected)}.")
     weights = {name for name, p in model.named_parameters() if p.is_floating_point()}
     for word in integers:
         if whole := sorted(words[word] & weights):

@@ -15,3 +15,4 @@ class ModelNumbers:
     attention: str  # name of the implementation that model.attention=auto means for it
     text_part: str | None  # sentence on what is trained of a model that also sees or hears; None: another one
     positions: int | None  # tokens of the longest document that its positions are made for; None: no limit
+    changes: tuple[str, ...] = ()  # sentences on what model.overrides changes in its config.json

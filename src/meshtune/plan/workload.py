@@ -176,7 +176,10 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
         attention=numbers.attention if model.attention == "auto" else model.attention,
         lora_r=config.lora.r if config.method == "lora" else None,
         positions=numbers.positions,
-        notes=tuple(filter(None, (numbers.text_part, experts_note(numbers), dora_note(config), beyond))),
+        notes=(
+            *numbers.changes,
+            *filter(None, (numbers.text_part, experts_note(numbers), dora_note(config), beyond)),
+        ),
     )
     return workload.compiled() if config.train.compile else workload
 

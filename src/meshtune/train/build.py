@@ -13,7 +13,7 @@ from meshtune.data.prepare import Prepared, sentences
 from meshtune.errors import UserError
 from meshtune.meter.mfu import flops_of, peak_flops
 from meshtune.model.anatomy import left_out_of_loss
-from meshtune.model.load import quiet
+from meshtune.model.load import override_sentences, quiet
 from meshtune.model.multimodal import parts_kept
 from meshtune.model.trainable import embeddings_needed
 from meshtune.parallel.mesh import World, join
@@ -177,9 +177,8 @@ def announce(
     metrics.log_line(f"Learning rate: {rate_in_words(config)}.")
     if caution := PRECISIONS[config.train.precision].caution:
         metrics.log_line(caution)
-    for sentence in filter(None, (parts_kept(model.whole), left_out_of_loss(model.whole))):
-        metrics.log_line(sentence)
-    for sentence in notices:
+    about_model = filter(None, (parts_kept(model.whole), left_out_of_loss(model.whole)))
+    for sentence in (*override_sentences(config.model), *about_model, *notices):
         metrics.log_line(sentence)
     if model.added_embeddings:
         metrics.log_line(
@@ -234,6 +233,7 @@ def model_spec(config: Config, attention: str, kernels: str, *, embeddings: int 
         init=config.model.init,
         revision=config.model.revision,
         trust_remote_code=config.model.trust_remote_code,
+        overrides=config.model.overrides,
         attention=attention,
         kernels=kernels,
         precision=train.precision,

@@ -125,7 +125,9 @@ def attention_and_refusals(config: Config, layout: Layout, ranks: int | None) ->
     built on meta for it. Raises UserError if the model's configuration can't be read.
     """
     settings, trust = config.model, config.model.trust_remote_code
-    family = load_config(settings.name, trust_remote_code=trust, revision=settings.revision)
+    family = load_config(
+        settings.name, trust_remote_code=trust, revision=settings.revision, overrides=settings.overrides
+    )
     model = on_meta(family, name=settings.name, trust_remote_code=trust)
     model_traits = traits(model)
     auto = settings.attention == "auto"

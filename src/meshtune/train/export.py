@@ -1,5 +1,6 @@
 """Export of a trained model: a Hugging Face folder, or an adapter, that loads anywhere, with a model card."""
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -169,6 +170,7 @@ def exporter_of(
         "layers_to_transform": lora.layers_to_transform,
         "modules_to_save": lora.modules_to_save,
         "embeddings": embeddings,
+        "overrides": config.model.overrides,
     }
     return Exporter(
         model=model,
@@ -191,8 +193,10 @@ def recipe(config: Config) -> dict[str, str]:
     row, betas = OPTIMIZERS[train.optimizer], f"betas {train.adam_betas}"
     rest = f", {row.rest} with {betas} for the rest" if row.rest else ""
     constants = f", {betas}" if "betas" in row.constants else rest
+    changes = {"changes to its config.json": f"`{json.dumps(config.model.overrides)}`"}
     return {
         "base model": shown(config.model.name),
+        **(changes if config.model.overrides else {}),
         "method": config.method
         if config.method == "full"
         else f"{kind_of(config.lora.use_dora)} r {config.lora.r}, alpha {config.lora.alpha:g}",

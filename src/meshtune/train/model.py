@@ -9,7 +9,7 @@ Takes no settings, tokenizer, run folder or tracker.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -70,6 +70,7 @@ class ModelSpec:
     init: Literal["pretrained", "random"] = "pretrained"
     revision: str | None = None
     trust_remote_code: bool = False
+    overrides: Mapping[str, Any] = field(default_factory=dict)  # values in config.json, of a named source
     attention: str = "meshtune"  # the name of a registered attention function
     kernels: str = "cpu"  # the kind of device whose attention kernels run: "cpu" or "cuda"
     precision: str = "bf16"  # a row of precision.PRECISIONS
@@ -227,6 +228,7 @@ def trainable_skeleton(spec: ModelSpec) -> tuple[PreTrainedModel, int]:
         attention=spec.attention,
         trust_remote_code=spec.trust_remote_code,
         revision=spec.revision,
+        overrides=spec.overrides,
     )
     use_kernels(model, anatomy(model), spec.kernels)
     follow_documents(model)
@@ -285,7 +287,8 @@ def fill_values(
         adapters[name] = initial_magnitude(layer, weight.to(spec.loading_dtype))
 
     source: dict[str, Any] = {
-        "dtype": spec.loading_dtype, "trust_remote_code": spec.trust_remote_code, "revision": spec.revision
+        "dtype": spec.loading_dtype, "trust_remote_code": spec.trust_remote_code, "revision": spec.revision,
+        "overrides": spec.overrides,
     }  # fmt: skip
     if spec.init == "random":
 

@@ -129,6 +129,8 @@ def not_carried_over(tool: str, config: Config, *, random_init: bool = False) ->
             f"model.freeze ({', '.join(config.model.freeze)}) is not carried over: {tool} trains every "
             f"parameter that method={config.method} does."
         )
+    if config.model.overrides:
+        yield f"model.overrides is not carried over: {tool} trains the model as its own config.json has it."
     if config.model.init == "random" and not random_init:
         yield f"model.init=random is not carried over: {tool} starts from the pretrained weights."
     if config.data.chat_template:
