@@ -92,6 +92,11 @@ def reduce_scatter_single(output: Tensor, pieces: Tensor, group: dist.ProcessGro
     _first_of("reduce_scatter_single", "reduce_scatter_tensor")(output, pieces, group=group)
 
 
+def compiled_graphs() -> int:
+    """Graphs that torch.compile has compiled in this process so far."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 # Methods of ProcessGroup that start a collective and return its Work; torch 2.13 renamed some.
 COLLECTIVES = (
     "allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "all_gather_single",

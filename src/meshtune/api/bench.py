@@ -50,6 +50,7 @@ def bench(
     from meshtune import launch
     from meshtune.api.dryrun import documents_of, subject_of
     from meshtune.study.bench import Trial
+    from meshtune.study.beside import why_slow
     from meshtune.train.choose import Choice
 
     settings = config_of(config, overrides)
@@ -73,6 +74,7 @@ def bench(
             done.append(beside(subject, layout, cluster.of_size(layout.world), documents, log))
             trial = Trial(settings, Choice(layout, subject.attention), steps, documents)
             done[-1] |= run(trial, device, limit)
+            done[-1]["causes"] = why_slow(done[-1]) if done[-1]["measured"] else []
         return done
 
 

@@ -34,7 +34,9 @@ def bench(
 
     from meshtune.api.bench import bench as run
     from meshtune.config import load
+    from meshtune.meter.causes import Cause
     from meshtune.report.bench import layouts_table, side_by_side
+    from meshtune.report.run.tables import cause_lines
 
     done = run(
         load(file, overrides), layouts=words, steps=steps, limit=limit,
@@ -43,6 +45,11 @@ def bench(
     devices = {one["measured"]["device_type"] for one in done if one["measured"]}
     unit = speed_unit(max(one["world"] for one in done), next(iter(devices), "cuda"))
     tables = [layouts_table(done, unit), *(table for one in done for table in side_by_side(one))]
-    show({"layouts": done}, Group(*(table.rendered() for table in tables)), as_json=as_json)
+    why = [
+        line
+        for one in done
+        for line in cause_lines([Cause(**cause) for cause in one["causes"]], f"why {one['layout']} is slow")
+    ]
+    show({"layouts": done}, Group(*(table.rendered() for table in tables), *why), as_json=as_json)
     if not any(one["measured"] for one in done):
         raise NothingFits(f"{one['layout']}: {one['failed']}" for one in done)

@@ -13,9 +13,10 @@ methods of ProcessGroup that start one, and Work.wait, are replaced while a `Ste
 
 import operator
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import wraps
 from itertools import compress
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ import torch
 import torch.distributed as dist
 
 from meshtune import compat
+
+PASSES = ("backward", "forward and backward")  # parts that a step's passes end with
 
 _running: "StepClock | None" = None
 
@@ -37,6 +40,28 @@ class Span(NamedTuple):
     end: Any
 
 
+class Flight(NamedTuple):
+    """A collective that has started."""
+
+    part: str
+    started: float  # by the host's clock, in seconds
+    reduces: bool  # an all-reduce: what replicas hide behind the backward pass
+
+
+@dataclass
+class HostFacts:
+    """A step as the host has seen it, in seconds of its own clock."""
+
+    calls: Counter[str] = field(default_factory=Counter)  # collectives that it started, by part
+    bytes: Counter[str] = field(default_factory=Counter)  # of each one's largest argument, by part
+    # Most seconds between the start of an all-reduce of data parallelism and its wait: what ran meanwhile
+    # hides it. None without one.
+    head_start: float | None = None
+    # Seconds from the end of the passes to the update, on CUDA: the ranks agree on the norm there, so the
+    # host waits until the device has done all that is queued. None without an update.
+    backlog: float | None = None
+
+
 class StepClock:
     """Measures this rank's steps: `with clock.running(): … with clock.part("forward"): … clock.take()`.
 
@@ -48,7 +73,8 @@ class StepClock:
         self.device, self.groups = device, groups
         self._spans: list[Span] = []
         self._inside = ""  # name of the part at hand
-        self._in_flight: dict[int, str] = {}  # part of the collectives in flight, by id of their Work
+        self._in_flight: dict[int, Flight] = {}  # by id of their Work
+        self._facts, self._passes_end = HostFacts(), 0.0
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -66,9 +92,14 @@ class StepClock:
     def part(self, name: str) -> Iterator[None]:
         """Measure a part of a step, or of the part at hand; the same name again adds up."""
         inside, self._inside, start = self._inside, name, self._now()
+        cuda = self.device.type == "cuda"
+        if cuda and name == "optimizer":
+            self._facts.backlog = time.perf_counter() - self._passes_end
         try:
             yield
         finally:
+            if cuda and name in PASSES:
+                self._passes_end = time.perf_counter()
             self._spans.append(Span(name, inside, start, self._now()))
             self._inside = inside
 
@@ -90,6 +121,11 @@ class StepClock:
             if span.inside:
                 seconds[span.inside] -= length
         return dict(seconds)
+
+    def take_facts(self) -> HostFacts:
+        """Return the host's facts since the last call."""
+        facts, self._facts = self._facts, HostFacts()
+        return facts
 
     def _now(self) -> Any:
         if self.device.type != "cuda":
@@ -115,7 +151,7 @@ class StepClock:
 
         for name in compat.COLLECTIVES:
             if name in group_type.__dict__:
-                replace(group_type, name, self._starting(group_type.__dict__[name]))
+                replace(group_type, name, self._starting(group_type.__dict__[name], name))
         replace(work_type, "wait", self._waiting(work_type.__dict__["wait"]))
 
         def restore() -> None:
@@ -124,24 +160,39 @@ class StepClock:
 
         return restore
 
-    def _starting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _starting(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Wrap a method of a process group so that the Work which it returns is known by its part."""
+        reduces = name.startswith("allreduce")
 
         def started(group: Any, *args: Any, **kwargs: Any) -> Any:
             work = method(group, *args, **kwargs)
             if part := self.groups.get(group.group_name, "data"):
-                self._in_flight[id(work)] = part
+                self._in_flight[id(work)] = Flight(part, time.perf_counter(), reduces)
+                self._facts.calls[part] += 1
+                self._facts.bytes[part] += max(map(payload, args), default=0)
             return work
 
         return started
 
     def _waiting(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def waited(work: Any, *args: Any, **kwargs: Any) -> Any:
-            part = self._in_flight.pop(id(work), None)
-            with self.part(f"wait {part}") if part else nullcontext():
+            flight = self._in_flight.pop(id(work), None)
+            if flight is None:
+                return method(work, *args, **kwargs)
+            if flight.reduces and flight.part == "data":
+                hidden = time.perf_counter() - flight.started
+                self._facts.head_start = max(hidden, self._facts.head_start or 0.0)
+            with self.part(f"wait {flight.part}"):
                 return method(work, *args, **kwargs)
 
         return waited
+
+
+def payload(argument: Any) -> int:
+    """Bytes of the tensors in an argument of a collective: a tensor, or lists of them."""
+    if isinstance(argument, torch.Tensor):
+        return argument.nbytes
+    return sum(map(payload, argument)) if isinstance(argument, list | tuple) else 0
 
 
 def measured(name: str) -> AbstractContextManager[object]:

@@ -82,6 +82,7 @@ class Ledger(TorchDispatchMode):
         self.expected: dict[int, Entry] = {}  # claimed, but not seen yet: not counted
         self.live: Counter[str] = Counter()  # bytes by category
         self.total = self.clock = 0  # bytes; storages seen so far
+        self.operations = 0  # dispatched so far
         self.restart()
 
     def restart(self) -> None:
@@ -235,6 +236,7 @@ class Ledger(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes back as operations on the local tensors
         kwargs = kwargs or {}
+        self.operations += 1
         of_logits = self._has([args, kwargs], LOGITS)
         out = func(*args, **kwargs)
         for tensor in self.tensors(out):

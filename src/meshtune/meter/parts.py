@@ -88,8 +88,14 @@ def step_time(layout: Layout, ranks: Sequence[Mapping[str, float]], seconds: Seq
     )
 
 
-def time_row(step: int, found: StepTime, in_flight: Sequence[float] | None = None) -> dict[str, Any]:
-    """The row of a step's time by part. in_flight: most micro-batches that each rank of a pipeline held."""
+def time_row(
+    step: int, found: StepTime, in_flight: Sequence[float] | None = None, **facts: Any
+) -> dict[str, Any]:
+    """The row of a step's time by part.
+
+    in_flight: most micro-batches that each rank of a pipeline held. facts: more columns, for causes.py; those
+    that are None are left out.
+    """
     row: dict[str, Any] = {"kind": "time", "step": step, "seconds": found.seconds, "parts": dict(found.parts)}
     ranks = len(found.busy)
     if ranks > 1:
@@ -101,4 +107,4 @@ def time_row(step: int, found: StepTime, in_flight: Sequence[float] | None = Non
             row["busy"], row["loading"] = list(found.busy), list(found.loading)
     if in_flight is not None and ranks <= SHOWN_RANKS:
         row["idle"], row["in_flight"] = list(found.idle), list(in_flight)
-    return row
+    return row | {name: value for name, value in facts.items() if value is not None}

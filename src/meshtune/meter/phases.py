@@ -96,6 +96,7 @@ class PhaseMemory:
         self.peaks: dict[str, Peak] = {}  # of the step at hand, by phase
         self.step = 0  # the watched step at hand, or the last one; 0 once no more are watched
         self.current = "loading"  # the phase at hand, or the last one
+        self.operations: int | None = None  # of the last watched step's passes; None: not counted
         self._ledger: Ledger | None = None  # on CPU, during a watched step
         self._most = 0  # bytes, of all watched phases
         self._cuda_peak = 0  # bytes, of the phases whose statistics were reset
@@ -145,7 +146,7 @@ class PhaseMemory:
             yield
             return
         self.steps_left -= 1
-        self.step, self.peaks = step, {}
+        self.step, self.peaks, self.operations = step, {}, None
         with ExitStack() as stack:
             if self.device.type != "cuda":
                 self._ledger = stack.enter_context(self.ledger(self.device))
@@ -178,8 +179,10 @@ class PhaseMemory:
 
     def _host_phase(self, name: str, ledger: Ledger) -> Iterator[None]:
         ledger.restart()
-        ledger.default = rest_of(name)
+        ledger.default, before = rest_of(name), ledger.operations
         yield
+        if name != OPTIMIZER:
+            self.operations = (self.operations or 0) + ledger.operations - before
         ledger.default = TEMPORARY
         self._tag()
         self._keep(Peak(name, ledger.peak, dict(ledger.parts)))

@@ -155,7 +155,10 @@ def bench_rank(rank: Rank, trial: Trial) -> Measured | None:
                     learning_rate=LEARNING_RATE, max_grad_norm=config.train.max_grad_norm,
                 )  # fmt: skip
             world.synchronize()
-            found = meter.end(step, loading=loading, in_flight=model.passes.in_flight(), stop=False)
+            found = meter.end(
+                step, micro_batches=batch.micro_batches, loading=loading,
+                in_flight=model.passes.in_flight(), stop=False,
+            )  # fmt: skip
             memory += found.memory
             if step > WARM_UP:
                 seconds.append(found.time["seconds"])

@@ -1,11 +1,13 @@
 """The planner's prediction and the dry run in the parts that a run measures (meter/parts.py)."""
 
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from meshtune.dryrun.kernels import COMMUNICATION, UPDATES, kernel_table
 from meshtune.dryrun.simulation import Simulation
+from meshtune.meter.causes import causes
 from meshtune.meter.trace import BACKWARD, FORWARD
 from meshtune.placement.columns import Columns
 from meshtune.plan.machine import machine_of
@@ -32,8 +34,19 @@ def predicted(workload: Workload, choice: Choice) -> dict[str, Any]:
     return {
         "step_seconds": facts["step_seconds"],
         "parts": parts_of(choice.seconds, split),
+        "time": facts["time"],
         "memory": tensors(memory),
     }
+
+
+def why_slow(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The causes that make a measured layout slow, as plain values, the costliest first.
+
+    document: of `bench --json`, with its layout, `predicted` and `measured`.
+    """
+    measured, names = document["measured"], ("layout", "predicted")
+    run = {"kind": "run", "device_type": measured["device_type"]} | {name: document[name] for name in names}
+    return [asdict(cause) for cause in causes([run, *measured["time_rows"]])]
 
 
 def simulated(simulation: Simulation) -> dict[str, Any]:

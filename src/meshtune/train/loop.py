@@ -16,6 +16,7 @@ from torch import Tensor
 from meshtune.data.batch import Batch
 from meshtune.data.loader import Loader
 from meshtune.errors import Interrupted, NonFinite, UserError, explained, is_out_of_memory
+from meshtune.meter.causes import causes
 from meshtune.meter.rows import time_now
 from meshtune.parallel.mesh import World
 from meshtune.rundir import RunDir, disk_is_full
@@ -122,8 +123,8 @@ def train(run: Run) -> None:
             evaluating = due(now.step, run.evaluate_every, run.steps)
             saving = due(now.step, run.checkpoint_every, run.steps) and done.finite
             measured = meter.end(
-                now.step, loading=data_seconds, in_flight=run.passes.in_flight(),
-                stop=run.stop.requested is not None,
+                now.step, micro_batches=batch.micro_batches, loading=data_seconds,
+                in_flight=run.passes.in_flight(), stop=run.stop.requested is not None,
             )  # fmt: skip
             stopping = measured.stopping
             if evaluating or saving or stopping:
@@ -136,7 +137,7 @@ def train(run: Run) -> None:
                 step=now.step, loss=done.loss, grad_norm=done.norm, learning_rate=rate, tokens=batch.tokens,
                 label_tokens=batch.label_tokens, step_seconds=step_seconds, data_seconds=data_seconds,
                 peak_memory_bytes=measured.peak_bytes, peak_resident_bytes=measured.resident_bytes,
-                skipped=not done.finite, warm_up=measured.watched or now.step == first,
+                skipped=not done.finite, warm_up=measured.warm_up,
                 flops=known(done.flops), flops_6n=known(done.flops_6n), epoch=run.loader.epochs_at(now.data),
             )  # fmt: skip
             run.metrics.measured(now.step, measured.time, measured.memory)
@@ -334,8 +335,13 @@ def finish(run: Run) -> None:
 
 
 def end(run: Run, status: str, **facts: Any) -> None:
-    """Log the end row: the time, the step, what ended the run, and the sums over its steps."""
+    """Log why the run was slow, if it was, and the end row: the time, the step, what ended the run, and the
+    sums over its steps.
+    """
     now = run.progress
+    if run.world.main:
+        for cause in causes(run.folder.rows()):
+            run.metrics.log(cause.row() | {"step": now.step})
     run.metrics.end(
         ended=time_now(), step=now.step, status=status, tokens=now.tokens, seconds=now.seconds, **facts
     )

@@ -9,9 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from meshtune import compat
+from meshtune.data.batch import MicroBatch
 from meshtune.meter.clock import StepClock
+from meshtune.meter.host import seconds_per_operation
 from meshtune.meter.parts import AXIS_PARTS, MEASURED, step_time, time_row
 from meshtune.meter.phases import PhaseMemory, peak_resident_bytes
 from meshtune.meter.rows import memory_row
@@ -31,7 +35,7 @@ class Measured:
     stopping: bool  # whether a rank was asked to stop
     time: Row  # of kind "time"
     memory: Sequence[Row]  # of kind "memory": of every rank in watched steps, later of ranks with a new peak
-    watched: bool  # whether memory was watched, which takes time
+    warm_up: bool  # the first step, or memory was watched, which takes time: no part of medians
 
 
 class Meter:
@@ -42,6 +46,11 @@ class Meter:
         self.clock = StepClock(world.device, group_parts(world))
         self.running, self.watching = self.clock.running, memory.watching
         self.phase = releasing(self._phase, world.device)
+        self._compiled = compat.is_compiled(memory.model)
+        self._on_cpu = world.device.type != "cuda"
+        self._operation = seconds_per_operation() if self._on_cpu and not self._compiled else 0.0
+        self._counts = 0, 0  # graphs compiled and retries of the allocator, before the step
+        self._steps = 0
         self._began = 0.0
         self._highest: list[float] = [0.0] * world.size
 
@@ -53,33 +62,65 @@ class Meter:
     def begin(self) -> None:
         """Begin a step. What was measured since the last one, such as an evaluation, is no step's."""
         self.clock.take()
+        self.clock.take_facts()
+        self._counts = self._counted()
         self._began = time.perf_counter()
 
-    def end(self, step: int, *, loading: float, in_flight: float, stop: bool) -> Measured:
+    def end(
+        self, step: int, *, micro_batches: Sequence[MicroBatch], loading: float, in_flight: float, stop: bool
+    ) -> Measured:
         """End a step; every rank calls it. loading: seconds that this rank waited for the batch.
 
-        step: its number. in_flight: most micro-batches whose activations this rank held. stop: whether this
-        rank was asked to stop.
+        step: its number. micro_batches: this rank's. in_flight: the most of them whose activations it held.
+        stop: whether this rank was asked to stop.
         """
         clock = self.clock.take() | {"loading": loading}
         own = [
             self.memory.peak_bytes(), peak_resident_bytes(), stop, in_flight,
-            time.perf_counter() - self._began, *(clock.get(name, 0.0) for name in MEASURED),
+            time.perf_counter() - self._began, sum(each.tokens for each in micro_batches),
+            sum(each.input_ids.numel() for each in micro_batches),
+            *(now - before for now, before in zip(self._counted(), self._counts, strict=True)),
+            *(clock.get(name, 0.0) for name in MEASURED),
         ]  # fmt: skip
         ranks = self.world.gather_numbers(*own)
-        peaks, resident, stops, flights, seconds, *_ = zip(*ranks, strict=True)
+        peaks, resident, stops, flights, seconds, tokens, columns, graphs, retries, *_ = zip(
+            *ranks, strict=True
+        )
         clocks = [dict(zip(MEASURED, rank[-len(MEASURED) :], strict=True)) for rank in ranks]
         layout = self.world.layout
         found = step_time(layout, clocks, seconds)
         watched = self.memory.step == step
+        self._steps += 1
+        warm_up = watched or self._steps == 1
+        facts = self._facts() | {
+            "padding": 1 - sum(tokens) / (sum(columns) or 1),
+            "recompilations": round(sum(graphs)) or None,
+            "allocator_retries": round(sum(retries)) or None,
+            "warm_up": warm_up or None,
+        }
         return Measured(
             peak_bytes=round(max(peaks)) or None,
             resident_bytes=round(max(resident)),
             stopping=any(stops),
-            time=time_row(step, found, flights if layout.pp > 1 else None),
+            time=time_row(step, found, flights if layout.pp > 1 else None, **facts),
             memory=self._memory_rows(step, peaks, watched=watched),
-            watched=watched,
+            warm_up=warm_up,
         )
+
+    def _counted(self) -> tuple[int, int]:
+        """Graphs that torch.compile has made so far, and retries of CUDA's allocator."""
+        retries = 0 if self._on_cpu else torch.cuda.memory_stats(self.world.device)["num_alloc_retries"]
+        return compat.compiled_graphs() if self._compiled else 0, retries
+
+    def _facts(self) -> dict[str, Any]:
+        """Columns of the step's row that tell why it is slow, from this rank's host."""
+        facts, operations = self.clock.take_facts(), self.memory.operations
+        return {
+            "traffic": {axis: [calls, facts.bytes[axis]] for axis, calls in facts.calls.items()} or None,
+            "head_start": facts.head_start,
+            "backlog": None if self._on_cpu else facts.backlog,
+            "launching": operations * self._operation if operations and self._operation else None,
+        }
 
     def _memory_rows(self, step: int, peaks: Sequence[float], *, watched: bool) -> list[Row]:
         if watched:

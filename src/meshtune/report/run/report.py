@@ -81,6 +81,7 @@ def report_page(run: RunDir) -> str:
     shown = [(label, _fact(facts[key])) for key, label in LABELS.items() if facts.get(key) is not None]
     environment = _leaves({key: value for key, value in facts.items() if key not in (*LABELS, PREDICTED)})
     after = [
+        _causes(summary),
         _samples(run),
         _memory(run.rows("memory")),
         _facts("What was run", shown),
@@ -146,6 +147,16 @@ def _headline(summary: Summary) -> str:
         for label, value, beside in tiles
     )
     return f"<dl class='tiles'>{''.join(cells)}</dl>"
+
+
+def _causes(summary: Summary) -> str:
+    """HTML of the causes of a slow run; "" for a healthy one."""
+    items = "".join(
+        f"<li><b>{text(cause.name)}</b>, {cause.share:.0%} of the time: {text(cause.evidence)} "
+        f"{text(cause.remedy)}</li>"
+        for cause in summary.causes
+    )
+    return f"<section><h2>Why it is slow</h2><ol>{items}</ol></section>" if items else ""
 
 
 def _samples(run: RunDir) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from meshtune import units
 from meshtune.errors import UserError
+from meshtune.meter.causes import Cause
 from meshtune.rundir import Row, RunDir
 
 
@@ -43,6 +44,7 @@ class Summary:
     peak_resident_bytes: int | None  # of a process, highest in any row
     model_folder: str | None  # None until it exists
     report: str | None  # None until it exists
+    causes: tuple[Cause, ...]  # that make the run slow, the costliest first; empty where it is healthy
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as plain values, for JSON."""
@@ -101,7 +103,14 @@ def summarise(run: RunDir) -> Summary:
         peak_resident_bytes=max(values(train, "peak_resident_bytes"), default=None),
         model_folder=str(run.model) if run.model.exists() else None,
         report=str(run.report_file) if run.report_file.exists() else None,
+        causes=causes_of(rows),
     )
+
+
+def causes_of(rows: Sequence[Row]) -> tuple[Cause, ...]:
+    """The causes that the last start of a run has named."""
+    starts = [number for number, row in enumerate(rows) if row.get("kind") == "run"]
+    return tuple(Cause.of_row(row) for row in of_kind(rows[starts[-1] if starts else 0 :], "cause"))
 
 
 def samples_of(run: RunDir) -> list[Sample]:

@@ -1,10 +1,13 @@
 """A run in the terminal: its loss curve, headline numbers and samples, at any width."""
 
+from collections.abc import Sequence
+
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from meshtune.meter.causes import Cause
 from meshtune.report.run.curve import curve
 from meshtune.report.run.summary import Summary, samples_of, summarise, values
 from meshtune.rundir import RunDir
@@ -28,7 +31,15 @@ def run_summary(run: RunDir, *, curve_width: int = 60) -> RenderableType:
     grid.add_column(overflow="fold")
     for label, value in headline(summary):
         grid.add_row(label, Text(value, style="bold" if label == "exact match" else ""))
-    return Padding(Group(*parts, grid), (1, 2))
+    return Padding(Group(*parts, grid, *cause_lines(summary.causes)), (1, 2))
+
+
+def cause_lines(causes: Sequence[Cause], title: str = "why it is slow") -> list[RenderableType]:
+    """Lines with the causes of a slow run, one each; none for a healthy one."""
+    if not causes:
+        return []
+    lines = [Text(f"{place}. {cause.sentence}") for place, cause in enumerate(causes, 1)]
+    return [Text(), Text(title, style="bold"), *lines]
 
 
 def places(run: RunDir) -> list[Text]:
