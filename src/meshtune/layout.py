@@ -32,6 +32,7 @@ TORCH_SCHEDULES = {  # ours -> what torch.distributed.pipelining calls them
 SCHEDULES = tuple(TORCH_SCHEDULES)
 VIRTUAL_SCHEDULES = ("interleaved1f1b", "loopedbfs", "zb")  # the ones that take v > 1
 V_SCHEDULES = ("zbv", "dualpipev")  # two stages a rank: down the ranks and up again
+ALL_AHEAD = ("gpipe", "loopedbfs")  # all forwards of a step before its backwards
 ZERO_BUBBLE = ("zb", *V_SCHEDULES)  # the backward of weights runs later than that of activations
 RECOMPUTE = tuple(RECOMPUTATIONS)
 BY_BLOCK = tuple(name for name, mode in RECOMPUTATIONS.items() if mode.block)  # may be of some blocks alone

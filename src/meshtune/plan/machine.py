@@ -73,6 +73,7 @@ class Machine:
     rotary_backward: Number  # the same of elementwise_rotary
     adapter_passes: Number  # tensors that move as B's outputs are scaled and added, in the forward
     logit_bytes: Number  # moved for each logit, forward and backward
+    split_logit_bytes: Number  # moved beside them where tp splits the vocabulary
     selective: Number  # share of the forward's matmuls that selective recomputation repeats
     launch: Number  # seconds in which the host launches a kernel
     block_launches: Number  # kernels of a block's forward, without adapters

@@ -11,12 +11,12 @@ Nothing is added to the formulas: where a step has more micro-batches than are d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from meshtune.layout import Layout
+from meshtune.layout import ALL_AHEAD, Layout
 from meshtune.placement.columns import Columns
 from meshtune.placement.schedules import Pass, orders
 from meshtune.placement.share import stage_blocks
@@ -30,14 +30,13 @@ from meshtune.plan.memory.timeline import overhead, step_timeline, transient
 from meshtune.plan.search import Choice, end_costs, ranks_of
 from meshtune.plan.seconds.block import Blocks
 from meshtune.plan.seconds.collectives import gradient_collectives, optimizer_update
-from meshtune.plan.seconds.gpu import head_and_loss
+from meshtune.plan.seconds.ends import Ends, end_seconds
 from meshtune.plan.seconds.pipeline import pipeline_seconds
 from meshtune.plan.tools import MESHTUNE
 from meshtune.plan.workload import Workload
 
 MOST_PASSES = 2400  # that are drawn
 ALONE = 3  # micro-batches that are drawn without a pipeline
-ALL_AHEAD = ("gpipe", "loopedbfs")  # schedules whose memory grows with every micro-batch
 
 
 class Timed(NamedTuple):
@@ -101,12 +100,12 @@ class _Durations:
     forward: float  # of a block
     backward: float  # of a block, with its recomputation and the collectives of ZeRO
     weights: float  # the part of it that makes gradients of weights
-    head: float  # of head and loss, forward and backward
     send: float  # to the next stage
     host: float  # of one micro-batch on a stage
     data: float  # collectives on gradients after the last backward
     optimizer: float  # the update, and the host's work for a step
     blocks: tuple[int, ...]  # of each stage
+    ends: Ends
 
     @classmethod
     def of(cls, workload: Workload, choice: Choice) -> _Durations:
@@ -115,34 +114,37 @@ class _Durations:
         documents = min(workload.document_tokens or tokens, tokens)
         every = Blocks.of(work, columns, machine, tokens, documents)
         block = every.mean(work.blocks / columns.pp)
-        head = head_and_loss(machine, columns.rank_tokens(tokens), work, columns.tp)
-        pipeline = pipeline_seconds(work, columns, machine, tokens, blocks=every, head=head)
+        ends = end_seconds(work, columns, machine, tokens)
+        pipeline = pipeline_seconds(work, columns, machine, tokens, blocks=every, ends=ends)
         seconds = {
             "forward": block.forward,
             "backward": block.backward + block.sharding,
             "weights": block.compute.weights,
-            "head": head,
             "send": pipeline.sends / (2 * columns.virtual_stages),
             "host": machine.host_micro_batch / columns.virtual_stages,
             "data": gradient_collectives(work, columns, machine, block),
             "optimizer": optimizer_update(work, columns, machine) + machine.host_step,
         }
         blocks = _stage_sizes(workload, layout)
-        return cls(**{name: float(np.squeeze(value)) for name, value in seconds.items()}, blocks=blocks)
+        ends = Ends(*(float(np.squeeze(getattr(ends, each.name))) for each in fields(Ends)))
+        numbers = {name: float(np.squeeze(value)) for name, value in seconds.items()}
+        return cls(**numbers, blocks=blocks, ends=ends)
 
     def seconds(self, one: Pass) -> float:
-        """Seconds of a pass with its send; the head's are one part forward, and two parts backward."""
-        blocks, head = self.blocks[one.stage], self.head * (one.stage == len(self.blocks) - 1) / 3
-        weights = blocks * self.weights + head
+        """Seconds of a pass with its send."""
+        blocks, first = self.blocks[one.stage], one.stage == 0
+        last = one.stage == len(self.blocks) - 1
+        weights = blocks * self.weights + first * self.ends.embedding + last * self.ends.weights
+        inputs = blocks * (self.backward - self.weights) + last * self.ends.inputs + self.send
         match one.kind:
             case "F":
-                return blocks * self.forward + head + self.host + self.send
+                return blocks * self.forward + last * self.ends.forward + self.host + self.send
             case "W":
                 return weights
             case "I":
-                return blocks * self.backward + head + self.send + head - weights
+                return inputs
             case _:
-                return blocks * self.backward + 2 * head + self.send
+                return inputs + weights
 
 
 def _stage_sizes(workload: Workload, layout: Layout) -> tuple[int, ...]:

@@ -1,6 +1,8 @@
 """The planner's step time of this engine beside the dry run's, part by part: neither may drift away alone."""
 
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +14,10 @@ from meshtune.dryrun.kernels import kernel_table
 from meshtune.dryrun.ranks import distinct_ranks, trace_ranks
 from meshtune.dryrun.streams import simulate
 from meshtune.layout import Layout
+from meshtune.meter.trace import RankTrace
 from meshtune.model.trace import census
 from meshtune.placement.columns import Columns
-from meshtune.plan.seconds.step import compute_parts, step
+from meshtune.plan.seconds.step import PARTS, Seconds, compute_parts, step
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
 
@@ -24,7 +27,8 @@ import step_time
 
 SHAPE = reserved.Shape(layers=4, hidden=2048, ffn=8192, heads=32, kv_heads=8, vocab=128256)  # as Llama-3.2 1B
 SEQ_LEN = 4096
-BLOCKS, UPDATE, DATA = 0.04, 0.01, 0.15  # shares by which the planner's may differ
+# shares by which the planner's may differ
+BLOCKS, HEAD_AND_COPIES, UPDATE, DATA, STEP = 0.04, 0.03, 0.01, 0.15, 0.03
 
 
 def test_updates_move_the_bytes_that_their_kernels_were_counted_to_move() -> None:
@@ -47,22 +51,46 @@ def test_updates_move_the_bytes_that_their_kernels_were_counted_to_move() -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "text", ["dp8-mb1-ga2", "zero3x8-mb1-ga1", "zero3x8-mb1-ga1-full", "zero1x8-mb1-ga2"]
+    "text", ["dp8-mb1-ga2", "zero3x8-mb1-ga1", "zero3x8-mb1-ga1-full", "zero1x8-mb1-ga2", "tp4-sp-mb1-ga1"]
 )
 def test_the_planner_and_the_dry_run_agree(text: str) -> None:
     layout = Layout.parse(text)
-    numbers = census(reserved.config_of(SHAPE, SEQ_LEN))
+    planned, parts, traces, costs = both_ways(layout, SHAPE)
+    simulated, totals = simulate(traces, layout, costs).parts, kernel_table(traces[0], costs)
+    blocks = sum(seconds for name, seconds in parts.items() if name not in ("copies", "head"))
+    in_blocks = sum(row.seconds for row in totals.totals() if row.place == "blocks")
+    assert blocks == pytest.approx(in_blocks, rel=BLOCKS)
+    assert parts["copies"] + parts["head"] == pytest.approx(
+        simulated.compute - in_blocks, rel=HEAD_AND_COPIES
+    )
+    for part, tolerance in (("optimizer", UPDATE), ("data", DATA), ("total", STEP)):
+        assert getattr(planned, part) == pytest.approx(getattr(simulated, part), rel=tolerance), part
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["pp4-gpipe-mb1-ga8", "pp4-1f1b-mb1-ga8"])
+def test_a_pipelines_step_takes_as_long_in_both(text: str) -> None:
+    """Its head is as long as four blocks here, so that the last rank is the slowest."""
+    layout = Layout.parse(text)
+    planned, _, traces, costs = both_ways(layout, replace(SHAPE, layers=8))
+    assert planned.total == pytest.approx(simulate(traces, layout, costs).seconds, rel=STEP)
+
+
+def both_ways(
+    layout: Layout, shape: reserved.Shape
+) -> tuple[Seconds, dict[str, float], Sequence[RankTrace], Costs]:
+    """(Planned parts of a step, its planned compute by kind, traces of its distinct ranks, costs of both)."""
+    numbers = census(reserved.config_of(shape, SEQ_LEN))
     ranks = distinct_ranks(numbers, layout, SEQ_LEN)
-    traces = trace_ranks(partial(reserved.ours, SHAPE, layout, SEQ_LEN), [*ranks], layout.world)
+    traces = trace_ranks(partial(reserved.ours, shape, layout, SEQ_LEN), [*ranks], layout.world)
     workload = Workload("llama", Work.of(numbers), None, SEQ_LEN, layout.global_batch_size)  # type: ignore[arg-type]
     costs = Costs.of(workload, step_time.cluster("h100-sxm", layout.world))
     columns = Columns.of([layout])
     planned = step(workload.work, columns, costs.machine, SEQ_LEN)
     parts = compute_parts(workload.work, columns, costs.machine, SEQ_LEN)
-    blocks = sum(float(np.ravel(parts[name])[0]) for name in parts if name not in ("copies", "head"))
-    simulated = simulate(traces, layout, costs).parts
-    kernels = kernel_table(traces[0], costs).totals()
-    assert blocks == pytest.approx(sum(row.seconds for row in kernels if row.place == "blocks"), rel=BLOCKS)
-    for part, tolerance in (("optimizer", UPDATE), ("data", DATA)):
-        found = float(np.ravel(getattr(planned, part))[0])
-        assert found == pytest.approx(getattr(simulated, part), rel=tolerance), part
+    return (
+        Seconds(**{part: float(np.ravel(getattr(planned, part))[0]) for part in PARTS}),
+        {name: float(np.ravel(value)[0]) for name, value in parts.items()},
+        traces,
+        costs,
+    )

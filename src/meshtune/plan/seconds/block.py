@@ -96,6 +96,10 @@ class Blocks:
         recomputing = np.minimum(self.most, blocks)
         return recomputing * self.recomputing.total + (blocks - recomputing) * self.saving.total
 
+    def forward(self, blocks: Number) -> Number:
+        """Seconds of their forward; none recomputes there."""
+        return blocks * self.saving.forward
+
     def mean(self, blocks: Number) -> Block:
         """The mean block of a pipeline rank with `blocks` of them."""
         if self.recomputing is self.saving:

@@ -139,21 +139,6 @@ def adapter_sums(machine: Machine, tokens: Number, work: Work, layouts: Columns)
     return machine.adapter_passes * outputs * seconds, backward * seconds
 
 
-def head_and_loss(machine: Machine, tokens: Number, work: Work, tp: Number) -> Number:
-    """Seconds of the logits and the loss of `tokens` tokens, forward and backward, on a rank with the head.
-
-    A vocabulary that tp does not divide is padded. Where other matmuls are in 8 bits, the head's are in 16.
-    """
-    rows = work.vocabulary / tp
-    rows = np.where(rows % 1 > 0, np.ceil(rows / ALIGNED) * ALIGNED, rows)
-    fastest, lying = machine.core_matmul_max, (rows, work.hidden)
-    matmuls = matmul(machine, tokens, rows, work.hidden, fastest=fastest)
-    matmuls = matmuls + matmul(machine, tokens, work.hidden, rows, fastest=fastest)
-    weights = matmul(machine, rows, work.hidden, tokens, contiguous=lying, fastest=fastest)
-    matmuls = matmuls + work.head_trainable * weights
-    return matmuls + tokens * rows * machine.logit_bytes / (machine.bandwidth * machine.memory)
-
-
 @dataclass(frozen=True)
 class BlockCompute:
     """Seconds that a GPU computes for one block and one micro-batch, by kind."""
@@ -251,14 +236,16 @@ def gradient_accumulation(machine: Machine, gradients: Number, layouts: Columns)
     return np.where(layouts.zero < 2, gradients * moved / (machine.bandwidth * machine.memory), 0.0)
 
 
-def shard_copies(machine: Machine, whole: Number, trained: Number, layouts: Columns) -> tuple[Number, Number]:
+def shard_copies(
+    machine: Machine, whole: Number, trained: Number, layouts: Columns, *, again: bool = True
+) -> tuple[Number, Number]:
     """Seconds of (forward, backward) in one micro-batch of FSDP2's copies: memory traffic.
 
     Shards are cast and copied into the buffer of an all-gather, weights copied out of it; gradients are
     copied into the buffer of a reduce-scatter, in the dtype of their sum, and its results are added up.
     ZeRO-3 gathers in the forward and in the backward, ZeRO-1 and -2 once a step.
 
-    whole, trained: elements before tp and ZeRO.
+    whole, trained: elements before tp and ZeRO. again: whether ZeRO-3 gathers in the backward too.
     """
     steps, shards = layouts.gradient_accumulation_steps, layouts.shard_ranks
     element, summed = machine.element, machine.scatter_bytes
@@ -269,9 +256,9 @@ def shard_copies(machine: Machine, whole: Number, trained: Number, layouts: Colu
     seconds = machine.counted / (layouts.tp * machine.bandwidth * machine.memory)
     once = np.where(layouts.zero == 3, 1.0, 1 / steps)
     scatters = np.where(layouts.zero > 1, 1.0, 1 / steps)
-    again = np.where(layouts.zero == 3, gather, 0.0)
+    gathered_again = np.where(layouts.zero == 3, again * gather, 0.0)
     sharded = np.where(layouts.zero > 0, seconds, 0.0)
-    return sharded * once * gather, sharded * (again + scatters * scatter)
+    return sharded * once * gather, sharded * (gathered_again + scatters * scatter)
 
 
 def overlapped(seconds: Number, others: Number) -> Number:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshtune.layout import ZERO_BUBBLE
+from meshtune.layout import ALL_AHEAD, V_SCHEDULES, ZERO_BUBBLE
 from meshtune.plan.seconds.collectives import ranks_in_node, ring_collectives
 from meshtune.units import Number
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from meshtune.placement.columns import Columns
     from meshtune.plan.machine import Machine
     from meshtune.plan.seconds.block import Blocks
+    from meshtune.plan.seconds.ends import Ends
     from meshtune.plan.work import Work
 
 SEND_SHARE_OF_LINK = 0.5  # of the link's bandwidth, for one send to one neighbour; assumed
@@ -30,12 +33,9 @@ class Pipeline:
 
 
 def pipeline_seconds(
-    work: Work, layouts: Columns, machine: Machine, seq_len: Number, *, blocks: Blocks, head: Number
+    work: Work, layouts: Columns, machine: Machine, seq_len: Number, *, blocks: Blocks, ends: Ends
 ) -> Pipeline:
-    """Seconds of sends and bubble. All stages wait for the slowest one, which may be the one with the head.
-
-    head: seconds of the head and the loss for one micro-batch.
-    """
+    """Seconds of sends and bubble. All ranks wait for the slowest one, which may be the one with the head."""
     on_rank = work.blocks / layouts.pp
     block = blocks.mean(on_rank)
     hidden_bytes = machine.element * layouts.rank_tokens(seq_len) * work.hidden
@@ -45,25 +45,47 @@ def pipeline_seconds(
     send = send + np.where(layouts.sp > 0, 0.0, gather)
     sends = 2 * send * layouts.virtual_stages * (layouts.pp > 1)
     stage = blocks.total(on_rank) + sends + machine.host_micro_batch
-    slowest = _slowest_rank(work.blocks, layouts.pp, blocks, head, machine.balanced)
+    slowest = _slowest_rank(work.blocks, layouts, blocks, ends, machine.balanced)
     slowest = slowest + sends + machine.host_micro_batch
     bubble = _bubble(layouts, stage, block.forward * on_rank, block.compute.weights * on_rank)
     return Pipeline(sends, bubble, np.where(layouts.pp > 1, slowest - stage, 0.0))
 
 
-def _slowest_rank(count: Number, pp: Number, blocks: Blocks, head: Number, balanced: Number) -> Number:
-    """Seconds of the slowest pipeline rank's blocks and head for one micro-batch.
+def _slowest_rank(count: Number, layouts: Columns, blocks: Blocks, ends: Ends, balanced: Number) -> Number:
+    """Seconds of the slowest pipeline rank's blocks and ends for one micro-batch.
 
-    count: blocks of the model. head: seconds of head and loss, which count only with a pipeline. balanced: as
-    in Machine.
+    Where all forwards come before all backwards: of the slowest in the forward and the slowest in the
+    backward.
+
+    count: blocks of the model. ends: they count only with a pipeline. balanced: as in Machine.
     """
-    head = np.where(pp > 1, head, 0.0)
-    head_blocks = head / blocks.mean(count / pp).total
-    equal = blocks.total(np.ceil(count / pp - 1e-9)) + head
-    on_last = np.maximum(1.0, np.round((count + head_blocks) / pp - head_blocks))
-    on_others = np.ceil((count - on_last) / np.maximum(pp - 1, 1.0) - 1e-9)
-    by_cost = np.maximum(blocks.total(on_last) + head, blocks.total(on_others))
-    return np.where(balanced > 0, np.where(pp > 1, by_cost, blocks.total(count)), equal)
+    pp, per_rank = layouts.pp, layouts.virtual_stages
+    # One rank has the first stage and the last one where stages turn back at the last rank.
+    turned = layouts.runs(*V_SCHEDULES)
+    head_blocks = ends.head / blocks.mean(count / pp).total
+    on_last = np.maximum(1.0, np.round((count + head_blocks) / (pp * per_rank) - head_blocks))
+    on_other = (count - on_last) / np.maximum(pp * per_rank - 1, 1.0)  # stage
+    beside_last = (per_rank - 1) * np.where(turned, np.floor(on_other + 1e-9), on_other)
+    cut_by_cost = (
+        np.floor(per_rank * on_other + 1e-9),
+        np.ceil(per_rank * on_other - 1e-9),
+        on_last + beside_last,
+    )
+    equal = np.ceil(count / pp - 1e-9)
+    first, middle, last = (np.where(balanced > 0, on, equal) for on in cut_by_cost)
+    forwards, backwards = [], []
+    for on, has_first, has_last in (
+        (first, np.where(turned, 0.0, 1.0), 0.0),
+        (middle, 0.0, 0.0),
+        (last, np.where(turned, 1.0, 0.0), 1.0),
+    ):
+        forward = blocks.forward(on)
+        forwards.append(forward + has_last * ends.forward)
+        backward = blocks.total(on) - forward + has_last * ends.backward
+        backwards.append(backward + has_first * ends.embedding)
+    together = reduce(np.maximum, map(operator.add, forwards, backwards))
+    apart = reduce(np.maximum, forwards) + reduce(np.maximum, backwards)
+    return np.where(pp > 1, np.where(layouts.runs(*ALL_AHEAD), apart, together), blocks.total(count))
 
 
 def send_seconds(size: Number, stage_gpus: Number, machine: Machine) -> Number:

@@ -1,6 +1,7 @@
 """Seconds of an optimizer step under a layout: closed forms, part by part.
 
     a block's matmuls, attention, elementwise passes   gpu.py          roofline on one GPU
+    embedding, head and loss                           ends.py         the same
     + collectives of tp, cp, ZeRO beside it            collectives.py  rings, on the link or the network
     x blocks x micro-batches + sends and bubble        pipeline.py
     + gradients of data parallelism, + the optimizer   collectives.py
@@ -19,7 +20,8 @@ import numpy as np
 from meshtune.placement.columns import Columns, Number
 from meshtune.plan.seconds.block import Blocks
 from meshtune.plan.seconds.collectives import gradient_collectives, optimizer_update
-from meshtune.plan.seconds.gpu import block_compute, head_and_loss
+from meshtune.plan.seconds.ends import end_seconds
+from meshtune.plan.seconds.gpu import block_compute
 from meshtune.plan.seconds.pipeline import pipeline_seconds
 
 if TYPE_CHECKING:
@@ -62,20 +64,20 @@ def step(
     document_tokens = _within(seq_len, document_tokens)
     every = Blocks.of(work, layouts, machine, seq_len, document_tokens)
     block = every.mean(work.blocks / layouts.pp)
-    head = head_and_loss(machine, layouts.rank_tokens(seq_len), work, layouts.tp)
-    pipeline = pipeline_seconds(work, layouts, machine, seq_len, blocks=every, head=head)
+    ends = end_seconds(work, layouts, machine, seq_len)
+    pipeline = pipeline_seconds(work, layouts, machine, seq_len, blocks=every, ends=ends)
     micro_batches = layouts.gradient_accumulation_steps
     blocks = micro_batches * work.blocks / layouts.pp
-    heads = micro_batches * head / layouts.pp  # the last stage's, shared out over ranks
+    at_ends = micro_batches * ends.total / layouts.pp  # the first and last stage's, shared out over ranks
     return Seconds(
-        compute=blocks * block.compute.total + heads,
+        compute=blocks * block.compute.total + at_ends,
         tensor=blocks * block.tensor,
         context=blocks * block.context,
         pipeline=micro_batches * pipeline.sends,
         data=blocks * block.sharding + gradient_collectives(work, layouts, machine, block),
         optimizer=optimizer_update(work, layouts, machine),
         bubble=pipeline.bubble,
-        imbalance=np.where(layouts.pp > 1, micro_batches * pipeline.behind - heads, 0.0),
+        imbalance=np.where(layouts.pp > 1, micro_batches * pipeline.behind - at_ends, 0.0),
         host=blocks * block.launches + micro_batches * machine.host_micro_batch + machine.host_step,
     )
 
@@ -85,10 +87,10 @@ def compute_parts(
 ) -> dict[str, Number]:
     """Seconds per step of `Seconds.compute`, by kind of work; they add up to it.
 
-    document_tokens: as in `step`. The head's are a pipeline's mean over ranks.
+    document_tokens: as in `step`. The head's, with the embedding's, are a pipeline's mean over ranks.
     """
     block = block_compute(work, layouts, machine, seq_len, _within(seq_len, document_tokens))
-    head = head_and_loss(machine, layouts.rank_tokens(seq_len), work, layouts.tp)
+    ends = end_seconds(work, layouts, machine, seq_len)
     micro_batches = layouts.gradient_accumulation_steps
     on_rank = work.blocks / layouts.pp
     recomputing = np.minimum(layouts.recompute_blocks * layouts.virtual_stages, on_rank)
@@ -100,7 +102,7 @@ def compute_parts(
         "accumulation": blocks * block.accumulation,
         "copies": blocks * (block.copies_forward + block.copies_backward),
         "recomputation": micro_batches * recomputing * block.recomputation,
-        "head": micro_batches * head / layouts.pp,
+        "head": micro_batches * ends.total / layouts.pp,
     }
 
 
@@ -109,16 +111,16 @@ def passes(
 ) -> dict[str, Number]:
     """Seconds per step of `Seconds.compute`: forward, backward and recomputation, which add up to it.
 
-    document_tokens: as in `step`. The loss makes the head's gradient in the forward (train/loss.py).
+    document_tokens: as in `step`.
     """
     every = Blocks.of(work, layouts, machine, seq_len, _within(seq_len, document_tokens))
     block = every.mean(work.blocks / layouts.pp).compute
-    head = head_and_loss(machine, layouts.rank_tokens(seq_len), work, layouts.tp)
+    ends = end_seconds(work, layouts, machine, seq_len)
     micro_batches = layouts.gradient_accumulation_steps
-    blocks = micro_batches * work.blocks / layouts.pp
+    blocks, share = micro_batches * work.blocks / layouts.pp, micro_batches / layouts.pp
     return {
-        "forward": blocks * block.forward + micro_batches * head / layouts.pp,
-        "backward": blocks * block.backward,
+        "forward": blocks * block.forward + share * ends.forward,
+        "backward": blocks * block.backward + share * (ends.backward + ends.embedding),
         "recomputation": blocks * block.recomputation,
     }
 

@@ -1,0 +1,118 @@
+"""Seconds of one GPU outside the blocks, for one micro-batch: embedding, last norm, head and loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshtune.placement.states import LOSS_CHUNK_TOKENS
+from meshtune.plan.seconds.gpu import ALIGNED, gradient_accumulation, matmul, shard_copies
+from meshtune.units import Number
+
+if TYPE_CHECKING:
+    from meshtune.placement.columns import Columns
+    from meshtune.plan.machine import Machine
+    from meshtune.plan.work import Work
+
+# train/loss.py
+FP32 = 4  # bytes in which it sums the head's gradient over chunks
+SELECTED = 6  # tensors of hidden states that its forward moves: rows selected 2, gradient made 1, written 3
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Seconds outside the blocks for one micro-batch: on one rank, or on a pipeline's two ends."""
+
+    embedding: Number  # on the first stage, in the backward: making and adding up its gradient
+    forward: Number  # on the last stage: last norm, logits and loss
+    inputs: Number  # on the last stage, in the backward: gradients of hidden states
+    weights: Number  # on the last stage, in the backward: gradients of weights
+
+    @property
+    def backward(self) -> Number:
+        """Seconds of the last stage's backward."""
+        return self.inputs + self.weights
+
+    @property
+    def head(self) -> Number:
+        """Seconds on the last stage."""
+        return self.forward + self.backward
+
+    @property
+    def total(self) -> Number:
+        return self.embedding + self.head
+
+
+def end_seconds(work: Work, layouts: Columns, machine: Machine, seq_len: Number) -> Ends:
+    """Seconds outside the blocks for one micro-batch.
+
+    Other tools' loss has all logits at once, and a third of its time in each pass. This engine's computes
+    chunk by chunk, and makes both gradients in the forward (train/loss.py).
+    """
+    if not np.any(machine.counted):  # arrays are of published rows, none of which is this engine's
+        pass_seconds = (
+            head_matmuls(work, layouts, machine, layouts.rank_tokens(seq_len))
+            + logit_traffic(work, layouts, machine, seq_len)
+        ) / 3
+        return Ends(0.0, pass_seconds, pass_seconds, pass_seconds)
+    tokens, element = layouts.rank_tokens(seq_len), machine.element
+    per_byte = 1 / (machine.bandwidth * machine.memory)
+    chunks = np.maximum(np.ceil(tokens / LOSS_CHUNK_TOKENS), 1.0)
+    of_head = work.vocabulary * work.hidden / layouts.tp * work.head_trainable
+    cast = np.where((chunks > 1) & (element < FP32), 2 * (element + FP32), 0.0)
+    sums = (chunks - 1) * (element + 2 * np.maximum(FP32, element)) + cast
+    hidden = element * tokens * work.hidden * per_byte
+    norm = machine.elementwise_norm * hidden / np.where(layouts.sp > 0, layouts.tp, 1.0)
+
+    first = sum(w.elements for w in work.first_weights)
+    trained_first = sum(w.elements * w.trainable for w in work.first_weights)
+    # A tied head's gradient is added to the embedding's; a last stage of its own has a copy of the weight.
+    own = np.where(layouts.pp > 1, 1.0, 1 - work.tied)
+    last, trained_last = (own * work.vocabulary * work.hidden * share for share in (1.0, work.head_trainable))
+    gather_first, scatter_first = shard_copies(machine, first, trained_first, layouts, again=False)
+    gather_last, scatter_last = shard_copies(machine, last, trained_last, layouts, again=False)
+    added = (1 - own) * 3 * element * of_head
+    return Ends(
+        embedding=(element * trained_first / layouts.tp + added) * per_byte
+        + gradient_accumulation(machine, trained_first / layouts.tp, layouts)
+        + gather_first
+        + scatter_first,
+        forward=chunks * head_matmuls(work, layouts, machine, tokens / chunks)
+        + logit_traffic(work, layouts, machine, seq_len)
+        + of_head * sums * per_byte
+        + norm
+        + SELECTED * hidden
+        + gather_last,
+        inputs=machine.hidden_backward * norm + 2 * hidden,
+        weights=2 * element * of_head * per_byte
+        + gradient_accumulation(machine, trained_last / layouts.tp, layouts)
+        + scatter_last,
+    )
+
+
+def head_matmuls(work: Work, layouts: Columns, machine: Machine, tokens: Number) -> Number:
+    """Seconds of the head's matmuls for `tokens` tokens: logits and both gradients.
+
+    Where other matmuls are in 8 bits, the head's are in 16.
+    """
+    rows, fastest = _head_rows(work, layouts), machine.core_matmul_max
+    logits = matmul(machine, tokens, rows, work.hidden, fastest=fastest)
+    inputs = matmul(machine, tokens, work.hidden, rows, fastest=fastest)
+    lying = (rows, work.hidden)
+    weights = matmul(machine, rows, work.hidden, tokens, contiguous=lying, fastest=fastest)
+    return logits + inputs + work.head_trainable * weights
+
+
+def logit_traffic(work: Work, layouts: Columns, machine: Machine, seq_len: Number) -> Number:
+    """Seconds of the passes over a micro-batch's logits; of a split vocabulary there are more."""
+    moved = machine.logit_bytes + np.where(layouts.tp > 1, machine.split_logit_bytes, 0.0)
+    logits = layouts.rank_tokens(seq_len) * _head_rows(work, layouts)
+    return logits * moved / (machine.bandwidth * machine.memory)
+
+
+def _head_rows(work: Work, layouts: Columns) -> Number:
+    """Rows of a rank's part of the head; a vocabulary that tp does not divide is padded."""
+    rows = work.vocabulary / layouts.tp
+    return np.where(rows % 1 > 0, np.ceil(rows / ALIGNED) * ALIGNED, rows)

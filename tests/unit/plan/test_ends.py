@@ -1,0 +1,65 @@
+"""Embedding, head and loss: this engine's move the bytes that dry runs count, other tools' are in thirds."""
+
+import numpy as np
+import pytest
+
+from meshtune.layout import Layout
+from meshtune.placement.columns import Columns
+from meshtune.placement.states import LOSS_CHUNK_TOKENS
+from meshtune.plan.hardware import catalogue
+from meshtune.plan.machine import Machine
+from meshtune.plan.seconds.ends import end_seconds, head_matmuls
+from meshtune.plan.work import Work
+
+SEQ_LEN = 4096
+LLAMA_1B = Work.of_shape(layers=4, hidden=2048, ffn=8192, heads=32, kv_heads=8, vocabulary=128256)
+COUNTED = {  # bytes of one micro-batch, but for matmuls: `kernel_table` of traced steps, in bf16
+    "dp8-mb1-ga2": 36.99e9,  # with the sums in fp32, and the flat buffer of replicas
+    "tp4-sp-mb1-ga1": 9.97e9,  # a split vocabulary
+}
+
+
+@pytest.mark.parametrize("text", COUNTED)
+def test_bytes_outside_the_blocks_are_those_that_dry_runs_count(text: str) -> None:
+    layouts, machine = Columns.of([Layout.parse(text)]), Machine.of(catalogue()["h100-sxm"], "meshtune")
+    chunks = SEQ_LEN / LOSS_CHUNK_TOKENS
+    matmuls = chunks * head_matmuls(LLAMA_1B, layouts, machine, LOSS_CHUNK_TOKENS)
+    seconds = end_seconds(LLAMA_1B, layouts, machine, SEQ_LEN).total - matmuls
+    found = float(np.ravel(seconds * machine.bandwidth * machine.memory)[0])
+    assert found == pytest.approx(COUNTED[text], rel=0.02)
+
+
+def test_the_loss_of_this_engine_is_in_the_forward() -> None:
+    layouts = Columns.of([Layout.parse("zero3x8-mb1-ga1")])
+    for stack, least, most in (("meshtune", 0.9, 1.0), ("torchtitan", 1 / 3, 1 / 3)):
+        ends = end_seconds(LLAMA_1B, layouts, Machine.of(catalogue()["h100-sxm"], stack), SEQ_LEN)
+        share = float(np.ravel(ends.forward / ends.head)[0])
+        assert least - 1e-9 <= share <= most + 1e-9
+
+
+def test_a_frozen_head_has_no_gradient() -> None:
+    layouts, machine = (
+        Columns.of([Layout.parse("dp8-mb1-ga2")]),
+        Machine.of(catalogue()["h100-sxm"], "meshtune"),
+    )
+    frozen = end_seconds(LLAMA_1B.adapted(16), layouts, machine, SEQ_LEN)
+    assert float(np.ravel(frozen.embedding)[0]) == float(np.ravel(frozen.weights)[0]) == 0
+    trained = end_seconds(LLAMA_1B, layouts, machine, SEQ_LEN)
+    assert np.all(frozen.forward < 0.8 * trained.forward)
+
+
+def test_a_tied_heads_gradient_is_added_to_the_embeddings() -> None:
+    machine, tied = (
+        Machine.of(catalogue()["h100-sxm"], "meshtune"),
+        Work.of_shape(layers=4, hidden=2048, ffn=8192, heads=32, kv_heads=8, vocabulary=128256, tied=1.0),
+    )
+    alone, staged = (Columns.of([Layout.parse(text)]) for text in ("mb1-ga1", "pp2-1f1b-mb1-ga2"))
+    sums = (
+        end_seconds(tied, alone, machine, SEQ_LEN).embedding
+        - end_seconds(LLAMA_1B, alone, machine, SEQ_LEN).embedding
+    )
+    moved = float(np.ravel(sums * machine.bandwidth * machine.memory)[0])
+    assert moved == pytest.approx(3 * 2 * 128256 * 2048)
+    for part in ("embedding", "forward", "weights"):  # each end of a pipeline has a weight of its own
+        both = [getattr(end_seconds(work, staged, machine, SEQ_LEN), part) for work in (tied, LLAMA_1B)]
+        assert np.allclose(*both)
