@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, Olmo2Config
+from transformers import LlamaConfig, MixtralConfig, Olmo2Config, Qwen3MoeConfig
 
 from meshtune.dryrun.world import Job
 from meshtune.layout import Layout
@@ -69,6 +69,35 @@ def test_ranks_that_compute_all_heads_hold_what_is_planned(mode: str) -> None:
         layout=Layout.parse(f"tp4-sp-mb4-ga1{mode}"), seq_len=512, documents=(512,),
     )  # fmt: skip
     check(f"olmo2{mode}", job, "small")
+
+
+EXPERTS = {
+    "mixtral": MixtralConfig(
+        **{name: getattr(TINY, name) for name in SHAPE}, num_key_value_heads=4, num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "qwen3-moe": Qwen3MoeConfig(
+        **{name: getattr(TINY, name) for name in SHAPE}, num_key_value_heads=4, head_dim=32, num_experts=8,
+        moe_intermediate_size=256, num_experts_per_tok=2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("mixtral", "mb4-ga1"), ("qwen3-moe", "mb4-ga1"), ("qwen3-moe", "mb4-ga1-full"),
+        ("qwen3-moe", "zero3x2-mb4-ga1"), ("qwen3-moe", "zero3x2-mb4-ga1-full"),
+    ],
+)  # fmt: skip
+def test_experts_hold_what_is_planned(family: str, layout: str) -> None:
+    """Rows of tokens' experts are as many as tokens times experts a token, however they are routed."""
+    job = Job(
+        spec=ModelSpec(source=EXPERTS[family], init="random"), optimizer=OptimizerSpec(),
+        layout=Layout.parse(layout), seq_len=512, documents=(512,),
+    )  # fmt: skip
+    check(family, job, "small")
 
 
 def test_a_wrong_formula_is_named() -> None:

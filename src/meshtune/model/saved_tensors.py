@@ -30,7 +30,7 @@ STAND_IN = "meshtune_census"  # name of the attention function that a traced mod
 TOKENS = 251  # of the forward; a prime that divides no size of a model: copies of weights are recognised
 DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by element size
 # A tensor that several parts save counts in the last one.
-PARTS = ("outside", "mlp", "attention", "entering", "core")
+PARTS = ("outside", "mlp", "attention", "entering", "core", "scores")
 
 
 def saved_by_block(
@@ -133,6 +133,7 @@ def _saved_storages(model: PreTrainedModel, parts: Anatomy, inputs: Mapping[str,
         saved_tensors_hooks(recorder.pack, lambda tensor: tensor),
         torch.device("meta"),
         FusedDropout(),
+        FusedAttention(recorder),
     ):
         text_forward(model, **inputs)
     return recorder
@@ -151,10 +152,12 @@ class SavedTensors:
         self.shared = {self._key(tensor) for tensor in (*model.parameters(), *model.buffers())}  # not counted
 
     def bytes(self, tokens: int) -> Counter[tuple[str, str]]:
-        """Sum the saved bytes of storages that `tokens` divides, by (block, part)."""
+        """Sum the saved bytes of storages that `tokens` divides, by (block, part); of scores per key."""
         total = Counter({(block, "core"): size for block, size in self.log_sum_bytes.items()})
         for block, part, size in self.saved.values():
-            if size % tokens == 0:
+            if part == "attention" and tokens > 1 and size % tokens**2 == 0:
+                total[block, "scores"] += size // tokens
+            elif size % tokens == 0:
                 total[block, part] += size
         return total
 
@@ -240,6 +243,26 @@ class SavedTensors:
         block, old, size = self.saved.get(key, (self.block, part, self.alive[key].nbytes()))
         if key not in self.shared or key in self.saved:
             self.saved[key] = (block, max(old, part, key=PARTS.index), size)
+
+
+class FusedAttention(TorchFunctionMode):
+    """Record a call of torch's attention function as a flash kernel's, where it runs one."""
+
+    def __init__(self, recorder: SavedTensors) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        given = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | (kwargs or {})
+        if given["query"].shape[1] != given["key"].shape[1] and not given.get("enable_gqa"):
+            given["attn_mask"] = (
+                None  # whose sum with the scores saves nothing, and whose dtype may be another
+            )
+            return func(**given)  # no fused kernel broadcasts heads: scores are written
+        out, _ = self.recorder.attention(nn.Identity(), given["query"], given["key"], given["value"])
+        return out.transpose(1, 2)
 
 
 class FusedDropout(TorchFunctionMode):

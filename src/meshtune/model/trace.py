@@ -13,7 +13,7 @@ import copy
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,12 +26,13 @@ from transformers.pytorch_utils import Conv1D
 
 from meshtune.errors import UserError
 from meshtune.model.anatomy import Anatomy, anatomy, attention_heads
-from meshtune.model.attention_arguments import attention_kinds, attention_layers
+from meshtune.model.attention_arguments import attention_kinds, attention_layers, attention_problem
 from meshtune.model.body import text_forward
 from meshtune.model.matmuls import TOKENS, BareMatmul, DispatchedMatmuls, ParameterMatmuls
 from meshtune.model.multimodal import auto_class, set_aside
+from meshtune.model.own_attention import Builder, built_on_meta, inputs, saved_by_own_attention
 from meshtune.model.recurrence import mixers_apart, recurrent_matrices
-from meshtune.model.saved_tensors import STAND_IN, cast_parameters, saved_by_block
+from meshtune.model.saved_tensors import STAND_IN, saved_by_block
 from meshtune.model.tensor_plan import (
     TENSOR_STYLES,
     TensorStyle,
@@ -43,7 +44,6 @@ from meshtune.model.tensor_plan import (
 from meshtune.placement.census import Attention, Block, Census, Matrix, Parameter, SavedBytes
 
 ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<which>A|B|magnitude_vector)(\..+)?")  # LoRA's parameters
-Builder = Callable[[str], PreTrainedModel]  # attention implementation -> model
 TRACED_MODELS = 16
 traced_models: dict[Hashable, Census] = {}  # the last of this process, by all that a census depends on
 IN_BLOCK = re.compile(r"(?P<blocks>.+?)\.(?P<index>\d+)\.(?P<name>.+)")
@@ -81,7 +81,7 @@ def census(
     adapters: rank of the LoRA pair of each adapted module, by the module's name.
     """
 
-    def build(attention: str) -> PreTrainedModel:
+    def build(attention: str | None) -> PreTrainedModel:
         whole = auto_class(config).from_config(copy.deepcopy(config), attn_implementation=attention)
         return set_aside(whole)
 
@@ -118,7 +118,7 @@ def _traced_census(model: PreTrainedModel) -> Census:
         elif adapter["which"] == "A":
             adapters[adapter["module"]] = parameter.shape[0]
 
-    def build(attention: str) -> PreTrainedModel:
+    def build(attention: str | None) -> PreTrainedModel:
         fresh = set_aside(
             type(model)._from_config(copy.deepcopy(model.config), attn_implementation=attention)
         )
@@ -146,17 +146,9 @@ def trace(build: Builder, frozen: frozenset[str], adapters: Mapping[str, int], d
             reasons.append(f"its forward cannot be traced on meta ({type(error).__name__}: {error})")
             continue
         reasons.insert(0, traced.unsupported)  # tells more than an implementation that was refused
-    return _census(Traced(_on_meta(build, "eager", frozen), frozen, adapters, dora, unsupported=reasons[0]))
-
-
-def _on_meta(build: Builder, attention: str, frozen: frozenset[str]) -> PreTrainedModel:
-    """Build the model on meta, parameters in bf16, in training mode; only those `frozen` have no gradient."""
-    with torch.device("meta"):
-        model = build(attention)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name not in frozen)
-    cast_parameters(model, torch.bfloat16)
-    return model.train()
+    return _census(
+        Traced(built_on_meta(build, "eager", frozen), frozen, adapters, dora, unsupported=reasons[0])
+    )
 
 
 def _forward(
@@ -170,7 +162,7 @@ def _forward(
     """Run one forward with an attention implementation and record it.
 
     with_mask: True to pass a 4-d mask. build, frozen, adapters, dora: see `trace`. Registers STAND_IN anew.
-    Activations are recorded under STAND_IN only. Raises as the model's forward.
+    Activations are recorded under STAND_IN, or with the family's attention. Raises as the model's forward.
     """
     cores: list[AttentionCore] = []
     paths: dict[nn.Module, str] = {}
@@ -193,7 +185,7 @@ def _forward(
         return out.detach().requires_grad_(any(gradients)), None
 
     AttentionInterface.register(STAND_IN, stand_in)
-    model = _on_meta(build, attention, frozen)
+    model = built_on_meta(build, attention, frozen)
     paths |= {module: name for name, module in model.named_modules()}
     recorded = ParameterMatmuls(model, frozen, adapters)
     parts = _recurrent_parts(model)
@@ -203,7 +195,7 @@ def _forward(
         if parts:
             stack.enter_context(mixers_apart(model, parts, dispatched))
         with recorded:
-            text_forward(model, **_inputs(TOKENS, with_mask))
+            text_forward(model, **inputs(TOKENS, with_mask))
     written_out, unexplained = _attention_written_out(dispatched.bare)
     cores += written_out
     reason = _unsupported_reason(model, dispatched, cores, unexplained, parts, written_out=bool(written_out))
@@ -211,10 +203,12 @@ def _forward(
     if isinstance(recurrent, str):
         reason, recurrent = recurrent, []
     saved: tuple[Any, ...] = ()
-    if reason is None and attention == STAND_IN and not written_out:
-        with suppress(UserError):  # a model that we count but can't train
-            inputs = partial(_inputs, with_mask=with_mask)
-            saved = saved_by_block(copy.deepcopy(model), frozen, adapters, dora, inputs)
+    with suppress(UserError):  # a model that we count but can't train
+        if reason is None and attention == STAND_IN and not written_out:
+            given = partial(inputs, with_mask=with_mask)
+            saved = saved_by_block(copy.deepcopy(model), frozen, adapters, dora, given)
+        elif reason is None and attention_problem(model, anatomy(model)):
+            saved = saved_by_own_attention(build, frozen, adapters, dora)
     return Traced(model, frozen, adapters, dora, reason, [*recorded.matrices, *recurrent], cores, *saved)
 
 
@@ -225,13 +219,6 @@ def _recurrent_parts(model: PreTrainedModel) -> Anatomy | None:
     except UserError:  # a model that we count but can't train
         return None
     return parts if parts.mixers else None
-
-
-def _inputs(tokens: int, with_mask: bool) -> dict[str, Tensor]:
-    inputs = {"input_ids": torch.zeros(1, tokens, dtype=torch.long, device="meta")}
-    if with_mask:  # 4-d: passed on as it is, where a family would read the values of one that it makes itself
-        inputs["attention_mask"] = torch.zeros(1, 1, tokens, tokens, dtype=torch.bfloat16, device="meta")
-    return inputs
 
 
 def _attention_written_out(matmuls: list[BareMatmul]) -> tuple[list[AttentionCore], list[BareMatmul]]:

@@ -125,8 +125,8 @@ class Parameters:
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Bytes per token that a block's forward keeps for its backward: eager, a flash kernel as attention core,
-    nothing recomputed, one rank.
+    """Bytes per token that a block's forward keeps for its backward: eager, a flash kernel as attention core
+    or, where the family takes none, its own attention; nothing recomputed, one rank.
 
     Each tensor counts once, in the block that saves it first; what all blocks share (rotary tables, masks)
     in none. Dropout of attention and of adapters saves nothing here.
@@ -137,9 +137,11 @@ class SavedBytes:
     attention: float  # everything else within attention but the core, split as the heads are
     mlp: float  # everything else within the MLP, split by tp
     core: float  # queries, keys and values as the attention core takes them, its output, its log-sums
+    scores: float = 0.0  # bytes per token and key, by attention that writes its scores to memory
 
     @property
     def total(self) -> float:
+        """Without `scores`."""
         return self.outside + self.entering + self.attention + self.mlp + self.core
 
 

@@ -135,7 +135,7 @@ class Accounting:
     def saved_per_token(self, work: Work, seq_len: Number) -> Kept:
         """Bytes per token that a block saves: as `saved` has it, without that as it was traced, or EAGER."""
         traced = None if self.saved else work.kept.get(int(self.element))
-        return traced or (self.saved or EAGER).per_token(work, seq_len)
+        return traced.with_keys(seq_len) if traced else (self.saved or EAGER).per_token(work, seq_len)
 
     def gradient_replicas(self, layouts: Columns) -> Number:
         """Ranks that all-reduce each block's gradients; 1 where FSDP reduces them."""

@@ -91,6 +91,11 @@ class Kept(NamedTuple):
     core: Number  # queries, keys, values and output of the attention core; split as the heads are
     keys: Number  # the part of `core` that keys and values take
     statistics: Number  # log-sums or scores, which only a second run of the core gives again; as the heads
+    scores: Number = 0.0  # bytes per token and key, by a family that writes attention's scores to memory
+
+    def with_keys(self, seq_len: Number) -> Kept:
+        """The same with the scores of `seq_len` keys a token, in `attention`."""
+        return self._replace(attention=self.attention + self.scores * seq_len, scores=0.0)
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,7 @@ class Work:
     tied: Number = 0.0  # 1: the head is the embedding; a last pipeline stage of its own then has a copy
     trainable: Number = 1.0  # share of all parameters that is trained
     head_trainable: Number = 1.0  # 1 or 0
-    kept: Mapping[int, Kept] = field(default_factory=dict)  # by element size: 2, 4, 8; empty: not traced
+    kept: Mapping[int, Kept] = field(default_factory=dict)  # by element size: 2, 4, 8; without it: not traced
     head_kept: Mapping[int, float] = field(default_factory=dict)  # Census.head_saved, by element size
     whole_heads: tuple[int, ...] | None = None  # of a block with attention, see census.Block
 
@@ -293,7 +298,7 @@ def _adapters(matrix: Gemm, lora_rank: int) -> tuple[Gemm, Gemm]:
 def _kept_by_element_bytes(census: Census) -> dict[int, Kept]:
     """Saved bytes of the average block, by bytes of an element (2, 4 and 8).
 
-    Empty where a block of the census lacks 2 or 4; those of 8 are twice those of 4.
+    Without a size that a block of the census lacks; those of 8 are twice those of 4.
     """
     n, saved = len(census.blocks), {}
     cores = [(core, layers / n) for core, layers in census.attentions.items()]
@@ -302,15 +307,18 @@ def _kept_by_element_bytes(census: Census) -> dict[int, Kept]:
     for element in (2, 4):
         known = [entry for block in census.blocks if (entry := dict(block.saved).get(element)) is not None]
         if len(known) < n:
-            return {}
-        outside, entering, attention, mlp, core = (
+            continue
+        outside, entering, attention, mlp, core, scores = (
             sum(getattr(entry, name) for entry in known) / n
-            for name in ("outside", "entering", "attention", "mlp", "core")
+            for name in ("outside", "entering", "attention", "mlp", "core", "scores")
         )
-        saved[element] = Kept(
-            outside, entering, attention, mlp, core - statistics, element * keys, statistics
-        )
-    return saved | {8: Kept(*(2 * size for size in saved[4]))}
+        if scores:  # its own attention, without a core that other ranks or a second run would share
+            saved[element] = Kept(outside, entering, attention, mlp, core, 0.0, 0.0, scores)
+        else:
+            saved[element] = Kept(
+                outside, entering, attention, mlp, core - statistics, element * keys, statistics
+            )
+    return saved | ({8: Kept(*(2 * size for size in saved[4]))} if 4 in saved else {})
 
 
 def _is_norm(parameter: Parameter, hidden: int) -> bool:

@@ -12,11 +12,14 @@ from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
     BloomConfig,
+    CodeGenConfig,
+    FalconConfig,
     LlamaConfig,
     OPTConfig,
     PhiConfig,
     Qwen3MoeConfig,
     StableLmConfig,
+    XGLMConfig,
 )
 
 from meshtune.model.anatomy import anatomy
@@ -44,12 +47,12 @@ def causal(module, query, key, value, attention_mask=None, scaling=None, **kwarg
 AttentionInterface.register("test_kept_causal", causal)
 
 
-def real(config, dtype: torch.dtype, prepare=lambda model: None) -> list[float]:
+def real(config, dtype: torch.dtype, prepare=lambda model: None, attention="test_kept_causal") -> list[float]:
     """Bytes per token that autograd keeps of each block on the CPU, each storage once, in the block that
     saves it first; without parameters, buffers, copies of them, and rotary tables.
     """
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="test_kept_causal", dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     model.train()
     prepare(model)
     seen = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
@@ -197,9 +200,27 @@ def test_experts_keep_what_is_routed_to_them():
     assert [dict(block.saved)[2].total for block in census(config).blocks] == real(config, torch.bfloat16)
 
 
-def test_a_family_without_the_attention_interface_keeps_nobody_knows_what():
-    blocks = census(BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=256)).blocks
-    assert [block.saved for block in blocks] == [(), ()]
+OWN_ATTENTION = {
+    "bloom": lambda: BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=256),
+    "falcon": lambda: FalconConfig(**SMALL),
+    "codegen": lambda: CodeGenConfig(n_embd=64, n_layer=2, n_head=4, vocab_size=256, rotary_dim=8),
+    "xglm": lambda: XGLMConfig(
+        d_model=64, num_layers=2, attention_heads=4, ffn_dim=96, vocab_size=256, dropout=0.0,
+        attention_dropout=0.0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "size"),  # from_config casts the table by which XGLM's hidden states are fp32 in training
+    [(family, size) for family in OWN_ATTENTION for size in DTYPES if (family, size) != ("xglm", 2)],
+)
+def test_a_family_s_own_attention_keeps_its_scores(family, size):
+    config = OWN_ATTENTION[family]()
+    traced = [dict(block.saved)[size] for block in census(config).blocks]
+    assert all(kept.scores > 0 for kept in traced)
+    found = [kept.total + kept.scores * TOKENS for kept in traced]
+    assert found == real(config, DTYPES[size], attention=None)
 
 
 def test_tracing_draws_no_random_numbers():

@@ -69,6 +69,13 @@ def test_the_answer_says_what_is_left_out_of_a_mixture(
     assert logged == [note, note]
 
 
+def test_activations_that_were_not_traced_are_named(tmp_path: Path) -> None:
+    made("mixtral", **MIXTURES["mixtral"]).save_pretrained(tmp_path)
+    words = settings(tmp_path, "data.seq_len=256", "train.precision=fp32")
+    with api.workloads(config.load(None, words)) as (workload, _):
+        assert "activations of MixtralForCausalLM could not be traced in float32" in workload.notes[1]
+
+
 def test_the_text_part_of_a_model_that_also_sees_is_named(tmp_path: Path) -> None:
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     Gemma3Config(text_config=SIZES | {"head_dim": 16}, vision_config=vision).save_pretrained(tmp_path)
