@@ -35,7 +35,7 @@ from meshtune.plan.cluster import Cluster
 from meshtune.plan.fewest_blocks import with_fewest_blocks
 from meshtune.plan.machine import machine_of, peak_flops
 from meshtune.plan.memory import timeline
-from meshtune.plan.memory.stages import RANKS, Stages
+from meshtune.plan.memory.stages import RANKS, Stages, interleaved_share
 from meshtune.plan.memory.timeline import Memory
 from meshtune.plan.seconds.step import PARTS, TIE, Seconds, step
 from meshtune.plan.tools import MESHTUNE, Tool
@@ -374,18 +374,21 @@ def _stages(blocks: int, first: float, last: float, pp: int, v_shaped: bool, vir
     """
     count = pp * virtual
     if count > blocks:  # refused elsewhere
-        return Stages(blocks=(1, 1, 1), has_embedding=(1, 0, 0), has_head=(0, 0, 1), rank=(0, 0, 0))
+        return Stages((1, 1, 1), (1, 0, 0), (0, 0, 1), (0, 0, 0), (1, 1, 1), (1, 1, 1))
     sizes = [len(stage) for stage in stage_blocks([1.0] * blocks, count, first=first, last=last)]
     schedule = V_SCHEDULES[0] if v_shaped else SCHEDULES[0]
     stages_of_rank = [stage_of_rank(schedule, pp, virtual, rank) for rank in range(pp)]
     blocks_of_rank = [sum(sizes[stage] for stage in stages) for stages in stages_of_rank]
     middle = max(range(1, pp - 1), key=lambda rank: (blocks_of_rank[rank], -rank), default=0)
     ranks = (0, middle, pp - 1)
+    own = [([sizes[stage] for stage in stages_of_rank[rank]], pp, rank) for rank in ranks]
     return Stages(
         blocks=tuple(blocks_of_rank[rank] for rank in ranks),
         has_embedding=tuple(0 in stages_of_rank[rank] for rank in ranks),
         has_head=tuple(count - 1 in stages_of_rank[rank] for rank in ranks),
         rank=ranks,
+        interleaved=tuple(interleaved_share(*each, of_last=False) for each in own),
+        interleaved_at_loss=tuple(interleaved_share(*each, of_last=True) for each in own),
     )
 
 

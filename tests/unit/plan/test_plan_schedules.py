@@ -9,7 +9,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from meshtune.layout import TORCH_SCHEDULES, Layout
 from meshtune.placement.columns import Columns
 from meshtune.placement.share import stage_of_rank
-from meshtune.plan.memory.stages import in_flight
+from meshtune.plan.memory.stages import in_flight, interleaved_share
 
 BEGINS = {"FORWARD"}
 ENDS = {"FULL_BACKWARD", "BACKWARD_WEIGHT"}  # what is kept goes with the gradients of weights
@@ -104,3 +104,10 @@ def test_bubbles_of_the_docs_are_those_of_torchs_actions(
     """docs/parallelism.md's table: seconds of a forward that a step waits for each rank beyond the first."""
     layout = Layout(pp=pp, schedule=schedule, virtual_stages=virtual, gradient_accumulation_steps=4 * pp)
     assert makespan(layout) - 3 * 4 * pp == pytest.approx((pp - 1) * forwards)
+
+
+def test_interleaved_stages_of_unequal_sizes() -> None:
+    """Stages of 2, 2, 3 and 1 blocks on two ranks: a dry run has (3, 2) and (2, 1) of them in flight."""
+    assert interleaved_share([2, 3], 2, 0, of_last=False) == pytest.approx((3 * 2 + 2 * 3) / (5 / 2 * 5))
+    assert interleaved_share([2, 1], 2, 1, of_last=True) == pytest.approx((2 * 2 + 1 * 1) / (3 / 2 * 3))
+    assert interleaved_share([2, 2], 2, 0, of_last=False) == 1

@@ -25,6 +25,7 @@ class InFlight(NamedTuple):
     of_block: Number  # that the last block of a stage saved, for one micro-batch
     first_block: Number  # that the backward of a stage's first block has, with nothing else in flight
     total: Number  # of all micro-batches in flight: saved by blocks, sent, held for the loss
+    at_loss: Number  # the same in the loss, and in the backward of the head
     per_micro_batch: Number  # of one of them
     input_gradients: Number  # of stages' inputs that a split backward leaves until the next step
     head_gradients: Number  # of the head, of all micro-batches in flight but one
@@ -62,7 +63,11 @@ def activations_in_flight(
     input_gradients = accounting.keeps_sent * hidden * (virtual - stages.has_embedding)
     recomputing = stages.recomputing(layouts)
     saving = stages.blocks - recomputing  # blocks that recompute nothing, behind those that do
-    total = micro_batches * (recomputing * block.saved + saving * block.everything + sent)
+    of_blocks = micro_batches * (recomputing * block.saved + saving * block.everything)
+    unequal = layouts.runs("interleaved1f1b") & (micro_batches < layouts.gradient_accumulation_steps)
+    fuller = np.where(unequal, stages.interleaved, 1.0)
+    less_at_loss = of_blocks * (fuller - np.where(unequal, stages.interleaved_at_loss, 1.0))
+    total = of_blocks * fuller + micro_batches * sent
     total = total + stages.has_head * (micro_batches - 1) * loss.per_extra_micro_batch
     total = total + later * (sent + input_gradients)
     waiting = stages.blocks * output_gradients(work, layouts, sizes.tokens, element=accounting.element)
@@ -81,6 +86,7 @@ def activations_in_flight(
         of_block=np.where(saving > 0, block.everything, block.saved),
         first_block=block.saved + np.maximum(temporaries + block.recomputed, of_stage),
         total=total,
+        at_loss=total - less_at_loss,
         per_micro_batch=total / np.maximum(micro_batches, 1.0),
         input_gradients=kept_input_gradients(layouts, stages) * accounting.keeps_sent * hidden,
         head_gradients=stages.has_head * (micro_batches - 1) * loss.gradients_per_extra,

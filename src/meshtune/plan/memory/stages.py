@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,8 @@ class Stages:
     has_embedding: Number  # 1 or 0
     has_head: Number  # 1 or 0
     rank: Number  # its index in the pipeline
+    interleaved: Number = 1.0  # `interleaved_share` of the rank's stages
+    interleaved_at_loss: Number = 1.0  # the same in a forward of its last stage
 
     def recomputing(self, layouts: Columns) -> Number:
         """Blocks of each rank that recompute, by layouts.recompute_blocks of each of its stages.
@@ -98,6 +101,26 @@ def in_flight(layouts: Columns, rank: Number = 0.0) -> Number:
     most = np.where(layouts.runs("dualpipev"), layouts.pp + 0.5, most)
     most = np.where(layouts.runs("gpipe", "loopedbfs"), micro_batches, np.minimum(most, micro_batches))
     return np.where(layouts.pp > 1, most, 1.0)
+
+
+def interleaved_share(sizes: Sequence[int], pp: int, rank: int, *, of_last: bool) -> float:
+    """Blocks that interleaved 1F1B has in flight on a rank at most, as a share of those of equal stages.
+
+    sizes: blocks of the rank's stages. of_last: at most in forwards of the last of them. Forwards take turns
+    of pp micro-batches from the first stage on, backwards from the last one on, as many behind as
+    `in_flight` says.
+    """
+    virtual = len(sizes)
+    warm_up = (virtual - 1) * pp + 2 * (pp - rank - 1) + 1
+    most, held = 0, [0] * virtual
+    for forward in range(warm_up + 2 * virtual * pp):
+        stage = forward // pp % virtual
+        held[stage] += 1
+        if forward >= warm_up:
+            held[virtual - 1 - (forward - warm_up) // pp % virtual] -= 1
+        if forward + 1 >= warm_up and (not of_last or stage == virtual - 1):
+            most = max(most, sum(count * size for count, size in zip(held, sizes, strict=True)))
+    return most * virtual / (warm_up * sum(sizes))
 
 
 def awaiting_weights(layouts: Columns, rank: Number = 0.0) -> Number:

@@ -154,14 +154,14 @@ def head_backward_event(
         "gathered_weights": states.gathered + buffers.gathered_in_head,
         "communication": flight.received + buffers.previous_reduce + buffers.gathered_block,
         "gradients": steady["gradients"] + stages.has_head * loss.gradients_in_backward,
-        "activations": flight.total + stages.has_head * loss.norm_backward,
+        "activations": flight.at_loss + stages.has_head * loss.norm_backward,
         "logits": stages.has_head * loss.logits_in_backward,
     }
     reduce = norm | {
         "gathered_weights": norm["gathered_weights"] - buffers.freed_head,
         "communication": flight.received + buffers.gathered_block + buffers.head_reduce + buffers.head_output,
         "gradients": steady["gradients"] + buffers.head_whole + buffers.head_reduced,
-        "activations": flight.total + stages.has_head * loss.hidden_gradient,
+        "activations": flight.at_loss + stages.has_head * loss.hidden_gradient,
     }
     return fuller(norm, {name: np.where(buffers.head_reduce > 0, reduce[name], norm[name]) for name in norm})
 
@@ -307,7 +307,7 @@ def step_timeline(
     return {
         "loss": steady | {
             "gradients": gradients_at_loss + flat + stages.has_head * loss.gradients,
-            "activations": flight.total + stages.has_head * loss.activations,
+            "activations": flight.at_loss + stages.has_head * loss.activations,
             "logits": stages.has_head * loss.logits,
         },
         "backward of the head": head_backward_event(steady, states, flight, buffers, loss, stages),
