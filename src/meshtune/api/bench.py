@@ -64,6 +64,8 @@ def bench(
     settings, cluster = on_this_machine(settings, ranks, device)
     documents = documents_of(settings, ())
     with subject_of(settings, log) as subject:
+        for note in subject.notes:
+            log(note)
         chosen = [*layouts_of(subject, layouts, cluster)]
         check(subject, chosen, settings, device)
         if device == "cuda":

@@ -24,7 +24,7 @@ from meshtune.layout import Layout
 from meshtune.model.adapter import adapter_base, load_adapter
 from meshtune.model.anatomy import anatomy
 from meshtune.model.files import ADAPTER_CONFIG
-from meshtune.model.load import load_config, load_tokenizer, quiet
+from meshtune.model.load import load_config, load_tokenizer, override_sentences, quiet
 from meshtune.model.trainable import embeddings_needed
 from meshtune.parallel.apply import Parallel, cut, place
 from meshtune.parallel.mesh import join
@@ -164,6 +164,8 @@ def open_model(target: Target, device: str | None = None) -> Opened:
     if target.folder and not target.adapted:  # the model that it was trained from may be gone
         of_folder = {"name": str(target.folder), "init": "pretrained", "revision": None, "overrides": {}}
         config = config.model_copy(update={"model": config.model.model_copy(update=of_folder)})
+    for sentence in override_sentences(config.model):
+        notice(sentence)
     unpacked = config.data.model_copy(update={"packing": False})  # generating packs nothing
     attention = choose.attention_of(config.model_copy(update={"data": unpacked}), Layout(), 1)
     spec = build.model_spec(config, attention, place.type)

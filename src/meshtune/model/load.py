@@ -54,9 +54,16 @@ NOTHING: Mapping[str, Any] = {}
 
 
 def quiet() -> None:
-    """Switch transformers' progress bars off, which would break ours; downloads from the hub keep theirs."""
+    """Switch transformers' progress bars off, which would break ours (downloads from the hub keep theirs),
+    and its report on loaded weights, of which `mapped` tells each part.
+    """
     transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("transformers.modeling_utils").addFilter(is_no_loading_report)
     enable_progress_bars()
+
+
+def is_no_loading_report(record: logging.LogRecord) -> bool:
+    return record.module != "loading_report"
 
 
 def load_config(

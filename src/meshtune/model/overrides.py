@@ -55,6 +55,14 @@ def overridden_config(
         changed = type(config).from_dict(fields, name_or_path=config.name_or_path)
     except Exception as error:  # each family's configuration class checks itself in its own way
         raise UserError(f"{SETTING}: transformers refuses them ({' '.join(str(error).split())}).") from error
+    made = changed.to_dict()
+    if problems := [
+        f"{SETTING}: {'.'.join(path)} = {written(value)} has no effect: the {config.model_type} model makes "
+        f"{written(found)} of it."
+        for path, value in change.values.items()
+        if (found := _found(made, path, value)) != value and written(found) != written(value)
+    ]:
+        raise UserError(problems)
     return changed, (f"{SETTING} changes config.json: {', '.join(change.changes)}.", *change.cuts)
 
 
@@ -78,6 +86,7 @@ class _Change:
 
     problems: list[str] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)  # "key before → after"
+    values: dict[tuple[str, ...], Any] = field(default_factory=dict)  # by the path of their key
     cuts: list[str] = field(default_factory=list)  # a sentence for each list that was cut
 
 
@@ -116,6 +125,7 @@ def _laid(
             )
         else:
             change.changes.append(f"{where} {written(now)} → {written(value)}")
+            change.values[(*prefix.split(".")[:-1], key)] = value
             fields = {name: old for name, old in fields.items() if names.get(name) != key} | {key: value}
     layers = names.get(LAYERS, LAYERS)
     _cut_lists(raw, fields, (before.get(layers), fields.get(layers)), change, prefix)
@@ -145,6 +155,15 @@ def _cut_lists(
         change.cuts.append(
             f"{SETTING}: {prefix}{key} has an entry for each of {before} layers; the first {after} are kept."
         )
+
+
+def _found(made: Any, path: tuple[str, ...], otherwise: Any) -> Any:
+    """Value at a path of a configuration's fields; `otherwise` where it has another name there."""
+    for key in path:
+        if not isinstance(made, Mapping) or key not in made:
+            return otherwise
+        made = made[key]
+    return made
 
 
 def _near(where: str, before: Mapping[str, Any]) -> list[str]:

@@ -22,6 +22,7 @@ from meshtune.meter.parts import PARTS
 from meshtune.meter.phases import WATCHED_STEPS
 from meshtune.meter.rows import possible, share_of_peak
 from meshtune.meter.trace import CATEGORIES
+from meshtune.model.load import quiet
 from meshtune.model.trainable import embeddings_needed
 from meshtune.parallel.mesh import World, join
 from meshtune.plan.hardware import datasheet_flops
@@ -120,6 +121,7 @@ def bench_rank(rank: Rank, trial: Trial) -> Measured | None:
     Raises as `build.build`.
     """
     config, choice, documents = trial.config, trial.choice, trial.documents
+    quiet()
     device = device_of(config.train.device)
     world = join(choice.layout, device)
     inputs = inputs_of(config) if config.data.train else None

@@ -96,6 +96,7 @@ def test_the_usual_name_of_a_key_is_the_family_s_own(tmp_path: Path) -> None:
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be from 1 to 10,000."),
         ({"num_hidden_layers": 6}, "set model.overrides.layer_types for 6 too."),
         ({"rope_parameters": {"rope_thet": 1.0}}, "did you mean rope_parameters.rope_theta?"),
+        ({"sliding_window": 8}, "sliding_window = 8 has no effect: the qwen3 model makes null of it."),
         ({"dtype": "float32"}, "dtype can't be changed: train.precision decides it."),
         ({"foo": 1, "model_type": "llama"}, "model_type can't be changed: the family decides it."),
     ],
@@ -223,6 +224,10 @@ def test_every_command_sees_the_cut(settings: Settings, deep: Path, tmp_path: Pa
     assert answer("plan", "--gpus", "2", "--json")["model"]["parameters"] == parameters
     (rank,) = answer("dryrun", "--layout", "mb4", "--json")["ranks"]
     assert 0 <= rank["steps"][1]["by_category"]["weights"] - 4 * parameters < 1024, "buffers beside them"
+    (benched,) = answer("bench", "cluster.gpu=cpu", "--layouts", "mb4", "--steps", "2", "--json")["layouts"]
+    assert 0 <= benched["measured"]["memory"]["weights"] - 4 * parameters < 1024
+    dry = answer("train", "--dry-run", "--nproc", "1", "layout=mb4", f"output={tmp_path / 'run'}", "--json")
+    assert dry["ranks"][0]["steps"][1]["by_category"]["weights"] == rank["steps"][1]["by_category"]["weights"]
     answer("train", "--nproc", "2", "layout=zero3x2-mb2", f"output={tmp_path / 'run'}", "log.to=[console]")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert loaded.num_parameters() == parameters

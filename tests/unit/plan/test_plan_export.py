@@ -1051,6 +1051,10 @@ SAID = [
     ),
     *((tool, "mb1-ga1", ["data.train=[{path: a.jsonl, weight: 2}]"], "The weights of") for tool in EXPORTERS),
     *(
+        (tool, "mb1-ga1", ["model.overrides.use_cache=false"], "model.overrides is not carried over")
+        for tool in EXPORTERS
+    ),
+    *(
         (tool, "mb1-ga1", ["model.init=random"], "starts from the pretrained")
         for tool in EXPORTERS
         if tool != "torchtitan"
