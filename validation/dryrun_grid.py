@@ -25,23 +25,20 @@ import platform
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(Path(__file__).parent)]
 
 import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
 import transformers  # noqa: E402
 from dryrun_cases import GRID, Case  # noqa: E402
 from ranks import run_ranks  # noqa: E402
-from torch import Tensor  # noqa: E402
 
 from meshtune.dryrun.ranks import trace_ranks  # noqa: E402
 from meshtune.dryrun.world import Job, batch_of, record, trace_rank  # noqa: E402
@@ -52,7 +49,6 @@ from meshtune.train.model import rank_model  # noqa: E402
 from meshtune.units import counted  # noqa: E402
 
 REPEATS = 2  # of a real step that differs
-WAITING = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 STATES = (WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER)
 
 # A rank's two steps #
@@ -84,37 +80,11 @@ def real_steps(job: Job) -> list[Step]:
     world = join(job.layout, torch.device("cpu"))
     model = rank_model(job.spec, world, optimizer=job.optimizer, tokens_per_sequence=job.seq_len)
     batch, steps = batch_of(job, world), [StepTrace(1), StepTrace(2)]
-    with released():
-        record(job, model, model.passes.localise(batch), steps, label_tokens=batch.label_tokens)
+    record(
+        model, model.passes.localise(batch), steps,
+        label_tokens=batch.label_tokens, max_grad_norm=job.max_grad_norm,
+    )  # fmt: skip
     return summary(steps)
-
-
-@contextmanager
-def released() -> Iterator[None]:
-    """While open, a collective that waits returns only when gloo's worker thread holds its tensors no more.
-
-    The thread lets go of them some time after it has woken who waits: until then a tensor that the step has
-    freed would be counted.
-    """
-    real = {name: getattr(dist, name) for name in WAITING}
-    for name, collective in real.items():
-        setattr(dist, name, partial(_call_and_wait, collective))
-    try:
-        yield
-    finally:
-        for name, collective in real.items():
-            setattr(dist, name, collective)
-
-
-def _call_and_wait(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    tensors = [each for each in args if isinstance(each, Tensor)]
-    users = [tensor._use_count() for tensor in tensors]
-    work = collective(*args, **kwargs)
-    while work is None and any(
-        tensor._use_count() > count for tensor, count in zip(tensors, users, strict=True)
-    ):
-        time.sleep(1e-4)
-    return work
 
 
 def traces(job: Job) -> list[RankTrace]:

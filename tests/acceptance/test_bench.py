@@ -1,9 +1,13 @@
 """`meshtune bench` on CPU ranks: measured memory equals the dry run's to the byte, parts add up."""
 
+import json
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from command import Command
+from torch.cuda import _memory_viz
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +23,7 @@ def test_layouts_are_timed_beside_plan_and_dry_run_and_a_failure_is_a_result(
 ) -> None:
     layouts = "mb2-ga2,zero3x2-mb2-ga1-full,pp2-1f1b-mb1-ga4,tp2-sp-mb2-ga2"
     ended = meshtune("bench", *small(tiny), "--layouts", layouts, "--steps", "3", "--json")
-    assert ended.code == 0, ended.stderr
+    assert ended.code == 0, ended.err
     documents = ended.json["layouts"]
     assert [one["layout"] for one in documents] == layouts.split(",")
     for one in documents:
@@ -40,3 +44,40 @@ def test_a_layout_that_does_not_end_in_time_is_named_with_the_reason(tiny: Path,
     ended = meshtune("bench", *small(tiny), *long, "--json")
     assert ended.code == 3
     assert "did not end within" in ended.json["layouts"][0]["failed"]
+
+
+def test_the_largest_micro_batch_is_found_within_a_budget_beside_the_planner_s(
+    tiny: Path, meshtune: Command
+) -> None:
+    ended = meshtune(
+        "bench", *small(tiny), "--layouts", "mb1-ga1", "--find-micro-batch", "--json",
+        "cluster.memory_budget_gib=0.01",
+    )  # fmt: skip
+    (document,) = ended.json["layouts"]
+    peaks = {one["size"]: one["peak"] for one in document["tried"]}
+    runs = {one["size"] for one in document["tried"] if one["runs"]}
+    budget = 0.01 * 2**30
+    assert all((peak <= budget) == (size in runs) for size, peak in peaks.items())
+    assert document["micro_batch"] == max(runs) and document["micro_batch"] + 1 in peaks
+    assert abs(document["planned"] - document["micro_batch"]) <= 1
+    refused = meshtune("bench", *small(tiny), "--layouts", "mb1-ga1", "--find-micro-batch")
+    assert refused.code == 2 and "cluster.memory_budget_gib" in refused.err
+
+
+def test_with_data_the_simulation_has_its_batch_and_traces_are_written(
+    tiny: Path, tmp_path: Path, settings: Callable[..., list[str]], meshtune: Command
+) -> None:
+    words = settings("train.device=cpu", "data.eval=[]", f"output={tmp_path / 'unused'}")
+    traces = tmp_path / "traces"
+    options = ("--layouts", "zero3x2-mb1-ga1", "--steps", "2", "--json", "--profile", str(traces))
+    ended = meshtune("bench", *words, *options)
+    (document,) = ended.json["layouts"]
+    assert document["measured"]["data"] == "data.train"
+    assert document["measured"]["memory"] == document["simulated"]["memory"]
+    assert not (tmp_path / "unused").exists()
+    files = sorted(path.name for path in (traces / "zero3x2-mb1-ga1").iterdir())
+    assert files == ["rank-0.json", "rank-0.pickle", "rank-1.json", "rank-1.pickle"]
+    events = json.loads((traces / "zero3x2-mb1-ga1" / "rank-1.json").read_text())["traceEvents"]
+    assert any(event.get("name") == "aten::mm" for event in events)
+    snapshot = pickle.loads((traces / "zero3x2-mb1-ga1" / "rank-1.pickle").read_bytes())
+    assert "html" in _memory_viz.trace_plot(snapshot)

@@ -3,9 +3,12 @@
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshtune.api.plan import Log, silent
@@ -17,10 +20,12 @@ from meshtune.layout import AUTO, Layout
 from meshtune.plan.cluster import Cluster, cluster_here, gpus_here
 from meshtune.plan.fits import empty_plan_error
 from meshtune.plan.search import explained, search
-from meshtune.units import duration
+from meshtune.study.micro_batch import Tried, largest
+from meshtune.units import duration, human
 
 if TYPE_CHECKING:
     from meshtune.api.dryrun import Subject
+    from meshtune.dryrun.world import Job
     from meshtune.study.bench import Trial
 
 STEPS = 10  # that are timed
@@ -37,23 +42,142 @@ def bench(
     layouts: Sequence[str] = (),
     steps: int = STEPS,
     limit: float = LIMIT,
+    profile: Path | None = None,
     log: Log = silent,
 ) -> list[Document]:
     """Time training steps of each layout on this machine's devices, beside what is predicted and simulated.
 
     config: a Config, a mapping of its sections, or a YAML file; without data.train sequences are random
     tokens. overrides: section.key=value each. layouts: ["auto:N"] for the planner's N best; (): the config's,
-    or the planner's best. steps: to be timed, after those that warm up. limit: seconds for one layout. Each
-    layout runs in processes of its own: running out of memory, a crash and a time-out are results, with their
-    reason. Raises UserError for bad settings and layouts, before anything runs.
+    or the planner's best. steps: to be timed, after those that warm up. limit: seconds for one layout.
+    profile: folder for traces of each layout, in one of its name. Each layout runs in processes of its own:
+    running out of memory, a crash and a time-out are results, with their reason. Raises UserError for bad
+    settings and layouts, before anything runs.
     """
-    from meshtune import launch
-    from meshtune.api.dryrun import documents_of, subject_of
-    from meshtune.study.bench import Trial
     from meshtune.study.beside import why_slow
-    from meshtune.train.choose import Choice
 
+    with bench_of(config_of(config, overrides), layouts, log) as here:
+        done = []
+        for number, layout in enumerate(here.layouts, 1):
+            log(f"bench {number} of {len(here.layouts)}: {layout} …")
+            done.append(here.beside(layout, log))
+            done[-1] |= here.run(layout, steps, limit, profile and profile / str(layout))
+            done[-1]["causes"] = why_slow(done[-1]) if done[-1]["measured"] else []
+        return done
+
+
+def find_micro_batch(
+    config: Settings,
+    overrides: Sequence[str] = (),
+    *,
+    layouts: Sequence[str] = (),
+    limit: float = LIMIT,
+    log: Log = silent,
+) -> list[Document]:
+    """Find the largest micro-batch of each layout that runs on this machine's devices, beside the planner's.
+
+    Sizes are doubled from the layout's own until one does not run, then bisected; each runs in processes of
+    its own. One that fills more than cluster.memory_budget_gib counts as too large, too. The arguments are
+    those of `bench`. Raises as that, and for processors without a memory budget.
+    """
     settings = config_of(config, overrides)
+    with bench_of(settings, layouts, log) as here:
+        budget = here.cluster.memory_budget
+        if here.device != "cuda" and budget is None:
+            raise UserError(
+                "--find-micro-batch grows until memory runs out, which on a processor takes the machine's; "
+                "set cluster.memory_budget_gib to the most that a rank may fill."
+            )
+
+        def tried(layout: Layout, size: int) -> Tried:
+            log(f"micro-batches of {size} …")
+            document = here.run(replace(layout, micro_batch_size=size), 1, limit)
+            if document["failed"]:
+                return Tried(size, False, None, document["failed"])
+            peak = document["measured"]["memory"]["peak"]
+            over = budget is not None and peak > budget
+            return Tried(size, not over, peak, f"It fills more than {human(budget or 0)}." if over else None)
+
+        def planned(layout: Layout, size: int) -> Tried:
+            workload = here.subject.workload
+            assert workload is not None
+            larger = replace(layout, micro_batch_size=size)
+            cluster = here.cluster.of_size(layout.world)
+            choice = explained(workload.of_batch(larger.global_batch_size), cluster, larger)
+            return Tried(size, choice.fits, round(float(choice.memory.peak)))
+
+        done = []
+        for layout in here.layouts:
+            found, sizes = largest(partial(tried, layout), layout.micro_batch_size)
+            plan = largest(partial(planned, layout))[0] if here.subject.workload else None
+            done.append(
+                {"layout": str(layout), "micro_batch": found, "planned": plan, "tried": [*map(asdict, sizes)]}
+            )
+        return done
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Layouts to bench on this machine."""
+
+    subject: "Subject"
+    cluster: Cluster
+    device: str  # torch's kind
+    layouts: Sequence[Layout]
+
+    def run(self, layout: Layout, steps: int, limit: float, profile: Path | None = None) -> Document:
+        """Run a layout in processes of its own (`run`), with the global batch that it makes."""
+        from meshtune.study.bench import Trial
+        from meshtune.train.choose import Choice
+
+        config, choice = self.config_of(layout), Choice(layout, self.subject.attention)
+        trial = Trial(config, choice, steps, documents_of(config, ()), profile)
+        return run(trial, self.device, limit)
+
+    def config_of(self, layout: Layout) -> Config:
+        """The settings with a layout and the global batch that it makes."""
+        config = self.subject.config
+        train = config.train.model_copy(update={"global_batch_size": layout.global_batch_size})
+        return config.model_copy(update={"train": train, "layout": str(layout)})
+
+    def beside(self, layout: Layout, log: Log) -> Document:
+        """The document of a layout before it has run: what is predicted and what the dry run simulates."""
+        from meshtune.dryrun.ranks import distinct_ranks, ranks_to_trace
+        from meshtune.study.beside import predicted, simulated
+
+        subject, cluster = self.subject, self.cluster.of_size(layout.world)
+        document: Document = {
+            "layout": str(layout), "world": layout.world, "predicted": None, "simulated": None
+        }  # fmt: skip
+        if subject.workload is not None:
+            workload = subject.workload.of_batch(layout.global_batch_size)
+            document["predicted"] = predicted(workload, explained(workload, cluster, layout))
+        distinct = distinct_ranks(subject.numbers.census, layout, subject.config.data.seq_len)
+        simulation = subject.simulate(self.job(layout), cluster, ranks_to_trace(distinct, layout, ()), log)
+        return document | {"simulated": simulated(simulation)}
+
+    def job(self, layout: Layout) -> "Job":
+        """The steps to simulate: with data, of the second batch, whose memory is compared."""
+        from meshtune.model.trainable import embeddings_needed
+        from meshtune.train.inputs import inputs_of, loader_of
+
+        config = self.config_of(layout)
+        job = self.subject.job(layout, documents_of(config, ()))
+        if not config.data.train:
+            return job
+        inputs = inputs_of(config)
+        batches = iter(loader_of(config, inputs.prepared.train, layout, 0))
+        _, (batch, _) = next(batches), next(batches)
+        spec = replace(job.spec, embeddings=embeddings_needed(inputs.tokenizer))
+        return replace(job, spec=spec, batch=batch, documents=batch.micro_batches[0].documents[0])
+
+
+@contextmanager
+def bench_of(settings: Config, layouts: Sequence[str], log: Log) -> Iterator[Bench]:
+    """Read what the settings name, and check every layout; the arguments and errors are those of `bench`."""
+    from meshtune import launch
+    from meshtune.api.dryrun import subject_of
+
     if launch.joined():
         raise UserError(
             "bench starts its ranks itself, on one machine; under torchrun or srun run `meshtune train`, "
@@ -62,7 +186,6 @@ def bench(
     auto = settings.model_copy(update={"layout": AUTO})
     ranks, device = ranks_of(auto, settings.partial_layout.world or settings.cluster_config.gpus)
     settings, cluster = on_this_machine(settings, ranks, device)
-    documents = documents_of(settings, ())
     with subject_of(settings, log) as subject:
         for note in subject.notes:
             log(note)
@@ -70,14 +193,14 @@ def bench(
         check(subject, chosen, settings, device)
         if device == "cuda":
             set_allocator()
-        done = []
-        for number, layout in enumerate(chosen, 1):
-            log(f"bench {number} of {len(chosen)}: {layout} …")
-            done.append(beside(subject, layout, cluster.of_size(layout.world), documents, log))
-            trial = Trial(settings, Choice(layout, subject.attention), steps, documents)
-            done[-1] |= run(trial, device, limit)
-            done[-1]["causes"] = why_slow(done[-1]) if done[-1]["measured"] else []
-        return done
+        yield Bench(subject, cluster, device, chosen)
+
+
+def documents_of(config: Config, given: Sequence[int]) -> tuple[int, ...]:
+    """Lengths of the documents in each sequence of random tokens, as `dryrun` has them."""
+    from meshtune.api import dryrun
+
+    return dryrun.documents_of(config, given)
 
 
 def on_this_machine(config: Config, ranks: int, device: str) -> tuple[Config, Cluster]:
@@ -117,23 +240,6 @@ def check(subject: "Subject", layouts: Sequence[Layout], config: Config, device:
             problems += error.problems
     if problems:
         raise UserError(problems)
-
-
-def beside(
-    subject: "Subject", layout: Layout, cluster: Cluster, documents: tuple[int, ...], log: Log
-) -> Document:
-    """The document of a layout before it has run: what is predicted and what the dry run simulates."""
-    from meshtune.dryrun.ranks import distinct_ranks, ranks_to_trace
-    from meshtune.study.beside import predicted, simulated
-
-    document: Document = {"layout": str(layout), "world": layout.world, "predicted": None, "simulated": None}
-    if subject.workload is not None:
-        workload = subject.workload.of_batch(layout.global_batch_size)
-        document["predicted"] = predicted(workload, explained(workload, cluster, layout))
-    distinct = distinct_ranks(subject.numbers.census, layout, subject.config.data.seq_len)
-    job = subject.job(layout, documents)
-    simulation = subject.simulate(job, cluster, ranks_to_trace(distinct, layout, ()), log)
-    return document | {"simulated": simulated(simulation)}
 
 
 def run(trial: "Trial", device: str, limit: float) -> Document:

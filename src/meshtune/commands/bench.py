@@ -1,12 +1,13 @@
 """`meshtune bench`: time layouts on this machine, beside what was predicted and simulated."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from meshtune.commands.complete import complete_layout
 from meshtune.commands.options import AsJson, Settings, announce, show, split
-from meshtune.errors import NothingFits
+from meshtune.errors import NothingFits, UserError
 from meshtune.units import notice, speed_unit
 
 
@@ -22,6 +23,13 @@ def bench(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="steps to time, after those that warm up")] = 10,
     limit: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="for one layout")] = 1800,
+    find_micro_batch: Annotated[
+        bool, typer.Option(help="instead: the largest micro-batch of each layout that runs")
+    ] = False,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="write traces for Perfetto and memory_viz into this folder"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time training steps of layouts on this machine: tokens/s/GPU, MFU, step time by part, memory by
@@ -32,16 +40,25 @@ def bench(
     words = [word.strip() for text in layouts or () for word in text.split(",") if word.strip()]
     from rich.console import Group
 
-    from meshtune.api.bench import bench as run
+    from meshtune.api import bench as api
     from meshtune.config import load
     from meshtune.meter.causes import Cause
-    from meshtune.report.bench import layouts_table, side_by_side
+    from meshtune.report.bench import layouts_table, micro_batches_table, side_by_side
     from meshtune.report.run.tables import cause_lines
 
-    done = run(
-        load(file, overrides), layouts=words, steps=steps, limit=limit,
-        log=lambda line: notice(f"meshtune: {line}"),
-    )  # fmt: skip
+    def log(line: str) -> None:
+        notice(f"meshtune: {line}")
+
+    if profile and profile.exists() and not profile.is_dir():
+        raise UserError(f"--profile {profile} is a file; name a folder.")
+    if find_micro_batch:
+        if profile:
+            raise UserError("--profile is of timed layouts; leave it or --find-micro-batch out.")
+        sizes = api.find_micro_batch(load(file, overrides), layouts=words, limit=limit, log=log)
+        tables = [micro_batches_table(one) for one in sizes]
+        show({"layouts": sizes}, Group(*(table.rendered() for table in tables)), as_json=as_json)
+        return
+    done = api.bench(load(file, overrides), layouts=words, steps=steps, limit=limit, profile=profile, log=log)
     devices = {one["measured"]["device_type"] for one in done if one["measured"]}
     unit = speed_unit(max(one["world"] for one in done), next(iter(devices), "cuda"))
     tables = [layouts_table(done, unit), *(table for one in done for table in side_by_side(one))]

@@ -13,7 +13,7 @@ process where torch was built without CUDA. Which kernels run is the model's own
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,11 +93,12 @@ def trace_rank(job: Job, rank: int) -> RankTrace:
     micro_batches = [faked(each, fakes) for each in model.passes.localise(batch)]
     steps = [StepTrace(number) for number in range(1, WATCHED_STEPS + 1)]
     with installed(job.spec.kernels) as substitutes, fakes:
-        record(job, model, micro_batches, steps, label_tokens=batch.label_tokens, read=made_up)
+        options = {"max_grad_norm": job.max_grad_norm, "read": made_up}
+        record(model, micro_batches, steps, label_tokens=batch.label_tokens, **options)
         traced, number = layout.gradient_accumulation_steps, job.layout.gradient_accumulation_steps
         if number > traced and layout.pp > 1:
             more = [*micro_batches, *micro_batches[: layout.pp]]
-            grown = growth(job, model, steps[-1], micro_batches, more)
+            grown = growth(model, steps[-1], micro_batches, more, options)
             for step in steps:
                 add_left_out(step, grown, number - traced)
     return RankTrace(
@@ -114,15 +115,20 @@ def trace_rank(job: Job, rank: int) -> RankTrace:
 
 
 def growth(
-    job: Job, model: RankModel, step: StepTrace, few: Sequence[MicroBatch], more: Sequence[MicroBatch]
+    model: RankModel,
+    step: StepTrace,
+    few: Sequence[MicroBatch],
+    more: Sequence[MicroBatch],
+    options: Mapping[str, Any],
 ) -> dict[str, Growth]:
     """Bytes by category that a further micro-batch adds to each phase's peak, by phase.
 
     torch's stages keep a buffer for what each micro-batch receives, and GPipe all of its activations.
-    step: traced with `few` micro-batches; it is compared with the second of two steps with `more`.
+    step: traced with `few` micro-batches; it is compared with the second of two steps with `more`. options:
+    of `record`.
     """
     traces = [StepTrace(1), StepTrace(2)]
-    record(job, model, more, traces, label_tokens=1, read=made_up)
+    record(model, more, traces, label_tokens=1, **options)
     return {
         phase: {
             category: (size - step.peaks[phase][1].get(category, 0)) // (len(more) - len(few))
@@ -133,12 +139,12 @@ def growth(
 
 
 def record(
-    job: Job,
     model: RankModel,
     micro_batches: Sequence[MicroBatch],
     steps: Sequence[StepTrace],
     *,
     label_tokens: int,
+    max_grad_norm: float,
     read: Any = None,
 ) -> None:
     """Make one update a trace and fill in the traces. read: as in Recorder; None: tensors are real."""
@@ -154,7 +160,7 @@ def record(
                 Counts(label_tokens),
                 lambda name, trace=trace: noted(trace, memory, name),
                 learning_rate=1e-4,
-                max_grad_norm=job.max_grad_norm,
+                max_grad_norm=max_grad_norm,
             )
             recorder.describe(model.optimizer.state())
         trace.peaks = {peak.phase: (peak.bytes, dict(peak.parts)) for peak in memory.peaks.values()}

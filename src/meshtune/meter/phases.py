@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from meshtune import compat
 from meshtune.errors import NothingFits
+from meshtune.meter.gloo import released
 from meshtune.meter.ledger import Ledger, storages_of
 from meshtune.meter.rows import memory_row
 from meshtune.meter.trace import (
@@ -149,6 +150,7 @@ class PhaseMemory:
         self.step, self.peaks, self.operations = step, {}, None
         with ExitStack() as stack:
             if self.device.type != "cuda":
+                stack.enter_context(released())
                 self._ledger = stack.enter_context(self.ledger(self.device))
                 self._ledger.default = TEMPORARY
                 stack.callback(setattr, self, "_ledger", None)

@@ -74,3 +74,18 @@ def _row(name: str, values: Sequence[float | None], written: Callable[[float], s
     *others, measured = values
     off = (f"{one / measured - 1:+.1%}" if one is not None and measured else "" for one in others)
     return (name, *("" if one is None else written(one) for one in values), *off)
+
+
+def micro_batches_table(document: Mapping[str, Any]) -> Listing:
+    """The micro-batch sizes of one layout that were tried, in their order, and the largest that runs."""
+    rows = tuple(
+        (f"{one['size']:,}", "yes" if one["runs"] else "no", human(one["peak"]) if one["peak"] else "",
+         one["reason"] or "")
+        for one in document["tried"]
+    )  # fmt: skip
+    found, planned = document["micro_batch"], document["planned"]
+    verdict = f"The largest that runs: {found:,}." if found else "None runs."
+    if planned is not None:
+        verdict += f" The planner says {planned:,}."
+    heads = ("micro-batch", "runs", "memory", "why not")
+    return Listing(str(document["layout"]), heads, rows, ("runs", "why not"), (verdict,))

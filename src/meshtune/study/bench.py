@@ -8,6 +8,7 @@ Nothing is saved, evaluated or exported. Without data each sequence is random to
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
 
@@ -48,6 +49,7 @@ class Trial:
     choice: Choice
     steps: int  # to be timed
     documents: Sequence[int]  # lengths of those in a sequence of random tokens
+    profile: Path | None = None  # folder for traces of one more step; None: none are written
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,10 @@ def bench_rank(rank: Rank, trial: Trial) -> Measured | None:
                 seconds.append(found.time["seconds"])
                 rows.append(found.time)
                 counts.append((batch.tokens, done.flops))
+    if trial.profile:
+        from meshtune.study.profile import write_profile  # here: the longest chain of imports ends in it
+
+        write_profile(trial.profile, model, next(batches), config.train.max_grad_norm)
     tokens, needed = (float(np.mean(column)) for column in zip(*counts, strict=True))
     peak = peak_flops(device, config.train.precision, datasheet_flops)
     measured = Measured(
