@@ -14,7 +14,7 @@ from meshtune.units import counted
 if TYPE_CHECKING:
     from meshtune.study.probe_tasks import Sizes
 
-SECONDS = 140.0  # after which no round begins
+SECONDS = 125.0  # after which no round begins
 CPU_RANKS = 8  # at most, unless asked for otherwise: more are seldom trained with on one machine
 FILE = "my-cluster.toml"
 
@@ -55,10 +55,11 @@ def probe(
     sizes = sizes or (probe_tasks.CUDA if device_type == "cuda" else probe_tasks.CPU)
     threads = {count: threads_of(count) for count in rank_counts(ranks)}
     device = device_of(device_type, ranks, sizes.dtype)
+    before = provenance(device.name, threads)
     log(f"measuring {device.name} with up to {counted(ranks, 'rank')} …")
     figures = launch.run(probe_rank, sizes, device_type, threads, seconds, ranks=ranks, device=device_type)
     fitted = kind_of(figures, device)
-    document = document_of(figures, device, fitted, provenance(device.name, threads))
+    document = document_of(figures, device, fitted, before)
     write_text_atomically(file, text_of(document, file.name))
     return document
 
@@ -135,5 +136,6 @@ def provenance(device: str, threads: dict[int, int]) -> dict[str, Any]:
         "system": platform.platform(),
         "cores": cores(),
         "host_memory_gib": round(psutil.virtual_memory().total / 2**30, 2),
+        "load_before": round(psutil.getloadavg()[0], 2),
         "threads_of_each_rank": {str(ranks): number for ranks, number in threads.items()},
     }

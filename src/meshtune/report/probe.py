@@ -8,6 +8,7 @@ from typing import Any
 from meshtune.report.dryrun.listing import Listing
 from meshtune.units import counted
 
+BUSY = 0.25  # processes at work for each core, from which a machine is not idle
 Document = Mapping[str, Any]  # the tables of the cluster file
 
 
@@ -38,8 +39,13 @@ def summary(document: Document) -> Listing:
 
 
 def sentences(document: Document) -> Iterator[str]:
-    """Yield sentences on figures that are doubtful, and on constants that are another kind's."""
+    """Yield sentences on a busy machine, on doubtful figures, and on constants that are another kind's."""
     measured = document["measured"]
+    if measured["load_before"] > BUSY * measured["cores"]:
+        yield (
+            f"{measured['load_before']:g} other processes ran on {counted(measured['cores'], 'core')} in the "
+            "minute before: the figures are of what they left."
+        )
     for name, meaning in (
         ("marked", f"differ by more than {measured['marked_above']:.0%} (they are used)"),
         ("refused", f"differ by more than {measured['refused_above']:.0%} and are left out"),

@@ -26,7 +26,7 @@ from meshtune.compat import all_gather_single, reduce_scatter_single
 Operation = Callable[[], object]  # runs it once
 Group = Any  # a process group, or None for a rank alone
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-BLOCKS = ((384, 1024), (576, 1536), (2048, 8192), (4096, 14336))  # (hidden, MLP): 28 M, 135 M, 1 B, 8 B
+BLOCKS = ((512, 1408), (576, 1536), (2048, 8192), (4096, 14336))  # (hidden, MLP): 28 M, 135 M, 1 B, 8 B
 WIDTH = 512  # features of queries in an attention: as many heads as it takes
 MUCH = 2048  # hidden size from which gradients of inputs, as large a matmul as the forward, are left out
 DRAWN = 2**16  # random values

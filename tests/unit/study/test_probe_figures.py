@@ -84,7 +84,13 @@ def figures() -> list[Figure]:
 def written(figures: list[Figure], folder: Path) -> tuple[Path, Fitted]:
     """(The file of these figures, the constants in it)."""
     fitted = kind_of(figures, DEVICE)
-    provenance = {"meshtune": "0", "date": "2026-01-01", "device": DEVICE.name, "threads": {"1": 4, "2": 2}}
+    provenance = {
+        "meshtune": "0",
+        "date": "2026-01-01",
+        "device": DEVICE.name,
+        "cores": 4,
+        "load_before": 1.5,
+    }
     file = folder / "my-cluster.toml"
     file.write_text(text_of(document_of(figures, DEVICE, fitted, provenance), file.name))
     return file, fitted
@@ -191,6 +197,7 @@ def test_the_written_file_is_read_by_a_config(figures: list[Figure], tmp_path: P
     shown = console.export_text()
     assert "GFLOP/s" in shown
     assert "300 µs" in shown
+    assert "1.5 other processes ran on 4 cores" in shown
 
 
 def test_nothing_is_written_where_no_matmul_is_sure(figures: list[Figure]) -> None:
