@@ -153,7 +153,7 @@ def _cut_lists(
             )
         fields[key] = value[:after]
         change.cuts.append(
-            f"{SETTING}: {prefix}{key} has an entry for each of {before} layers; the first {after} are kept."
+            f"{SETTING}: {prefix}{key} has an entry for each of {before} layers; it keeps the first {after}."
         )
 
 

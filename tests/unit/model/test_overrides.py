@@ -1,6 +1,7 @@
 """model.overrides: the values that a config.json takes, and cut models: trained, read again, counted."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from multimodal import MULTIMODAL
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     Gemma3Config,
     GPT2Config,
     LlamaConfig,
@@ -26,6 +29,7 @@ from meshtune.api.target import open_model, target_of
 from meshtune.errors import UserError
 from meshtune.model.census_cache import numbers_of
 from meshtune.model.load import load_config, override_sentences
+from meshtune.rundir import RunDir
 from meshtune.sections import ModelConfig
 from meshtune.train import build, loop
 
@@ -46,8 +50,6 @@ def qwen(tmp_path: Path) -> str:
 @pytest.fixture(scope="module")
 def deep(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder `tiny`'s tokenizer with a Llama of four blocks."""
-    import shutil
-
     folder = shutil.copytree(tiny / "model", tmp_path_factory.mktemp("deep") / "model")
     torch.manual_seed(1)
     sizes = LlamaConfig.from_pretrained(folder).to_dict() | {"num_hidden_layers": 4}
@@ -61,7 +63,7 @@ def test_a_cut_model_has_its_lists_by_layer_cut_and_this_is_said(qwen: str) -> N
     said = override_sentences(ModelConfig(name=qwen, overrides={"num_hidden_layers": 2}))
     assert said == (
         "model.overrides changes config.json: num_hidden_layers 4 → 2.",
-        "model.overrides: layer_types has an entry for each of 4 layers; the first 2 are kept.",
+        "model.overrides: layer_types has an entry for each of 4 layers; it keeps the first 2.",
     )
     assert override_sentences(ModelConfig(name=qwen)) == ()
     given = {"num_hidden_layers": 6, "layer_types": ["full_attention"] * 6}
@@ -164,6 +166,7 @@ def test_a_cut_random_model_trains_and_loads(settings: Settings, deep: Path) -> 
     assert "num_hidden_layers" in (run.folder.model / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_shapes_that_the_files_do_not_have_are_refused(settings: Settings, deep: Path) -> None:
     words = settings(f"model.name={deep}", "model.overrides.intermediate_size=96")
     with pytest.raises(UserError, match=r"but config.json with model.overrides makes it \[96, 64\]"):
@@ -186,6 +189,21 @@ def test_numbers_of_other_overrides_are_other_ones(settings: Settings, deep: Pat
     with model_file(known) as (file, _):
         numbers = numbers_of(known, file=file)
     assert numbers.traits.blocks == 1 and "num_hidden_layers 32 → 1" in numbers.changes[0]
+
+
+@pytest.mark.slow
+def test_the_text_part_of_a_model_that_also_sees_is_cut_as_by_hand(
+    settings: Settings, tiny: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny / "model", tmp_path / "gemma3", ignore=shutil.ignore_patterns("*model*"))
+    AutoModelForMultimodalLM.from_config(MULTIMODAL["gemma3"](vocab_size=300)).save_pretrained(folder)
+    cut = "model.overrides.text_config.num_hidden_layers=1"
+    run = trained(settings(f"model.name={folder}", cut, "train.max_steps=1", "train.learning_rate=1e-30"))
+    loaded = AutoModelForMultimodalLM.from_pretrained(run.folder.model, dtype=torch.float32)
+    by_hand = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32)
+    by_hand.model.language_model.layers = by_hand.model.language_model.layers[:1]
+    ids = torch.tensor([[1, 7, 9, 30, 4]])
+    torch.testing.assert_close(loaded(ids).logits, by_hand(ids).logits, rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -231,3 +249,5 @@ def test_every_command_sees_the_cut(settings: Settings, deep: Path, tmp_path: Pa
     answer("train", "--nproc", "2", "layout=zero3x2-mb2", f"output={tmp_path / 'run'}", "log.to=[console]")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert loaded.num_parameters() == parameters
+    (row,) = RunDir(tmp_path / "run").rows("run")
+    assert (row["world"], row["nodes"], row["start"], row["parameters"]) == (2, 1, 1, parameters)
