@@ -15,7 +15,8 @@ Document = Mapping[str, Any]  # the tables of the cluster file
 def summary(document: Document) -> Listing:
     """One row a constant, one column a number of ranks."""
     kind = document["kind"]
-    tables = {1: kind["efficiency"]} | {one["ranks"]: one for one in kind["shared"]}
+    alone = {name: value for name, value in kind["efficiency"].items() if not name.startswith("link")}
+    tables = {1: alone} | {one["ranks"]: one for one in kind.get("shared", ())}
 
     def share(name: str, peak: float, unit: str) -> list[str]:
         """Cells of a share of a peak."""

@@ -29,8 +29,8 @@ def document_of(
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for one in figures:
         by_kind.setdefault(one.kind, []).append(one.as_dict())
-    network = "The network and what the efficiencies lack are those of " + device.like.name
-    source = f"meshtune probe, {provenance['date']}, {device.name}. {network}."
+    network = f"The network, which was not measured, is that of {device.like.name}."
+    source = f"meshtune probe, {provenance['date']}, {device.name}. {network}"
     return {
         "cluster": cluster,
         "kind": fitted.table | {"source": source},

@@ -95,7 +95,7 @@ def kind_of(figures: Sequence[Figure], device: Device) -> Fitted:
     borrowed = tuple(name for name in EFFICIENCIES if name not in efficiency)
     table = {
         **_facts(device, peaks, bandwidth, link),
-        **({"efficiency_as": device.like.name} if borrowed else {}),
+        **({"efficiency_as": device.like.as_of or device.like.name} if borrowed else {}),
         **({"attention_kernel": kernel} if kernel else {}),
         "efficiency": {name: significant(value) for name, value in efficiency.items()},
         **({"shared": shared} if shared else {}),

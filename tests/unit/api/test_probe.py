@@ -1,14 +1,18 @@
 """`meshtune probe`: what is refused before anything is measured, and real probes of a few operations."""
 
+import json
 import tomllib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from meshtune import config
+from meshtune.api.plan import plan
 from meshtune.api.probe import probe
+from meshtune.commands.probe import probe as command
 from meshtune.errors import UserError
 from meshtune.plan.cluster import cluster_for
 from meshtune.study import probe_figures
@@ -53,8 +57,27 @@ def test_ranks_at_work_are_measured_together(tmp_path: Path) -> None:
     assert forms == {"all_reduce", "all_gather", "reduce_scatter", "send"}
     (two,) = document["kind"]["shared"]
     assert {"ranks", "matmul", "attention", "memory", "launch", "link_share", "link_latency"} == two.keys()
-    cluster = cluster_for(config.load(None, ["model.name=a", f"cluster={file}", "cluster.gpus=2"]))
+    overrides = ["model.name=typical-llama-100M", f"cluster={file}", "train.precision=fp32"]
+    overrides += ["data.seq_len=128", "train.global_batch_size=4"]
+    cluster = cluster_for(config.load(None, [*overrides, "cluster.gpus=2"]))
     assert cluster.memory == pytest.approx(document["kind"]["memory_gib"] * 2**30 / 2)
+    one, two = (plan({}, [*overrides, f"cluster.gpus={ranks}"]).choice for ranks in (1, 2))
+    assert one.seconds.total > 0
+    compute = two.seconds.compute / one.seconds.compute  # half the batch, by half the cores at worst
+    assert 0.3 < compute < 3
+
+
+@pytest.mark.usefixtures("patient")
+def test_the_command_prints_one_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--json`: the file's tables on stdout, progress on stderr."""
+    monkeypatch.setattr("meshtune.api.probe.probe", partial(probe, sizes=replace(FEW, rounds=1)))
+    command(tmp_path / "one.toml", nproc=1, as_json=True)
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["cluster"] == {"gpu": "this-cpu", "gpus_per_node": 1}
+    assert "round 1 of 1 measured" in printed.err
+    assert "plan with it by cluster=" in printed.err
 
 
 @pytest.mark.parametrize(

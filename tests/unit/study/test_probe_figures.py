@@ -167,7 +167,7 @@ def test_constants_without_a_figure_are_another_kinds(figures: list[Figure], tmp
     assert len(document["measured"]["refused"]) == sum(one.kind == "memory" for one in figures)
     cluster = cluster_for(config.load(None, ["model.name=a", f"cluster={file}"]))
     assert cluster.gpu.efficiency["memory"] == catalogue()["a100-80"].efficiency["memory"]
-    assert unmeasured(cluster).startswith("No measured memory for this-cpu; using those of cpu.")
+    assert unmeasured(cluster).startswith("No measured memory for this-cpu; using those of a100-80.")
 
 
 def test_ranks_whose_figures_were_refused_are_named(figures: list[Figure], tmp_path: Path) -> None:
