@@ -73,7 +73,7 @@ def test_fixed_axes_leave_fewer_data_ranks() -> None:
     [
         pytest.param("llama-3.1-70b", 1000, 1024, 1000, marks=pytest.mark.slow),
         ("llama-3.1-8b", 7, 64, 63),
-        ("llama-3.1-8b", 8, 13, 8),
+        ("llama-3.1-8b", 8, 13, 16),
     ],
 )
 def test_a_batch_that_does_not_divide_gets_the_nearest_with_speed_and_layout(
@@ -139,7 +139,7 @@ def test_uneven_degrees_are_first_only_where_nothing_else_fits_and_the_answer_sa
     found = plan("llama-3.1-70b", 1000, 1024)
     assert found.uneven.all() and len(found)
     said = advice.reasoning(found, found.choice(0))[-1]
-    assert re.search(r"^Degrees: .*cp25 .*neither a node of 8 GPUs nor the 64 attention heads", said)
+    assert re.search(r"^Degrees: .*cp5 .*neither a node of 8 GPUs nor the 64 attention heads", said)
     assert said.endswith("all layouts that fit have such a degree.")
 
 
@@ -184,7 +184,7 @@ def test_the_goal_memory_sorts_rows_by_peak_after_the_fastest_of_the_lowest(size
 def test_a_pipeline_that_a_larger_batch_drops_is_named_with_its_memory() -> None:
     """Each micro-batch of a step has a receive buffer on a pipeline rank."""
     found = plan("llama-3.1-8b", 7, 64)
-    sizes = [64, 128, 256]
+    sizes = [64, 256]
     choices = best_of_batches(found.workload, found.cluster, sizes)
     said = dict(zip(sizes, batch_sentences(found.workload, choices), strict=True))
     assert "would need" not in said[64]
