@@ -18,7 +18,7 @@ from meshtune.report.dryrun.listing import Listing
 from meshtune.report.dryrun.page import DryRun, write
 from meshtune.units import count, counted, duration, human, significant
 
-MOST_KERNELS = 12  # operations of a block that are listed
+MOST_KERNELS = 30  # operations of a block that are listed
 MOST_COLLECTIVES = 6  # kinds of collectives that are listed
 TRACE = "trace.json"
 RESERVED = "reserved by the allocator"

@@ -67,7 +67,9 @@ class Machine:
     elementwise_hidden: Number  # tensors of [tokens, hidden] that a block's forward moves
     elementwise_wide: Number  # tensors of [tokens, widened] that a block's forward moves
     elementwise_rotary: Number  # tensors of [tokens, features of queries and keys] that it moves
-    elementwise_norm: Number  # the same, where norms act on queries and keys
+    elementwise_norm: (
+        Number  # tensors that a norm moves: of queries and keys, a third of hidden states or the last
+    )
     hidden_backward: Number  # traffic of elementwise_hidden and _norm in the backward, over the forward's
     wide_backward: Number  # the same of elementwise_wide
     rotary_backward: Number  # the same of elementwise_rotary

@@ -134,11 +134,14 @@ class _Durations:
         """Seconds of a pass with its send."""
         blocks, first = self.blocks[one.stage], one.stage == 0
         last = one.stage == len(self.blocks) - 1
-        weights = blocks * self.weights + first * self.ends.embedding + last * self.ends.weights
-        inputs = blocks * (self.backward - self.weights) + last * self.ends.inputs + self.send
+        ends = self.ends
+        weights = blocks * self.weights + first * ends.embedding + last * ends.weights
+        inputs = blocks * (self.backward - self.weights) + last * ends.inputs
+        inputs += (first + last) * ends.exchange + self.send
         match one.kind:
             case "F":
-                return blocks * self.forward + last * self.ends.forward + self.host + self.send
+                at_ends = first * ends.exchange + last * ends.last_forward
+                return blocks * self.forward + at_ends + self.host + self.send
             case "W":
                 return weights
             case "I":

@@ -28,7 +28,7 @@ import step_time
 SHAPE = reserved.Shape(layers=4, hidden=2048, ffn=8192, heads=32, kv_heads=8, vocab=128256)  # as Llama-3.2 1B
 SEQ_LEN = 4096
 # shares by which the planner's may differ
-BLOCKS, HEAD_AND_COPIES, UPDATE, DATA, STEP = 0.04, 0.03, 0.01, 0.15, 0.03
+BLOCKS, HEAD_AND_COPIES, UPDATE, DATA, TENSOR, STEP = 0.04, 0.03, 0.01, 0.15, 0.05, 0.03
 
 
 def test_updates_move_the_bytes_that_their_kernels_were_counted_to_move() -> None:
@@ -63,7 +63,8 @@ def test_the_planner_and_the_dry_run_agree(text: str) -> None:
     assert parts["copies"] + parts["head"] == pytest.approx(
         simulated.compute - in_blocks, rel=HEAD_AND_COPIES
     )
-    for part, tolerance in (("optimizer", UPDATE), ("data", DATA), ("total", STEP)):
+    tolerances = {"optimizer": UPDATE, "data": DATA, "tensor": TENSOR, "total": STEP}
+    for part, tolerance in tolerances.items():
         assert getattr(planned, part) == pytest.approx(getattr(simulated, part), rel=tolerance), part
 
 

@@ -24,7 +24,7 @@ def test_bytes_outside_the_blocks_are_those_that_dry_runs_count(text: str) -> No
     layouts, machine = Columns.of([Layout.parse(text)]), Machine.of(catalogue()["h100-sxm"], "meshtune")
     chunks = SEQ_LEN / LOSS_CHUNK_TOKENS
     matmuls = chunks * head_matmuls(LLAMA_1B, layouts, machine, LOSS_CHUNK_TOKENS)
-    seconds = end_seconds(LLAMA_1B, layouts, machine, SEQ_LEN).total - matmuls
+    seconds = end_seconds(LLAMA_1B, layouts, machine, SEQ_LEN).compute - matmuls
     found = float(np.ravel(seconds * machine.bandwidth * machine.memory)[0])
     assert found == pytest.approx(COUNTED[text], rel=0.02)
 
@@ -33,8 +33,24 @@ def test_the_loss_of_this_engine_is_in_the_forward() -> None:
     layouts = Columns.of([Layout.parse("zero3x8-mb1-ga1")])
     for stack, least, most in (("meshtune", 0.9, 1.0), ("torchtitan", 1 / 3, 1 / 3)):
         ends = end_seconds(LLAMA_1B, layouts, Machine.of(catalogue()["h100-sxm"], stack), SEQ_LEN)
-        share = float(np.ravel(ends.forward / ends.head)[0])
+        share = float(np.ravel(ends.last_forward / ends.last)[0])
         assert least - 1e-9 <= share <= most + 1e-9
+
+
+def test_collectives_of_a_split_embedding_and_head() -> None:
+    """One of each kind in each pass, of hidden states, and small ones of the loss, as dry runs count them."""
+    machine = Machine.of(catalogue()["h100-sxm"], "meshtune")
+    whole, split, summed = (
+        end_seconds(LLAMA_1B, Columns.of([Layout.parse(text)]), machine, SEQ_LEN)
+        for text in ("mb1-ga1", "tp4-sp-mb1-ga1", "tp4-mb1-ga1")
+    )
+    assert float(np.ravel(whole.tensor)[0]) == 0
+    ring = 4096 * 2048 * 2 * 3 / 4 / (machine.link * machine.link_share) + 3 * machine.link_latency
+    assert float(np.ravel(split.exchange)[0]) == pytest.approx(ring)
+    # 0.693 ms for nine of each kind in each pass, of which eight are the blocks'; the loss 0.364 ms
+    assert float(np.ravel(split.exchange)[0]) == pytest.approx(0.693e-3 / 9, rel=0.01)
+    assert float(np.ravel(split.sums)[0]) == pytest.approx(0.364e-3, rel=0.05)
+    assert float(np.ravel(summed.sums)[0]) == float(np.ravel(split.sums)[0])
 
 
 def test_a_frozen_head_has_no_gradient() -> None:
@@ -45,7 +61,7 @@ def test_a_frozen_head_has_no_gradient() -> None:
     frozen = end_seconds(LLAMA_1B.adapted(16), layouts, machine, SEQ_LEN)
     assert float(np.ravel(frozen.embedding)[0]) == float(np.ravel(frozen.weights)[0]) == 0
     trained = end_seconds(LLAMA_1B, layouts, machine, SEQ_LEN)
-    assert np.all(frozen.forward < 0.8 * trained.forward)
+    assert np.all(frozen.loss < 0.8 * trained.loss)
 
 
 def test_a_tied_heads_gradient_is_added_to_the_embeddings() -> None:
@@ -60,6 +76,6 @@ def test_a_tied_heads_gradient_is_added_to_the_embeddings() -> None:
     )
     moved = float(np.ravel(sums * machine.bandwidth * machine.memory)[0])
     assert moved == pytest.approx(3 * 2 * 128256 * 2048)
-    for part in ("embedding", "forward", "weights"):  # each end of a pipeline has a weight of its own
+    for part in ("embedding", "loss", "weights"):  # each end of a pipeline has a weight of its own
         both = [getattr(end_seconds(work, staged, machine, SEQ_LEN), part) for work in (tied, LLAMA_1B)]
         assert np.allclose(*both)

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from families import FAMILIES
@@ -16,7 +17,7 @@ from meshtune.plan.hardware import catalogue, stacks
 from meshtune.plan.kernels import kernel_on
 from meshtune.plan.machine import Machine
 from meshtune.plan.seconds.collectives import exposed
-from meshtune.plan.seconds.gpu import adapter_sums, attention_passes, launch_seconds
+from meshtune.plan.seconds.gpu import adapter_sums, attention_passes, elementwise, launch_seconds
 from meshtune.plan.seconds.step import step
 from meshtune.plan.work import Core, Work
 
@@ -185,3 +186,11 @@ def test_links_of_cards_without_nvlink_keep_what_is_assumed_of_them() -> None:
     kinds = catalogue()
     assert kinds["l40s"].efficiency["link_share"] == kinds["a6000"].efficiency["link_share"] == 0.5
     assert kinds["rtx-4090"].efficiency["link_share"] == kinds["rtx-3090"].efficiency["link_share"] == 0.25
+
+
+def test_further_norms_of_a_block_are_counted() -> None:
+    """Gemma 2 has four of hidden states, where `elementwise_hidden` has two."""
+    machine, layouts = Machine.of(catalogue()["h100-sxm"], "meshtune"), Columns.of([Layout()])
+    two, four = (elementwise(machine, 1.0, replace(LLAMA_8B, norms=n), layouts)[0] for n in (2.0, 4.0))
+    moved = float(np.ravel(four - two)[0]) * machine.bandwidth * machine.memory
+    assert moved == pytest.approx(2 * machine.element * machine.elementwise_norm * 4096)

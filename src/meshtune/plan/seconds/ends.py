@@ -1,4 +1,4 @@
-"""Seconds of one GPU outside the blocks, for one micro-batch: embedding, last norm, head and loss."""
+"""Seconds outside the blocks for one micro-batch: embedding, last norm, head, loss, and their collectives."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshtune.placement.states import LOSS_CHUNK_TOKENS
+from meshtune.plan.seconds.collectives import ranks_in_node, ring_collectives, tree_all_reduce
 from meshtune.plan.seconds.gpu import ALIGNED, gradient_accumulation, matmul, shard_copies
 from meshtune.units import Number
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from meshtune.plan.work import Work
 
 # train/loss.py
-FP32 = 4  # bytes in which it sums the head's gradient over chunks
+FP32 = 4  # bytes in which it sums the head's gradient over chunks, and a split vocabulary's sums over ranks
 SELECTED = 6  # tensors of hidden states that its forward moves: rows selected 2, gradient made 1, written 3
 
 
@@ -25,24 +26,45 @@ SELECTED = 6  # tensors of hidden states that its forward moves: rows selected 2
 class Ends:
     """Seconds outside the blocks for one micro-batch: on one rank, or on a pipeline's two ends."""
 
-    embedding: Number  # on the first stage, in the backward: making and adding up its gradient
-    forward: Number  # on the last stage: last norm, logits and loss
-    inputs: Number  # on the last stage, in the backward: gradients of hidden states
-    weights: Number  # on the last stage, in the backward: gradients of weights
+    embedding: Number  # computing on the first stage, in the backward: making and adding up its gradient
+    loss: Number  # computing on the last stage, in the forward: last norm, logits and loss
+    inputs: Number  # computing on the last stage, in the backward: gradients of hidden states
+    weights: Number  # the same: gradients of weights
+    exchange: (
+        Number  # collectives of tp on hidden states, in each pass of the first stage and of the last one
+    )
+    sums: Number  # collectives of tp on the loss, in the last stage's forward
 
     @property
-    def backward(self) -> Number:
-        """Seconds of the last stage's backward."""
-        return self.inputs + self.weights
-
-    @property
-    def head(self) -> Number:
-        """Seconds on the last stage."""
-        return self.forward + self.backward
+    def compute(self) -> Number:
+        return self.embedding + self.loss + self.inputs + self.weights
 
     @property
     def total(self) -> Number:
-        return self.embedding + self.head
+        return self.compute + self.tensor
+
+    @property
+    def tensor(self) -> Number:
+        """Seconds of collectives of tp."""
+        return 4 * self.exchange + self.sums
+
+    @property
+    def first_backward(self) -> Number:
+        """Seconds in a backward of the first stage; in its forward there is `exchange`."""
+        return self.embedding + self.exchange
+
+    @property
+    def last_forward(self) -> Number:
+        return self.loss + self.exchange + self.sums
+
+    @property
+    def last_backward(self) -> Number:
+        return self.inputs + self.weights + self.exchange
+
+    @property
+    def last(self) -> Number:
+        """Seconds on the last stage."""
+        return self.last_forward + self.last_backward
 
 
 def end_seconds(work: Work, layouts: Columns, machine: Machine, seq_len: Number) -> Ends:
@@ -56,7 +78,7 @@ def end_seconds(work: Work, layouts: Columns, machine: Machine, seq_len: Number)
             head_matmuls(work, layouts, machine, layouts.rank_tokens(seq_len))
             + logit_traffic(work, layouts, machine, seq_len)
         ) / 3
-        return Ends(0.0, pass_seconds, pass_seconds, pass_seconds)
+        return Ends(0.0, pass_seconds, pass_seconds, pass_seconds, 0.0, 0.0)
     tokens, element = layouts.rank_tokens(seq_len), machine.element
     per_byte = 1 / (machine.bandwidth * machine.memory)
     chunks = np.maximum(np.ceil(tokens / LOSS_CHUNK_TOKENS), 1.0)
@@ -79,7 +101,7 @@ def end_seconds(work: Work, layouts: Columns, machine: Machine, seq_len: Number)
         + gradient_accumulation(machine, trained_first / layouts.tp, layouts)
         + gather_first
         + scatter_first,
-        forward=chunks * head_matmuls(work, layouts, machine, tokens / chunks)
+        loss=chunks * head_matmuls(work, layouts, machine, tokens / chunks)
         + logit_traffic(work, layouts, machine, seq_len)
         + of_head * sums * per_byte
         + norm
@@ -89,6 +111,8 @@ def end_seconds(work: Work, layouts: Columns, machine: Machine, seq_len: Number)
         weights=2 * element * of_head * per_byte
         + gradient_accumulation(machine, trained_last / layouts.tp, layouts)
         + scatter_last,
+        exchange=hidden_exchange(work, layouts, machine, seq_len),
+        sums=chunks * loss_sums(layouts, machine, tokens / chunks),
     )
 
 
@@ -103,6 +127,26 @@ def head_matmuls(work: Work, layouts: Columns, machine: Machine, tokens: Number)
     lying = (rows, work.hidden)
     weights = matmul(machine, rows, work.hidden, tokens, contiguous=lying, fastest=fastest)
     return logits + inputs + work.head_trainable * weights
+
+
+def hidden_exchange(work: Work, layouts: Columns, machine: Machine, seq_len: Number) -> Number:
+    """Exposed seconds of one of tp's collectives on hidden states outside the blocks.
+
+    With sp the embedding's forward ends with a reduce-scatter and the head's starts with an all-gather, the
+    backward has the other of each. Without, the embedding's forward and the head's backward have an
+    all-reduce: a half in each pass.
+    """
+    hidden_bytes = machine.element * layouts.rank_tokens(seq_len) * work.hidden
+    in_node = ranks_in_node(layouts.tp, 1.0, machine)
+    ring = ring_collectives(machine, hidden_bytes, layouts.tp, in_node)
+    half = tree_all_reduce(machine, hidden_bytes, layouts.tp, in_node) / 2
+    return np.where(layouts.sp > 0, ring, half) * (1 - machine.tensor_overlap)
+
+
+def loss_sums(layouts: Columns, machine: Machine, tokens: Number) -> Number:
+    """Seconds of tp's all-reduces in the loss of `tokens` tokens: each one's largest logit, then two sums."""
+    in_node = ranks_in_node(layouts.tp, 1.0, machine)
+    return sum(tree_all_reduce(machine, FP32 * n * tokens, layouts.tp, in_node) for n in (1, 2))
 
 
 def logit_traffic(work: Work, layouts: Columns, machine: Machine, seq_len: Number) -> Number:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 TILE = 128 * 128  # output elements of a matmul that one multiprocessor works on at a time
 ALIGNED = 64  # elements (128 bytes of 16 bits) that tensor cores want the rows of operands to be multiples of
 LOADED = 8  # elements (16 bytes) that they need; other matmuls run on slower kernels
+NORMS = 2  # of hidden states in a block, which `elementwise_hidden` has; there are more in Gemma 2 and OLMo 2
 ADAPTER_SUM = 3  # tensors that a sum moves: gradients of an adapted matrix's inputs come from it and from A
 WRITTEN_BACKWARD = 1.3  # traffic of written attention scores in the backward, over the forward's; assumed
 
@@ -109,7 +110,8 @@ def elementwise(machine: Machine, tokens: Number, work: Work, layouts: Columns) 
     sp splits those outside the matrices that tp cuts (Korthikanti et al. 2022, section 4.2.2). tokens: of a
     micro-batch on this rank, before sp.
     """
-    outside = machine.elementwise_hidden * work.hidden / np.where(layouts.sp > 0, layouts.tp, 1.0)
+    per_hidden = machine.elementwise_hidden + machine.elementwise_norm * (work.norms - NORMS)
+    outside = per_hidden * work.hidden / np.where(layouts.sp > 0, layouts.tp, 1.0)
     wide = machine.elementwise_wide * work.wide / layouts.tp
     heads = work.head_shards(layouts.tp)
     rotary = machine.elementwise_rotary * work.rotary / heads

@@ -62,7 +62,7 @@ def _slowest_rank(count: Number, layouts: Columns, blocks: Blocks, ends: Ends, b
     pp, per_rank = layouts.pp, layouts.virtual_stages
     # One rank has the first stage and the last one where stages turn back at the last rank.
     turned = layouts.runs(*V_SCHEDULES)
-    head_blocks = ends.head / blocks.mean(count / pp).total
+    head_blocks = ends.last / blocks.mean(count / pp).total
     on_last = np.maximum(1.0, np.round((count + head_blocks) / (pp * per_rank) - head_blocks))
     on_other = (count - on_last) / np.maximum(pp * per_rank - 1, 1.0)  # stage
     beside_last = (per_rank - 1) * np.where(turned, np.floor(on_other + 1e-9), on_other)
@@ -80,9 +80,9 @@ def _slowest_rank(count: Number, layouts: Columns, blocks: Blocks, ends: Ends, b
         (last, np.where(turned, 1.0, 0.0), 1.0),
     ):
         forward = blocks.forward(on)
-        forwards.append(forward + has_last * ends.forward)
-        backward = blocks.total(on) - forward + has_last * ends.backward
-        backwards.append(backward + has_first * ends.embedding)
+        forwards.append(forward + has_first * ends.exchange + has_last * ends.last_forward)
+        backward = blocks.total(on) - forward + has_last * ends.last_backward
+        backwards.append(backward + has_first * ends.first_backward)
     together = reduce(np.maximum, map(operator.add, forwards, backwards))
     apart = reduce(np.maximum, forwards) + reduce(np.maximum, backwards)
     return np.where(pp > 1, np.where(layouts.runs(*ALL_AHEAD), apart, together), blocks.total(count))

@@ -68,16 +68,16 @@ def step(
     pipeline = pipeline_seconds(work, layouts, machine, seq_len, blocks=every, ends=ends)
     micro_batches = layouts.gradient_accumulation_steps
     blocks = micro_batches * work.blocks / layouts.pp
-    at_ends = micro_batches * ends.total / layouts.pp  # the first and last stage's, shared out over ranks
+    share = micro_batches / layouts.pp  # of what the first and the last stage have, shared out over ranks
     return Seconds(
-        compute=blocks * block.compute.total + at_ends,
-        tensor=blocks * block.tensor,
+        compute=blocks * block.compute.total + share * ends.compute,
+        tensor=blocks * block.tensor + share * ends.tensor,
         context=blocks * block.context,
         pipeline=micro_batches * pipeline.sends,
         data=blocks * block.sharding + gradient_collectives(work, layouts, machine, block),
         optimizer=optimizer_update(work, layouts, machine),
         bubble=pipeline.bubble,
-        imbalance=np.where(layouts.pp > 1, micro_batches * pipeline.behind - at_ends, 0.0),
+        imbalance=np.where(layouts.pp > 1, micro_batches * pipeline.behind - share * ends.total, 0.0),
         host=blocks * block.launches + micro_batches * machine.host_micro_batch + machine.host_step,
     )
 
@@ -102,7 +102,7 @@ def compute_parts(
         "accumulation": blocks * block.accumulation,
         "copies": blocks * (block.copies_forward + block.copies_backward),
         "recomputation": micro_batches * recomputing * block.recomputation,
-        "head": micro_batches * ends.total / layouts.pp,
+        "head": micro_batches * ends.compute / layouts.pp,
     }
 
 
@@ -119,8 +119,8 @@ def passes(
     micro_batches = layouts.gradient_accumulation_steps
     blocks, share = micro_batches * work.blocks / layouts.pp, micro_batches / layouts.pp
     return {
-        "forward": blocks * block.forward + share * ends.forward,
-        "backward": blocks * block.backward + share * (ends.backward + ends.embedding),
+        "forward": blocks * block.forward + share * ends.loss,
+        "backward": blocks * block.backward + share * (ends.compute - ends.loss),
         "recomputation": blocks * block.recomputation,
     }
 
