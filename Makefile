@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart quickstart-lora test test-default test-slow test-oldest test-migrate test-exports test-cases fuzz families validation validation-dryrun validation-memory kill-loop style lint docs benchmark gpu-check clean
+.PHONY: quickstart quickstart-lora test test-default test-slow test-oldest test-migrate test-exports test-cases fuzz families validation validation-dryrun validation-memory validation-why kill-loop style lint docs benchmark gpu-check clean
 
 # The main job on the embedded model and data: fine-tune, evaluate, write a Hugging Face folder and a report.
 quickstart: $(STAMP)
@@ -81,6 +81,11 @@ validation-dryrun: $(STAMP)
 # The planner's memory beside dry runs of random small layouts and of large models, with tables: validation/memory-dryrun.md.
 validation-memory: $(STAMP)
 	$(BIN)/python validation/memory_dryrun.py --table validation/memory-dryrun.md
+
+# Eight injected causes of slow runs, ten seeds each, and 20 healthy runs, with a table: validation/why-slow.md, a quarter
+# of an hour on an idle machine.
+validation-why: $(STAMP)
+	$(BIN)/python validation/why_slow.py --table validation/why-slow.md
 
 style: $(STAMP)
 	$(BIN)/ruff check .

@@ -42,8 +42,8 @@ THRESHOLDS = {
     ),
     "small micro-batches": Threshold(
         0.25, 0.01, "on a GPU, share of the passes that is left when the host has started them all, below",
-        "an operation on 8 numbers leaves out the model's Python, which takes as long again; a GPU that is "
-        "never behind its host waits for it",
+        "larger micro-batches need fewer operations: most of that quarter is saved; a GPU that is never "
+        "behind its host waits for it",
     ),
     "recompilation": Threshold(
         0.05, 2, "steps after the warm-up that compiled, at least",
@@ -233,10 +233,11 @@ def _small_micro_batches(steps: Steps) -> Iterator[Cause]:
                 remedy,
             )  # fmt: skip
     elif launching := steps.rows[0].get("launching"):
+        busy = steps.median(lambda row: row["host_seconds"])
         yield Cause(
-            "small micro-batches", launching / steps.seconds,
-            f"Starting operations takes {duration(launching)} of the {duration(passes)} of a step's passes, "
-            "whatever they compute.",
+            "small micro-batches", min(1.0, launching / busy) * passes / steps.seconds,
+            f"Starting operations takes {duration(launching)} of the {duration(busy)} that rank 0's "
+            "processor works in a step, whatever they compute.",
             remedy,
         )  # fmt: skip
 

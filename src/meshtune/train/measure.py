@@ -51,7 +51,7 @@ class Meter:
         self._operation = seconds_per_operation() if self._on_cpu and not self._compiled else 0.0
         self._counts = 0, 0  # graphs compiled and retries of the allocator, before the step
         self._steps = 0
-        self._began = 0.0
+        self._began = self._began_busy = 0.0  # by the clock, and of this thread's own processor time
         self._highest: list[float] = [0.0] * world.size
 
     @contextmanager
@@ -64,7 +64,7 @@ class Meter:
         self.clock.take()
         self.clock.take_facts()
         self._counts = self._counted()
-        self._began = time.perf_counter()
+        self._began, self._began_busy = time.perf_counter(), time.thread_time()
 
     def end(
         self, step: int, *, micro_batches: Sequence[MicroBatch], loading: float, in_flight: float, stop: bool
@@ -120,6 +120,7 @@ class Meter:
             "head_start": facts.head_start,
             "backlog": None if self._on_cpu else facts.backlog,
             "launching": operations * self._operation if operations and self._operation else None,
+            "host_seconds": time.thread_time() - self._began_busy if self._on_cpu else None,
         }
 
     def _memory_rows(self, step: int, peaks: Sequence[float], *, watched: bool) -> list[Row]:

@@ -25,7 +25,7 @@ def time_row(step: int, **facts: Any) -> dict[str, Any]:
     return {
         "kind": "time", "step": step, "seconds": 1.0, "parts": parts, "exposed": {"data": 0.05},
         "busy": [0.94 + 0.02 * (step % 2), 0.95], "loading": [0.001, 0.001], "padding": 0.03,
-        "traffic": {"data": [8, 10_000_000]}, "head_start": 0.1, "launching": 0.05,
+        "traffic": {"data": [8, 10_000_000]}, "head_start": 0.1, "launching": 0.05, "host_seconds": 0.95,
     } | facts  # fmt: skip
 
 

@@ -1,0 +1,37 @@
+"""A part of the trial of validation/why_slow.py: one run of each injected cause, and two healthy ones."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "validation"))
+import why_slow
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return why_slow.make_data(tmp_path_factory.mktemp("why"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", why_slow.CASES)
+def test_an_injected_cause_is_named_first(name: str, data: Path) -> None:
+    outcome = why_slow.run(why_slow.CASES[name], name, 0, data)
+    assert outcome.passed, outcome
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_healthy_run_has_no_cause(number: int, data: Path) -> None:
+    outcome = why_slow.run(why_slow.HEALTHY_CASES[number], why_slow.HEALTHY, number, data)
+    assert outcome.passed, outcome
+
+
+def test_the_page_counts_what_was_right() -> None:
+    outcomes = [
+        why_slow.Outcome("padding", seed, "mb2-ga1", "twice as wide", ["padding (30%): …"], passed, 3.0, 1.0)
+        for seed, passed in enumerate((True, False))
+    ]
+    page = why_slow.table(outcomes)
+    assert "| padding | padding | 1 of 2 |" in page and "| **no** |" in page

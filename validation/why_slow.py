@@ -1,0 +1,347 @@
+"""Trial of `why it is slow`: eight causes injected into short trainings on CPU ranks, beside healthy ones.
+
+    python validation/why_slow.py --table validation/why-slow.md        # ten seeds of each, 20 healthy
+    python validation/why_slow.py --seeds 1 --healthy 2 --cases padding     # a part
+
+Each run is a process of its own with a patch, which trains a tiny Llama by `meshtune.train`.
+A seed draws the strength and, where both work, the number of ranks. Passed: the injected cause is the first
+that is named; for a healthy run none is.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+HEALTHY = "healthy"
+STEPS = 13
+LIMIT = 240  # seconds of a run
+
+
+class Case(NamedTuple):
+    """An injected cause."""
+
+    named: str  # the cause that is to be named first; "" for none
+    inject: Callable[[random.Random, str], str]  # patches this process; returns the strength in words
+    layouts: Sequence[str] = ("mb2-ga1",)  # one is drawn
+    settings: Sequence[str] = ()
+    model: str = "model"  # folder of MODELS
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run of the trial."""
+
+    case: str
+    seed: int
+    layout: str
+    injected: str  # with its strength
+    causes: list[str]  # sentences of those that were named
+    passed: bool
+    seconds: float  # of the run
+    load: float  # of the machine in the last minute, this run included
+
+
+def nothing(_: random.Random, layout: str) -> str:
+    return "nothing"
+
+
+def tiny(_: random.Random, layout: str) -> str:
+    return "8 tokens of a model of width 64 in a micro-batch"
+
+
+def slow_loader(draw: random.Random, _: str) -> str:
+    from meshtune.data.loader import Loader
+
+    seconds, batches = draw.uniform(0.05, 0.3), Loader.__iter__
+
+    def late(loader: Loader) -> Any:
+        for batch in batches(loader):
+            time.sleep(seconds)
+            yield batch
+
+    Loader.__iter__ = late
+    return f"sleep of {1000 * seconds:.0f} ms before each batch"
+
+
+def slow_rank(draw: random.Random, _: str) -> str:
+    import torch.distributed as dist
+
+    from meshtune.train.step import Passes
+
+    seconds, slow, passes = draw.uniform(0.1, 0.3), draw.randrange(2), Passes.forward_backward
+
+    def forward_backward(self: Passes, *args: Any) -> Any:
+        if dist.get_rank() == slow:
+            time.sleep(seconds)
+        return passes(self, *args)
+
+    Passes.forward_backward = forward_backward
+    return f"rank {slow} sleeps {1000 * seconds:.0f} ms in each step"
+
+
+def slow_link(draw: random.Random, layout: str) -> str:
+    """Let collectives of an axis, which are larger than those of a few numbers, end late."""
+    import torch.distributed as dist
+
+    from meshtune import compat
+    from meshtune.meter.clock import payload
+
+    seconds, due, wait = draw.uniform(0.2, 0.4), {}, dist.Work.wait
+    if layout.startswith("tp"):  # a collective after the other, where those of dp are all in flight at once
+        seconds /= 8
+
+    def wrap(method: Any) -> Any:
+        def started(group: Any, *args: Any, **options: Any) -> Any:
+            work = method(group, *args, **options)
+            if work is not None and max(map(payload, args), default=0) > 1024:
+                due[id(work)] = time.perf_counter() + seconds
+            return work
+
+        return started
+
+    def waited(work: Any, *args: Any) -> Any:
+        time.sleep(max(0.0, due.pop(id(work), 0.0) - time.perf_counter()))
+        return wait(work, *args)
+
+    for name in set(compat.COLLECTIVES) & dist.ProcessGroup.__dict__.keys():
+        setattr(dist.ProcessGroup, name, wrap(dist.ProcessGroup.__dict__[name]))
+    dist.Work.wait = waited
+    return f"collectives end {1000 * seconds:.0f} ms after their start"
+
+
+def overlap_off(_: random.Random, layout: str) -> str:
+    import torch.distributed as dist
+
+    all_reduce = dist.all_reduce
+
+    def at_once(*args: Any, **options: Any) -> Any:
+        work = all_reduce(*args, **options)
+        if work is not None:
+            work.wait()
+        return work
+
+    dist.all_reduce = at_once
+    return "each all-reduce is waited for at once"
+
+
+def padded(draw: random.Random, _: str) -> str:
+    from meshtune.data import loader
+
+    factor, batch = draw.uniform(1.4, 2.5), loader.micro_batch
+
+    def wide(rows: Any, width: int = 0, multiple: int = 1) -> Any:
+        longest = max(sum(map(len, row)) for row in rows)
+        return batch(rows, max(width, round(factor * longest)), multiple)
+
+    loader.micro_batch = wide
+    return f"rows padded to {factor:.1f} times their length"
+
+
+def recompiling(draw: random.Random, layout: str) -> str:
+    from torch import _dynamo
+
+    from meshtune.train.step import Passes
+
+    every, passes, count = draw.choice((1, 2, 3)), Passes.forward_backward, iter(range(10**6))
+    compiled(draw, layout)
+
+    def forward_backward(self: Passes, *args: Any) -> Any:
+        if next(count) % every == 0:
+            _dynamo.reset()
+        return passes(self, *args)
+
+    Passes.forward_backward = forward_backward
+    return f"compiled code is thrown away every {every} steps"
+
+
+def compiled(_: random.Random, layout: str) -> str:
+    """Let torch.compile only trace: C++ is compiled for minutes."""
+    from torch import nn
+
+    method = nn.Module.compile
+    nn.Module.compile = lambda self: method(self, backend="eager")
+    return "nothing"
+
+
+def slow_disk(draw: random.Random, _: str) -> str:
+    from meshtune.train import checkpoint
+
+    seconds, write = draw.uniform(0.6, 1.2), checkpoint.write
+
+    def late(*args: Any) -> Any:
+        time.sleep(seconds)
+        return write(*args)
+
+    checkpoint.write = late
+    return f"writing a checkpoint takes {seconds:.1f} s longer"
+
+
+ONE_OR_TWO = ("mb2-ga1", "dp2-mb2-ga1")
+MODELS = {"model": 192, "narrow": 64}  # tiny Llamas of 4 blocks: folder -> width
+SAVING = ("checkpoint.every=4", "checkpoint.keep=1")
+CASES = {
+    "sleep in the loader": Case("waiting for data", slow_loader, ONE_OR_TWO),
+    "slowed rank": Case("slow rank", slow_rank, ("dp2-mb2-ga1", "tp2-mb2-ga1")),
+    "delay in an axis's collectives": Case("slow collectives", slow_link, ("dp2-mb2-ga1", "tp2-mb2-ga1")),
+    "tiny micro-batches": Case("small micro-batches", tiny, ("mb1-ga8",), ("data.seq_len=8",), "narrow"),
+    "overlap switched off": Case("overlap is off", overlap_off, ("dp2-mb1-ga1",), ("data.seq_len=64",)),
+    "padding": Case("padding", padded, ONE_OR_TWO, ("data.packing=false",)),
+    "forced recompilation": Case("recompilation", recompiling, ("mb2-ga1",), ("train.compile=true",)),
+    "slow disk while saving": Case("slow saving", slow_disk, ONE_OR_TWO, SAVING),
+}
+# Runs of the same layouts and settings without the injection; tiny micro-batches are themselves a setting.
+HEALTHY_CASES = [
+    Case("", nothing, ONE_OR_TWO), Case("", nothing, ("dp2-mb2-ga1", "tp2-mb2-ga1")),
+    Case("", nothing, ("dp2-mb1-ga1",), ("data.seq_len=64",)),
+    Case("", compiled, ("mb2-ga1",), ("train.compile=true",)),
+    Case("", nothing, ("mb4-ga1",), (), "narrow"),
+    Case("", nothing, ONE_OR_TWO, ("checkpoint.every=8",)),
+]  # fmt: skip
+
+
+def run(case: Case, name: str, seed: int, data: Path) -> Outcome:
+    """Train once with the injection, in a process of its own, and judge what was named."""
+    draw = random.Random(f"{name} {seed}")
+    layout = draw.choice(case.layouts)
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe(duplex=False)
+        child = context.Process(target=train, args=(theirs, case, layout, draw, data, Path(folder)))
+        child.start()
+        theirs.close()
+        try:
+            injected, causes = ours.recv() if ours.poll(LIMIT) else ("", None)
+        except EOFError:
+            injected, causes = "", None
+        child.kill()
+        child.join()
+    if causes is None:
+        raise SystemExit(f"{name}, seed {seed}: the run failed.")
+    named = [cause["name"] for cause in causes]
+    sentences = [f"{cause['name']} ({cause['share']:.0%}): {cause['evidence']}" for cause in causes]
+    passed = named[:1] == ([case.named] if case.named else [])
+    return Outcome(
+        name, seed, layout, injected, sentences, passed, time.perf_counter() - started, os.getloadavg()[0]
+    )
+
+
+def train(pipe: Any, case: Case, layout: str, draw: random.Random, data: Path, folder: Path) -> None:
+    """Main function of a run's process: sends what was injected, and the causes that the run has named."""
+    from meshtune.api.train import train as api_train
+    from meshtune.layout import Layout
+
+    injected = case.inject(draw, layout)
+    settings = [
+        f"model.name={data / case.model}", f"data.train={data / 'train.jsonl'}",
+        f"data.cache={data / 'cache'}",
+        "data.seq_len=128", "train.device=cpu", f"train.max_steps={STEPS}", f"layout={layout}",
+        f"train.global_batch_size={Layout.parse(layout).global_batch_size}", f"output={folder / 'run'}",
+        "log.to=[jsonl]", *case.settings,
+    ]  # fmt: skip
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        result = api_train({}, settings)
+    pipe.send((injected, [asdict(cause) for cause in result.summary.causes]))
+
+
+def make_data(folder: Path) -> Path:
+    """Write the models, and rows of about equal length."""
+    import torch
+    from tiny import make_tokenizer, write_rows
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    draw = random.Random(0)
+    words = ["red", "green", "blue", "apple", "stone", "river", "seven", "eight", "window", "paper"]
+    texts = [" ".join(draw.choices(words, k=draw.randint(95, 105))) for _ in range(300)]
+    write_rows(folder / "train.jsonl", [{"prompt": "Say", "completion": text} for text in texts])
+    for name, width in MODELS.items():
+        make_tokenizer(texts, 300).save_pretrained(folder / name)
+        torch.manual_seed(0)
+        shape = LlamaConfig(
+            vocab_size=300, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=4,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024,
+        )  # fmt: skip
+        LlamaForCausalLM(shape).save_pretrained(folder / name)
+    return folder
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """The page of a trial."""
+    load = mean(one.load for one in outcomes)
+    names = [*(name for name in CASES if any(one.case == name for one in outcomes)), HEALTHY]
+    lines = []
+    for name in names:
+        runs = [one for one in outcomes if one.case == name]
+        if runs:
+            right = sum(one.passed for one in runs)
+            wanted = CASES[name].named if name in CASES else "none"
+            lines.append(f"| {name} | {wanted} | {right} of {len(runs)} |")
+    each = [
+        f"| {one.case} | {one.seed} | {one.layout} | {one.injected} | {'; '.join(one.causes) or 'none'} | "
+        f"{'yes' if one.passed else '**no**'} |"
+        for one in sorted(outcomes, key=lambda one: (names.index(one.case), one.seed))
+    ]
+    return "\n".join([
+        "# Why it is slow: the trial", "",
+        f"By `make validation-why`: {STEPS} steps of a tiny Llama on one or two CPU ranks, each with an",
+        "injected cause or none. [Thresholds](../docs/measuring.md#why-it-is-slow) were fixed before it,",
+        "after single runs of each. Right: the injected cause is named first; in a healthy run, which has",
+        "the layout and settings of one of the others, none is.", "",
+        f"{len(outcomes)} runs. The machine had {os.cpu_count()} cores and a mean load of {load:.1f}.", "",
+        "| injected | cause to be named first | right |", "| --- | --- | --- |", *lines, "",
+        "## Each run", "",
+        "| injected | seed | layout | how | named | right |", "| --- | --- | --- | --- | --- | --- |",
+        *each, "",
+    ])  # fmt: skip
+
+
+def trial(cases: Sequence[str], seeds: int, healthy: int, page: Path | None = None) -> list[Outcome]:
+    """Run a trial, a seed of every case at a time; prints each run.
+
+    page: file of the table, written after each run.
+    """
+    import meshtune.train.build
+    import meshtune.train.loop  # noqa: F401 - once for all runs
+
+    outcomes = []
+    with tempfile.TemporaryDirectory() as folder:
+        data = make_data(Path(folder))
+        todo = [(CASES[name], name, seed) for seed in range(seeds) for name in cases]
+        todo += [(HEALTHY_CASES[seed % len(HEALTHY_CASES)], HEALTHY, seed) for seed in range(healthy)]
+        todo.sort(key=lambda one: one[2] / (healthy if one[1] == HEALTHY else seeds))
+        for case, name, seed in todo:
+            outcomes.append(run(case, name, seed, data))
+            print(json.dumps(asdict(outcomes[-1])), flush=True)
+            if page:
+                page.write_text(table(outcomes))
+    return outcomes
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--seeds", type=int, default=10)
+    options.add_argument("--healthy", type=int, default=20)
+    options.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    options.add_argument("--table", type=Path)
+    asked = options.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    outcomes = trial(asked.cases, asked.seeds, asked.healthy, asked.table)
+    failed = [one for one in outcomes if not one.passed]
+    print(f"{len(outcomes) - len(failed)} of {len(outcomes)} right")
+
+
+if __name__ == "__main__":
+    main()
