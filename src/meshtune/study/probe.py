@@ -40,7 +40,8 @@ def probe_rank(
     would end later. Raises UserError if a GPU stops answering.
     """
     with answering():
-        device = torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else None)
+        own_gpu = f":{torch.cuda.current_device()}" if device_type == "cuda" else ""
+        device = torch.device(device_type + own_gpu)
         team = Team(rank, device)
         tasks = [*tasks_of(sizes, list(team.groups), device_type)]
         repeats: list[list[float]] = [[] for _ in tasks]

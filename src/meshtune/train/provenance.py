@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from torch.cuda import nccl as nccl_of_torch
 
 import meshtune
 
@@ -40,7 +41,7 @@ def versions() -> dict[str, str]:
 
 def gpu_versions() -> dict[str, str]:
     """Versions of CUDA and NCCL that torch uses, and of the driver, as far as there are any."""
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None
+    nccl = ".".join(map(str, nccl_of_torch.version())) if dist.is_nccl_available() else None
     drivers = answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     found = {"cuda": torch.version.cuda, "nccl": nccl, "driver": drivers and drivers.splitlines()[0]}
     return {name: version for name, version in found.items() if version}
