@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -51,6 +51,8 @@ class Stages:
             has_embedding=(rank == 0) * 1.0,
             has_head=np.where(v_shaped, rank == 0, rank == layouts.pp - 1) * 1.0,
             rank=rank,
+            interleaved=np.ones(rank.shape),
+            interleaved_at_loss=np.ones(rank.shape),
         )
 
     @classmethod
@@ -76,7 +78,7 @@ class Stages:
             on_rank = np.where(even.has_embedding > 0, on_first, np.ceil(part))
             on_rank = np.where(even.has_head > 0, blocks - before_last, on_rank)
         on_rank = np.where(layouts.pp > 1, on_rank, blocks)
-        return cls(on_rank, even.has_embedding, even.has_head, even.rank)
+        return replace(even, blocks=on_rank)
 
 
 def in_flight(layouts: Columns, rank: Number = 0.0) -> Number:
