@@ -45,7 +45,8 @@ def saved_by_own_attention(
             model = built_on_meta(build, attention, frozen)
         except (KeyError, ValueError):  # it knows no STAND_IN
             continue
-        found = saved_by_block(model, frozen, adapters, dora, partial(inputs, with_mask=with_mask))
+        given = partial(inputs, with_mask=with_mask)
+        found = saved_by_block(model, frozen, adapters, dora, given, with_peaks=True)
         if found[0]:
             return found
     return {}, ()

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, PreTrainedModel
 
 from meshtune.model.anatomy import Anatomy, anatomy
+from meshtune.model.block_peaks import block_peaks
 from meshtune.model.body import head_only, text_forward
 from meshtune.model.lora import adapt
 from meshtune.placement.census import SavedBytes
@@ -39,6 +40,8 @@ def saved_by_block(
     adapters: Mapping[str, int],
     dora: bool,
     inputs: Callable[[int], Mapping[str, Tensor]],
+    *,
+    with_peaks: bool = False,
 ) -> tuple[dict[str, tuple[tuple[int, SavedBytes], ...]], tuple[tuple[int, float], ...]]:
     """Return, by the block's path, a (element size, bytes saved per token) for each element size, and
     Census.head_saved.
@@ -46,7 +49,8 @@ def saved_by_block(
     The element size is that of the compute dtype, from DTYPES; one that the forward refuses is left out. The
     model is on meta, built with the attention STAND_IN, and is changed: it gets `adapters` (LoRA rank by
     module; with `dora` those of DoRA), only parameters named in `frozen` lose their gradient, and it stays in
-    the last dtype. inputs: of its forward, with as many tokens as are asked for. Raises as `anatomy`.
+    the last dtype. inputs: of its forward, with as many tokens as are asked for. with_peaks: trace the last
+    block's `SavedBytes.peaks`, for all. Raises as `anatomy`.
     """
     parts = anatomy(model)
     for module, rank in adapters.items():
@@ -60,11 +64,12 @@ def saved_by_block(
         try:
             per_token = _saved_per_token(model, parts, inputs)
             of_head.append((size, _saved_per_logit(model, parts, dtype)))
+            peaks = block_peaks(model, parts, inputs(TOKENS), TOKENS) if with_peaks else None
         except Exception:  # each family has its own ways to refuse a type
             continue
         for block, _ in model.get_submodule(parts.blocks).named_children():
             path = f"{parts.blocks}.{block}"
-            saved = SavedBytes(**{part: per_token[path, part] for part in PARTS})
+            saved = SavedBytes(**{part: per_token[path, part] for part in PARTS}, peaks=peaks)
             sizes_by_block.setdefault(path, []).append((size, saved))
     return {path: tuple(sizes) for path, sizes in sizes_by_block.items()}, tuple(of_head)
 
@@ -257,9 +262,8 @@ class FusedAttention(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         given = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | (kwargs or {})
         if given["query"].shape[1] != given["key"].shape[1] and not given.get("enable_gqa"):
-            given["attn_mask"] = (
-                None  # whose sum with the scores saves nothing, and whose dtype may be another
-            )
+            if isinstance(mask := given.get("attn_mask"), Tensor):
+                given["attn_mask"] = mask.to(given["query"].dtype)
             return func(**given)  # no fused kernel broadcasts heads: scores are written
         out, _ = self.recorder.attention(nn.Identity(), given["query"], given["key"], given["value"])
         return out.transpose(1, 2)

@@ -124,6 +124,15 @@ class Parameters:
 
 
 @dataclass(frozen=True)
+class BlockPeaks:
+    """Most bytes that a block's passes hold at once, its input among them: (per token, per token and key)."""
+
+    forward: tuple[float, float]  # that saves for a backward
+    forward_alone: tuple[float, float]  # that saves nothing
+    backward: tuple[float, float]  # with what the forward saved
+
+
+@dataclass(frozen=True)
 class SavedBytes:
     """Bytes per token that a block's forward keeps for its backward: eager, a flash kernel as attention core
     or, where the family takes none, its own attention; nothing recomputed, one rank.
@@ -138,6 +147,7 @@ class SavedBytes:
     mlp: float  # everything else within the MLP, split by tp
     core: float  # queries, keys and values as the attention core takes them, its output, its log-sums
     scores: float = 0.0  # bytes per token and key, by attention that writes its scores to memory
+    peaks: BlockPeaks | None = None  # None: they are not traced, as without such scores
 
     @property
     def total(self) -> float:

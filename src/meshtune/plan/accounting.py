@@ -15,6 +15,7 @@ import numpy as np
 
 from meshtune.errors import Table
 from meshtune.optimizers import BUCKET_ELEMENTS, OPTIMIZERS
+from meshtune.placement.census import BlockPeaks
 from meshtune.placement.columns import Columns, Number
 from meshtune.placement.states import LOSS_CHUNK_TOKENS, Copies, copies_of
 from meshtune.plan.hardware import memory_of
@@ -136,6 +137,10 @@ class Accounting:
         """Bytes per token that a block saves: as `saved` has it, without that as it was traced, or EAGER."""
         traced = None if self.saved else work.kept.get(int(self.element))
         return traced.with_keys(seq_len) if traced else (self.saved or EAGER).per_token(work, seq_len)
+
+    def traced_peaks(self, work: Work) -> BlockPeaks | None:
+        """Most bytes of a block's passes; None if they were not traced or the stack saves by its own rule."""
+        return None if self.saved else work.peaks.get(int(self.element))
 
     def gradient_replicas(self, layouts: Columns) -> Number:
         """Ranks that all-reduce each block's gradients; 1 where FSDP reduces them."""

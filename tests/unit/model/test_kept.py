@@ -219,6 +219,8 @@ def test_a_family_s_own_attention_keeps_its_scores(family, size):
     config = OWN_ATTENTION[family]()
     traced = [dict(block.saved)[size] for block in census(config).blocks]
     assert all(kept.scores > 0 for kept in traced)
+    for kept in traced:
+        assert kept.peaks.forward[1] > kept.scores < kept.peaks.backward[1]
     found = [kept.total + kept.scores * TOKENS for kept in traced]
     assert found == real(config, DTYPES[size], attention=None)
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 class InFlight(NamedTuple):
     """Bytes of micro-batches between their forward and their backward, on each pipeline rank."""
 
+    in_block_forward: Number  # in a block's last forward, all micro-batches included; 0: not traced
     in_block_backward: Number  # that a block's backward has at once beside `total`
     of_block: Number  # that the last block of a stage saved, for one micro-batch
     first_block: Number  # that the backward of a stage's first block has, with nothing else in flight
@@ -79,9 +80,20 @@ def activations_in_flight(
         layouts.runs("zb", "zbv") & (virtual > stages.has_embedding), waiting / virtual + norm + in_head, 0.0
     )
     temporaries = block_backward(work, layouts, accounting, sizes)
+    forward = np.zeros_like(total)
+    if peaks := accounting.traced_peaks(work):
+        of_backward, saving_pass, pass_alone = (
+            sizes.tokens * (per_token + per_key * seq_len)
+            for per_token, per_key in (peaks.backward, peaks.forward, peaks.forward_alone)
+        )
+        temporaries = np.maximum(temporaries, of_backward - block.everything)
+        recomputes = layouts.recomputation("block") & (saving <= 0)
+        in_forward = np.where(recomputes, pass_alone, saving_pass)
+        forward = total + in_forward - np.where(saving > 0, block.everything, block.saved)
     # The blocks that recompute nothing come first in the backward, and free what they saved.
     at_once = np.maximum(block.recomputed - saving / virtual * block.everything, 0.0)
     return InFlight(
+        in_block_forward=forward,
         in_block_backward=np.maximum(temporaries + at_once, of_stage),
         of_block=np.where(saving > 0, block.everything, block.saved),
         first_block=block.saved + np.maximum(temporaries + block.recomputed, of_stage),

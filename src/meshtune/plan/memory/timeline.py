@@ -304,12 +304,14 @@ def step_timeline(
         "gathered_weights": first_whole + buffers.gathered_behind + buffers.gathered_block,
         "communication": flight.received + buffers.backward_end,
     }
+    in_loss = steady | {
+        "gradients": gradients_at_loss + flat + stages.has_head * loss.gradients,
+        "activations": flight.at_loss + stages.has_head * loss.activations,
+        "logits": stages.has_head * loss.logits,
+    }
+    in_forward = steady | {"gradients": gradients_at_loss + flat, "activations": flight.in_block_forward}
     return {
-        "loss": steady | {
-            "gradients": gradients_at_loss + flat + stages.has_head * loss.gradients,
-            "activations": flight.at_loss + stages.has_head * loss.activations,
-            "logits": stages.has_head * loss.logits,
-        },
+        "loss": fuller(in_loss, in_forward),
         "backward of the head": head_backward_event(steady, states, flight, buffers, loss, stages),
         "backward of a block": block_backward_event(in_block, states, flight, buffers, accounting, sharded),
         "end of backward": backward_end_event(first_block, states, flight, buffers, flat, once),
