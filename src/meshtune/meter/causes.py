@@ -70,8 +70,8 @@ THRESHOLDS = {
         "a checkpoint is written beside the training: the run waits for a copy alone",
     ),
     "slowed GPU": Threshold(
-        0.05, 0.5, "share of the driver's answers that name a limit of heat or power, at least",
-        "short limits of power are usual under full load; half of the answers are not",
+        0.25, 0.5, "share of the driver's answers that name a limit of heat or power, at least",
+        "under full load the power limit usually takes up to a fifth of the clock",
     ),
     "slower than planned": Threshold(
         0.20, 2.0, "times the plan, at least; named where nothing else is",
@@ -347,7 +347,7 @@ def _slowed_gpu(steps: Steps) -> Iterator[Cause]:
     limits = " and ".join(sorted({limit for row in slowed for limit in row["limits"]}))
     yield Cause(
         "slowed GPU", 1 - clock,
-        f"The driver holds GPU {slowed[-1]['gpu']} at {clock:.0%} of its clock because of {limits} in "
+        f"The driver holds {slowed[-1]['gpu']} at {clock:.0%} of its clock because of {limits} in "
         f"{len(slowed)} of {len(answers)} answers.",
         "Check cooling and the power limit (`nvidia-smi -q -d PERFORMANCE,POWER`).",
     )  # fmt: skip

@@ -140,7 +140,7 @@ def train(run: Run) -> None:
                 skipped=not done.finite, warm_up=measured.warm_up,
                 flops=known(done.flops), flops_6n=known(done.flops_6n), epoch=run.loader.epochs_at(now.data),
             )  # fmt: skip
-            run.metrics.measured(now.step, measured.time, measured.memory)
+            run.metrics.measured(now.step, measured.time, [*measured.memory, *measured.device])
             after_step(run, finite=done.finite, first=now.step == first)
             nonfinite = check_finite(run, done, nonfinite, batch)
 

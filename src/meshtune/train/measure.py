@@ -5,7 +5,7 @@ begin ──> the step's passes, in `watching` and `phase` ──> end: one exch
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from meshtune import compat
 from meshtune.data.batch import MicroBatch
 from meshtune.meter.clock import StepClock
+from meshtune.meter.driver import DriverWatch
 from meshtune.meter.host import seconds_per_operation
 from meshtune.meter.parts import AXIS_PARTS, MEASURED, step_time, time_row
 from meshtune.meter.phases import PhaseMemory, peak_resident_bytes
@@ -35,6 +36,9 @@ class Measured:
     stopping: bool  # whether a rank was asked to stop
     time: Row  # of kind "time"
     memory: Sequence[Row]  # of kind "memory": of every rank in watched steps, later of ranks with a new peak
+    device: Sequence[
+        Row
+    ]  # of kind "device": the driver's answers since the last step, of the main rank's GPU
     warm_up: bool  # the first step, or memory was watched, which takes time: no part of medians
 
 
@@ -44,7 +48,10 @@ class Meter:
     def __init__(self, world: World, memory: PhaseMemory) -> None:
         self.world, self.memory = world, memory
         self.clock = StepClock(world.device, group_parts(world))
-        self.running, self.watching = self.clock.running, memory.watching
+        self.watching = memory.watching
+        self._driver = (
+            DriverWatch(gpu_id(world.device)) if world.main and world.device.type == "cuda" else None
+        )
         self.phase = releasing(self._phase, world.device)
         self._compiled = compat.is_compiled(memory.model)
         self._on_cpu = world.device.type != "cuda"
@@ -53,6 +60,12 @@ class Meter:
         self._steps = 0
         self._began = self._began_busy = 0.0  # by the clock, and of this thread's own processor time
         self._highest: list[float] = [0.0] * world.size
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Measure in this context."""
+        with self.clock.running(), self._driver or nullcontext():
+            yield
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -104,6 +117,7 @@ class Meter:
             stopping=any(stops),
             time=time_row(step, found, flights if layout.pp > 1 else None, **facts),
             memory=self._memory_rows(step, peaks, watched=watched),
+            device=self._driver.rows(step) if self._driver else (),
             warm_up=warm_up,
         )
 
@@ -135,6 +149,11 @@ class Meter:
             rows = [memory_row(step, {"step": (round(peaks[rank]), {})}, rank) for rank in risen]
         self._highest = [max(pair) for pair in zip(self._highest, peaks, strict=True)]
         return [row for row in rows if row is not None]
+
+
+def gpu_id(device: torch.device) -> str:
+    """A GPU's id as nvidia-smi takes it."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def group_parts(world: World) -> dict[str, str | None]:

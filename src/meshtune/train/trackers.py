@@ -163,9 +163,9 @@ class Metrics:
             self._warn_of_impossible(row)
             self.log(row, takers)
 
-    def measured(self, step: int, time: Row, memory: Sequence[Row]) -> None:
-        """Log a step's rows of time, if the step is due, and of memory."""
-        for row in [*([time] if self.due(step) else []), *memory]:
+    def measured(self, step: int, time: Row, others: Sequence[Row]) -> None:
+        """Log a step's rows of time, if the step is due, and of memory and the device."""
+        for row in [*([time] if self.due(step) else []), *others]:
             self.log(row)
 
     def evaluate(self, **numbers: Any) -> None:

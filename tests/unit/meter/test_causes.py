@@ -107,10 +107,10 @@ def test_a_gpu_that_is_never_behind_its_host_has_small_micro_batches() -> None:
 
 
 def test_a_gpu_is_slowed_if_half_of_the_drivers_answers_tell_so() -> None:
-    answer = {"kind": "device", "gpu": 3, "clock": 1200.0, "full_clock": 1980.0, "limits": ["heat"]}
+    answer = {"kind": "device", "gpu": "GPU-3", "clock": 1200.0, "full_clock": 1980.0, "limits": ["heat"]}
     free = answer | {"limits": []}
     (cause,) = causes([*rows(), answer, answer, free])
-    assert cause.name == "slowed GPU" and "GPU 3 at 61%" in cause.evidence and "heat" in cause.evidence
+    assert cause.name == "slowed GPU" and "GPU-3 at 61%" in cause.evidence and "heat" in cause.evidence
     assert causes([*rows(), answer, free, free]) == []
 
 
