@@ -39,6 +39,17 @@ def test_layouts_are_timed_beside_plan_and_dry_run_and_a_failure_is_a_result(
     assert by_layout["tp2-sp-mb2-ga2"]["communication"] > 0 == by_layout["mb2-ga2"]["communication"]
 
 
+def test_a_known_shape_is_benched_with_random_weights_and_cut(meshtune: Command) -> None:
+    ended = meshtune(
+        "bench", "model.name=llama-3.2-1b", "model.overrides.num_hidden_layers=1", "data.seq_len=16",
+        "model.overrides.hidden_size=64", "model.overrides.intermediate_size=64", "train.device=cpu",
+        "model.overrides.vocab_size=256", "layout=mb1-ga1", "--steps", "1", "--json",
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    (document,) = ended.json["layouts"]
+    assert document["measured"]["memory"] == document["simulated"]["memory"]
+
+
 def test_a_layout_that_does_not_end_in_time_is_named_with_the_reason(tiny: Path, meshtune: Command) -> None:
     long = ("layout=mb1-ga1", "--limit", "1", "--steps", "100000")
     ended = meshtune("bench", *small(tiny), *long, "--json")

@@ -131,7 +131,9 @@ class Bench:
         from meshtune.train.choose import Choice
 
         config, choice = self.config_of(layout), Choice(layout, self.subject.attention)
-        trial = Trial(config, choice, steps, documents_of(config, ()), profile)
+        drawn = config.model.init == "random" or not self.subject.has_weights
+        source = self.subject.source if drawn else None
+        trial = Trial(config, choice, steps, documents_of(config, ()), profile, source)
         return run(trial, self.device, limit)
 
     def config_of(self, layout: Layout) -> Config:

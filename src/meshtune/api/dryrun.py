@@ -121,6 +121,7 @@ class Subject:
     workload: Workload | None  # None: the planner can't count the model
     lighter: Lighter
     notes: tuple[str, ...]
+    has_weights: bool = True  # False: the shape is a known or typical one, and no model's files are there
 
     @property
     def attention(self) -> str:
@@ -228,6 +229,7 @@ def subject_of(config: Config, log: Log) -> Iterator[Subject]:
             workload,
             partial(lighter_workloads, config, partial(numbers_of, file=file)),
             (*notes, *(workload.notes if workload else numbers.changes), *units),
+            has_weights=not notes,
         )
 
 

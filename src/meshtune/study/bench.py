@@ -7,12 +7,13 @@ Nothing is saved, evaluated or exported. Without data each sequence is random to
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
 
 import numpy as np
+from transformers import PretrainedConfig
 
 from meshtune.config import Config
 from meshtune.data.batch import Batch, micro_batch
@@ -50,6 +51,7 @@ class Trial:
     steps: int  # to be timed
     documents: Sequence[int]  # lengths of those in a sequence of random tokens
     profile: Path | None = None  # folder for traces of one more step; None: none are written
+    source: PretrainedConfig | None = None  # of a model with random weights; None: that of the settings
 
 
 @dataclass(frozen=True)
@@ -127,11 +129,12 @@ def bench_rank(rank: Rank, trial: Trial) -> Measured | None:
     device = device_of(config.train.device)
     world = join(choice.layout, device)
     inputs = inputs_of(config) if config.data.train else None
+    embeddings = embeddings_needed(inputs.tokenizer) if inputs else 0
+    spec = model_spec(config, choice.attention, device.type, embeddings=embeddings)
+    if trial.source is not None:
+        spec = replace(spec, source=trial.source, overrides={}, init="random")
     model = rank_model(
-        model_spec(
-            config, choice.attention, device.type,
-            embeddings=embeddings_needed(inputs.tokenizer) if inputs else 0,
-        ),
+        spec,
         world,
         optimizer=optimizer_spec(config),
         tokens_per_sequence=config.data.seq_len,
