@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 HEALTHY = "healthy"
 STEPS = 13
+SEEDS, HEALTHY_RUNS = 10, 20  # of a whole trial
 LIMIT = 240  # seconds of a run
 
 
@@ -280,7 +281,7 @@ def make_data(folder: Path) -> Path:
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """The page of a trial."""
-    load = mean(one.load for one in outcomes)
+    load, whole = mean(one.load for one in outcomes), SEEDS * len(CASES) + HEALTHY_RUNS
     names = [*(name for name in CASES if any(one.case == name for one in outcomes)), HEALTHY]
     lines = []
     for name in names:
@@ -300,7 +301,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
         "injected cause or none. [Thresholds](../docs/measuring.md#why-it-is-slow) were fixed before it,",
         "after single runs of each. Right: the injected cause is named first; in a healthy run, which has",
         "the layout and settings of one of the others, none is.", "",
-        f"{len(outcomes)} runs. The machine had {os.cpu_count()} cores and a mean load of {load:.1f}.", "",
+        f"These are {len(outcomes)} runs of a whole trial's {whole}, in its order. The machine had",
+        f"{os.cpu_count()} cores and, with what else ran on it, a mean load of {load:.1f}.", "",
         "| injected | cause to be named first | right |", "| --- | --- | --- |", *lines, "",
         "## Each run", "",
         "| injected | seed | layout | how | named | right |", "| --- | --- | --- | --- | --- | --- |",
@@ -332,8 +334,8 @@ def trial(cases: Sequence[str], seeds: int, healthy: int, page: Path | None = No
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--seeds", type=int, default=10)
-    options.add_argument("--healthy", type=int, default=20)
+    options.add_argument("--seeds", type=int, default=SEEDS)
+    options.add_argument("--healthy", type=int, default=HEALTHY_RUNS)
     options.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     options.add_argument("--table", type=Path)
     asked = options.parse_args()
