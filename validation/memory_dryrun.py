@@ -28,7 +28,7 @@ from memory_rows import Row, compare, errors, planned
 from meshtune.dryrun.ranks import trace_ranks
 from meshtune.dryrun.world import Job, trace_rank
 from meshtune.layout import AXES
-from meshtune.placement.share import rank_at
+from meshtune.placement.ranks import rank_at
 from meshtune.rundir import write_text_atomically
 
 LIMITS = {"small": 0.02, "large": 0.03}  # of a phase's peak and of each of its categories

@@ -25,7 +25,7 @@ from meshtune.meter.trace import CATEGORIES, GATHERED, OPTIMIZER, WEIGHTS
 from meshtune.model.capabilities import traits
 from meshtune.model.trace import census_of
 from meshtune.placement.columns import Columns
-from meshtune.placement.share import coordinates
+from meshtune.placement.ranks import coordinates
 from meshtune.plan.accounting import accounting_of, stack_accounting
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.memory import timeline

@@ -52,7 +52,8 @@ def wrong(command: Command) -> Iterator[str]:
     for word in command.words:
         name, equals, _ = word.partition("=")
         setting = equals and re.fullmatch(r"[a-z_.]+", name)
-        if (word.startswith("-") and name not in options) or (setting and name not in SETTINGS):
+        known = name in SETTINGS or name.startswith("model.overrides.")
+        if (word.startswith("-") and name not in options) or (setting and not known):
             yield f"meshtune {command.name} {word}"
 
 

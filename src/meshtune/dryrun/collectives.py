@@ -8,7 +8,7 @@ from torch import Tensor
 
 from meshtune.layout import AXES, Layout
 from meshtune.meter.trace import Collective
-from meshtune.placement.share import coordinates
+from meshtune.placement.ranks import coordinates
 
 # Operator -> (name, position of the argument with the whole tensor, or all of a message).
 OPERATORS = {

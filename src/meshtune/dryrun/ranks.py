@@ -30,7 +30,8 @@ from meshtune.launch.start import die_with_parent
 from meshtune.layout import AXES, Layout
 from meshtune.meter.trace import RankTrace
 from meshtune.placement.census import Census
-from meshtune.placement.share import census_stages, coordinates, rank_at, stage_of_rank
+from meshtune.placement.ranks import coordinates, rank_at
+from meshtune.placement.share import census_stages, stage_of_rank
 from meshtune.units import duration
 
 SILENCE = 60.0  # seconds without CPU time after which a child counts as hung

@@ -38,7 +38,7 @@ from meshtune.meter.trace import RankTrace, StepTrace
 from meshtune.parallel.apply import place, width_multiple
 from meshtune.parallel.context import spans
 from meshtune.parallel.mesh import Axis, World, join
-from meshtune.placement.share import coordinates
+from meshtune.placement.ranks import coordinates
 from meshtune.train.model import ModelSpec, OptimizerSpec, RankModel, ready, structure
 from meshtune.train.step import Counts
 

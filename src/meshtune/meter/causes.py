@@ -12,7 +12,7 @@ from statistics import median
 from typing import NamedTuple
 
 from meshtune.layout import Layout
-from meshtune.placement.share import coordinates
+from meshtune.placement.ranks import coordinates
 from meshtune.rundir import Row
 from meshtune.units import counted, duration, human
 

@@ -20,7 +20,7 @@ from statistics import mean, median
 from typing import Any
 
 from meshtune.layout import Layout
-from meshtune.placement.share import coordinates
+from meshtune.placement.ranks import coordinates
 
 PARTS = (
     "forward", "backward", "recomputation", "communication", "bubble", "waiting", "optimizer", "loading",

@@ -24,7 +24,8 @@ from meshtune.model.trace import census, census_of
 from meshtune.parallel.mesh import Axis, join
 from meshtune.parallel.recompute import recompute_blocks
 from meshtune.parallel.tensor import split_model
-from meshtune.placement.share import coordinates, group, rank_at, share, stage_blocks, stage_of_rank
+from meshtune.placement.ranks import coordinates, group, rank_at
+from meshtune.placement.share import share, stage_blocks, stage_of_rank
 from meshtune.placement.split import piece, pieces, within
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))

@@ -20,8 +20,9 @@ from meshtune.model.lora import add_lora
 from meshtune.model.trace import census_of
 from meshtune.placement.census import Census, step_flops
 from meshtune.placement.columns import Columns, layout_at
+from meshtune.placement.ranks import rank_at
 from meshtune.placement.rules import Traits
-from meshtune.placement.share import census_stages, rank_at, share, stage_of_rank
+from meshtune.placement.share import census_stages, share, stage_of_rank
 from meshtune.placement.states import held_states
 from meshtune.plan.accounting import accounting_of, engine_accounting
 from meshtune.plan.cluster import cluster_of

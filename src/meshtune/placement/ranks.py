@@ -1,0 +1,31 @@
+"""Ranks and their coordinates on the axes of a layout. Needs neither torch nor numpy."""
+
+from collections.abc import Mapping
+
+from meshtune.layout import AXES, Layout
+
+
+def coordinates(layout: Layout, rank: int) -> dict[str, int]:
+    """The index of `rank` on each of AXES, by name; consecutive ranks differ in tp first, in pp last."""
+    place: dict[str, int] = {}
+    for axis in reversed(AXES):
+        rank, place[axis] = divmod(rank, getattr(layout, axis))
+    return {axis: place[axis] for axis in AXES}
+
+
+def rank_at(layout: Layout, place: Mapping[str, int]) -> int:
+    """The rank with these coordinates: `place` has an index on each of AXES."""
+    rank = 0
+    for axis in AXES:
+        rank = rank * getattr(layout, axis) + place[axis]
+    return rank
+
+
+def group(layout: Layout, rank: int, *axes: str) -> tuple[int, ...]:
+    """The process group of `rank` along these axes, ascending: itself, and the ranks that differ from it on
+    no other axis.
+    """
+    here = coordinates(layout, rank)
+    fixed = [axis for axis in AXES if axis not in axes]
+    others = ((other, coordinates(layout, other)) for other in range(layout.world))
+    return tuple(other for other, place in others if all(place[axis] == here[axis] for axis in fixed))
