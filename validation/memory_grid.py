@@ -59,6 +59,7 @@ from meshtune.model.multimodal import auto_class
 from meshtune.precision import PRECISIONS
 from meshtune.rundir import write_text_atomically
 from meshtune.train import build, loop
+from meshtune.train.measure import Meter
 from meshtune.train.model import ModelSpec, OptimizerSpec
 
 SEQ_LEN = 512
@@ -174,7 +175,8 @@ def settings_of(data: Path, output: Path, layout: Layout, precision: str) -> Con
 def train_rank(rank: Rank, settings: Config, results: Path) -> None:
     """Train on this rank and write its peaks and states to `results`/<rank>.json."""
     run = build.build(settings)
-    run.memory = recorder = Recorder(run.memory)
+    recorder = Recorder(run.meter.memory)
+    run.meter = Meter(run.world, recorder)
     loop.train(run)
     found = {"rank": rank.number, "steps": recorder.steps, "states": recorder.states}
     (results / f"{rank.number}.json").write_text(json.dumps(found))
