@@ -242,7 +242,7 @@ def answer(tool: str) -> Answer:
 def text_of(renderable: object) -> list[str]:
     from rich.console import Console
 
-    console = Console(width=200)
+    console = Console(width=400)
     with console.capture() as printed:
         console.print(renderable)
     return [line.rstrip() for line in printed.get().rstrip().splitlines()]
