@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from meshtune.commands.complete import complete_layout
-from meshtune.commands.options import AsJson, Settings, announce, show, split
+from meshtune.commands.options import AsJson, Settings, announce, folder_of, layout_words, show, split
 from meshtune.errors import NothingFits, UserError
 from meshtune.units import notice, speed_unit
 
@@ -37,7 +37,7 @@ def bench(
     """
     file, overrides = split(settings)
     announce(file)
-    words = [word.strip() for text in layouts or () for word in text.split(",") if word.strip()]
+    words, folder = layout_words("--layouts", layouts), folder_of("--profile", profile)
     from rich.console import Group
 
     from meshtune.api import bench as api
@@ -49,16 +49,14 @@ def bench(
     def log(line: str) -> None:
         notice(f"meshtune: {line}")
 
-    if profile and profile.exists() and not profile.is_dir():
-        raise UserError(f"--profile {profile} is a file; name a folder.")
     if find_micro_batch:
-        if profile:
+        if folder:
             raise UserError("--profile is of timed layouts; leave it or --find-micro-batch out.")
         sizes = api.find_micro_batch(load(file, overrides), layouts=words, limit=limit, log=log)
         tables = [micro_batches_table(one) for one in sizes]
         show({"layouts": sizes}, Group(*(table.rendered() for table in tables)), as_json=as_json)
         return
-    done = api.bench(load(file, overrides), layouts=words, steps=steps, limit=limit, profile=profile, log=log)
+    done = api.bench(load(file, overrides), layouts=words, steps=steps, limit=limit, profile=folder, log=log)
     devices = {one["measured"]["device_type"] for one in done if one["measured"]}
     unit = speed_unit(max(one["world"] for one in done), next(iter(devices), "cuda"))
     tables = [layouts_table(done, unit), *(table for one in done for table in side_by_side(one))]

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshtune.commands.complete import complete_layout
-from meshtune.commands.options import AsJson, Settings, announce, show, split
-from meshtune.errors import NothingFits, UserError, expanded
+from meshtune.commands.options import AsJson, Settings, announce, folder_of, layout_words, show, split
+from meshtune.errors import NothingFits, UserError
 from meshtune.units import duration, notice
 
 if TYPE_CHECKING:
@@ -54,17 +54,18 @@ def dryrun(
     """
     file, overrides = split(settings)
     announce(file)
-    layouts = [word.strip() for text in layout or () for word in text.split(",") if word.strip()]
     lengths = lengths_of(documents)
     overrides = on_cluster(overrides, gpus, gpu)
-    plot = plot and expanded(plot)
-    if plot and plot.exists() and not plot.is_dir():
-        raise UserError(f"--plot {plot} is a file; name a folder.")
+    plot = folder_of("--plot", plot)
     from meshtune import config
     from meshtune.api.dryrun import simulations
 
     done = simulations(
-        config.load(file, overrides), layouts, ranks=rank or [], documents=lengths, log=progress
+        config.load(file, overrides),
+        layout_words("--layout", layout),
+        ranks=rank or [],
+        documents=lengths,
+        log=progress,
     )
     facts = [simulation.as_dict() for simulation in done]
     show(

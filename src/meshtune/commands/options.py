@@ -4,7 +4,8 @@ import io
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -52,6 +53,25 @@ def split(settings: list[str] | None) -> tuple[str | None, list[str]]:
             "section.key=value."
         )
     return (files[0] if files else None), [word for word in words if "=" in word]
+
+
+def layout_words(option: str, texts: Sequence[str] | None) -> list[str]:
+    """The layouts that an option names, given several times or once with commas; None: it is not given.
+
+    Raises UserError for an option that names none.
+    """
+    words = [word.strip() for text in texts or () for word in text.split(",") if word.strip()]
+    if texts and not words:
+        raise UserError(f"{option} {','.join(texts)} names no layout; write {option} zero3x8-mb1-ga8.")
+    return words
+
+
+def folder_of(option: str, path: Path | None) -> Path | None:
+    """The folder that an option names, with ~ expanded; None: not given. Raises UserError for a file."""
+    folder = path and expanded(path)
+    if folder and folder.exists() and not folder.is_dir():
+        raise UserError(f"{option} {folder} is a file; name a folder.")
+    return folder
 
 
 def stdin_lines() -> Iterator[str]:

@@ -10,7 +10,7 @@ import typer
 
 from meshtune import units
 from meshtune.commands import verify as verification
-from meshtune.commands.options import AsJson, Settings, announce, show, split
+from meshtune.commands.options import AsJson, Settings, announce, layout_words, show, split
 from meshtune.commands.working import working
 from meshtune.errors import UserError, expanded
 
@@ -303,10 +303,7 @@ def layouts_of(explain: Sequence[str] | None, compare: Sequence[str] | None) -> 
     """
     if explain and compare:
         raise UserError("--explain and --compare name layouts; use one of them for all.")
-    words = [word.strip() for text in explain or compare or () for word in text.split(",")]
-    layouts = [word for word in words if word]
-    if explain and not layouts:
-        raise UserError(f"--explain {','.join(explain)} names no layout; write --explain zero3x8-mb1-ga8.")
+    layouts = layout_words("--compare" if compare else "--explain", explain or compare)
     if compare and not 2 <= len(layouts) <= MOST_COMPARED:
         raise UserError(
             f"--compare {','.join(compare)}: it takes 2 to {MOST_COMPARED} layouts, such as "

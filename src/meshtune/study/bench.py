@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean, median, quantiles
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from meshtune.model.trainable import embeddings_needed
 from meshtune.parallel.mesh import World, join
 from meshtune.plan.hardware import datasheet_flops
 from meshtune.rundir import Row
+from meshtune.study.spread import spread
 from meshtune.train.build import model_spec, optimizer_spec
 from meshtune.train.choose import Choice, device_of
 from meshtune.train.inputs import inputs_of, loader_of
@@ -77,11 +78,8 @@ class Measured:
 
     @property
     def spread(self) -> float:
-        """Distance of the quartiles, as a share of the median; 0 for fewer than 2 steps."""
-        if len(self.seconds) < 2:
-            return 0.0
-        first, _, third = quantiles(self.seconds, n=4, method="inclusive")
-        return (third - first) / self.step_seconds
+        """Spread of the timed steps."""
+        return spread(self.seconds)
 
     @property
     def parts(self) -> dict[str, float]:

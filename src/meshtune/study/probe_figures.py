@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
+from meshtune.study.spread import spread
 from meshtune.units import counted, human
 
 MARKED, REFUSED = 0.10, 0.30  # spread above which a figure is marked, and above which it is left out
@@ -30,11 +31,8 @@ class Figure:
 
     @property
     def spread(self) -> float:
-        """Distance of the quartiles as a share of the median; 0 for fewer than 2 repeats."""
-        if len(self.repeats) < 2:
-            return 0.0
-        first, _, third = quantiles(self.repeats, n=4, method="inclusive")
-        return (third - first) / self.seconds
+        """Spread of the repeats."""
+        return spread(self.repeats)
 
     @property
     def marked(self) -> bool:
