@@ -9,6 +9,8 @@ import pytest
 from meshtune import config
 from meshtune.api.evaluate import evaluated
 from meshtune.api.generate import generate
+from meshtune.commands.bench import bench
+from meshtune.commands.dryrun import dryrun
 from meshtune.commands.env import env
 from meshtune.commands.export import export
 from meshtune.commands.plan import plan
@@ -51,8 +53,20 @@ NOBODY = "~nosuchuser/x"
         lambda run: export(run, Path(NOBODY)),
         lambda run: plan(["model.name=llama-3.1-8b"], export="megatron", to=Path(NOBODY)),
         lambda run: plan(["model.name=llama-3.1-8b"], plot=Path(f"{NOBODY}.png")),
+        lambda run: dryrun(["model.name=llama-3.1-8b"], plot=Path(NOBODY)),
+        lambda run: bench(["model.name=llama-3.1-8b"], profile=Path(NOBODY)),
     ],
-    ids=["target", "env --model", "report", "export", "export to", "plan --to", "plan --plot"],
+    ids=[
+        "target",
+        "env --model",
+        "report",
+        "export",
+        "export to",
+        "plan --to",
+        "plan --plot",
+        "dryrun --plot",
+        "bench --profile",
+    ],
 )
 def test_a_user_who_does_not_exist_is_named(run: Callable[[Path], object], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^~nosuchuser/x.*: there is no such user; write the whole path"):
@@ -63,3 +77,35 @@ def test_a_user_who_does_not_exist_is_named(run: Callable[[Path], object], tmp_p
 def test_numbers_of_gpus_are_bounded(words: str) -> None:
     with pytest.raises(UserError, match="is no number of GPUs, 1 to 1,000,000"):
         sizes_of(words, config.load(None, ["model.name=x"]))
+
+
+@pytest.mark.parametrize(
+    ("run", "option"),
+    [
+        (lambda words: plan(["model.name=llama-3.1-8b"], explain=words), "--explain"),
+        (lambda words: plan(["model.name=llama-3.1-8b"], compare=words), "--compare"),
+        (lambda words: dryrun(["model.name=llama-3.1-8b"], layout=words), "--layout"),
+        (lambda words: bench(["model.name=llama-3.1-8b"], layouts=words), "--layouts"),
+    ],
+    ids=["plan --explain", "plan --compare", "dryrun", "bench"],
+)
+def test_an_option_that_names_no_layout_is_refused(run: Callable[[list[str]], object], option: str) -> None:
+    with pytest.raises(UserError, match=f"^{option} , names no layout; write {option} "):
+        run([","])
+
+
+@pytest.mark.parametrize(
+    ("run", "option"),
+    [
+        (lambda file: dryrun(["model.name=llama-3.1-8b"], plot=file), "--plot"),
+        (lambda file: bench(["model.name=llama-3.1-8b"], profile=file), "--profile"),
+    ],
+    ids=["dryrun", "bench"],
+)
+def test_a_file_is_no_folder_to_write_into(
+    run: Callable[[Path], object], option: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "traces"
+    file.touch()
+    with pytest.raises(UserError, match=f"^{option} .* is a file; name a folder"):
+        run(file)
