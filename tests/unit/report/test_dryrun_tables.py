@@ -146,7 +146,7 @@ def tensors(category: str, **others) -> Alike:
         (tensors(ACTIVATIONS, phase=RECOMPUTATION), "zero3x8-mb2-ga1-full", "mb1: one block's"),
         (tensors(ACTIVATIONS, phase=BACKWARD), "zero3x8-mb1-ga1", "cp, or tp with sp: a gradient"),
         (tensors(ACTIVATIONS, blocks=()), "zero3x8-mb2-ga1", "mb1: it grows with the tokens"),
-        (tensors(ACTIVATIONS, shape=(500, 8)), "zero3x8-mb1-ga1", "tp2: a part of the head's gradient"),
+        (tensors(GRADIENTS, shape=(500, 8)), "zero3x8-mb1-ga1", "tp2: a part of the head's gradient"),
         (tensors(ACTIVATIONS, made_by="all_gather over tp"), "tp2-sp-mb1-ga1", "regather"),
         (tensors(COMMUNICATION), "zero3x8-mb1-ga1", "tp2: smaller collectives"),
         (tensors(COMMUNICATION, made_by="receive over pp"), "pp2-mb2-ga4", "mb1: it is a stage's input"),

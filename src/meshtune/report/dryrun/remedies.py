@@ -12,6 +12,7 @@ from meshtune.meter.trace import (
     ACTIVATIONS,
     BACKWARD,
     COMMUNICATION,
+    FORWARD,
     GATHERED,
     GRADIENTS,
     LOGITS,
@@ -33,7 +34,9 @@ def remedy(tensors: Alike, layout: Layout, vocabulary: int = 0) -> str:
 
     vocabulary: columns of the logits on this rank; 0: it has none.
     """
-    if vocabulary and tensors.category == ACTIVATIONS and tensors.shape[:1] == (vocabulary,):
+    # The loss sums the head's gradient over its chunks in the forward, in fp32 whatever reduce_dtype says.
+    of_the_loss = (tensors.category, tensors.phase) == (GRADIENTS, FORWARD)
+    if vocabulary and of_the_loss and tensors.shape[:1] == (vocabulary,):
         return f"{_more_tensor(layout)}: a part of the head's gradient"
     return next(RULES[tensors.category](tensors, layout))
 
