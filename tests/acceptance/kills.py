@@ -33,7 +33,8 @@ from meshtune.watch import process_status
 
 STEPS = 36
 MEASURED = {"step_seconds", "data_seconds", "seconds", "tokens_per_second_per_gpu", "tflops_per_second",
-            "peak_memory_bytes"}  # fields of rows that differ from run to run  # fmt: skip
+            "peak_memory_bytes", "peak_resident_bytes", "ended",
+            "warm_up"}  # differ from run to run; steps after each start warm up  # fmt: skip
 WINDOWS = {
     "start-up": "from the command to its first step, importing, reading data, building, restoring",
     "data": "the data cache is half written",
