@@ -57,10 +57,10 @@ def cut(step: StepTrace, planned: Sequence[Pass]) -> Cut:
     belongs to no micro-batch (hooks on gradients) belongs to the pass before it.
     """
     operations, halves = step.operations, {(p.stage, p.micro_batch) for p in planned if p.kind == "I"}
-    last_forward = {
+    last_forward = {  # messages between two ranks are numbered together, whatever their stages
         (each.stage, each.micro_batch): number
         for number, each in enumerate(operations)
-        if each.micro_batch >= 0 and each.phase == FORWARD and runs(each)
+        if each.micro_batch >= 0 and each.phase == FORWARD and runs(each) and not is_message(each)
     }
     end = _end_of_passes(step)
     found, now = Cut(), ("", -1, -1)

@@ -53,6 +53,7 @@ def costs(layout: Layout) -> Costs:
         "dp2-zero3x2-mb1-ga2", "dp4-mb1-ga2", "pp4-1f1b-mb1-ga8", "pp2-gpipe-mb1-ga4",
         "zero3x2-pp2-interleaved1f1b-v2-mb1-ga4-full", "pp2-loopedbfs-v2-mb1-ga4",
         "zero1x2-pp2-zb-v2-mb1-ga4", "pp2-zbv-mb1-ga4", "pp2-dualpipev-mb1-ga5",
+        "pp4-zbv-mb1-ga8",
     ],
 )  # fmt: skip
 def test_a_real_step_on_streams(layout: str) -> None:

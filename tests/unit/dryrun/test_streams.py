@@ -210,6 +210,18 @@ def test_zero_bubble_schedules_wait_less() -> None:
     assert zbv.parts.bubble < 3 * (forward + backward)
 
 
+def test_a_message_that_counts_as_a_micro_batch_before_moves_no_pass() -> None:
+    """Ranks with two stages number their messages to another rank together (world.number_messages)."""
+    layout = Layout.parse("pp4-zbv-mb1-ga8")
+    traces = pipeline(layout)
+    before = simulate(traces, layout, costs())
+    for step in {id(step): step for trace in traces for step in trace.steps}.values():
+        place = {"stage": step.operations[0].stage, "micro_batch": 0}
+        behind = max(n for n, each in enumerate(step.operations) if each.phase == BACKWARD)
+        step.operations.insert(behind, collective("send", "pp", 0, 4, **place))
+    assert simulate(traces, layout, costs()).parts == before.parts
+
+
 @pytest.mark.parametrize(
     "layout",
     ["pp4-1f1b-mb1-ga8", "pp5-gpipe-mb1-ga5", "pp4-interleaved1f1b-v2-mb1-ga8", "pp4-dualpipev-mb1-ga8"],

@@ -189,8 +189,10 @@ def test_shares_of_a_peak_are_at_most_one() -> None:
 
 @pytest.mark.parametrize("seq_len", [512, 2048, 65536])
 def test_no_mfu_is_above_one_hundred_percent_even_at_the_peak(seq_len: int) -> None:
+    """Shares of 1 are used, as the MFU is above that of the measured shares; how far depends on the kernels'
+    memory traffic and launches, which are other tests' matter.
+    """
     shares = {"matmul": 1.0, "attention": 1.0, "memory": 1.0, "link_share": 1.0}
-    plan = search(workload(64, seq_len, mean_document_tokens=1e9), machines(8, "h100-sxm", efficiency=shares))
-    assert (
-        0.25 < plan.choice(0).mfu < 1
-    )  # eager blocks and the chunked loss move memory at any speed of matmuls
+    job = workload(64, seq_len, mean_document_tokens=1e9)
+    measured, at_peak = (search(job, machines(8, "h100-sxm", efficiency=each)) for each in ({}, shares))
+    assert measured.choice(0).mfu < at_peak.choice(0).mfu < 1
