@@ -100,14 +100,8 @@ def large_cases() -> Iterator[tuple[str, Job]]:
 SMALL, LARGE = dict(small_cases()), dict(large_cases())
 # Small cases whose peak the planner does not have within 2 %; memory-dryrun.md names the category.
 BEYOND = {
-    # 1.6 MB too much in the backward of a recomputed block with adapters; not looked into
-    "04 gemma2 fp32 cpu zero3x2-mb1-ga1-full lora packed",
     # the peak is in the recomputation (norm of queries), beside gradients of an adapter's output and of what
     # sp gathered
     "09 qwen3 bf16-pure cpu tp2-sp-mb3-ga1-selective lora",
     "37 qwen3 bf16 cuda tp2-sp-mb2-ga4-selective lora",
-    # the last rank of ZBV: three stages' gradients wait for those of weights, one is planned
-    "22 gemma2 bf16-pure cuda pp2-zbv-mb2-ga4",
-    # in DualPipeV's first losses a rank has not summed the gradients of its first stage yet
-    "51 gemma2 bf16 cuda pp2-dualpipev-mb3-ga4 packed",
 }

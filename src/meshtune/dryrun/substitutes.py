@@ -120,13 +120,16 @@ class WithLse(NamedTuple):
 
 @torch.library.custom_op("meshtune_dryrun::flex_attention", mutates_args=())
 def flex_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """(Output, shaped as q; log-sum-exp [batch, heads, queries] in fp32). On fakes alone."""
+    """(Output, shaped and in memory as q; log-sum-exp [batch, heads, queries] in fp32). On fakes alone."""
     raise NotImplementedError("a stand-in for fake tensors")
 
 
 @flex_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    order = sorted(range(q.ndim), key=q.stride, reverse=True)  # of dimensions in memory
+    shape = (*q.shape[:-1], v.shape[-1])
+    out = q.new_empty([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(q.ndim)])
+    return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 @torch.library.custom_op("meshtune_dryrun::flex_attention_backward", mutates_args=())

@@ -26,12 +26,12 @@ KEYS = 2048  # a token, by which the fullest time is chosen: bytes of scores gro
 class LivingBytes(TorchDispatchMode):
     """Follow the storages that operations allocate while it is active, and the most that live at once."""
 
-    def __init__(self, hidden: Tensor, tokens: int) -> None:
-        """hidden: input of the block, which counts from the start."""
+    def __init__(self, tokens: int, held: int = 0) -> None:
+        """held: bytes that live from the start."""
         super().__init__()
         self.tokens = tokens
         self.known: set[int] = set()  # storages that live
-        self.living = (hidden.nbytes / tokens, 0.0)  # bytes (per token, per token and key)
+        self.living = (held / tokens, 0.0)  # bytes (per token, per token and key)
         self.most = self.living
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,14 +76,14 @@ def block_peaks(
         hook.remove()
         given, spec = tree_flatten(calls[0])
         args, kwargs = tree_unflatten(given, spec)
-        with LivingBytes(given[0], tokens) as alone:
+        with LivingBytes(tokens, given[0].nbytes) as alone:
             out = block(*args, **kwargs)
     # Beside the hidden states: what all blocks are given (a mask), what the block before returned.
     shared, returned = _scores(given[1:], tokens), _scores(tree_leaves(out)[1:], tokens)
     del out
     given[0] = given[0].detach().requires_grad_()
     args, kwargs = tree_unflatten(given, spec)
-    with torch.device("meta"), LivingBytes(given[0], tokens) as saving:
+    with torch.device("meta"), LivingBytes(tokens, given[0].nbytes) as saving:
         out = tree_leaves(block(*args, **kwargs))[0]
         forward, saving.most = saving.most, saving.living
         edge, gradient = get_gradient_edge(out), torch.empty_like(out)

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from meshtune.model.saved_tensors import STAND_IN, cast_parameters, saved_by_block
-from meshtune.placement.census import SavedBytes
+from meshtune.placement.census import EndBytes, SavedBytes
 
 Builder = Callable[[str | None], PreTrainedModel]  # attention implementation, None: the family's -> model
 
@@ -34,7 +34,7 @@ def inputs(tokens: int, with_mask: bool) -> dict[str, Tensor]:
 
 def saved_by_own_attention(
     build: Builder, frozen: Collection[str], adapters: Mapping[str, int], dora: bool
-) -> tuple[dict[str, tuple[tuple[int, SavedBytes], ...]], tuple[tuple[int, float], ...]]:
+) -> tuple[dict[str, tuple[tuple[int, SavedBytes], ...]], tuple[tuple[int, EndBytes], ...]]:
     """Return what `saved_by_block` does, of a family whose attention can't be replaced; empty if untraced.
 
     A run has the family's attention and a mask. Some families read the mask's values, which meta tensors do

@@ -23,9 +23,10 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from meshtune.model.anatomy import Anatomy, anatomy
 from meshtune.model.block_peaks import block_peaks
-from meshtune.model.body import head_only, text_forward
+from meshtune.model.body import text_forward
+from meshtune.model.ends import end_bytes
 from meshtune.model.lora import adapt
-from meshtune.placement.census import SavedBytes
+from meshtune.placement.census import EndBytes, SavedBytes
 
 STAND_IN = "meshtune_census"  # name of the attention function that a traced model is built with
 TOKENS = 251  # of the forward; a prime that divides no size of a model: copies of weights are recognised
@@ -42,9 +43,9 @@ def saved_by_block(
     inputs: Callable[[int], Mapping[str, Tensor]],
     *,
     with_peaks: bool = False,
-) -> tuple[dict[str, tuple[tuple[int, SavedBytes], ...]], tuple[tuple[int, float], ...]]:
+) -> tuple[dict[str, tuple[tuple[int, SavedBytes], ...]], tuple[tuple[int, EndBytes], ...]]:
     """Return, by the block's path, a (element size, bytes saved per token) for each element size, and
-    Census.head_saved.
+    Census.ends.
 
     The element size is that of the compute dtype, from DTYPES; one that the forward refuses is left out. The
     model is on meta, built with the attention STAND_IN, and is changed: it gets `adapters` (LoRA rank by
@@ -58,12 +59,12 @@ def saved_by_block(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
     sizes_by_block: dict[str, list[tuple[int, SavedBytes]]] = {}
-    of_head: list[tuple[int, float]] = []
+    ends: list[tuple[int, EndBytes]] = []
     for size, dtype in DTYPES.items():
         cast_parameters(model, dtype)
         try:
-            per_token = _saved_per_token(model, parts, inputs)
-            of_head.append((size, _saved_per_logit(model, parts, dtype)))
+            per_token, tables = _saved_per_token(model, parts, inputs)
+            ends.append((size, end_bytes(model, parts, dtype, TOKENS, tables=tables)))
             peaks = block_peaks(model, parts, inputs(TOKENS), TOKENS) if with_peaks else None
         except Exception:  # each family has its own ways to refuse a type
             continue
@@ -71,7 +72,7 @@ def saved_by_block(
             path = f"{parts.blocks}.{block}"
             saved = SavedBytes(**{part: per_token[path, part] for part in PARTS}, peaks=peaks)
             sizes_by_block.setdefault(path, []).append((size, saved))
-    return {path: tuple(sizes) for path, sizes in sizes_by_block.items()}, tuple(of_head)
+    return {path: tuple(sizes) for path, sizes in sizes_by_block.items()}, tuple(ends)
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
@@ -82,39 +83,19 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 
 def _saved_per_token(
     model: PreTrainedModel, parts: Anatomy, inputs: Callable[[int], Mapping[str, Tensor]]
-) -> defaultdict[tuple[str, str], float]:
-    """Bytes saved per token, by (path of block, part of PARTS).
+) -> tuple[defaultdict[tuple[str, str], float], float]:
+    """Bytes saved per token, by (path of block, part of PARTS), and of tables that all blocks share.
 
     Recurrent mixers pad to whole chunks: two forwards of whole chunks then tell what a token adds. Not of one
     chunk: a dimension of size 1 lets transformers' scan keep views where it copies otherwise.
     """
     if not parts.mixers:
-        saved = _saved_storages(model, parts, inputs(TOKENS)).bytes(TOKENS)
-        return defaultdict(float, {key: size / TOKENS for key, size in saved.items()})
+        found = _saved_storages(model, parts, inputs(TOKENS))
+        per_token = {key: size / TOKENS for key, size in found.bytes(TOKENS).items()}
+        return defaultdict(float, per_token), found.table_bytes(TOKENS) / TOKENS
     chunk = _chunk(model)
     few, many = (_saved_storages(model, parts, inputs(count * chunk)).bytes(1) for count in (2, 4))
-    return defaultdict(float, {key: (size - few[key]) / (2 * chunk) for key, size in many.items()})
-
-
-def _saved_per_logit(model: PreTrainedModel, parts: Anatomy, dtype: torch.dtype) -> float:
-    """Bytes per logit that the head keeps beside its output: a softcap its tanh, a cast to fp32 2 more than
-    an output in bf16.
-    """
-    sizes: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.shape[:-1].numel() == TOKENS and tensor.shape[-1] > hidden.shape[-1]:
-            sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-            alive.append(tensor)
-        return tensor
-
-    alive: list[Tensor] = []  # an address is only unique among living storages
-    features = model.get_input_embeddings().get_parameter("weight").shape[-1]
-    hidden = torch.empty(TOKENS, features, dtype=dtype, device="meta").requires_grad_()
-    with head_only(model, parts) as logits_of, saved_tensors_hooks(pack, lambda tensor: tensor):
-        logits = logits_of(hidden)
-    sizes.pop(logits.untyped_storage()._cdata, None)
-    return sum(sizes.values()) / logits.numel() + logits.element_size() - dtype.itemsize
+    return defaultdict(float, {key: (size - few[key]) / (2 * chunk) for key, size in many.items()}), 0.0
 
 
 def _chunk(model: PreTrainedModel) -> int:
@@ -155,6 +136,8 @@ class SavedTensors:
         self.log_sum_bytes: Counter[str] = Counter()  # of attention's softmax, by block
         self.alive: dict[int, torch.UntypedStorage] = {}  # an id is only unique among living objects
         self.shared = {self._key(tensor) for tensor in (*model.parameters(), *model.buffers())}  # not counted
+        self.given: set[int] = set()  # storages that all blocks are given, beside hidden states
+        self.tables: set[int] = set()  # those of them that are saved
 
     def bytes(self, tokens: int) -> Counter[tuple[str, str]]:
         """Sum the saved bytes of storages that `tokens` divides, by (block, part); of scores per key."""
@@ -165,6 +148,11 @@ class SavedTensors:
             elif size % tokens == 0:
                 total[block, part] += size
         return total
+
+    def table_bytes(self, tokens: int) -> int:
+        """Sum the saved bytes of rotary tables and the like, which all blocks are given, but not of masks."""
+        sizes = [self.alive[key].nbytes() for key in self.tables]
+        return sum(size for size in sizes if size % tokens == 0 and size % tokens**2)
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Record a tensor that autograd saves; its pack hook."""
@@ -219,7 +207,9 @@ class SavedTensors:
             self.block = path
             hidden, *rest = tree_leaves((args, kwargs))
             # All blocks are given the same tensors beside hidden states: rotary tables, a mask.
-            self.shared |= {self._key(t) for t in rest if isinstance(t, Tensor)} - {self._key(hidden)}
+            given = {self._key(t) for t in rest if isinstance(t, Tensor)} - {self._key(hidden)} - self.shared
+            self.given |= given
+            self.shared |= given
 
         return enter
 
@@ -242,9 +232,11 @@ class SavedTensors:
     def _record(self, tensor: Tensor, part: str) -> None:
         """Record a saved storage; one that several parts save counts in the last of PARTS.
 
-        Parameters, buffers and what all blocks share are not recorded.
+        Parameters, buffers and what all blocks share are not recorded; of the latter `tables` are noted.
         """
         key = self._key(tensor)
+        if key in self.given:
+            self.tables.add(key)
         block, old, size = self.saved.get(key, (self.block, part, self.alive[key].nbytes()))
         if key not in self.shared or key in self.saved:
             self.saved[key] = (block, max(old, part, key=PARTS.index), size)

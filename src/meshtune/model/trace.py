@@ -41,7 +41,7 @@ from meshtune.model.tensor_plan import (
     repeated_heads,
     tensor_plan,
 )
-from meshtune.placement.census import Attention, Block, Census, Matrix, Parameter, SavedBytes
+from meshtune.placement.census import Attention, Block, Census, EndBytes, Matrix, Parameter, SavedBytes
 
 ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<which>A|B|magnitude_vector)(\..+)?")  # LoRA's parameters
 TRACED_MODELS = 16
@@ -69,7 +69,7 @@ class Traced:
     matrices: Sequence[Matrix] = ()  # in the order of the forward
     cores: Sequence[AttentionCore] = ()
     saved: Mapping[str, tuple[tuple[int, SavedBytes], ...]] = field(default_factory=dict)  # by block path
-    head_saved: tuple[tuple[int, float], ...] = ()  # see Census
+    ends: tuple[tuple[int, EndBytes], ...] = ()  # see Census
 
 
 def census(
@@ -312,7 +312,7 @@ def _census(traced: Traced) -> Census:
         head=head_matrix,
         parameters_outside=tuple(parameters.get("", ())),
         tied=head_weight is embedding.weight,
-        head_saved=traced.head_saved,
+        ends=traced.ends,
         unsupported=traced.unsupported or (None if head_matrix else "it has no head that the census knows"),
     )
 

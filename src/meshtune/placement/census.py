@@ -156,6 +156,16 @@ class SavedBytes:
 
 
 @dataclass(frozen=True)
+class EndBytes:
+    """Bytes outside the blocks that a forward keeps for its backward, on one rank."""
+
+    logit: float  # per logit, that the head keeps beside its output
+    norm: float = 0.0  # per token, that the last norm keeps; 0: there is none
+    norm_backward: float = 0.0  # per token, the most in its backward, `norm` included
+    tables: float = 0.0  # per token, that all blocks share: rotary tables
+
+
+@dataclass(frozen=True)
 class Block:
     """One transformer block.
 
@@ -205,8 +215,7 @@ class Census:
     parameters_outside: tuple[Parameter, ...]  # embedding, last norm, a head of its own …
     tied: bool  # head and embedding are one parameter, counted as embedding
     unsupported: str | None = None  # why the FLOPs of this model are unknown
-    # (Bytes of an element, bytes per logit that the head keeps beside its output in that type)
-    head_saved: tuple[tuple[int, float], ...] = ()
+    ends: tuple[tuple[int, EndBytes], ...] = ()  # by bytes of an element of activations, as Block.saved
 
     @cached_property
     def parameters(self) -> dict[str, Parameters]:

@@ -14,7 +14,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtune.placement.census import BlockPeaks, Census, Parameter, document_pairs, head_shards, is_matrix
+from meshtune.placement.census import (
+    BlockPeaks,
+    Census,
+    EndBytes,
+    Parameter,
+    document_pairs,
+    head_shards,
+    is_matrix,
+)
 from meshtune.units import Number
 
 # In transformers' blocks, the norm of what the MLP returns: Gemma 2 and 3, OLMo 2 and 3; GLM-4
@@ -118,7 +126,7 @@ class Work:
     trainable: Number = 1.0  # share of all parameters that is trained
     head_trainable: Number = 1.0  # 1 or 0
     kept: Mapping[int, Kept] = field(default_factory=dict)  # by element size: 2, 4, 8; without it: not traced
-    head_kept: Mapping[int, float] = field(default_factory=dict)  # Census.head_saved, by element size
+    ends: Mapping[int, EndBytes] = field(default_factory=dict)  # by element size; without it: not traced
     whole_heads: tuple[int, ...] | None = None  # of a block with attention, see census.Block
     # By element size, of a block that writes attention scores
     peaks: Mapping[int, BlockPeaks] = field(default_factory=dict)
@@ -175,7 +183,7 @@ class Work:
             trainable=census.trainable / census.total,
             head_trainable=float(census.head.trainable) if census.head else 1.0,
             kept=_kept_by_element_bytes(census),
-            head_kept=dict(census.head_saved),
+            ends=dict(census.ends),
             peaks={size: kept.peaks for size, kept in census.blocks[-1].saved if kept.peaks},
             whole_heads=next((b.whole_heads for b in census.blocks if b.attention), None),
         )

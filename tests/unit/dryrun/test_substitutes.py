@@ -94,15 +94,19 @@ def test_fake_varlen_attention_has_the_results_of_flash_attention(heads: int, si
     assert layouts(backward) == layouts((q, k, v)) == layouts((q.grad, k.grad, v.grad))
 
 
-def test_flex_attention_has_the_shapes_of_the_real_one() -> None:
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_flex_attention_has_the_shapes_and_strides_of_the_real_one(tokens_first: bool) -> None:
     from torch.nn.attention.flex_attention import AuxRequest
     from torch.nn.attention.flex_attention import flex_attention as real
 
     q, k = torch.randn(2, 4, 16, 32), torch.randn(2, 2, 16, 32)
+    if tokens_first:  # in memory, as projections make them
+        q, k = (torch.randn(2, 16, heads, 32).transpose(1, 2) for heads in (4, 2))
     expected, more = real(q, k, k, enable_gqa=True, return_aux=AuxRequest(lse=True))
     meta = (x.to("meta") for x in (q, k, k))
     out, lse = flex_attention(*meta)
     assert out.shape == expected.shape and lse.shape == more.lse.shape and lse.dtype == more.lse.dtype
+    assert out.stride() == expected.stride()
 
 
 def test_a_softcap_traces_flex_attention_on_cuda_and_no_read_by_the_host(tmp_path: Path) -> None:

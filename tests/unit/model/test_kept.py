@@ -14,6 +14,7 @@ from transformers import (
     BloomConfig,
     CodeGenConfig,
     FalconConfig,
+    Gemma2Config,
     LlamaConfig,
     OPTConfig,
     PhiConfig,
@@ -231,3 +232,18 @@ def test_tracing_draws_no_random_numbers():
     state = torch.get_rng_state()
     census_of(model)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_last_norm_s_bytes(family: str) -> None:
+    """Gemma multiplies the normalised states with its weight in fp32; frozen, neither family keeps them."""
+    size, shape = 64, {**SMALL, "intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 16}
+    config = {"llama": LlamaConfig, "gemma2": Gemma2Config}[family](**shape)
+    norm = 4 * size + 4  # its input in fp32, and a number for each token
+    normed = {2: 4 if family == "gemma2" else 2, 4: 4}
+    trained, frozen = (dict(census(config, frozen=names).ends) for names in ((), ("model.norm.weight",)))
+    for element, wide in normed.items():
+        assert trained[element].norm == norm + wide * size
+        assert frozen[element].norm == norm
+        assert trained[element].norm_backward == frozen[element].norm_backward == 6 * 4 * size
+        assert trained[element].tables == 2 * 16 * element

@@ -130,7 +130,7 @@ def test_some_recomputed_blocks_hold_their_share_of_the_activations(
     text: str, stages: int, micro_batches: float
 ) -> None:
     """On the first rank; the last blocks of a stage, which save everything, have freed it when the first ones
-    run again.
+    run again. The first block of a stage, but of the whole first one, keeps its input in a receive buffer.
     """
     work = Work.of_shape(layers=32, hidden=512, ffn=1408, heads=8, kv_heads=4, vocabulary=1000)
     tokens = 2048 * Layout.parse(text).micro_batch_size
@@ -148,6 +148,7 @@ def test_some_recomputed_blocks_hold_their_share_of_the_activations(
         every = activations(f"-{mode}")
         for number in range(1, blocks // stages):
             freed = micro_batches * stages * number * tokens * (each - saved)
+            freed += micro_batches * (stages - 1) * tokens * 2 * 512
             some = activations(f"-{mode}{number}")
             assert some["loss"] == none["loss"] - freed
             saving = (blocks // stages - number) * each

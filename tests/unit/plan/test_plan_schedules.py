@@ -8,8 +8,9 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from meshtune.layout import TORCH_SCHEDULES, Layout
 from meshtune.placement.columns import Columns
+from meshtune.placement.schedules import Pass, orders
 from meshtune.placement.share import stage_of_rank
-from meshtune.plan.memory.stages import in_flight, interleaved_share
+from meshtune.plan.memory.stages import fullest, in_flight, in_flight_in_head, interleaved_share
 
 BEGINS = {"FORWARD"}
 ENDS = {"FULL_BACKWARD", "BACKWARD_WEIGHT"}  # what is kept goes with the gradients of weights
@@ -56,6 +57,63 @@ def test_what_is_in_flight_is_what_torch_plans(schedule: str, virtual: int, pp: 
     columns = Columns.of([layout])
     for rank, order in actions(layout).items():
         assert in_flight(columns, float(rank))[0] == most_held(order) / layout.stages_per_rank, rank
+
+
+def held_before(order: list[Pass], kind: str, stage: int) -> list[tuple[int, int, int]]:
+    """Count what a rank holds when each pass of a kind through a stage begins, itself included: (passes
+    through a stage, those of them whose W is still to come behind their I, those of `stage`).
+    """
+    held, waiting, found = set(), set(), []
+    for one in order:
+        pair = one.stage, one.micro_batch
+        if one.kind == "F":
+            held.add(pair)
+        if (one.kind, one.stage) == (kind, stage):
+            found.append((len(held), len(waiting), sum(other == stage for other, _ in held)))
+        if one.kind == "I":
+            waiting.add(pair)
+        elif one.kind in "BW":
+            held.discard(pair)
+            waiting.discard(pair)
+    return found
+
+
+@pytest.mark.parametrize(("pp", "steps"), [(2, 4), (4, 8), (4, 16), (8, 32)])
+def test_gradients_of_weights_wait_at_the_end_of_zbv(pp: int, steps: int) -> None:
+    layout = Layout(pp=pp, schedule="zbv", gradient_accumulation_steps=steps)
+    columns = Columns.of([layout])
+    for rank, order in enumerate(orders(layout)):
+        stages = stage_of_rank("zbv", pp, 1, rank)
+        held = [pair[:2] for stage in stages for pair in held_before(order, "I", stage)]
+        for waiting in (0.1, 1.0):  # bytes of what waits, where 1 is saved
+            expected = max((saved + waiting * late, saved, late) for saved, late in held)[1:]
+            micro_batches, late = fullest(columns, float(rank), 1.0, waiting)
+            assert (2 * micro_batches[0], 2 * late[0]) == expected, (rank, waiting)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual"), [("1f1b", 1), ("interleaved1f1b", 2), ("zbv", 1), ("dualpipev", 1)]
+)
+def test_the_head_s_backward_follows_its_loss(schedule: str, virtual: int) -> None:
+    layout = Layout(pp=4, schedule=schedule, virtual_stages=virtual, gradient_accumulation_steps=16)
+    columns, last = Columns.of([layout]), 4 * layout.stages_per_rank - 1
+    (rank,) = (r for r in range(4) if last in stage_of_rank(schedule, 4, virtual, r))
+    in_head = max(alike for _, _, alike in held_before(orders(layout)[rank], "F", last))
+    assert in_flight_in_head(columns, in_flight(columns, float(rank)))[0] == in_head - 1 == 0
+
+
+@pytest.mark.parametrize("pp", [2, 4, 8])
+def test_dualpipev_needs_more_micro_batches_for_gradients_of_its_first_stage_before_a_loss(pp: int) -> None:
+    for steps, before in ((2 * pp, False), (2 * pp + 1, True)):
+        order = orders(Layout(pp=pp, schedule="dualpipev", gradient_accumulation_steps=steps))[0]
+        most = max(held for held, *_ in held_before(order, "F", 2 * pp - 1))
+        fullest_losses = [
+            at for at, one in enumerate(order)
+            if (one.kind, one.stage) == ("F", 2 * pp - 1)
+            and held_before(order[: at + 1], "F", 2 * pp - 1)[-1][0] == most
+        ]  # fmt: skip
+        backwards = [at for at, one in enumerate(order) if one.kind in "BI" and one.stage == 0]
+        assert (max(fullest_losses) > backwards[0]) == before
 
 
 def makespan(layout: Layout) -> float:

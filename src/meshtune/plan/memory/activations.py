@@ -37,8 +37,9 @@ def saved_by_block(
 ) -> BlockBytes:
     """Return the activations of an average block under each layout's recomputation mode.
 
-    `recomputed` is all that mode none saves under full; under selective what is missing of it and two tensors
-    [tokens, hidden], split by sp; else 0.
+    `recomputed` is all that mode none saves under full, but for the block's input where its first norm saves
+    it as it is (in fp32); under selective what is missing of it and two tensors [tokens, hidden], split by
+    sp; else 0.
 
     per_token: bytes per token that it saves if nothing is recomputed. tokens: of the micro-batch on this
     rank (after cp). element: bytes of an element of activations. regathers_inputs: under sp, matmul inputs
@@ -84,7 +85,8 @@ def saved_by_block(
     for name, mode in RECOMPUTATIONS.items():
         saved = np.where(layouts.recomputes(name), saved_under[mode.saves], saved)
     rest = np.maximum(everything - saved, 0.0)  # with adapters, matmul outputs are more than needed
-    recomputed = np.where(layouts.recomputation("matmuls"), everything, 0.0)
+    all_again = everything - block_input * (element >= 4)
+    recomputed = np.where(layouts.recomputation("matmuls"), all_again, 0.0)
     recomputed = np.where(layouts.recomputation("by_operation"), rest + 2 * block_input, recomputed)
     return BlockBytes(everything, saved, recomputed)
 
@@ -133,13 +135,24 @@ def from_other_ranks(
 def output_gradients(work: Work, layouts: Columns, tokens: Number, *, element: float) -> Number:
     """Bytes of the gradients of what an average block's matmuls and norms return, for one micro-batch.
 
-    A zero-bubble schedule holds them from the backward of a stage's input to that of its weights. tokens,
-    element: as in `saved_by_block`.
+    A zero-bubble schedule holds them from the backward of a stage's input to that of its weights: those of
+    norms where they are multiplied with the weight. tokens, element: as in `saved_by_block`.
     """
     sequence_shards = np.where(layouts.sp > 0, layouts.tp, 1.0)
     cut = sum(matrix.count * matrix.rows for matrix in work.matrices if matrix.cut == "rows")
     uncut = sum(matrix.count * matrix.rows for matrix in work.matrices if matrix.cut != "rows")
-    return tokens * element * (cut / layouts.tp + (uncut + work.norms * work.hidden) / sequence_shards)
+    norms = work.norms * norm_gradient(work, element)
+    return tokens * (element * (cut / layouts.tp + uncut / sequence_shards) + norms / sequence_shards)
+
+
+def norm_gradient(work: Work, element: float) -> Number:
+    """Bytes per token of the gradient that a norm's weight is multiplied with: as wide as the normalised
+    states, which the last norm keeps beside its input in fp32. Frozen norms keep none.
+
+    element: as in `saved_by_block`.
+    """
+    kept = ends.norm - work.hidden * max(4, element) if (ends := work.ends.get(int(element))) else -1.0
+    return kept if kept >= 0 else element * work.hidden  # a fused kernel keeps its input as it is
 
 
 def compiled(per_token: Kept) -> Kept:
@@ -189,8 +202,8 @@ def loss_bytes(work: Work, layouts: Columns, accounting: Accounting, sizes: Micr
     """Bytes for the last norm, the logits and the loss on the rank with the head.
 
     With a finite `loss_chunk` the loss makes its gradients in the forward, a chunk of tokens at a time
-    (train/loss.py): logits, a copy of their hidden states and its gradient, the head's gradient. The last
-    norm keeps its input in fp32, the normalised states, and its output, which sp gathers.
+    (train/loss.py): logits, a copy of their hidden states and its gradient, the head's gradient. sp gathers
+    the last norm's output.
 
     sizes: of one micro-batch. Every layout is counted as if its rank had the head.
     """
@@ -198,7 +211,7 @@ def loss_bytes(work: Work, layouts: Columns, accounting: Accounting, sizes: Micr
     head_gradient = sizes.head_gradient * precision.gradient
     chunk_tokens = np.ceil(sizes.tokens / np.maximum(np.ceil(sizes.tokens / accounting.loss_chunk), 1.0))
     one_copy = chunk_tokens * work.vocabulary / (1.0 if accounting.gathers_logits else layouts.tp)
-    kept = work.head_kept.get(int(accounting.element), 0.0)
+    kept = ends.logit if (ends := work.ends.get(int(element))) else 0.0
     logits = one_copy * (accounting.logit + np.where(layouts.tp > 1, accounting.logit_split, 0.0) + kept)
     hidden, gradients, in_flight, gradients_in_flight = 0.0, 0.0, 0.0, 0.0
     if math.isfinite(accounting.loss_chunk):
@@ -213,15 +226,7 @@ def loss_bytes(work: Work, layouts: Columns, accounting: Accounting, sizes: Micr
         gradients = head_sum + np.where(ends, head_gradient, 0.0)
         in_flight, gradients_in_flight = sizes.hidden_bytes, head_gradient  # made in the forward
 
-    normed = sizes.hidden_bytes / sizes.sequence_shards
-    if accounting.fused_norms:
-        norm_input = normed
-        # in the head's backward: the norm's input and output and their gradient, under sp gathered too
-        norm_backward = 3 * normed + np.where(sizes.sequence_shards > 1, 2 * sizes.hidden_bytes, 0.0)
-    else:
-        norm_input = work.hidden * sizes.tokens / sizes.sequence_shards * max(4, element)  # in fp32
-        norm_backward = norm_input * (6 if element < 4 else 7)  # as wide as norm_input, at once
-
+    norm, norm_backward = last_norm_bytes(work, accounting, sizes)
     sharded, accumulates = accounting.gathers_shards(layouts), layouts.gradient_accumulation_steps > 1
     unsummed = ~(accumulates | (accounting.gradient_replicas(layouts) > 1))
     pending = np.where(sharded | unsummed, head_gradient, 0.0)
@@ -233,23 +238,38 @@ def loss_bytes(work: Work, layouts: Columns, accounting: Accounting, sizes: Micr
         pending, in_backward = pending + first_sum, in_backward + first_sum
     return LossBytes(
         logits=logits,
-        activations=hidden + norm_input + normed + sizes.hidden_bytes,
+        activations=hidden + norm + sizes.hidden_bytes,
         gradients=gradients,
-        per_extra_micro_batch=in_flight + norm_input + normed,
+        per_extra_micro_batch=in_flight + norm,
         gradients_per_extra=gradients_in_flight,
         norm_backward=norm_backward,
-        hidden_gradient=normed,
+        hidden_gradient=sizes.hidden_bytes / sizes.sequence_shards,
         logits_in_backward=one_copy * accounting.logit_head_backward,
         gradients_in_backward=in_backward,
         gradients_pending=pending,
     )
 
 
+def last_norm_bytes(work: Work, accounting: Accounting, sizes: MicroBatchSizes) -> tuple[Number, Number]:
+    """Bytes that the last norm keeps, and the most in its backward: as traced, else those of Llama's, which
+    keeps its input in fp32 and the normalised states.
+    """
+    output, element = sizes.hidden_bytes / sizes.sequence_shards, accounting.element
+    if accounting.fused_norms:
+        # in the head's backward: the norm's input and output and their gradient, under sp gathered too
+        return 2 * output, 3 * output + np.where(sizes.sequence_shards > 1, 2 * sizes.hidden_bytes, 0.0)
+    if ends := work.ends.get(int(element)):
+        tokens = sizes.tokens / sizes.sequence_shards
+        return tokens * ends.norm, tokens * ends.norm_backward
+    wide = output * max(4 / element, 1.0)
+    return wide + output, 6 * wide
+
+
 def block_backward(work: Work, layouts: Columns, accounting: Accounting, sizes: MicroBatchSizes) -> Number:
     """Bytes of temporaries of one block's backward on a rank for one micro-batch, beside what it saved and
-    recomputed.
+    recomputed, and the gradient of its output.
 
-    The output's gradient [tokens, hidden], split by sp; two tensors [tokens, widest matmul input], split by
+    Two tensors [tokens, widest matmul input], split by
     tp, or [tokens, output of the attention core] where each rank has all heads; with regather the gathered
     input [tokens, hidden].
     """
@@ -257,9 +277,9 @@ def block_backward(work: Work, layouts: Columns, accounting: Accounting, sizes: 
     widths = [matrix.cols / layouts.tp for matrix in work.matrices]
     widths += [core.query_heads * core.v_dim / heads for core in work.cores]
     widest = np.max(np.broadcast_arrays(sizes.tokens, *widths)[1:], axis=0)
-    output_gradient = sizes.hidden_bytes / sizes.sequence_shards
     gathered = np.where(accounting.regathers(layouts), sizes.hidden_bytes, 0.0)
     inside = 2 * accounting.element * sizes.tokens * widest
     if not accounting.fused_norms:
-        inside = np.maximum(inside, work.last_norm * max(4 / accounting.element, 1.0) * output_gradient)
-    return output_gradient + inside + gathered
+        wide = sizes.hidden_bytes / sizes.sequence_shards * max(4 / accounting.element, 1.0)  # in fp32
+        inside = np.maximum(inside, work.last_norm * wide)
+    return inside + gathered

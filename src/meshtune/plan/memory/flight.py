@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from meshtune.layout import ZERO_BUBBLE
-from meshtune.plan.memory.activations import MicroBatchSizes, block_backward, output_gradients, saved_by_block
-from meshtune.plan.memory.stages import Stages, awaiting_weights, in_flight, kept_input_gradients
+from meshtune.layout import V_SCHEDULES, ZERO_BUBBLE
+from meshtune.plan.memory.activations import (
+    MicroBatchSizes,
+    block_backward,
+    norm_gradient,
+    output_gradients,
+    saved_by_block,
+)
+from meshtune.plan.memory.stages import Stages, fullest, in_flight, in_flight_in_head, kept_input_gradients
 from meshtune.units import Number
 
 if TYPE_CHECKING:
@@ -39,6 +46,35 @@ class InFlight(NamedTuple):
         return self.total - self.per_micro_batch
 
 
+class Messages(NamedTuple):
+    """Hidden states, or gradients of them, of micro-batches between stages that a pipeline rank holds."""
+
+    received: Number  # in receive buffers
+    kept: Number  # sent ones, less what blocks keep that lies in a receive buffer
+
+
+def messages_of_stages(
+    layouts: Columns, accounting: Accounting, stages: Stages, micro_batches: Number, keeps_input: Number
+) -> Messages:
+    """Count the messages that a rank holds. micro_batches: in flight. keeps_input: True where the first block
+    of a stage keeps its input as it is: what was received.
+    """
+    virtual, steps = layouts.virtual_stages, layouts.gradient_accumulation_steps
+    buffers = np.minimum(steps, accounting.receive_buffers)
+    received = buffers * (2 * virtual - stages.has_embedding - stages.has_head)  # from both neighbours
+    # Hidden states that a V schedule's last rank hands to itself lie in a receive buffer.
+    to_itself = layouts.runs(*V_SCHEDULES) & (stages.rank == layouts.pp - 1)
+    sent = accounting.keeps_sent * (virtual - stages.has_head - to_itself)
+    gradients = accounting.keeps_sent * (virtual - stages.has_embedding - to_itself)
+    looped = layouts.runs("interleaved1f1b", "loopedbfs", *ZERO_BUBBLE)
+    later = np.where(looped, steps - micro_batches, 0.0) * (sent + gradients)
+    kept = micro_batches * sent + later
+    if math.isinf(accounting.receive_buffers):  # fewer are used again, while blocks keep what was received
+        kept = kept - np.where(keeps_input, micro_batches * (virtual - stages.has_embedding), 0.0)
+        kept = kept + layouts.runs("1f1b")  # the one sent a pass ago
+    return Messages(received, kept)
+
+
 def activations_in_flight(
     work: Work, layouts: Columns, accounting: Accounting, seq_len: Number, stages: Stages, loss: LossBytes
 ) -> InFlight:
@@ -53,33 +89,29 @@ def activations_in_flight(
         element=accounting.element, regathers_inputs=accounting.regathers(layouts),
         context=accounting.context_keys, selective=selective,
     )  # fmt: skip
-    micro_batches = in_flight(layouts, stages.rank)
     virtual = layouts.virtual_stages
-    hidden = np.where(layouts.pp > 1, sizes.hidden_bytes / sizes.sequence_shards, 0.0)
-    received = hidden * np.minimum(layouts.gradient_accumulation_steps, accounting.receive_buffers)
-    received = received * (2 * virtual - stages.has_embedding - stages.has_head)  # from both neighbours
-    looped = layouts.runs("interleaved1f1b", "loopedbfs", *ZERO_BUBBLE)
-    sent = accounting.keeps_sent * hidden * (virtual - stages.has_head)
-    later = np.where(looped, layouts.gradient_accumulation_steps - micro_batches, 0.0)
-    input_gradients = accounting.keeps_sent * hidden * (virtual - stages.has_embedding)
     recomputing = stages.recomputing(layouts)
     saving = stages.blocks - recomputing  # blocks that recompute nothing, behind those that do
-    of_blocks = micro_batches * (recomputing * block.saved + saving * block.everything)
+    of_micro_batch = recomputing * block.saved + saving * block.everything
+    waiting = stages.blocks * output_gradients(work, layouts, sizes.tokens, element=accounting.element)
+    most = in_flight(layouts, stages.rank)
+    micro_batches, without_weights = fullest(layouts, stages.rank, of_micro_batch, waiting)
+    of_blocks = micro_batches * of_micro_batch
     unequal = layouts.runs("interleaved1f1b") & (micro_batches < layouts.gradient_accumulation_steps)
     fuller = np.where(unequal, stages.interleaved, 1.0)
     less_at_loss = of_blocks * (fuller - np.where(unequal, stages.interleaved_at_loss, 1.0))
-    total = of_blocks * fuller + micro_batches * sent
-    total = total + stages.has_head * (micro_batches - 1) * loss.per_extra_micro_batch
-    total = total + later * (sent + input_gradients)
-    waiting = stages.blocks * output_gradients(work, layouts, sizes.tokens, element=accounting.element)
-    total = total + awaiting_weights(layouts, stages.rank) * waiting
-    # Once the backward of a stage's input has ended; the first stage's input has none.
-    norm = 5 * max(4 / accounting.element, 1.0) * hidden  # temporaries of a norm's backward, in fp32
-    in_head = stages.has_head * (loss.per_extra_micro_batch + 2 * hidden)  # and its gradient, scaled
-    of_stage = np.where(
-        layouts.runs("zb", "zbv") & (virtual > stages.has_embedding), waiting / virtual + norm + in_head, 0.0
-    )
-    temporaries = block_backward(work, layouts, accounting, sizes)
+    ends = None if accounting.saved else work.ends.get(int(accounting.element))
+    tables = sizes.tokens * ends.tables if ends else 0.0  # of each stage
+    keeps_input = (recomputing > 0) & layouts.recomputation("block") | (accounting.element >= 4)
+    hidden = np.where(layouts.pp > 1, sizes.hidden_bytes / sizes.sequence_shards, 0.0)
+    messages = messages_of_stages(layouts, accounting, stages, micro_batches, keeps_input)
+    in_head = stages.has_head * in_flight_in_head(layouts, micro_batches)
+    total = of_blocks * fuller + micro_batches * virtual * tables + hidden * messages.kept
+    total = total + in_head * loss.per_extra_micro_batch + without_weights * waiting
+    of_stage = input_backward(work, layouts, accounting, sizes, stages, loss)
+    lies_in_buffer = (layouts.pp > 1) & (stages.has_head == 0) & math.isinf(accounting.receive_buffers)
+    output_gradient = np.where(lies_in_buffer, 0.0, sizes.hidden_bytes / sizes.sequence_shards)
+    temporaries = output_gradient + block_backward(work, layouts, accounting, sizes)
     forward = np.zeros_like(total)
     if peaks := accounting.traced_peaks(work):
         of_backward, saving_pass, pass_alone = (
@@ -96,12 +128,35 @@ def activations_in_flight(
         in_block_forward=forward,
         in_block_backward=np.maximum(temporaries + at_once, of_stage),
         of_block=np.where(saving > 0, block.everything, block.saved),
-        first_block=block.saved + np.maximum(temporaries + block.recomputed, of_stage),
+        first_block=block.saved + tables + np.maximum(temporaries + block.recomputed, of_stage),
         total=total,
         at_loss=total - less_at_loss,
-        per_micro_batch=total / np.maximum(micro_batches, 1.0),
+        per_micro_batch=total / np.maximum(most, 1.0),
         input_gradients=kept_input_gradients(layouts, stages) * accounting.keeps_sent * hidden,
-        head_gradients=stages.has_head * (micro_batches - 1) * loss.gradients_per_extra,
-        received=received,
-        micro_batches=micro_batches,
+        head_gradients=in_head * loss.gradients_per_extra,
+        received=hidden * messages.received,
+        micro_batches=most,
     )
+
+
+def input_backward(
+    work: Work,
+    layouts: Columns,
+    accounting: Accounting,
+    sizes: MicroBatchSizes,
+    stages: Stages,
+    loss: LossBytes,
+) -> Number:
+    """Bytes at the end of a backward of a stage's input alone, beside what was saved: gradients that wait for
+    those of weights, and temporaries of the first norm's backward. 0 for schedules without such backwards,
+    and for a rank that has but the first stage, whose input has no gradient.
+    """
+    blocks = stages.blocks / layouts.virtual_stages
+    waiting = blocks * output_gradients(work, layouts, sizes.tokens, element=accounting.element)
+    hidden = sizes.hidden_bytes / sizes.sequence_shards
+    norm = 5 * max(4 / accounting.element, 1.0) * hidden  # in fp32
+    # The last norm waits too, and a second backward keeps the first one's gradient of hidden states.
+    last_norm = sizes.tokens / sizes.sequence_shards * norm_gradient(work, accounting.element)
+    of_head = stages.has_head * (loss.per_extra_micro_batch + last_norm)
+    split = layouts.runs("zb", "zbv") & (layouts.virtual_stages > stages.has_embedding)
+    return np.where(split, waiting + norm + of_head, 0.0)

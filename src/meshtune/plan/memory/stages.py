@@ -125,14 +125,27 @@ def interleaved_share(sizes: Sequence[int], pp: int, rank: int, *, of_last: bool
     return most * virtual / (warm_up * sum(sizes))
 
 
-def awaiting_weights(layouts: Columns, rank: Number = 0.0) -> Number:
-    """Micro-batches that wait for their gradients of weights on pipeline rank `rank` when the backward of a
-    stage's input begins with as many in flight as can be, as torch's schedules have them.
+def fullest(layouts: Columns, rank: Number, saved: Number, waiting: Number) -> tuple[Number, Number]:
+    """Micro-batches in flight on pipeline rank `rank`, and those of them that wait for their gradients of
+    weights when another backward of inputs begins, where both together take most; counted as by `in_flight`.
 
-    One in one of v stages counts as 1/v. Interleaved ZB-H1: one stage more on each rank; others: none.
+    Interleaved ZB-H1: one stage more waits on each rank. ZBV: none waits while most are in flight; at the end
+    a stage less is in flight for each rank behind, itself included, and two more wait on each rank. Others:
+    none waits. saved, waiting: bytes of a micro-batch in all stages of the rank, and of its gradients that
+    wait.
     """
-    stages = np.where(layouts.runs("zb"), rank, 0.0)
-    return np.minimum(stages / layouts.virtual_stages, layouts.gradient_accumulation_steps)
+    micro_batches, fewer = in_flight(layouts, rank), (layouts.pp - rank) / 2
+    at_end = layouts.runs("zbv") & (rank * waiting > fewer * saved)
+    stages = np.where(layouts.runs("zb"), rank / layouts.virtual_stages, np.where(at_end, rank, 0.0))
+    return micro_batches - at_end * fewer, np.minimum(stages, layouts.gradient_accumulation_steps)
+
+
+def in_flight_in_head(layouts: Columns, micro_batches: Number) -> Number:
+    """Micro-batches in flight behind the last block, but one, on the rank with the head.
+
+    micro_batches: in flight on it. Its backward follows at once under interleaved 1F1B and V schedules.
+    """
+    return np.where(layouts.runs("interleaved1f1b", *V_SCHEDULES), 0.0, micro_batches - 1)
 
 
 def kept_input_gradients(layouts: Columns, stages: Stages) -> Number:

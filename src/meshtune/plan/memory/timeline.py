@@ -67,15 +67,23 @@ CATEGORY_NAMES = {name: name.replace("_", " ") for name in CATEGORIES} | {
 
 
 def gradients_before_backward(
-    layouts: Columns, accounting: Accounting, states: States, flight: InFlight
+    layouts: Columns,
+    accounting: Accounting,
+    states: States,
+    flight: InFlight,
+    stages: Stages,
+    elements: RankElements,
+    *,
+    head_gradient: Number,
 ) -> tuple[Number, Number]:
     """Bytes of gradients already allocated (in the last loss, when the fullest backward starts).
 
     If all micro-batches are in flight (GPipe), gradients appear only after the first backward, which has
-    freed one micro-batch's activations: only what exceeds those counts. Without a pipeline, 0 for a step of
-    one micro-batch. Where a sum lies beside the gradients (`Copies.beside`), it is there from the start.
+    freed one micro-batch's activations: only what exceeds those counts, and the head's, which are there
+    before a block's. Without a pipeline, 0 for a step of one micro-batch. Where a sum lies beside the
+    gradients (`Copies.beside`), it is there from the start.
 
-    states: as `held_states` returns them.
+    states: as `held_states` returns them. head_gradient: elements of it, as in MicroBatchSizes.
     """
     precision, accumulates = accounting.precision, layouts.gradient_accumulation_steps > 1
     if precision.beside:
@@ -84,10 +92,26 @@ def gradients_before_backward(
         earlier = sums if accounting.frees_added_gradients else np.where(accumulates, states.gradients, sums)
         return earlier + flight.head_gradients, earlier + flight.head_gradients
     all_in_flight = (layouts.pp > 1) & (flight.micro_batches >= layouts.gradient_accumulation_steps)
-    exceeding = np.maximum(states.gradients - flight.per_micro_batch, 0.0)
+    head = stages.has_head * head_gradient * precision.accumulated
+    exceeding = np.maximum(states.gradients - flight.per_micro_batch, head)
+    missing = late_gradients(layouts, elements, stages) * states.gradients
+    freed = np.minimum(missing, flight.per_micro_batch / layouts.virtual_stages)
     earlier = np.where(accumulates, states.gradients, 0.0)
-    at_loss, before_backward = (np.where(all_in_flight, size, earlier) for size in (0.0, exceeding))
+    at_loss = np.where(all_in_flight, 0.0, earlier - missing)
+    before_backward = np.where(all_in_flight, exceeding, earlier - freed)
     return at_loss + flight.head_gradients, before_backward + flight.head_gradients
+
+
+def late_gradients(layouts: Columns, elements: RankElements, stages: Stages) -> Number:
+    """Share of a rank's gradients whose first backward comes behind the fullest loss.
+
+    In DualPipeV that is the first rank's first stage, if a step has no more micro-batches than it needs.
+    """
+    late = layouts.runs("dualpipev") & (layouts.gradient_accumulation_steps <= 2 * layouts.pp)
+    of_stage = (
+        elements.before_blocks.trained + elements.block.trained * stages.blocks / layouts.virtual_stages
+    )
+    return np.where(late & (stages.rank == 0), of_stage / np.maximum(elements.total.trained, 1.0), 0.0)
 
 
 def gradient_buffers(accounting: Accounting, elements: RankElements, head_gradient: Number) -> Number:
@@ -163,7 +187,14 @@ def head_backward_event(
         "gradients": steady["gradients"] + buffers.head_whole + buffers.head_reduced,
         "activations": flight.at_loss + stages.has_head * loss.hidden_gradient,
     }
-    return fuller(norm, {name: np.where(buffers.head_reduce > 0, reduce[name], norm[name]) for name in norm})
+    reduce = {name: np.where(buffers.head_reduce > 0, reduce[name], norm[name]) for name in norm}
+    # Before it, the gradient that the loss made has not been added to the sum.
+    handed = np.maximum(loss.gradients_in_backward, loss.gradients_per_extra)
+    start = norm | {
+        "gradients": steady["gradients"] + stages.has_head * handed,
+        "activations": flight.at_loss + stages.has_head * loss.per_extra_micro_batch,
+    }
+    return fuller(fuller(norm, reduce), start)
 
 
 def block_backward_event(
@@ -281,7 +312,9 @@ def step_timeline(
     flat = gradient_buffers(accounting, elements, stages.has_head * sizes.head_gradient)
     masters, optimizer = optimizer_state(layouts, accounting, states, total)
     reduced = np.where(sharded, total.trained_shard * precision.sharded_gradient, states.gradients)
-    gradients_at_loss, earlier_gradients = gradients_before_backward(layouts, accounting, states, flight)
+    gradients_at_loss, earlier_gradients = gradients_before_backward(
+        layouts, accounting, states, flight, stages, elements, head_gradient=sizes.head_gradient
+    )
     steady = {
         "weights": states.weights,
         "gathered_weights": states.gathered + buffers.gathered_outside,
