@@ -115,7 +115,8 @@ def head_only(model: nn.Module, anatomy: Anatomy) -> Iterator[Callable[[Tensor],
     def logits_of(hidden: Tensor) -> Tensor:
         stub.hidden = hidden[None]
         # Some families read the shape of their inputs before they call the body (Gemma 4).
-        return runner.forward(inputs_embeds=stub.hidden, use_cache=False, return_dict=True).logits[0]
+        logits = runner.forward(inputs_embeds=stub.hidden, use_cache=False, return_dict=True).logits
+        return logits.squeeze(0)  # not logits[0], whose backward copies the gradient
 
     runner._modules[name] = stub
     try:

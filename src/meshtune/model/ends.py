@@ -26,13 +26,15 @@ def end_bytes(
     features = model.get_input_embeddings().get_parameter("weight").shape[-1]
     hidden = torch.empty(1, tokens, features, dtype=dtype, device="meta").requires_grad_()
     saved, backward = _of_norm(model.get_submodule(parts.norm), hidden) if parts.norm else (0.0, 0.0)
-    return EndBytes(_per_logit(model, parts, hidden[0]), saved, backward, tables)
+    per_logit, changes = _per_logit(model, parts, hidden[0])
+    return EndBytes(per_logit, saved, backward, tables, changes)
 
 
-def _per_logit(model: PreTrainedModel, parts: Anatomy, hidden: Tensor) -> float:
-    """Bytes per logit that the head keeps beside its output: a softcap its tanh, a cast to fp32 2 more than
-    an output in bf16.
+def _per_logit(model: PreTrainedModel, parts: Anatomy, hidden: Tensor) -> tuple[float, bool]:
+    """(Bytes per logit that the head keeps beside its output: a softcap its tanh, a cast to fp32 2 more than
+    an output in bf16; whether the logits are another tensor than its matrix's output).
     """
+    outputs: list[Tensor] = []  # of the matrix
     sizes: dict[int, int] = {}
     alive: list[Tensor] = []  # an address is only unique among living storages
 
@@ -42,10 +44,14 @@ def _per_logit(model: PreTrainedModel, parts: Anatomy, hidden: Tensor) -> float:
             alive.append(tensor)
         return tensor
 
+    hook = model.get_submodule(parts.head).register_forward_hook(lambda _, __, out: outputs.append(out))
     with head_only(model, parts) as logits_of, saved_tensors_hooks(pack, lambda tensor: tensor):
         logits = logits_of(hidden)
-    sizes.pop(logits.untyped_storage()._cdata, None)
-    return sum(sizes.values()) / logits.numel() + logits.element_size() - hidden.dtype.itemsize
+    hook.remove()
+    storage = logits.untyped_storage()._cdata
+    sizes.pop(storage, None)
+    kept = sum(sizes.values()) / logits.numel() + logits.element_size() - hidden.dtype.itemsize
+    return kept, all(out.untyped_storage()._cdata != storage for out in outputs)
 
 
 class _Gradient(torch.autograd.Function):

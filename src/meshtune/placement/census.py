@@ -163,6 +163,7 @@ class EndBytes:
     norm: float = 0.0  # per token, that the last norm keeps; 0: there is none
     norm_backward: float = 0.0  # per token, the most in its backward, `norm` included
     tables: float = 0.0  # per token, that all blocks share: rotary tables
+    changes: bool = False  # the logits are not the output of the head's matrix: softcap, cast, scale
 
 
 @dataclass(frozen=True)

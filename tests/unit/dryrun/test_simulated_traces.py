@@ -1,5 +1,6 @@
 """Streams of real steps that were traced: passes as the schedules order them, and sums that agree."""
 
+from copy import copy
 from dataclasses import replace
 from functools import partial
 
@@ -30,8 +31,10 @@ MODEL = LlamaConfig(
 
 
 def traced(layout: str, **options: object) -> list[RankTrace]:
-    """Traces of every pipeline rank of a tiny Llama on the path of GPUs, in bf16."""
-    spec = ModelSpec(source=MODEL, init="random", kernels="cuda", precision="bf16", **options)  # type: ignore[arg-type]
+    """Traces of every pipeline rank of a tiny Llama on the path of GPUs, in bf16; a block for each stage."""
+    model = copy(MODEL)
+    model.num_hidden_layers = max(4, Layout.parse(layout).stages)
+    spec = ModelSpec(source=model, init="random", kernels="cuda", precision="bf16", **options)  # type: ignore[arg-type]
     work = Job(
         spec=spec, optimizer=OptimizerSpec(), layout=Layout.parse(layout), seq_len=128, documents=(50, 40, 30)
     )

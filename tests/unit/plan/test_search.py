@@ -397,7 +397,7 @@ def test_the_choice_is_the_best_of_all_that_keep_what_is_fixed() -> None:
     ("w", "cluster", "mode"),
     [
         (workload("llama-3.1-70b", 64, 8192), machines(64), "full"),
-        (workload("llama-3.1-8b", 64, 18432), machines(64), "selective"),
+        (workload("llama-3.1-8b", 64, 21504), machines(64), "selective"),
     ],
     ids=["70b", "8b"],
 )

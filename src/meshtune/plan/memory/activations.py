@@ -211,13 +211,16 @@ def loss_bytes(work: Work, layouts: Columns, accounting: Accounting, sizes: Micr
     head_gradient = sizes.head_gradient * precision.gradient
     chunk_tokens = np.ceil(sizes.tokens / np.maximum(np.ceil(sizes.tokens / accounting.loss_chunk), 1.0))
     one_copy = chunk_tokens * work.vocabulary / (1.0 if accounting.gathers_logits else layouts.tp)
-    kept = ends.logit if (ends := work.ends.get(int(element))) else 0.0
+    kept, changes = (ends.logit, ends.changes) if (ends := work.ends.get(int(element))) else (0.0, False)
     logits = one_copy * (accounting.logit + np.where(layouts.tp > 1, accounting.logit_split, 0.0) + kept)
     hidden, gradients, in_flight, gradients_in_flight = 0.0, 0.0, 0.0, 0.0
     if math.isfinite(accounting.loss_chunk):
         copy = chunk_tokens * element * work.hidden
-        in_head = (3 * element + 2 * kept) * one_copy  # in the backward of what the head does to logits
-        in_matmul = 3 * element * one_copy  # in that of the head's matrix, which makes its gradient
+        # The logits, their gradient and, where the head changes its matrix's output, the gradient of that,
+        # in the backward of what it does to logits and in that of the matrix, which makes its gradient.
+        copies = 3 if changes else 2
+        in_head = (copies * element + 2 * kept) * one_copy
+        in_matmul = copies * element * one_copy
         logits = np.maximum(logits, in_head)
         ends = in_matmul + copy + head_gradient > logits
         logits = np.where(ends, in_matmul, logits)
