@@ -63,6 +63,12 @@ def _fsdp_groups(module: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def partial_sums(module: Any) -> list[Tensor]:
+    """Gradients of `module` that FSDP2 has reduce-scattered, and not all-reduced over replicas yet."""
+    sums = (group._partial_reduce_output for group in _fsdp_groups(module))
+    return [partial for partial in sums if partial is not None]
+
+
 def reduce_gradients(module: Any) -> None:
     """Do what FSDP2 does after the backward of the parameters that it gathers with `module`: reduce-scatter
     their gradients, or add them up, and free the gathered weights. It then does not do so once more.

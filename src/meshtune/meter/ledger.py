@@ -9,9 +9,9 @@ its category
                       its owner: a whole parameter of a model whose parameters are sharded
     gradients         from its owner, when a gradient reaches its parameter, from FSDP2's operator that
                       copies gradients into the input of a reduce-scatter, by being cast from its reduced
-                      output, and in a pass from an operation on logits or gradients whose result has the
-                      head's shape: the gradient of the head that the chunked loss makes in the forward,
-                      its sum over chunks, its casts
+                      output, and in a pass by being cast from a gradient, or from an operation on logits or
+                      gradients whose result has the head's shape: the gradient of the head that the chunked
+                      loss makes in the forward, and its sum over chunks
     optimizer         from its owner: masters and AdamW's state
     logits            from the head, whose output it is, or from an operation on logits that gives as many
                       columns: their logarithms, their softmax, their gradient
@@ -219,8 +219,12 @@ class Ledger(TorchDispatchMode):
                 self._claim(args, COMMUNICATION)
                 if any(entry.of_gradients for entry in self._known(args)):
                     self._mark(args)
-            case "aten", "_to_copy" if any(entry.of_gradients for entry in self._known(args)):
-                self._claim(out, GRADIENTS)  # reduced shards in the parameters' dtype
+            case "aten", "_to_copy" if any(self._is_gradient(entry) for entry in self._known(args)):
+                self._claim(out, GRADIENTS)  # reduced shards in the parameters' dtype, sums of gradients
+
+    def _is_gradient(self, entry: Entry) -> bool:
+        """True for a buffer or sum of gradients that FSDP2 reduces, and in a pass for any gradient."""
+        return entry.of_gradients or (self.default == ACTIVATIONS and entry.category == GRADIENTS)
 
     def _category_of(self, made: Tensor, values: Any, of_logits: bool) -> str:
         """Category of a new storage of `made`. values: arguments of the operation. of_logits: logits are

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import psutil
@@ -120,6 +121,7 @@ class PhaseMemory:
                 *self.optimizer.gradients(),
                 *(p.grad for p in parameters if p.grad is not None),
                 *(gradient for gradient in sums if gradient is not None),
+                *chain.from_iterable(map(compat.partial_sums, sharded_modules(self.model))),
             ],
             GATHERED: gathered,
             # Last: without masters, and as ZeRO's shards, they are in the optimizer's state too.
@@ -261,8 +263,13 @@ def rest_of(phase: str) -> str:
 
 def sharded_parameters(model: nn.Module) -> list[Any]:
     """FSDP2's own objects for the parameters that ZeRO shards; they have the shard at any time."""
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    modules = sharded_modules(model)
     return [parameter for module in modules for parameter in compat.fsdp_parameters(module)]
+
+
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    """Modules whose parameters FSDP2 gathers together."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def label(category: str) -> str:

@@ -64,6 +64,18 @@ def test_what_gets_its_category_later_had_it_at_the_peak_already():
         assert ledger.live["gradients"] == 4400
 
 
+def test_a_cast_of_a_gradient_is_one_in_a_pass_alone():
+    with Ledger(CPU) as ledger:
+        gradient = torch.ones(100, dtype=torch.bfloat16)
+        ledger.tag([gradient], "gradients")
+        total = gradient.float()
+        del total  # it is gone before its owner is asked
+        assert {k: v for k, v in ledger.parts.items() if v} == {"gradients": 600}
+        ledger.default = "temporary"
+        updated = gradient.float()
+        assert ledger.live["temporary"] == updated.untyped_storage().nbytes() == 400
+
+
 def test_logits_are_the_heads_output_and_what_has_its_columns():
     with Ledger(CPU) as ledger:
         hidden, weight = torch.ones(3, 7), torch.ones(50, 7)

@@ -225,9 +225,9 @@ class Blocks(nn.Module):
 BLOCK = 64 * 64 * 4
 
 
-def sharded_parts(stage: int) -> list[dict[str, int]]:
+def sharded_parts(stage: int, replicas: int = 1) -> list[dict[str, int]]:
     """Parts of the peaks of the second step's two micro-batches: forward and backward."""
-    world = join(Layout(dp_shard=2, zero=stage), CPU)
+    world = join(Layout(dp_shard=2, zero=stage, dp_replicate=replicas), CPU)
     model, mesh = Blocks(), parameter_mesh(world)
     assert mesh is not None
     zero.shard(model, model.blocks, mesh, stage)
@@ -258,6 +258,13 @@ def test_shards_whole_weights_and_buffers_of_collectives_are_told_apart(stage):
         assert forward["activations"] < 0.1 * BLOCK
         copied = BLOCK if stage == 1 else 0  # a gradient that autograd copies, transposed
         assert backward["activations"] < copied + 0.1 * BLOCK
+
+
+@pytest.mark.slow
+def test_sums_that_wait_for_replicas_are_gradients():
+    """The first micro-batch's, reduce-scattered, which FSDP2 all-reduces with those of the second."""
+    for forward, _, update in run_ranks(4, sharded_parts, 3, 2):
+        assert forward["gradients"] == update["gradients"] == BLOCK
 
 
 def test_the_resident_peak_grows_with_what_is_touched():
