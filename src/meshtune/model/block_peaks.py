@@ -1,37 +1,41 @@
-"""Most bytes that the passes of a block hold at once, traced on meta, where attention writes its scores.
+"""Most bytes that the passes of a block hold at once, traced on meta.
 
     text_forward ──> arguments of the last block ──> forward, forward and backward of it alone ──> BlockPeaks
 
-Only storages that `TOKENS` divides count: gradients of weights do not.
+Storages that `TOKENS` divides grow with the tokens; the others are gradients of weights.
 """
 
 import weakref
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from meshtune.model.anatomy import Anatomy
 from meshtune.model.body import text_forward
+from meshtune.model.fused import STAND_IN, FusedAttention, FusedDropout, flash_attention
 from meshtune.placement.census import BlockPeaks
 
 KEYS = 2048  # a token, by which the fullest time is chosen: bytes of scores grow with them
+Size = tuple[float, float, float]  # bytes per token, per token and key, and of what does not grow with them
+NOTHING: Size = (0.0, 0.0, 0.0)
 
 
 class LivingBytes(TorchDispatchMode):
     """Follow the storages that operations allocate while it is active, and the most that live at once."""
 
-    def __init__(self, tokens: int, held: int = 0) -> None:
-        """held: bytes that live from the start."""
+    def __init__(self, tokens: int, rows: int = 1) -> None:
+        """tokens: of each row."""
         super().__init__()
-        self.tokens = tokens
+        self.rows, self.tokens = rows, tokens
         self.known: set[int] = set()  # storages that live
-        self.living = (held / tokens, 0.0)  # bytes (per token, per token and key)
+        self.living = NOTHING
         self.most = self.living
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -40,61 +44,80 @@ class LivingBytes(TorchDispatchMode):
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._follow(tensor.untyped_storage(), given)
-        if _at(self.living) > _at(self.most):
-            self.most = self.living
+        self.most = max(self.most, self.living, key=_at)
         return out
+
+    def size(self, storage: torch.UntypedStorage) -> Size:
+        """Size of a storage."""
+        of_token, rest = divmod(storage.nbytes(), self.tokens)
+        if rest:
+            return (0.0, 0.0, storage.nbytes())
+        of_key, rest = divmod(of_token, self.tokens)
+        return (of_token / self.rows, 0.0, 0.0) if rest else (0.0, of_key / self.rows, 0.0)
 
     def _follow(self, storage: torch.UntypedStorage, given: set[int]) -> None:
         """Count a storage until it is freed; those in `given` existed before the operation."""
-        key, size = storage._cdata, storage.nbytes()
-        if key in given or key in self.known or size % self.tokens:
+        key, size = storage._cdata, self.size(storage)
+        if key in given or key in self.known:
             return
-        of_scores = size % self.tokens**2 == 0
-        change = (0.0, size / self.tokens**2) if of_scores else (size / self.tokens, 0.0)
         self.known.add(key)
-        self._add(change, 1)
-        weakref.finalize(storage, self._free, key, change)
+        self.living = _sum(self.living, size)
+        weakref.finalize(storage, self._free, key, size)
 
-    def _free(self, key: int, change: tuple[float, float]) -> None:
+    def _free(self, key: int, size: Size) -> None:
         self.known.discard(key)
-        self._add(change, -1)
-
-    def _add(self, change: tuple[float, float], sign: int) -> None:
-        self.living = (self.living[0] + sign * change[0], self.living[1] + sign * change[1])
+        self.living = _sum(self.living, size, -1)
 
 
 def block_peaks(
-    model: PreTrainedModel, parts: Anatomy, inputs: Mapping[str, Tensor], tokens: int
+    model: PreTrainedModel, parts: Anatomy, inputs: Mapping[str, Tensor], rows: int, tokens: int
 ) -> BlockPeaks:
-    """Trace the passes of the model's last block. inputs: of its forward, with one row of `tokens`."""
+    """Trace the passes of the model's last block. inputs: of its forward, `rows` of `tokens`.
+
+    Registers the attention function STAND_IN anew.
+    """
     block = list(model.get_submodule(parts.blocks).children())[-1]
     calls: list[Any] = []
     dtype = next(block.parameters()).dtype
     hook = block.register_forward_pre_hook(lambda _, *call: calls.append(call), with_kwargs=True)
-    with torch.device("meta"), torch.no_grad():
-        text_forward(model, **{name: _in_dtype(value, dtype) for name, value in inputs.items()})
-        hook.remove()
-        given, spec = tree_flatten(calls[0])
+    AttentionInterface.register(STAND_IN, flash_attention)
+    with ExitStack() as stack:
+        stack.callback(hook.remove)
+        for mode in (torch.device("meta"), FusedDropout(), FusedAttention(flash_attention)):
+            stack.enter_context(mode)
+        with torch.no_grad():
+            text_forward(model, **{name: _in_dtype(value, dtype) for name, value in inputs.items()})
+            given, spec = tree_flatten(calls.pop())
+            args, kwargs = tree_unflatten(given, spec)
+            with LivingBytes(tokens, rows) as alone:
+                out = block(*args, **kwargs)
+        hidden = alone.size(given[0].untyped_storage())
+        # Beside hidden states: what all blocks are given (a mask), what the block before returned.
+        masks, returned = (_scores(values[1:], alone) for values in (given, tree_leaves(out)))
+        del out
+        given[0] = given[0].detach().requires_grad_()
+        saved: set[int] = set()
         args, kwargs = tree_unflatten(given, spec)
-        with LivingBytes(tokens, given[0].nbytes) as alone:
-            out = block(*args, **kwargs)
-    # Beside the hidden states: what all blocks are given (a mask), what the block before returned.
-    shared, returned = _scores(given[1:], tokens), _scores(tree_leaves(out)[1:], tokens)
-    del out
-    given[0] = given[0].detach().requires_grad_()
-    args, kwargs = tree_unflatten(given, spec)
-    with torch.device("meta"), LivingBytes(tokens, given[0].nbytes) as saving:
-        out = tree_leaves(block(*args, **kwargs))[0]
-        forward, saving.most = saving.most, saving.living
+        stack.enter_context(saving := LivingBytes(tokens, rows))
+        with saved_tensors_hooks(lambda tensor: _seen(tensor, saved), lambda tensor: tensor):
+            out = tree_leaves(block(*args, **kwargs))[0]
+        forward = saving.most
         edge, gradient = get_gradient_edge(out), torch.empty_like(out)
         del out  # the next block holds it no more
+        kept = saving.most = _sum(saving.living, hidden, -1)  # without the gradient
         torch.autograd.backward([edge], [gradient])
-    for parameter in block.parameters():
+    trained = [parameter for parameter in block.parameters() if parameter.grad is not None]
+    gradients = sum(parameter.nbytes for parameter in trained)
+    for parameter in trained:
         parameter.grad = None
+    *backward, made = _sum(saving.most, kept, -1)
     return BlockPeaks(
-        forward=(forward[0], forward[1] + shared),
-        forward_alone=(alone.most[0], alone.most[1] + shared + returned),
-        backward=saving.most,
+        forward=_sum(forward, kept, -1)[:2],
+        forward_alone=_sum(_sum(alone.most, hidden), (0.0, returned, 0.0))[:2],
+        backward=(backward[0], backward[1]),
+        made=min(made / gradients, 1.0) if gradients else 1.0,
+        masks=masks,
+        saves_input=given[0].untyped_storage()._cdata in saved,
     )
 
 
@@ -103,11 +126,20 @@ def _in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.to(dtype) if value.is_floating_point() else value
 
 
-def _scores(values: list[Any], tokens: int) -> float:
+def _seen(tensor: Tensor, storages: set[int]) -> Tensor:
+    storages.add(tensor.untyped_storage()._cdata)
+    return tensor
+
+
+def _scores(values: list[Any], meter: LivingBytes) -> float:
     """Bytes per token and key of the tensors among `values` that grow with both."""
-    sizes = [value.untyped_storage().nbytes() for value in values if isinstance(value, Tensor)]
-    return sum(size / tokens**2 for size in sizes if size % tokens**2 == 0)
+    return sum(meter.size(value.untyped_storage())[1] for value in values if isinstance(value, Tensor))
 
 
-def _at(size: tuple[float, float]) -> float:
+def _sum(size: Size, other: Size, sign: int = 1) -> Size:
+    per_token, per_key, fixed = (mine + sign * its for mine, its in zip(size, other, strict=True))
+    return (per_token, per_key, fixed)
+
+
+def _at(size: Size) -> float:
     return size[0] + KEYS * size[1]

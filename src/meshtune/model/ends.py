@@ -17,9 +17,10 @@ from meshtune.placement.census import EndBytes
 
 
 def end_bytes(
-    model: PreTrainedModel, parts: Anatomy, dtype: torch.dtype, tokens: int, *, tables: float
+    model: PreTrainedModel, parts: Anatomy, dtype: torch.dtype, tokens: int, *, tables: float, before: float
 ) -> EndBytes:
-    """Trace both on `tokens` hidden states. dtype: of the weights, which lie on meta. tables: as in EndBytes.
+    """Trace both on `tokens` hidden states. dtype: of the weights, which lie on meta. tables, before: as in
+    EndBytes.
 
     tokens: a number that divides no size of the model, so that gradients of weights are recognised.
     """
@@ -27,7 +28,7 @@ def end_bytes(
     hidden = torch.empty(1, tokens, features, dtype=dtype, device="meta").requires_grad_()
     saved, backward = _of_norm(model.get_submodule(parts.norm), hidden) if parts.norm else (0.0, 0.0)
     per_logit, changes = _per_logit(model, parts, hidden[0])
-    return EndBytes(per_logit, saved, backward, tables, changes)
+    return EndBytes(per_logit, saved, backward, tables, changes, before)
 
 
 def _per_logit(model: PreTrainedModel, parts: Anatomy, hidden: Tensor) -> tuple[float, bool]:
@@ -76,7 +77,7 @@ def _of_norm(norm: nn.Module, hidden: Tensor) -> tuple[float, float]:
         del given
         edge = get_gradient_edge(_Gradient.apply(out))
         del out
-        saved, _ = living.most = living.living
+        saved, *_ = living.most = living.living
         torch.autograd.backward([edge], [torch.empty((), dtype=hidden.dtype, device="meta")])
     for parameter in norm.parameters():
         parameter.grad = None

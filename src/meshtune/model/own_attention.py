@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from meshtune.model.saved_tensors import STAND_IN, cast_parameters, saved_by_block
-from meshtune.placement.census import EndBytes, SavedBytes
+from meshtune.model.fused import STAND_IN
+from meshtune.model.saved_tensors import Saved, cast_parameters, saved_by_block
 
 Builder = Callable[[str | None], PreTrainedModel]  # attention implementation, None: the family's -> model
 
@@ -24,29 +24,28 @@ def built_on_meta(build: Builder, attention: str | None, frozen: Collection[str]
     return model.train()
 
 
-def inputs(tokens: int, with_mask: bool) -> dict[str, Tensor]:
-    """Inputs of a forward on meta: one row of `tokens`, and with a mask if `with_mask`."""
-    given = {"input_ids": torch.zeros(1, tokens, dtype=torch.long, device="meta")}
+def inputs(rows: int, tokens: int, with_mask: bool) -> dict[str, Tensor]:
+    """Inputs of a forward on meta: `rows` of `tokens`, and with a mask if `with_mask`."""
+    given = {"input_ids": torch.zeros(rows, tokens, dtype=torch.long, device="meta")}
     if with_mask:  # 4-d: passed on as it is, where a family would read the values of one that it makes itself
-        given["attention_mask"] = torch.zeros(1, 1, tokens, tokens, dtype=torch.bfloat16, device="meta")
+        given["attention_mask"] = torch.zeros(rows, 1, tokens, tokens, dtype=torch.bfloat16, device="meta")
     return given
 
 
 def saved_by_own_attention(
-    build: Builder, frozen: Collection[str], adapters: Mapping[str, int], dora: bool
-) -> tuple[dict[str, tuple[tuple[int, SavedBytes], ...]], tuple[tuple[int, EndBytes], ...]]:
+    build: Builder, frozen: Collection[str], adapters: Mapping[str, int], dora: bool, rows: int
+) -> Saved:
     """Return what `saved_by_block` does, of a family whose attention can't be replaced; empty if untraced.
 
     A run has the family's attention and a mask. Some families read the mask's values, which meta tensors do
     not have, or want another one. build, frozen, adapters, dora: as in `trace`.
     """
-    for attention, with_mask in product((None, STAND_IN), (True, False)):
+    for attention, with_mask in product((None, STAND_IN), (False, True)):
         try:
             model = built_on_meta(build, attention, frozen)
         except (KeyError, ValueError):  # it knows no STAND_IN
             continue
-        given = partial(inputs, with_mask=with_mask)
-        found = saved_by_block(model, frozen, adapters, dora, given, with_peaks=True)
+        found = saved_by_block(model, frozen, adapters, dora, partial(inputs, with_mask=with_mask), rows)
         if found[0]:
             return found
     return {}, ()

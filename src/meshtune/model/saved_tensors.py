@@ -14,10 +14,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -25,11 +23,17 @@ from meshtune.model.anatomy import Anatomy, anatomy
 from meshtune.model.block_peaks import block_peaks
 from meshtune.model.body import text_forward
 from meshtune.model.ends import end_bytes
+from meshtune.model.fused import STAND_IN, FusedAttention, FusedDropout, flash_attention
 from meshtune.model.lora import adapt
-from meshtune.placement.census import EndBytes, SavedBytes
+from meshtune.model.positions import cast_position_tables
+from meshtune.placement.census import BlockPeaks, EndBytes, SavedBytes
 
-STAND_IN = "meshtune_census"  # name of the attention function that a traced model is built with
-TOKENS = 251  # of the forward; a prime that divides no size of a model: copies of weights are recognised
+# Of a row of the forward; a prime that divides no size of a model, so that copies of weights are recognised
+TOKENS = 251
+AFTER = "after"
+Inputs = Callable[[int, int], Mapping[str, Tensor]]  # (rows, tokens of each) -> inputs of a forward on meta
+# (by the block's path, a (element size, bytes saved per token) for each element size; Census.ends)
+Saved = tuple[dict[str, tuple[tuple[int, SavedBytes], ...]], tuple[tuple[int, EndBytes], ...]]
 DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by element size
 # A tensor that several parts save counts in the last one.
 PARTS = ("outside", "mlp", "attention", "entering", "core", "scores")
@@ -40,18 +44,15 @@ def saved_by_block(
     frozen: Collection[str],
     adapters: Mapping[str, int],
     dora: bool,
-    inputs: Callable[[int], Mapping[str, Tensor]],
-    *,
-    with_peaks: bool = False,
-) -> tuple[dict[str, tuple[tuple[int, SavedBytes], ...]], tuple[tuple[int, EndBytes], ...]]:
-    """Return, by the block's path, a (element size, bytes saved per token) for each element size, and
-    Census.ends.
+    inputs: Inputs,
+    rows: int = 1,
+) -> Saved:
+    """Return what the blocks and the ends of a model save.
 
     The element size is that of the compute dtype, from DTYPES; one that the forward refuses is left out. The
     model is on meta, built with the attention STAND_IN, and is changed: it gets `adapters` (LoRA rank by
     module; with `dora` those of DoRA), only parameters named in `frozen` lose their gradient, and it stays in
-    the last dtype. inputs: of its forward, with as many tokens as are asked for. with_peaks: trace the last
-    block's `SavedBytes.peaks`, for all. Raises as `anatomy`.
+    the last dtype. rows: of `inputs`. Raises as `anatomy`.
     """
     parts = anatomy(model)
     for module, rank in adapters.items():
@@ -63,11 +64,12 @@ def saved_by_block(
     for size, dtype in DTYPES.items():
         cast_parameters(model, dtype)
         try:
-            per_token, tables = _saved_per_token(model, parts, inputs)
-            ends.append((size, end_bytes(model, parts, dtype, TOKENS, tables=tables)))
-            peaks = block_peaks(model, parts, inputs(TOKENS), TOKENS) if with_peaks else None
+            per_token, tables = _saved_per_token(model, parts, inputs, rows)
+            before = sum(per_token["", part] for part in PARTS)
+            ends.append((size, end_bytes(model, parts, dtype, TOKENS, tables=tables, before=before)))
         except Exception:  # each family has its own ways to refuse a type
             continue
+        peaks = None if parts.mixers else _peaks(model, parts, inputs, rows)
         for block, _ in model.get_submodule(parts.blocks).named_children():
             path = f"{parts.blocks}.{block}"
             saved = SavedBytes(**{part: per_token[path, part] for part in PARTS}, peaks=peaks)
@@ -75,14 +77,23 @@ def saved_by_block(
     return {path: tuple(sizes) for path, sizes in sizes_by_block.items()}, tuple(ends)
 
 
-def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the parameters and leave the buffers as they are, as training does."""
+def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast what training casts: the parameters, and of the buffers tables of positions."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+    cast_position_tables(model, dtype)
+
+
+def _peaks(model: PreTrainedModel, parts: Anatomy, inputs: Inputs, rows: int) -> BlockPeaks | None:
+    """Trace `SavedBytes.peaks`; None where the backward can't run on meta."""
+    try:
+        return block_peaks(model, parts, inputs(rows, TOKENS), rows, TOKENS)
+    except Exception:  # each family has its own
+        return None
 
 
 def _saved_per_token(
-    model: PreTrainedModel, parts: Anatomy, inputs: Callable[[int], Mapping[str, Tensor]]
+    model: PreTrainedModel, parts: Anatomy, inputs: Inputs, rows: int
 ) -> tuple[defaultdict[tuple[str, str], float], float]:
     """Bytes saved per token, by (path of block, part of PARTS), and of tables that all blocks share.
 
@@ -90,11 +101,12 @@ def _saved_per_token(
     chunk: a dimension of size 1 lets transformers' scan keep views where it copies otherwise.
     """
     if not parts.mixers:
-        found = _saved_storages(model, parts, inputs(TOKENS))
-        per_token = {key: size / TOKENS for key, size in found.bytes(TOKENS).items()}
+        found = _saved_storages(model, parts, inputs(rows, TOKENS))
+        per_token = {key: size / (rows * TOKENS) for key, size in found.bytes(TOKENS).items()}
+        # Tables are one row's here, where no positions are given
         return defaultdict(float, per_token), found.table_bytes(TOKENS) / TOKENS
     chunk = _chunk(model)
-    few, many = (_saved_storages(model, parts, inputs(count * chunk)).bytes(1) for count in (2, 4))
+    few, many = (_saved_storages(model, parts, inputs(1, count * chunk)).bytes(1) for count in (2, 4))
     return defaultdict(float, {key: (size - few[key]) / (2 * chunk) for key, size in many.items()}), 0.0
 
 
@@ -119,7 +131,7 @@ def _saved_storages(model: PreTrainedModel, parts: Anatomy, inputs: Mapping[str,
         saved_tensors_hooks(recorder.pack, lambda tensor: tensor),
         torch.device("meta"),
         FusedDropout(),
-        FusedAttention(recorder),
+        FusedAttention(recorder.attention),
     ):
         text_forward(model, **inputs)
     return recorder
@@ -129,19 +141,20 @@ class SavedTensors:
     """Record the storages that a forward saves, each once: in which block first, and in which part of it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.block = ""  # path of the running block
+        self.block = ""  # path of the running block; "": before the first, AFTER: behind one
         self.part = "outside"  # of PARTS, that runs
         self.part_inputs: set[int] = set()  # storages given to the running attention or MLP
         self.saved: dict[int, tuple[str, str, int]] = {}  # by storage: block, part, bytes
-        self.log_sum_bytes: Counter[str] = Counter()  # of attention's softmax, by block
         self.alive: dict[int, torch.UntypedStorage] = {}  # an id is only unique among living objects
         self.shared = {self._key(tensor) for tensor in (*model.parameters(), *model.buffers())}  # not counted
         self.given: set[int] = set()  # storages that all blocks are given, beside hidden states
         self.tables: set[int] = set()  # those of them that are saved
 
     def bytes(self, tokens: int) -> Counter[tuple[str, str]]:
-        """Sum the saved bytes of storages that `tokens` divides, by (block, part); of scores per key."""
-        total = Counter({(block, "core"): size for block, size in self.log_sum_bytes.items()})
+        """Sum the saved bytes of storages that `tokens`, a row's, divides, by (block, part); of scores per
+        key.
+        """
+        total: Counter[tuple[str, str]] = Counter()
         for block, part, size in self.saved.values():
             if part == "attention" and tokens > 1 and size % tokens**2 == 0:
                 total[block, "scores"] += size // tokens
@@ -156,7 +169,7 @@ class SavedTensors:
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Record a tensor that autograd saves; its pack hook."""
-        entering = self.part != "outside" and self._key(tensor) in self.part_inputs
+        entering = self.part in ("attention", "mlp") and self._key(tensor) in self.part_inputs
         self._record(tensor, "entering" if entering else self.part)
         return tensor
 
@@ -167,24 +180,16 @@ class SavedTensors:
         key: Tensor,
         value: Tensor,
         attention_mask: Any = None,
-        **kwargs: Any,
+        **_: Any,
     ) -> tuple[Tensor, None]:
         """Record what a flash kernel would save; a stand-in for an attention function of transformers.
 
-        query, key, value: [batch, heads, tokens, size]. Returns (uninitialised [batch, tokens, heads, size],
-        None: no attention weights).
+        Arguments and results are those of `flash_attention`.
         """
-        batch, heads, tokens, _ = query.shape
-        # Kernels write in the memory order of the queries; with heads before tokens, o_proj takes a copy.
-        first, second = (1, 2) if query.stride(1) > query.stride(2) else (2, 1)
-        shape = (batch, query.shape[first], query.shape[second], value.shape[-1])
-        out = query.new_empty(shape).transpose(1, first)
-        if any(tensor.requires_grad for tensor in (query, key, value)):
-            out.requires_grad_()
-            for tensor in (query, key, value, out):
-                self._record(tensor, "core")
-            self.log_sum_bytes[self.block] += 4 * batch * heads * tokens
-        return out.transpose(1, 2), None
+        part, self.part = self.part, "core"
+        out = flash_attention(module, query, key, value)
+        self.part = part
+        return out
 
     @contextmanager
     def watching(self, model: nn.Module, parts: Anatomy) -> Iterator[None]:
@@ -214,7 +219,7 @@ class SavedTensors:
         return enter
 
     def _leave_block(self, *_: Any) -> None:
-        self.block = ""
+        self.block = AFTER
 
     def _enter_part(self, part: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.part = part
@@ -240,35 +245,3 @@ class SavedTensors:
         block, old, size = self.saved.get(key, (self.block, part, self.alive[key].nbytes()))
         if key not in self.shared or key in self.saved:
             self.saved[key] = (block, max(old, part, key=PARTS.index), size)
-
-
-class FusedAttention(TorchFunctionMode):
-    """Record a call of torch's attention function as a flash kernel's, where it runs one."""
-
-    def __init__(self, recorder: SavedTensors) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        given = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | (kwargs or {})
-        if given["query"].shape[1] != given["key"].shape[1] and not given.get("enable_gqa"):
-            if isinstance(mask := given.get("attn_mask"), Tensor):
-                given["attn_mask"] = mask.to(given["query"].dtype)
-            return func(**given)  # no fused kernel broadcasts heads: scores are written
-        out, _ = self.recorder.attention(nn.Identity(), given["query"], given["key"], given["value"])
-        return out.transpose(1, 2)
-
-
-class FusedDropout(TorchFunctionMode):
-    """Run dropout as on a GPU, where the mask that it saves has one byte per element."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.dropout:
-            return func(*args, **(kwargs or {}))
-        given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | (kwargs or {})
-        x, probability = given["input"], given.get("p", 0.5)
-        if not probability or not given.get("training", True):
-            return x
-        return torch.native_dropout(x, probability, True)[0]

@@ -28,11 +28,12 @@ from meshtune.errors import UserError
 from meshtune.model.anatomy import Anatomy, anatomy, attention_heads
 from meshtune.model.attention_arguments import attention_kinds, attention_layers, attention_problem
 from meshtune.model.body import text_forward
+from meshtune.model.fused import STAND_IN
 from meshtune.model.matmuls import TOKENS, BareMatmul, DispatchedMatmuls, ParameterMatmuls
 from meshtune.model.multimodal import auto_class, set_aside
 from meshtune.model.own_attention import Builder, built_on_meta, inputs, saved_by_own_attention
 from meshtune.model.recurrence import mixers_apart, recurrent_matrices
-from meshtune.model.saved_tensors import STAND_IN, saved_by_block
+from meshtune.model.saved_tensors import saved_by_block
 from meshtune.model.tensor_plan import (
     TENSOR_STYLES,
     TensorStyle,
@@ -70,6 +71,7 @@ class Traced:
     cores: Sequence[AttentionCore] = ()
     saved: Mapping[str, tuple[tuple[int, SavedBytes], ...]] = field(default_factory=dict)  # by block path
     ends: tuple[tuple[int, EndBytes], ...] = ()  # see Census
+    of_one_row: Mapping[str, tuple[tuple[int, SavedBytes], ...]] = field(default_factory=dict)  # like saved
 
 
 def census(
@@ -195,7 +197,7 @@ def _forward(
         if parts:
             stack.enter_context(mixers_apart(model, parts, dispatched))
         with recorded:
-            text_forward(model, **inputs(TOKENS, with_mask))
+            text_forward(model, **inputs(1, TOKENS, with_mask))
     written_out, unexplained = _attention_written_out(dispatched.bare)
     cores += written_out
     reason = _unsupported_reason(model, dispatched, cores, unexplained, parts, written_out=bool(written_out))
@@ -208,7 +210,8 @@ def _forward(
             given = partial(inputs, with_mask=with_mask)
             saved = saved_by_block(copy.deepcopy(model), frozen, adapters, dora, given)
         elif reason is None and attention_problem(model, anatomy(model)):
-            saved = saved_by_own_attention(build, frozen, adapters, dora)
+            several, one = (saved_by_own_attention(build, frozen, adapters, dora, rows) for rows in (2, 1))
+            saved = (*several, one[0])
     return Traced(model, frozen, adapters, dora, reason, [*recorded.matrices, *recurrent], cores, *saved)
 
 
@@ -299,6 +302,7 @@ def _census(traced: Traced) -> Census:
             attention=tuple(cores.get(path, ())),
             parameters=tuple(parameters.get(path, ())),
             saved=traced.saved.get(path, ()),
+            saved_of_one_row=traced.of_one_row.get(path, ()),
         )
         for path in sorted(paths, key=_path_and_index)
     ]

@@ -125,11 +125,14 @@ class Parameters:
 
 @dataclass(frozen=True)
 class BlockPeaks:
-    """Most bytes that a block's passes hold at once, its input among them: (per token, per token and key)."""
+    """Most bytes that a block's passes hold at once on one rank: (per token, per token and key)."""
 
-    forward: tuple[float, float]  # that saves for a backward
-    forward_alone: tuple[float, float]  # that saves nothing
-    backward: tuple[float, float]  # with what the forward saved
+    forward: tuple[float, float]  # of one that saves for a backward, beside what it saves and its input
+    forward_alone: tuple[float, float]  # of one that saves nothing, with its input
+    backward: tuple[float, float]  # beside what the forward saved
+    made: float  # share of the gradients of the block's weights that exist by then, 0 to 1
+    masks: float  # per token and key, of a mask that all blocks share
+    saves_input: bool  # True if the block's input is among what it saves
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,7 @@ class SavedBytes:
     mlp: float  # everything else within the MLP, split by tp
     core: float  # queries, keys and values as the attention core takes them, its output, its log-sums
     scores: float = 0.0  # bytes per token and key, by attention that writes its scores to memory
-    peaks: BlockPeaks | None = None  # None: they are not traced, as without such scores
+    peaks: BlockPeaks | None = None  # of the last block; None: not traced, as with recurrent layers
 
     @property
     def total(self) -> float:
@@ -164,6 +167,7 @@ class EndBytes:
     norm_backward: float = 0.0  # per token, the most in its backward, `norm` included
     tables: float = 0.0  # per token, that all blocks share: rotary tables
     changes: bool = False  # the logits are not the output of the head's matrix: softcap, cast, scale
+    before: float = 0.0  # per token, before the first block, such as the input of a norm of embeddings
 
 
 @dataclass(frozen=True)
@@ -178,6 +182,8 @@ class Block:
     attention: tuple[Attention, ...]
     parameters: tuple[Parameter, ...]
     saved: tuple[tuple[int, SavedBytes], ...] = ()
+    # The same with one row a micro-batch, where it differs: scores may need copies of several rows
+    saved_of_one_row: tuple[tuple[int, SavedBytes], ...] = ()
 
     @property
     def whole_heads(self) -> tuple[int, ...] | None:

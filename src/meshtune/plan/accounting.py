@@ -7,6 +7,7 @@ The formulas of memory/ read these values instead of branching by stack.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -73,6 +74,30 @@ MEGATRON = Saved(outside=6, entering=4, queries=2, keys=2, heads=0, output=2, wi
 EAGER = Saved(outside=12, entering=4, queries=2, keys=2, heads=4, output=2, wide=4, scores=0, constant=8)
 
 
+class Peaks(NamedTuple):
+    """Bytes per token of `BlockPeaks`, for a number of keys."""
+
+    forward: Number
+    forward_alone: Number
+    backward: Number
+    made: Number
+    masks: Number
+    saves_input: Number  # 1 or 0
+
+    @classmethod
+    def of(cls, traced: BlockPeaks, keys: Number) -> Peaks:
+        """Return them with `keys` a token."""
+        passes = (traced.forward, traced.forward_alone, traced.backward)
+        sizes = (per_token + per_key * keys for per_token, per_key in passes)
+        return cls(*sizes, traced.made, traced.masks * keys, float(traced.saves_input))
+
+
+def _by_rows(layouts: Columns, one: Iterable[Number], several: Iterable[Number]) -> Iterator[Number]:
+    """Choose for each layout by the rows of its micro-batches."""
+    for of_one, of_several in zip(one, several, strict=True):
+        yield np.where(layouts.micro_batch_size > 1, of_several, of_one)
+
+
 SAVED = {"saved", "selected"}  # fields of Accounting that are a Saved
 
 
@@ -133,14 +158,23 @@ class Accounting:
         """True where the inputs of attention and MLP are saved split by sp and gathered in the backward."""
         return (layouts.sp > 0) & ((layouts.sp_regather > 0) | self.regathers_inputs)
 
-    def saved_per_token(self, work: Work, seq_len: Number) -> Kept:
+    def saved_per_token(self, work: Work, layouts: Columns, seq_len: Number) -> Kept:
         """Bytes per token that a block saves: as `saved` has it, without that as it was traced, or EAGER."""
-        traced = None if self.saved else work.kept.get(int(self.element))
-        return traced.with_keys(seq_len) if traced else (self.saved or EAGER).per_token(work, seq_len)
+        several = None if self.saved else work.kept.get(int(self.element))
+        if several is None:
+            return (self.saved or EAGER).per_token(work, seq_len)
+        one = work.kept_of_one_row.get(int(self.element), several)
+        return Kept(*_by_rows(layouts, one, several)).with_keys(seq_len)
 
-    def traced_peaks(self, work: Work) -> BlockPeaks | None:
-        """Most bytes of a block's passes; None if they were not traced or the stack saves by its own rule."""
-        return None if self.saved else work.peaks.get(int(self.element))
+    def traced_peaks(self, work: Work, layouts: Columns, seq_len: Number) -> Peaks | None:
+        """Most bytes per token of a block's passes; None if they were not traced or the stack saves by its
+        own rule.
+        """
+        several = None if self.saved else work.peaks.get(int(self.element))
+        if several is None:
+            return None
+        one = work.peaks_of_one_row.get(int(self.element), several)
+        return Peaks(*_by_rows(layouts, Peaks.of(one, seq_len), Peaks.of(several, seq_len)))
 
     def gradient_replicas(self, layouts: Columns) -> Number:
         """Ranks that all-reduce each block's gradients; 1 where FSDP reduces them."""

@@ -19,6 +19,7 @@ from meshtune.placement.census import (
     Census,
     EndBytes,
     Parameter,
+    SavedBytes,
     document_pairs,
     head_shards,
     is_matrix,
@@ -128,8 +129,10 @@ class Work:
     kept: Mapping[int, Kept] = field(default_factory=dict)  # by element size: 2, 4, 8; without it: not traced
     ends: Mapping[int, EndBytes] = field(default_factory=dict)  # by element size; without it: not traced
     whole_heads: tuple[int, ...] | None = None  # of a block with attention, see census.Block
-    # By element size, of a block that writes attention scores
-    peaks: Mapping[int, BlockPeaks] = field(default_factory=dict)
+    peaks: Mapping[int, BlockPeaks] = field(default_factory=dict)  # of a block's passes, by element size
+    # The same two with one row a micro-batch, where they differ
+    kept_of_one_row: Mapping[int, Kept] = field(default_factory=dict)
+    peaks_of_one_row: Mapping[int, BlockPeaks] = field(default_factory=dict)
 
     @classmethod
     def of(cls, census: Census) -> Work:
@@ -182,9 +185,15 @@ class Work:
             tied=float(census.tied),
             trainable=census.trainable / census.total,
             head_trainable=float(census.head.trainable) if census.head else 1.0,
-            kept=_kept_by_element_bytes(census),
+            kept=_kept_by_element_bytes(census, [dict(block.saved) for block in census.blocks]),
             ends=dict(census.ends),
             peaks={size: kept.peaks for size, kept in census.blocks[-1].saved if kept.peaks},
+            kept_of_one_row=_kept_by_element_bytes(
+                census, [dict(block.saved_of_one_row) for block in census.blocks]
+            ),
+            peaks_of_one_row={
+                size: kept.peaks for size, kept in census.blocks[-1].saved_of_one_row if kept.peaks
+            },
             whole_heads=next((b.whole_heads for b in census.blocks if b.attention), None),
         )
 
@@ -306,17 +315,18 @@ def _adapters(matrix: Gemm, lora_rank: int) -> tuple[Gemm, Gemm]:
     return a, Gemm(matrix.rows, lora_rank, matrix.count, b_cut, adapter="B")
 
 
-def _kept_by_element_bytes(census: Census) -> dict[int, Kept]:
+def _kept_by_element_bytes(census: Census, by_block: list[dict[int, SavedBytes]]) -> dict[int, Kept]:
     """Saved bytes of the average block, by bytes of an element (2, 4 and 8).
 
-    Without a size that a block of the census lacks; those of 8 are twice those of 4.
+    by_block: of each block, by bytes of an element. Without a size that a block lacks; those of 8 are twice
+    those of 4.
     """
-    n, saved = len(census.blocks), {}
+    n, kept = len(census.blocks), {}
     cores = [(core, layers / n) for core, layers in census.attentions.items()]
     statistics = sum(4 * core.query_heads * count for core, count in cores)
     keys = sum(core.key_heads * (core.qk_dim + core.v_dim) * count for core, count in cores)
     for element in (2, 4):
-        known = [entry for block in census.blocks if (entry := dict(block.saved).get(element)) is not None]
+        known = [saved[element] for saved in by_block if element in saved]
         if len(known) < n:
             continue
         outside, entering, attention, mlp, core, scores = (
@@ -324,12 +334,12 @@ def _kept_by_element_bytes(census: Census) -> dict[int, Kept]:
             for name in ("outside", "entering", "attention", "mlp", "core", "scores")
         )
         if scores:  # its own attention, without a core that other ranks or a second run would share
-            saved[element] = Kept(outside, entering, attention, mlp, core, 0.0, 0.0, scores)
+            kept[element] = Kept(outside, entering, attention, mlp, core, 0.0, 0.0, scores)
         else:
-            saved[element] = Kept(
+            kept[element] = Kept(
                 outside, entering, attention, mlp, core - statistics, element * keys, statistics
             )
-    return saved | ({8: Kept(*(2 * size for size in saved[4]))} if 4 in saved else {})
+    return kept | ({8: Kept(*(2 * size for size in kept[4]))} if 4 in kept else {})
 
 
 def _is_norm(parameter: Parameter, hidden: int) -> bool:

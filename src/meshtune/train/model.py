@@ -27,6 +27,7 @@ from meshtune.model.lora import add_lora, initial_adapters, initial_magnitude, l
 from meshtune.model.mixers import keep_weights, separate_documents
 from meshtune.model.multimodal import aside_names, fill_aside
 from meshtune.model.pieces import Piece, StoredTensors, fill, materialise, whole_pieces
+from meshtune.model.positions import cast_position_tables
 from meshtune.model.rope import follow_documents
 from meshtune.model.trace import census_of
 from meshtune.model.trainable import freeze, grow_embeddings, tables
@@ -235,6 +236,7 @@ def trainable_skeleton(spec: ModelSpec) -> tuple[PreTrainedModel, int]:
     separate_documents(model, anatomy(model).mixers)
     keep_weights(model)
     added = grow_embeddings(model, spec.embeddings)
+    cast_position_tables(model, spec.compute_dtype)
     if spec.lora:
         targets = spec.lora.target_modules
         add_lora(

@@ -1,6 +1,7 @@
 """Compare what blocks keep for their backward with what autograd saves in a real forward."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -166,7 +167,7 @@ def test_a_llama_block_keeps_as_much_as_was_measured(h, heads, kv_heads, f):
         outside=12 * h + 8, entering=4 * h, attention=0, mlp=8 * f, core=4 * h + 4 * h_kv + 4 * heads
     )
     blocks = census(config).blocks
-    assert [dict(block.saved)[2] for block in blocks] == [wanted, wanted]
+    assert [replace(dict(block.saved)[2], peaks=None) for block in blocks] == [wanted, wanted]
     assert wanted.total == 20 * h + 4 * h_kv + 8 * f + 4 * heads + 8
 
 
@@ -213,15 +214,15 @@ OWN_ATTENTION = {
 
 
 @pytest.mark.parametrize(
-    ("family", "size"),  # from_config casts the table by which XGLM's hidden states are fp32 in training
-    [(family, size) for family in OWN_ATTENTION for size in DTYPES if (family, size) != ("xglm", 2)],
+    ("family", "size"),
+    [(family, size) for family in OWN_ATTENTION for size in DTYPES],
 )
 def test_a_family_s_own_attention_keeps_its_scores(family, size):
     config = OWN_ATTENTION[family]()
-    traced = [dict(block.saved)[size] for block in census(config).blocks]
+    traced = [dict(block.saved_of_one_row)[size] for block in census(config).blocks]
     assert all(kept.scores > 0 for kept in traced)
     for kept in traced:
-        assert kept.peaks.forward[1] > kept.scores < kept.peaks.backward[1]
+        assert kept.peaks.forward[1] > 0 < kept.peaks.backward[1]
     found = [kept.total + kept.scores * TOKENS for kept in traced]
     assert found == real(config, DTYPES[size], attention=None)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from tiny import documents
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, XGLMConfig
 
 from meshtune.data.batch import Batch
 from meshtune.layout import Layout
@@ -77,6 +77,18 @@ def test_two_ranks_make_a_model_and_step_from_a_config_alone(layout: str, tmp_pa
         assert loss == pytest.approx(one[0], rel=1e-10)
         assert norm == pytest.approx(one[1], rel=1e-8)
         assert parameters == one[2] if "dp2" in layout else parameters < one[2]
+
+
+def test_tables_of_positions_have_the_dtype_of_the_passes() -> None:
+    """XGLM adds one to the embeddings: in fp32 it would make hidden states that bf16 matrices refuse."""
+    config = XGLMConfig(vocab_size=96, d_model=32, num_layers=1, attention_heads=4, ffn_dim=48)
+    spec = ModelSpec(source=config, init="random", attention="eager", precision="bf16")
+    model = rank_model(spec, join(Layout.parse("mb2-ga1"), torch.device("cpu")), optimizer=OptimizerSpec())
+    rows = documents(seed=0, vocabulary=96)
+    batch = Batch((rows,), label_tokens=rows.label_tokens, tokens=1, origin="")
+    passes = model.passes
+    passes.forward_backward(passes.localise(batch), batch.label_tokens, lambda _: nullcontext())
+    assert all(gradient.isfinite().all() for gradient in model.optimizer.gradients())
 
 
 def random_pieces(folder: str, layout: str) -> list[tuple[str, tuple[int, ...], torch.Tensor]]:

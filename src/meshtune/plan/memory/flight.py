@@ -10,11 +10,11 @@ import numpy as np
 from meshtune.layout import V_SCHEDULES, ZERO_BUBBLE
 from meshtune.plan.memory.activations import (
     MicroBatchSizes,
-    block_backward,
     norm_gradient,
     output_gradients,
     saved_by_block,
 )
+from meshtune.plan.memory.passes import block_passes
 from meshtune.plan.memory.stages import Stages, fullest, in_flight, in_flight_in_head, kept_input_gradients
 from meshtune.units import Number
 
@@ -29,7 +29,8 @@ class InFlight(NamedTuple):
     """Bytes of micro-batches between their forward and their backward, on each pipeline rank."""
 
     in_block_forward: Number  # in a block's last forward, all micro-batches included; 0: not traced
-    in_block_backward: Number  # that a block's backward has at once beside `total`
+    in_block_backward: Number  # that the last block's backward has at once beside `total`
+    in_earlier_backward: Number  # that of an earlier one, beside all of the block's gradients too
     of_block: Number  # that the last block of a stage saved, for one micro-batch
     first_block: Number  # that the backward of a stage's first block has, with nothing else in flight
     total: Number  # of all micro-batches in flight: saved by blocks, sent, held for the loss
@@ -85,7 +86,7 @@ def activations_in_flight(
     sizes = MicroBatchSizes.of(work, layouts, accounting, seq_len)
     selective = None if accounting.selected is None else accounting.selected.per_token(work, seq_len)
     block = saved_by_block(
-        accounting.saved_per_token(work, seq_len), work, layouts, sizes.tokens,
+        accounting.saved_per_token(work, layouts, seq_len), work, layouts, sizes.tokens,
         element=accounting.element, regathers_inputs=accounting.regathers(layouts),
         context=accounting.context_keys, selective=selective,
     )  # fmt: skip
@@ -102,33 +103,31 @@ def activations_in_flight(
     less_at_loss = of_blocks * (fuller - np.where(unequal, stages.interleaved_at_loss, 1.0))
     ends = None if accounting.saved else work.ends.get(int(accounting.element))
     tables = sizes.tokens * ends.tables if ends else 0.0  # of each stage
+    before = stages.has_embedding * sizes.tokens / sizes.sequence_shards * (ends.before if ends else 0.0)
     keeps_input = (recomputing > 0) & layouts.recomputation("block") | (accounting.element >= 4)
     hidden = np.where(layouts.pp > 1, sizes.hidden_bytes / sizes.sequence_shards, 0.0)
     messages = messages_of_stages(layouts, accounting, stages, micro_batches, keeps_input)
     in_head = stages.has_head * in_flight_in_head(layouts, micro_batches)
-    total = of_blocks * fuller + micro_batches * virtual * tables + hidden * messages.kept
+    total = of_blocks * fuller + micro_batches * (virtual * tables + before) + hidden * messages.kept
     total = total + in_head * loss.per_extra_micro_batch + without_weights * waiting
     of_stage = input_backward(work, layouts, accounting, sizes, stages, loss)
     lies_in_buffer = (layouts.pp > 1) & (stages.has_head == 0) & math.isinf(accounting.receive_buffers)
     output_gradient = np.where(lies_in_buffer, 0.0, sizes.hidden_bytes / sizes.sequence_shards)
-    temporaries = output_gradient + block_backward(work, layouts, accounting, sizes)
-    forward = np.zeros_like(total)
-    if peaks := accounting.traced_peaks(work):
-        of_backward, saving_pass, pass_alone = (
-            sizes.tokens * (per_token + per_key * seq_len)
-            for per_token, per_key in (peaks.backward, peaks.forward, peaks.forward_alone)
-        )
-        temporaries = np.maximum(temporaries, of_backward - block.everything)
-        recomputes = layouts.recomputation("block") & (saving <= 0)
-        in_forward = np.where(recomputes, pass_alone, saving_pass)
-        forward = total + in_forward - np.where(saving > 0, block.everything, block.saved)
+    passes = block_passes(work, layouts, accounting, seq_len, sizes, block, output_gradient=output_gradient)
+    masks = np.where(layouts.recomputation("block"), passes.masks, 0.0)  # held for the second forward
+    total = total + micro_batches * masks
+    in_forward = np.where(saving > 0, passes.forward, passes.recomputed_forward) + passes.masks - masks
     # The blocks that recompute nothing come first in the backward, and free what they saved.
-    at_once = np.maximum(block.recomputed - saving / virtual * block.everything, 0.0)
+    at_once = np.maximum(passes.recomputed - saving / virtual * block.everything, 0.0)
+    before_others = np.maximum(passes.backward + at_once, of_stage)
+    after_others = np.maximum(passes.backward_beside_gradients + at_once, of_stage)
+    first = np.maximum(passes.backward_beside_gradients + passes.recomputed, of_stage)
     return InFlight(
-        in_block_forward=forward,
-        in_block_backward=np.maximum(temporaries + at_once, of_stage),
+        in_block_forward=np.where(passes.traced, total + in_forward, 0.0),
+        in_block_backward=before_others,
+        in_earlier_backward=after_others,
         of_block=np.where(saving > 0, block.everything, block.saved),
-        first_block=block.saved + tables + np.maximum(temporaries + block.recomputed, of_stage),
+        first_block=block.saved + tables + masks + first,
         total=total,
         at_loss=total - less_at_loss,
         per_micro_batch=total / np.maximum(most, 1.0),

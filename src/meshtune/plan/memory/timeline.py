@@ -162,6 +162,31 @@ def optimizer_state(
     return np.where(accounting.gathers_shards(layouts), 0.0, masters), optimizer
 
 
+def loss_event(
+    in_forward: Mapping[str, Number],
+    flight: InFlight,
+    buffers: DataParallelBuffers,
+    loss: LossBytes,
+    stages: Stages,
+) -> dict[str, Number]:
+    """Bytes by category in the loss, or in the last block's forward before it.
+
+    in_forward: bytes that the two share.
+    """
+    in_loss = {
+        **in_forward,
+        "gradients": in_forward["gradients"] + stages.has_head * loss.gradients,
+        "activations": flight.at_loss + stages.has_head * loss.activations,
+        "logits": stages.has_head * loss.logits,
+    }
+    in_block = {
+        **in_forward,
+        "gathered_weights": in_forward["gathered_weights"] + buffers.gathered_block,
+        "activations": flight.in_block_forward,
+    }
+    return fuller(in_loss, in_block)
+
+
 def head_backward_event(
     steady: Mapping[str, Number],
     states: States,
@@ -224,7 +249,7 @@ def block_backward_event(
     earlier = last | {
         "gathered_weights": last["gathered_weights"] - buffers.freed_block,
         "gradients": last["gradients"] + buffers.block_shard,
-        "activations": last["activations"] - flight.of_block,
+        "activations": flight.total - flight.of_block + flight.in_earlier_backward,
         "communication": prefetched + buffers.block_backward,
     }
     return fuller(last, earlier)
@@ -337,14 +362,9 @@ def step_timeline(
         "gathered_weights": first_whole + buffers.gathered_behind + buffers.gathered_block,
         "communication": flight.received + buffers.backward_end,
     }
-    in_loss = steady | {
-        "gradients": gradients_at_loss + flat + stages.has_head * loss.gradients,
-        "activations": flight.at_loss + stages.has_head * loss.activations,
-        "logits": stages.has_head * loss.logits,
-    }
-    in_forward = steady | {"gradients": gradients_at_loss + flat, "activations": flight.in_block_forward}
+    in_forward = steady | {"gradients": gradients_at_loss + flat}
     return {
-        "loss": fuller(in_loss, in_forward),
+        "loss": loss_event(in_forward, flight, buffers, loss, stages),
         "backward of the head": head_backward_event(steady, states, flight, buffers, loss, stages),
         "backward of a block": block_backward_event(in_block, states, flight, buffers, accounting, sharded),
         "end of backward": backward_end_event(first_block, states, flight, buffers, flat, once),

@@ -1,0 +1,78 @@
+"""Stand-ins for fused kernels in a forward and backward on meta: what they save, and none of what they avoid.
+
+transformers' attention functions, torch's scaled_dot_product_attention ──> FlashAttention
+torch's dropout                                                         ──> a mask of one byte an element
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+STAND_IN = "meshtune_census"  # name of the attention function that a traced model is built with
+
+
+class FlashAttention(torch.autograd.Function):
+    """Attention that saves its queries, keys, values, output and the log-sums of its softmax.
+
+    Uninitialised values. [batch, heads, tokens, size] in and out.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
+        # Kernels write in the memory order of the queries; with heads before tokens, o_proj takes a copy.
+        first, second = (1, 2) if query.stride(1) > query.stride(2) else (2, 1)
+        shape = (query.shape[0], query.shape[first], query.shape[second], value.shape[-1])
+        out = query.new_empty(shape).transpose(1, first)
+        log_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, log_sums)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: Tensor):  # type: ignore[override]
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
+
+
+def flash_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """An attention function of transformers: [batch, tokens, heads, size], and no attention weights."""
+    return FlashAttention.apply(query, key, value).transpose(1, 2), None
+
+
+class FusedAttention(TorchFunctionMode):
+    """Run a call of torch's attention function as a flash kernel's, where it runs one."""
+
+    def __init__(self, attention: Callable[..., tuple[Tensor, None]]) -> None:
+        """attention: an attention function of transformers."""
+        super().__init__()
+        self.attention = attention
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        given = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | (kwargs or {})
+        if given["query"].shape[1] != given["key"].shape[1] and not given.get("enable_gqa"):
+            if isinstance(mask := given.get("attn_mask"), Tensor) and mask.is_floating_point():
+                given["attn_mask"] = mask.to(given["query"].dtype)
+            return func(**given)  # no fused kernel broadcasts heads: scores are written
+        out, _ = self.attention(nn.Identity(), given["query"], given["key"], given["value"])
+        return out.transpose(1, 2)
+
+
+class FusedDropout(TorchFunctionMode):
+    """Run dropout as on a GPU, where the mask that it saves has one byte per element."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.dropout:
+            return func(*args, **(kwargs or {}))
+        given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | (kwargs or {})
+        x, probability = given["input"], given.get("p", 0.5)
+        if not probability or not given.get("training", True):
+            return x
+        return torch.native_dropout(x, probability, True)[0]
