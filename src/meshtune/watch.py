@@ -42,6 +42,8 @@ WAITING_MODULES = (
     "meshtune.parallel.mesh",
     "meshtune.parallel.pipeline",
 )
+# Their frames call what waits: operators, and the clock that measures waits.
+CALLING_MODULES = ("torch._ops", "meshtune.meter.clock")
 PIPELINE_MODULES = ("torch.distributed.pipelining", "meshtune.parallel.pipeline")  # communicate over pp alone
 COLLECTIVES = {  # how the name of the function that sends or waits begins -> the collective
     "all_gather": "all_gather", "foreach_all_gather": "all_gather", "reduce_scatter": "reduce_scatter",
@@ -325,7 +327,7 @@ def waiting_in(frame: FrameType, axes: Mapping[str, str]) -> str | None:
     axes: see `Watch.axes`.
     """
     inner: FrameType | None = frame
-    if module_of(inner) == "torch._ops":
+    while inner is not None and module_of(inner).startswith(CALLING_MODULES):
         inner = inner.f_back
     if inner is None or not module_of(inner).startswith(WAITING_MODULES):
         return None

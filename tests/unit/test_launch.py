@@ -27,6 +27,7 @@ from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError
 from meshtune.launch import Rank, scratch, start
 from meshtune.launch import rank as rank_module
 from meshtune.launch.rank import meet, open_store
+from meshtune.meter.clock import StepClock
 from meshtune.watch import HangLimits, position_and_wait
 
 QUICK = HangLimits(silent=1.0, stuck=1.0, end=2.0, tick=0.1, grace=1.0)
@@ -65,6 +66,27 @@ def test_ranks_meet_and_each_runs_the_function(tmp_path: Path) -> None:
     launch.run(add_up, tmp_path, ranks=3)
     assert [(tmp_path / f"{rank}").read_text() for rank in range(3)] == ["3.0"] * 3
     assert not dist.is_initialized()
+
+
+def wait_under_a_clock(rank: Rank, folder: Path) -> None:
+    """Rank 0 writes what it is seen to wait in while the last rank comes late to a measured collective."""
+    seen: list[str | None] = []
+    main = threading.main_thread()
+    look = threading.Timer(0.3, lambda: seen.append(position_and_wait(main, {})[1]))
+    if rank.number:
+        time.sleep(0.8)
+    else:
+        look.start()
+    with StepClock(torch.device("cpu"), {}).running():
+        dist.all_reduce(torch.zeros(1))
+    if not rank.number:
+        look.join()
+        (folder / "seen").write_text(str(seen[0]))
+
+
+def test_a_rank_that_waits_is_seen_through_the_clock(tmp_path: Path) -> None:
+    launch.run(wait_under_a_clock, tmp_path, ranks=2)
+    assert (tmp_path / "seen").read_text() == "all_reduce over all ranks"
 
 
 def test_one_rank_runs_in_this_process() -> None:
@@ -442,6 +464,7 @@ if sys.argv[1] in (os.environ.get("RANK"), os.environ.get("SLURM_PROCID")):
     os.kill(os.getpid(), signal.SIGSTOP)
 from meshtune import launch
 from meshtune.errors import RankFailed
+from meshtune.meter.clock import StepClock
 from meshtune.watch import HangLimits
 if len(sys.argv) > 2:  # had rank 0 ended before another rank looks for it, that one would wait for minutes
     folder, ranks = pathlib.Path(sys.argv[2]), int(os.environ["SLURM_NTASKS"])
