@@ -31,6 +31,10 @@ from meshtune.layout import AXES
 from meshtune.placement.ranks import rank_at
 from meshtune.rundir import write_text_atomically
 
+HEAD = """# The planner's memory beside dry runs
+
+`make validation-memory` writes this page; [memory_dryrun.py](memory_dryrun.py) says what each figure is.
+"""
 LIMITS = {"small": 0.02, "large": 0.03}  # of a phase's peak and of each of its categories
 
 
@@ -88,7 +92,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="where the tables go; default: the terminal")
     options = parser.parse_args()
     found: dict[str, Any] = json.loads(options.of.read_text()) if options.of else {}
-    parts = []
+    parts = [HEAD]
     for kind, cases in (("small", SMALL), ("large", LARGE)):
         if options.cases not in (None, kind):
             continue
@@ -106,7 +110,9 @@ def main() -> None:
             for row in compare(name, job, found[name]["ranks"])
         ]
         if rows:
-            parts.append(f"## {kind.capitalize()}\n\n{tables(rows, LIMITS[kind])}\n")
+            simulated = len({row.name for row in rows})
+            count = f"{simulated} of {len(cases)} cases were simulated."
+            parts.append(f"## {kind.capitalize()}\n\n{count}\n{tables(rows, LIMITS[kind])}\n")
     text = "\n".join(parts)
     if options.table:
         write_text_atomically(options.table, text)
