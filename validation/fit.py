@@ -15,6 +15,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from measured import (
     work_of,
 )
 
+from meshtune.plan.fitting import fitted, folds, left_out
 from meshtune.plan.hardware import catalogue, stacks
 from meshtune.plan.seconds.step import step
 
@@ -142,47 +144,10 @@ def predictor(rows: Sequence[Row], start: Mapping[str, float]) -> Callable[[Mapp
     return predict
 
 
-def fit(rows: Sequence[Row], rounds: int = 40) -> dict[str, float]:
-    """Values of the constants of FREE that fit best, by Levenberg-Marquardt on logits between their bounds.
-
-    rounds: iterations at most; it ends before when the cost falls by less than 1e-6 of itself.
-    """
-    start = constants_of(origins())
-    predict, measured = predictor(rows, start), np.array([throughput(row) for row in rows])
-    names = list(FREE)
-    low, first, high = (np.array([FREE[name][end] for name in names]) for end in range(3))
-    u = np.clip(np.log((first - low + 1e-12) / np.maximum(high - first, 1e-12)), -4, 4)
-    origin, ridge = u.copy(), 1e-4
-    weights = _weights(rows)
-
-    def error(u: np.ndarray) -> np.ndarray:
-        values = low + (high - low) / (1 + np.exp(-u))
-        return np.log(predict(dict(zip(names, values, strict=True))) / measured)
-
-    def cost(e: np.ndarray, u: np.ndarray) -> float:
-        huber = 2 * SCALE**2 * (np.sqrt(1 + (e / SCALE) ** 2) - 1)
-        return float(weights @ huber + ridge * np.sum((u - origin) ** 2))
-
-    damping, e = 1e-2, error(u)
-    now = cost(e, u)
-    for _ in range(rounds):
-        slope = np.stack([(error(u + 1e-3 * unit) - e) / 1e-3 for unit in np.eye(len(u))], axis=1)
-        w = weights / np.sqrt(1 + (e / SCALE) ** 2)
-        normal = slope.T @ (slope * w[:, None]) + ridge * np.eye(len(u))
-        right = slope.T @ (w * e) + ridge * (u - origin)
-        before = now
-        for _ in range(8):
-            move = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-6), right)
-            there = u - np.clip(move, -1.5, 1.5)
-            e_there = error(there)
-            if (then := cost(e_there, there)) < now:
-                u, e, now, damping = there, e_there, then, max(damping / 3, 1e-7)
-                break
-            damping *= 4
-        if before - now < 1e-6 * before:
-            break
-    values = low + (high - low) / (1 + np.exp(-u))
-    return {name: float(value) for name, value in zip(names, values, strict=True)}
+def fit(rows: Sequence[Row]) -> dict[str, float]:
+    """Values of the constants of FREE that fit best."""
+    predict, measured = predictor(rows, constants_of(origins())), np.array([throughput(row) for row in rows])
+    return fitted(lambda free: np.log(predict(free) / measured), FREE, _weights(rows), scale=SCALE)
 
 
 def clusters(rows: Sequence[Row]) -> np.ndarray:
@@ -197,15 +162,8 @@ def _weights(rows: Sequence[Row]) -> np.ndarray:
 
 
 def parts(rows: Sequence[Row], count: int) -> np.ndarray:
-    """Number of a part, below `count`, for each row, at random; each cluster is spread evenly over the parts.
-
-    The seed is fixed: the same rows get the same parts.
-    """
-    names, found, draw = clusters(rows), np.zeros(len(rows), dtype=int), np.random.default_rng(0)
-    for name in dict.fromkeys(names):
-        own = draw.permutation(np.flatnonzero(names == name))
-        found[own] = (np.arange(len(own)) + draw.integers(count)) % count
-    return found
+    """Number of a part, below `count`, for each row; each cluster is spread evenly over the parts."""
+    return folds(clusters(rows), count)
 
 
 def unseen(rows: Sequence[Row], label: np.ndarray) -> np.ndarray:
@@ -213,12 +171,13 @@ def unseen(rows: Sequence[Row], label: np.ndarray) -> np.ndarray:
 
     label: of each row, such as its part or cluster; one fit for each distinct label.
     """
-    start, found = constants_of(origins()), np.zeros(len(rows))
-    for each in dict.fromkeys(label):
-        inside = [row for row, own in zip(rows, label, strict=True) if own != each]
-        outside = [row for row, own in zip(rows, label, strict=True) if own == each]
-        found[label == each] = predictor(outside, start)(fit(inside))
-    return found
+    start = constants_of(origins())
+
+    def predict(inside: np.ndarray, outside: np.ndarray) -> np.ndarray:
+        kept, out = ([*compress(rows, mask)] for mask in (inside, outside))
+        return predictor(out, start)(fit(kept))
+
+    return left_out(label, predict)
 
 
 def apply(constants: Mapping[str, float]) -> None:
