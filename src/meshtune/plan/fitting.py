@@ -34,36 +34,38 @@ def fitted(
     """
     names = list(free)
     low, first, high = (np.array([free[name][end] for name in names]) for end in range(3))
-    u = np.clip(np.log((first - low + 1e-12) / np.maximum(high - first, 1e-12)), -4, 4)
-    origin = u.copy()
+    logits = np.clip(np.log((first - low + 1e-12) / np.maximum(high - first, 1e-12)), -4, 4)
+    origin = logits.copy()
 
-    def values(u: np.ndarray) -> dict[str, float]:
-        found = low + (high - low) / (1 + np.exp(-u))
+    def values(logits: np.ndarray) -> dict[str, float]:
+        found = low + (high - low) / (1 + np.exp(-logits))
         return {name: float(value) for name, value in zip(names, found, strict=True)}
 
-    def cost(e: np.ndarray, u: np.ndarray) -> float:
-        huber = 2 * scale**2 * (np.sqrt(1 + (e / scale) ** 2) - 1)
-        return float(weights @ huber + ridge * np.sum((u - origin) ** 2))
+    def cost(wrong: np.ndarray, logits: np.ndarray) -> float:
+        huber = 2 * scale**2 * (np.sqrt(1 + (wrong / scale) ** 2) - 1)
+        return float(weights @ huber + ridge * np.sum((logits - origin) ** 2))
 
-    damping, e = 1e-2, errors(values(u))
-    now = cost(e, u)
+    damping, wrong = 1e-2, errors(values(logits))
+    now = cost(wrong, logits)
     for _ in range(rounds):
-        slope = np.stack([(errors(values(u + 1e-3 * unit)) - e) / 1e-3 for unit in np.eye(len(u))], axis=1)
-        w = weights / np.sqrt(1 + (e / scale) ** 2)
-        normal = slope.T @ (slope * w[:, None]) + ridge * np.eye(len(u))
-        right = slope.T @ (w * e) + ridge * (u - origin)
+        slope = np.stack(
+            [(errors(values(logits + 1e-3 * unit)) - wrong) / 1e-3 for unit in np.eye(len(logits))], axis=1
+        )
+        w = weights / np.sqrt(1 + (wrong / scale) ** 2)
+        normal = slope.T @ (slope * w[:, None]) + ridge * np.eye(len(logits))
+        right = slope.T @ (w * wrong) + ridge * (logits - origin)
         before = now
         for _ in range(8):
             move = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-6), right)
-            there = u - np.clip(move, -1.5, 1.5)
-            e_there = errors(values(there))
-            if (then := cost(e_there, there)) < now:
-                u, e, now, damping = there, e_there, then, max(damping / 3, 1e-7)
+            there = logits - np.clip(move, -1.5, 1.5)
+            wrong_there = errors(values(there))
+            if (then := cost(wrong_there, there)) < now:
+                logits, wrong, now, damping = there, wrong_there, then, max(damping / 3, 1e-7)
                 break
             damping *= 4
         if before - now < 1e-6 * before:
             break
-    return values(u)
+    return values(logits)
 
 
 def determined(slopes: Mapping[str, np.ndarray], least: float) -> list[str]:
