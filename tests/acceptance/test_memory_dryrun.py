@@ -150,12 +150,16 @@ EXPERTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("family", EXPERTS)
 @pytest.mark.parametrize(
-    "layout", ["mb1-ga2-full", "mb4-ga1", "mb4-ga1-full", "zero3x2-mb4-ga1", "zero3x2-mb4-ga1-full"]
-)
-def test_experts_hold_what_is_planned(family: str, layout: str) -> None:
+    ("layout", "precision"),
+    [
+        ("mb1-ga2-full", "bf16"), ("mb4-ga1", "bf16"), ("mb4-ga1", "fp32"), ("mb4-ga1-full", "bf16"),
+        ("zero3x2-mb4-ga1", "bf16"), ("zero3x2-mb4-ga1-full", "bf16"), ("zero3x2-mb4-ga1-full", "fp32"),
+    ],
+)  # fmt: skip
+def test_experts_hold_what_is_planned(family: str, layout: str, precision: str) -> None:
     """Rows of tokens' experts are as many as tokens times experts a token, however they are routed."""
     job = Job(
-        spec=ModelSpec(source=EXPERTS[family], init="random"), optimizer=OptimizerSpec(),
+        spec=ModelSpec(source=EXPERTS[family], init="random", precision=precision), optimizer=OptimizerSpec(),
         layout=Layout.parse(layout), seq_len=512, documents=(512,),
     )  # fmt: skip
     check(family, job, "small")

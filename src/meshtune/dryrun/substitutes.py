@@ -6,6 +6,7 @@ message holds.
     transformers' is_fake_tensor           a fake is no trace, for which other masks would be built
     torch.distributed.isend                holds what it sends, as real process groups do
     FSDPParam.reset_sharded_param          pads a shard once; FSDP2 looks at addresses, which fakes lack
+    shapes of grouped matmuls              of any dtype, as the real ones; torch has those of bf16 alone
 
 Each has the shapes, strides and saved tensors of the real one; the trace names those that were called
 (`RankTrace.substitutes`).
@@ -19,12 +20,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, _meta_registrations
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from transformers.utils import import_utils
 
 from meshtune.attention import cuda
+from meshtune.model.fused import in_any_dtype
 from meshtune.parallel.zero import local
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
@@ -67,6 +69,10 @@ def padded_once(kernels: str) -> Callable[[FSDPParam], None]:
             real(parameter)
 
     return reset
+
+
+def grouped_shapes(kernels: str) -> Callable[..., Tensor]:
+    return in_any_dtype(_meta_registrations._meta_grouped_mm_common)
 
 
 def no_trace(kernels: str) -> Callable[[Any], bool]:
@@ -195,6 +201,9 @@ SUBSTITUTES = (
         scaled_dot_product,
     ),
     Substitute("torch.nn.attention.flex_attention", ((cuda, "compiled_flex"),), flex),
+    Substitute(
+        "torch.nn.functional.grouped_mm", ((_meta_registrations, "_meta_grouped_mm_common"),), grouped_shapes
+    ),
 )
 
 

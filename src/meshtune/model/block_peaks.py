@@ -19,7 +19,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from meshtune.model.anatomy import Anatomy
 from meshtune.model.body import text_forward
-from meshtune.model.fused import STAND_IN, FusedAttention, FusedDropout, flash_attention
+from meshtune.model.fused import STAND_IN, FusedAttention, FusedDropout, flash_attention, grouped_matmuls
 from meshtune.placement.census import BlockPeaks
 
 KEYS = 2048  # a token, by which the fullest time is chosen: bytes of scores grow with them
@@ -83,7 +83,8 @@ def block_peaks(
     AttentionInterface.register(STAND_IN, flash_attention)
     with ExitStack() as stack:
         stack.callback(hook.remove)
-        for mode in (torch.device("meta"), FusedDropout(), FusedAttention(flash_attention)):
+        modes = torch.device("meta"), FusedDropout(), FusedAttention(flash_attention), grouped_matmuls()
+        for mode in modes:
             stack.enter_context(mode)
         with torch.no_grad():
             text_forward(model, **{name: _in_dtype(value, dtype) for name, value in inputs.items()})

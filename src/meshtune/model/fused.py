@@ -2,14 +2,17 @@
 
 transformers' attention functions, torch's scaled_dot_product_attention ──> FlashAttention
 torch's dropout                                                         ──> a mask of one byte an element
+grouped matmuls, by which experts run                                   ──> in every dtype
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, _meta_registrations, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
@@ -76,3 +79,29 @@ class FusedDropout(TorchFunctionMode):
         if not probability or not given.get("training", True):
             return x
         return torch.native_dropout(x, probability, True)[0]
+
+
+def in_any_dtype(grouped_mm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Let torch's function for the shapes of grouped matmuls, which refuses all dtypes but bf16, take any."""
+
+    @wraps(grouped_mm)
+    def shaped(mat_a: Tensor, mat_b: Tensor, **options: Any) -> Tensor:
+        alike = (
+            torch.empty_strided(m.shape, m.stride(), dtype=torch.bfloat16, device="meta")
+            for m in (mat_a, mat_b)
+        )
+        out = grouped_mm(*alike, **options)
+        return torch.empty_strided(out.shape, out.stride(), dtype=mat_a.dtype, device="meta")
+
+    return shaped
+
+
+@contextmanager
+def grouped_matmuls() -> Iterator[None]:
+    """Let grouped matmuls run on meta in any dtype."""
+    real = _meta_registrations._meta_grouped_mm_common
+    _meta_registrations._meta_grouped_mm_common = in_any_dtype(real)
+    try:
+        yield
+    finally:
+        _meta_registrations._meta_grouped_mm_common = real

@@ -66,6 +66,21 @@ def test_attention_takes_the_kernel_that_cuda_would(
         assert out.stride() == real.stride()
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_grouped_matmuls_have_the_shapes_of_real_ones(dtype: torch.dtype) -> None:
+    def results(device: str) -> list[Any]:
+        tokens = torch.zeros(30, 16, dtype=dtype, device=device, requires_grad=True)
+        experts = torch.zeros(3, 24, 16, dtype=dtype, device=device, requires_grad=True)
+        ends = torch.tensor([10, 10, 30], dtype=torch.int32, device=device)
+        out = F.grouped_mm(tokens, experts.transpose(1, 2), offs=ends)
+        out.backward(torch.zeros_like(out))
+        return [(x.shape, x.stride(), x.dtype) for x in (out, tokens.grad, experts.grad) if x is not None]
+
+    with installed("cpu") as called:
+        assert results("meta") == results("cpu")
+    assert called == {"torch.nn.functional.grouped_mm"}
+
+
 @pytest.mark.parametrize(("heads", "size"), [(2, 64), (4, 128), (4, 96)])
 def test_fake_varlen_attention_has_the_results_of_flash_attention(heads: int, size: int) -> None:
     """torch's fake of the operation that is traced, beside its kernel's own meta implementation."""

@@ -31,6 +31,9 @@ class InFlight(NamedTuple):
     in_block_forward: Number  # in a block's last forward, all micro-batches included; 0: not traced
     in_block_backward: Number  # that the last block's backward has at once beside `total`
     in_earlier_backward: Number  # that of an earlier one, beside all of the block's gradients too
+    behind_second: (
+        Number  # blocks behind the second, at least 1; 1 in pipelines and if they save unlike bytes
+    )
     of_block: Number  # that the last block of a stage saved, for one micro-batch
     first_block: Number  # that the backward of a stage's first block has, with nothing else in flight
     total: Number  # of all micro-batches in flight: saved by blocks, sent, held for the loss
@@ -126,6 +129,9 @@ def activations_in_flight(
         in_block_forward=np.where(passes.traced, total + in_forward, 0.0),
         in_block_backward=before_others,
         in_earlier_backward=after_others,
+        behind_second=np.where(
+            (layouts.pp > 1) | (saving * recomputing > 0), 1.0, np.maximum(stages.blocks - 2, 1.0)
+        ),
         of_block=np.where(saving > 0, block.everything, block.saved),
         first_block=block.saved + tables + masks + first,
         total=total,

@@ -233,7 +233,8 @@ def block_backward_event(
     """Bytes by category in the fullest backward of a block.
 
     With FSDP that is the last block's, beside the head's reduce-scatter, or that of one before, beside those
-    of its own gradients and the block's behind it. steady: bytes that no event changes. sharded: True where
+    of its own gradients and the block's behind it: of the next to last, or, where blocks leave more shards of
+    gradients than they free activations, the second. steady: bytes that no event changes. sharded: True where
     FSDP shards.
     """
     gathered = states.gathered + buffers.gathered_behind + buffers.gathered_block
@@ -246,13 +247,16 @@ def block_backward_event(
         "activations": flight.total + flight.in_block_backward,
         "communication": prefetched + np.where(sharded, behind, buffers.block_backward),
     }
-    earlier = last | {
-        "gathered_weights": last["gathered_weights"] - buffers.freed_block,
-        "gradients": last["gradients"] + buffers.block_shard,
-        "activations": flight.total - flight.of_block + flight.in_earlier_backward,
-        "communication": prefetched + buffers.block_backward,
-    }
-    return fuller(last, earlier)
+    fullest = last
+    for behind in (1.0, flight.behind_second):
+        earlier = last | {
+            "gathered_weights": last["gathered_weights"] - behind * buffers.freed_block,
+            "gradients": last["gradients"] + behind * buffers.block_shard,
+            "activations": flight.total - behind * flight.of_block + flight.in_earlier_backward,
+            "communication": prefetched + buffers.block_backward,
+        }
+        fullest = fuller(fullest, earlier)
+    return fullest
 
 
 def backward_end_event(
