@@ -22,10 +22,10 @@ from meshtune.dryrun.world import Job, trace_rank
 from meshtune.errors import UserError
 from meshtune.launch import allocator
 from meshtune.layout import AUTO, Layout, PartialLayout
-from meshtune.meter.trace import RankTrace
 from meshtune.model.census_cache import numbers_of
 from meshtune.model.load import read_config
 from meshtune.placement.numbers import ModelNumbers
+from meshtune.placement.ranks import process_groups
 from meshtune.placement.rules import refusals
 from meshtune.plan import answer, fits
 from meshtune.plan.accounting import stack_accounting
@@ -185,7 +185,7 @@ class Subject:
             documents=job.documents,
             traces=tuple(traces),
             stands_for=stands_for,
-            outside=0 if cluster.gpu.processor else outside_of(traces, self.config.train.precision),
+            outside=0 if cluster.gpu.processor else outside_of(layout, self.config.train.precision),
             expandable=allocator.expands(os.environ),
             notes=(
                 *self.notes,
@@ -279,8 +279,7 @@ def notes_on_layout(config: Config, layout: Layout) -> Iterator[str]:
         )
 
 
-def outside_of(traces: Sequence[RankTrace], precision: str) -> int:
+def outside_of(layout: Layout, precision: str) -> int:
     """Bytes of a GPU that its allocator does not give: CUDA's context, and a communicator for each group."""
-    axes = {one.axis for trace in traces for one in trace.steps[-1].collectives()}
     accounting = stack_accounting("meshtune", precision)
-    return int(accounting.context + accounting.communicator * len(axes))
+    return int(accounting.context + accounting.communicator * process_groups(layout))

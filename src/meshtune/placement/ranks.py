@@ -1,8 +1,14 @@
 """Ranks and their coordinates on the axes of a layout. Needs neither torch nor numpy."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from meshtune.layout import AXES, Layout
+
+if TYPE_CHECKING:
+    from meshtune.placement.columns import Columns, Number
 
 
 def coordinates(layout: Layout, rank: int) -> dict[str, int]:
@@ -29,3 +35,14 @@ def group(layout: Layout, rank: int, *axes: str) -> tuple[int, ...]:
     fixed = [axis for axis in AXES if axis not in axes]
     others = ((other, coordinates(layout, other)) for other in range(layout.world))
     return tuple(other for other, place in others if all(place[axis] == here[axis] for axis in fixed))
+
+
+def process_groups(layouts: Layout | Columns) -> Number:
+    """Number of process groups on which a rank issues collectives in a step.
+
+    One for each axis of several ranks, of which that of replicas, or under ZeRO that of shards, has the
+    context ranks too; one of all ranks, for the norm of the gradients, unless one of these has all.
+    """
+    axes = sum(getattr(layouts, axis) > 1 for axis in AXES)
+    hybrid = (layouts.dp_replicate > 1) & (layouts.dp_shard > 1)
+    return axes + ((axes > 1) & (hybrid | (layouts.tp > 1) | (layouts.pp > 1)))

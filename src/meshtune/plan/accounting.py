@@ -146,9 +146,7 @@ class Accounting:
 
     reserved: float = 0.0  # share of activations, logits and communication that the allocator holds on top
     context: float = 0.0  # bytes outside the allocator
-    communicator: float = (
-        0.0  # bytes of each process group: one for each axis, one for the world if it differs
-    )
+    communicator: float = 0.0  # bytes of each process group (placement/ranks.py)
 
     def gathers_shards(self, layouts: Columns) -> Number:
         """True where weights are gathered from shards, as FSDP does."""

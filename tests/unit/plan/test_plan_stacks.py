@@ -65,7 +65,8 @@ def test_this_engine_is_ours_with_what_the_gpu_adds(precision: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "groups"), [("mb1-ga2", 0), ("zero3x2-mb1-ga2", 1), ("zero3x2-tp2-mb1-ga2", 3)]
+    ("layout", "groups"),
+    [("mb1-ga2", 0), ("zero3x2-mb1-ga2", 1), ("zero2x2-cp2-mb1-ga2", 2), ("dp2-zero2x2-mb1-ga2", 3)],
 )
 def test_a_communicator_for_each_group_and_for_all(layout: str, groups: int) -> None:
     how = stack_accounting("meshtune", "bf16")

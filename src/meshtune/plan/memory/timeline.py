@@ -18,9 +18,9 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from meshtune.layout import MODEL_AXES
 from meshtune.meter.trace import ACTIVATIONS, COMMUNICATION, LOGITS, TEMPORARY
 from meshtune.placement.columns import Columns, Number
+from meshtune.placement.ranks import process_groups
 from meshtune.placement.states import Elements, States, held_states
 from meshtune.plan.accounting import Accounting
 from meshtune.plan.memory.activations import LossBytes, MicroBatchSizes, loss_bytes
@@ -422,10 +422,8 @@ def transient(parts: Mapping[str, Number], layouts: Columns) -> Number:
 
 def overhead(layouts: Columns, accounting: Accounting, moving: Number) -> Number:
     """Bytes of context, communicators and the allocator's reserve for `moving` bytes that come and go."""
-    axes = (layouts.parameter_ranks, *(getattr(layouts, axis) for axis in MODEL_AXES))
-    groups = sum((ranks > 1) * 1.0 for ranks in axes)
-    groups = groups + (groups > 1)
-    return accounting.reserved * moving + accounting.context + accounting.communicator * groups
+    communicators = accounting.communicator * process_groups(layouts)
+    return accounting.reserved * moving + accounting.context + communicators
 
 
 def _of_rank(values: Number, rank: Number) -> Number:
