@@ -7,12 +7,14 @@ import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from command import Command, Ended
 from tiny import make_folder, short_run
 
+from meshtune.api.dry_train import DryTraining
 from meshtune.layout import Layout
 from meshtune.meter.trace import RankTrace
 from meshtune.rundir import RunDir
@@ -311,3 +313,38 @@ def test_the_first_step_of_the_run_is_the_simulated_one(
     step = next(row for row in logged if row["kind"] == "train")
     assert dry.json["run"]["first_batch"] == {key: step[key] for key in ("tokens", "label_tokens")}
     assert dry.json["run"]["steps"] == 4
+
+
+def test_a_run_that_goes_on_says_how_many_steps_are_left() -> None:
+    one = SimpleNamespace(
+        model="m", layout=Layout(micro_batch_size=4), cluster=SimpleNamespace(gpu=SimpleNamespace(name="cpu"))
+    )
+    batch = SimpleNamespace(tokens=475, label_tokens=249)
+    new, later = (
+        DryTraining(one, "runs/x", "extend", 3, step, batch, ()).headline  # type: ignore[arg-type]
+        for step in (None, 1)
+    )
+    assert "mb4-ga1: 3 steps of 4 sequences, the first with 475 tokens, 249 of them labelled." in new
+    assert new.endswith("The run begins in runs/x.")
+    assert "mb4-ga1: the 2 steps left of 3, each of 4 sequences, step 2 with 475 tokens" in later
+    assert later.endswith("The run goes on from the checkpoint of step 1 in runs/x.")
+
+
+@pytest.mark.slow
+def test_the_next_step_of_a_run_that_goes_on_is_the_second_simulated_one(
+    process: Command, rows: Path, tmp_path: Path
+) -> None:
+    words = [*short_run(rows, tmp_path / "cache", tmp_path / "run"), "layout=mb2-ga2", "data.packing=false"]
+    assert process("train", *words, "train.max_steps=1").code == 0
+    dry = process("train", *words, "train.max_steps=3", "--dry-run", "--json").json
+    assert (dry["run"]["steps"], dry["run"]["resumed"]) == (3, 1)
+    assert process("train", *words, "train.max_steps=3").code == 0
+    logged = RunDir(tmp_path / "run").rows()
+    step = next(row for row in logged if row["kind"] == "train" and row["step"] == 2)
+    assert dry["run"]["first_batch"] == {key: step[key] for key in ("tokens", "label_tokens")}
+    memory = next(row for row in logged if row["kind"] == "memory" and row["step"] == 2)
+    first, later = (
+        {phase: sizes["peak_bytes"] for phase, sizes in one["phases"].items()}
+        for one in dry["ranks"][0]["steps"]
+    )
+    assert {phase: sizes["peak"] for phase, sizes in memory["phases"].items()} == later != first

@@ -17,7 +17,7 @@ from meshtune.api.train import ranks_of, set_allocator
 from meshtune.config import Config
 from meshtune.errors import NothingFits, UserError
 from meshtune.layout import AUTO, Layout
-from meshtune.plan.cluster import Cluster, cluster_here, gpus_here
+from meshtune.plan.cluster import Cluster, cluster_here, gpus_here, unused_here
 from meshtune.plan.fits import empty_plan_error
 from meshtune.plan.search import explained, search
 from meshtune.study.micro_batch import Tried, largest
@@ -127,24 +127,18 @@ class Bench:
 
     def run(self, layout: Layout, steps: int, limit: float, profile: Path | None = None) -> Document:
         """Run a layout in processes of its own (`run`), with the global batch that it makes."""
+        from meshtune.api.dryrun import documents_of
         from meshtune.study.bench import Trial
         from meshtune.train.choose import Choice
 
-        config, choice = self.config_of(layout), Choice(layout, self.subject.attention)
+        config, choice = self.subject.config_of(layout), Choice(layout, self.subject.attention)
         drawn = config.model.init == "random" or not self.subject.has_weights
         source = self.subject.source if drawn else None
         trial = Trial(config, choice, steps, documents_of(config, ()), profile, source)
         return run(trial, self.device, limit)
 
-    def config_of(self, layout: Layout) -> Config:
-        """The settings with a layout and the global batch that it makes."""
-        config = self.subject.config
-        train = config.train.model_copy(update={"global_batch_size": layout.global_batch_size})
-        return config.model_copy(update={"train": train, "layout": str(layout)})
-
     def beside(self, layout: Layout, log: Log) -> Document:
         """The document of a layout before it has run: what is predicted and what the dry run simulates."""
-        from meshtune.dryrun.ranks import distinct_ranks, ranks_to_trace
         from meshtune.study.beside import predicted, simulated
 
         subject, cluster = self.subject, self.cluster.of_size(layout.world)
@@ -154,24 +148,18 @@ class Bench:
         if subject.workload is not None:
             workload = subject.workload.of_batch(layout.global_batch_size)
             document["predicted"] = predicted(workload, explained(workload, cluster, layout))
-        distinct = distinct_ranks(subject.numbers.census, layout, subject.config.data.seq_len)
-        simulation = subject.simulate(self.job(layout), cluster, ranks_to_trace(distinct, layout, ()), log)
+        simulation = subject.simulate(self.job(layout), cluster, log)
         return document | {"simulated": simulated(simulation)}
 
     def job(self, layout: Layout) -> "Job":
         """The steps to simulate: with data, of the second batch, whose memory is compared."""
-        from meshtune.model.trainable import embeddings_needed
-        from meshtune.train.inputs import inputs_of, loader_of
+        from meshtune.api.dryrun import documents_of
+        from meshtune.train.inputs import inputs_of
 
-        config = self.config_of(layout)
-        job = self.subject.job(layout, documents_of(config, ()))
+        config = self.subject.config
         if not config.data.train:
-            return job
-        inputs = inputs_of(config)
-        batches = iter(loader_of(config, inputs.prepared.train, layout, 0))
-        _, (batch, _) = next(batches), next(batches)
-        spec = replace(job.spec, embeddings=embeddings_needed(inputs.tokenizer))
-        return replace(job, spec=spec, batch=batch, documents=batch.micro_batches[0].documents[0])
+            return self.subject.job(layout, documents_of(config, ()))
+        return self.subject.job_of_data(layout, inputs_of(config), number=2)
 
 
 @contextmanager
@@ -187,9 +175,11 @@ def bench_of(settings: Config, layouts: Sequence[str], log: Log) -> Iterator[Ben
         )
     auto = settings.model_copy(update={"layout": AUTO})
     ranks, device = ranks_of(auto, settings.partial_layout.world or settings.cluster_config.gpus)
-    settings, cluster = on_this_machine(settings, ranks, device)
-    with subject_of(settings, log) as subject:
-        for note in subject.notes:
+    gpus = gpus_here() if device == "cuda" else []
+    notes = unused_here(settings, ranks, gpus)
+    settings, cluster = on_this_machine(settings, ranks, gpus)
+    with subject_of(settings, log, device) as subject:
+        for note in (*notes, *subject.notes):
             log(note)
         chosen = [*layouts_of(subject, layouts, cluster)]
         check(subject, chosen, settings, device)
@@ -198,19 +188,16 @@ def bench_of(settings: Config, layouts: Sequence[str], log: Log) -> Iterator[Ben
         yield Bench(subject, cluster, device, chosen)
 
 
-def documents_of(config: Config, given: Sequence[int]) -> tuple[int, ...]:
-    """Lengths of the documents in each sequence of random tokens, as `dryrun` has them."""
-    from meshtune.api import dryrun
+def on_this_machine(config: Config, ranks: int, gpus: Sequence[tuple[str, float]]) -> tuple[Config, Cluster]:
+    """(The settings for this machine's devices, its devices as a cluster of `ranks` of them).
 
-    return dryrun.documents_of(config, given)
-
-
-def on_this_machine(config: Config, ranks: int, device: str) -> tuple[Config, Cluster]:
-    """(The settings for this machine's devices, its devices as a cluster of `ranks` of them)."""
-    if device != "cuda" and config.cluster_config.gpu is None:
-        cpu = config.cluster_config.model_copy(update={"gpu": "cpu", "gpus": ranks})
+    gpus: as `cluster_here` takes them.
+    """
+    cluster = cluster_here(config, ranks, gpus)
+    if cluster.gpu.processor:
+        cpu = config.cluster_config.model_copy(update={"gpu": cluster.gpu.name, "gpus": ranks})
         config = config.model_copy(update={"cluster": cpu})
-    return config, cluster_here(config, ranks, gpus_here() if device == "cuda" else [])
+    return config, cluster
 
 
 def layouts_of(subject: "Subject", words: Sequence[str], cluster: Cluster) -> Iterator[Layout]:

@@ -1,8 +1,8 @@
 """Dry-run what `train` would start on this machine: its settings, data and layout. Touches no run folder."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshtune import launch
 from meshtune.api.plan import Log, silent
@@ -11,28 +11,24 @@ from meshtune.config import Config
 from meshtune.data.batch import Batch
 from meshtune.data.files import check_there
 from meshtune.data.prepare import sentences
-from meshtune.dryrun.ranks import distinct_ranks
 from meshtune.dryrun.simulation import Simulation
-from meshtune.dryrun.world import Job
 from meshtune.errors import UserError
 from meshtune.model.anatomy import anatomy
 from meshtune.model.files import checked_weight_files
 from meshtune.model.hub import check_name, local_path
 from meshtune.model.load import load_config, quiet
-from meshtune.model.trainable import embeddings_needed
-from meshtune.plan.cluster import cluster_here
+from meshtune.plan.cluster import cluster_here, unused_here
 from meshtune.train import output
-from meshtune.train.build import model_spec, optimizer_spec
+from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.choose import choose, device_of, gpus_of
-from meshtune.train.inputs import Inputs, inputs_of, loader_of, steps_of
+from meshtune.train.folder import choose_folder
+from meshtune.train.inputs import Inputs, inputs_of, steps_of
+from meshtune.train.loop import progress_of
 from meshtune.train.model import ModelSpec, trainable_skeleton
 from meshtune.train.positions import position_sentences
 from meshtune.train.trackers import tracker_problems
 from meshtune.train.updates import length_sentences
 from meshtune.units import counted
-
-if TYPE_CHECKING:
-    from meshtune.api.dryrun import Subject
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,8 @@ class DryTraining:
     output: str  # the run folder that it would write
     start: str  # of output.decide: begin, continue, …
     steps: int  # updates of the whole run
-    batch: Batch  # the first one of data rank 0
+    resumed: int | None  # step of the checkpoint that the run goes on from; None: it begins
+    batch: Batch  # of data rank 0 in the first step that would run
     notes: tuple[str, ...]  # on the data, the model and the length of the run
 
     @property
@@ -52,12 +49,15 @@ class DryTraining:
         simulation, batch = self.simulation, self.batch
         layout = simulation.layout
         where = "on 1 rank" if layout.world == 1 else f"on {layout.world} ranks"
-        begins = {"continue": "goes on in", "extend": "goes on in"}.get(self.start, "begins in")
+        steps, first, run = counted(self.steps, "step"), "the first", f"The run begins in {self.output}."
+        if self.resumed is not None:
+            steps = f"the {counted(max(0, self.steps - self.resumed), 'step')} left of {self.steps}, each"
+            first = f"step {self.resumed + 1}"
+            run = f"The run goes on from the checkpoint of step {self.resumed} in {self.output}."
         return (
             f"`meshtune train` would train {simulation.model} {where} of {simulation.cluster.gpu.name} with "
-            f"{layout}: {counted(self.steps, 'step')} of {counted(layout.global_batch_size, 'sequence')}, "
-            f"the first with {counted(batch.tokens, 'token')}, {batch.label_tokens:,} of them labelled. The "
-            f"run {begins} {self.output}."
+            f"{layout}: {steps} of {counted(layout.global_batch_size, 'sequence')}, {first} with "
+            f"{counted(batch.tokens, 'token')}, {batch.label_tokens:,} of them labelled. {run}"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -67,6 +67,7 @@ class DryTraining:
                 "output": self.output,
                 "start": self.start,
                 "steps": self.steps,
+                "resumed": self.resumed,
                 "first_batch": {"tokens": self.batch.tokens, "label_tokens": self.batch.label_tokens},
                 "notes": list(self.notes),
             }
@@ -74,8 +75,8 @@ class DryTraining:
 
 
 def dry_train(config: Config, nproc: int | None = None, *, log: Log = silent) -> DryTraining:
-    """Check settings, model files and data as `train` does, and dry-run its first two steps with the first
-    global batch of its data. Writes nothing but the caches of `data.cache`.
+    """Check settings, model files and data as `train` does, and dry-run two steps with the first global batch
+    that it would train on. Writes nothing but the caches of `data.cache`.
 
     nproc: as `train_here` takes it. log: gets lines on the progress. Raises as `train` does before its first
     step, and UserError under torchrun or srun.
@@ -84,29 +85,43 @@ def dry_train(config: Config, nproc: int | None = None, *, log: Log = silent) ->
 
     check_here(config)
     decision = output.decide(config)
+    if decision.start == "report":
+        raise UserError(f"{decision.line} Nothing is left to simulate.")
     ranks, device = ranks_of(config, nproc)
-    choice = choose(config, ranks)
-    layout = choice.layout
+    layout = choose(config, ranks).layout
+    gpus = gpus_of(device_of(config.train.device))
     quiet()
     log("reading the data …")
     inputs = inputs_of(config)
-    spec = model_spec(config, choice.attention, device, embeddings=embeddings_needed(inputs.tokenizer))
     train, steps = inputs.prepared.train, steps_of(config, inputs.prepared.train)
-    batch, _ = next(iter(loader_of(config, train, layout, 0)))
-    notes = [*sentences(inputs.prepared.stats), *notes_on_model(config, spec, inputs)]
-    notes += length_sentences(config, train, steps, None)
-    job = Job(
-        spec=spec,
-        optimizer=optimizer_spec(config),
-        layout=layout,
-        seq_len=config.data.seq_len,
-        documents=batch.micro_batches[0].documents[0],
-        max_grad_norm=config.train.max_grad_norm,
-        batch=batch,
+    notes = [*sentences(inputs.prepared.stats), *unused_here(config, layout.world, gpus)]
+    resumed, after = checkpoint_of(config, steps, notes.append)
+    notes += length_sentences(config, train, steps, resumed)
+    with subject_of(config, log, device) as subject:
+        job = subject.job_of_data(layout, inputs, after=after)
+        notes += notes_on_model(config, job.spec, inputs)
+        simulation = subject.simulate(job, cluster_here(config, layout.world, gpus), log)
+    assert job.batch
+    return DryTraining(
+        simulation, str(decision.run.path), decision.start, steps, resumed, job.batch, tuple(notes)
     )
-    with subject_of(config, log) as subject:
-        simulation = simulated(subject, job, log)
-    return DryTraining(simulation, str(decision.run.path), decision.start, steps, batch, tuple(notes))
+
+
+def checkpoint_of(
+    config: Config, steps: int, note: Callable[[str], None]
+) -> tuple[int | None, dict[str, Any] | None]:
+    """(Step of the checkpoint that the run would go on from, its position in the data); None without one.
+
+    steps: updates of the whole run. note: gets sentences for the user. Raises as `choose_folder`.
+    """
+    decision, resumed = choose_folder(config, steps, note)
+    if resumed is None:
+        return None, None
+    note(
+        f"The checkpoint of step {resumed} has optimizer state: what runs is like the second simulated step "
+        "from the start."
+    )
+    return resumed, progress_of(Checkpoints(decision.run.checkpoints).values(resumed), resumed).data
 
 
 def check_here(config: Config) -> None:
@@ -126,14 +141,6 @@ def check_here(config: Config) -> None:
         model = config.model
         family = load_config(model.name, trust_remote_code=model.trust_remote_code, overrides=model.overrides)
         checked_weight_files(folder, family)
-
-
-def simulated(subject: "Subject", job: Job, log: Log) -> Simulation:
-    """Dry-run the job on the devices of this machine."""
-    layout, config = job.layout, subject.config
-    stands_for = distinct_ranks(subject.numbers.census, layout, config.data.seq_len)
-    cluster = cluster_here(config, layout.world, gpus_of(device_of(config.train.device)))
-    return subject.simulate(job, cluster, stands_for, log)
 
 
 def notes_on_model(config: Config, spec: ModelSpec, inputs: Inputs) -> Iterator[str]:

@@ -5,10 +5,12 @@ config ─> numbers, configuration ─> layouts (given, or the planner's) ─> r
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -24,6 +26,7 @@ from meshtune.launch import allocator
 from meshtune.layout import AUTO, Layout, PartialLayout
 from meshtune.model.census_cache import numbers_of
 from meshtune.model.load import read_config
+from meshtune.model.trainable import embeddings_needed
 from meshtune.placement.numbers import ModelNumbers
 from meshtune.placement.ranks import process_groups
 from meshtune.placement.rules import refusals
@@ -36,6 +39,7 @@ from meshtune.plan.other_units import other_units
 from meshtune.plan.search import explained
 from meshtune.plan.workload import Uncounted, Workload, lighter_workloads, workload_of
 from meshtune.train.build import model_spec, optimizer_spec
+from meshtune.train.inputs import Inputs, loader_of
 from meshtune.train.predict import SMALLER
 from meshtune.units import counted
 
@@ -90,8 +94,8 @@ def simulations(
                 layout = subject.layout(text)
                 if refused := subject.refusals(layout):
                     raise UserError(refused)
-                distinct = distinct_ranks(subject.numbers.census, layout, config.data.seq_len)
-                checked.append((layout, ranks_to_trace(distinct, layout, ranks)))
+                subject.ranks(layout, ranks)
+                checked.append(layout)
             except UserError as error:
                 problems += error.problems
                 if len(layouts) < 2:  # NothingFits has another exit code
@@ -103,11 +107,11 @@ def simulations(
             subject.simulate(
                 subject.job(layout, documents),
                 cluster.of_size(layout.world),
-                stands_for,
                 log,
-                notes_on_layout(config, layout),
+                ranks=ranks,
+                notes=notes_on_layout(config, layout),
             )
-            for layout, stands_for in checked
+            for layout in checked
         ]
 
 
@@ -121,6 +125,7 @@ class Subject:
     workload: Workload | None  # None: the planner can't count the model
     lighter: Lighter
     notes: tuple[str, ...]
+    device: str  # torch's kind, whose kernels are traced
     has_weights: bool = True  # False: the shape is a known or typical one, and no model's files are there
 
     @property
@@ -152,10 +157,25 @@ class Subject:
             optimizer=self.config.train.optimizer,
         )
 
-    def job(self, layout: Layout, documents: tuple[int, ...]) -> Job:
-        """The steps to trace under a layout, with the kernels of the cluster's devices and random weights."""
+    def config_of(self, layout: Layout) -> Config:
+        """The settings with a layout and the global batch that it makes."""
         config = self.config
-        spec = model_spec(config, self.attention, "cpu" if cluster_for(config).gpu.processor else "cuda")
+        batch = {"global_batch_size": layout.global_batch_size, "global_batch_tokens": None}
+        train = config.train.model_copy(update=batch)
+        return config.model_copy(update={"train": train, "layout": str(layout)})
+
+    def ranks(self, layout: Layout, asked: Iterable[int] = ()) -> dict[int, str]:
+        """Ranks to trace under a layout, those asked for among them -> the ranks that each stands for.
+
+        Raises UserError for a rank that the layout lacks.
+        """
+        distinct = distinct_ranks(self.numbers.census, layout, self.config.data.seq_len)
+        return ranks_to_trace(distinct, layout, asked)
+
+    def job(self, layout: Layout, documents: tuple[int, ...]) -> Job:
+        """The steps to trace under a layout, with random weights. documents: lengths in each sequence."""
+        config = self.config
+        spec = model_spec(config, self.attention, self.device)
         return Job(
             spec=replace(spec, source=self.source, overrides={}, init="random", compile=False),
             optimizer=optimizer_spec(config),
@@ -165,15 +185,32 @@ class Subject:
             max_grad_norm=config.train.max_grad_norm,
         )
 
-    def simulate(
-        self, job: Job, cluster: Cluster, stands_for: dict[int, str], log: Log, notes: Iterable[str] = ()
-    ) -> Simulation:
-        """Trace ranks of the job's layout and put them beside the prediction.
+    def job_of_data(
+        self, layout: Layout, inputs: Inputs, *, number: int = 1, after: Mapping[str, Any] | None = None
+    ) -> Job:
+        """The steps to trace with a global batch of the training data.
 
-        cluster: with as many devices as the layout has ranks. stands_for: of `ranks_to_trace`. notes: more
-        sentences that the answer says.
+        number: of the batch, from 1. after: a checkpoint's position in the data, from which on batches count;
+        None: the beginning. Raises UserError as `loader_of`.
+        """
+        state = dict(after) if after is not None else None
+        batches = iter(loader_of(self.config_of(layout), inputs.prepared.train, layout, 0, state))
+        batch, _ = next(islice(batches, number - 1, None))
+        job = self.job(layout, batch.micro_batches[0].documents[0])
+        return replace(
+            job, batch=batch, spec=replace(job.spec, embeddings=embeddings_needed(inputs.tokenizer))
+        )
+
+    def simulate(
+        self, job: Job, cluster: Cluster, log: Log, *, ranks: Iterable[int] = (), notes: Iterable[str] = ()
+    ) -> Simulation:
+        """Trace each kind of rank of the job's layout and put them beside the prediction.
+
+        cluster: with as many devices as the layout has ranks. ranks: to be traced too. notes: more sentences
+        that the answer says.
         """
         layout = job.layout
+        stands_for = self.ranks(layout, ranks)
         names = ", ".join(f"{rank:,}" for rank in stands_for)
         log(f"tracing two steps of {layout}: rank{'s' * (len(stands_for) > 1)} {names} of {layout.world:,} …")
         traces = trace_ranks(partial(trace_rank, job), [*stands_for], layout.world, tell=log)
@@ -210,11 +247,14 @@ class Subject:
 
 
 @contextmanager
-def subject_of(config: Config, log: Log) -> Iterator[Subject]:
+def subject_of(config: Config, log: Log, device: str | None = None) -> Iterator[Subject]:
     """Read what the config names: its model's configuration, which need not be on this machine (see
     `model_file`), and the numbers of the model.
+
+    device: torch's kind, whose kernels are traced; None: that of the cluster's devices.
     """
     units = other_units(config.cluster_config)  # a wrong cluster is refused before a model is built
+    device = device or ("cpu" if cluster_for(config).gpu.processor else "cuda")
     model = config.model
     with model_file(config) as (file, notes):
         numbers = numbers_of(config, file=file, log=log)
@@ -229,6 +269,7 @@ def subject_of(config: Config, log: Log) -> Iterator[Subject]:
             workload,
             partial(lighter_workloads, config, partial(numbers_of, file=file)),
             (*notes, *(workload.notes if workload else numbers.changes), *units),
+            device,
             has_weights=not notes,
         )
 

@@ -22,10 +22,11 @@ from meshtune.plan.hardware import GIGA, Gpu, named
 from meshtune.plan.kinds import kind_named, kinds_of, out_of_range
 from meshtune.plan.prices import prices_of
 from meshtune.sections import ClusterConfig
-from meshtune.units import GIB, bytes_of, speed_unit
+from meshtune.units import GIB, bytes_of, counted, speed_unit
 
 MARGIN = 0.04  # share of a GPU's memory that a plan leaves free, on a kind with a measured matmul rate
 UNMEASURED_MARGIN = 0.10  # on any other kind
+ON_PROCESSORS = ("memory_margin", "memory_budget_gib")  # settings that count for ranks on a processor
 NETWORK_SHARE = 0.7  # of the network's bandwidth that collectives reach, until it is measured
 
 
@@ -218,10 +219,28 @@ def cluster_here(config: Config, ranks: int, gpus: Sequence[tuple[str, float]]) 
     """
     settings = config.cluster_config
     if not gpus and not _measured_processor(settings):
-        settings = ClusterConfig(
-            memory_margin=settings.memory_margin, memory_budget_gib=settings.memory_budget_gib
-        )
+        settings = ClusterConfig(**{name: getattr(settings, name) for name in ON_PROCESSORS})
     return cluster_of(settings.model_copy(update={"gpus": ranks}), seen=lambda: list(gpus))
+
+
+def unused_here(config: Config, ranks: int, gpus: Sequence[tuple[str, float]]) -> list[str]:
+    """Sentence on the settings of the cluster that are other than those of the devices here, which count.
+
+    The arguments are those of `cluster_here`.
+    """
+    settings = config.cluster_config
+    wanted = {name: value for name, value in settings if value != getattr(ClusterConfig(), name)}
+    unused = {"gpus"} if gpus or _measured_processor(settings) else wanted.keys() - {*ON_PROCESSORS}
+    if settings.gpus == ranks:
+        unused -= {"gpus"}
+    if settings.gpu and kind_named(settings.gpu, kinds_of(settings.hardware)).processor:
+        unused -= {"gpu"}
+    names = [f"cluster.{name}" for name in wanted if name in unused]
+    if not names:
+        return []
+    where = "the GPUs here" if gpus else "this machine's processor"
+    effect = f"{', '.join(names)} ha{'s' if len(names) == 1 else 've'} no effect"
+    return [f"{effect}: the run has {counted(ranks, 'rank')} on {where}."]
 
 
 def _measured_processor(settings: ClusterConfig) -> bool:

@@ -17,6 +17,7 @@ from meshtune.model.load import override_sentences, quiet
 from meshtune.model.multimodal import parts_kept
 from meshtune.model.trainable import embeddings_needed
 from meshtune.parallel.mesh import World, join
+from meshtune.plan.cluster import unused_here
 from meshtune.plan.hardware import datasheet_flops
 from meshtune.precision import PRECISIONS
 from meshtune.rundir import RunDir
@@ -94,6 +95,7 @@ def assemble(
     """
     prepared, world, steps = inputs.prepared, model.parallel.world, steps_of(config, inputs.prepared.train)
     notices = position_sentences(config, model.whole, model.parallel.anatomy, prepared)
+    notices += unused_here(config, world.size, gpus_of(world.device))
     run_folder, resumed, claim = claim_together(config, model, steps, notices.append)
     claimed(run_folder)
     training = Training(run_folder.path, steps) if callbacks else None

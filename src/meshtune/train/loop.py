@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from meshtune.train.trackers import Metrics
 
 
+NO_RUNS = "The checkpoint of step {step} has values that are no run's"
 UNUSABLE = (
     "Use a checkpoint that this version of meshtune wrote, or set checkpoint.resume=never and "
     "output_exists=new."
@@ -260,18 +261,10 @@ def restore(run: Run, step: int) -> None:
     Dropout's generators too, if the layout is the same; else they are seeded for `step`. Every rank calls it.
     Raises UserError if the checkpoint is damaged or does not fit.
     """
-    absent: dict[str, Any] = {"tokens": None, "seconds": None}  # from an earlier version's checkpoint
     values = run.checkpoints.values(step)
+    run.progress = progress_of(values, step)
     generators = random_state(run.world)
-    with explained(f"The checkpoint of step {step} has values that are no run's", UNUSABLE):
-        values = absent | values
-        run.progress = Progress(**{key: values[key] for key in vars(run.progress)})
-        now = run.progress
-        if not isinstance(now.data, dict):  # None would begin the data again
-            raise ValueError("data is no position in the data")
-        if any(type(n) is not int or n < 0 for n in (now.step, now.best_step, now.stale, now.saved_step)):
-            raise ValueError("a step is no whole number")
-        now.best_loss = float(now.best_loss)
+    with explained(NO_RUNS.format(step=step), UNUSABLE):
         # In another layout, or on another kind of device, dropout can't be drawn as before; nor need it be.
         alike = values["axes"] == axis_sizes(run.world) and len(values["generators"]) == len(generators)
     wanted = run.as_pieces(run.optimizer.state(materialise=True)) | (generators if alike else {})
@@ -284,6 +277,20 @@ def restore(run: Run, step: int) -> None:
             torch.cuda.set_rng_state(state) if "cuda" in name else torch.set_rng_state(state)
     else:
         seed_dropout(run.world, run.seed, step)
+
+
+def progress_of(values: Mapping[str, Any], step: int) -> Progress:
+    """The progress in the values of the checkpoint of `step`. Raises UserError if they are no run's."""
+    absent: dict[str, Any] = {"tokens": None, "seconds": None}  # from an earlier version's checkpoint
+    with explained(NO_RUNS.format(step=step), UNUSABLE):
+        values = absent | {**values}
+        now = Progress(**{key: values[key] for key in vars(Progress())})
+        if not isinstance(now.data, dict):  # None would begin the data again
+            raise ValueError("data is no position in the data")
+        if any(type(n) is not int or n < 0 for n in (now.step, now.best_step, now.stale, now.saved_step)):
+            raise ValueError("a step is no whole number")
+        now.best_loss = float(now.best_loss)
+        return now
 
 
 def tensors_of(run: Run, *, materialise: bool = False) -> dict[str, Tensor | Piece]:

@@ -7,7 +7,7 @@ from own_machine import OWN_MACHINE
 
 from meshtune import config
 from meshtune.errors import UserError
-from meshtune.plan.cluster import Cluster, cluster_for, cluster_here
+from meshtune.plan.cluster import Cluster, cluster_for, cluster_here, unused_here
 from meshtune.plan.hardware import catalogue
 from meshtune.plan.machine import Machine, attention_rates
 
@@ -107,3 +107,22 @@ def test_a_machines_file_that_is_not_there(tmp_path: Path) -> None:
     """The sentence names the setting and the file."""
     with pytest.raises(UserError, match=r"cluster = .*none.toml cannot be read: No such file"):
         cluster(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "names"),
+    [
+        ("{gpu: h100-sxm, gpus: 8, network: 50}", 0, "cluster.gpu, cluster.gpus, cluster.network have"),
+        ("{gpu: cpu, gpus: 2, memory_margin: 0.1, memory_budget_gib: 8}", 0, ""),
+        ("{gpu: cpu, gpus: 8}", 0, "cluster.gpus has"),
+        ("{gpu: h100-sxm, gpus: 8, network: 50}", 2, "cluster.gpus has"),
+        ("{gpus: 2}", 2, ""),
+        ("auto", 0, ""),
+    ],
+)
+def test_settings_of_other_devices_than_those_here_are_named(words: str, gpus: int, names: str) -> None:
+    """A run on 2 ranks. gpus: seen here."""
+    own = config.load(None, ["model.name=a", f"cluster={words}"])
+    sentences = unused_here(own, 2, [("NVIDIA H100 80GB HBM3", 79e9)] * gpus)
+    where = "the GPUs here" if gpus else "this machine's processor"
+    assert sentences == ([f"{names} no effect: the run has 2 ranks on {where}."] if names else [])
