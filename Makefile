@@ -108,9 +108,10 @@ benchmark: $(STAMP)
 	$(BIN)/pip install -q -c constraints.txt -e ".[bench]"
 	$(BIN)/python benchmarks/single_device.py
 
-# Everything that waits for a GPU, with the Python that has CUDA; no network, no installation.
+# Everything that waits for a GPU, with the Python that has CUDA and no network: benchmarks/GPU.md. `make gpu-check PART=2`
+# runs one part, MINUTES= in less time, WHEELS=folder with wheels that were carried there, TINY=1 with tiny models.
 gpu-check:
-	PYTHONPATH=src $(PYTHON) benchmarks/gpu_check.py
+	PART=$(PART) MINUTES=$(MINUTES) WHEELS=$(WHEELS) TINY=$(TINY) $(PYTHON) benchmarks/gpu_check.py
 
 # torch first and alone, so that nothing else chooses its version. The default build for Linux brings CUDA (some GB);
 # `make TORCH_INDEX=… quickstart` looks into another index first, such as PyTorch's own of CPU builds.

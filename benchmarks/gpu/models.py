@@ -1,0 +1,70 @@
+"""The models of the check, the tokens of a step, and rows for `meshtune train`."""
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_LLAMA = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
+ONE_B = _LLAMA | {
+    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "vocab_size": 128256, "tie_word_embeddings": True,
+}  # fmt: skip
+EIGHT_B = _LLAMA | {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "vocab_size": 128256, "tie_word_embeddings": False,
+}  # fmt: skip
+TINY = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of everything that the check runs."""
+
+    one: dict[str, Any]  # arguments of LlamaConfig: the 1B model
+    eight: dict[str, Any]  # of the 8B model
+    seq_len: int
+    steps: int  # that are timed
+    tiny: bool
+
+
+FULL = Scale(ONE_B, EIGHT_B, 4096, 10, tiny=False)
+SMALL = Scale(TINY, TINY, 64, 3, tiny=True)
+
+
+def write_folder(folder: Path, shape: dict[str, Any], seq_len: int) -> Path:
+    """Write config.json and a tokenizer of words to `folder` and return it; no weights."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{n}": n for n in range(3, words_of(shape))}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
+    LlamaConfig(**shape, max_position_embeddings=seq_len).save_pretrained(folder)
+    return folder
+
+
+def words_of(shape: dict[str, Any]) -> int:
+    """Words of the tokenizer: as many as a quick file of them has."""
+    return min(20000, shape["vocab_size"])
+
+
+def write_rows(file: Path, tokens: int, words: int, longest: int) -> Path:
+    """Write prompts and completions of unequal lengths (log-normal), `tokens` in all or a few more."""
+    draw, total = random.Random(0), 0
+    with file.open("w") as out:
+        while total < tokens:
+            asked, answered = (min(longest, int(draw.lognormvariate(5, 1)) + 1) for _ in range(2))
+            prompt, completion = (
+                " ".join(f"w{draw.randrange(3, words)}" for _ in range(n)) for n in (asked, answered)
+            )
+            out.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
+            total += asked + answered
+    return file

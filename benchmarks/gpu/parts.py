@@ -1,0 +1,98 @@
+"""The check's parts, in the order of what matters most; each ends within nine minutes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from gpu.environment import MESHTUNE
+from gpu.figures import Check, Result
+
+PYTEST = ("pytest", "hypothesis")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of a part."""
+
+    name: str
+    seconds: float  # that it may take
+    run: Callable[..., Result]  # with seconds=
+    needs: Sequence[str] = MESHTUNE  # packages
+    gpu: bool = False  # True: nothing to run without a GPU
+
+
+def parts(check: Check) -> Mapping[str, Sequence[Figure]]:
+    """Figures by part, both in order."""
+    one, eight, bench, peer = check.one, check.eight, check.bench, check.peer
+    several, few, single = ((2, 1), (1, 2), (2, 1)) if check.scale.tiny else ((4, 1), (2, 2), (4, 1))
+    plain, halves = layout_of(several), layout_of(few)
+    one_b = partial(bench, one, several)
+    eight_b = partial(bench, eight, single, f"{layout_of(single)}-full")
+    eight_lora = partial(bench, eight, few, halves, "method=lora")
+
+    def tests(name: str, seconds: float) -> Figure:
+        file = f"tests/gpu/test_gpu_{name}.py"
+        return Figure(name, seconds, partial(check.tests, file), (*MESHTUNE, *PYTEST))
+
+    return {
+        "probe": [
+            Figure("probe", 240, check.probe),
+            tests("launch", 60),
+        ],
+        "bench": [
+            Figure("8b-full", 170, eight_b),
+            Figure("8b-lora", 140, eight_lora),
+            Figure("1b-full", 110, partial(one_b, plain)),
+            Figure("1b-compiled", 140, partial(one_b, plain, "train.compile=true")),
+            Figure("1b-selective", 90, partial(one_b, f"{plain}-selective")),
+            Figure("1b-recomputed", 90, partial(one_b, f"{plain}-full")),
+        ],
+        "peers": [
+            Figure("1b-meshtune", 110, partial(one_b, plain)),
+            Figure("1b-hand", 150, partial(peer, "hand", one, several), ("torch", "transformers")),
+            Figure("1b-trainer", 100, partial(peer, "trainer", one, several), ("transformers", "accelerate")),
+            Figure("1b-trl", 100, partial(peer, "trl", one, several), ("trl", "datasets", "accelerate")),
+            Figure(
+                "8b-lora-trainer", 140, partial(peer, "trainer", eight, few, lora=True),
+                ("transformers", "accelerate", "peft"),
+            ),
+            Figure(
+                "1b-liger", 100, partial(peer, "liger", one, several),
+                ("transformers", "accelerate", "liger_kernel", "triton"), gpu=True,
+            ),
+        ],
+        "tests": [
+            tests("train", 240),
+            tests("attention", 200),
+            tests("tensor", 60),
+            tests("families", 150),
+            tests("probe", 120),
+        ],
+        "memory": [
+            tests("reserved", 150),
+            Figure("1b-micro-batch", 240, partial(check.micro_batch, one, "mb1-ga1")),
+            Figure("1b-profile", 100, partial(check.profile, one, several, plain)),
+        ],
+        "train": [
+            Figure("1b-packed", 200, partial(check.train, one, several, plain)),
+            Figure(
+                "8b-lora-packed", 200,
+                partial(check.train, eight, few, halves, "method=lora", "checkpoint.async_save=false"),
+            ),
+        ],
+    }  # fmt: skip
+
+
+def layout_of(batch: tuple[int, int]) -> str:
+    """The layout of one device with a micro-batch and a number of them a step."""
+    return f"mb{batch[0]}-ga{batch[1]}"
+
+
+def skipped(figure: Figure, environment: Mapping[str, Any], left: float) -> str | None:
+    """Why a figure can't be made: packages, the GPU or time; None: it can."""
+    if missing := [name for name in figure.needs if name in environment["missing"]]:
+        return f"missing: {', '.join(missing)}"
+    if figure.gpu and "gpu" not in environment:
+        return "needs a GPU"
+    return f"{left:.0f} s left" if left < 20 else None
