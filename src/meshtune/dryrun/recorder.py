@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from meshtune.dryrun.collectives import Groups, is_collective
 from meshtune.dryrun.flops import flops_of, is_attention
+from meshtune.errors import UserError
 from meshtune.meter.ledger import ACTIVATIONS, COMMUNICATION, Entry, Ledger, storages_of
 from meshtune.meter.trace import (
     BACKWARD,
@@ -46,6 +47,8 @@ NO_KERNEL = {  # operators that launch nothing on a GPU, beside views and messag
     "aten.lift_fresh", "aten._local_scalar_dense", "aten._unsafe_view", "aten.detach", "aten.set_",
     "aten.lift", "aten.resize_",
 }  # fmt: skip
+
+MATMULS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"}
 
 
 class Place:
@@ -174,6 +177,8 @@ class Recorder(Ledger):
         """Fill in what is known of an operation once it has run."""
         given, made = self.tensors([args, kwargs]), self.tensors(out)
         name = f"{func.namespace}.{func._opname}"
+        if name in MATMULS:
+            refuse_unlike(operation.module, given)
         nothing = func.is_view or name in NO_KERNEL
         written = [] if nothing else [*made, *self.tensors(mutated(func, args, kwargs))]
         operation.shapes = tuple(tuple(tensor.shape) for tensor in given)
@@ -318,6 +323,16 @@ def mutated(func: Any, args: Any, kwargs: Any) -> list[Any]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.append(args[position] if position < len(args) else kwargs.get(argument.name))
     return found
+
+
+def refuse_unlike(module: str, factors: list[Tensor]) -> None:
+    """Raise UserError for a matmul of unlike dtypes: fakes take it, real kernels do not."""
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(x.dtype for x in factors)]
+    if len(dtypes) > 1:
+        raise UserError(
+            f"{module or 'The step'} multiplies tensors of {' and '.join(dtypes)}, which no kernel does: set "
+            "train.precision=fp32, in which all are of one dtype."
+        )
 
 
 def unique(tensors: list[Tensor]) -> list[Tensor]:

@@ -5,14 +5,19 @@ import signal
 import time
 
 import pytest
-from transformers import LlamaConfig
+import torch
+from transformers import LlamaConfig, XGLMConfig
 
 from meshtune.dryrun.ranks import distinct_ranks, ranks_to_trace, trace_ranks
+from meshtune.dryrun.recorder import refuse_unlike
+from meshtune.dryrun.world import Job, trace_rank
 from meshtune.errors import RankFailed, UserError
 from meshtune.layout import Layout
 from meshtune.meter.trace import RankTrace, StepTrace, Storage
 from meshtune.model.trace import census
 from meshtune.placement.census import Census
+from meshtune.train import model
+from meshtune.train.model import ModelSpec, OptimizerSpec
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +120,29 @@ def test_a_crash_ends_all_with_its_rank_and_cause(
 def test_a_hang_is_named_with_its_line() -> None:
     with pytest.raises(RankFailed, match=r"(?s)rank 7 hangs: it used no CPU for 0.40 s.*in crash"):
         trace_ranks(crash, [7], 8, silence=0.4)
+
+
+def mixed(rank: int) -> RankTrace:
+    """Trace an XGLM in bf16 whose table of positions is left in fp32."""
+    config = XGLMConfig(vocab_size=64, d_model=32, num_layers=1, attention_heads=2, ffn_dim=32)
+    spec = ModelSpec(source=config, init="random", attention="eager")
+    model.cast_position_tables = lambda *_: None
+    return trace_rank(
+        Job(
+            spec=spec, optimizer=OptimizerSpec(), layout=Layout.parse("mb1-ga1"), seq_len=16, documents=(16,)
+        ),
+        rank,
+    )
+
+
+def test_a_matmul_of_unlike_dtypes_is_refused_as_by_real_kernels() -> None:
+    left, right = (torch.empty(2, 2, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    refuse_unlike("lm_head", [left, left])
+    with pytest.raises(UserError, match="lm_head multiplies tensors of float32 and bfloat16"):
+        refuse_unlike("lm_head", [left, right])
+
+
+@pytest.mark.slow
+def test_a_model_with_such_a_matmul_is_refused() -> None:
+    with pytest.raises(UserError, match=r"layers\.0\..* multiplies tensors of bfloat16 and float32"):
+        trace_ranks(mixed, [0], 1)
