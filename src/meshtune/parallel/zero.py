@@ -20,6 +20,7 @@ not averaged: each micro-batch's loss is already divided by the label tokens of 
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -57,7 +58,8 @@ def shard(
     policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False)
     blocks, options = list(blocks), {"mesh": mesh, "reshard_after_forward": zero == 3, "mp_policy": policy}
     tied = embedding is not None and head is not None and _share(embedding, head)
-    for together in _sharing(blocks):
+    sharing = _sharing(blocks)
+    for together in sharing:
         if norm is not None and blocks[-1] in together:
             together.append(norm)
         fully_shard(together, **options)
@@ -65,8 +67,12 @@ def shard(
         fully_shard(embedding, **options)
         _sharded(embedding).set_unshard_in_backward(not _is_table(embedding))
     fully_shard(root, **options)
-    if embedding is not None and not tied:  # else it would prefetch the last block of an earlier micro-batch
-        _sharded(embedding).set_modules_to_backward_prefetch([_sharded(root)])
+    # By itself FSDP2 forgets, with each backward, the order of the forwards that still wait for theirs (in a
+    # pipeline), and at the first group prefetches the last block of an earlier micro-batch.
+    first = [embedding] if embedding is not None and not tied else []
+    order = [root, *first, *(together[0] for together in sharing), root]
+    for before, module in pairwise(order):
+        _sharded(module).set_modules_to_backward_prefetch([_sharded(before)])
     for module in groups(root):  # neither setter is recursive
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # else PREMUL_SUM, which gloo doesn't support

@@ -88,3 +88,19 @@ def test_a_real_step_on_streams(layout: str) -> None:
         assert nccl is not None
         sent = [each.collective for each in trace.steps[1].operations if each.collective]
         assert all("times as long" in text for text in differences(sent, nccl, costs(parsed).collective))
+
+
+@pytest.mark.slow
+def test_every_backward_of_a_pipeline_gathers_a_block_ahead() -> None:
+    """By itself FSDP2 gathers ahead in the first backward alone, where several forwards wait for theirs."""
+    layout = Layout.parse("zero3x2-pp2-gpipe-mb1-ga4")
+    for trace, order in zip(traced(str(layout)), orders(layout), strict=True):
+        step = trace.steps[1]
+        for each, numbers in cut(step, order).passes.items():
+            if each[0] != "B":
+                continue
+            found = [step.operations[number] for number in numbers]
+            ops = [one.collective.op if one.collective else "" for one in found]
+            gathers = [at for at, op in enumerate(ops) if op == "all_gather"]
+            assert len(gathers) == MODEL.num_hidden_layers // layout.pp == 2
+            assert gathers[1] < [one.name for one in found].index("aten.mm.default")
