@@ -141,15 +141,10 @@ class Bench:
         """The document of a layout before it has run: what is predicted and what the dry run simulates."""
         from meshtune.study.beside import predicted, simulated
 
-        subject, cluster = self.subject, self.cluster.of_size(layout.world)
-        document: Document = {
-            "layout": str(layout), "world": layout.world, "predicted": None, "simulated": None
-        }  # fmt: skip
-        if subject.workload is not None:
-            workload = subject.workload.of_batch(layout.global_batch_size)
-            document["predicted"] = predicted(workload, explained(workload, cluster, layout))
-        simulation = subject.simulate(self.job(layout), cluster, log)
-        return document | {"simulated": simulated(simulation)}
+        cluster = self.cluster.of_size(layout.world)
+        simulation = self.subject.simulate(self.job(layout), cluster, log)
+        both = {"predicted": predicted(simulation), "simulated": simulated(simulation)}
+        return {"layout": str(layout), "world": layout.world, **both}
 
     def job(self, layout: Layout) -> "Job":
         """The steps to simulate: with data, of the second batch, whose memory is compared."""

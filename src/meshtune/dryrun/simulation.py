@@ -17,7 +17,8 @@ from meshtune.layout import Layout
 from meshtune.meter.trace import RankTrace
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.facts import cluster_facts
-from meshtune.plan.search import Choice
+from meshtune.plan.memory.timeline import Memory
+from meshtune.plan.search import Choice, peaks_of_ranks
 from meshtune.plan.workload import Workload
 from meshtune.units import counted, human
 
@@ -43,7 +44,7 @@ class Simulation:
     @cached_property
     def fullest(self) -> RankTrace:
         """The traced rank that needs most."""
-        return max(self.traces, key=self.reserved)
+        return max(self.traces, key=lambda trace: (self.reserved(trace), trace.steps[1].peak()[0]))
 
     @cached_property
     def workspaces(self) -> Workspaces | None:
@@ -148,6 +149,25 @@ class Simulation:
         return [simulate([*by_pp.values()], self.layout, self.costs, step) for step in (1, 2)]
 
     @cached_property
+    def predicted_peaks(self) -> Mapping[int, Memory]:
+        """The planner's memory by index in the pipeline: the first, a middle and the last rank; empty for a
+        model that it can't count.
+        """
+        if self.workload is None:
+            return {}
+        return peaks_of_ranks(self.workload, self.cluster, self.layout)
+
+    def predicted_memory(self, trace: RankTrace) -> dict[str, Any] | None:
+        """Bytes by category that the planner predicts on the pipeline rank of a trace, as Memory.as_dict; on
+        one in the middle those of the fullest there.
+        """
+        if not (peaks := self.predicted_peaks):
+            return None
+        index = trace.coordinates.get("pp", 0)
+        middle = next((other for other in peaks if 0 < other < self.layout.pp - 1), 0)
+        return peaks[index if index in peaks else middle].as_dict()
+
+    @cached_property
     def disagreements(self) -> list[str]:
         """Sentences on collectives that NCCL's tables and the planner's rings predict differently."""
         nccl = Nccl.of(self.cluster)
@@ -184,7 +204,7 @@ class Simulation:
             "time": self.time(),
             "ranks": [
                 rank_facts(trace, self.stands_for[trace.rank], self.reserved(trace))
-                | {"allocator": self.allocator(trace)}
+                | {"allocator": self.allocator(trace), "predicted": self.predicted_memory(trace)}
                 for trace in self.traces
             ],
             "predicted": self.predicted and self.predicted.as_dict(),

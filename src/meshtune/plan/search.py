@@ -82,7 +82,7 @@ class Choice:
 
     def as_dict(self) -> dict[str, Any]:
         """The contract of `plan --json`: bytes and seconds. Times are None where they mean nothing."""
-        m, timed = self.memory, self.cluster.timed
+        timed = self.cluster.timed
         time = {part: getattr(self.seconds, part) for part in PARTS} | {"total": self.seconds.total}
         return {
             "layout": str(self.layout),
@@ -92,12 +92,7 @@ class Choice:
             "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu if timed else None,
             "step_seconds": self.seconds.total if timed else None,
             "mfu": self.mfu if timed else None,
-            "memory": {
-                **{name: getattr(m, name) for name in timeline.CATEGORIES},
-                "peak": m.peak,
-                "capacity": self.cluster.memory,
-                "moment": timeline.EVENTS[int(m.event)],
-            },
+            "memory": self.memory.as_dict() | {"capacity": self.cluster.memory},
             "time": time if timed else None,
             "error": self.accuracy.as_dict(),
         }
@@ -315,6 +310,15 @@ def peak(workload: Workload, cluster: Cluster, layouts: Columns) -> Memory:
     accounting = accounting_of(workload, cluster)
     stages = ranks_of(workload, accounting, layouts)
     return timeline.peak(workload.work, layouts, accounting, workload.seq_len, stages)
+
+
+def peaks_of_ranks(workload: Workload, cluster: Cluster, layout: Layout) -> dict[int, Memory]:
+    """Predicted memory of each pipeline rank that `peak` compares, by its index in the pipeline."""
+    layouts, accounting = Columns.of([layout]), accounting_of(workload, cluster)
+    stages = ranks_of(workload, accounting, layouts)
+    alone = [rows(stages, slice(place, place + 1)) for place in range(len(stages.rank))]
+    peaks = [timeline.peak(workload.work, layouts, accounting, workload.seq_len, one) for one in alone]
+    return {int(one.rank[0, 0]): at(memory, 0) for one, memory in zip(alone, peaks, strict=True)}
 
 
 def ranks_of(workload: Workload, accounting: Accounting, layouts: Columns) -> Stages:

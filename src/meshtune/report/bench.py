@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from meshtune.plan.memory.timeline import CATEGORY_NAMES
+from meshtune.report.dryrun.beside import difference, peaks
 from meshtune.report.dryrun.listing import Listing
 from meshtune.units import duration, human
 
@@ -46,6 +47,10 @@ def layouts_table(documents: Sequence[Document], speed_unit: str) -> Listing:
 
 def side_by_side(document: Document) -> list[Listing]:
     """Time by part and memory by category of one layout, as they are predicted, simulated and measured."""
+    notes = (OFF,)
+    if document["predicted"] and document["simulated"]:
+        simulated = document["simulated"]
+        notes = (peaks(simulated["rank"], document["predicted"]["event"], simulated["event"]), OFF)
     title, heads = str(document["layout"]), ("", *COLUMNS, "predicted\noff by", "simulated\noff by")
     step = [(document[name] or {}).get("step_seconds") for name in COLUMNS]
     time = [*_rows(document, "parts", PART_NAMES, duration), _row("step", step, duration)]
@@ -54,7 +59,7 @@ def side_by_side(document: Document) -> list[Listing]:
     return [
         Listing(f"{title}, time", heads, tuple(time), ("",), totals=1),
         Listing(
-            f"{title}, memory of tensors on its fullest rank", heads, tuple(memory), ("",), (OFF,), totals=1
+            f"{title}, memory of tensors on its fullest rank", heads, tuple(memory), ("",), notes, totals=1
         ),
     ]
 
@@ -72,7 +77,7 @@ def _rows(
 
 def _row(name: str, values: Sequence[float | None], written: Callable[[float], str]) -> tuple[str, ...]:
     *others, measured = values
-    off = (f"{one / measured - 1:+.1%}" if one is not None and measured else "" for one in others)
+    off = ("" if one is None or measured is None else difference(one, measured, written) for one in others)
     return (name, *("" if one is None else written(one) for one in values), *off)
 
 

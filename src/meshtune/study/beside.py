@@ -11,23 +11,26 @@ from meshtune.meter.causes import causes
 from meshtune.meter.trace import BACKWARD, FORWARD
 from meshtune.placement.columns import Columns
 from meshtune.plan.machine import machine_of
-from meshtune.plan.search import Choice
 from meshtune.plan.seconds.step import Seconds, passes
-from meshtune.plan.workload import Workload
-from meshtune.report.dryrun.beside import simulated_memory
+from meshtune.report.dryrun.beside import fullest, peak_event, simulated_memory
 
 EXPOSED = ("tensor", "context", "data")  # parts of Seconds that are `communication`
 
 
-def predicted(workload: Workload, choice: Choice) -> dict[str, Any]:
-    """The planner's step of a layout: seconds by part, bytes by category of its tensors.
+def predicted(simulation: Simulation) -> dict[str, Any] | None:
+    """The planner's step of a simulated layout: seconds by part, and bytes by category of tensors on the
+    pipeline rank that holds most when simulated; None for a model that it can't count.
 
     Seconds are None where they mean nothing, as on processors that nobody has measured.
     """
+    workload, choice = simulation.workload, simulation.predicted
+    memory = simulation.predicted_memory(simulation.fullest)
+    if workload is None or choice is None or memory is None:
+        return None
+    event = memory.pop("moment")
     facts = choice.as_dict()
-    memory = {name: size for name, size in facts["memory"].items() if name not in ("capacity", "moment")}
     if not choice.cluster.timed:
-        return {"step_seconds": None, "parts": None, "memory": tensors(memory)}
+        return {"step_seconds": None, "parts": None, "memory": tensors(memory), "event": event}
     columns, machine = Columns.of([choice.layout]), machine_of(workload, choice.cluster)
     computing = passes(workload.work, columns, machine, workload.seq_len, workload.document_tokens)
     split = {name: float(np.squeeze(value)) for name, value in computing.items()}
@@ -36,6 +39,7 @@ def predicted(workload: Workload, choice: Choice) -> dict[str, Any]:
         "parts": parts_of(choice.seconds, split),
         "time": facts["time"],
         "memory": tensors(memory),
+        "event": event,
     }
 
 
@@ -51,8 +55,13 @@ def why_slow(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 def simulated(simulation: Simulation) -> dict[str, Any]:
     """The dry run's step of a layout, as `predicted`."""
-    memory = {name: float(size) for name, size in simulated_memory(simulation.as_dict()).items()}
-    facts: dict[str, Any] = {"step_seconds": None, "parts": None, "memory": tensors(memory)}
+    document = simulation.as_dict()
+    memory = {name: float(size) for name, size in simulated_memory(document).items()}
+    rank = fullest(document)
+    facts: dict[str, Any] = {
+        "step_seconds": None, "parts": None, "memory": tensors(memory), "rank": rank["rank"],
+        "event": peak_event(rank),
+    }  # fmt: skip
     if simulation.costs is None:
         return facts
     later, split = simulation.times[-1], {"forward": 0.0, "backward": 0.0, "recomputation": 0.0}

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from meshtune.errors import UserError
+from meshtune.layout import Layout
 from meshtune.plan.candidates import EVERY_DEGREE, EVERY_MICRO_BATCH, divisors, micro_batches
 from meshtune.plan.cluster import Cluster, cluster_of
 from meshtune.plan.models import models
-from meshtune.plan.search import search
+from meshtune.plan.search import explained, peaks_of_ranks, search
 from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig
 
@@ -62,3 +63,20 @@ def test_a_part_with_many_divisors_has_micro_batches_of_powers_of_two() -> None:
 def test_a_batch_beyond_what_a_layout_can_say_is_refused(size: int) -> None:
     with pytest.raises(UserError, match=r"more than 10,000,000 for each of 8 GPUs; set a smaller"):
         search(workload(size, "llama-3.1-8b"), machines(8), fixed={"micro_batch_size": 1})
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        ("zero3x64-mb1-ga1", [0]),
+        ("zero3x8-pp8-1f1b-mb1-ga8", [0, 6, 7]),
+        ("zero3x8-pp8-zbv-mb1-ga16", [0, 1, 7]),
+    ],
+)
+def test_the_planned_memory_is_that_of_the_fullest_pipeline_rank(layout: str, ranks: list[int]) -> None:
+    plan, one = workload(64), Layout.parse(layout)
+    peaks = peaks_of_ranks(plan, machines(64), one)
+    most = explained(plan, machines(64), one).memory
+    assert [*peaks] == ranks
+    assert max(each.peak for each in peaks.values()) == most.peak
+    assert most.as_dict() in [each.as_dict() for each in peaks.values()]

@@ -1,26 +1,39 @@
 """The planner's prediction beside the dry run: a layout by part, several in a row each."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from meshtune.commands.verify import conclusions
 from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.seconds.step import PARTS
-from meshtune.report.dryrun.beside import layouts_table, side_by_side, simulated_memory
+from meshtune.report.dryrun.beside import fullest, layouts_table, side_by_side, simulated_memory
 from meshtune.units import GIB
 
 
-def document(layout: str, *, timed: bool = True) -> dict[str, Any]:
-    """A document of `dryrun --json` of two ranks, the second of which needs more."""
+def document(layout: str, *, timed: bool = True, reserved: Sequence[int] = (2, 3)) -> dict[str, Any]:
+    """A document of `dryrun --json` of two ranks, the second of which has the higher peak.
+
+    reserved: GiB that the allocator holds on each.
+    """
     memory = dict.fromkeys(CATEGORIES, 0) | {"weights": 2 * GIB, "overhead": GIB, "peak": 3 * GIB}
+    on_ranks = [{"logits": GIB, "peak": GIB, "moment": "loss"}, memory | {"moment": "update"}]
     time = dict.fromkeys(PARTS, 0.0) | {"compute": 0.9, "data": 0.2, "total": 1.1}
     parts = dict.fromkeys(PARTS, 0.0) | {"compute": 1.0}
     ranks = [
         {
-            "reserved_bytes": size * GIB,
-            "peak_bytes": (size - 1) * GIB,
-            "steps": [{}, {"by_category": {"weights": (size - 1) * GIB}}],
+            "rank": 4 * (size - 1),
+            "reserved_bytes": reserved[size - 1] * GIB,
+            "peak_bytes": size * GIB,
+            "predicted": dict.fromkeys(CATEGORIES, 0) | on_ranks[size - 1],
+            "steps": [
+                {},
+                {
+                    "by_category": {"weights": size * GIB},
+                    "timeline": [["forward a", {"weights": GIB}], ["backward b", {"weights": size * GIB}]],
+                },
+            ],
         }
-        for size in (2, 3)
+        for size in (1, 2)
     ]
     return {
         "layout": layout,
@@ -40,9 +53,33 @@ def test_parts_of_the_fullest_rank_stand_beside_the_prediction() -> None:
         "overhead": ("1.00 GiB", "2.00 GiB", "-50.0%"),
         "memory": ("3.00 GiB", "4.00 GiB", "-25.0%"),
         "compute": ("0.90 s", "1.0 s", "-10.0%"),
-        "data": ("0.20 s", "0.0 ms", ""),
+        "data": ("0.20 s", "0.0 ms", "+0.20 s"),
         "step": ("1.1 s", "1.0 s", "+10.0%"),
     }
+
+
+def test_the_compared_rank_and_both_events_are_named() -> None:
+    note, *others = side_by_side(document("dp2-mb1-ga1")).notes
+    assert note == (
+        "Memory of rank 4, which holds most when simulated. Its peak is predicted in the update, and "
+        "simulated in the backward b."
+    )
+    assert "another pipeline rank" not in " ".join(others)
+
+
+def test_a_rank_is_compared_with_the_prediction_for_the_same_one() -> None:
+    one = document("pp2-mb1-ga1", reserved=(4, 3))
+    listing = side_by_side(one)
+    rows = {row[0]: row[1:] for row in listing.rows}
+    assert rows["weights"] == ("0 B", "1.00 GiB", "-100.0%")
+    assert rows["logits"] == ("1.00 GiB", "0 B", "+1.00 GiB")
+    assert rows["memory"] == ("1.00 GiB", "4.00 GiB", "-75.0%")
+    assert "of rank 0," in listing.notes[0] and "in the loss," in listing.notes[0]
+    assert listing.notes[1] == "The planner predicts most, 3.00 GiB, on another pipeline rank."
+
+
+def test_of_ranks_that_reserve_as_much_the_one_with_the_higher_peak_is_compared() -> None:
+    assert fullest(document("pp2-mb1-ga1", reserved=(3, 3)))["rank"] == 4
 
 
 def test_several_layouts_have_a_row_each_and_no_times_where_one_has_none() -> None:

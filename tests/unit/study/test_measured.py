@@ -66,8 +66,14 @@ def test_tables_show_each_part_thrice_and_reasons_of_failures() -> None:
     forward = {"forward": 0.5, "communication": 0.25}
     document = {
         "layout": "dp2-mb1", "world": 2, "failed": None, "measured": measured([4.0]).as_dict(),
-        "predicted": {"step_seconds": None, "parts": None, "memory": {"weights": 20, "peak": 20}},
-        "simulated": {"step_seconds": 5.0, "parts": forward, "memory": {"weights": 10, "peak": 40}},
+        "predicted": {
+            "step_seconds": None, "parts": None, "memory": {"weights": 20, "logits": 7, "peak": 27},
+            "event": "loss",
+        },
+        "simulated": {
+            "step_seconds": 5.0, "parts": forward, "memory": {"weights": 10, "peak": 40}, "rank": 3,
+            "event": "backward b",
+        },
     }  # fmt: skip
     failed = document | {"layout": "dp2-mb64", "measured": None, "failed": "Out of memory. 80 GiB."}
     text = rendered(layouts_table([failed, document], "tokens/s/GPU"), *side_by_side(document))
@@ -75,6 +81,8 @@ def test_tables_show_each_part_thrice_and_reasons_of_failures() -> None:
     assert "dp2-mb1 125 4.0 s 0.0% 25.0% 40 B" in lines
     assert "dp2-mb64: Out of memory. 80 GiB." in lines
     assert "weights 20 B 10 B 10 B +100.0% +0.0%" in lines
+    assert "logits 7 B 0 B 0 B +7 B" in lines
+    assert "Memory of rank 3, which holds most when simulated. Its peak is predicted in the loss" in text
     assert "step 5.0 s 4.0 s +25.0%" in lines
     assert any(line.startswith("exposed communication 0.25 s") for line in lines), text
     assert side_by_side(failed)[0].rows[0][3] == ""  # nothing was measured

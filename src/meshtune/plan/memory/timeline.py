@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -55,6 +56,11 @@ class Memory:
     @property
     def peak(self) -> Number:
         return sum(getattr(self, name) for name in CATEGORIES)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Bytes by category, their sum as "peak", and the event as "moment", of one layout."""
+        sizes = {name: getattr(self, name) for name in CATEGORIES}
+        return {**sizes, "peak": self.peak, "moment": EVENTS[int(self.event)]}
 
 
 CATEGORIES = tuple(field.name for field in fields(Memory) if field.name not in ("event", "rank"))

@@ -20,8 +20,10 @@ OVERHEAD = "overhead: memory that the allocator holds unused, CUDA and NCCL"
 
 
 def fullest(document: Document) -> dict[str, Any]:
-    """The traced rank whose allocator holds most in a later step."""
-    return max(document["ranks"], key=lambda rank: rank["reserved_bytes"])
+    """The traced rank whose allocator holds most in a later step; of several, the one with the highest peak
+    (an allocator reserves whole pages, so that ranks are often equal).
+    """
+    return max(document["ranks"], key=lambda rank: (rank["reserved_bytes"], rank["peak_bytes"]))
 
 
 def simulated_memory(document: Document) -> dict[str, int]:
@@ -32,19 +34,44 @@ def simulated_memory(document: Document) -> dict[str, int]:
 
 
 def side_by_side(document: Document) -> Listing:
-    """Memory by category and time by part of one layout, which the planner has predicted."""
+    """Memory by category of the fullest simulated rank and time by part of one layout, which the planner has
+    predicted.
+    """
     return Listing(
         f"Predicted and simulated, {document['layout']}",
         ("", "predicted", "simulated", "off by"),
         tuple(_rows(document)),
         ("",),
-        (DIFFERENCE, OVERHEAD),
+        (*_events(document), DIFFERENCE, OVERHEAD),
         totals=1,
     )
 
 
+def peak_event(rank: Document) -> str:
+    """Phase, module and operation of the peak of a traced rank's later steps."""
+    event, _ = max(rank["steps"][1]["timeline"], key=lambda entry: sum(entry[1].values()))
+    return event
+
+
+def peaks(rank: int, predicted: str, simulated: str) -> str:
+    """Sentence on the rank and the events of the peaks that are compared."""
+    return (
+        f"Memory of rank {rank:,}, which holds most when simulated. Its peak is predicted in the "
+        f"{predicted}, and simulated in the {simulated}."
+    )
+
+
+def _events(document: Document) -> Iterator[str]:
+    """Yield sentences on the rank and the events of the peaks that are compared."""
+    rank, whole = fullest(document), document["predicted"]["memory"]
+    predicted = rank["predicted"]
+    yield peaks(rank["rank"], predicted["moment"], peak_event(rank))
+    if whole["peak"] > predicted["peak"]:
+        yield f"The planner predicts most, {human(whole['peak'])}, on another pipeline rank."
+
+
 def _rows(document: Document) -> Iterator[tuple[str, str, str, str]]:
-    memory, held = document["predicted"]["memory"], simulated_memory(document)
+    memory, held = fullest(document)["predicted"], simulated_memory(document)
     for name in CATEGORIES:
         if (sizes := (memory[name], held.get(name, 0))) != (0, 0):
             yield _row(CATEGORY_NAMES[name], *sizes, human)
@@ -61,7 +88,7 @@ def _rows(document: Document) -> Iterator[tuple[str, str, str, str]]:
 def _row(
     name: str, predicted: float, simulated: float, written: Callable[[float], str]
 ) -> tuple[str, str, str, str]:
-    return name, written(predicted), written(simulated), difference(predicted, simulated)
+    return name, written(predicted), written(simulated), difference(predicted, simulated, written)
 
 
 def layouts_table(documents: Sequence[Document]) -> Listing:
@@ -73,15 +100,19 @@ def layouts_table(documents: Sequence[Document]) -> Listing:
     rows = []
     for document in documents:
         sizes = document["predicted"]["memory"]["peak"], document["need_bytes"]
-        row = [document["layout"], *map(human, sizes), difference(*sizes)]
+        row = [document["layout"], *map(human, sizes), difference(*sizes, human)]
         if timed:
             pair = document["predicted"]["time"]["total"], document["time"]["seconds"]
-            row += [*map(duration, pair), difference(*pair)]
+            row += [*map(duration, pair), difference(*pair, duration)]
         rows.append((*row, "yes" if document["fits"] else "no"))
     title = "Predicted and simulated"
     return Listing(title, (*heads, "fits"), tuple(rows), ("layout",), (DIFFERENCE,))
 
 
-def difference(predicted: float, simulated: float) -> str:
-    """How much more is predicted, as a share of the simulated number; "" where that is 0."""
-    return f"{predicted / simulated - 1:+.1%}" if simulated else ""
+def difference(predicted: float, simulated: float, written: Callable[[float], str]) -> str:
+    """How much more is predicted, as a share of the other number; where that is 0, all of it, as `written`
+    writes it.
+    """
+    if simulated:
+        return f"{predicted / simulated - 1:+.1%}"
+    return f"+{written(predicted)}" if predicted else ""
