@@ -98,10 +98,3 @@ def large_cases() -> Iterator[tuple[str, Job]]:
 
 
 SMALL, LARGE = dict(small_cases()), dict(large_cases())
-# Small cases whose peak the planner does not have within 2 %; memory-dryrun.md names the category.
-BEYOND = {
-    # the peak is in the recomputation (norm of queries), beside gradients of an adapter's output and of what
-    # sp gathered
-    "09 qwen3 bf16-pure cpu tp2-sp-mb3-ga1-selective lora",
-    "37 qwen3 bf16 cuda tp2-sp-mb2-ga4-selective lora",
-}

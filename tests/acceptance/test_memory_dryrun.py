@@ -24,7 +24,7 @@ from meshtune.train.model import ModelSpec, OptimizerSpec
 
 sys.path.append(str(Path(__file__).parents[2] / "validation"))
 import memory_dryrun
-from memory_cases import BEYOND, LARGE, SMALL
+from memory_cases import LARGE, SMALL
 from memory_rows import compare
 
 TINY = LlamaConfig(
@@ -179,15 +179,7 @@ def test_a_wrong_formula_is_named() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason="see validation/memory-dryrun.md"))
-        if name in BEYOND
-        else name
-        for name in SMALL
-    ],
-)
+@pytest.mark.parametrize("name", SMALL)
 def test_random_steps_hold_what_is_planned(name: str) -> None:
     check(name, SMALL[name], "small")
 

@@ -37,9 +37,8 @@ def saved_by_block(
 ) -> BlockBytes:
     """Return the activations of an average block under each layout's recomputation mode.
 
-    `recomputed` is all that mode none saves under full, but for the block's input where its first norm saves
-    it as it is (in fp32); under selective what is missing of it and two tensors [tokens, hidden], split by
-    sp; else 0.
+    `recomputed` is all that mode none saves under full; under selective what is missing of it and two tensors
+    [tokens, hidden], split by sp; else 0.
 
     per_token: bytes per token that it saves if nothing is recomputed. tokens: of the micro-batch on this
     rank (after cp). element: bytes of an element of activations. regathers_inputs: under sp, matmul inputs
@@ -85,8 +84,7 @@ def saved_by_block(
     for name, mode in RECOMPUTATIONS.items():
         saved = np.where(layouts.recomputes(name), saved_under[mode.saves], saved)
     rest = np.maximum(everything - saved, 0.0)  # with adapters, matmul outputs are more than needed
-    all_again = everything - block_input * (element >= 4)
-    recomputed = np.where(layouts.recomputation("matmuls"), all_again, 0.0)
+    recomputed = np.where(layouts.recomputation("matmuls"), everything, 0.0)
     recomputed = np.where(layouts.recomputation("by_operation"), rest + 2 * block_input, recomputed)
     return BlockBytes(everything, saved, recomputed)
 
@@ -286,3 +284,24 @@ def block_backward(work: Work, layouts: Columns, accounting: Accounting, sizes: 
         wide = sizes.hidden_bytes / sizes.sequence_shards * max(4 / accounting.element, 1.0)  # in fp32
         inside = np.maximum(inside, work.last_norm * wide)
     return inside + gathered
+
+
+def recomputation_start(
+    work: Work, layouts: Columns, accounting: Accounting, sizes: MicroBatchSizes
+) -> Number:
+    """Bytes that a block's selective recomputation has when it has come to the queries, beside what was saved
+    and the gradient of the block's output. With adapters, of which outputs are saved that no backward needs,
+    a rank never has more.
+
+    That gradient as sp gathers it and as adapters scale it; the first norm's input in fp32 and its output,
+    and as sp gathers it; the norm of queries, in fp32, of which the inputs have been freed where adapters
+    added them up. Queries without a norm: their rotary embedding.
+    """
+    element, wide, tokens = accounting.element, max(4, accounting.element), sizes.tokens
+    adapted = any(matrix.adapter for matrix in work.matrices)
+    gathered = np.where(sizes.sequence_shards > 1, sizes.hidden_bytes, 0.0)
+    first_norm = sizes.hidden_bytes / sizes.sequence_shards * (wide / element + 1)
+    queries = sum(core.count * core.query_heads * core.qk_dim for core in work.cores)
+    of_query = np.where(work.normed_heads > 0, 2 * (wide + element), 3 * element) - element * adapted
+    of_queries = tokens * queries * of_query / work.head_shards(layouts.tp)
+    return gathered + adapted * sizes.hidden_bytes + first_norm + gathered + of_queries

@@ -12,6 +12,7 @@ from meshtune.plan.memory.activations import (
     MicroBatchSizes,
     norm_gradient,
     output_gradients,
+    recomputation_start,
     saved_by_block,
 )
 from meshtune.plan.memory.passes import block_passes
@@ -122,6 +123,9 @@ def activations_in_flight(
     in_forward = np.where(saving > 0, passes.forward, passes.recomputed_forward) + passes.masks - masks
     # The blocks that recompute nothing come first in the backward, and free what they saved.
     at_once = np.maximum(passes.recomputed - saving / virtual * block.everything, 0.0)
+    starts = layouts.recomputation("by_operation") & (saving <= 0) & (accounting.selected is None)
+    start = output_gradient + recomputation_start(work, layouts, accounting, sizes)
+    of_stage = np.maximum(of_stage, np.where(starts, start, 0.0))
     before_others = np.maximum(passes.backward + at_once, of_stage)
     after_others = np.maximum(passes.backward_beside_gradients + at_once, of_stage)
     first = np.maximum(passes.backward_beside_gradients + passes.recomputed, of_stage)

@@ -45,16 +45,18 @@ def block_passes(
     """
     backward = output_gradient + block_backward(work, layouts, accounting, sizes)
     peaks = accounting.traced_peaks(work, layouts, seq_len)
+    block_input = sizes.hidden_bytes / sizes.sequence_shards
+    saves_input = peaks.saves_input if peaks else accounting.element >= 4  # as a norm in fp32 does
+    saved_anyway = np.where(layouts.recomputation("matmuls"), saves_input * block_input, 0.0)
+    recomputed = block.recomputed - saved_anyway
     if peaks is None:
-        return BlockPasses(False, 0.0, 0.0, block.recomputed, backward, backward, 0.0)
+        return BlockPasses(False, 0.0, 0.0, recomputed, backward, backward, 0.0)
     in_forward, in_backward, alone, masks = (
         sizes.tokens * size / layouts.tp
         for size in (peaks.forward, peaks.backward, peaks.forward_alone, peaks.masks)
     )
-    block_input = sizes.hidden_bytes / sizes.sequence_shards
     in_backward = in_backward - block_input + output_gradient
     recomputes = layouts.recomputation("block")
-    saved_anyway = np.where(recomputes & (layouts.tp == 1), peaks.saves_input * block_input, 0.0)
     second_forward = np.where(recomputes, in_forward + output_gradient, 0.0)
     block_gradients = work.trained_block_parameters / layouts.tp * accounting.precision.gradient
     summed = (layouts.gradient_accumulation_steps > 1) | (accounting.gradient_replicas(layouts) > 1)
@@ -64,7 +66,7 @@ def block_passes(
         traced=True,
         forward=in_forward + (1 - peaks.saves_input) * block_input,
         recomputed_forward=np.where(recomputes, alone - block.saved, in_forward),
-        recomputed=block.recomputed - saved_anyway,
+        recomputed=recomputed,
         backward=np.maximum.reduce(np.broadcast_arrays(backward, in_backward, second_forward)),
         backward_beside_gradients=np.maximum.reduce(
             np.broadcast_arrays(backward, in_backward - missing, second_forward - block_gradients * counted)
