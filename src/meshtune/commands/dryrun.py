@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshtune.commands.complete import complete_layout
-from meshtune.commands.options import AsJson, Settings, announce, folder_of, layout_words, show, split
+from meshtune.commands.options import AsJson, Settings, announce, folder_of, layout_words, show_json, split
 from meshtune.errors import NothingFits, UserError
 from meshtune.units import duration, notice
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from meshtune.dryrun.simulation import Simulation
+    from meshtune.meter.trace import RankTrace
+    from meshtune.report.dryrun.page import DryRun
 
 TOP = 10  # tensors shown without --top
 
@@ -57,8 +59,11 @@ def dryrun(
     lengths = lengths_of(documents)
     overrides = on_cluster(overrides, gpus, gpu)
     plot = folder_of("--plot", plot)
+    from rich.console import Console
+
     from meshtune import config
     from meshtune.api.dryrun import simulations
+    from meshtune.dryrun.results import page_of
 
     done = simulations(
         config.load(file, overrides),
@@ -67,25 +72,28 @@ def dryrun(
         documents=lengths,
         log=progress,
     )
-    facts = [simulation.as_dict() for simulation in done]
-    show(
-        facts[0] if len(facts) == 1 else {"layouts": facts},
-        answer(done, top=top),
-        as_json=as_json,
-    )
+    pages = [page_of(simulation, top=top) for simulation in done] if plot or not as_json else []
+    if as_json:
+        facts = [simulation.as_dict() for simulation in done]
+        show_json(facts[0] if len(facts) == 1 else {"layouts": facts})
+    else:
+        Console().print(answer(done, pages))
     if plot:
-        write_plots(done, plot)
+        write_plots(done, pages, plot)
     check_fits(done)
 
 
-def write_plots(done: Sequence["Simulation"], folder: Path) -> None:
-    """Write pictures and traces of each layout into `folder`; of several into one of its own below it."""
+def write_plots(done: Sequence["Simulation"], pages: Sequence["DryRun"], folder: Path) -> None:
+    """Write pictures and traces of each layout into `folder`; of several into one of its own below it.
+
+    pages: the tables and pictures of each.
+    """
     from meshtune.dryrun.results import write_files
 
-    for simulation in done:
+    for simulation, page in zip(done, pages, strict=True):
         into = folder / str(simulation.layout) if len(done) > 1 else folder
         progress(f"drawing {simulation.layout} …")
-        files = write_files(into, simulation)
+        files = write_files(into, simulation, page)
         progress(f"{', '.join(file.name for file in files)} in {into}")
 
 
@@ -123,10 +131,10 @@ def progress(line: str) -> None:
     notice(f"meshtune: {line}")
 
 
-def answer(done: Sequence["Simulation"], *, top: int = TOP) -> "RenderableType":
+def answer(done: Sequence["Simulation"], pages: Sequence["DryRun"]) -> "RenderableType":
     """Print-ready: of each layout whether it fits and how long a step takes, then tables.
 
-    top: groups of the largest tensors to show.
+    pages: the tables of each.
     """
     from rich.console import Group
     from rich.text import Text
@@ -134,10 +142,10 @@ def answer(done: Sequence["Simulation"], *, top: int = TOP) -> "RenderableType":
     from meshtune.report.dryrun.beside import layouts_table
 
     parts: list[RenderableType] = []
-    for simulation in done:
+    for simulation, page in zip(done, pages, strict=True):
         style = "bold" if simulation.fits else "bold red"
         parts += [Text(simulation.verdict, style=style), *(Text(line) for line in headlines(simulation))]
-        parts += [Text(), *tables(simulation, top=top)]
+        parts += [Text(), *tables(page, simulation.fullest)]
     if len(done) > 1 and all(simulation.predicted for simulation in done):
         parts.append(layouts_table([simulation.as_dict() for simulation in done]).rendered())
     return Group(*parts)
@@ -163,17 +171,18 @@ def headlines(simulation: "Simulation") -> Iterator[str]:
     yield from simulation.notes
 
 
-def tables(simulation: "Simulation", *, top: int) -> "Iterator[RenderableType]":
+def tables(page: "DryRun", fullest: "RankTrace") -> "Iterator[RenderableType]":
     """Yield the tables of one layout: the peak of every traced rank, all else of the fullest one."""
-    from dataclasses import replace
+    from meshtune.report.dryrun.page import rank_listings
+    from meshtune.report.dryrun.tables import peak_table, substitutes_table
 
-    from meshtune.dryrun.results import page_of
-    from meshtune.report.dryrun.page import listings
-    from meshtune.report.dryrun.tables import peak_table
-
-    run = page_of(simulation)
-    pairs = (run.traces[first : first + 2] for first in range(0, len(run.traces), 2))  # of 80 columns
-    of_all = [*(peak_table(pair, run.reserved) for pair in pairs), *run.others]
-    _, *of_fullest = listings(replace(run, traces=[simulation.fullest], others=()), top=top)
-    for table in (*of_all, *of_fullest):
+    pairs = (page.traces[first : first + 2] for first in range(0, len(page.traces), 2))  # of 80 columns
+    peaks = [peak_table(pair, page.reserved) for pair in pairs]
+    substitutes = substitutes_table(page.traces)
+    for table in (
+        *peaks,
+        *page.others,
+        *rank_listings(page, fullest),
+        *[substitutes] * bool(substitutes.rows),
+    ):
         yield table.rendered()

@@ -51,10 +51,11 @@ def show_dry_run(config: "Config", nproc: int | None, *, as_json: bool) -> None:
 
     from meshtune.api.dry_train import dry_train
     from meshtune.commands.dryrun import answer, check_fits, progress
+    from meshtune.dryrun.results import page_of
 
     dry = dry_train(config, nproc, log=progress)
     lines = [Text(line) for line in (dry.headline, *dry.notes)]
-    show(dry.as_dict(), Group(*lines, answer([dry.simulation])), as_json=as_json)
+    show(dry.as_dict(), Group(*lines, answer([dry.simulation], [page_of(dry.simulation)])), as_json=as_json)
     check_fits([dry.simulation])
 
 

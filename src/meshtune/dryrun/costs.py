@@ -40,6 +40,25 @@ FILLS = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_l
 # Operations that overwrite an argument, which a trace counts among what they read.
 OVERWRITES = ("copy_", "_foreach_copy_", "split_with_sizes_copy", "chunk_cat", "zero_", "fill_")
 
+FORWARD_MATMULS, BACKWARD_MATMULS = 2, 5
+CPU_KERNEL = "aten._scaled_dot_product_flash_attention_for_cpu"
+# Operator of an attention kernel -> (position of q, of k, which v follows, number of matmuls).
+ATTENTION = {
+    "torch_attn._varlen_attn": (0, 1, FORWARD_MATMULS),
+    "torch_attn._varlen_attn_backward": (1, 2, BACKWARD_MATMULS),
+    CPU_KERNEL: (0, 1, FORWARD_MATMULS),
+    f"{CPU_KERNEL}_backward": (1, 2, BACKWARD_MATMULS),
+    "meshtune.capped_attention": (0, 1, FORWARD_MATMULS),
+    "meshtune.capped_attention_backward": (1, 2, BACKWARD_MATMULS),
+    "meshtune_dryrun.flex_attention": (0, 1, FORWARD_MATMULS),
+    "meshtune_dryrun.flex_attention_backward": (1, 2, BACKWARD_MATMULS),
+}
+ATTENTION |= {
+    f"aten._scaled_dot_product_{kernel}_attention{backward}": at
+    for kernel in ("flash", "efficient")
+    for backward, at in (("", (0, 1, FORWARD_MATMULS)), ("_backward", (1, 2, BACKWARD_MATMULS)))
+}
+
 
 def base_name(operation: str) -> str:
     """Name of an operation without its namespace and overload: "aten.mm.default" -> "mm"."""
@@ -47,10 +66,14 @@ def base_name(operation: str) -> str:
     return parts[1] if len(parts) > 1 else parts[0]
 
 
+def runs(operation: Operation) -> bool:
+    """True for what runs on a GPU or between GPUs."""
+    return operation.kernels > 0 or operation.collective is not None
+
+
 def is_attention(operation: Operation) -> bool:
     """True for the kernel of an attention core, forward or backward."""
-    name = base_name(operation.name)
-    return "attention" in name or "attn" in name or "flex_" in name
+    return operation.name.rpartition(".")[0] in ATTENTION
 
 
 @dataclass(frozen=True)

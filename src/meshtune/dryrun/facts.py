@@ -1,10 +1,10 @@
 """Facts of a traced rank as plain values: for `dryrun --json`, and for who reads it (`plan --verify`)."""
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from meshtune.meter.trace import PHASES, Collective, RankTrace, StepTrace
+from meshtune.dryrun.kernels import kernel_table
+from meshtune.meter.trace import PHASES, RankTrace, StepTrace
 from meshtune.report.dryrun.living import levels
 
 EVENTS = 400  # entries of a timeline at most
@@ -24,8 +24,8 @@ def rank_facts(trace: RankTrace, stands_for: str, reserved: int) -> dict[str, An
         "peak_bytes": second.peak()[0],
         "reserved_bytes": reserved,
         "flops": sum(trace.times(operation) * operation.flops for operation in second.operations),
-        "collectives": collectives(trace, second),
-        "phases": phases(trace, second),
+        "collectives": [kind._asdict() for kind in trace.collective_kinds(second)],
+        "phases": phases(trace),
         "host_reads": dict(second.host_reads),
         "substitutes": list(trace.substitutes),
         "micro_batches": {"traced": trace.micro_batches, "of": trace.of, "steady": trace.steady},
@@ -34,37 +34,13 @@ def rank_facts(trace: RankTrace, stands_for: str, reserved: int) -> dict[str, An
     }
 
 
-def collectives(trace: RankTrace, step: StepTrace) -> list[dict[str, Any]]:
-    """Number and bytes of a step's collectives by operation and axis, in the order of their first one."""
-    counts: Counter[tuple[str, str, int]] = Counter()
-    total: Counter[tuple[str, str, int]] = Counter()
-    for operation in step.operations:
-        if one := operation.collective:
-            times = trace.times(operation)
-            counts[kind_of(one)] += times
-            total[kind_of(one)] += times * one.bytes
-    return [
-        {"op": op, "axis": axis, "ranks": ranks, "count": count, "bytes": total[op, axis, ranks]}
-        for (op, axis, ranks), count in counts.items()
-    ]
-
-
-def kind_of(collective: Collective) -> tuple[str, str, int]:
-    """Operation, axis and number of ranks: collectives that are alike in these are counted together."""
-    return collective.op, collective.axis, collective.ranks
-
-
-def phases(trace: RankTrace, step: StepTrace) -> dict[str, dict[str, int]]:
-    """Kernels, FLOPs and bytes moved by each phase of a step."""
-    sums = {phase: Counter[str]() for phase in PHASES}
-    for operation in step.operations:
-        times = trace.times(operation)
-        sums[operation.phase].update(
-            kernels=times * operation.kernels,
-            flops=times * operation.flops,
-            bytes=times * (operation.read + operation.written),
-        )
-    return {phase: dict(counts) for phase, counts in sums.items() if counts}
+def phases(trace: RankTrace) -> dict[str, dict[str, int]]:
+    """Kernels, FLOPs and bytes moved by each phase of the second step; a collective is a kernel."""
+    sums = {phase: dict.fromkeys(("kernels", "flops", "bytes"), 0) for phase in PHASES}
+    for row in kernel_table(trace).rows:
+        for name, number in zip(sums[row.phase], (row.launches, row.flops, row.bytes), strict=True):
+            sums[row.phase][name] += round(number)
+    return {phase: counts for phase, counts in sums.items() if any(counts.values())}
 
 
 def step_facts(step: StepTrace) -> dict[str, Any]:

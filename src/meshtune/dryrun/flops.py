@@ -10,24 +10,7 @@ from typing import Any
 
 from torch.utils.flop_counter import flop_registry
 
-FORWARD_MATMULS, BACKWARD_MATMULS = 2, 5
-CPU_KERNEL = "aten._scaled_dot_product_flash_attention_for_cpu"
-# Operator of an attention kernel -> (position of q, of k, which v follows, number of matmuls).
-KERNELS = {
-    "torch_attn._varlen_attn": (0, 1, FORWARD_MATMULS),
-    "torch_attn._varlen_attn_backward": (1, 2, BACKWARD_MATMULS),
-    CPU_KERNEL: (0, 1, FORWARD_MATMULS),
-    f"{CPU_KERNEL}_backward": (1, 2, BACKWARD_MATMULS),
-    "meshtune.capped_attention": (0, 1, FORWARD_MATMULS),
-    "meshtune.capped_attention_backward": (1, 2, BACKWARD_MATMULS),
-    "meshtune_dryrun.flex_attention": (0, 1, FORWARD_MATMULS),
-    "meshtune_dryrun.flex_attention_backward": (1, 2, BACKWARD_MATMULS),
-}
-KERNELS |= {
-    f"aten._scaled_dot_product_{kernel}_attention{backward}": at
-    for kernel in ("flash", "efficient")
-    for backward, at in (("", (0, 1, FORWARD_MATMULS)), ("_backward", (1, 2, BACKWARD_MATMULS)))
-}
+from meshtune.dryrun.costs import ATTENTION
 
 
 def visible_pairs(documents: Sequence[int], window: int | None, columns: Iterable[int] | None = None) -> int:
@@ -51,19 +34,14 @@ def _triangle(length: int, window: int | None) -> int:
     return reach * (reach + 1) // 2 + (length - reach) * reach
 
 
-def is_attention(name: str) -> bool:
-    """Whether an operator is an attention kernel. name: with its overload, as "aten.mm.default"."""
-    return name.rpartition(".")[0] in KERNELS
-
-
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any, pairs: Callable[[Any, Any], float]) -> int:
     """FLOPs of one call of an operator.
 
     pairs: (name of an attention operator, its arguments) -> (query, key) pairs of the call, over its rows.
     """
     name = f"{func.namespace}.{func._opname}"
-    if name in KERNELS:
-        query, key, matmuls = KERNELS[name]
+    if name in ATTENTION:
+        query, key, matmuls = ATTENTION[name]
         q, v = args[query], args[key + 1]
         heads = q.shape[1]  # of [rows, heads, seq, head_dim] as of [tokens, heads, head_dim]
         width = (q.shape[-1] + v.shape[-1]) / 2  # of the matmuls with keys and of those with values

@@ -11,18 +11,16 @@ Without torch.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from meshtune.dryrun.costs import Costs, moved_bytes
-from meshtune.dryrun.passes import runs
+from meshtune.dryrun.costs import Costs, moved_bytes, runs
 from meshtune.meter.trace import FORWARD, UPDATE, Operation, RankTrace, StepTrace
+from meshtune.report.dryrun.living import module_place
 
 BLOCKS, EMBEDDING, HEAD, COMMUNICATION, UPDATES = PLACES = (
     "blocks", "embedding", "head and loss", "communication", "optimizer",
 )  # fmt: skip
-NUMBERED = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
 @dataclass
@@ -83,8 +81,11 @@ def merged(rows: Iterable[Kernels], name: str) -> list[Kernels]:
     return [sums[key] for key in sorted(sums, key=lambda key: key[0])]
 
 
-def kernel_table(trace: RankTrace, costs: Costs, step: int = 2) -> KernelTable:
-    """Count the kernels of a step; micro-batches that were not traced are as the steady one. step: 1 or 2."""
+def kernel_table(trace: RankTrace, costs: Costs | None = None, step: int = 2) -> KernelTable:
+    """Count the kernels of a step; micro-batches that were not traced are as the steady one.
+
+    costs: None leaves all seconds 0. step: 1 or 2.
+    """
     traced = trace.steps[step - 1]
     outside, sums = _outside(traced), dict[tuple[str, str, str], Kernels]()
     forwards: dict[tuple[str, int], float] = {}
@@ -103,8 +104,8 @@ def kernel_table(trace: RankTrace, costs: Costs, step: int = 2) -> KernelTable:
 
 def block_of(module: str) -> str:
     """Path of the block that a module is in, such as "model.layers.3"; "" outside of blocks."""
-    found = NUMBERED.search(module)
-    return module[: found.end(1)] if found else ""
+    place = module_place(module)
+    return "" if place.block is None else f"{place.before}.{place.block}"
 
 
 def _outside(step: StepTrace) -> dict[str, str]:
@@ -130,12 +131,13 @@ def _place(each: Operation, outside: dict[str, str]) -> str:
     return BLOCKS if block_of(each.module) else outside.get(each.module, HEAD)
 
 
-def _row(each: Operation, place: str, step: StepTrace, costs: Costs) -> Kernels:
+def _row(each: Operation, place: str, step: StepTrace, costs: Costs | None) -> Kernels:
     """Numbers of one operation."""
     if (collective := each.collective) is not None:
         name = f"{collective.op} {collective.axis}"
-        return Kernels(place, each.phase, name, 1, 0, collective.bytes, costs.collective(collective))
-    seconds = costs.compute(each, step.storages)
+        seconds = costs.collective(collective) if costs else 0.0
+        return Kernels(place, each.phase, name, 1, 0, collective.bytes, seconds)
+    seconds = costs.compute(each, step.storages) if costs else 0.0
     return Kernels(place, each.phase, each.name, each.kernels, each.flops, moved_bytes(each), seconds)
 
 

@@ -16,8 +16,7 @@ Microseconds and GB/s, as there. Without torch.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,7 +24,7 @@ from meshtune.meter.trace import Collective
 from meshtune.units import counted, human
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from meshtune.plan.cluster import Cluster
 
@@ -264,15 +263,20 @@ def _corrected(protocol: int, size: int) -> float:
 
 
 def differences(
-    collectives: Iterable[Collective], nccl: Nccl, seconds: Callable[[Collective], float]
+    counts: Mapping[Collective, int], nccl: Nccl, seconds: Callable[[Collective], float]
 ) -> list[str]:
     """A sentence for each kind of collective that the two models predict differently, the longest first.
 
-    collectives: of a step. seconds: the planner's, of each alone.
+    counts: how often each runs in a step. seconds: the planner's, of each alone. A kind has one operation,
+    one axis, and one size in the digits that are printed: those that differ by a norm's weight are one.
     """
-    counts = Counter(collectives)
-    named: list[tuple[float, str]] = []
+    kinds: defaultdict[tuple, Counter[Collective]] = defaultdict(Counter)
     for each, count in counts.items():
+        kinds[each.op, each.axis, each.ranks, human(each.bytes)][each] += count
+    named: list[tuple[float, str]] = []
+    for alike in kinds.values():
+        (each, _), *_ = alike.most_common(1)
+        count = alike.total()
         timed, planned = nccl.collective(each), seconds(each)
         if timed is None or abs(planned / timed.seconds - 1) <= DIFFERS:
             continue

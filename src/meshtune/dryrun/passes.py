@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from meshtune.dryrun.costs import makes_weight_gradient, matmul_sizes
+from meshtune.dryrun.costs import makes_weight_gradient, matmul_sizes, runs
 from meshtune.layout import Layout
 from meshtune.meter.trace import FORWARD, UPDATE, Operation, RankTrace, StepTrace
 from meshtune.placement.schedules import Pass, orders
@@ -81,11 +81,6 @@ def cut(step: StepTrace, planned: Sequence[Pass]) -> Cut:
         of_pass = found.passes.setdefault(now, []) if now[0] else found.before
         (found.after if number >= end else of_pass).append(number)
     return found
-
-
-def runs(operation: Operation) -> bool:
-    """True for what runs on a GPU or between GPUs."""
-    return operation.kernels > 0 or operation.collective is not None
 
 
 def _of_weights(operation: Operation, step: StepTrace) -> bool:

@@ -29,7 +29,6 @@ def drawable(
     """
     traces = simulation.traces
     timed = [trace for trace in traces if times and has_time(times[-1], trace.rank)]
-    operations = [one for trace in traces for one in trace.steps[-1].operations]
     return DryRun(
         model=simulation.model,
         layout=simulation.layout,
@@ -54,10 +53,10 @@ def drawable(
         timed=[one for rank in times[-1].ranks for one in passes(rank)]
         if times and simulation.layout.pp > 1
         else (),
-        workspaces=[
-            (row.name, row.operations, row.bytes, row.source)
-            for row in (workspaces.table(operations) if workspaces else ())
-        ],
+        workspaces={
+            trace.rank: [(row.name, row.operations, row.bytes, row.source) for row in workspaces.table(trace)]
+            for trace in (traces if workspaces else ())
+        },
         notes=simulation.notes,
     )
 

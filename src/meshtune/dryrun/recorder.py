@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from meshtune.dryrun.collectives import Groups, is_collective
-from meshtune.dryrun.flops import flops_of, is_attention
+from meshtune.dryrun.costs import is_attention
+from meshtune.dryrun.flops import flops_of
 from meshtune.errors import UserError
 from meshtune.meter.ledger import ACTIVATIONS, COMMUNICATION, Entry, Ledger, storages_of
 from meshtune.meter.trace import (
@@ -196,7 +197,7 @@ class Recorder(Ledger):
             self._message(operation, func, args, kwargs)
             return
         operation.kernels = int(bool(written))
-        if is_attention(operation.name):
+        if is_attention(operation):
             operation.pairs = self.pairs(name, args)
         operation.flops = flops_of(func, args, kwargs, out, self.pairs)
         if func is READ:

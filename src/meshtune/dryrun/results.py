@@ -15,7 +15,8 @@ from meshtune.dryrun.simulation import Simulation
 from meshtune.dryrun.snapshot import write_snapshot
 from meshtune.report.dryrun.beside import side_by_side
 from meshtune.report.dryrun.listing import Listing
-from meshtune.report.dryrun.page import DryRun, write
+from meshtune.report.dryrun.page import TOP, DryRun, write
+from meshtune.report.dryrun.tables import operation
 from meshtune.units import count, counted, duration, human, significant
 
 MOST_KERNELS = 30  # operations of a block that are listed
@@ -25,14 +26,14 @@ RESERVED = "reserved by the allocator"
 OTHERWISE = {True: "without expandable segments", False: "with expandable segments"}
 
 
-def page_of(simulation: Simulation) -> DryRun:
-    """Tables and pictures of a simulation."""
+def page_of(simulation: Simulation, *, top: int = TOP) -> DryRun:
+    """Tables and pictures of a simulation. top: groups of the largest tensors of each rank."""
     allocators = {
         RESERVED: simulation.replays,
         OTHERWISE[simulation.expandable]: simulation.other_replays,
     }
     run = drawable(simulation, times=simulation.times, replays=allocators, workspaces=simulation.workspaces)
-    return replace(run, others=[table for table in tables(simulation) if table.rows])
+    return replace(run, others=[table for table in tables(simulation) if table.rows], top=top)
 
 
 def tables(simulation: Simulation) -> Iterator[Listing]:
@@ -61,7 +62,7 @@ def kernels_listing(title: str, rows: list[Kernels], note: str = "") -> Listing:
     """A table of kernels: launches, FLOPs, bytes moved, FLOPs per byte, seconds alone on the GPU."""
     lines = tuple(
         (
-            row.name.removeprefix("aten.").removesuffix(".default"),
+            operation(row.name),
             row.phase,
             f"{row.launches:,.0f}" if row.launches >= 9.5 else significant(row.launches, 2),
             count(row.flops) if row.flops else "",
@@ -76,12 +77,12 @@ def kernels_listing(title: str, rows: list[Kernels], note: str = "") -> Listing:
     return Listing(title, heads, lines, (name, "phase"), (note,) if note else ())
 
 
-def write_files(folder: Path, simulation: Simulation) -> list[Path]:
+def write_files(folder: Path, simulation: Simulation, run: DryRun) -> list[Path]:
     """Write page, pictures and traces into `folder`, and return the files. Files that exist are replaced.
 
-    Raises NotDrawn without Altair, and OSError.
+    run: of `page_of`. Raises NotDrawn without Altair, and OSError.
     """
-    files = write(folder, page_of(simulation))
+    files = write(folder, run)
     if simulation.times:
         files.append(folder / TRACE)
         write_trace(files[-1], simulation.times[-1], simulation.traces)

@@ -130,7 +130,7 @@ class Simulation:
             "reserved_bytes": [replay.reserved for replay in replays],
             "segments": [len(replay.segments) for replay in replays],
             "other_reserved_bytes": [replay.reserved for replay in others],
-            "workspaces": [asdict(row) for row in self.workspaces.table(trace.steps[1].operations)],
+            "workspaces": [asdict(row) for row in self.workspaces.table(trace)],
         }
 
     @cached_property
@@ -173,7 +173,7 @@ class Simulation:
         nccl = Nccl.of(self.cluster)
         if self.costs is None or nccl is None:
             return []
-        return differences(self.fullest.steps[-1].collectives(), nccl, self.costs.collective)
+        return differences(self.fullest.collectives(self.fullest.steps[-1]), nccl, self.costs.collective)
 
     def time(self) -> dict[str, Any] | None:
         """Facts of a later step's time, in seconds; None without `costs`."""
@@ -190,6 +190,10 @@ class Simulation:
 
     def as_dict(self) -> dict[str, Any]:
         """The document of `dryrun --json`; bytes and seconds."""
+        return dict(self._document)
+
+    @cached_property
+    def _document(self) -> dict[str, Any]:
         return {
             "model": self.model,
             "layout": str(self.layout),

@@ -26,8 +26,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from meshtune.dryrun.costs import Costs, makes_weight_gradient
-from meshtune.dryrun.passes import Program, is_message, programs, runs
+from meshtune.dryrun.costs import Costs, makes_weight_gradient, runs
+from meshtune.dryrun.passes import Program, is_message, programs
 from meshtune.dryrun.queues import Run, Task
 from meshtune.layout import Layout
 from meshtune.meter.trace import (

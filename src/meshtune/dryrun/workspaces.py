@@ -3,13 +3,13 @@
 import math
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from meshtune.errors import UserError
-from meshtune.meter.trace import BACKWARD, RECOMPUTATION, Operation
+from meshtune.meter.trace import BACKWARD, RECOMPUTATION, Operation, RankTrace
 
 Shapes = tuple[tuple[int, ...], ...]
 BLOCK = 128  # rows that flash attention's backward computes at a time, at most
@@ -53,7 +53,7 @@ class Row:
     """A line of the table of workspaces."""
 
     name: str
-    operations: int  # that took it
+    operations: int  # of a step that take it; of a lasting one, threads
     bytes: int  # that the largest one took; of a lasting one, of all threads
     source: str
 
@@ -84,14 +84,14 @@ class Workspaces:
             if operation.name in each.of
         ]
 
-    def table(self, operations: Iterable[Operation]) -> list[Row]:
-        """A row for each workspace that these operations take, the largest first."""
+    def table(self, trace: RankTrace) -> list[Row]:
+        """A row for each workspace that a later step of a rank takes, the largest first."""
         count: Counter[str] = Counter()
         most: Counter[str] = Counter()
         kept: dict[str, int] = {}
-        for operation in operations:
+        for operation in trace.steps[-1].operations:
             for name, size in self.temporary(operation):
-                count[name] += 1
+                count[name] += trace.times(operation)
                 most[name] = max(most[name], size)
             kept |= self.lasting(operation)
         for thread, size in kept.items():

@@ -10,6 +10,7 @@ Plain values without torch, so that whatever reads a trace (an allocator, stream
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER = "weights", "gathered_weights", "gradients", "optimizer"
 ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARY = "activations", "logits", "communication", "temporary"
@@ -31,6 +32,16 @@ class Collective:
     stride: int = 1  # from a rank of the group to its next one in the world
     peer: int | None = None  # of a send or receive: the other rank in the world
     waits: bool = True  # the compute stream waits for it where it is issued; False: where its result is read
+
+
+class CollectiveKind(NamedTuple):
+    """Collectives of a step that are alike."""
+
+    op: str  # as Collective.op
+    axis: str
+    ranks: int
+    count: int
+    bytes: int  # of all `count` together
 
 
 @dataclass(slots=True)
@@ -155,3 +166,20 @@ class RankTrace:
         """How often an operation runs in a step: those of the steady micro-batch stand for others too."""
         untraced = self.of - self.micro_batches
         return 1 + untraced if untraced and operation.micro_batch == self.steady else 1
+
+    def collectives(self, step: StepTrace) -> Counter[Collective]:
+        """How often each collective runs in a step, in the order of their first ones."""
+        counts: Counter[Collective] = Counter()
+        for operation in step.operations:
+            if operation.collective is not None:
+                counts[operation.collective] += self.times(operation)
+        return counts
+
+    def collective_kinds(self, step: StepTrace) -> list[CollectiveKind]:
+        """Collectives of a step by operation, axis and number of ranks, in the order of their first ones."""
+        counts: Counter[tuple[str, str, int]] = Counter()
+        sizes: Counter[tuple[str, str, int]] = Counter()
+        for each, count in self.collectives(step).items():
+            counts[each.op, each.axis, each.ranks] += count
+            sizes[each.op, each.axis, each.ranks] += count * each.bytes
+        return [CollectiveKind(*kind, count, sizes[kind]) for kind, count in counts.items()]

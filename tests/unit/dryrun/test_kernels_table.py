@@ -6,6 +6,7 @@ import pytest
 from made_traces import SIZE, cluster, collective, matmul, step_of, trace_of, workload
 
 from meshtune.dryrun.costs import Costs, moved_bytes
+from meshtune.dryrun.facts import phases
 from meshtune.dryrun.kernels import BLOCKS, COMMUNICATION, EMBEDDING, HEAD, UPDATES, block_of, kernel_table
 from meshtune.meter.trace import BACKWARD, FORWARD, RECOMPUTATION, UPDATE, Operation
 
@@ -63,6 +64,23 @@ def test_micro_batches_that_were_not_traced_count() -> None:
     few = kernel_table(trace, COSTS)
     assert few.blocks == every.blocks == 20
     assert [row.launches for row in few.totals()] == [row.launches for row in every.totals()]
+
+
+def test_phases_of_the_document_are_sums_of_the_table() -> None:
+    """Compare `--json`, which has no seconds, with the table; a collective is a kernel in both."""
+    step = step_of(
+        [*operations(3), Operation("aten.zero_.default", UPDATE, "", -1, -1, (), "", read=8, written=8)]
+    )
+    trace = trace_of(step, micro_batches=3)
+    trace.of, trace.steady = 10, 1
+    found, rows = phases(trace), kernel_table(trace, COSTS).rows
+    assert {*found} == {FORWARD, BACKWARD, RECOMPUTATION, UPDATE}
+    for phase, sums in found.items():
+        alike = [row for row in rows if row.phase == phase]
+        assert sums["kernels"] == sum(row.launches for row in alike)
+        assert sums["flops"] == sum(row.flops for row in alike)
+        assert sums["bytes"] == sum(row.bytes for row in alike)
+    assert found[FORWARD]["kernels"] == 4 * 10 + 1 and found[UPDATE]["bytes"] == 3 * 2 * SIZE**2 + 8
 
 
 def test_seconds_of_the_table_are_the_kernels() -> None:

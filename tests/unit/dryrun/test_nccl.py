@@ -93,8 +93,9 @@ def test_collectives_that_the_models_predict_differently_are_named() -> None:
     nccl = Nccl.of(cluster(8))
     assert nccl is not None
     large = Collective("all_reduce", "tp", 8, 64 * 2**20)
+    longer = Collective("all_reduce", "tp", 8, 64 * 2**20 + 4096)  # by a norm: the same line
     gather = Collective("all_gather", "tp", 8, 4 * GIB)
-    first, *others = differences([large, large, gather], nccl, costs.collective)
+    first, *others = differences({large: 1, longer: 1, gather: 1}, nccl, costs.collective)
     mine, theirs = costs.collective(large), nccl.collective(large)
     assert theirs is not None and others == []
     assert first == (

@@ -1,5 +1,9 @@
 """Pictures and tables of a simulation, with its streams and passes where its times are known."""
 
+from dataclasses import replace
+
+from made_traces import workload
+
 from meshtune.dryrun.pictures import drawable
 from meshtune.dryrun.simulation import Simulation
 from meshtune.dryrun.streams import COMPUTE, Interval, RankTime, StepTime
@@ -10,6 +14,7 @@ from meshtune.meter.trace import (
     FORWARD,
     UPDATE,
     Change,
+    Collective,
     Operation,
     RankTrace,
     StepTrace,
@@ -74,6 +79,27 @@ def test_a_pipeline_has_pictures_of_every_traced_rank():
     assert streams.lanes == ("compute", "dp_shard all_gather")
     assert {one.name for one in streams.intervals} == {FORWARD, BACKWARD, UPDATE, "data"}
     assert listings(run)[0].rows[-1] == ("peak", "1.00 GiB", "1.00 GiB", "1.00 GiB", "1.00 GiB")
+
+
+def test_sentences_on_collectives_count_the_micro_batches_that_were_not_traced():
+    """As often as the table of collectives has them."""
+    trace = trace_of(0, 0, of=8)
+    sent = Collective("all_gather", "tp", 8, 4 * 2**20)
+    trace.steps[1].operations[0].collective = sent
+    one = replace(
+        simulation("tp8-mb1-ga8", trace),
+        workload=workload(),
+    )
+    (sentence,) = one.disagreements
+    (row,) = next(table for table in listings(drawable(one)) if table.title.startswith("Collectives")).rows
+    assert sentence.startswith("8 all_gathers of 4.00 MiB over tp") and row[3] == "8"
+    assert one.as_dict()["ranks"][0]["collectives"][0]["count"] == 8
+
+
+def test_the_page_lists_as_many_tensors_as_were_asked_for():
+    run = drawable(simulation("mb1-ga1", trace_of(0, 0)))
+    sizes = [len(listings(replace(run, top=top))) for top in (0, 1)]
+    assert sizes == [len(listings(run)) - 1, len(listings(run))]
 
 
 def test_memory_of_a_step_in_part_is_drawn_over_operations():

@@ -8,10 +8,10 @@ import pytest
 from made_traces import cluster
 from transformers import LlamaConfig
 
-from meshtune.dryrun.costs import Costs
+from meshtune.dryrun.costs import Costs, runs
 from meshtune.dryrun.kernels import COMMUNICATION, kernel_table
 from meshtune.dryrun.nccl import Nccl, differences
-from meshtune.dryrun.passes import cut, is_message, runs
+from meshtune.dryrun.passes import cut, is_message
 from meshtune.dryrun.ranks import trace_ranks
 from meshtune.dryrun.streams import COMPUTE, simulate
 from meshtune.dryrun.timeline import passes
@@ -86,7 +86,7 @@ def test_a_real_step_on_streams(layout: str) -> None:
         assert sum(each.end - each.begin for each in on_compute) >= computed * (1 - 1e-9)
         nccl = Nccl.of(cluster(parsed.world))
         assert nccl is not None
-        sent = [each.collective for each in trace.steps[1].operations if each.collective]
+        sent = trace.collectives(trace.steps[1])
         assert all("times as long" in text for text in differences(sent, nccl, costs(parsed).collective))
 
 

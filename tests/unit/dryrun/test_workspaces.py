@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from made_traces import step_of, trace_of
 
 from meshtune.dryrun.workspaces import SIZES, Workspaces
 from meshtune.errors import UserError
@@ -72,16 +73,18 @@ def test_each_thread_has_one_workspace_of_cublas():
         workspaces = Workspaces(architecture)
         names = {name for each in (forward, backward) for name, _ in workspaces.lasting(each)}
         assert names == {"main: cuBLAS workspace", "backward: cuBLAS workspace"}
-        (row,) = workspaces.table([forward, backward, forward])
+        (row,) = workspaces.table(trace_of(step_of([forward, backward, forward])))
         assert (row.name, row.operations, row.bytes) == ("cuBLAS workspace", 2, 2 * size)
 
 
 def test_the_table_has_the_largest_of_each_and_its_source():
     name = "aten.embedding_dense_backward.default"
-    rows = Workspaces("hopper").table(
-        [operation(name, (8, 1024, 64), (8, 1024)), operation(name, (4, 1024, 64), (4, 1024))]
-    )
+    step = step_of([operation(name, (8, 1024, 64), (8, 1024)), operation(name, (4, 1024, 64), (4, 1024))])
+    rows = Workspaces("hopper").table(trace_of(step))
     assert (rows[0].name, rows[0].operations, rows[0].bytes) == ("grad_weight_per_segment", 2, 4 * 8192 * 64)
+    few = trace_of(step, micro_batches=3)
+    few.of, few.steady = 8, 0  # the micro-batch of both stands for 6
+    assert Workspaces("hopper").table(few)[0].operations == 2 * 6
     assert all(re.search(r"\.(cpp|cu)", row.source) for row in rows)
 
 

@@ -189,7 +189,7 @@ def run_of() -> DryRun:
         busy={0: [("compute", 0.0, 1.0, "mm", "compute"), ("dp_shard", 0.2, 0.5, "all_gather", "data")]},
         reserved={"reserved": dict.fromkeys((0, 8, 16), (250 * MIB, 260 * MIB))},
         timed=[Timed(0, "F", 0.0, 1.0, 0, 0), Timed(1, "F", 1.0, 2.0, 1, 0)],
-        workspaces=[("flash attention's dq", 3, 7 * MIB, "some source")],
+        workspaces={8: [("flash attention's dq", 3, 7 * MIB, "some source")]},
     )  # fmt: skip
 
 

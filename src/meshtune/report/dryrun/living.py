@@ -82,7 +82,11 @@ class Place(NamedTuple):
 
 def place_of(storage: Storage) -> Place:
     """Module of the parameter that the storage belongs to, else the module that made it."""
-    module = storage.name.rpartition(".")[0] or storage.module
+    return module_place(storage.name.rpartition(".")[0] or storage.module)
+
+
+def module_place(module: str) -> Place:
+    """A module's path with the block's number cut out of it."""
     if parts := NUMBERED.match(module):
         return Place(parts[1], int(parts[2]), parts[3])
     return Place(module, None, "")

@@ -55,10 +55,13 @@ class DryRun:
     starts: Mapping[int, Sequence[Starts]] = field(default_factory=dict)  # of each step's operations
     busy: Mapping[int, Sequence[tuple[str, float, float, str, str]]] = field(default_factory=dict)  # Busy
     reserved: Mapping[str, Mapping[int, Sequence[int]]] = field(default_factory=dict)  # see peak_table
+    workspaces: Mapping[int, Sequence[tuple[str, int, int, str]]] = field(
+        default_factory=dict
+    )  # see its table
     timed: Sequence[Timed] = ()  # passes of the pipeline
-    workspaces: Sequence[tuple[str, int, int, str]] = ()  # rows of workspaces_table
     others: Sequence[Listing] = ()  # tables that are made elsewhere
     notes: Sequence[str] = ()
+    top: int = TOP  # groups of the largest tensors of each rank
 
 
 def panels(run: DryRun) -> list[Panel]:
@@ -78,14 +81,23 @@ def panels(run: DryRun) -> list[Panel]:
     ]
 
 
-def listings(run: DryRun, *, top: int = TOP) -> list[Listing]:
-    """Every table that has a row. top: groups of the largest tensors of each rank."""
-    tables = [peak_table(run.traces, run.reserved)]
+def listings(run: DryRun) -> list[Listing]:
+    """Every table that has a row: the peaks of all ranks beside each other, then all else of each rank."""
+    tables = [peak_table(run.traces, run.reserved), *run.others]
     for trace in run.traces:
-        tables += [largest_table(trace, run.layout, top), module_table(trace)]
-    tables += map(collectives_table, run.traces)
-    tables += [*run.others, workspaces_table(run.workspaces)]
-    tables += [*map(host_reads_table, run.traces), substitutes_table(run.traces)]
+        tables += rank_listings(run, trace)
+    return [table for table in (*tables, substitutes_table(run.traces)) if table.rows]
+
+
+def rank_listings(run: DryRun, trace: RankTrace) -> list[Listing]:
+    """Every table of one rank that has a row, but for its peak."""
+    tables = (
+        largest_table(trace, run.layout, run.top),
+        module_table(trace),
+        collectives_table(trace),
+        workspaces_table(trace, run.workspaces.get(trace.rank, ())),
+        host_reads_table(trace),
+    )
     return [table for table in tables if table.rows]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from meshtune.layout import Layout
@@ -155,17 +154,16 @@ def collectives_table(trace: RankTrace) -> Listing:
 
     Micro-batches that were not traced are counted as the steady one.
     """
-    counts: Counter[tuple[str, str, int]] = Counter()
-    totals: Counter[tuple[str, str, int]] = Counter()
-    for each in trace.steps[-1].operations:
-        if (one := each.collective) is not None:
-            kind, times = (one.op, one.axis, one.ranks), trace.times(each)
-            counts[kind] += times
-            totals[kind] += times * one.bytes
     rows = tuple(
-        (op, axis, f"{ranks:,}", f"{counts[kind]:,}", human(total), human(total / counts[kind]))
-        for kind, total in totals.most_common()
-        for op, axis, ranks in [kind]
+        (
+            kind.op,
+            kind.axis,
+            f"{kind.ranks:,}",
+            f"{kind.count:,}",
+            human(kind.bytes),
+            human(kind.bytes / kind.count),
+        )
+        for kind in sorted(trace.collective_kinds(trace.steps[-1]), key=lambda kind: -kind.bytes)
     )
     untraced = trace.of - trace.micro_batches
     note = f"{untraced:,} of its {trace.of:,} micro-batches were not traced: they count as the steady one."
@@ -178,10 +176,10 @@ def collectives_table(trace: RankTrace) -> Listing:
     )
 
 
-def workspaces_table(rows: Iterable[tuple[str, int, int, str]]) -> Listing:
+def workspaces_table(trace: RankTrace, rows: Iterable[tuple[str, int, int, str]]) -> Listing:
     """Memory that kernels take for themselves. rows: name, operations that take it, bytes, source."""
     return Listing(
-        "Workspaces of kernels",
+        f"Workspaces of kernels, {rank_title(trace)}",
         ("workspace", "operations", "bytes", "source"),
         tuple((name, f"{number:,}", human(bytes), source) for name, number, bytes, source in rows),
         ("workspace", "source"),
