@@ -11,6 +11,7 @@ import typer
 
 from meshtune import __version__
 from meshtune.commands.bench import bench
+from meshtune.commands.calibrate import calibrate
 from meshtune.commands.chat import chat
 from meshtune.commands.config import config
 from meshtune.commands.data import data
@@ -38,7 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (config, data, plan, dryrun, probe, bench, train):
+for command in (config, data, plan, dryrun, probe, bench, calibrate, train):
     app.command()(command)
 app.command("eval")(evaluate)
 for command in (generate, chat, export, report, migrate, schema, env):

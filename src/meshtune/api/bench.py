@@ -20,6 +20,7 @@ from meshtune.layout import AUTO, Layout
 from meshtune.plan.cluster import Cluster, cluster_here, gpus_here, unused_here
 from meshtune.plan.fits import empty_plan_error
 from meshtune.plan.search import explained, search
+from meshtune.rundir import RunDir, write_text_atomically
 from meshtune.study.micro_batch import Tried, largest
 from meshtune.units import duration, human
 
@@ -43,6 +44,7 @@ def bench(
     steps: int = STEPS,
     limit: float = LIMIT,
     profile: Path | None = None,
+    out: Path | None = None,
     log: Log = silent,
 ) -> list[Document]:
     """Time training steps of each layout on this machine's devices, beside what is predicted and simulated.
@@ -50,19 +52,23 @@ def bench(
     config: a Config, a mapping of its sections, or a YAML file; without data.train sequences are random
     tokens. overrides: section.key=value each. layouts: ["auto:N"] for the planner's N best; (): the config's,
     or the planner's best. steps: to be timed, after those that warm up. limit: seconds for one layout.
-    profile: folder for traces of each layout, in one of its name. Each layout runs in processes of its own:
-    running out of memory, a crash and a time-out are results, with their reason. Raises UserError for bad
-    settings and layouts, before anything runs.
+    profile: folder for traces of each layout, in one of its name. out: folder that gets a run folder of each
+    layout, with its settings and rows, for `calibrate`; it must not hold one of that name. Each layout runs
+    in processes of its own: running out of memory, a crash and a time-out are results, with their reason.
+    Raises UserError for bad settings and layouts, before anything runs.
     """
     from meshtune.study.beside import why_slow
 
     with bench_of(config_of(config, overrides), layouts, log) as here:
         done = []
+        check_new([out / str(layout) for layout in here.layouts] if out else [])
         for number, layout in enumerate(here.layouts, 1):
             log(f"bench {number} of {len(here.layouts)}: {layout} …")
             done.append(here.beside(layout, log))
             done[-1] |= here.run(layout, steps, limit, profile and profile / str(layout))
             done[-1]["causes"] = why_slow(done[-1]) if done[-1]["measured"] else []
+            if out and done[-1]["measured"]:
+                record(RunDir(out / str(layout)), here.subject.config_of(layout), done[-1])
         return done
 
 
@@ -155,6 +161,25 @@ class Bench:
         if not config.data.train:
             return self.subject.job(layout, documents_of(config, ()))
         return self.subject.job_of_data(layout, inputs_of(config), number=2)
+
+
+def check_new(folders: Sequence[Path]) -> None:
+    """Raise UserError for folders that exist."""
+    if taken := [str(folder) for folder in folders if folder.exists()]:
+        raise UserError(
+            f"{', '.join(taken)}: such a folder exists; name another one with --out, or remove it."
+        )
+
+
+def record(folder: RunDir, config: Config, document: Document) -> None:
+    """Write a measured layout as a run folder: its settings, and its rows as `train` writes them."""
+    from meshtune.study.bench import run_row
+
+    folder.create()
+    write_text_atomically(folder.config_file, config.to_yaml())
+    measured = document["measured"]
+    for row in (run_row(config, document), *measured["memory_rows"], *measured["time_rows"]):
+        folder.append(row)
 
 
 @contextmanager

@@ -30,6 +30,10 @@ def bench(
         Path | None,
         typer.Option(metavar="DIR", help="write traces for Perfetto and memory_viz into this folder"),
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="write a run folder of each layout into this one, for calibrate"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time training steps of layouts on this machine: tokens/s/GPU, MFU, step time by part, memory by
@@ -38,6 +42,7 @@ def bench(
     file, overrides = split(settings)
     announce(file)
     words, folder = layout_words("--layouts", layouts), folder_of("--profile", profile)
+    runs = folder_of("--out", out)
     from rich.console import Group
 
     from meshtune.api import bench as api
@@ -50,13 +55,14 @@ def bench(
         notice(f"meshtune: {line}")
 
     if find_micro_batch:
-        if folder:
-            raise UserError("--profile is of timed layouts; leave it or --find-micro-batch out.")
+        if folder or runs:
+            raise UserError("--profile and --out are of timed layouts; leave them or --find-micro-batch out.")
         sizes = api.find_micro_batch(load(file, overrides), layouts=words, limit=limit, log=log)
         tables = [micro_batches_table(one) for one in sizes]
         show({"layouts": sizes}, Group(*(table.rendered() for table in tables)), as_json=as_json)
         return
-    done = api.bench(load(file, overrides), layouts=words, steps=steps, limit=limit, profile=folder, log=log)
+    config = load(file, overrides)
+    done = api.bench(config, layouts=words, steps=steps, limit=limit, profile=folder, out=runs, log=log)
     devices = {one["measured"]["device_type"] for one in done if one["measured"]}
     unit = speed_unit(max(one["world"] for one in done), next(iter(devices), "cuda"))
     tables = [layouts_table(done, unit), *(table for one in done for table in side_by_side(one))]

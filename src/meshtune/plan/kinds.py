@@ -48,7 +48,11 @@ OTHERS = {
 }
 MAXIMA = {"matmul_max": "bf16", "matmul_max_fp8": "fp8"}  # measured -> the peak that it is below
 EFFICIENCIES = tuple(catalogue()["a100-80"].efficiency)  # all of them
-BY_PROBE = ("launch", "launch_blocking", "link_latency")  # the software's, where they were measured here
+# the software's, where a probe or runs (`meshtune calibrate`) measured them here
+BY_PROBE = (
+    "launch", "launch_blocking", "link_latency", "contention",
+    "update_memory", "host_micro_batch", "host_step",
+)  # fmt: skip
 MEANING = RATES | COUNTS | OTHERS
 OPTIONAL = {"fp8", "tf32", "matmul_max", "matmul_max_fp8", "architecture", "efficiency_as", "efficiency"}
 OPTIONAL |= {"attention_kernel", "shared"}
@@ -94,14 +98,7 @@ def kinds_of(hardware: str | None) -> dict[str, Gpu]:
     """
     if hardware is None:
         return dict(catalogue())
-    file = expanded(hardware)
-    try:
-        check_file(file)
-        tables: dict[str, Any] = tomllib.loads(file.read_text("utf-8"))
-    except OSError as error:
-        raise UserError(f"cluster.hardware = {file} cannot be read: {error.strerror}.") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"cluster.hardware = {file} is not TOML: {error}.") from None
+    file, tables = expanded(hardware), _tables_of(hardware)
     title = "[{}]"
     if "kind" in tables and isinstance(cluster := tables.get("cluster"), Mapping):
         title, tables = "[kind]", {str(cluster.get("gpu")): tables["kind"]}
@@ -113,6 +110,29 @@ def kinds_of(hardware: str | None) -> dict[str, Gpu]:
     if problems:
         raise UserError(problems)
     return catalogue() | {name: gpu_of(name, table) for name, table in tables.items()}
+
+
+def cluster_table(hardware: str) -> dict[str, Any]:
+    """The tables of a file by `meshtune probe`. Raises UserError for any other file, and as `kinds_of`."""
+    tables = _tables_of(hardware)
+    if "kind" not in tables or not isinstance(tables.get("cluster"), Mapping):
+        raise UserError(
+            f"{hardware} has no [cluster] and [kind]: name the file that meshtune probe wrote of the machine."
+        )
+    kinds_of(hardware)
+    return tables
+
+
+def _tables_of(hardware: str) -> dict[str, Any]:
+    """The tables of the file named by cluster.hardware. Raises UserError for one that can't be read."""
+    file = expanded(hardware)
+    try:
+        check_file(file)
+        return tomllib.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise UserError(f"cluster.hardware = {file} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"cluster.hardware = {file} is not TOML: {error}.") from None
 
 
 def table_problems(table: Any) -> Iterator[str]:

@@ -5,11 +5,13 @@
 Nothing is saved, evaluated or exported. Without data each sequence is random tokens, all of them labelled.
 """
 
+import socket
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -19,15 +21,16 @@ from meshtune.config import Config
 from meshtune.data.batch import Batch, micro_batch
 from meshtune.data.pack import LABELLED
 from meshtune.launch import Rank
+from meshtune.launch.rank import cores
 from meshtune.meter.mfu import flops_of, peak_flops
-from meshtune.meter.parts import PARTS
 from meshtune.meter.phases import WATCHED_STEPS
-from meshtune.meter.rows import possible, share_of_peak
+from meshtune.meter.rows import possible, share_of_peak, time_now
 from meshtune.meter.trace import CATEGORIES
 from meshtune.model.load import quiet
 from meshtune.model.trainable import embeddings_needed
 from meshtune.parallel.mesh import World, join
 from meshtune.plan.hardware import datasheet_flops
+from meshtune.plan.step_parts import median_parts
 from meshtune.rundir import Row
 from meshtune.study.spread import spread
 from meshtune.train.build import model_spec, optimizer_spec
@@ -36,7 +39,7 @@ from meshtune.train.inputs import inputs_of, loader_of
 from meshtune.train.loop import seed_dropout
 from meshtune.train.measure import Meter
 from meshtune.train.model import RankModel, rank_model
-from meshtune.train.provenance import device_name
+from meshtune.train.provenance import device_name, git_facts, versions
 from meshtune.train.step import Counts
 
 WARM_UP = WATCHED_STEPS + 1  # steps before those that are timed: memory is watched, kernels are chosen
@@ -84,9 +87,7 @@ class Measured:
     @property
     def parts(self) -> dict[str, float]:
         """Seconds of the median step by part: means over timed steps, scaled to it, so that they add up."""
-        means = {part: mean(row["parts"][part] for row in self.time) for part in PARTS}
-        scale = self.step_seconds / sum(means.values())
-        return {part: scale * value for part, value in means.items()}
+        return median_parts(self.time)[1]
 
     @property
     def fullest(self) -> Mapping[str, int]:
@@ -212,3 +213,35 @@ def random_documents(
         tokens = draw.integers(0, vocabulary, length, dtype=np.uint32)
         tokens[1:] |= LABELLED
         yield tokens
+
+
+def run_row(config: Config, document: Mapping[str, Any]) -> Row:
+    """The row that begins a benched layout's metrics.jsonl, as a run's (train/run_row.py).
+
+    config: with the layout. document: of `bench --json`.
+    """
+    measured, predicted = document["measured"], document["predicted"] or {}
+    return {
+        "kind": "run",
+        "id": uuid.uuid4().hex,
+        "start": 1,
+        "started": time_now(),
+        "bench": True,
+        "model": config.model.name,
+        "method": config.method,
+        "precision": config.train.precision,
+        "layout": document["layout"],
+        "world": document["world"],
+        "global_batch_size": config.global_batch_size,
+        "seq_len": config.data.seq_len,
+        "seed": config.train.seed,
+        "data": [source.path for source in config.data.train],
+        "host": socket.gethostname(),
+        "nodes": 1,
+        "device": measured["device"],
+        "device_type": measured["device_type"],
+        "cores": cores(),
+        **versions(),
+        **git_facts(),
+        "predicted": {name: predicted[name] for name in ("step_seconds", "time") if predicted.get(name)},
+    }

@@ -3,18 +3,13 @@
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-
 from meshtune.dryrun.kernels import COMMUNICATION, UPDATES, kernel_table
 from meshtune.dryrun.simulation import Simulation
 from meshtune.meter.causes import causes
 from meshtune.meter.trace import BACKWARD, FORWARD
-from meshtune.placement.columns import Columns
 from meshtune.plan.machine import machine_of
-from meshtune.plan.seconds.step import Seconds, passes
+from meshtune.plan.step_parts import parts_of, predicted_parts
 from meshtune.report.dryrun.beside import fullest, peak_event, simulated_memory
-
-EXPOSED = ("tensor", "context", "data")  # parts of Seconds that are `communication`
 
 
 def predicted(simulation: Simulation) -> dict[str, Any] | None:
@@ -31,12 +26,10 @@ def predicted(simulation: Simulation) -> dict[str, Any] | None:
     facts = choice.as_dict()
     if not choice.cluster.timed:
         return {"step_seconds": None, "parts": None, "memory": tensors(memory), "event": event}
-    columns, machine = Columns.of([choice.layout]), machine_of(workload, choice.cluster)
-    computing = passes(workload.work, columns, machine, workload.seq_len, workload.document_tokens)
-    split = {name: float(np.squeeze(value)) for name, value in computing.items()}
+    machine = machine_of(workload, choice.cluster)
     return {
         "step_seconds": facts["step_seconds"],
-        "parts": parts_of(choice.seconds, split),
+        "parts": predicted_parts(workload, choice.layout, machine),
         "time": facts["time"],
         "memory": tensors(memory),
         "event": event,
@@ -71,22 +64,10 @@ def simulated(simulation: Simulation) -> dict[str, Any]:
             if row.place not in (COMMUNICATION, UPDATES):
                 split[phases.get(row.phase, "recomputation")] += row.seconds
     scale = float(later.parts.compute) / (sum(split.values()) or 1.0)
+    scaled = {name: scale * value for name, value in split.items()}
     return facts | {
         "step_seconds": later.seconds,
-        "parts": parts_of(later.parts, {name: scale * value for name, value in split.items()}),
-    }
-
-
-def parts_of(seconds: Seconds, split: dict[str, float]) -> dict[str, float]:
-    """Seconds by meter.parts.PARTS. split: of `compute` into forward, backward and recomputation."""
-    values = {name: float(getattr(seconds, name)) for name in vars(seconds)}
-    return split | {
-        "communication": sum(values[name] for name in EXPOSED),
-        "bubble": values["pipeline"] + values["bubble"] + values["imbalance"],
-        "waiting": 0.0,
-        "optimizer": values["optimizer"],
-        "loading": 0.0,
-        "rest": values["host"],
+        "parts": {name: float(value) for name, value in parts_of(later.parts, scaled).items()},
     }
 
 

@@ -3,6 +3,7 @@
 [cluster]    settings of the cluster section
 [kind]       the device, in hardware.toml's form
 [measured]   versions, date, machine, and every figure with its spread
+[calibrated] by `meshtune calibrate` alone: what was fitted, and the runs
 """
 
 from __future__ import annotations
@@ -51,11 +52,9 @@ def document_of(
 
 def text_of(document: Mapping[str, Any], file: str) -> str:
     """The document as TOML. file: its name, for the first line."""
-    provenance = document["measured"]
-    lines = [
-        f"# Measured by meshtune {provenance['meshtune']} on {provenance['date']}: {provenance['device']}.",
-        f"# `cluster: {file}` in a config, or cluster={file} on the command line, plans with it.",
-    ]
+    lines = [f"# `cluster: {file}` in a config, or cluster={file} on the command line, plans with it."]
+    if by := document.get("measured"):
+        lines.insert(0, f"# Measured by meshtune {by['meshtune']} on {by['date']}: {by['device']}.")
     for name, table in document.items():
         lines += ["", *_table(name, table)]
     return "\n".join(lines) + "\n"

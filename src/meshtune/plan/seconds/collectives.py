@@ -246,5 +246,5 @@ def optimizer_update(work: Work, layouts: Columns, machine: Machine) -> Number:
     trained = trained_on_rank(work, layouts)
     updated = np.where(layouts.zero > 0, trained / layouts.shard_ranks, trained)
     moved = machine.optimizer_bytes + np.where(layouts.zero > 0, 0.0, machine.rounding_bytes)
-    traffic = updated * moved / (machine.bandwidth * machine.memory)
+    traffic = updated * moved / (machine.bandwidth * machine.memory * machine.update_memory)
     return traffic + work.blocks / layouts.pp * machine.block_update

@@ -1,0 +1,153 @@
+"""Calibrate: fit the planner's few constants to measured runs, and write a cluster file with them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshtune import __version__
+from meshtune.api.plan import Log, silent, workloads
+from meshtune.config import load
+from meshtune.errors import UserError
+from meshtune.plan.calibration import CONSTANTS, Calibration, Planned, calibrated, check_one_machine
+from meshtune.plan.cluster import Cluster, cluster_of
+from meshtune.plan.hardware import stacks
+from meshtune.plan.kinds import cluster_table
+from meshtune.plan.step_parts import MeasuredRun
+from meshtune.rundir import RunDir, write_text_atomically
+from meshtune.sections import ClusterConfig
+from meshtune.units import counted
+
+if TYPE_CHECKING:
+    from meshtune.plan.workload import Workload
+
+FILE = "calibrated.toml"
+StrPath = str | os.PathLike[str]
+
+
+def calibrate(
+    runs: Sequence[StrPath],
+    *,
+    cluster: StrPath,
+    out: StrPath = FILE,
+    hold_out: Sequence[StrPath] = (),
+    log: Log = silent,
+) -> dict[str, Any]:
+    """Fit constants of a machine to finished runs on it, and write its cluster file with them.
+
+    Returns what was fitted, what was left and why, and the errors before and after on runs that were left out
+    of the fit. runs: run folders of train and of `bench --out`, or folders of them. cluster: the machine's
+    file, by `meshtune probe`. out: the file to write, which must not exist. hold_out: runs that no constant
+    is fitted to, for the errors; (): each quarter is predicted by constants fitted to the others. Raises
+    UserError, with every reason, for folders without timed steps, runs of several machines, and for too few.
+    """
+    from meshtune.api.probe import check_writable
+    from meshtune.study.probe_file import text_of
+
+    file = Path(out).expanduser()
+    check_writable(file)
+    document = cluster_table(str(cluster))
+    here = cluster_of(ClusterConfig(hardware=str(cluster), gpu=document["cluster"]["gpu"]))
+    measured = read_runs([*runs, *hold_out])
+    check_one_machine([run for run, _ in measured])
+    planned = [Planned.of(run, workload_of_run(folder, run, log), here) for run, folder in measured]
+    kept = {folder.resolve() for folder in folders_of(runs)}
+    apart = [folder.path.resolve() for folder in map(RunDir, folders_of(hold_out))]
+    held = [folder.path.resolve() in apart for _, folder in measured]
+    if doubled := sorted(str(path) for path in kept & set(apart)):
+        raise UserError(f"{', '.join(doubled)}: named to be fitted and by --hold-out; name each once.")
+    log(f"fitting constants to {counted(len(held) - sum(held), 'run')} …")
+    found = calibrated(planned, highest_shares(document), held if hold_out else None)
+    changed = changed_constants(document, here, found)
+    write_text_atomically(file, text_of(with_constants(document, changed, found), file.name))
+    for name, facts in (result := found.as_dict())["fitted"].items():
+        facts["before"], facts["after"] = (changed[name][end] for end in (0, 1))
+    return result | {"file": str(file), "runs": [run.as_dict() for run in found.fitted_on]}
+
+
+def read_runs(paths: Sequence[StrPath]) -> list[tuple[MeasuredRun, RunDir]]:
+    """The timed steps of all run folders. Raises UserError with a sentence for each that has none."""
+    found, problems = [], []
+    for path in dict.fromkeys(folders_of(paths)):
+        folder = RunDir(path)
+        try:
+            found.append((MeasuredRun.of(str(path), folder.rows()), folder))
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(problems)
+    return found
+
+
+def folders_of(paths: Sequence[StrPath]) -> list[Path]:
+    """The run folders among these, and in those that hold run folders. Raises UserError for any other."""
+    found, problems = [], []
+    for path in (Path(path).expanduser() for path in paths):
+        inside = [path] if RunDir(path).metrics_file.exists() else sorted(_runs_in(path))
+        found += inside
+        if not inside:
+            problems.append(f"{path} holds no run: there is no metrics.jsonl in it or in its folders.")
+    if problems:
+        raise UserError(problems)
+    return found
+
+
+def _runs_in(path: Path) -> Iterator[Path]:
+    return (file.parent for file in path.glob("*/metrics.jsonl"))
+
+
+def workload_of_run(folder: RunDir, run: MeasuredRun, log: Log = silent) -> Workload:
+    """Workload of a finished run. Raises UserError for a model that it can't."""
+    with workloads(load(folder.config_file), log=log) as (workload, _):
+        return workload.of_batch(run.layout.global_batch_size)
+
+
+def highest_shares(document: Mapping[str, Any]) -> dict[str, float]:
+    """Largest value of each efficiency of a cluster file, with any number of ranks."""
+    tables = [document["kind"].get("efficiency", {}), *document["kind"].get("shared", ())]
+    names = {name for table in tables for name in table} & CONSTANTS.keys()
+    return {name: max(table[name] for table in tables if name in table) for name in names}
+
+
+def changed_constants(
+    document: Mapping[str, Any], cluster: Cluster, found: Calibration
+) -> dict[str, tuple[float, float]]:
+    """Value of each fitted constant before and after, for a rank alone where it differs with their number."""
+    usual = {"update_memory": 1.0} | stacks()["meshtune"] | dict(cluster.gpu.efficiency)
+    return {name: (usual[name], significant(usual[name] * factor)) for name, factor in found.factors.items()}
+
+
+def significant(value: float) -> float:
+    """The value rounded to five digits that count, as the file has it."""
+    return float(f"{value:.5g}")
+
+
+def with_constants(
+    document: Mapping[str, Any], changed: Mapping[str, tuple[float, float]], found: Calibration
+) -> dict[str, Any]:
+    """The tables of the calibrated file: those of the probe's with the constants, and [calibrated]."""
+    made = deepcopy(dict(document))
+    kind = made["kind"]
+    for name, (_, after) in changed.items():
+        kind.setdefault("efficiency", {})[name] = after
+        for table in kind.get("shared", ()):
+            if name in table:
+                table[name] = significant(table[name] * found.factors[name])
+    facts = found.as_dict()
+    made["calibrated"] = {
+        "meshtune": __version__,
+        "date": datetime.now().astimezone().isoformat(timespec="minutes"),
+        "fitted": [f"{name}: {before:.4g} -> {after:.4g}" for name, (before, after) in changed.items()],
+        "left": [f"{name}: {why}" for name, why in found.left.items()],
+        "held_out": [
+            {"of": name, "runs": score["after"]["runs"], "mean_before": score["before"]["mean"],
+             "mean_after": score["after"]["mean"]}
+            for name, score in facts["held_out"].items()
+        ],
+        "runs": [run.as_dict() for run in found.fitted_on],
+    }  # fmt: skip
+    return made

@@ -1,0 +1,37 @@
+"""`meshtune calibrate`: fit the planner's constants to measured runs, and write a cluster file."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshtune.commands.options import AsJson, announce, show
+from meshtune.units import counted, notice
+
+
+def calibrate(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="run folders of train and bench --out, or folders of them"),
+    ],
+    cluster: Annotated[Path, typer.Option(help="the machine's file, as meshtune probe wrote it")],
+    out: Annotated[Path, typer.Option(help="file to write")] = Path("calibrated.toml"),
+    hold_out: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="RUN", help="judge by these, which are not fitted; default: by quarters of all"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fit the planner's few constants to measured runs; show the error before and after on runs left out."""
+    announce(counted(len(runs), "folder"))
+    from rich.console import Group
+
+    from meshtune.api.calibrate import calibrate as run
+    from meshtune.report.calibration import tables
+
+    def log(line: str) -> None:
+        notice(f"meshtune: {line}")
+
+    document = run(runs, cluster=cluster, out=out, hold_out=hold_out or (), log=log)
+    show(document, Group(*(table.rendered() for table in tables(document))), as_json=as_json)
+    notice(f"meshtune: {out} is written; plan with it by cluster={out}.")

@@ -1,0 +1,275 @@
+"""The planner's few constants, fitted to measured runs of one machine.
+
+    runs ──> constants that they determine ──> fit of factors ──> Calibration: each before and after,
+                                          └──> the same without each part of the runs ──> error on that part
+
+A constant has one factor for all numbers of ranks: how it changes with them, the probe has measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import compress
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshtune.errors import UserError
+from meshtune.meter.parts import PARTS
+from meshtune.placement.columns import Columns
+from meshtune.plan.cluster import Cluster
+from meshtune.plan.fitting import determined, fitted, folds, left_out, spearman
+from meshtune.plan.hardware import SHARES
+from meshtune.plan.machine import Machine, machine_of
+from meshtune.plan.step_parts import MeasuredRun, parts_of_layouts
+from meshtune.plan.workload import Workload
+from meshtune.units import counted
+
+CONSTANTS = {  # field of Machine -> what it is
+    "matmul": "share of the fastest matmul that large ones reach",
+    "attention": "share of the attention kernel's rate",
+    "memory": "share of the memory's bandwidth",
+    "update_memory": "factor on that in the optimizer's update",
+    "link_share": "share of the links' bandwidth",
+    "link_latency": "seconds of a ring's step inside a machine",
+    "launch": "seconds in which the host launches a kernel",
+    "host_micro_batch": "seconds of the host for each micro-batch",
+    "host_step": "seconds of the host for each step",
+}
+GROUPS = (  # parts whose errors count; between the parts of one, clocks and formulas draw lines elsewhere
+    ("forward", "backward", "recomputation", "rest"), ("communication", "bubble", "waiting"), ("optimizer",),
+)  # fmt: skip
+PART = 0.3  # weight of a group's error, as a share of the step, beside the logarithm of the whole step's
+FACTOR = 8.0  # by which a constant changes at most
+EFFECT = 0.02  # change of a step, as a share, that a constant must make to be determined by it; e-fold
+RUNS_EACH = 3  # runs that a constant needs
+FOLDS = 4
+LEAST_RANKED = 5  # runs from which their order is judged
+SCALE = 0.1  # error that counts linearly
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A measured run with what the planner needs to predict it."""
+
+    measured: MeasuredRun
+    workload: Workload  # with the layout's global batch
+    machine: Machine
+
+    @classmethod
+    def of(cls, measured: MeasuredRun, workload: Workload, cluster: Cluster) -> Planned:
+        """Return the run on a cluster of the same kind. cluster: of any size."""
+        here = cluster.of_size(measured.layout.world)
+        return cls(measured, workload, machine_of(workload, here))
+
+
+class Runs:
+    """Measured runs as columns, predicted together."""
+
+    def __init__(self, runs: Sequence[Planned]) -> None:
+        self.runs = runs
+        self.measured = np.array([run.measured.seconds for run in runs])
+        self._groups: list[tuple[np.ndarray, Workload, Columns, Machine]] = []
+        left = [*range(len(runs))]
+        while left:
+            first = _alike(runs[left[0]])
+            same = [number for number in left if _alike(runs[number]) == first]
+            machines = [runs[number].machine for number in same]
+            machine = Machine(
+                **{f.name: np.array([getattr(one, f.name) for one in machines]) for f in fields(Machine)}
+            )
+            layouts = Columns.of([runs[number].measured.layout for number in same])
+            self._groups.append((np.array(same), first, layouts, machine))
+            left = [number for number in left if number not in same]
+
+    def parts(self, factors: Mapping[str, float]) -> dict[str, np.ndarray]:
+        """Predicted seconds of each run by part, with some constants times a factor."""
+        found = {name: np.zeros(len(self.runs)) for name in PARTS}
+        for numbers, workload, layouts, machine in self._groups:
+            changed = {name: getattr(machine, name) * factor for name, factor in factors.items()}
+            for name, value in parts_of_layouts(workload, layouts, replace(machine, **changed)).items():
+                found[name][numbers] = value
+        return found
+
+    def seconds(self, factors: Mapping[str, float]) -> np.ndarray:
+        """Predicted seconds of a step of each run."""
+        return np.sum([*self.parts(factors).values()], axis=0)
+
+    def errors(self, factors: Mapping[str, float]) -> np.ndarray:
+        """For each run: logarithm of the predicted step over the measured one, and the errors of GROUPS."""
+        parts, rows = self.parts(factors), []
+        for group in GROUPS:
+            measured = [sum(run.measured.parts[name] for name in group) for run in self.runs]
+            rows.append(PART * (sum(parts[name] for name in group) - np.array(measured)) / self.measured)
+        total = np.sum([*parts.values()], axis=0)
+        return np.stack([np.log(total / self.measured), *rows], axis=1)
+
+
+def _alike(run: Planned) -> Workload:
+    """The run's workload without its batch, which the layout has too."""
+    return run.workload.of_batch(1)
+
+
+class Score(NamedTuple):
+    """How far predictions are from measured steps."""
+
+    runs: int
+    mean: float  # absolute error as a share of the measured step
+    median: float
+    spearman: float | None  # correlation with the measured order; None: fewer than LEAST_RANKED runs
+
+    @classmethod
+    def of(cls, predicted: np.ndarray, measured: np.ndarray) -> Score:
+        wrong = abs(predicted / measured - 1)
+        ranked = spearman(predicted, measured) if len(measured) >= LEAST_RANKED else float("nan")
+        order = None if np.isnan(ranked) else ranked
+        return cls(len(measured), float(wrong.mean()), float(np.median(wrong)), order)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Constants fitted to runs, and the errors before and after on runs that were left out."""
+
+    factors: Mapping[str, float]  # of the fitted constants
+    runs_of: Mapping[str, Sequence[str]]  # fitted constant -> runs that determine it
+    at_bound: Sequence[str]  # fitted constants that would go further
+    left: Mapping[str, str]  # constants that stay -> why
+    fitted_on: Sequence[MeasuredRun]
+    scores: Mapping[str, tuple[Score, Score]]  # "all", "4 ranks" … -> (before, after), of runs left out
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for `--json`."""
+        return {
+            "fitted": {
+                name: {"factor": factor, "runs": list(self.runs_of[name]), "at_bound": name in self.at_bound}
+                for name, factor in self.factors.items()
+            },
+            "left": dict(self.left),
+            "held_out": {
+                name: {"before": before._asdict(), "after": after._asdict()}
+                for name, (before, after) in self.scores.items()
+            },
+        }
+
+
+def calibrated(
+    runs: Sequence[Planned], highest: Mapping[str, float], hold_out: Sequence[bool] | None = None
+) -> Calibration:
+    """Fit the constants that the runs determine.
+
+    highest: largest value of constants that are shares, with any number of ranks. hold_out: True for runs to
+    be left out of the fit and predicted by it; None: all are fitted, and each of FOLDS parts is predicted by
+    constants fitted to the others. Raises UserError for runs of several machines, and for too few.
+    """
+    check_one_machine([run.measured for run in runs])
+    kept = runs if hold_out is None else [*compress(runs, np.logical_not(hold_out))]
+    names, left, runs_of = _determined(kept)
+    if not names:
+        raise UserError(
+            f"{counted(len(kept), 'run')} can't determine any constant: each needs {RUNS_EACH} runs whose "
+            "step it changes. Bench more layouts and micro-batches: meshtune bench --layouts … --out FOLDER."
+        )
+    ranges = {name: _range(name, highest) for name in CONSTANTS}
+    factors = _fit(kept, names, ranges)
+    if hold_out is None:
+        kinds = np.array([run.measured.layout.world for run in runs])
+        labels = folds(kinds, min(FOLDS, len(runs)))
+
+        def predict(inside: np.ndarray, outside: np.ndarray) -> np.ndarray:
+            others = [*compress(runs, inside)]
+            found = _fit(others, _determined(others)[0], ranges)
+            return Runs([*compress(runs, outside)]).seconds(found)
+
+        out, after = runs, left_out(labels, predict)
+    else:
+        out = [*compress(runs, hold_out)]
+        after = Runs(out).seconds(factors)
+    at_bound = [name for name in names if not ranges[name][0] * 1.02 < factors[name] < ranges[name][2] / 1.02]
+    return Calibration(factors, runs_of, at_bound, left, [run.measured for run in kept], _scores(out, after))
+
+
+def check_one_machine(runs: Sequence[MeasuredRun]) -> None:
+    """Raise UserError, with every difference, for runs of several machines, devices or versions of torch."""
+    facts = {"device": "device", "cores": "number of cores", "torch": "version of torch"}
+    problems = []
+    for key, what in facts.items():
+        values = dict.fromkeys(str(run.facts.get(key)) for run in runs)
+        if len(values) > 1:
+            problems.append((what, values))
+    alone = dict.fromkeys(str(run.facts.get("host")) for run in runs if run.facts.get("nodes", 1) == 1)
+    if len(alone) > 1:
+        problems.append(("machine", alone))
+    if problems:
+        raise UserError(
+            f"The runs differ in the {what}: {', '.join(values)}. Calibrate each apart."
+            for what, values in problems
+        )
+
+
+def _determined(runs: Sequence[Planned]) -> tuple[list[str], dict[str, str], dict[str, list[str]]]:
+    """(Constants that the runs determine, others with the reason, runs that determine each)."""
+    nudge, columns = 1e-3, Runs(runs)
+    base = columns.errors({})
+    slopes = {name: (columns.errors({name: 1 + nudge}) - base) / nudge for name in CONSTANTS}
+    runs_of = {
+        name: [
+            run.measured.name
+            for run, row in zip(runs, slope, strict=True)
+            if np.abs(row / [1, *[PART] * len(GROUPS)]).max() >= EFFECT
+        ]
+        for name, slope in slopes.items()
+    }
+    left = {
+        name: "no run determines it" if not some else f"{counted(len(some), 'run')} of {RUNS_EACH} needed"
+        for name, some in runs_of.items()
+        if len(some) < RUNS_EACH
+    }
+    candidates = {name: slope.ravel() for name, slope in slopes.items() if name not in left}
+    names = determined(candidates, EFFECT * PART * len(runs) ** 0.5)
+    left |= {name: "the runs can't tell it from the others" for name in candidates if name not in names}
+    most = len(runs) // RUNS_EACH
+    left |= {name: f"too few runs: {counted(len(runs), 'run')} for {len(names)} constants, {RUNS_EACH} each"
+             for name in names[most:]}  # fmt: skip
+    names = names[:most]
+    return names, left, {name: runs_of[name] for name in names}
+
+
+def _range(name: str, highest: Mapping[str, float]) -> tuple[float, float, float]:
+    """Bounds and guess of a constant's factor; a share stays at most 1."""
+    most = min(FACTOR, 1 / highest[name]) if name in SHARES and name in highest else FACTOR
+    return 1 / FACTOR, 1.0, max(most, 1.0 + 1e-6)
+
+
+def _fit(
+    runs: Sequence[Planned], names: Sequence[str], ranges: Mapping[str, tuple[float, float, float]]
+) -> dict[str, float]:
+    """Factors of the named constants, fitted in logarithms."""
+    if not names:
+        return {}
+    logs: dict[str, tuple[float, float, float]] = {
+        name: (np.log(ranges[name][0]), 0.0, np.log(ranges[name][2])) for name in names
+    }
+
+    columns = Runs(runs)
+
+    def errors(factors: Mapping[str, float]) -> np.ndarray:
+        return columns.errors({name: float(np.exp(value)) for name, value in factors.items()}).ravel()
+
+    weights = np.ones(len(runs) * (1 + len(GROUPS)))
+    found = fitted(errors, logs, weights, scale=SCALE, rounds=20)
+    return {name: float(np.exp(value)) for name, value in found.items()}
+
+
+def _scores(runs: Sequence[Planned], after: np.ndarray) -> dict[str, tuple[Score, Score]]:
+    """Errors of runs that were left out, of all and of each number of ranks."""
+    measured, before = Runs(runs).measured, Runs(runs).seconds({})
+    worlds = np.array([run.measured.layout.world for run in runs])
+    masks = {"all": np.ones(len(runs), bool)} | {
+        counted(int(n), "rank"): worlds == n for n in np.unique(worlds)
+    }
+    return {
+        name: (Score.of(before[mask], measured[mask]), Score.of(after[mask], measured[mask]))
+        for name, mask in masks.items()
+        if mask.any()
+    }

@@ -1,0 +1,43 @@
+"""Benched layouts become run folders that calibrate fits; plans read the file that it writes."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from command import Command
+from own_machine import OWN_MACHINE
+
+
+def test_a_folder_without_runs_is_refused(meshtune: Command, tmp_path: Path) -> None:
+    probe = tmp_path / "my-cluster.toml"
+    probe.write_text(OWN_MACHINE)
+    ended = meshtune("calibrate", tmp_path, "--cluster", probe, "--out", tmp_path / "new.toml")
+    assert ended.code == 2
+    assert f"{tmp_path} holds no run: there is no metrics.jsonl in it or in its folders." in ended.err
+    ended = meshtune("calibrate", tmp_path, "--cluster", probe, "--out", probe)
+    assert "my-cluster.toml exists" in ended.err
+
+
+@pytest.mark.slow
+def test_benched_layouts_calibrate_a_file_that_plans_read(
+    tiny: Path, meshtune: Command, tmp_path: Path
+) -> None:
+    probe, file, runs = tmp_path / "my-cluster.toml", tmp_path / "new.toml", tmp_path / "runs"
+    probe.write_text(OWN_MACHINE)
+    words = [f"model.name={tiny / 'model'}", "model.init=random", "data.seq_len=64", "train.precision=fp32"]
+    words += ["train.device=cpu", f"cluster={probe}"]
+    layouts = "mb8-ga1,mb8-ga1-full,mb16-ga1,mb8-ga2,mb32-ga1"
+    ended = meshtune("bench", *words, "--layouts", layouts, "--steps", "2", "--out", runs)
+    assert ended.code == 0, ended.err
+    ended = meshtune("calibrate", runs, "--cluster", probe, "--out", file, "--json")
+    assert ended.code == 0, ended.err
+    document = ended.json
+    assert sorted(Path(run["run"]).name for run in document["runs"]) == sorted(layouts.split(","))
+    score = document["held_out"]["all"]
+    assert score["after"]["runs"] == 5
+    written = tomllib.loads(file.read_text())
+    assert written["calibrated"]["runs"] == document["runs"]
+    [(name, one)] = document["fitted"].items()
+    assert written["kind"]["efficiency"][name] == one["after"] != one["before"]
+    planned = meshtune("plan", *words[:-1], f"cluster={file}", "cluster.gpus=1", "--json")
+    assert planned.code == 0, planned.err

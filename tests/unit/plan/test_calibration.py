@@ -1,0 +1,132 @@
+"""Constants come back from runs that the planner made with others; errors are of runs that were left out."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from own_machine import OWN_MACHINE
+
+from meshtune.errors import UserError
+from meshtune.layout import Layout
+from meshtune.meter.parts import PARTS
+from meshtune.plan import calibration
+from meshtune.plan.calibration import Planned, Runs, calibrated
+from meshtune.plan.cluster import Cluster, cluster_of
+from meshtune.plan.models import models
+from meshtune.plan.step_parts import MeasuredRun
+from meshtune.plan.work import Work
+from meshtune.plan.workload import Workload
+from meshtune.rundir import Row
+from meshtune.sections import ClusterConfig
+
+TRUTH = {"matmul": 0.6, "memory": 0.8, "update_memory": 2.0, "link_share": 0.5}
+LAYOUTS = [f"{axis}-mb{mb}-ga{ga}{mode}" for axis, mb, ga, mode in product(
+    ("dp1", "dp2", "zero3x2", "tp2", "dp4", "zero2x4", "tp2-dp2"), (1, 4), (1, 2), ("", "-full")
+)]  # fmt: skip
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    """A made-up processor that was probed."""
+    file = tmp_path / "my-cluster.toml"
+    file.write_text(OWN_MACHINE)
+    return cluster_of(ClusterConfig(hardware=str(file), gpu="this-cpu"))
+
+
+def rows(layout: str, parts: dict[str, float], **facts: object) -> list[Row]:
+    run = {"kind": "run", "layout": layout, "device": "a cpu", "cores": 2, "host": "here", "nodes": 1} | facts
+    step = {"kind": "time", "step": 9, "seconds": sum(parts.values()), "parts": parts}
+    return [run, {**step, "seconds": 99.0, "warm_up": True}, step]
+
+
+def made(cluster: Cluster, factors: dict[str, float], names: list[str] = LAYOUTS) -> list[Planned]:
+    """Runs whose steps are the planner's with changed constants."""
+    return [*_made(cluster, factors, names)]
+
+
+def _made(cluster: Cluster, factors: dict[str, float], names: list[str]) -> Iterator[Planned]:
+    work = Work.of_shape(layers=8, hidden=512, ffn=1408, heads=8, kv_heads=8, vocabulary=8192)
+    traits = models()["llama-3.2-1b"].traits
+    for name in names:
+        layout = Layout.parse(name)
+        workload = Workload("small", work, traits, 128, layout.global_batch_size, precision="fp32")
+        zeros = dict.fromkeys(PARTS, 0.0) | {"forward": 1.0}
+        run = Planned.of(MeasuredRun.of(name, rows(name, zeros)), workload, cluster)
+        parts = {part: float(value[0]) for part, value in Runs([run]).parts(factors).items()}
+        yield replace(run, measured=MeasuredRun.of(name, rows(name, parts)))
+
+
+def test_changed_constants_are_recovered(cluster: Cluster) -> None:
+    runs = made(cluster, TRUTH)
+    found = calibrated(runs, {})
+    assert {name: found.factors[name] for name in ("matmul", "memory", "update_memory")} == pytest.approx(
+        {name: TRUTH[name] for name in ("matmul", "memory", "update_memory")}, rel=0.03
+    )
+    before, after = found.scores["all"]
+    assert after.mean < 0.02 < before.mean
+    assert after.spearman is not None
+    assert after.spearman > 0.99
+    assert set(found.runs_of["update_memory"]) <= set(LAYOUTS)
+
+
+def test_constants_that_no_run_determines_stay_and_are_named(cluster: Cluster) -> None:
+    found = calibrated(made(cluster, {"matmul": 0.5}, [name for name in LAYOUTS if "dp1" in name]), {})
+    assert found.left["link_share"] == "no run determines it"
+    assert not {"link_share", "link_latency"} & found.factors.keys()
+    assert len(found.factors) <= 8 // calibration.RUNS_EACH, "8 runs"
+
+
+def test_the_error_is_of_runs_that_were_not_fitted(cluster: Cluster) -> None:
+    """Runs held out from another machine's constants stay wrong, however well the others fit."""
+    names = [name for name in LAYOUTS if "dp1" in name or "dp2-" in name]
+    fitted, others = made(cluster, {"matmul": 0.5}, names), made(cluster, {"matmul": 0.25}, names)
+    found = calibrated([*fitted, *others], {}, [False] * len(names) + [True] * len(names))
+    assert found.factors["matmul"] == pytest.approx(0.5, rel=0.02)
+    before, after = found.scores["all"]
+    assert after.runs == len(names)
+    assert 0.2 < after.mean < before.mean
+    assert [run.name for run in found.fitted_on] == names
+    inside: list[np.ndarray] = []
+
+    def spied(labels: np.ndarray, predict: Callable[..., np.ndarray]) -> np.ndarray:
+        def watched(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+            inside.append(one & other)
+            return predict(one, other)
+
+        return calibration_left_out(labels, watched)
+
+    calibration_left_out, calibration.left_out = calibration.left_out, spied
+    try:
+        calibrated(fitted, {})
+    finally:
+        calibration.left_out = calibration_left_out
+    assert len(inside) == calibration.FOLDS
+    assert not any(mask.any() for mask in inside)
+
+
+def test_shares_stay_below_their_peak(cluster: Cluster) -> None:
+    runs = made(cluster, {"matmul": 2.0}, LAYOUTS[:8])
+    found = calibrated(runs, {"matmul": 0.8}, [*[False] * 7, True])
+    assert found.factors["matmul"] * 0.8 <= 1.0
+    assert "matmul" in found.at_bound
+
+
+def test_runs_that_can_not_be_fitted_are_refused(cluster: Cluster) -> None:
+    runs = made(cluster, {}, LAYOUTS[:4])
+    other = replace(runs[0].measured, facts=runs[0].measured.facts | {"cores": 8, "host": "there"})
+    with pytest.raises(UserError) as refused:
+        calibrated([*runs, replace(runs[0], measured=other)], {})
+    assert refused.value.problems == (
+        "The runs differ in the number of cores: 2, 8. Calibrate each apart.",
+        "The runs differ in the machine: here, there. Calibrate each apart.",
+    )
+    with pytest.raises(UserError, match="2 runs can't determine any constant: each needs 3 runs"):
+        calibrated(runs[:2], {})
+    step = dict.fromkeys(PARTS, 1.0)
+    run, warm_up, _ = rows("dp1-mb1", step)
+    for given, said in (([], "no run row"), ([run], "no time rows"), ([run, warm_up], "warm-up steps alone")):
+        with pytest.raises(UserError, match=said):
+            MeasuredRun.of("a", given)
