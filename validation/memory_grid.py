@@ -48,11 +48,11 @@ from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from meshtune import config, launch
 from meshtune.config import Config
-from meshtune.dryrun.world import Job
+from meshtune.dryrun.world import TRACED_STEPS, Job
 from meshtune.launch import Rank
 from meshtune.layout import Layout
 from meshtune.meter.ledger import storage_bytes
-from meshtune.meter.phases import WATCHED_STEPS, PhaseMemory
+from meshtune.meter.phases import PhaseMemory
 from meshtune.meter.trace import GATHERED
 from meshtune.model.load import read_config
 from meshtune.model.multimodal import auto_class
@@ -158,14 +158,14 @@ def make_data(folder: Path, file: Path | None = None) -> None:
 
 
 def settings_of(data: Path, output: Path, layout: Layout, precision: str) -> Config:
-    """Config of WATCHED_STEPS steps under this layout, with the global batch size that follows from it.
+    """Config of TRACED_STEPS steps under this layout, with the global batch size that follows from it.
 
     data: folder of `make_data`. output: the run folder.
     """
     overrides = [
         f"model.name={data / 'model'}", f"data.train={data / 'train.jsonl'}", f"data.cache={data / 'cache'}",
         f"data.seq_len={SEQ_LEN}", "data.train_on=all", "data.overlong=cut", "method=full",
-        f"train.global_batch_size={layout.global_batch_size}", f"train.max_steps={WATCHED_STEPS}",
+        f"train.global_batch_size={layout.global_batch_size}", f"train.max_steps={TRACED_STEPS}",
         f"train.precision={precision}", "train.device=cpu", "checkpoint.every=0", "log.to=[jsonl]",
         f"layout={layout}", f"output={output}",
     ]  # fmt: skip

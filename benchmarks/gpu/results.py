@@ -89,7 +89,8 @@ def speeds(figures: Mapping[str, Any]) -> Iterator[str]:
         found = one.get("measured") or one
         speed = found.get("tokens_per_second", found.get("tokens_per_second_per_gpu"))
         if speed is not None:
-            peak = found.get("peak_memory_bytes", (found.get("memory") or {}).get("peak", 0))
+            of_bench = one["measured"]["memory"].get("peak", 0) if one.get("measured") else 0
+            peak = found.get("peak_memory_bytes", of_bench)
             seconds = f"{found['step_seconds']:.4f} s"
             yield f"| {name} | {speed:,.0f} | {seconds} | {(peak or 0) / 2**30:.1f} GiB |"
 

@@ -153,14 +153,15 @@ class Bench:
         return {"layout": str(layout), "world": layout.world, **both}
 
     def job(self, layout: Layout) -> "Job":
-        """The steps to simulate: with data, of the second batch, whose memory is compared."""
+        """The steps to simulate: with data, of the last watched step's batch, whose memory is compared."""
         from meshtune.api.dryrun import documents_of
+        from meshtune.meter.phases import WATCHED_STEPS
         from meshtune.train.inputs import inputs_of
 
         config = self.subject.config
         if not config.data.train:
             return self.subject.job(layout, documents_of(config, ()))
-        return self.subject.job_of_data(layout, inputs_of(config), number=2)
+        return self.subject.job_of_data(layout, inputs_of(config), number=WATCHED_STEPS)
 
 
 def check_new(folders: Sequence[Path]) -> None:

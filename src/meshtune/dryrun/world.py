@@ -33,7 +33,7 @@ from meshtune.dryrun.left_out import Growth, add_left_out
 from meshtune.dryrun.recorder import Recorder
 from meshtune.dryrun.substitutes import installed
 from meshtune.layout import Layout
-from meshtune.meter.phases import WATCHED_STEPS, PhaseMemory
+from meshtune.meter.phases import PhaseMemory
 from meshtune.meter.trace import RankTrace, StepTrace
 from meshtune.parallel.apply import place, width_multiple
 from meshtune.parallel.context import spans
@@ -43,6 +43,7 @@ from meshtune.train.model import ModelSpec, OptimizerSpec, RankModel, ready, str
 from meshtune.train.step import Counts
 
 CPU = torch.device("cpu")
+TRACED_STEPS = 2  # the optimizer has its states from the second on: later ones are alike
 UNLIKE = 8  # micro-batches of a real batch, which differ in documents and labels, that are traced at least
 
 
@@ -91,7 +92,7 @@ def trace_rank(job: Job, rank: int) -> RankTrace:
         model = ready(job.spec, made, parallel, job.optimizer)
     batch = batch_of(job, world)
     micro_batches = [faked(each, fakes) for each in model.passes.localise(batch)]
-    steps = [StepTrace(number) for number in range(1, WATCHED_STEPS + 1)]
+    steps = [StepTrace(number) for number in range(1, TRACED_STEPS + 1)]
     with installed(job.spec.kernels) as substitutes, fakes:
         options = {"max_grad_norm": job.max_grad_norm, "read": made_up}
         record(model, micro_batches, steps, label_tokens=batch.label_tokens, **options)

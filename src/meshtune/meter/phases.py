@@ -1,7 +1,7 @@
 """Peak memory of each phase of a step, by category, and what to do when there is not enough.
 
-The first two steps are watched: forward, backward and the optimizer's update. The first step, before
-optimizer state exists, looks smaller than all later ones; hence two.
+The first three steps are watched: forward, backward and the optimizer's update. The first step, before
+optimizer state exists, looks smaller than all later ones; the third shows whether the second is what lasts.
 
     CPU   `Ledger` counts every storage of the watched steps (ledger.py).
     CUDA  the allocator's own peak. Weights, gathered weights, gradients and optimizer state are known at the
@@ -42,7 +42,7 @@ from meshtune.meter.trace import (
 from meshtune.rundir import Row
 from meshtune.units import human
 
-WATCHED_STEPS = 2
+WATCHED_STEPS = 3
 
 Phase = Callable[[str], AbstractContextManager[object]]  # name -> context around one part of a step
 

@@ -16,7 +16,7 @@ from meshtune.rundir import Row
 from meshtune.units import at_words, count, duration, human
 
 BAR_WIDTH = 20  # columns of the terminal
-MEMORY_ROWS = 2  # watched steps (meter/phases.py), shown in one table
+MEMORY_ROWS = 2  # watched steps (meter/phases.py) in one table: the first ones, as a terminal has columns
 RECENT = 0.02  # least weight of a new value in a `Pace`
 
 
@@ -132,10 +132,14 @@ class ConsoleTracker:
                 self._line(" · ".join(eval_parts(row)))
             case "save":
                 self._left.saved(row["seconds"])
-            case "memory" if self.memory and not row.get("rank") and "step" not in row["phases"]:
+            case "memory" if self.memory and self._watched(row):
                 self._memory.append(row)
                 if len(self._memory) == MEMORY_ROWS or row["step"] == self.course.steps:
                     self.console.print(memory_shown(self._memory))
+
+    def _watched(self, row: Row) -> bool:
+        """True if a memory row belongs to the table: rank 0's of the first watched steps."""
+        return not row.get("rank") and "step" not in row["phases"] and len(self._memory) < MEMORY_ROWS
 
     def close(self, *, failed: bool = False) -> None:
         if self._live is not None:

@@ -7,9 +7,11 @@ so a kill at any moment loses neither.
 import logging
 import math
 import os
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,9 @@ class WandbTracker:
     def __init__(self, run: RunDir, labels: Labels, settings: Mapping[str, Any]) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
+        # Its folder is named by the second: a start in the last one's second would write over its rows.
+        while any(run.logs.glob(f"wandb/*run-{datetime.now():%Y%m%d_%H%M%S}-*")):
+            time.sleep(0.05)
         self.run = wandb.init(
             project=labels.project or os.environ.get("WANDB_PROJECT", "meshtune"),
             name=labels.name or os.environ.get("WANDB_NAME", run.path.name),

@@ -135,18 +135,18 @@ def test_watching_changes_no_number():
     assert torch.equal(*found)
 
 
-def test_only_the_first_two_steps_are_watched_and_have_a_row():
+def test_only_the_first_three_steps_are_watched_and_have_a_row():
     model = Model()
     memory, _ = watched(model)
     rows = []
-    for step in (5, 6, 7):  # as after a resume
+    for step in (5, 6, 7, 8):  # as after a resume
         with memory.watching(step), memory.phase("forward"):
             model(torch.ones(16, 30))
         rows.append(memory.row(step))
-    assert [(row["kind"], row["step"], [*row["phases"]]) for row in rows[:2]] == [
-        ("memory", 5, ["forward"]), ("memory", 6, ["forward"])
-    ]  # fmt: skip
-    assert rows[2] is None
+    assert [(row["kind"], row["step"], [*row["phases"]]) for row in rows[:3]] == [
+        ("memory", step, ["forward"]) for step in (5, 6, 7)
+    ]
+    assert rows[3] is None
 
 
 def test_a_phase_keeps_its_highest_micro_batch():

@@ -339,14 +339,14 @@ def test_bf16_follows_fp32(precision: str, train: Train, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("asked", ["false", "true"])
-def test_memory_of_the_first_two_steps_is_in_the_rows_and_printed_once_where_asked(
+def test_memory_of_the_first_three_steps_is_in_the_rows_and_printed_once_where_asked(
     asked: str, settings: Callable[..., list[str]], capsys: pytest.CaptureFixture
 ) -> None:
     run = build.build(config.load(None, settings("log.to=[console,jsonl]", f"log.memory={asked}")))
     loop.train(run)
     rows = run.folder.rows("memory")
     assert [(row["step"], [*row["phases"]]) for row in rows] == [
-        (step, ["forward", "backward", "optimizer"]) for step in (1, 2)
+        (step, ["forward", "backward", "optimizer"]) for step in (1, 2, 3)
     ]
     said = capsys.readouterr().err
     assert said.count("Peak memory of each phase") == said.count("activations") == (asked == "true")
