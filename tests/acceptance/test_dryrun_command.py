@@ -16,7 +16,7 @@ from tiny import make_folder, short_run
 
 from meshtune.api.dry_train import DryTraining
 from meshtune.layout import Layout
-from meshtune.meter.trace import RankTrace
+from meshtune.meter.trace import FORWARD, Change, Operation, RankTrace, StepTrace, Storage
 from meshtune.rundir import RunDir
 
 DryRun = Callable[..., Ended]
@@ -89,9 +89,48 @@ def test_one_layout_as_json(dryrun: DryRun) -> None:
 def test_refused_layouts_are_refused_together_before_anything_is_traced(dryrun: DryRun) -> None:
     ended = dryrun("--gpu", "h100-sxm", "--layout", "tp16-mb1,pp8-1f1b-mb1,zero3x8-mb1")
     assert ended.code == 2 and ended.out == ""
-    assert "tp=16 does not divide 8 attention heads" in ended.err
-    assert "pp=8 with 1f1b makes 8 stages of 4 blocks" in ended.err
+    assert "tp16-mb1: tp=16 does not divide 8 attention heads" in ended.err
+    assert "pp8-1f1b-mb1: pp=8 with 1f1b makes 8 stages of 4 blocks" in ended.err
     assert "tracing" not in ended.err
+
+
+def test_a_model_that_reads_values_is_refused_before_it_is_traced(
+    dryrun: DryRun, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "jetmoe",
+                "vocab_size": 100,
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_key_value_heads": 2,
+                "kv_channels": 8,
+                "num_local_experts": 4,
+            }
+        )
+    )
+    words = (f"model.name={tmp_path}", "--gpu", "h100-sxm", "--layout", "mb1-ga1")  # another batch than 8
+    ended = dryrun(*words)
+    assert ended.code == 2 and "its forward reads values of tensors" in ended.err
+    assert "tracing" not in ended.err
+
+
+def test_borrowed_efficiencies_and_another_batch_are_named(
+    dryrun: DryRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from meshtune.api import dryrun as api
+
+    monkeypatch.setattr(
+        api, "trace_ranks", lambda _, ranks, *__, **___: [empty_trace(rank) for rank in ranks]
+    )
+    notes = dryrun("--gpu", "mi300x", "--layout", "mb1-ga1", "--json").json["notes"]
+    assert "No measured efficiencies other than that of matmuls for mi300x; using those of h100-sxm." in notes
+    assert any("makes 1 sequence a step, but train.global_batch_size is 8" in note for note in notes)
+    assert not [
+        note for note in dryrun("--gpu", "cpu", "--layout", "mb1-ga8", "--json").json["notes"] if note
+    ]
 
 
 def test_bad_words_are_refused(dryrun: DryRun) -> None:
@@ -102,6 +141,14 @@ def test_bad_words_are_refused(dryrun: DryRun) -> None:
     assert "a document has 1 token or more" in too_long.err and "129 tokens in all do not fit" in too_long.err
     assert "cluster.gpu=a100-80 and --gpu both name it" in dryrun(*cluster, "cluster.gpu=a100-80").err
     assert "--rank 8: zero3x8-mb1-ga1 has the ranks 0 to 7" in dryrun(*cluster, "--rank", "8").err
+
+
+def empty_trace(rank: int) -> RankTrace:
+    """A trace of one operation that allocates a byte."""
+    operations = [Operation("aten.empty.memory_format", FORWARD, "", 0, 0, (), "")]
+    storages = [Storage(1, "activations", "", "", "")]
+    steps = [StepTrace(number, operations, storages, [Change(0, 0, True)]) for number in (1, 2)]
+    return RankTrace(rank, {"pp": 0}, (), steps, micro_batches=1, of=1)
 
 
 def fail(job: Any, rank: int) -> RankTrace:

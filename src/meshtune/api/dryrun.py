@@ -27,7 +27,7 @@ from meshtune.layout import AUTO, Layout, PartialLayout
 from meshtune.model.census_cache import numbers_of
 from meshtune.model.load import read_config
 from meshtune.model.trainable import embeddings_needed
-from meshtune.placement.numbers import ModelNumbers
+from meshtune.placement.numbers import READS_VALUES, ModelNumbers
 from meshtune.placement.ranks import process_groups
 from meshtune.placement.rules import refusals
 from meshtune.plan import answer, fits
@@ -36,6 +36,7 @@ from meshtune.plan.cluster import Cluster, cluster_for
 from meshtune.plan.explanation import explain
 from meshtune.plan.fits import Lighter
 from meshtune.plan.other_units import other_units
+from meshtune.plan.phrases import unmeasured
 from meshtune.plan.search import explained
 from meshtune.plan.workload import Uncounted, Workload, lighter_workloads, workload_of
 from meshtune.train.build import model_spec, optimizer_spec
@@ -95,23 +96,22 @@ def simulations(
                 if refused := subject.refusals(layout):
                     raise UserError(refused)
                 subject.ranks(layout, ranks)
-                checked.append(layout)
+                checked.append((layout, cluster_for(config).of_size(layout.world)))
             except UserError as error:
-                problems += error.problems
+                problems += [f"{text}: {problem}" for problem in error.problems]
                 if len(layouts) < 2:  # NothingFits has another exit code
                     raise
         if problems:
             raise UserError(problems)
-        cluster = cluster_for(config)
         return [
             subject.simulate(
                 subject.job(layout, documents),
-                cluster.of_size(layout.world),
+                cluster,
                 log,
                 ranks=ranks,
                 notes=notes_on_layout(config, layout),
             )
-            for layout in checked
+            for layout, cluster in checked
         ]
 
 
@@ -139,6 +139,8 @@ class Subject:
         planner chooses.
         """
         given = PartialLayout.parse(text) if text else self.config.partial_layout
+        if given.whole and {"micro_batch_size", "gradient_accumulation_steps"} <= given.fixed.keys():
+            return given.known  # its global batch may be another than the config's: `notes_on_layout`
         if self.workload is None:
             devices = given.world or cluster_for(self.config).gpus
             return given.complete(devices=devices, global_batch_size=self.config.global_batch_size)
@@ -173,8 +175,13 @@ class Subject:
         return ranks_to_trace(distinct, layout, asked)
 
     def job(self, layout: Layout, documents: tuple[int, ...]) -> Job:
-        """The steps to trace under a layout, with random weights. documents: lengths in each sequence."""
+        """The steps to trace under a layout, with random weights. documents: lengths in each sequence.
+
+        Raises UserError for a model that can't be traced.
+        """
         config = self.config
+        if self.numbers.census.unsupported == READS_VALUES:
+            raise UserError(f"{config.model.name} can't be simulated: {READS_VALUES}.")
         spec = model_spec(config, self.attention, self.device)
         return Job(
             spec=replace(spec, source=self.source, overrides={}, init="random", compile=False),
@@ -210,7 +217,7 @@ class Subject:
         that the answer says.
         """
         layout = job.layout
-        stands_for = self.ranks(layout, ranks)
+        stands_for, borrowed = self.ranks(layout, ranks), unmeasured(cluster)
         names = ", ".join(f"{rank:,}" for rank in stands_for)
         log(f"tracing two steps of {layout}: rank{'s' * (len(stands_for) > 1)} {names} of {layout.world:,} …")
         traces = trace_ranks(partial(trace_rank, job), [*stands_for], layout.world, tell=log)
@@ -227,6 +234,7 @@ class Subject:
             notes=(
                 *self.notes,
                 *notes_on(self.config),
+                *([borrowed] if self.workload and borrowed else []),
                 *(() if cluster.gpu.processor else allocator.conflicts(os.environ)),
                 *notes,
             ),

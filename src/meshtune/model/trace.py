@@ -43,6 +43,7 @@ from meshtune.model.tensor_plan import (
     tensor_plan,
 )
 from meshtune.placement.census import Attention, Block, Census, EndBytes, Matrix, Parameter, SavedBytes
+from meshtune.placement.numbers import READS_VALUES
 
 ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<which>A|B|magnitude_vector)(\..+)?")  # LoRA's parameters
 TRACED_MODELS = 16
@@ -146,6 +147,8 @@ def trace(build: Builder, frozen: frozenset[str], adapters: Mapping[str, int], d
                 return _census(traced)
         except Exception as error:  # each family has its own ways to refuse an implementation or a mask
             reasons.append(f"its forward cannot be traced on meta ({type(error).__name__}: {error})")
+            if "out of meta tensor" in str(error):
+                reasons[-1] = READS_VALUES
             continue
         reasons.insert(0, traced.unsupported)  # tells more than an implementation that was refused
     return _census(

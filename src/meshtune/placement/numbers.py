@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from meshtune.placement.census import Census
 from meshtune.placement.rules import Traits
 
+READS_VALUES = "its forward reads values of tensors, which a trace does not have"  # Census.unsupported
+
 
 @dataclass(frozen=True)
 class ModelNumbers:

@@ -7,7 +7,7 @@ from meshtune.plan.cluster import Cluster
 from meshtune.plan.memory.timeline import CATEGORIES, CATEGORY_NAMES, Memory
 from meshtune.plan.seconds.step import TIE
 from meshtune.plan.workload import Workload
-from meshtune.units import human
+from meshtune.units import counted, human
 
 # each part of Seconds but `data`, as what a step's time goes to
 SPENT = {
@@ -88,6 +88,23 @@ def memory_margin(cluster: Cluster) -> str:
     if budget is not None:
         clause += f"; the budget of {human(budget)} is more than that"
     return f"{clause})"
+
+
+def unmeasured(cluster: Cluster) -> str:
+    """Sentences if the predicted time uses efficiencies measured on another kind of GPU, or with other
+    numbers of ranks at work than the cluster's machines have; else "".
+    """
+    gpu, ranks, sentences = cluster.gpu, cluster.ranks_in_node, []
+    if cluster.timed and gpu.as_of and gpu.as_of != gpu.name:
+        others = "efficiencies other than that of matmuls" if gpu.measured else "efficiencies"
+        others = ", ".join(gpu.borrowed) if gpu.shared else others
+        sentences.append(f"No measured {others} for {gpu.name}; using those of {gpu.as_of}.")
+    if lacking := gpu.lacking_among(ranks):
+        sentences.append(
+            f"No measured {', '.join(lacking)} with {counted(ranks, 'rank')} at work on {gpu.name}; what is "
+            "used follows from other numbers of ranks."
+        )
+    return " ".join(sentences)
 
 
 def longer(ratio: float) -> str:

@@ -14,10 +14,10 @@ from meshtune.plan.cluster import cluster_for
 from meshtune.plan.hardware import catalogue, gpu_of
 from meshtune.plan.kinds import table_problems
 from meshtune.plan.machine import Machine
+from meshtune.plan.phrases import unmeasured
 from meshtune.plan.seconds.collectives import ring_collectives, tree_all_reduce
 from meshtune.plan.seconds.gpu import matmul
 from meshtune.plan.work import attended
-from meshtune.report.plan.terminal import unmeasured
 from meshtune.report.probe import sentences, summary
 from meshtune.study.probe import rank_counts
 from meshtune.study.probe_figures import Figure, slowdown

@@ -11,11 +11,10 @@ from rich.padding import Padding
 from rich.text import Text
 
 from meshtune.plan.answer import Answer
-from meshtune.plan.cluster import Cluster
 from meshtune.plan.cost import RunCost
 from meshtune.plan.explanation import Explanation
 from meshtune.plan.export import Written
-from meshtune.plan.phrases import device
+from meshtune.plan.phrases import device, unmeasured
 from meshtune.plan.search import PEAK_TIE, TIE_MEMORY_STEP, Choice
 from meshtune.plan.seconds.step import TIE
 from meshtune.plan.tools import MESHTUNE
@@ -153,23 +152,6 @@ def reliability(choice: Choice) -> list[RenderableType]:
     """Sentences on how far the numbers can be trusted, after an empty line."""
     sentences = [choice.accuracy.sentence(choice.stack, choice.cluster.gpu.name), unmeasured(choice.cluster)]
     return [Text(), *(Text(sentence, style="dim") for sentence in sentences if sentence)]
-
-
-def unmeasured(cluster: Cluster) -> str:
-    """Sentences if the predicted time uses efficiencies measured on another kind of GPU, or with other
-    numbers of ranks at work than the cluster's machines have; else "".
-    """
-    gpu, ranks, sentences = cluster.gpu, cluster.ranks_in_node, []
-    if cluster.timed and gpu.as_of and gpu.as_of != gpu.name:
-        others = "efficiencies other than that of matmuls" if gpu.measured else "efficiencies"
-        others = ", ".join(gpu.borrowed) if gpu.shared else others
-        sentences.append(f"No measured {others} for {gpu.name}; using those of {gpu.as_of}.")
-    if lacking := gpu.lacking_among(ranks):
-        sentences.append(
-            f"No measured {', '.join(lacking)} with {counted(ranks, 'rank')} at work on {gpu.name}; what is "
-            "used follows from other numbers of ranks."
-        )
-    return " ".join(sentences)
 
 
 def title(text: str) -> Text:
