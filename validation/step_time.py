@@ -19,7 +19,7 @@ from measured import HERE
 
 from meshtune.dryrun.costs import Costs
 from meshtune.dryrun.nccl import Nccl
-from meshtune.dryrun.ranks import distinct_ranks, trace_ranks
+from meshtune.dryrun.ranks import distinct_ranks, pipeline_copies, trace_ranks
 from meshtune.dryrun.streams import simulate
 from meshtune.layout import Layout
 from meshtune.model.trace import census
@@ -68,7 +68,8 @@ def workload(layout: Layout, seq_len: int) -> Workload:
 def result(text: str, seq_len: int) -> Result:
     """Predict a layout's step both ways."""
     layout = Layout.parse(text)
-    ranks = distinct_ranks(census(reserved.config_of(SHAPE, seq_len)), layout, seq_len)
+    numbers = census(reserved.config_of(SHAPE, seq_len))
+    ranks, copies = (find(numbers, layout, seq_len) for find in (distinct_ranks, pipeline_copies))
     traces = trace_ranks(partial(reserved.ours, SHAPE, layout, seq_len), [*ranks], layout.world)
     where = cluster(KIND, layout.world)
     costs = Costs.of(workload(layout, seq_len), where)
@@ -77,8 +78,8 @@ def result(text: str, seq_len: int) -> Result:
     return Result(
         text,
         Seconds(**{part: float(np.ravel(getattr(planned, part))[0]) for part in PARTS}),
-        simulate(traces, layout, costs).parts,
-        simulate(traces, layout, by_nccl).seconds,
+        simulate(traces, layout, costs, copies=copies).parts,
+        simulate(traces, layout, by_nccl, copies=copies).seconds,
     )
 
 

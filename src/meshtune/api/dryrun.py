@@ -18,7 +18,7 @@ from meshtune.api.model_file import model_file
 from meshtune.api.plan import Log, silent
 from meshtune.api.settings import Settings, config_of
 from meshtune.config import Config
-from meshtune.dryrun.ranks import distinct_ranks, ranks_to_trace, trace_ranks
+from meshtune.dryrun.ranks import distinct_ranks, pipeline_copies, ranks_to_trace, trace_ranks
 from meshtune.dryrun.simulation import Simulation
 from meshtune.dryrun.world import Job, trace_rank
 from meshtune.errors import UserError
@@ -229,6 +229,7 @@ class Subject:
             documents=job.documents,
             traces=tuple(traces),
             stands_for=stands_for,
+            copies=pipeline_copies(self.numbers.census, layout, self.config.data.seq_len),
             outside=0 if cluster.gpu.processor else outside_of(layout, self.config.train.precision),
             expandable=allocator.expands(os.environ),
             notes=(

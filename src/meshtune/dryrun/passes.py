@@ -3,13 +3,13 @@
     trace of a rank ─> cut ─> before, {(kind, stage, micro-batch): operations}, after
     orders(layout)  ─> program ─> the same passes in the order of another rank, or of more micro-batches
 
-Ranks and micro-batches that were not traced are copies: of the rank in the middle, of the steady micro-batch.
-Without torch.
+Ranks and micro-batches that were not traced are copies: of a rank in the middle (ranks.pipeline_copies), of
+the steady micro-batch. Without torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshtune.dryrun.costs import makes_weight_gradient, matmul_sizes, runs
@@ -105,22 +105,25 @@ class Program:
     order: list[tuple[Pass, list[int]]]  # passes with their operations, in order
 
 
-def programs(traces: Sequence[RankTrace], layout: Layout, step: int) -> list[Program]:
+def programs(
+    traces: Sequence[RankTrace], layout: Layout, step: int, copies: Mapping[int, int]
+) -> list[Program]:
     """The program of every rank of the pipeline, all micro-batches included.
 
-    traces: of the first, the last and any others; those in the middle stand for the ones that are missing.
-    step: 1 or 2. Raises ValueError if the first or the last rank is missing.
+    traces: of several with one index in the pipeline that of the lowest rank counts. step: 1 or 2. copies:
+    index in the pipeline -> that of the rank whose trace runs there, where it is another one. Raises
+    ValueError for a trace that is missing.
     """
-    by_pp = {trace.coordinates.get("pp", 0): trace for trace in traces}
-    if missing := [rank for rank in (0, layout.pp - 1) if rank not in by_pp]:
+    by_pp = {trace.coordinates.get("pp", 0): trace for trace in sorted(traces, key=lambda one: -one.rank)}
+    source = [copies.get(rank, rank) for rank in range(layout.pp)]
+    if missing := sorted({*source} - by_pp.keys()):
         raise ValueError(f"There is no trace of pipeline rank {', '.join(map(str, missing))}.")
-    middle = next((rank for rank in sorted(by_pp) if 0 < rank < layout.pp - 1), 0)
     cuts = {
-        rank: cut(step_of(trace, step), _traced_order(layout, trace, rank)) for rank, trace in by_pp.items()
+        rank: cut(step_of(by_pp[rank], step), _traced_order(layout, by_pp[rank], rank)) for rank in {*source}
     }
     made = []
     for rank, passes in enumerate(orders(layout)):
-        like = rank if rank in by_pp else middle
+        like = source[rank]
         trace, found = by_pp[like], cuts[like]
         stages = stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, rank)
         of_like = trace.stages or stages

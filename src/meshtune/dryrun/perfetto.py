@@ -33,9 +33,10 @@ def write_trace(file: Path, time: StepTime, traces: Sequence[RankTrace], step: i
 
 def events_of(time: StepTime, traces: Sequence[RankTrace], step: int) -> Iterator[Event]:
     """Yield the events of all ranks of the pipeline."""
-    by_pp = {trace.coordinates.get("pp", 0): trace for trace in traces}
+    traced = {trace.rank: trace for trace in traces}
     for rank in time.ranks:
-        like = "" if rank.pp in by_pp else f", as rank {rank.trace:,}"
+        itself = traced[rank.trace].coordinates.get("pp", 0) == rank.pp
+        like = "" if itself else f", as rank {rank.trace:,}"
         yield from _names(rank, f"pipeline rank {rank.pp}{like}")
         for each in passes(rank):
             name = f"{KINDS[each.kind]} {each.micro_batch}, stage {each.stage}"
@@ -48,8 +49,8 @@ def events_of(time: StepTime, traces: Sequence[RankTrace], step: int) -> Iterato
                 "micro-batch": each.micro_batch, "operation": each.operation,
             }  # fmt: skip
             yield event
-        if rank.pp in by_pp:
-            yield from _memory(rank, by_pp[rank.pp], time.seconds, step)
+        if itself:
+            yield from _memory(rank, traced[rank.trace], time.seconds, step)
 
 
 def _threads(rank: RankTime) -> dict[str, int]:
@@ -80,12 +81,17 @@ def _complete(process: int, thread: int, name: str, category: str, begin: float,
 
 
 def _memory(rank: RankTime, trace: RankTrace, seconds: float, step: int) -> Iterator[Event]:
-    """Bytes by category whenever they change; of changes at one time the last."""
+    """Bytes by category whenever they change; of changes at one time the highest sum, then the last one."""
     traced = trace.steps[step - 1]
     times = starts(rank, traced, seconds)
-    latest: dict[float, dict[str, int]] = {}
+    highest: dict[float, dict[str, int]] = {}
+    last: dict[float, dict[str, int]] = {}
     for at, sizes in traced.timeline():
-        latest[round(1e9 * times[max(at, 0)]) / 1000 if times[:-1] else 0.0] = sizes
-    for time, sizes in latest.items():
-        args = {category: sizes.get(category, 0) for category in CATEGORIES}
-        yield {"ph": "C", "pid": rank.pp, "tid": PASSES, "name": "memory", "ts": time, "args": args}
+        time = round(1e9 * times[max(at, 0)]) / 1000 if times[:-1] else 0.0
+        highest[time] = max(highest.get(time, sizes), sizes, key=lambda each: sum(each.values()))
+        last[time] = sizes
+    for time, sizes in highest.items():
+        settled = [(time + 0.001, last[time])] if last[time] != sizes else []  # a nanosecond later
+        for begin, parts in ((time, sizes), *settled):
+            args = {category: parts.get(category, 0) for category in CATEGORIES}
+            yield {"ph": "C", "pid": rank.pp, "tid": PASSES, "name": "memory", "ts": begin, "args": args}

@@ -32,7 +32,7 @@ from meshtune.meter.trace import RankTrace
 from meshtune.placement.census import Census
 from meshtune.placement.ranks import coordinates, rank_at
 from meshtune.placement.share import census_stages, stage_of_rank
-from meshtune.units import duration
+from meshtune.units import counted, duration
 
 SILENCE = 60.0  # seconds without CPU time after which a child counts as hung
 TICK = 0.05  # seconds of CPU time that a waiting process may use meanwhile
@@ -40,40 +40,59 @@ TICK = 0.05  # seconds of CPU time that a waiting process may use meanwhile
 # Which ranks differ #
 
 
-def distinct_ranks(census: Census, layout: Layout, seq_len: int) -> dict[int, str]:
-    """Rank -> which pipeline ranks it stands for: the first, one in the middle, the last; rank 0 alone
-    without a pipeline.
+def pipeline_copies(census: Census, layout: Layout, seq_len: int) -> dict[int, int]:
+    """Index in the pipeline of each rank -> that of the rank whose trace it runs.
 
-    The one in the middle has most parameters and, of several, most micro-batches in flight: it comes first in
-    the pipeline. On the other axes index 0 is taken: pieces that are not equally long are longest there
+    The first and the last rank have their own. In the middle those with as many blocks in each stage are
+    alike: the one with most parameters stands for them and, of several, the first, which has most
+    micro-batches in flight.
+    """
+    size = [sum(parameter.count for parameter in block.parameters) for block in census.blocks]
+    blocks = _blocks(census, layout, seq_len)
+    last = layout.pp - 1
+    alike: dict[object, list[int]] = {}
+    for index, stages in enumerate(blocks):
+        kind = index if index in (0, last) else tuple(map(len, stages))
+        alike.setdefault(kind, []).append(index)
+
+    def elements(index: int) -> int:
+        return sum(size[block] for stage in blocks[index] for block in stage)
+
+    return {index: max(group, key=elements) for group in alike.values() for index in group}
+
+
+def distinct_ranks(census: Census, layout: Layout, seq_len: int) -> dict[int, str]:
+    """Rank -> which pipeline ranks it stands for (`pipeline_copies`); rank 0 alone without a pipeline.
+
+    On the other axes index 0 is taken: pieces that are not equally long are longest there
     (placement/split.py; FSDP2's shards), replicas are alike, and so are ranks of cp: the zigzag gives each as
     many columns and (query, key) pairs, Ulysses as many heads. Only with packed documents the lengths of the
     pieces that their attention runs over differ.
     """
     if layout.pp == 1:
         return {0: "all ranks"}
-    stage_ranges = census_stages(census, layout, seq_len)
-    size = [sum(parameter.count for parameter in block.parameters) for block in census.blocks]
-
-    def blocks(pp_rank: int) -> list[range]:
-        stages = stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, pp_rank)
-        return [stage_ranges[stage] for stage in stages]
-
-    def elements(pp_rank: int) -> int:
-        return sum(size[block] for stage in blocks(pp_rank) for block in stage)
-
-    first, last = 0, layout.pp - 1
-    pp_ranks = {first: "the first pipeline rank", last: "the last one"}
-    if layout.pp > 2:
-        middle = max(range(1, last), key=lambda pp_rank: (elements(pp_rank), -pp_rank))
-        alike = "those in the middle" if layout.pp > 3 else "the one in the middle"
-        pp_ranks = {first: pp_ranks[first], middle: alike, last: pp_ranks[last]}
+    copies, blocks = pipeline_copies(census, layout, seq_len), _blocks(census, layout, seq_len)
+    texts = {0: "the first pipeline rank", layout.pp - 1: "the last one"}
+    several = len({*copies.values()}) > 3  # kinds in the middle
     found = {}
-    for pp_rank, text in pp_ranks.items():
-        place = dict.fromkeys(AXES, 0) | {"pp": pp_rank}
-        ranges = " and ".join(f"{stage.start}-{stage.stop - 1}" for stage in blocks(pp_rank))
-        found[rank_at(layout, place)] = f"{text} (blocks {ranges})"
+    for index in sorted({*copies.values()}):
+        group = [other for other, like in copies.items() if like == index]
+        middle = "those in the middle" if len(group) > 1 else "the one in the middle"
+        number = counted(sum(map(len, blocks[index])), "block")
+        text = f"{middle} with {number}" if several else middle
+        place = dict.fromkeys(AXES, 0) | {"pp": index}
+        ranges = " and ".join(f"{stage.start}-{stage.stop - 1}" for stage in blocks[index])
+        found[rank_at(layout, place)] = f"{texts.get(index, text)} (blocks {ranges})"
     return found
+
+
+def _blocks(census: Census, layout: Layout, seq_len: int) -> list[list[range]]:
+    """Blocks of each stage of every rank of the pipeline."""
+    ranges = census_stages(census, layout, seq_len)
+    ranks = (
+        stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, index) for index in range(layout.pp)
+    )
+    return [[ranges[stage] for stage in stages] for stages in ranks]
 
 
 def ranks_to_trace(distinct: Mapping[int, str], layout: Layout, asked: Iterable[int]) -> dict[int, str]:

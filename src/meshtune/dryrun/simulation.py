@@ -1,7 +1,7 @@
 """A layout that was dry-run: its traced ranks, what it needs of a GPU, and the planner's prediction."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -37,6 +37,7 @@ class Simulation:
     outside: int  # bytes of a GPU that its allocator does not give: CUDA's context, NCCL's buffers
     workload: Workload | None = None  # with the layout's batch; None for a model that the planner can't count
     predicted: Choice | None = None  # by the planner
+    copies: Mapping[int, int] = field(default_factory=dict)  # ranks.pipeline_copies
     expandable: bool = True  # segments of the GPU's allocator
     notes: tuple[str, ...] = ()
     instead: tuple[str, ...] = ()  # if it does not fit: what would
@@ -145,8 +146,7 @@ class Simulation:
         """The first step and a later one on streams; () without `costs`."""
         if self.costs is None:
             return ()
-        by_pp = {trace.coordinates["pp"]: trace for trace in reversed(self.traces)}  # one of each
-        return [simulate([*by_pp.values()], self.layout, self.costs, step) for step in (1, 2)]
+        return [simulate(self.traces, self.layout, self.costs, step, copies=self.copies) for step in (1, 2)]
 
     @cached_property
     def predicted_peaks(self) -> Mapping[int, Memory]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -88,13 +88,20 @@ class StepTime:
         return {part: getattr(self.parts, part) for part in ("tensor", "context", "pipeline", "data")}
 
 
-def simulate(traces: Sequence[RankTrace], layout: Layout, costs: Costs, step: int = 2) -> StepTime:
-    """Run a step of the traced ranks on streams. step: 1 or 2, as in RankTrace.steps."""
+def simulate(
+    traces: Sequence[RankTrace],
+    layout: Layout,
+    costs: Costs,
+    step: int = 2,
+    *,
+    copies: Mapping[int, int] = {},
+) -> StepTime:
+    """Run a step of the traced ranks on streams. step, copies: as in `programs`."""
     collects = gc.isenabled()
     gc.disable()  # it takes half the time to look for cycles, of which tasks have none
     try:
         world = _World(layout, costs)
-        for pp, program in enumerate(programs(traces, layout, step)):
+        for pp, program in enumerate(programs(traces, layout, step, copies)):
             world.add(pp, program)
         world.connect()
         seconds = Run(world.tasks, costs.machine.contention).to_end()

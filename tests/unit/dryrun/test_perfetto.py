@@ -21,18 +21,21 @@ LAYOUT = Layout.parse("pp4-1f1b-mb1-ga8")
 
 @pytest.fixture(scope="module")
 def traces() -> list[RankTrace]:
-    """Traces of three of four ranks; storage 2 is allocated by the second kernel and freed by the fourth."""
+    """Traces of three of four ranks; storage 2 is allocated by the second kernel and freed by the
+    fourth, storage 0 during the second.
+    """
     made = pipeline(LAYOUT, ranks=[0, 1, 3])
     for trace in made:
-        trace.steps[1].changes = [Change(-1, 1, True), Change(1, 2, True), Change(3, 2, False)]
-        trace.steps[1].storages[2].bytes = 1000
+        change = ((-1, 1, True), (1, 2, True), (1, 0, True), (1, 0, False), (3, 2, False))
+        trace.steps[1].changes = [Change(*each) for each in change]
+        trace.steps[1].storages[2].bytes, trace.steps[1].storages[0].bytes = 1000, 500
     return made
 
 
 @pytest.fixture(scope="module")
 def time(traces: list[RankTrace]) -> StepTime:
     """Simulated step of the traces."""
-    return simulate(traces, LAYOUT, Costs.of(workload(), cluster(8)))
+    return simulate(traces, LAYOUT, Costs.of(workload(), cluster(8)), copies={2: 1})
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +100,8 @@ def test_memory_is_counted_on_ranks_that_were_traced(events: list[dict[str, Any]
             counters[event["pid"]].append(event)
     assert set(counters) == {0, 1, 3}
     for each in counters.values():
-        assert [event["args"]["activations"] for event in each] == [0, 1000, 0]
-        assert [event["args"]["weights"] for event in each] == [1, 1, 1]
+        assert [event["args"]["activations"] for event in each] == [0, 1500, 1000, 0]
+        assert [event["args"]["weights"] for event in each] == [1, 1, 1, 1]
         times = [event["ts"] for event in each]
         assert times == sorted(times) and times[0] < times[1]
 

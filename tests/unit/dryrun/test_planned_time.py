@@ -1,7 +1,6 @@
 """The planner's step time of this engine beside the dry run's, part by part: neither may drift away alone."""
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,11 +9,10 @@ import numpy as np
 import pytest
 
 from meshtune.dryrun.costs import Costs
-from meshtune.dryrun.kernels import kernel_table
-from meshtune.dryrun.ranks import distinct_ranks, trace_ranks
+from meshtune.dryrun.kernels import KernelTable, kernel_table
+from meshtune.dryrun.ranks import distinct_ranks, pipeline_copies, trace_ranks
 from meshtune.dryrun.streams import simulate
 from meshtune.layout import Layout
-from meshtune.meter.trace import RankTrace
 from meshtune.model.trace import census
 from meshtune.placement.columns import Columns
 from meshtune.plan.seconds.step import PARTS, Seconds, compute_parts, step
@@ -55,8 +53,7 @@ def test_updates_move_the_bytes_that_their_kernels_were_counted_to_move() -> Non
 )
 def test_the_planner_and_the_dry_run_agree(text: str) -> None:
     layout = Layout.parse(text)
-    planned, parts, traces, costs = both_ways(layout, SHAPE)
-    simulated, totals = simulate(traces, layout, costs).parts, kernel_table(traces[0], costs)
+    planned, parts, simulated, totals = both_ways(layout, SHAPE)
     blocks = sum(seconds for name, seconds in parts.items() if name not in ("copies", "head"))
     in_blocks = sum(row.seconds for row in totals.totals() if row.place == "blocks")
     assert blocks == pytest.approx(in_blocks, rel=BLOCKS)
@@ -73,16 +70,16 @@ def test_the_planner_and_the_dry_run_agree(text: str) -> None:
 def test_a_pipelines_step_takes_as_long_in_both(text: str) -> None:
     """Its head is as long as four blocks here, so that the last rank is the slowest."""
     layout = Layout.parse(text)
-    planned, _, traces, costs = both_ways(layout, replace(SHAPE, layers=8))
-    assert planned.total == pytest.approx(simulate(traces, layout, costs).seconds, rel=STEP)
+    planned, _, simulated, _ = both_ways(layout, replace(SHAPE, layers=8))
+    assert planned.total == pytest.approx(simulated.total, rel=STEP)
 
 
 def both_ways(
     layout: Layout, shape: reserved.Shape
-) -> tuple[Seconds, dict[str, float], Sequence[RankTrace], Costs]:
-    """(Planned parts of a step, its planned compute by kind, traces of its distinct ranks, costs of both)."""
+) -> tuple[Seconds, dict[str, float], Seconds, KernelTable]:
+    """(Planned parts of a step, its planned compute by kind, its simulated parts, kernels of rank 0)."""
     numbers = census(reserved.config_of(shape, SEQ_LEN))
-    ranks = distinct_ranks(numbers, layout, SEQ_LEN)
+    ranks, copies = (find(numbers, layout, SEQ_LEN) for find in (distinct_ranks, pipeline_copies))
     traces = trace_ranks(partial(reserved.ours, shape, layout, SEQ_LEN), [*ranks], layout.world)
     workload = Workload("llama", Work.of(numbers), None, SEQ_LEN, layout.global_batch_size)  # type: ignore[arg-type]
     costs = Costs.of(workload, step_time.cluster("h100-sxm", layout.world))
@@ -92,6 +89,6 @@ def both_ways(
     return (
         Seconds(**{part: float(np.ravel(getattr(planned, part))[0]) for part in PARTS}),
         {name: float(np.ravel(value)[0]) for name, value in parts.items()},
-        traces,
-        costs,
+        simulate(traces, layout, costs, copies=copies).parts,
+        kernel_table(traces[0], costs),
     )

@@ -180,7 +180,8 @@ def test_intervals_of_a_stream_do_not_overlap() -> None:
 def simulated(layout: str, forward: int = 1, ranks: list[int] | None = None) -> tuple[StepTime, float, float]:
     """(Run, seconds of a stage's forward, of its backward); every stage is alike, sends take no time."""
     parsed = Layout.parse(layout)
-    run = simulate(pipeline(parsed, forward=forward, ranks=ranks), parsed, costs())
+    copies = {pp: 1 for pp in range(parsed.pp) if ranks is not None and pp not in ranks}
+    run = simulate(pipeline(parsed, forward=forward, ranks=ranks), parsed, costs(), copies=copies)
     kernel = seconds(matmul())
     return run, forward * kernel, 2 * forward * kernel
 
@@ -235,6 +236,17 @@ def test_the_middle_rank_stands_for_the_others_in_the_middle(layout: str) -> Non
     assert [rank.trace for rank in some.ranks] == [0, *[1] * (pp - 2), pp - 1]
 
 
+def test_a_rank_that_was_asked_for_does_not_change_the_step() -> None:
+    """A rank in the middle with less to do, one of another index on another axis: copies stay copies."""
+    layout = Layout.parse("pp5-1f1b-mb1-ga8")
+    traces, copies = pipeline(layout, forward=2, ranks=[0, 2, 4]), {1: 2, 3: 2}
+    asked = [pipeline(layout, ranks=[1])[0], replace(pipeline(layout, ranks=[2])[0], rank=7)]
+    before, after = (simulate(some, layout, costs(), copies=copies) for some in (traces, [*traces, *asked]))
+    assert after.seconds == before.seconds
+    assert [rank.trace for rank in after.ranks] == [0, 2, 2, 2, 4]
+    assert simulate([*traces, *asked], layout, costs(), copies={3: 2}).seconds < before.seconds
+
+
 def test_a_slow_stage_is_imbalance_and_not_bubble() -> None:
     layout = Layout.parse("pp4-1f1b-mb1-ga16")
     traces = pipeline(layout)
@@ -258,7 +270,7 @@ def test_micro_batches_that_were_left_out_are_like_the_steady_one() -> None:
 def test_without_a_trace_of_the_last_rank_nothing_is_simulated() -> None:
     layout = Layout.parse("pp4-1f1b-mb1-ga8")
     with pytest.raises(ValueError, match="no trace of pipeline rank 3"):
-        simulate(pipeline(layout, ranks=[0, 1]), layout, costs())
+        simulate(pipeline(layout, ranks=[0, 1]), layout, costs(), copies={2: 1})
 
 
 def test_tasks_that_wait_for_each_other_are_named() -> None:

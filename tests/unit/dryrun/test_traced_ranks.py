@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, XGLMConfig
 
-from meshtune.dryrun.ranks import distinct_ranks, ranks_to_trace, trace_ranks
+from meshtune.dryrun.ranks import distinct_ranks, pipeline_copies, ranks_to_trace, trace_ranks
 from meshtune.dryrun.recorder import refuse_unlike
 from meshtune.dryrun.world import Job, trace_rank
 from meshtune.errors import RankFailed, UserError
@@ -37,12 +37,24 @@ def blocks() -> Census:
         ("zero3x64-tp8-sp-mb1-ga1", [0]),
         ("zero3x2-pp2-1f1b-mb1-ga4", [0, 2]),
         ("zero3x2-tp2-pp3-1f1b-mb1-ga4", [0, 4, 8]),
-        ("pp4-1f1b-mb1-ga8", [0, 1, 3]),  # 3, 3, 2 and 2 blocks
+        ("pp4-1f1b-mb1-ga8", [0, 1, 3]),  # 2, 3, 3 and 2 blocks
+        ("pp5-1f1b-mb1-ga8", [0, 1, 4]),  # 2 each
         ("zero1x2-pp4-interleaved1f1b-v2-mb1-ga8", [0, 2, 6]),
     ],
 )
 def test_one_rank_of_each_kind_of_pipeline_rank(blocks: Census, layout: str, ranks: list[int]) -> None:
     assert [*distinct_ranks(blocks, Layout.parse(layout), 128)] == ranks
+
+
+def test_ranks_in_the_middle_stand_for_those_with_as_many_blocks(blocks: Census) -> None:
+    layout = Layout.parse("pp7-1f1b-mb1-ga8")  # 1, 1, 1, 2, 2, 2 and 1 blocks
+    assert pipeline_copies(blocks, layout, 128) == {0: 0, 1: 1, 2: 1, 3: 3, 4: 3, 5: 3, 6: 6}
+    assert distinct_ranks(blocks, layout, 128) == {
+        0: "the first pipeline rank (blocks 0-0)",
+        1: "those in the middle with 1 block (blocks 1-1)",
+        3: "those in the middle with 2 blocks (blocks 3-4)",
+        6: "the last one (blocks 9-9)",
+    }
 
 
 def test_the_middle_rank_is_the_fullest(blocks: Census) -> None:
