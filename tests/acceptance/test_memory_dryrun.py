@@ -10,6 +10,7 @@ from transformers import (
     CohereConfig,
     FalconConfig,
     Gemma2Config,
+    JetMoeConfig,
     LlamaConfig,
     MixtralConfig,
     Olmo2Config,
@@ -144,18 +145,30 @@ EXPERTS = {
         **{name: getattr(TINY, name) for name in SHAPE}, num_key_value_heads=4, head_dim=32, num_experts=8,
         moe_intermediate_size=256, num_experts_per_tok=2,
     ),
+    "jetmoe": JetMoeConfig(
+        vocab_size=2048, hidden_size=256, num_hidden_layers=4, num_key_value_heads=4, kv_channels=32,
+        intermediate_size=512, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=512,
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", EXPERTS)
-@pytest.mark.parametrize(
-    ("layout", "precision"),
-    [
-        ("mb1-ga2-full", "bf16"), ("mb4-ga1", "bf16"), ("mb4-ga1", "fp32"), ("mb4-ga1-full", "bf16"),
-        ("zero3x2-mb4-ga1", "bf16"), ("zero3x2-mb4-ga1-full", "bf16"), ("zero3x2-mb4-ga1-full", "fp32"),
-    ],
+ROUTED_BEYOND = {("jetmoe", "mb1-ga2-full", "bf16"), ("jetmoe", "zero3x2-mb4-ga1-full", "bf16")}
+EXPERT_LAYOUTS = (
+    ("mb1-ga2-full", "bf16"), ("mb4-ga1", "bf16"), ("mb4-ga1", "fp32"), ("mb4-ga1-full", "bf16"),
+    ("zero3x2-mb4-ga1", "bf16"), ("zero3x2-mb4-ga1-full", "bf16"), ("zero3x2-mb4-ga1-full", "fp32"),
 )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "layout", "precision"),
+    [
+        pytest.param(*case, marks=pytest.mark.xfail(strict=True, reason="see TODO.md, The dry run"))
+        if case in ROUTED_BEYOND
+        else case
+        for case in ((family, *layout) for family in EXPERTS for layout in EXPERT_LAYOUTS)
+    ],
+)
 def test_experts_hold_what_is_planned(family: str, layout: str, precision: str) -> None:
     """Rows of tokens' experts are as many as tokens times experts a token, however they are routed."""
     job = Job(

@@ -42,6 +42,11 @@ from meshtune.parallel.pipeline import Stage
 READ = torch.ops.aten._local_scalar_dense.default  # the host waits for one number of a device
 DEVICE = torch.ops.prim.device.default  # the device of a fake tensor: no operation
 SOURCE = __file__.removesuffix("meshtune/dryrun/recorder.py")  # folder that this package is in
+STAND_INS = (
+    "dryrun/recorder.py",
+    "dryrun/substitutes.py",
+    "model/fused.py",
+)  # files between torch and the step
 MASTER = "master"  # name of the optimizer's own copy of a parameter
 NO_KERNEL = {  # operators that launch nothing on a GPU, beside views and messages
     "aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided",
@@ -348,11 +353,11 @@ def element_bytes(tensor: Tensor) -> int:
 
 
 def line_outside_torch() -> str:
-    """Return "file:line function" of the innermost frame that is neither torch's nor of this file."""
+    """Return "file:line function" of the innermost frame that is neither torch's nor of STAND_INS."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if "/torch/" not in file and file != __file__ and "<" not in file:
+        if "/torch/" not in file and "<" not in file and not file.endswith(STAND_INS):
             file = file.rpartition("site-packages/")[2].removeprefix(SOURCE)
             return f"{file}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back

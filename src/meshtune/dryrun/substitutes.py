@@ -7,6 +7,7 @@ message holds.
     torch.distributed.isend                holds what it sends, as real process groups do
     FSDPParam.reset_sharded_param          pads a shard once; FSDP2 looks at addresses, which fakes lack
     shapes of grouped matmuls              of any dtype, as the real ones; torch has those of bf16 alone
+    Tensor.tolist, Tensor.split            as many rows of each expert, where a router reads their numbers
 
 Each has the shapes, strides and saved tensors of the real one; the trace names those that were called
 (`RankTrace.substitutes`).
@@ -21,12 +22,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, _meta_registrations
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from transformers.utils import import_utils
 
 from meshtune.attention import cuda
-from meshtune.model.fused import in_any_dtype
+from meshtune.model.fused import Counts, by_counts, counts, in_any_dtype
 from meshtune.parallel.zero import local
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
@@ -183,6 +185,12 @@ class Substitute(NamedTuple):
     replaces: str  # as a trace names it
     places: tuple[tuple[Any, str], ...]  # (module, name in it) that hold the function
     make: Callable[[str], Callable[..., Any] | None]  # kernels -> the stand-in; None: the real one runs
+    counted: Callable[[Any], bool] = lambda _: True  # its result -> whether it stood in for the real one
+
+
+def made_up(result: Any) -> bool:
+    """True for Counts, which Tensor.split then takes."""
+    return isinstance(result, Counts)
 
 
 SUBSTITUTES = (
@@ -204,6 +212,12 @@ SUBSTITUTES = (
     Substitute(
         "torch.nn.functional.grouped_mm", ((_meta_registrations, "_meta_grouped_mm_common"),), grouped_shapes
     ),
+    Substitute(
+        "torch.Tensor.tolist", ((FakeTensor, "tolist"),), lambda _: counts(FakeTensor.tolist), made_up
+    ),
+    Substitute(
+        "torch.Tensor.split", ((Tensor, "split"),), lambda _: by_counts(Tensor.split), lambda _: False
+    ),
 )
 
 
@@ -217,17 +231,22 @@ def installed(kernels: str) -> Iterator[set[str]]:
         for substitute in SUBSTITUTES:
             if (stand_in := substitute.make(kernels)) is None:
                 continue
-            noting = _noting(stand_in, partial(called.add, substitute.replaces))
+            note = partial(called.add, substitute.replaces)
+            noting = _noting(stand_in, note, substitute.counted)
             for owner, name in substitute.places:
                 stack.callback(setattr, owner, name, getattr(owner, name))
                 setattr(owner, name, noting)
         yield called
 
 
-def _noting(function: Callable[..., Any], note: Callable[[], None]) -> Callable[..., Any]:
+def _noting(
+    function: Callable[..., Any], note: Callable[[], None], counted: Callable[[Any], bool]
+) -> Callable[..., Any]:
     @wraps(function)
     def noting(*args: Any, **kwargs: Any) -> Any:
-        note()
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        if counted(result):
+            note()
+        return result
 
     return noting

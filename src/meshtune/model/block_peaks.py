@@ -19,7 +19,13 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from meshtune.model.anatomy import Anatomy
 from meshtune.model.body import text_forward
-from meshtune.model.fused import STAND_IN, FusedAttention, FusedDropout, flash_attention, grouped_matmuls
+from meshtune.model.fused import (
+    STAND_IN,
+    FusedAttention,
+    FusedDropout,
+    experts_without_values,
+    flash_attention,
+)
 from meshtune.placement.census import BlockPeaks
 
 KEYS = 2048  # a token, by which the fullest time is chosen: bytes of scores grow with them
@@ -83,7 +89,12 @@ def block_peaks(
     AttentionInterface.register(STAND_IN, flash_attention)
     with ExitStack() as stack:
         stack.callback(hook.remove)
-        modes = torch.device("meta"), FusedDropout(), FusedAttention(flash_attention), grouped_matmuls()
+        modes = (
+            torch.device("meta"),
+            FusedDropout(),
+            FusedAttention(flash_attention),
+            experts_without_values(),
+        )
         for mode in modes:
             stack.enter_context(mode)
         with torch.no_grad():

@@ -6,13 +6,14 @@ grouped matmuls, by which experts run                                   ──> 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, _meta_registrations, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
@@ -96,12 +97,47 @@ def in_any_dtype(grouped_mm: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return shaped
 
 
+class Counts(list[int]):
+    """Numbers that were read from a tensor without values: how many rows go to each expert."""
+
+
+def counts(tolist: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """Let Tensor.tolist return Counts for a row of integers without values."""
+
+    @wraps(tolist)
+    def read(tensor: Tensor) -> Any:
+        row = tensor.ndim == 1 and not tensor.is_floating_point()
+        return Counts([0] * len(tensor)) if row and (tensor.is_meta or is_fake(tensor)) else tolist(tensor)
+
+    return read
+
+
+def by_counts(split: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Tensor.split take Counts: on meta all rows are the first part's, so that TOKENS divides its bytes;
+    on other fakes, where each part's matmul has a time, parts are equal.
+    """
+
+    @wraps(split)
+    def parts(tensor: Tensor, split_size: Any, dim: int = 0) -> Any:
+        if isinstance(split_size, Counts):
+            rows, number = tensor.shape[dim], len(split_size)
+            each, more = (0, rows) if tensor.is_meta else divmod(rows, number)
+            split_size = [each + more, *[each] * (number - 1)]
+        return split(tensor, split_size, dim)
+
+    return parts
+
+
 @contextmanager
-def grouped_matmuls() -> Iterator[None]:
-    """Let grouped matmuls run on meta in any dtype."""
-    real = _meta_registrations._meta_grouped_mm_common
-    _meta_registrations._meta_grouped_mm_common = in_any_dtype(real)
-    try:
+def experts_without_values() -> Iterator[None]:
+    """Let experts run on meta: grouped matmuls in any dtype, and as many rows of each expert."""
+    places = (
+        (_meta_registrations, "_meta_grouped_mm_common", in_any_dtype), (Tensor, "tolist", counts),
+        (Tensor, "split", by_counts),
+    )  # fmt: skip
+    with ExitStack() as stack:
+        for owner, name, make in places:
+            real = getattr(owner, name)
+            stack.callback(setattr, owner, name, real)
+            setattr(owner, name, make(real))
         yield
-    finally:
-        _meta_registrations._meta_grouped_mm_common = real

@@ -23,7 +23,13 @@ from meshtune.model.anatomy import Anatomy, anatomy
 from meshtune.model.block_peaks import block_peaks
 from meshtune.model.body import text_forward
 from meshtune.model.ends import end_bytes
-from meshtune.model.fused import STAND_IN, FusedAttention, FusedDropout, flash_attention, grouped_matmuls
+from meshtune.model.fused import (
+    STAND_IN,
+    FusedAttention,
+    FusedDropout,
+    experts_without_values,
+    flash_attention,
+)
 from meshtune.model.lora import adapt
 from meshtune.model.positions import cast_position_tables
 from meshtune.placement.census import BlockPeaks, EndBytes, SavedBytes
@@ -132,7 +138,7 @@ def _saved_storages(model: PreTrainedModel, parts: Anatomy, inputs: Mapping[str,
         torch.device("meta"),
         FusedDropout(),
         FusedAttention(recorder.attention),
-        grouped_matmuls(),
+        experts_without_values(),
     ):
         text_forward(model, **inputs)
     return recorder

@@ -28,7 +28,7 @@ from meshtune.errors import UserError
 from meshtune.model.anatomy import Anatomy, anatomy, attention_heads
 from meshtune.model.attention_arguments import attention_kinds, attention_layers, attention_problem
 from meshtune.model.body import text_forward
-from meshtune.model.fused import STAND_IN
+from meshtune.model.fused import STAND_IN, experts_without_values
 from meshtune.model.matmuls import TOKENS, BareMatmul, DispatchedMatmuls, ParameterMatmuls
 from meshtune.model.multimodal import auto_class, set_aside
 from meshtune.model.own_attention import Builder, built_on_meta, inputs, saved_by_own_attention
@@ -196,6 +196,7 @@ def _forward(
     parts = _recurrent_parts(model)
     with ExitStack() as stack:
         stack.enter_context(torch.device("meta"))
+        stack.enter_context(experts_without_values())
         dispatched = stack.enter_context(DispatchedMatmuls(recorded))
         if parts:
             stack.enter_context(mixers_apart(model, parts, dispatched))
@@ -266,7 +267,7 @@ def _unsupported_reason(
         shape = list(unexplained[0].shape)
         return f"it multiplies activations outside attention, as in [batch, m, k, n] = {shape}"
     base = [matrix for matrix in dispatched.recorded.matrices if matrix.kind != "adapter"]
-    if dispatched.parameter_flops != TOKENS * sum(matrix.forward for matrix in base):
+    if dispatched.parameter_flops != round(TOKENS * sum(matrix.forward for matrix in base)):
         return "its matmuls with parameters are not those of its matrices"
     config = model.config.get_text_config(decoder=True)
     kinds = attention_kinds(config)

@@ -16,6 +16,7 @@ from meshtune.dryrun.ranks import trace_ranks
 from meshtune.dryrun.substitutes import SUBSTITUTES, cuda_attention, flex_attention, installed
 from meshtune.dryrun.world import Job, trace_rank
 from meshtune.layout import Layout
+from meshtune.model.fused import experts_without_values
 from meshtune.train.model import ModelSpec, OptimizerSpec
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -79,6 +80,15 @@ def test_grouped_matmuls_have_the_shapes_of_real_ones(dtype: torch.dtype) -> Non
     with installed("cpu") as called:
         assert results("meta") == results("cpu")
     assert called == {"torch.nn.functional.grouped_mm"}
+
+
+def test_experts_whose_rows_a_router_counts_have_rows_without_values() -> None:
+    rows = torch.empty(7, 3, device="meta")
+    with installed("cpu"), experts_without_values():
+        parts = rows.split(torch.empty(2, dtype=torch.long, device="meta").tolist(), dim=0)
+        assert torch.tensor([4, 5]).tolist() == [4, 5]
+        assert [len(part) for part in torch.zeros(5).split([2, 3])] == [2, 3]
+    assert [len(part) for part in parts] == [7, 0]
 
 
 @pytest.mark.parametrize(("heads", "size"), [(2, 64), (4, 128), (4, 96)])
