@@ -8,6 +8,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -96,7 +97,7 @@ class Check:
         """`meshtune bench` of one layout: predicted, simulated and measured; `by_probe` is the plan with the
         probe's constants. Steps alone are kept of their rows.
         """
-        given = self.model(folder, batch, f"layout={layout}", *settings)
+        ends, given = time.monotonic() + seconds, self.model(folder, batch, f"layout={layout}", *settings)
         limits = ["--steps", str(self.scale.steps), "--limit", str(max(1, int(seconds - 15)))]
         done = command("-m", "meshtune", "bench", *given, *limits, "--json", seconds=seconds)
         if done.returncode not in (0, 3):
@@ -105,15 +106,19 @@ class Check:
         if document["measured"]:
             rows = document["measured"].pop("time_rows")
             document["measured"]["seconds"] = [row["seconds"] for row in rows]
-        document["by_probe"] = self.plan(given, layout)
+        document["by_probe"] = self.plan(given, layout, ends - time.monotonic())
         return document
 
-    def plan(self, given: list[str], layout: str) -> Result | None:
+    def plan(self, given: list[str], layout: str, seconds: float) -> Result | None:
         """The step and memory that a plan with the probe's file predicts; None without a file."""
         if not self.probed.exists():
             return None
         given = [*given, f"cluster={self.probed}", "cluster.gpus=1"]
-        done = command("-m", "meshtune", "plan", *given, "--explain", layout, "--json", seconds=60)
+        words = ["-m", "meshtune", "plan", *given, "--explain", layout, "--json"]
+        try:
+            done = command(*words, seconds=seconds)
+        except subprocess.TimeoutExpired as late:  # what was measured is kept
+            return {"error": f"no plan within {late.timeout:.0f} s"}
         if done.returncode:
             return failure(done)
         found = json.loads(done.stdout)

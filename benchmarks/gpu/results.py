@@ -61,7 +61,7 @@ def benches(figures: Mapping[str, Any]) -> Iterator[str]:
         if not one["measured"]:
             yield f"| {title} | {cell(one['failed'])} | | | | |"
             continue
-        found = [one[column] or {} for column in COLUMNS]
+        found = [one.get(column) or {} for column in COLUMNS]
         speed, mfu = one["measured"]["tokens_per_second_per_gpu"], one["measured"]["mfu"]
         yield f"| {title} | tokens/s | | | | {speed:,.0f} |"
         yield f"| | MFU | | | | {'' if mfu is None else f'{mfu:.1%}'} |"
