@@ -152,7 +152,10 @@ EXPERTS = {
 }  # fmt: skip
 
 
-ROUTED_BEYOND = {("jetmoe", "mb1-ga2-full", "bf16"), ("jetmoe", "zero3x2-mb4-ga1-full", "bf16")}
+ROUTED_BEYOND = {
+    ("jetmoe", "mb1-ga2-full", "bf16"), ("jetmoe", "zero3x2-mb4-ga1-full", "bf16"),
+    ("jetmoe", "zero3x2-mb4-ga1-full", "fp32"),
+}  # fmt: skip
 EXPERT_LAYOUTS = (
     ("mb1-ga2-full", "bf16"), ("mb4-ga1", "bf16"), ("mb4-ga1", "fp32"), ("mb4-ga1-full", "bf16"),
     ("zero3x2-mb4-ga1", "bf16"), ("zero3x2-mb4-ga1-full", "bf16"), ("zero3x2-mb4-ga1-full", "fp32"),
