@@ -19,6 +19,7 @@ from meshtune.layout import Layout
 from meshtune.meter.trace import FORWARD, Change, Operation, RankTrace, StepTrace, Storage
 from meshtune.rundir import RunDir
 
+PAGE = Path(__file__).parents[2] / "docs" / "dryrun.md"
 DryRun = Callable[..., Ended]
 CATEGORIES = {
     "weights", "gathered_weights", "gradients", "optimizer", "activations", "logits", "communication",
@@ -261,6 +262,23 @@ def test_tables_pictures_and_traces(process: Command, words: list[str], tmp_path
     events = pickle.loads((tmp_path / "rank-2.pickle").read_bytes())["device_traces"][0]
     assert {"segment_map", "alloc", "free_completed"} <= {event["action"] for event in events}
     assert all(file in ended.err for file in files)
+
+
+@pytest.mark.slow
+def test_the_sample_of_the_page_is_what_the_command_prints(
+    process: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare the memory of docs/dryrun.md by category, and its largest tensors, with its first command."""
+    page = PAGE.read_text(encoding="utf-8")
+    command = next(line for line in page.splitlines() if line.startswith("meshtune dryrun "))
+    _, _, answer = page.partition("\nMemory at the peak, rank 0\n")
+    _, _, largest = page.partition("\nThe largest tensors at the peak, rank 0, later steps\n")
+    sample = [*answer.partition("```")[0].splitlines(), *largest.partition("…")[0].splitlines()]
+    monkeypatch.setenv("COLUMNS", "200")
+    ended = process(*command.split()[1:])
+    assert ended.code == 0, ended.err
+    printed = {" ".join(line.split()) for line in ended.out.splitlines()}
+    assert len(sample) > 12 and [line for line in sample if " ".join(line.split()) not in printed] == []
 
 
 @pytest.mark.slow
