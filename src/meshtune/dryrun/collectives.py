@@ -1,4 +1,4 @@
-"""Messages between ranks as they were dispatched: torch's c10d operators -> `Collective`."""
+"""Collectives as they were dispatched: torch's c10d operators -> `Collective`."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from meshtune.layout import AXES, Layout
 from meshtune.meter.trace import Collective
 from meshtune.placement.ranks import coordinates
 
-# Operator -> (name, position of the argument with the whole tensor, or all of a message).
+# Operator -> (name, position of the argument with the whole tensor, or all that is sent).
 OPERATORS = {
     "_allgather_base_": ("all_gather", 0),
     "allgather_into_tensor_coalesced_": ("all_gather", 0),
@@ -33,7 +33,7 @@ class Groups:
         self.members: dict[str, tuple[str, list[int], int]] = {}  # see `_members`, by the group's name
 
     def collective(self, func: Any, args: Any, kwargs: Any) -> Collective | None:
-        """The message that a c10d operator sends with these arguments; None: it sends no tensor.
+        """The collective that a c10d operator runs with these arguments; None: it sends no tensor.
 
         Raises KeyError for an operator that is not known.
         """

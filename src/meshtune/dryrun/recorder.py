@@ -1,4 +1,4 @@
-"""A ledger that also writes down each operation, storage and message of a step: a `StepTrace`.
+"""A ledger that also writes down each operation, storage and collective of a step: a `StepTrace`.
 
 It works on real tensors as on fake ones. An operation belongs to
 
@@ -48,7 +48,7 @@ STAND_INS = (
     "model/fused.py",
 )  # files between torch and the step
 MASTER = "master"  # name of the optimizer's own copy of a parameter
-NO_KERNEL = {  # operators that launch nothing on a GPU, beside views and messages
+NO_KERNEL = {  # operators that launch nothing on a GPU, beside views and collectives
     "aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided",
     "aten.lift_fresh", "aten._local_scalar_dense", "aten._unsafe_view", "aten.detach", "aten.set_",
     "aten.lift", "aten.resize_",

@@ -73,7 +73,7 @@ def kernels_listing(title: str, rows: list[Kernels], note: str = "") -> Listing:
         for row in rows
     )
     name = "operation" if rows and rows[0].place == BLOCKS and rows[0].name != BLOCKS else "place"
-    heads = (name, "phase", "kernels", "FLOP", "moved", "FLOP/B", "alone")
+    heads = (name, "phase", "kernels", "FLOP", "moved", "FLOP/B", "seconds alone")
     return Listing(title, heads, lines, (name, "phase"), (note,) if note else ())
 
 

@@ -23,12 +23,12 @@ PHASES = (FORWARD, BACKWARD, RECOMPUTATION, UPDATE)
 
 @dataclass(slots=True, frozen=True)
 class Collective:
-    """A message between ranks."""
+    """A collective, or a send or receive between two ranks."""
 
     op: str  # all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, send or receive
     axis: str  # along which the ranks differ: an axis of layout.AXES, or several joined by "+"
     ranks: int  # of the group
-    bytes: int  # of the whole tensor: what an all-gather makes, what a reduce-scatter reads; a message's
+    bytes: int  # of the whole tensor: what an all-gather makes, what a reduce-scatter reads; what is sent
     stride: int = 1  # from a rank of the group to its next one in the world
     peer: int | None = None  # of a send or receive: the other rank in the world
     waits: bool = True  # the compute stream waits for it where it is issued; False: where its result is read
@@ -104,7 +104,7 @@ class StepTrace:
     host_waits: list[int] = field(default_factory=list)  # operation behind which the host waits for a read
 
     def collectives(self) -> list[Collective]:
-        """Messages, in their order."""
+        """Collectives, in their order."""
         return [each.collective for each in self.operations if each.collective is not None]
 
     def peak(self) -> tuple[int, int]:

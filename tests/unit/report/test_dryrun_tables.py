@@ -58,7 +58,7 @@ def test_the_peak_is_made_of_all_that_lives_then():
         assert sum(each.bytes for each in peak.storages) == peak.bytes == step.peak()[0]
         assert sum(peak.parts().values()) == sum(sum(row.parts.values()) for row in by_module(peak.storages))
         assert sum(group.bytes for group in alike(peak.storages)) == peak.bytes
-    assert peak.moment() == "during aten.mm.default of lm_head, forward of micro-batch 0"
+    assert peak.event() == "during aten.mm.default of lm_head, forward of micro-batch 0"
 
 
 def test_tensors_that_differ_in_the_block_alone_are_one_group():

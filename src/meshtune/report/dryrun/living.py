@@ -52,7 +52,7 @@ class Peak:
         """Bytes by category, in the order of CATEGORIES."""
         return parts_of(self.storages)
 
-    def moment(self) -> str:
+    def event(self) -> str:
         """The operation as a phrase: "during aten.mm.default of lm_head, backward of micro-batch 0"."""
         return f"during {described(self.operation)}" if self.operation else "before the first operation"
 
@@ -194,8 +194,8 @@ def levels(step: StepTrace, most: int) -> list[tuple[int, dict[str, int]]]:
     after: dict[int, dict[str, int]] = {}  # as the operation before has left them
     sizes = dict.fromkeys(CATEGORIES, 0)
     for at, some in groupby(step.timeline(), key=lambda level: max(level[0], 0)):
-        moments = [sizes, *(each for _, each in some)]
-        highest[at], sizes = max(moments, key=lambda each: sum(each.values())), moments[-1]
+        events = [sizes, *(each for _, each in some)]
+        highest[at], sizes = max(events, key=lambda each: sum(each.values())), events[-1]
         if sizes != highest[at]:
             after[at + 1] = sizes
     every = sorted((after | highest).items())

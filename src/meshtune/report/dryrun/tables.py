@@ -56,11 +56,11 @@ def peak_table(
 
 
 def peak_notes(trace: RankTrace) -> list[str]:
-    """Sentences on the moment of each peak, and on the difference between the first step and later ones."""
+    """Sentences on the event of each peak, and on the difference between the first step and later ones."""
     first, later = (Peak.of(step) for step in trace.steps)
     title = rank_title(trace)
     notes = [
-        f"{title}, {name}: the peak is {peak.moment()}."
+        f"{title}, {name}: the peak is {peak.event()}."
         for name, peak in zip(STEPS, (first, later), strict=True)
     ]
     if first.bytes != later.bytes:
@@ -124,9 +124,9 @@ def largest_table(trace: RankTrace, layout: Layout, top: int) -> Listing:
     others = f"{counted(len(every) - len(some), 'other group')} of tensors: {human(rest)}."
     return Listing(
         f"The largest tensors at the peak, {rank_title(trace)}, later steps",
-        ("bytes", "count", "tensor", "made by", "shape", "category", "less with"),
+        ("bytes", "count", "tensor", "made by", "shape", "category", "setting that shrinks it"),
         rows,
-        ("tensor", "made by", "shape", "category", "less with"),
+        ("tensor", "made by", "shape", "category", "setting that shrinks it"),
         (others,) if rest else (),
     )
 
