@@ -252,7 +252,10 @@ def test_shards_whole_weights_and_buffers_of_collectives_are_told_apart(stage):
         assert forward["gathered_weights"] == (BLOCK if stage == 3 else 2 * BLOCK)
         assert update["optimizer"] == 2 * BLOCK + 2 * 4  # moments of a shard, two counters of steps
         assert update["gradients"] == BLOCK
-        assert backward["communication"] >= BLOCK
+        if stage == 1:  # its peak is before the first reduce-scatter, beside a copy of a gradient
+            assert backward["communication"] == 0 and backward["gradients"] == 2 * BLOCK
+        else:
+            assert backward["communication"] >= BLOCK
         assert update.get("gathered_weights", 0) == update.get("communication", 0) == 0
         # Not gloo's workspaces, which one of its threads frees at any later time.
         assert forward["activations"] < 0.1 * BLOCK
