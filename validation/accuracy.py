@@ -55,7 +55,12 @@ def mean_errors(rows: Sequence[Row], predicted: np.ndarray, measured: np.ndarray
 def guessed(row: Row) -> Accounting:
     """The row's accounting with an allocator and communicators that nobody has measured."""
     guess = stack_accounting("meshtune", "bf16")
-    return replace(accounting_of(row), reserved=guess.reserved, communicator=guess.communicator)
+    return replace(
+        accounting_of(row),
+        reserved=guess.reserved,
+        own_streams=guess.own_streams,
+        communicator=guess.communicator,
+    )
 
 
 def time_errors() -> Errors:

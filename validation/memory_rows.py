@@ -110,14 +110,19 @@ class Planned(NamedTuple):
     events: tuple[Mapping[str, Mapping[str, float]], ...]  # of each: event -> category -> bytes
 
 
-def planned(job: Job, *, first_step: bool = False) -> Planned:
-    """Predict a job's memory on each kind of pipeline rank. first_step: see `step_timeline`."""
-    model, layout = trainable_skeleton(job.spec)[0], job.layout
-    workload = Workload(
+def workload_of(job: Job) -> Workload:
+    """Return a job as the planner sees it."""
+    model = trainable_skeleton(job.spec)[0]
+    return Workload(
         model="", work=Work.of(census_of(model)), traits=traits(model), seq_len=job.seq_len,
-        global_batch_size=layout.global_batch_size, precision=job.spec.precision,
+        global_batch_size=job.layout.global_batch_size, precision=job.spec.precision,
         reduce_dtype=job.spec.reduce_dtype, optimizer=job.optimizer.name,
     )  # fmt: skip
+
+
+def planned(job: Job, *, first_step: bool = False) -> Planned:
+    """Predict a job's memory on each kind of pipeline rank. first_step: see `step_timeline`."""
+    layout, workload = job.layout, workload_of(job)
     layouts = Columns.of([layout])
     accounting = accounting_of(workload, cluster_of(ClusterConfig(gpu="cpu"), gpus=layout.world))
     if job.spec.kernels == "cuda":  # on a processor, without a GPU's overhead

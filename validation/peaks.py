@@ -31,7 +31,7 @@ FITTED = (
 UNSEEN = {  # fields of Accounting that a published figure doesn't count, by what it counts
     "device": {},
     "reserved": {"context": 0.0, "communicator": 0.0},
-    "allocated": {"context": 0.0, "communicator": 0.0, "reserved": 0.0},
+    "allocated": {"context": 0.0, "communicator": 0.0, "reserved": 0.0, "own_streams": 0.0},
 }
 
 

@@ -145,6 +145,7 @@ class Accounting:
     stage_cut: str = "blocks"  # how a pipeline is cut, see Stages.cut: blocks, slots or matmuls
 
     reserved: float = 0.0  # share of activations, logits and communication that the allocator holds on top
+    own_streams: float = 0.0  # 1: and what FSDP2's streams keep for themselves (memory/streams.py)
     context: float = 0.0  # bytes outside the allocator
     communicator: float = 0.0  # bytes of each process group (placement/ranks.py)
 
@@ -236,5 +237,7 @@ def accounting_of(workload: Workload, cluster: Cluster) -> Accounting:
     )
     if cluster.gpu.processor:
         keys = "gathered" if accounting.context_keys == "copied" else accounting.context_keys
-        return replace(accounting, reserved=0.0, context=0.0, communicator=0.0, context_keys=keys)
+        return replace(
+            accounting, reserved=0.0, own_streams=0.0, context=0.0, communicator=0.0, context_keys=keys
+        )
     return accounting

@@ -25,8 +25,9 @@ from meshtune.plan.accounting import accounting_of
 from meshtune.plan.machine import machine_of
 from meshtune.plan.memory.activations import MicroBatchSizes, loss_bytes
 from meshtune.plan.memory.flight import activations_in_flight
+from meshtune.plan.memory.reserved import transient
 from meshtune.plan.memory.states import rank_elements
-from meshtune.plan.memory.timeline import overhead, step_timeline, transient
+from meshtune.plan.memory.timeline import step_timeline
 from meshtune.plan.search import Choice, end_costs, ranks_of
 from meshtune.plan.seconds.block import Blocks
 from meshtune.plan.seconds.collectives import gradient_collectives, optimizer_update
@@ -248,7 +249,7 @@ class _RankMemory:
     micro_batch: float  # of one of them
     no_gradients: float  # bytes of gradients before the first backward
     earlier_gradients: float  # of gradients that earlier micro-batches have left
-    overhead: Callable[[Mapping[str, float]], float]  # of bytes by category
+    reserved: Callable[[Mapping[str, float]], float]  # overhead that grows with what comes and goes
 
     @classmethod
     def of(cls, workload: Workload, choice: Choice) -> _RankMemory:
@@ -281,9 +282,7 @@ class _RankMemory:
             micro_batch=number(flight.per_micro_batch),
             no_gradients=before,
             earlier_gradients=earlier,
-            overhead=lambda parts: float(
-                np.squeeze(overhead(columns, accounting, transient(parts, columns)))
-            ),
+            reserved=lambda parts: accounting.reserved * float(np.squeeze(transient(parts, columns))),
         )
 
     def held(self, seconds: float, event: str, micro_batches: float, started: bool) -> Held:
@@ -291,7 +290,8 @@ class _RankMemory:
 
         event: of EVENTS, or "forward": none of them. started: whether a backward has made gradients.
         """
-        parts = dict(self.events["loss" if event == "forward" else event])
+        at_event = self.events["loss" if event == "forward" else event]
+        parts = dict(at_event)
         in_flight = micro_batches * self.micro_batch
         if event == "forward":
             parts |= {
@@ -305,4 +305,5 @@ class _RankMemory:
             parts["gradients"] += self.no_gradients - self.earlier_gradients
         elif event != "update":
             parts["gradients"] = max(parts["gradients"], self.earlier_gradients)
-        return Held(seconds, event, parts | {"overhead": self.overhead(parts)})
+        parts["overhead"] += self.reserved(parts) - self.reserved(at_event)
+        return Held(seconds, event, parts)

@@ -194,6 +194,7 @@ class LossBytes(NamedTuple):
     logits_in_backward: Number  # not freed yet in the head's backward
     gradients_in_backward: Number  # of the head, in its backward
     gradients_pending: Number  # of the head that no sum has taken yet, in the blocks' backward
+    hole: Number  # where a chunk's logits were in fp32, too small for the head's gradient behind them
 
 
 def loss_bytes(work: Work, layouts: Columns, accounting: Accounting, sizes: MicroBatchSizes) -> LossBytes:
@@ -211,7 +212,7 @@ def loss_bytes(work: Work, layouts: Columns, accounting: Accounting, sizes: Micr
     one_copy = chunk_tokens * work.vocabulary / (1.0 if accounting.gathers_logits else layouts.tp)
     kept, changes = (ends.logit, ends.changes) if (ends := work.ends.get(int(element))) else (0.0, False)
     logits = one_copy * (accounting.logit + np.where(layouts.tp > 1, accounting.logit_split, 0.0) + kept)
-    hidden, gradients, in_flight, gradients_in_flight = 0.0, 0.0, 0.0, 0.0
+    hidden, gradients, in_flight, gradients_in_flight, hole = 0.0, 0.0, 0.0, 0.0, 0.0
     if math.isfinite(accounting.loss_chunk):
         copy = chunk_tokens * element * work.hidden
         # The logits, their gradient and, where the head changes its matrix's output, the gradient of that,
@@ -226,6 +227,8 @@ def loss_bytes(work: Work, layouts: Columns, accounting: Accounting, sizes: Micr
         head_sum = np.where(chunk_tokens < sizes.tokens, 4.0 * sizes.head_gradient, 0.0)  # fp32, over chunks
         gradients = head_sum + np.where(ends, head_gradient, 0.0)
         in_flight, gradients_in_flight = sizes.hidden_bytes, head_gradient  # made in the forward
+        wide = 2 * 4.0 * one_copy * (element < 4)  # the logits cast, and their softmax
+        hole = np.where(ends & (head_sum > 0) & (head_gradient >= wide), wide, 0.0)
 
     norm, norm_backward = last_norm_bytes(work, accounting, sizes)
     sharded, accumulates = accounting.gathers_shards(layouts), layouts.gradient_accumulation_steps > 1
@@ -248,6 +251,7 @@ def loss_bytes(work: Work, layouts: Columns, accounting: Accounting, sizes: Micr
         logits_in_backward=one_copy * accounting.logit_head_backward,
         gradients_in_backward=in_backward,
         gradients_pending=pending,
+        hole=hole,
     )
 
 

@@ -122,3 +122,9 @@ def data_parallel_buffers(
             block_reduce=np.where(sharded, block.trained * reduced, 0.0),
         ),
     )
+
+
+def unreduced(layouts: Columns, accounting: Accounting, buffers: DataParallelBuffers) -> Number:
+    """Bytes of sharded gradients that a step of one micro-batch still lacks at the end of its backward."""
+    once = accounting.gathers_shards(layouts) & (layouts.gradient_accumulation_steps == 1)
+    return np.where(once, buffers.block_shard + buffers.embedding_shard, 0.0)

@@ -5,6 +5,7 @@
     last norm, logits, loss                        activations.py
     whole weights and gradients in collectives     buffers.py
     gradients, update                              here
+    what torch's allocator holds on top            reserved.py
                                                    ──> `step_timeline`: by event and category ──> `peak`
 
 A stack's habits are data (`Accounting`, stacks.toml), not branches. Every number is a float or an array, one
@@ -19,14 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from meshtune.meter.trace import ACTIVATIONS, COMMUNICATION, LOGITS, TEMPORARY
 from meshtune.placement.columns import Columns, Number
-from meshtune.placement.ranks import process_groups
 from meshtune.placement.states import Elements, States, held_states
 from meshtune.plan.accounting import Accounting
 from meshtune.plan.memory.activations import LossBytes, MicroBatchSizes, loss_bytes
-from meshtune.plan.memory.buffers import DataParallelBuffers, data_parallel_buffers
+from meshtune.plan.memory.buffers import DataParallelBuffers, data_parallel_buffers, unreduced
 from meshtune.plan.memory.flight import InFlight, activations_in_flight
+from meshtune.plan.memory.reserved import stream_bytes, with_overhead
 from meshtune.plan.memory.stages import Stages
 from meshtune.plan.memory.states import RankElements, rank_elements
 from meshtune.plan.work import Work
@@ -64,7 +64,6 @@ class Memory:
 
 
 CATEGORIES = tuple(field.name for field in fields(Memory) if field.name not in ("event", "rank"))
-TRANSIENT = (ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARY)
 CATEGORY_NAMES = {name: name.replace("_", " ") for name in CATEGORIES} | {
     "optimizer": "optimizer state",
     "communication": "communication buffers",
@@ -252,6 +251,7 @@ def block_backward_event(
         "gradients": steady["gradients"] + buffers.head_shard,
         "activations": flight.total + flight.in_block_backward,
         "communication": prefetched + np.where(sharded, behind, buffers.block_backward),
+        "overhead": steady["overhead"] - accounting.own_streams * buffers.head_shard,
     }
     fullest = last
     for behind in (1.0, flight.behind_second):
@@ -260,6 +260,7 @@ def block_backward_event(
             "gradients": last["gradients"] + behind * buffers.block_shard,
             "activations": flight.total - behind * flight.of_block + flight.in_earlier_backward,
             "communication": prefetched + buffers.block_backward,
+            "overhead": last["overhead"] - accounting.own_streams * behind * buffers.block_shard,
         }
         fullest = fuller(fullest, earlier)
     return fullest
@@ -306,12 +307,6 @@ def fuller(first: Mapping[str, Number], second: Mapping[str, Number]) -> dict[st
     return {name: np.where(higher, first[name], second[name]) for name in first}
 
 
-def unreduced(layouts: Columns, accounting: Accounting, buffers: DataParallelBuffers) -> Number:
-    """Bytes of sharded gradients that a step of one micro-batch still lacks at the end of its backward."""
-    once = accounting.gathers_shards(layouts) & (layouts.gradient_accumulation_steps == 1)
-    return np.where(once, buffers.block_shard + buffers.embedding_shard, 0.0)
-
-
 def embedding_backward(
     accounting: Accounting, elements: RankElements, stages: Stages, flight: InFlight
 ) -> Number:
@@ -332,7 +327,7 @@ def step_timeline(
     *,
     first_step: bool = False,
 ) -> dict[str, dict[str, Number]]:
-    """Bytes that each pipeline rank holds at each of EVENTS, by category but overhead: [RANKS, layouts] each.
+    """Bytes that each pipeline rank holds at each of EVENTS, by category: [RANKS, layouts] each.
 
     first_step: of a run's first step; before its update, of the optimizer state masters alone are allocated.
     """
@@ -364,7 +359,6 @@ def step_timeline(
     first_whole = np.where(once, buffers.first_block_whole, states.gathered)
     with_embedding = embedding_backward(accounting, elements, stages, flight)
     pending = stages.has_head * np.where(buffers.head_reduce > 0, 0.0, loss.gradients_pending)
-    in_block = steady | {"gradients": steady["gradients"] + pending}
     not_reduced = unreduced(layouts, accounting, buffers)
     first_block = steady | {
         "gradients": states.gradients - not_reduced + flat + buffers.tied_head * pending,
@@ -373,20 +367,26 @@ def step_timeline(
         "communication": flight.received + buffers.backward_end,
     }
     in_forward = steady | {"gradients": gradients_at_loss + flat}
-    return {
+    idle = stream_bytes(work, layouts, accounting, elements, stages).idle(
+        layouts, accounting, buffers,
+        at_loss=gradients_at_loss - flight.head_gradients,
+        before_backward=earlier_gradients - flight.head_gradients,
+        at_end=states.gradients - not_reduced, hole=stages.has_head * loss.hole,
+    )  # fmt: skip
+    in_block = {"gradients": steady["gradients"] + pending, "overhead": idle["backward of a block"]}
+    in_block = steady | in_block
+    events = {
         "loss": loss_event(in_forward, flight, buffers, loss, stages),
         "backward of the head": head_backward_event(steady, states, flight, buffers, loss, stages),
         "backward of a block": block_backward_event(in_block, states, flight, buffers, accounting, sharded),
         "end of backward": backward_end_event(first_block, states, flight, buffers, flat, once),
         "update": steady | {
-            "gathered_weights": nothing,
-            "gradients": reduced + flat,
-            "optimizer": optimizer,
-            "activations": flight.input_gradients,
-            "communication": flight.received,
+            "gathered_weights": nothing, "gradients": reduced + flat, "optimizer": optimizer,
+            "activations": flight.input_gradients, "communication": flight.received,
             "temporary": converted_gradients(layouts, accounting, elements, stages),
         },
     }  # fmt: skip
+    return with_overhead(events, idle, layouts, accounting)
 
 
 def peak(
@@ -409,7 +409,6 @@ def peak(
     most = np.full(shape[1:], -np.inf)
     for index, event in enumerate(EVENTS):
         parts = {name: np.broadcast_to(values, shape) for name, values in timeline[event].items()}
-        parts["overhead"] = overhead(layouts, accounting, transient(parts, layouts))
         total = sum(parts.values())
         rank = np.argmax(total, 0)
         at_event = {category: _of_rank(values, rank) for category, values in parts.items()}
@@ -418,18 +417,6 @@ def peak(
         fullest = {name: np.where(higher, value, fullest.get(name, 0)) for name, value in at_event.items()}
         most = np.where(higher, _of_rank(total, rank), most)
     return Memory(**fullest)
-
-
-def transient(parts: Mapping[str, Number], layouts: Columns) -> Number:
-    """Bytes that come and go within a step; weights that ZeRO-1 and -2 gather stay. parts: by category."""
-    gathered = np.where(layouts.zero == 3, parts["gathered_weights"], 0.0)
-    return gathered + sum(parts[name] for name in TRANSIENT)
-
-
-def overhead(layouts: Columns, accounting: Accounting, moving: Number) -> Number:
-    """Bytes of context, communicators and the allocator's reserve for `moving` bytes that come and go."""
-    communicators = accounting.communicator * process_groups(layouts)
-    return accounting.reserved * moving + accounting.context + communicators
 
 
 def _of_rank(values: Number, rank: Number) -> Number:

@@ -1,0 +1,140 @@
+"""Bytes that torch's caching allocator holds for this engine while no tensor uses them.
+
+What is freed on a stream stays that stream's. So the allocator holds the most that each stream ever had, all
+together, not the most that they had at one time. FSDP2 has two streams beside the one that computes
+(dryrun/requests.py):
+
+    all-gather      flat buffers of gathered weights, the one before until the next is copied out, and the
+                    shards in the compute dtype that a gather starts from
+    reduce-scatter  shards of gradients, from the reduce-scatter to the update
+
+And the chunked loss leaves a hole: the head's gradient is not smaller than a chunk's logits in fp32, so it
+does not lie where they were. What else is lost between tensors is a share, `Accounting.reserved`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from meshtune.meter.trace import ACTIVATIONS, COMMUNICATION, LOGITS, TEMPORARY
+from meshtune.placement.ranks import process_groups
+from meshtune.units import Number
+
+if TYPE_CHECKING:
+    from meshtune.placement.columns import Columns
+    from meshtune.plan.accounting import Accounting
+    from meshtune.plan.memory.buffers import DataParallelBuffers
+    from meshtune.plan.memory.stages import Stages
+    from meshtune.plan.memory.states import RankElements
+    from meshtune.plan.work import Work
+
+TRANSIENT = (ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARY)
+
+
+class StreamBytes(NamedTuple):
+    """Bytes of each stream at most; 0 for what FSDP2 does not run."""
+
+    gather: Number
+    reduce: Number
+
+    def idle(
+        self,
+        layouts: Columns,
+        accounting: Accounting,
+        buffers: DataParallelBuffers,
+        *,
+        at_loss: Number,
+        before_backward: Number,
+        at_end: Number,
+        hole: Number,
+    ) -> dict[str, Number]:
+        """Bytes that are held without a tensor at each event of a step.
+
+        In the backward of a block those that it reduces are still missing. at_loss, before_backward, at_end:
+        bytes of reduced gradients in the loss, when the fullest backward starts, and at its end. hole: of
+        `LossBytes`.
+        """
+        by_micro_batch = layouts.zero >= 2  # ZeRO-1 sums whole gradients, on the stream that computes
+        once = layouts.gradient_accumulation_steps == 1
+        in_use = {
+            "loss": buffers.last_gather + by_micro_batch * at_loss,
+            "backward of the head": buffers.gathered_block + by_micro_batch * before_backward,
+            "backward of a block": (accounting.gathered_groups - 1) * buffers.gathered_block
+            + by_micro_batch * before_backward,
+            "end of backward": (by_micro_batch | once) * at_end,
+            "update": self.reduce,
+        }
+        idle = {event: np.maximum(sum(self) - size, 0.0) for event, size in in_use.items()}
+        return idle | {"loss": idle["loss"] + hole * np.asarray(accounting.own_streams)}
+
+
+def stream_bytes(
+    work: Work, layouts: Columns, accounting: Accounting, elements: RankElements, stages: Stages
+) -> StreamBytes:
+    """Return the most bytes of each stream. elements: of the pipeline ranks, see `rank_elements`."""
+    precision, block = accounting.precision, elements.block
+    embedding, outside = elements.before_blocks, elements.outside
+    sharded = accounting.gathers_shards(layouts) * np.asarray(accounting.own_streams) > 0
+    apart = (1 - work.tied) * np.asarray(accounting.ends_apart) * stages.has_embedding
+    cast = np.where(precision.trained != precision.weight, precision.weight, 0.0)
+
+    def gathered(whole: Number, shard: Number) -> tuple[Number, Number]:
+        """(Bytes of the flat buffer, the same with the cast shards)."""
+        flat = np.broadcast_to(whole * precision.weight, np.shape(outside.whole))
+        return flat, np.where(flat > 0, flat + shard * cast, 0.0)
+
+    of_block = gathered(block.whole, block.shard)
+    of_embedding = gathered(apart * embedding.whole, apart * embedding.shard)
+    of_root = gathered(
+        outside.whole - apart * embedding.whole, outside.shard - apart * embedding.shard
+    )  # the head
+    # Of a forward: the root, the embedding, the blocks; the last block's is there until the next root's.
+    behind_root = np.where(of_root[0] > 0, of_root[0], of_block[0])
+    behind_embedding = np.where(of_embedding[0] > 0, of_embedding[0], behind_root)
+    gather = np.maximum.reduce([
+        of_block[0] + of_root[1],
+        np.where(of_embedding[1] > 0, behind_root + of_embedding[1], 0.0),
+        behind_embedding + of_block[1],
+        of_block[0] + of_block[1],
+    ])  # fmt: skip
+    # A new shard lies beside the sums until it is added, and beside its cast.
+    shards = [block.trained_shard, apart * embedding.trained_shard]
+    shards.append(outside.trained_shard - shards[1])
+    largest = np.maximum.reduce(np.broadcast_arrays(*shards))
+    added = (layouts.zero >= 2) & (layouts.gradient_accumulation_steps > 1)
+    casts = accounting.reduce_bytes != precision.trained
+    beside = largest * (precision.trained * added + accounting.reduce_bytes * casts)
+    reduce = elements.total.trained_shard * precision.sharded_gradient + beside
+    return StreamBytes(np.where(sharded, gather, 0.0), np.where(sharded, reduce, 0.0))
+
+
+def with_overhead(
+    events: Mapping[str, Mapping[str, Number]],
+    idle: Mapping[str, Number],
+    layouts: Columns,
+    accounting: Accounting,
+) -> dict[str, dict[str, Number]]:
+    """Return the events' bytes by category with their overhead. idle: by event, where the event has none."""
+    return {
+        event: {
+            **parts,
+            "overhead": parts.get("overhead", idle[event])
+            + overhead(layouts, accounting, transient(parts, layouts)),
+        }
+        for event, parts in events.items()
+    }
+
+
+def transient(parts: Mapping[str, Number], layouts: Columns) -> Number:
+    """Bytes that come and go within a step; weights that ZeRO-1 and -2 gather stay. parts: by category."""
+    gathered = np.where(layouts.zero == 3, parts["gathered_weights"], 0.0)
+    return gathered + sum(parts[name] for name in TRANSIENT)
+
+
+def overhead(layouts: Columns, accounting: Accounting, moving: Number) -> Number:
+    """Bytes of context, communicators and the allocator's reserve for `moving` bytes that come and go."""
+    communicators = accounting.communicator * process_groups(layouts)
+    return accounting.reserved * moving + accounting.context + communicators

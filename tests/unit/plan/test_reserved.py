@@ -1,0 +1,71 @@
+"""Bytes that the allocator holds beyond the tensors, against replays of dry runs and by hand."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshtune.layout import Layout
+from meshtune.placement.columns import Columns
+from meshtune.plan.accounting import stack_accounting
+from meshtune.plan.memory.reserved import stream_bytes
+from meshtune.plan.memory.stages import Stages
+from meshtune.plan.memory.states import rank_elements
+from meshtune.plan.memory.timeline import step_timeline
+from meshtune.plan.models import models
+from meshtune.plan.search import stages_of
+from meshtune.plan.workload import Workload
+from meshtune.units import GIB
+
+VALIDATION = Path(__file__).parents[3] / "validation"
+PAGE = (VALIDATION / "memory-reserved.md").read_text(encoding="utf-8")
+# Rows of models whose shape in plan/models.toml is the model: the others need their configuration.
+ROWS = re.findall(r"^\| (llama\S+|qwen3-32b) (\S+) \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \|", PAGE, re.M)
+LIMIT = 0.03
+EIGHT_B = models()["llama-3.1-8b"]
+
+
+def reserved(model: str, layout: str) -> float:
+    """GiB that the planner predicts at 8192 tokens, without context and communicators."""
+    known, columns = models()[model], Columns.of([Layout.parse(layout)])
+    workload = Workload(
+        model=model, work=known.work, traits=known.traits, seq_len=8192,
+        global_batch_size=Layout.parse(layout).global_batch_size,
+    )  # fmt: skip
+    accounting = replace(stack_accounting("meshtune", "bf16"), context=0.0, communicator=0.0)
+    stages = stages_of(workload, columns)
+    events = step_timeline(workload.work, columns, accounting, 8192, stages)
+    return max(float(np.max(sum(parts.values()))) for parts in events.values()) / GIB
+
+
+def test_the_page_has_all_its_rows_within_the_limit() -> None:
+    differences = re.findall(r"\| ([+-][\d.]+)% \|$", PAGE, re.M)
+    assert len(differences) == 12 and len(ROWS) == 10
+    assert max(abs(float(each)) for each in differences) <= 100 * LIMIT
+
+
+@pytest.mark.parametrize(("model", "layout", "simulated", "planned"), ROWS)
+def test_reserved_bytes_are_those_of_the_replay(
+    model: str, layout: str, simulated: str, planned: str
+) -> None:
+    found = reserved(model, layout)
+    assert found == pytest.approx(float(simulated), rel=LIMIT)
+    assert found == pytest.approx(float(planned), rel=2e-3)  # else the page is to be written again
+
+
+def test_streams_hold_two_gathers_and_all_shards_of_gradients() -> None:
+    columns = Columns.of([Layout.parse("zero3x8-mb1-ga1"), Layout.parse("zero3x8-mb1-ga2")])
+    accounting, stages = stack_accounting("meshtune", "bf16"), Stages.even(32, columns)
+    elements = rank_elements(EIGHT_B.work, columns, stages)
+    streams = stream_bytes(EIGHT_B.work, columns, accounting, elements, stages)
+    table = 128256 * 4096
+    assert streams.gather[0] == pytest.approx(2 * table * 2 + table / 8 * 2, rel=1e-3)  # and the cast shard
+    of_all = elements.total.trained_shard[0] * 4
+    assert streams.reduce[0] == pytest.approx([of_all[0], of_all[1] + table / 8 * 4], rel=1e-3)
+
+
+@pytest.mark.parametrize("stack", ["torchtitan", "megatron-core", "trainer-fsdp2", "deepspeed"])
+def test_other_stacks_have_a_share_alone(stack: str) -> None:
+    assert stack_accounting(stack, "bf16").own_streams == 0
