@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshtune import __version__
-from meshtune.api.plan import Log, silent, workloads
+from meshtune.api.measured_runs import StrPath, folders_of, read_runs
+from meshtune.api.plan import Log, silent, workload_of_run
 from meshtune.config import load
 from meshtune.errors import UserError
 from meshtune.plan.calibration import CONSTANTS, Calibration, Planned, calibrated, check_one_machine
 from meshtune.plan.cluster import Cluster, cluster_of
 from meshtune.plan.hardware import stacks
 from meshtune.plan.kinds import cluster_table
-from meshtune.plan.step_parts import MeasuredRun
 from meshtune.rundir import RunDir, write_text_atomically
 from meshtune.sections import ClusterConfig
 from meshtune.units import counted
 
-if TYPE_CHECKING:
-    from meshtune.plan.workload import Workload
-
 FILE = "calibrated.toml"
-StrPath = str | os.PathLike[str]
 
 
 def calibrate(
@@ -54,7 +49,9 @@ def calibrate(
     here = cluster_of(ClusterConfig(hardware=str(cluster), gpu=document["cluster"]["gpu"]))
     measured = read_runs([*runs, *hold_out])
     check_one_machine([run for run, _ in measured])
-    planned = [Planned.of(run, workload_of_run(folder, run, log), here) for run, folder in measured]
+    planned = [
+        Planned.of(run, workload_of_run(load(folder.config_file), run, log), here) for run, folder in measured
+    ]
     kept = {folder.resolve() for folder in folders_of(runs)}
     apart = [folder.path.resolve() for folder in map(RunDir, folders_of(hold_out))]
     held = [folder.path.resolve() in apart for _, folder in measured]
@@ -67,43 +64,6 @@ def calibrate(
     for name, facts in (result := found.as_dict())["fitted"].items():
         facts["before"], facts["after"] = (changed[name][end] for end in (0, 1))
     return result | {"file": str(file), "runs": [run.as_dict() for run in found.fitted_on]}
-
-
-def read_runs(paths: Sequence[StrPath]) -> list[tuple[MeasuredRun, RunDir]]:
-    """The timed steps of all run folders. Raises UserError with a sentence for each that has none."""
-    found, problems = [], []
-    for path in dict.fromkeys(folders_of(paths)):
-        folder = RunDir(path)
-        try:
-            found.append((MeasuredRun.of(str(path), folder.rows()), folder))
-        except UserError as error:
-            problems += error.problems
-    if problems:
-        raise UserError(problems)
-    return found
-
-
-def folders_of(paths: Sequence[StrPath]) -> list[Path]:
-    """The run folders among these, and in those that hold run folders. Raises UserError for any other."""
-    found, problems = [], []
-    for path in (Path(path).expanduser() for path in paths):
-        inside = [path] if RunDir(path).metrics_file.exists() else sorted(_runs_in(path))
-        found += inside
-        if not inside:
-            problems.append(f"{path} holds no run: there is no metrics.jsonl in it or in its folders.")
-    if problems:
-        raise UserError(problems)
-    return found
-
-
-def _runs_in(path: Path) -> Iterator[Path]:
-    return (file.parent for file in path.glob("*/metrics.jsonl"))
-
-
-def workload_of_run(folder: RunDir, run: MeasuredRun, log: Log = silent) -> Workload:
-    """Workload of a finished run. Raises UserError for a model that it can't."""
-    with workloads(load(folder.config_file), log=log) as (workload, _):
-        return workload.of_batch(run.layout.global_batch_size)
 
 
 def highest_shares(document: Mapping[str, Any]) -> dict[str, float]:

@@ -21,6 +21,7 @@ from meshtune.plan.fits import Lighter
 from meshtune.plan.other_units import other_units
 from meshtune.plan.search import Choice
 from meshtune.plan.sizes import sizes_of
+from meshtune.plan.step_parts import MeasuredRun
 from meshtune.plan.tools import MESHTUNE
 from meshtune.plan.workload import Workload, lighter_workloads, positions_note, workload_of
 
@@ -122,3 +123,11 @@ def workloads(
         except UserError:  # there is no answer to say them
             say(workload.notes, log)
             raise
+
+
+def workload_of_run(config: Config, run: MeasuredRun, log: Log = silent) -> Workload:
+    """Workload of a finished run. config: its settings. Raises UserError for a model that the planner can't
+    count.
+    """
+    with workloads(config, log=log) as (workload, _):
+        return workload.of_batch(run.layout.global_batch_size)

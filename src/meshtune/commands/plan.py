@@ -23,6 +23,17 @@ PLANNING = "counting the model and ranking layouts"
 MOST_COMPARED = 6  # layouts in one table
 TOP = 10  # layouts shown without --top
 FOLDER = Path("plan-export")  # of an export without --to
+Explain = Annotated[
+    list[str] | None,
+    typer.Option(metavar="LAYOUT,…", help="memory and time of each layout, part by part, and its levers"),
+]
+Compare = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="LAYOUT,LAYOUT,…|RUN,…",
+        help="these layouts side by side, by part; or finished runs beside their plan",
+    ),
+]
 Gpus = Annotated[
     str | None,
     typer.Option(metavar="N,NxKIND,…", help="compare clusters, such as 16,32 or 8xh100-sxm,8xmi300x"),
@@ -40,13 +51,8 @@ MemoryBudget = Annotated[
 
 def plan(
     settings: Settings = None,
-    explain: Annotated[
-        list[str] | None,
-        typer.Option(metavar="LAYOUT,…", help="memory and time of each layout, part by part, and its levers"),
-    ] = None,
-    compare: Annotated[
-        list[str] | None, typer.Option(metavar="LAYOUT,LAYOUT,…", help="these layouts side by side, by part")
-    ] = None,
+    explain: Explain = None,
+    compare: Compare = None,
     gpus: Gpus = None,
     goal: Annotated[str, typer.Option(help="speed, cost, gpus or memory")] = "speed",
     by: By = None,
@@ -80,10 +86,16 @@ def plan(
     from meshtune import config
     from meshtune.plan.cluster import with_memory_budget
 
-    layouts = layouts_of(explain, compare)
+    runs = [] if explain else runs_of(compare)
+    layouts = [] if runs else layouts_of(explain, compare)
     comparing = bool(gpus or by or budget is not None or goal != "speed")
-    check_options(bool(layouts), most, export, comparing=comparing, plot=plot, top=top, to=to, verify=verify)
+    check_options(
+        bool(layouts or runs), most, export, comparing=comparing, plot=plot, top=top, to=to, verify=verify
+    )
     plot, to = plot and checked(plot), expanded(to or FOLDER)
+    if runs:
+        check_run_options(file, plot=plot, tool=tool, params=params, memory_budget=memory_budget)
+        return compare_runs(runs, overrides, as_json=as_json)
     runner = tool_of(tool, export, verify)
     if params:
         overrides = with_typical_model(overrides, params, export)
@@ -249,6 +261,65 @@ def explain_layouts(
         notice(f"pictures in {plot}")
 
 
+def runs_of(compare: Sequence[str] | None) -> list[str]:
+    """The run folders of --compare; [] where it names layouts or is not given.
+
+    Raises UserError for runs beside layouts, and for folders that are no run.
+    """
+    from meshtune.rundir import RunDir
+
+    words = layout_words("--compare", compare)
+    runs = [word for word in words if RunDir(expanded(word)).metrics_file.is_file()]
+    if folders := [word for word in words if word not in runs and expanded(word).is_dir()]:
+        raise UserError(
+            f"--compare {', '.join(folders)}: no run, there is no metrics.jsonl in it; name a run's folder."
+        )
+    if runs and (others := [word for word in words if word not in runs]):
+        raise UserError(
+            f"--compare names the run {', '.join(runs)} beside {', '.join(others)}: name run folders, which "
+            "hold metrics.jsonl, or layouts alone."
+        )
+    return runs
+
+
+def check_run_options(
+    file: str | None,
+    *,
+    plot: Path | None,
+    tool: str | None,
+    params: str | None,
+    memory_budget: str | None,
+) -> None:
+    """Raise UserError for words that --compare of runs has no use for.
+
+    file: a config file that is named; None: none. Others: as the options; None: not given.
+    """
+    options = {"--plot": plot, "--for": tool, "--params": params, "--memory-budget": memory_budget}
+    unused = [*filter(None, [file]), *(name for name, value in options.items() if value)]
+    if unused:
+        raise UserError(
+            f"{name} has no use in --compare of runs, whose layout and config.yaml are planned; leave it out."
+            for name in unused
+        )
+
+
+def compare_runs(runs: Sequence[str], overrides: Sequence[str], *, as_json: bool) -> None:
+    """Print each finished run's measured parts beside the predicted ones, and the constants that are off.
+
+    overrides: settings of the cluster, for today's plan. Raises UserError as `api.compare.compared`.
+    """
+    from rich.console import Group
+
+    from meshtune.api.compare import compared
+    from meshtune.report.comparison import tables
+
+    with working(PLANNING):
+        documents = compared(runs, overrides, log=notice)
+    facts = documents[0] if len(documents) == 1 else {"runs": documents}
+    printed = (table.rendered() for document in documents for table in tables(document))
+    show(facts, Group(*printed), as_json=as_json)
+
+
 def show_largest(config: "Config", quantity: str, *, tool: str, as_json: bool) -> None:
     """Print the largest `quantity` (model, seq_len or batch) that fits, with its best layout.
 
@@ -307,7 +378,7 @@ def layouts_of(explain: Sequence[str] | None, compare: Sequence[str] | None) -> 
     if compare and not 2 <= len(layouts) <= MOST_COMPARED:
         raise UserError(
             f"--compare {','.join(compare)}: it takes 2 to {MOST_COMPARED} layouts, such as "
-            "--compare zero3x8-mb1-ga8,zero2x8-mb1-ga8."
+            "--compare zero3x8-mb1-ga8,zero2x8-mb1-ga8, or folders of finished runs."
         )
     return layouts
 

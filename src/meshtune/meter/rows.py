@@ -110,6 +110,18 @@ def memory_row(step: int, phases: Mapping[str, tuple[int, Mapping[str, int]]], r
     return {"kind": "memory", "step": step, "rank": rank, "phases": sizes}
 
 
+def fullest_memory(rows: Sequence[Row]) -> dict[str, int]:
+    """Bytes by category, and their sum as "peak", on the fullest rank in its fullest phase of the last step
+    whose categories were counted; {} where none was.
+
+    rows: of kind "memory".
+    """
+    watched = [row for row in rows if "step" not in row["phases"]]
+    last = max((row["step"] for row in watched), default=0)
+    phases = [sizes for row in watched if row["step"] == last for sizes in row["phases"].values()]
+    return dict(max(phases, key=lambda sizes: sizes["peak"], default={}))
+
+
 def time_now() -> str:
     """This machine's time with its zone, to the second, in ISO 8601."""
     return datetime.now().astimezone().isoformat(timespec="seconds")

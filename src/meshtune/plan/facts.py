@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
 from meshtune.layout import as_mapping
 from meshtune.plan.cluster import Cluster
+from meshtune.plan.machine import machine_of
+from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.search import Choice
+from meshtune.plan.step_parts import predicted_parts
 from meshtune.plan.workload import Workload
 
 
 def plan_yaml(choice: Choice, workload: Workload) -> str:
     """Text of a run folder's plan.yaml: the layout and its prediction.
 
-    For a processor, whose speed nobody has measured, the prediction is of memory alone.
+    Beside the values of `plan --json` it has the seconds of a step by the parts that a run measures. For a
+    processor, whose speed nobody has measured, the prediction is of memory alone.
     """
     predicted = choice.as_dict()
     if not choice.cluster.timed:
         predicted = {key: predicted[key] for key in ("layout", "world", "memory")}
+    else:
+        machine = machine_of(workload, choice.cluster)
+        predicted["parts"] = predicted_parts(workload, choice.layout, machine)
     tree = {
         "layout": str(choice.layout),
         "fields": as_mapping(choice.layout),
@@ -28,6 +36,12 @@ def plan_yaml(choice: Choice, workload: Workload) -> str:
         "predicted": predicted,
     }
     return yaml.safe_dump(tree, sort_keys=False)
+
+
+def tensors(memory: Mapping[str, Any]) -> dict[str, float]:
+    """Bytes by category without what is no tensor (overhead), and their sum as "peak"."""
+    sizes = {name: memory[name] for name in CATEGORIES if name != "overhead" and memory.get(name)}
+    return sizes | {"peak": sum(sizes.values())}
 
 
 def model_facts(workload: Workload) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import numpy as np
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.meter.parts import PARTS
+from meshtune.meter.rows import fullest_memory
 from meshtune.placement.columns import Columns
 from meshtune.plan.seconds.step import Seconds, passes, step
 from meshtune.rundir import Row
@@ -69,6 +70,7 @@ class MeasuredRun:
     steps: int  # that were timed
     seconds: float  # of the median step
     parts: Mapping[str, float]  # of the median step, by meter.parts.PARTS
+    memory: Mapping[str, float]  # bytes by category and "peak" on the fullest rank; {}: not counted
 
     @classmethod
     def of(cls, name: str, rows: Sequence[Row]) -> MeasuredRun:
@@ -95,7 +97,8 @@ class MeasuredRun:
             )
         facts = rows[starts[-1]]
         seconds, parts = median_parts(warm)
-        return cls(name, facts, Layout.parse(facts["layout"]), len(warm), seconds, parts)
+        memory = fullest_memory([row for row in rows[starts[-1] :] if row.get("kind") == "memory"])
+        return cls(name, facts, Layout.parse(facts["layout"]), len(warm), seconds, parts, memory)
 
     def as_dict(self) -> dict[str, Any]:
         """The run in a calibrated cluster file."""

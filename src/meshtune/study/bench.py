@@ -24,7 +24,7 @@ from meshtune.launch import Rank
 from meshtune.launch.rank import cores
 from meshtune.meter.mfu import flops_of, peak_flops
 from meshtune.meter.phases import WATCHED_STEPS
-from meshtune.meter.rows import possible, share_of_peak, time_now
+from meshtune.meter.rows import fullest_memory, possible, share_of_peak, time_now
 from meshtune.meter.trace import CATEGORIES
 from meshtune.model.load import quiet
 from meshtune.model.trainable import embeddings_needed
@@ -94,9 +94,7 @@ class Measured:
         """Bytes by category, and their sum as "peak", on the fullest rank in its fullest phase of the last
         watched step; empty where memory was not watched.
         """
-        last = max((row["step"] for row in self.memory), default=0)
-        phases = [sizes for row in self.memory if row["step"] == last for sizes in row["phases"].values()]
-        return max(phases, key=lambda sizes: sizes["peak"], default={})
+        return fullest_memory(self.memory)
 
     def as_dict(self) -> dict[str, Any]:
         """The entry `measured` of `bench --json`; bytes and seconds."""
@@ -243,5 +241,9 @@ def run_row(config: Config, document: Mapping[str, Any]) -> Row:
         "cores": cores(),
         **versions(),
         **git_facts(),
-        "predicted": {name: predicted[name] for name in ("step_seconds", "time") if predicted.get(name)},
+        "predicted": {
+            name: predicted[name]
+            for name in ("step_seconds", "time", "parts", "memory")
+            if predicted.get(name)
+        },
     }

@@ -7,6 +7,7 @@ from meshtune.dryrun.kernels import COMMUNICATION, UPDATES, kernel_table
 from meshtune.dryrun.simulation import Simulation
 from meshtune.meter.causes import causes
 from meshtune.meter.trace import BACKWARD, FORWARD
+from meshtune.plan.facts import tensors
 from meshtune.plan.machine import machine_of
 from meshtune.plan.step_parts import parts_of, predicted_parts
 from meshtune.report.dryrun.beside import fullest, peak_event, simulated_memory
@@ -69,9 +70,3 @@ def simulated(simulation: Simulation) -> dict[str, Any]:
         "step_seconds": later.seconds,
         "parts": {name: float(value) for name, value in parts_of(later.parts, scaled).items()},
     }
-
-
-def tensors(memory: dict[str, float]) -> dict[str, float]:
-    """Bytes by category without what is no tensor (overhead), and their sum as "peak"."""
-    sizes = {name: size for name, size in memory.items() if name not in ("overhead", "peak") and size}
-    return sizes | {"peak": sum(sizes.values())}

@@ -1,31 +1,23 @@
 """Constants come back from runs that the planner made with others; errors are of runs that were left out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
+from made_runs import LAYOUTS, made, rows
 from own_machine import OWN_MACHINE
 
 from meshtune.errors import UserError
-from meshtune.layout import Layout
 from meshtune.meter.parts import PARTS
 from meshtune.plan import calibration
-from meshtune.plan.calibration import Planned, Runs, calibrated
+from meshtune.plan.calibration import calibrated
 from meshtune.plan.cluster import Cluster, cluster_of
-from meshtune.plan.models import models
 from meshtune.plan.step_parts import MeasuredRun
-from meshtune.plan.work import Work
-from meshtune.plan.workload import Workload
-from meshtune.rundir import Row
 from meshtune.sections import ClusterConfig
 
 TRUTH = {"matmul": 0.6, "memory": 0.8, "update_memory": 2.0, "link_share": 0.5}
-LAYOUTS = [f"{axis}-mb{mb}-ga{ga}{mode}" for axis, mb, ga, mode in product(
-    ("dp1", "dp2", "zero3x2", "tp2", "dp4", "zero2x4", "tp2-dp2"), (1, 4), (1, 2), ("", "-full")
-)]  # fmt: skip
 
 
 @pytest.fixture
@@ -36,29 +28,7 @@ def cluster(tmp_path: Path) -> Cluster:
     return cluster_of(ClusterConfig(hardware=str(file), gpu="this-cpu"))
 
 
-def rows(layout: str, parts: dict[str, float], **facts: object) -> list[Row]:
-    run = {"kind": "run", "layout": layout, "device": "a cpu", "cores": 2, "host": "here", "nodes": 1} | facts
-    step = {"kind": "time", "step": 9, "seconds": sum(parts.values()), "parts": parts}
-    return [run, {**step, "seconds": 99.0, "warm_up": True}, step]
-
-
-def made(cluster: Cluster, factors: dict[str, float], names: list[str] = LAYOUTS) -> list[Planned]:
-    """Runs whose steps are the planner's with changed constants."""
-    return [*_made(cluster, factors, names)]
-
-
-def _made(cluster: Cluster, factors: dict[str, float], names: list[str]) -> Iterator[Planned]:
-    work = Work.of_shape(layers=8, hidden=512, ffn=1408, heads=8, kv_heads=8, vocabulary=8192)
-    traits = models()["llama-3.2-1b"].traits
-    for name in names:
-        layout = Layout.parse(name)
-        workload = Workload("small", work, traits, 128, layout.global_batch_size, precision="fp32")
-        zeros = dict.fromkeys(PARTS, 0.0) | {"forward": 1.0}
-        run = Planned.of(MeasuredRun.of(name, rows(name, zeros)), workload, cluster)
-        parts = {part: float(value[0]) for part, value in Runs([run]).parts(factors).items()}
-        yield replace(run, measured=MeasuredRun.of(name, rows(name, parts)))
-
-
+@pytest.mark.slow
 def test_changed_constants_are_recovered(cluster: Cluster) -> None:
     runs = made(cluster, TRUTH)
     found = calibrated(runs, {})
@@ -72,6 +42,7 @@ def test_changed_constants_are_recovered(cluster: Cluster) -> None:
     assert set(found.runs_of["update_memory"]) <= set(LAYOUTS)
 
 
+@pytest.mark.slow
 def test_constants_that_no_run_determines_stay_and_are_named(cluster: Cluster) -> None:
     found = calibrated(made(cluster, {"matmul": 0.5}, [name for name in LAYOUTS if "dp1" in name]), {})
     assert found.left["link_share"] == "no run determines it"
@@ -79,6 +50,7 @@ def test_constants_that_no_run_determines_stay_and_are_named(cluster: Cluster) -
     assert len(found.factors) <= 8 // calibration.RUNS_EACH, "8 runs"
 
 
+@pytest.mark.slow
 def test_the_error_is_of_runs_that_were_not_fitted(cluster: Cluster) -> None:
     """Runs held out from another machine's constants stay wrong, however well the others fit."""
     names = [name for name in LAYOUTS if "dp1" in name or "dp2-" in name]
