@@ -23,17 +23,6 @@ PLANNING = "counting the model and ranking layouts"
 MOST_COMPARED = 6  # layouts in one table
 TOP = 10  # layouts shown without --top
 FOLDER = Path("plan-export")  # of an export without --to
-Explain = Annotated[
-    list[str] | None,
-    typer.Option(metavar="LAYOUT,…", help="memory and time of each layout, part by part, and its levers"),
-]
-Compare = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="LAYOUT,LAYOUT,…|RUN,…",
-        help="these layouts side by side, by part; or finished runs beside their plan",
-    ),
-]
 Gpus = Annotated[
     str | None,
     typer.Option(metavar="N,NxKIND,…", help="compare clusters, such as 16,32 or 8xh100-sxm,8xmi300x"),
@@ -51,8 +40,12 @@ MemoryBudget = Annotated[
 
 def plan(
     settings: Settings = None,
-    explain: Explain = None,
-    compare: Compare = None,
+    explain: Annotated[
+        list[str] | None, typer.Option(metavar="LAYOUT,…", help="each layout's memory and time, part by part")
+    ] = None,
+    compare: Annotated[
+        list[str] | None, typer.Option(metavar="LAYOUT,…|RUN,…", help="side by side; runs: beside their plan")
+    ] = None,
     gpus: Gpus = None,
     goal: Annotated[str, typer.Option(help="speed, cost, gpus or memory")] = "speed",
     by: By = None,
@@ -107,16 +100,10 @@ def plan(
     elif most:
         show_largest(resolved, most, tool=runner, as_json=as_json)
     else:
-        clusters = Clusters(gpus or (), goal, by, budget)
         best = compare_layouts(
-            resolved,
-            clusters,
-            tool=runner,
-            export_to=to if export else None,
-            top=top or TOP,
-            verify=verify or 0,
-            as_json=as_json,
-        )
+            resolved, Clusters(gpus or (), goal, by, budget), tool=runner, export_to=to if export else None,
+            top=top or TOP, verify=verify or 0, as_json=as_json,
+        )  # fmt: skip
         if plot:
             draw(best, plot, top=top or TOP, compare_sizes=bool(gpus), settings=settings or [])
 
@@ -295,7 +282,7 @@ def check_run_options(
     file: a config file that is named; None: none. Others: as the options; None: not given.
     """
     options = {"--plot": plot, "--for": tool, "--params": params, "--memory-budget": memory_budget}
-    unused = [*filter(None, [file]), *(name for name, value in options.items() if value)]
+    unused = [*([file] if file else []), *(name for name, value in options.items() if value)]
     if unused:
         raise UserError(
             f"{name} has no use in --compare of runs, whose layout and config.yaml are planned; leave it out."

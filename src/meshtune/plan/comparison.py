@@ -61,7 +61,12 @@ def parts_off(planned: Planned) -> list[Off]:
         return []
     sweeps = {name: _swept(planned, name) for name in CONSTANTS if getattr(planned.machine, name)}
     return [
-        Off(_present(group, run.parts, predicted), *off[group], _explanations(planned, group, sweeps))
+        Off(
+            _present(group, run.parts, predicted),
+            measured=off[group][0],
+            predicted=off[group][1],
+            explanations=_explanations(planned, group, sweeps),
+        )
         for group in sorted(off, key=lambda group: -abs(off[group][0] - off[group][1]))
     ]
 
@@ -87,7 +92,7 @@ def _explanations(
     """Constants with which the group takes the measured seconds, the one that leaves least error first."""
     run, found = planned.measured, []
     for name, (logs, parts) in sweeps.items():
-        error = sum(parts[part] - run.parts[part] for part in group)
+        error = np.sum([parts[part] - run.parts[part] for part in group], axis=0)
         places = np.flatnonzero(np.sign(error[:-1]) != np.sign(error[1:]))
         if not len(places):
             continue

@@ -40,7 +40,9 @@ def plan_yaml(choice: Choice, workload: Workload) -> str:
 
 def tensors(memory: Mapping[str, Any]) -> dict[str, float]:
     """Bytes by category without what is no tensor (overhead), and their sum as "peak"."""
-    sizes = {name: memory[name] for name in CATEGORIES if name != "overhead" and memory.get(name)}
+    sizes: dict[str, float] = {
+        name: memory[name] for name in CATEGORIES if name != "overhead" and memory.get(name)
+    }
     return sizes | {"peak": sum(sizes.values())}
 
 

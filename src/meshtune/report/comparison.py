@@ -66,7 +66,8 @@ def _constants(document: Document) -> Listing:
 
 
 def _named(group: Document) -> str:
-    return ", ".join(PART_NAMES.get(part, part) for part in group["parts"])
+    parts: list[str] = group["parts"]
+    return ", ".join(PART_NAMES.get(part, part) for part in parts)
 
 
 def _off(group: Document) -> str:
