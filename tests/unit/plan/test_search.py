@@ -701,7 +701,12 @@ def check_cause(said: str, other: Choice, best: Choice, w: Workload) -> None:
     if "under context parallelism" in said:
         assert other.layout.cp > best.layout.cp == 1
     if "recomputes" in said:
-        assert RECOMPUTE.index(other.layout.recompute) > RECOMPUTE.index(best.layout.recompute)
+        assert recomputed(other.layout) > recomputed(best.layout)
+
+
+def recomputed(layout: Layout) -> tuple[int, float]:
+    """(Place of the mode among RECOMPUTE, blocks of a stage that it is for)."""
+    return RECOMPUTE.index(layout.recompute), layout.recompute_blocks or math.inf
 
 
 NODES = {cluster.gpus: cluster.node for _, cluster in WORKLOADS.values()}
