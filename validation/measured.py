@@ -247,6 +247,7 @@ class Machines:
                 "node": float(row["gpus_per_node"] or 8),
                 "multiprocessors": gpu.multiprocessors,
                 "block_update": 0.0,  # all were trained with AdamW
+                "update_memory": 1.0,  # its own share is measured by probes alone
                 "flash": 0.0 if row["attention"] == "naive" else 1.0,
             })  # fmt: skip
             places.append((f"cluster.{origin.cluster}", f"gpu.{name}", f"stack.{stack}"))
