@@ -98,3 +98,12 @@ def large_cases() -> Iterator[tuple[str, Job]]:
 
 
 SMALL, LARGE = dict(small_cases()), dict(large_cases())
+# Small cases whose peak is right and one of its categories is more than 2 % of it off.
+CATEGORIES_BEYOND = {
+    # two events within 0.04 % of each other: the loss, which the dry run finds, and the backward of a block
+    "17 gemma2 bf16 cuda pp2-1f1b-mb1-ga4-selective2 lora",
+    # the update finds the first weight's gradient freed already, and two moments' temporaries
+    "24 qwen3 bf16-pure cpu dp2-pp2-1f1b-mb2-ga4 packed",
+    # one copy of a chunk's logits less than planned, beside activations that sp gathered
+    "41 llama fp32 cpu zero1x2-tp2-sp-mb2-ga1-full2 lora",
+}
