@@ -6,6 +6,7 @@ import pickle
 import re
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,8 @@ from tiny import make_folder, short_run
 from meshtune.api.dry_train import DryTraining
 from meshtune.layout import Layout
 from meshtune.meter.trace import FORWARD, Change, Operation, RankTrace, StepTrace, Storage
+from meshtune.model.census_cache import numbers_of
+from meshtune.placement.numbers import READS_VALUES, ModelNumbers
 from meshtune.rundir import RunDir
 
 PAGE = Path(__file__).parents[2] / "docs" / "dryrun.md"
@@ -96,24 +99,17 @@ def test_refused_layouts_are_refused_together_before_anything_is_traced(dryrun: 
 
 
 def test_a_model_that_reads_values_is_refused_before_it_is_traced(
-    dryrun: DryRun, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    dryrun: DryRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text(
-        json.dumps(
-            {
-                "model_type": "jetmoe",
-                "vocab_size": 100,
-                "hidden_size": 32,
-                "intermediate_size": 32,
-                "num_hidden_layers": 1,
-                "num_key_value_heads": 2,
-                "kv_channels": 8,
-                "num_local_experts": 4,
-            }
-        )
-    )
-    words = (f"model.name={tmp_path}", "--gpu", "h100-sxm", "--layout", "mb1-ga1")  # another batch than 8
-    ended = dryrun(*words)
+    """No family of transformers is known to, so that one is told to."""
+    from meshtune.api import dryrun as api
+
+    def unsupported(*args: Any, **kwargs: Any) -> ModelNumbers:
+        numbers = numbers_of(*args, **kwargs)
+        return replace(numbers, census=replace(numbers.census, unsupported=READS_VALUES))
+
+    monkeypatch.setattr(api, "numbers_of", unsupported)
+    ended = dryrun("--gpu", "h100-sxm", "--layout", "mb1-ga1")  # another batch than 8
     assert ended.code == 2 and "its forward reads values of tensors" in ended.err
     assert "tracing" not in ended.err
 

@@ -213,7 +213,10 @@ SUBSTITUTES = (
         "torch.nn.functional.grouped_mm", ((_meta_registrations, "_meta_grouped_mm_common"),), grouped_shapes
     ),
     Substitute(
-        "torch.Tensor.tolist", ((FakeTensor, "tolist"),), lambda _: counts(FakeTensor.tolist), made_up
+        "torch.Tensor.tolist",
+        ((FakeTensor, "tolist"),),
+        lambda _: counts(FakeTensor.tolist, lambda _: True),
+        made_up,
     ),
     Substitute(
         "torch.Tensor.split", ((Tensor, "split"),), lambda _: by_counts(Tensor.split), lambda _: False

@@ -8,12 +8,12 @@ grouped matmuls, by which experts run                                   ──> 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, _meta_registrations, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
@@ -101,20 +101,22 @@ class Counts(list[int]):
     """Numbers that were read from a tensor without values: how many rows go to each expert."""
 
 
-def counts(tolist: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Let Tensor.tolist return Counts for a row of integers without values."""
+def counts(
+    tolist: Callable[[Tensor], Any], empty: Callable[[Tensor], bool] = attrgetter("is_meta")
+) -> Callable[[Tensor], Any]:
+    """Let Tensor.tolist return Counts for a row of integers without values. empty: whether it has none."""
 
     @wraps(tolist)
     def read(tensor: Tensor) -> Any:
         row = tensor.ndim == 1 and not tensor.is_floating_point()
-        return Counts([0] * len(tensor)) if row and (tensor.is_meta or is_fake(tensor)) else tolist(tensor)
+        return Counts([0] * len(tensor)) if row and empty(tensor) else tolist(tensor)
 
     return read
 
 
 def by_counts(split: Callable[..., Any]) -> Callable[..., Any]:
     """Let Tensor.split take Counts: on meta all rows are the first part's, so that TOKENS divides its bytes;
-    on other fakes, where each part's matmul has a time, parts are equal.
+    elsewhere, where each part's matmul has a time, parts are equal.
     """
 
     @wraps(split)
