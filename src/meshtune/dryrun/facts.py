@@ -36,7 +36,9 @@ def rank_facts(trace: RankTrace, stands_for: str, reserved: int) -> dict[str, An
 
 def phases(trace: RankTrace) -> dict[str, dict[str, int]]:
     """Kernels, FLOPs and bytes moved by each phase of the second step; a collective is a kernel."""
-    sums = {phase: dict.fromkeys(("kernels", "flops", "bytes"), 0) for phase in PHASES}
+    sums: dict[str, dict[str, int]] = {
+        phase: dict.fromkeys(("kernels", "flops", "bytes"), 0) for phase in PHASES
+    }
     for row in kernel_table(trace).rows:
         for name, number in zip(sums[row.phase], (row.launches, row.flops, row.bytes), strict=True):
             sums[row.phase][name] += round(number)

@@ -55,8 +55,10 @@ def drawable(
         else (),
         workspaces={
             trace.rank: [(row.name, row.operations, row.bytes, row.source) for row in workspaces.table(trace)]
-            for trace in (traces if workspaces else ())
-        },
+            for trace in traces
+        }
+        if workspaces
+        else {},
         notes=simulation.notes,
     )
 

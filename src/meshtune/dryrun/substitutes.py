@@ -16,7 +16,7 @@ Each has the shapes, strides and saved tensors of the real one; the trace names 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -215,7 +215,7 @@ SUBSTITUTES = (
     Substitute(
         "torch.Tensor.tolist",
         ((FakeTensor, "tolist"),),
-        lambda _: counts(FakeTensor.tolist, lambda _: True),
+        lambda _: counts(cast(Any, FakeTensor.tolist), lambda _: True),
         made_up,
     ),
     Substitute(

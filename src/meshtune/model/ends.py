@@ -45,7 +45,8 @@ def _per_logit(model: PreTrainedModel, parts: Anatomy, hidden: Tensor) -> tuple[
             alive.append(tensor)
         return tensor
 
-    hook = model.get_submodule(parts.head).register_forward_hook(lambda _, __, out: outputs.append(out))
+    head: Any = model.get_submodule(parts.head)
+    hook = head.register_forward_hook(lambda _, __, out: outputs.append(out))
     with head_only(model, parts) as logits_of, saved_tensors_hooks(pack, lambda tensor: tensor):
         logits = logits_of(hidden)
     hook.remove()

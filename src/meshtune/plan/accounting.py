@@ -87,9 +87,13 @@ class Peaks(NamedTuple):
     @classmethod
     def of(cls, traced: BlockPeaks, keys: Number) -> Peaks:
         """Return them with `keys` a token."""
-        passes = (traced.forward, traced.forward_alone, traced.backward)
-        sizes = (per_token + per_key * keys for per_token, per_key in passes)
-        return cls(*sizes, traced.made, traced.masks * keys, float(traced.saves_input))
+        forward, forward_alone, backward = (
+            per_token + per_key * keys
+            for per_token, per_key in (traced.forward, traced.forward_alone, traced.backward)
+        )
+        return cls(
+            forward, forward_alone, backward, traced.made, traced.masks * keys, float(traced.saves_input)
+        )
 
 
 def _by_rows(layouts: Columns, one: Iterable[Number], several: Iterable[Number]) -> Iterator[Number]:
