@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart quickstart-lora test test-default test-slow test-oldest test-migrate test-exports test-cases fuzz families validation validation-dryrun validation-memory validation-why kill-loop style lint docs benchmark gpu-check clean
+.PHONY: quickstart quickstart-lora test test-default test-slow test-oldest test-migrate test-exports test-cases fuzz families validation validation-dryrun validation-memory validation-why validation-benches kill-loop style lint docs benchmark gpu-check clean
 
 # The main job on the embedded model and data: fine-tune, evaluate, write a Hugging Face folder and a report.
 quickstart: $(STAMP)
@@ -72,11 +72,12 @@ validation: $(STAMP)
 	$(BIN)/python validation/reserved.py
 	$(BIN)/python validation/step_time.py
 
-# The dry run against real steps on CPU ranks, to the byte: validation/dryrun-grid.md, half an hour. DRYRUN_ROWS=FILE.json
-# keeps the rows, and goes on from there.
+# The dry run against real steps on CPU ranks, to the byte: validation/dryrun-grid.md, six minutes on an idle machine, and as
+# many for CUDA's kernels. DRYRUN_ROWS=FILE.json keeps the rows of the first, and goes on from there.
 DRYRUN_ROWS ?=
 validation-dryrun: $(STAMP)
 	$(BIN)/python validation/dryrun_grid.py --table validation/dryrun-grid.md $(if $(DRYRUN_ROWS),--json $(DRYRUN_ROWS))
+	$(BIN)/python validation/dryrun_grid.py --kernels cuda --table validation/dryrun-grid-cuda.md
 
 # The planner's memory beside dry runs of random small layouts and of large models, with tables: validation/memory-dryrun.md.
 validation-memory: $(STAMP)
@@ -86,6 +87,12 @@ validation-memory: $(STAMP)
 # of an hour on an idle machine.
 validation-why: $(STAMP)
 	$(BIN)/python validation/why_slow.py --table validation/why-slow.md
+
+# 59 real benches of small models beside the plan, after a probe and a calibration, with a table: validation/benches.md, half
+# an hour on an idle machine. What was measured stays in BENCHES, from where a stopped run goes on.
+BENCHES ?= build/benches
+validation-benches: $(STAMP)
+	$(BIN)/python validation/benches.py --out $(BENCHES) --table validation/benches.md
 
 style: $(STAMP)
 	$(BIN)/ruff check .

@@ -122,7 +122,7 @@ def layouts_picture(file: Path) -> Path:
 
 def over_time_picture(file: Path) -> Path:
     """Draw one step of a 70B model on 64 GPUs with pipeline, tensor and data parallelism."""
-    layout = Layout.parse("dp2-zero3x2-tp4-sp-pp4-1f1b-mb1-ga64-selective")
+    layout = Layout.parse("zero1x2-tp8-sp-pp4-1f1b-mb1-ga128-selective")
     workload = workload_of("llama-3.1-70b", layout.global_batch_size)
     cluster = cluster_of(ClusterConfig(gpu="h100-sxm", gpus=layout.world, network=12.5))
     panels = over_time(workload, explained(workload, cluster, layout))

@@ -71,7 +71,7 @@ def benches(figures: Mapping[str, Any]) -> Iterator[str]:
             if any(values):
                 yield row(part, values, "{:.4f} s")
         sizes = [(each.get("memory") or {}) for each in found]
-        for kind in dict.fromkeys(kind for size in sizes for kind in size if kind != "moment"):
+        for kind in dict.fromkeys(kind for size in sizes for kind in size if kind != "event"):
             values = [size.get(kind) for size in sizes]
             yield row(f"memory, {kind}", [each and each / 2**30 for each in values], "{:.2f} GiB")
 

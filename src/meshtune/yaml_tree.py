@@ -69,21 +69,26 @@ def read_yaml(file: Path, settings: Collection[str] = ()) -> dict[str, Any]:
     return undotted(tree, settings, lines, name=f"Config {file}")
 
 
+def read_toml(file: Path, setting: str) -> dict[str, Any]:
+    """Read the tables of the TOML file that `setting` names. Raises UserError for one that can't be read."""
+    try:
+        check_file(file)
+        return tomllib.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise UserError(f"{setting} = {file} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{setting} = {file} is not TOML: {error}.") from None
+
+
 def read_cluster(file: Path) -> dict[str, Any]:
     """Read a cluster's settings from a YAML file of them, or from the TOML file that `meshtune probe` writes.
 
     Of the latter the settings are its [cluster], and its [kind] is what cluster.hardware reads. Raises
-    UserError as `read_yaml`, and for a TOML file without the two.
+    UserError as `read_yaml`, as `read_toml`, and for a TOML file without the two.
     """
     if file.suffix != ".toml":
         return read_yaml(file)
-    try:
-        check_file(file)
-        tables = tomllib.loads(file.read_text("utf-8"))
-    except OSError as error:
-        raise UserError(f"cluster = {file} cannot be read: {error.strerror}.") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"cluster = {file} is not TOML: {error}.") from None
+    tables = read_toml(file, "cluster")
     if lacking := [name for name in ("cluster", "kind") if not isinstance(tables.get(name), dict)]:
         tables_lacking = " and ".join(f"[{name}]" for name in lacking)
         raise UserError(

@@ -9,7 +9,7 @@ from cases import cases
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = {
-    "plan.py": r"8 GPUs: dp",
+    "plan.py": r"GPU-milliseconds a step",
     "rows.py": r"finished after 20 steps",
     "loss.py": r"focal loss",
     "callbacks.py": r"is below 3.0",

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from meshtune.meter.trace import BACKWARD, GATHERED, WEIGHTS, Collective, Operation, Storage
 from meshtune.plan.machine import Machine, machine_of
 from meshtune.plan.seconds.collectives import (
+    all_to_alls,
     ranks_in_node,
     ring_collectives,
     tree_all_reduce,
@@ -83,6 +84,7 @@ class Costs:
     machine: Machine  # in the precision of the workload
     by_dtype: Mapping[str, Machine]  # the same in the precision of each dtype that matmuls can have
     nccl: Nccl | None = None  # predicts the collectives that it knows, instead of the planner's formulas
+    _seconds: dict[tuple, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, workload: Workload, cluster: Cluster) -> Costs:
@@ -100,13 +102,21 @@ class Costs:
         """
         if not operation.kernels or operation.collective is not None:
             return 0.0
+        sizes = operation.shapes, operation.read, operation.written, operation.flops, operation.pairs
+        of_weight = makes_weight_gradient(operation, storages)
+        alike = operation.name, operation.dtype, *sizes, of_weight
+        if alike not in self._seconds:  # a step has many of each kind
+            self._seconds[alike] = self._compute(operation, of_weight=of_weight)
+        return self._seconds[alike]
+
+    def _compute(self, operation: Operation, *, of_weight: bool) -> float:
         machine = self.by_dtype.get(operation.dtype, self.machine)
         traffic = moved_bytes(operation) / (machine.bandwidth * machine.memory)
         if is_attention(operation):
             return _attention(machine, operation)
         if (sizes := matmul_sizes(operation)) is not None:
             count, rows, cols, inner = sizes
-            lying = (rows, cols) if makes_weight_gradient(operation, storages) else (cols, inner)
+            lying = (rows, cols) if of_weight else (cols, inner)
             return float(count * matmul(machine, rows, cols, inner, contiguous=lying))
         rate = machine.matmul_max * machine.clock * machine.matmul * machine.stack_matmul
         return float(max(operation.flops / rate, traffic))
@@ -127,6 +137,8 @@ class Costs:
                 return float(tree_all_reduce(machine, size, ranks, in_node))
             case "all_gather" | "reduce_scatter" if "dp_shard" in axes:
                 return float(ring_collectives(machine, size / machine.shard_share, ranks, in_node))
+            case "all_to_all":
+                return float(all_to_alls(machine, size, ranks, in_node))
             case _:
                 return float(ring_collectives(machine, size, ranks, in_node))
 

@@ -1,19 +1,20 @@
-"""Facts of a traced rank as plain values: for `dryrun --json`, and for who reads it (`plan --verify`)."""
+"""Facts of a traced rank as plain values: an entry of `ranks` in `dryrun --json`."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from meshtune.dryrun.kernels import kernel_table
+from meshtune.dryrun.kernels import KernelTable
 from meshtune.meter.trace import PHASES, RankTrace, StepTrace
 from meshtune.report.dryrun.living import levels
 
 EVENTS = 400  # entries of a timeline at most
 
 
-def rank_facts(trace: RankTrace, stands_for: str, reserved: int) -> dict[str, Any]:
+def rank_facts(trace: RankTrace, stands_for: str, reserved: int, kernels: KernelTable) -> dict[str, Any]:
     """An entry of `ranks`; the outer figures are the second step's, which is like all later ones.
 
     stands_for: ranks that are like this one. reserved: bytes that the allocator holds for the second step.
+    kernels: of that step.
     """
     first, second = trace.steps
     return {
@@ -25,7 +26,7 @@ def rank_facts(trace: RankTrace, stands_for: str, reserved: int) -> dict[str, An
         "reserved_bytes": reserved,
         "flops": sum(trace.times(operation) * operation.flops for operation in second.operations),
         "collectives": [kind._asdict() for kind in trace.collective_kinds(second)],
-        "phases": phases(trace),
+        "phases": phases(kernels),
         "host_reads": dict(second.host_reads),
         "substitutes": list(trace.substitutes),
         "micro_batches": {"traced": trace.micro_batches, "of": trace.of, "steady": trace.steady},
@@ -34,12 +35,12 @@ def rank_facts(trace: RankTrace, stands_for: str, reserved: int) -> dict[str, An
     }
 
 
-def phases(trace: RankTrace) -> dict[str, dict[str, int]]:
-    """Kernels, FLOPs and bytes moved by each phase of the second step; a collective is a kernel."""
+def phases(kernels: KernelTable) -> dict[str, dict[str, int]]:
+    """Kernels, FLOPs and bytes moved by each phase of a step; a collective is a kernel."""
     sums: dict[str, dict[str, int]] = {
         phase: dict.fromkeys(("kernels", "flops", "bytes"), 0) for phase in PHASES
     }
-    for row in kernel_table(trace).rows:
+    for row in kernels.rows:
         for name, number in zip(sums[row.phase], (row.launches, row.flops, row.bytes), strict=True):
             sums[row.phase][name] += round(number)
     return {phase: counts for phase, counts in sums.items() if any(counts.values())}

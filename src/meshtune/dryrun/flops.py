@@ -11,6 +11,7 @@ from typing import Any
 from torch.utils.flop_counter import flop_registry
 
 from meshtune.dryrun.costs import ATTENTION
+from meshtune.placement.census import attended_pairs
 
 
 def visible_pairs(documents: Sequence[int], window: int | None, columns: Iterable[int] | None = None) -> int:
@@ -20,18 +21,13 @@ def visible_pairs(documents: Sequence[int], window: int | None, columns: Iterabl
     columns: of the queries that count; None: all. Padding beyond the documents sees nothing.
     """
     if columns is None:
-        return sum(_triangle(length, window) for length in documents)
+        return attended_pairs(documents, window)
     starts, position = [], 0
     for length in documents:
         starts += [position] * length
         position += length
     seen = (column - starts[column] + 1 for column in columns if column < position)
     return sum(seen if window is None else (min(keys, window) for keys in seen))
-
-
-def _triangle(length: int, window: int | None) -> int:
-    reach = length if window is None else min(length, window)
-    return reach * (reach + 1) // 2 + (length - reach) * reach
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any, pairs: Callable[[Any, Any], float]) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from meshtune.dryrun.kernels import BLOCKS, Kernels, kernel_table
+from meshtune.dryrun.kernels import BLOCKS, Kernels
 from meshtune.dryrun.perfetto import write_trace
 from meshtune.dryrun.pictures import drawable
 from meshtune.dryrun.simulation import Simulation
@@ -42,7 +42,7 @@ def tables(simulation: Simulation) -> Iterator[Listing]:
         yield side_by_side(simulation.as_dict())
     if simulation.costs is None:
         return
-    kernels = kernel_table(simulation.fullest, simulation.costs)
+    kernels = simulation.kernels_of[simulation.fullest.rank]
     yield kernels_listing("Kernels of a step", [replace(row, name=row.place) for row in kernels.totals()])
     of_block = kernels.of_block()
     rest = len(of_block) - MOST_KERNELS

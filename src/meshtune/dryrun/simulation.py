@@ -8,6 +8,7 @@ from typing import Any
 from meshtune.dryrun.allocator import Replay
 from meshtune.dryrun.costs import Costs
 from meshtune.dryrun.facts import rank_facts
+from meshtune.dryrun.kernels import KernelTable, kernel_table
 from meshtune.dryrun.nccl import Nccl, differences
 from meshtune.dryrun.requests import replay_steps
 from meshtune.dryrun.streams import StepTime, simulate
@@ -44,7 +45,9 @@ class Simulation:
 
     @cached_property
     def fullest(self) -> RankTrace:
-        """The traced rank that needs most."""
+        """The traced rank whose allocator holds most in a later step; of several, that with the highest peak
+        (an allocator reserves whole pages, so that ranks are often equal).
+        """
         return max(self.traces, key=lambda trace: (self.reserved(trace), trace.steps[1].peak()[0]))
 
     @cached_property
@@ -142,6 +145,11 @@ class Simulation:
         return Costs.of(self.workload, self.cluster)
 
     @cached_property
+    def kernels_of(self) -> Mapping[int, KernelTable]:
+        """Rank -> kernels of its second step; their seconds are 0 without `costs`."""
+        return {trace.rank: kernel_table(trace, self.costs) for trace in self.traces}
+
+    @cached_property
     def times(self) -> Sequence[StepTime]:
         """The first step and a later one on streams; () without `costs`."""
         if self.costs is None:
@@ -205,9 +213,12 @@ class Simulation:
             "need_bytes": self.need,
             "outside_bytes": self.outside,
             "capacity": self.capacity,
+            "fullest_rank": self.fullest.rank,
             "time": self.time(),
             "ranks": [
-                rank_facts(trace, self.stands_for[trace.rank], self.reserved(trace))
+                rank_facts(
+                    trace, self.stands_for[trace.rank], self.reserved(trace), self.kernels_of[trace.rank]
+                )
                 | {"allocator": self.allocator(trace), "predicted": self.predicted_memory(trace)}
                 for trace in self.traces
             ],

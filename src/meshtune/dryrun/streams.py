@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from meshtune.dryrun.costs import Costs, makes_weight_gradient, runs
+from meshtune.dryrun.costs import Costs, runs
 from meshtune.dryrun.passes import Program, is_message, programs
 from meshtune.dryrun.queues import Run, Task
 from meshtune.layout import Layout
@@ -157,7 +157,6 @@ class _World:
 
     def __init__(self, layout: Layout, costs: Costs) -> None:
         self.layout, self.costs = layout, costs
-        self.seconds: dict[tuple, float] = {}  # of operations that are alike
         self.traces: dict[int, int] = {}  # pipeline rank -> rank in the world whose trace it runs
         self.tasks: list[Task] = []
         self.made: list[_Made] = []
@@ -234,12 +233,8 @@ class _World:
             self._collective(pp, rank, number, run)
             return
         stream = self._stream(rank, each)
-        storages = rank.program.step.storages
-        of_weight = makes_weight_gradient(each, storages)
-        alike = each.name, each.dtype, each.shapes, each.read, each.written, each.pairs, of_weight
-        if alike not in self.seconds:
-            self.seconds[alike] = self.costs.compute(each, storages)
-        task = Task((pp, stream), self.seconds[alike], self.costs.launch(each), computes=stream == COMPUTE)
+        seconds = self.costs.compute(each, rank.program.step.storages)
+        task = Task((pp, stream), seconds, self.costs.launch(each), computes=stream == COMPUTE)
         part = "optimizer" if each.phase == UPDATE else "compute"
         made = _Made(pp, each.name, part if stream == COMPUTE else "data", number, each, run)
         self._place(pp, rank, task, made, [*each.reads, *each.writes])

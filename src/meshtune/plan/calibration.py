@@ -127,6 +127,17 @@ class Score(NamedTuple):
         return cls(len(measured), float(wrong.mean()), float(np.median(wrong)), order)
 
 
+class LeftOut(NamedTuple):
+    """Step of a run that was left out of the fit, in seconds."""
+
+    run: str  # its folder
+    layout: str
+    ranks: int
+    measured: float
+    before: float  # predicted by the constants of before
+    after: float  # predicted by constants that other runs were fitted to
+
+
 @dataclass(frozen=True)
 class Calibration:
     """Constants fitted to runs, and the errors before and after on runs that were left out."""
@@ -136,7 +147,19 @@ class Calibration:
     at_bound: Sequence[str]  # fitted constants that would go further
     left: Mapping[str, str]  # constants that stay -> why
     fitted_on: Sequence[MeasuredRun]
-    scores: Mapping[str, tuple[Score, Score]]  # "all", "4 ranks" … -> (before, after), of runs left out
+    left_out: Sequence[LeftOut]
+
+    @property
+    def scores(self) -> dict[str, tuple[Score, Score]]:
+        """Errors before and after, of all runs that were left out ("all") and of each number of ranks."""
+        ranks = sorted({run.ranks for run in self.left_out})
+        groups = {"all": self.left_out}
+        groups |= {counted(n, "rank"): [run for run in self.left_out if run.ranks == n] for n in ranks}
+        found = {}
+        for name, runs in groups.items():
+            measured, before, after = np.array([run[3:] for run in runs]).reshape(-1, 3).T
+            found[name] = (Score.of(before, measured), Score.of(after, measured))
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for `--json`."""
@@ -150,6 +173,7 @@ class Calibration:
                 name: {"before": before._asdict(), "after": after._asdict()}
                 for name, (before, after) in self.scores.items()
             },
+            "left_out": [run._asdict() for run in self.left_out],
         }
 
 
@@ -186,7 +210,9 @@ def calibrated(
         out = [*compress(runs, hold_out)]
         after = Runs(out).seconds(factors)
     at_bound = [name for name in names if not ranges[name][0] * 1.02 < factors[name] < ranges[name][2] / 1.02]
-    return Calibration(factors, runs_of, at_bound, left, [run.measured for run in kept], _scores(out, after))
+    return Calibration(
+        factors, runs_of, at_bound, left, [run.measured for run in kept], _left_out(out, after)
+    )
 
 
 def check_one_machine(runs: Sequence[MeasuredRun]) -> None:
@@ -261,15 +287,10 @@ def _fit(
     return {name: float(np.exp(value)) for name, value in found.items()}
 
 
-def _scores(runs: Sequence[Planned], after: np.ndarray) -> dict[str, tuple[Score, Score]]:
-    """Errors of runs that were left out, of all and of each number of ranks."""
-    measured, before = Runs(runs).measured, Runs(runs).seconds({})
-    worlds = np.array([run.measured.layout.world for run in runs])
-    masks = {"all": np.ones(len(runs), bool)} | {
-        counted(int(n), "rank"): worlds == n for n in np.unique(worlds)
-    }
-    return {
-        name: (Score.of(before[mask], measured[mask]), Score.of(after[mask], measured[mask]))
-        for name, mask in masks.items()
-        if mask.any()
-    }
+def _left_out(runs: Sequence[Planned], after: np.ndarray) -> list[LeftOut]:
+    """Measured and predicted steps of runs that were left out of the fit."""
+    before = Runs(runs).seconds({})
+    return [
+        LeftOut(run.name, str(run.layout), run.layout.world, run.seconds, float(old), float(new))
+        for run, old, new in zip((each.measured for each in runs), before, after, strict=True)
+    ]

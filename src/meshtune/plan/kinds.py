@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from meshtune.errors import UserError, check_file, expanded, written
+from meshtune.errors import UserError, expanded, written
 from meshtune.nearest import did_you_mean, nearest
 from meshtune.plan.hardware import SHARES, Gpu, catalogue, gpu_of, named
 from meshtune.plan.kernels import STANDS_FOR
+from meshtune.yaml_tree import read_toml
 
 WITHOUT_BF16 = {"p100", "t4", "v100"}  # words of GPUs that are too old for the rates of hardware.toml
 LINK_KINDS = ("nvlink", "pcie", "xgmi")
@@ -98,7 +98,8 @@ def kinds_of(hardware: str | None) -> dict[str, Gpu]:
     """
     if hardware is None:
         return dict(catalogue())
-    file, tables = expanded(hardware), _tables_of(hardware)
+    file = expanded(hardware)
+    tables = read_toml(file, "cluster.hardware")
     title = "[{}]"
     if "kind" in tables and isinstance(cluster := tables.get("cluster"), Mapping):
         title, tables = "[kind]", {str(cluster.get("gpu")): tables["kind"]}
@@ -114,25 +115,13 @@ def kinds_of(hardware: str | None) -> dict[str, Gpu]:
 
 def cluster_table(hardware: str) -> dict[str, Any]:
     """The tables of a file by `meshtune probe`. Raises UserError for any other file, and as `kinds_of`."""
-    tables = _tables_of(hardware)
+    tables = read_toml(expanded(hardware), "cluster.hardware")
     if "kind" not in tables or not isinstance(tables.get("cluster"), Mapping):
         raise UserError(
             f"{hardware} has no [cluster] and [kind]: name the file that meshtune probe wrote of the machine."
         )
     kinds_of(hardware)
     return tables
-
-
-def _tables_of(hardware: str) -> dict[str, Any]:
-    """The tables of the file named by cluster.hardware. Raises UserError for one that can't be read."""
-    file = expanded(hardware)
-    try:
-        check_file(file)
-        return tomllib.loads(file.read_text("utf-8"))
-    except OSError as error:
-        raise UserError(f"cluster.hardware = {file} cannot be read: {error.strerror}.") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"cluster.hardware = {file} is not TOML: {error}.") from None
 
 
 def table_problems(table: Any) -> Iterator[str]:

@@ -122,9 +122,9 @@ class _Durations:
             "backward": block.backward + block.sharding,
             "weights": block.compute.weights,
             "send": pipeline.sends / (2 * columns.virtual_stages),
-            "host": machine.host_micro_batch / columns.virtual_stages,
+            "host": pipeline.host / columns.virtual_stages,
             "data": gradient_collectives(work, columns, machine, block),
-            "optimizer": optimizer_update(work, columns, machine) + machine.host_step,
+            "optimizer": optimizer_update(work, columns, machine) + pipeline.host_step,
         }
         blocks = _stage_sizes(workload, layout)
         ends = Ends(*(float(np.squeeze(getattr(ends, each.name))) for each in fields(Ends)))

@@ -6,13 +6,12 @@ price_per_gpu_hour: prices.toml                    the same keys in a file, TOML
 """
 
 import math
-import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from meshtune.errors import UserError, check_file, expanded, written
+from meshtune.errors import UserError, expanded, written
 from meshtune.nearest import did_you_mean, nearest
-from meshtune.yaml_tree import read_yaml
+from meshtune.yaml_tree import read_toml, read_yaml
 
 SETTING = "cluster.price_per_gpu_hour"
 
@@ -45,13 +44,7 @@ def _read(file: str) -> Mapping[str, Any]:
     path = expanded(file)
     if path.suffix.lower() != ".toml":
         return read_yaml(path)
-    try:
-        check_file(path)
-        return tomllib.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise UserError(f"{SETTING} = {file} cannot be read: {error.strerror}.") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{SETTING} = {file} is not TOML: {error}.") from None
+    return read_toml(path, SETTING)
 
 
 def _problems(table: Mapping[str, Any], source: str, kinds: Collection[str]) -> Iterator[str]:

@@ -153,9 +153,10 @@ def bench_rank(rank: Rank, trial: Trial) -> Measured | None:
             began = time.perf_counter()
             batch = next(batches)
             loading = time.perf_counter() - began
+            micro_batches = model.passes.localise(batch)
             with meter.watching(step):
                 done = model.passes.step(
-                    model.passes.localise(batch), Counts(batch.label_tokens, *flops(batch)), meter.phase,
+                    micro_batches, Counts(batch.label_tokens, *flops(batch)), meter.phase,
                     learning_rate=LEARNING_RATE, max_grad_norm=config.train.max_grad_norm,
                 )  # fmt: skip
             world.synchronize()

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from meshtune.dryrun.kernels import COMMUNICATION, UPDATES, kernel_table
+from meshtune.dryrun.kernels import COMMUNICATION, UPDATES
 from meshtune.dryrun.simulation import Simulation
 from meshtune.meter.causes import causes
 from meshtune.meter.trace import BACKWARD, FORWARD
@@ -23,7 +23,7 @@ def predicted(simulation: Simulation) -> dict[str, Any] | None:
     memory = simulation.predicted_memory(simulation.fullest)
     if workload is None or choice is None or memory is None:
         return None
-    event = memory.pop("moment")
+    event = memory["event"]
     facts = choice.as_dict()
     if not choice.cluster.timed:
         return {"step_seconds": None, "parts": None, "memory": tensors(memory), "event": event}
@@ -60,8 +60,8 @@ def simulated(simulation: Simulation) -> dict[str, Any]:
         return facts
     later, split = simulation.times[-1], {"forward": 0.0, "backward": 0.0, "recomputation": 0.0}
     phases = {FORWARD: "forward", BACKWARD: "backward"}
-    for trace in simulation.traces:
-        for row in kernel_table(trace, simulation.costs).rows:
+    for table in simulation.kernels_of.values():
+        for row in table.rows:
             if row.place not in (COMMUNICATION, UPDATES):
                 split[phases.get(row.phase, "recomputation")] += row.seconds
     scale = float(later.parts.compute) / (sum(split.values()) or 1.0)

@@ -67,13 +67,13 @@ def test_micro_batches_that_were_not_traced_count() -> None:
 
 
 def test_phases_of_the_document_are_sums_of_the_table() -> None:
-    """Compare `--json`, which has no seconds, with the table; a collective is a kernel in both."""
     step = step_of(
         [*operations(3), Operation("aten.zero_.default", UPDATE, "", -1, -1, (), "", read=8, written=8)]
     )
     trace = trace_of(step, micro_batches=3)
     trace.of, trace.steady = 10, 1
-    found, rows = phases(trace), kernel_table(trace, COSTS).rows
+    table = kernel_table(trace, COSTS)
+    found, rows = phases(table), table.rows
     assert {*found} == {FORWARD, BACKWARD, RECOMPUTATION, UPDATE}
     for phase, sums in found.items():
         alike = [row for row in rows if row.phase == phase]

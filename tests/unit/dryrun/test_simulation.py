@@ -23,11 +23,11 @@ def simulation(sizes: list[int], changes: list[int], memory: int, **options) -> 
     moves = [Change(at, abs(number) - 1, number > 0) for at, number in enumerate(changes)]
     steps = [StepTrace(number, operations, storages, moves) for number in (1, 2)]
     given = {"kernels": "cuda", "documents": (8,), "outside": 10 * MIB, "stands_for": {0: "all ranks"}}
+    given["traces"] = (RankTrace(0, {}, (0,), steps, micro_batches=1, of=1),)
     return Simulation(
         model="m",
         layout=Layout(),
         cluster=replace(cluster(1), memory=memory * MIB),
-        traces=(RankTrace(0, {}, (0,), steps, micro_batches=1, of=1),),
         **given | options,
     )
 
@@ -73,6 +73,16 @@ def test_a_processor_has_no_such_allocator():
     one = simulation(*TURNS, memory=90, kernels="cpu", outside=0)
     assert (one.need, one.fits, one.allocator(one.traces[0])) == (80 * MIB, True, None)
     assert "does not fit" in simulation(*TURNS, memory=79, kernels="cpu", outside=0).verdict
+
+
+def test_of_ranks_whose_allocators_hold_as_much_the_one_with_the_higher_peak_is_the_fullest():
+    first, second = (
+        simulation([size], [1, -1], memory=100).traces[0] for size in (19, 20)
+    )  # of one segment of 20 MiB
+    traces, names = (first, replace(second, rank=4)), {0: "first", 4: "second"}
+    both = simulation([1], [1], memory=100, traces=traces, stands_for=names)
+    assert both.reserved(both.traces[0]) == both.reserved(both.traces[1])
+    assert both.as_dict()["fullest_rank"] == both.fullest.rank == 4
 
 
 def test_facts_of_the_allocator():

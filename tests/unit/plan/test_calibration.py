@@ -37,6 +37,12 @@ def test_changed_constants_are_recovered(cluster: Cluster) -> None:
     )
     before, after = found.scores["all"]
     assert after.mean < 0.02 < before.mean
+    steps = {run.run: run for run in found.left_out}
+    assert steps.keys() == {run.measured.name for run in runs}
+    assert {name: run.measured for name, run in steps.items()} == {
+        run.measured.name: run.measured.seconds for run in runs
+    }
+    assert after.mean == pytest.approx(np.mean([abs(run.after / run.measured - 1) for run in found.left_out]))
     assert after.spearman is not None
     assert after.spearman > 0.99
     assert set(found.runs_of["update_memory"]) <= set(LAYOUTS)

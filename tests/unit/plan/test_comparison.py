@@ -55,7 +55,7 @@ def written(tmp_path: Path, probe: Path) -> Written:
         run = MeasuredRun.of(name, rows(LAYOUT, dict.fromkeys(PARTS, 1.0), device_type="cpu"))
         planned = Planned.of(run, workload_of_run(config, run), cluster_of_run(config, run))
         parts = {part: float(value[0]) for part, value in Runs([planned]).parts(factors).items()}
-        facts = {"predicted": {"memory": {"weights": 80, "overhead": 20, "peak": 100, "moment": "loss"}}}
+        facts = {"predicted": {"memory": {"weights": 80, "overhead": 20, "peak": 100, "event": "loss"}}}
         first, *steps = rows(LAYOUT, parts, device_type="cpu", **facts)
         phases = {"forward": {"peak": 100, "weights": 90, "activations": 10}}
         memory = {"kind": "memory", "step": 3, "rank": 0, "phases": phases}

@@ -1,5 +1,7 @@
 """Embedding, head and loss: this engine's move the bytes that dry runs count, other tools' are in thirds."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -39,7 +41,8 @@ def test_the_loss_of_this_engine_is_in_the_forward() -> None:
 
 def test_collectives_of_a_split_embedding_and_head() -> None:
     """One of each kind in each pass, of hidden states, and small ones of the loss, as dry runs count them."""
-    machine = Machine.of(catalogue()["h100-sxm"], "meshtune")
+    fitted = Machine.of(catalogue()["h100-sxm"], "meshtune")
+    machine = replace(fitted, link_share=0.8858, link_latency=1.515e-5)  # as when the dry run was timed
     whole, split, summed = (
         end_seconds(LLAMA_1B, Columns.of([Layout.parse(text)]), machine, SEQ_LEN)
         for text in ("mb1-ga1", "tp4-sp-mb1-ga1", "tp4-mb1-ga1")

@@ -113,9 +113,10 @@ def test_kinds_are_ranked_by_the_rates_that_were_measured_on_them() -> None:
 
 def test_collectives_beside_computation_slow_it_down() -> None:
     machine = replace(Machine.of(catalogue()["h100-sxm"], "meshtune"), contention=0.2)
-    assert exposed(machine, 10.0, 4.0, 1.0) == pytest.approx(0.8)
-    assert exposed(machine, 10.0, 15.0, 1.0) == pytest.approx(5 + 2)
-    assert exposed(machine, 10.0, 4.0, 0.5) == pytest.approx(2 + 0.4)
+    assert exposed(machine, 10.0, 4.0, 1.0) == pytest.approx(4 - 4 / 1.2)
+    assert exposed(machine, 10.0, 15.0, 1.0) == pytest.approx(15 - 10)  # 12 of the 15 seconds are slower
+    assert exposed(machine, 10.0, 11.0, 1.0) == pytest.approx(11 - 11 / 1.2)
+    assert exposed(machine, 10.0, 4.0, 0.5) == pytest.approx(4 - 2 / 1.2)
     assert exposed(machine, 10.0, 4.0, 0.0) == pytest.approx(4)
     assert stacks()["torchtitan"]["contention"] == stacks()["megatron-core"]["contention"] == 0.189
 

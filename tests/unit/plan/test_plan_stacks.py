@@ -242,3 +242,14 @@ def test_a_precision_that_a_stack_has_no_table_of_is_refused(stack: str) -> None
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_this_engine_has_a_table_of_each_precision(precision: str) -> None:
     assert stack_accounting("meshtune", precision).precision.weight in (2, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("stack", "held"), [("megatron", False), ("megatron-core", False), ("torchtitan", True)]
+)
+def test_only_torchs_stages_hold_what_they_sent_until_the_step_ends(stack: str, held: bool) -> None:
+    """Compare twice the micro-batches of an interleaved pipeline, of which as many are in flight."""
+    how = stack_accounting(stack, "bf16")
+    layouts = (f"tp8-pp4-interleaved1f1b-v3-mb1-ga{steps}-full" for steps in (32, 64))
+    fewer, more = (float(peak(gpt(24, 4096, 32), columns(text), how, 2048).peak[0]) for text in layouts)
+    assert (more > 1.1 * fewer) if held else (more == fewer)

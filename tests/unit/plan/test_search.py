@@ -430,7 +430,8 @@ def test_inputs_are_gathered_again_only_where_they_do_not_fit_otherwise() -> Non
     for choice in with_it:
         plain = explained(w, cluster, replace(choice.layout, sp_regather=False))
         assert not plain.fits
-        assert plain.seconds.total < choice.seconds.total
+        # as long where the weights' collectives take longer than all that runs beside them
+        assert plain.seconds.total < choice.seconds.total * (1 + 1e-9)
         assert choice.layout.schedule not in ZERO_BUBBLE
     fixed = search(w, cluster, fixed=given(ALL_AUTO | {"sp_regather": True}))
     assert len(fixed) > len(with_it)

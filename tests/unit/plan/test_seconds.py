@@ -91,7 +91,9 @@ def test_some_recomputed_blocks_cost_their_share_of_the_time() -> None:
                     of_none, of_every = getattr(none, part), getattr(every, part)
                     expected = of_none + share * (of_every - of_none)
                     assert getattr(some, part) == pytest.approx(expected), (text, mode, part)
-                assert np.all(some.total > none.total) and np.all(some.total < every.total)
+                # As long where the weights' collectives take longer than all that runs beside them.
+                assert np.all(some.total > none.total * (1 - 1e-9))
+                assert np.all(some.total < every.total * (1 + 1e-9))
             parts = compute_parts(GPT, Columns.of([Layout.parse(f"{text}-{mode}1")]), machine, SEQ_LEN)
             assert sum(parts.values()) == pytest.approx(seconds(f"{text}-{mode}1", machine).compute)
 
@@ -284,6 +286,24 @@ def test_fsdp2_hides_zero2s_gather_as_it_hides_zero3s(stack: str) -> None:
     zero2, zero3 = (seconds(f"{zero}x64-mb4-ga1", machine, work) for zero in ("zero2", "zero3"))
     assert 0 < zero2.data < zero3.data
     assert real(stack="deepspeed").gather_overlap == 0 and real(stack="deepspeed").data_overlap == 1
+
+
+def test_the_host_works_ahead_of_kernels_but_in_the_first_micro_batch() -> None:
+    """Constants of other tools were fitted as if it never did; where launches block, it does not."""
+    busy = replace(IDEAL, host_micro_batch=1e-3, host_step=2e-3)
+    assert seconds("mb1-ga8", busy).host == pytest.approx(8e-3 + 2e-3)
+    ahead = replace(busy, counted=1.0)
+    assert seconds("mb1-ga8", ahead).host == pytest.approx(1e-3 + 2e-3, rel=1e-3)
+    blocking = replace(ahead, launch_blocking=1.0)
+    assert seconds("mb1-ga8", blocking).host == pytest.approx(8e-3 + 2e-3)
+
+
+def test_collectives_of_context_parallelism_by_their_number() -> None:
+    """Keys and values in one all-gather; queries, keys, values and the output in an all-to-all each."""
+    slow = replace(IDEAL, link_latency=1e-3)
+    for text, number in (("cp2-mb1-ga1", 1), ("ulysses2-mb1-ga1", 4)):
+        added = seconds(text, slow).context - seconds(text).context
+        assert added == pytest.approx(2 * 32 * number * 1e-3), text
 
 
 def test_ulysses_runs_one_kernel_that_waits_for_its_heads() -> None:

@@ -1,28 +1,23 @@
 """The planner's prediction beside the dry run: a layout by part, several in a row each."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from meshtune.commands.verify import conclusions
 from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.seconds.step import PARTS
-from meshtune.report.dryrun.beside import fullest, layouts_table, side_by_side, simulated_memory
+from meshtune.report.dryrun.beside import layouts_table, side_by_side, simulated_memory
 from meshtune.units import GIB
 
 
-def document(layout: str, *, timed: bool = True, reserved: Sequence[int] = (2, 3)) -> dict[str, Any]:
-    """A document of `dryrun --json` of two ranks, the second of which has the higher peak.
-
-    reserved: GiB that the allocator holds on each.
-    """
+def document(layout: str, *, timed: bool = True, fullest_rank: int = 4) -> dict[str, Any]:
+    """A document of `dryrun --json` of the ranks 0 and 4, the second of which has the higher peak."""
     memory = dict.fromkeys(CATEGORIES, 0) | {"weights": 2 * GIB, "overhead": GIB, "peak": 3 * GIB}
-    on_ranks = [{"logits": GIB, "peak": GIB, "moment": "loss"}, memory | {"moment": "update"}]
+    on_ranks = [{"logits": GIB, "peak": GIB, "event": "loss"}, memory | {"event": "update"}]
     time = dict.fromkeys(PARTS, 0.0) | {"compute": 0.9, "data": 0.2, "total": 1.1}
     parts = dict.fromkeys(PARTS, 0.0) | {"compute": 1.0}
     ranks = [
         {
             "rank": 4 * (size - 1),
-            "reserved_bytes": reserved[size - 1] * GIB,
             "peak_bytes": size * GIB,
             "predicted": dict.fromkeys(CATEGORIES, 0) | on_ranks[size - 1],
             "steps": [
@@ -39,6 +34,7 @@ def document(layout: str, *, timed: bool = True, reserved: Sequence[int] = (2, 3
         "layout": layout,
         "fits": timed,
         "need_bytes": 4 * GIB,
+        "fullest_rank": fullest_rank,
         "ranks": ranks,
         "predicted": {"memory": memory, "time": time if timed else None},
         "time": {"seconds": 1.0, "parts": parts} if timed else None,
@@ -68,7 +64,7 @@ def test_the_compared_rank_and_both_events_are_named() -> None:
 
 
 def test_a_rank_is_compared_with_the_prediction_for_the_same_one() -> None:
-    one = document("pp2-mb1-ga1", reserved=(4, 3))
+    one = document("pp2-mb1-ga1", fullest_rank=0)
     listing = side_by_side(one)
     rows = {row[0]: row[1:] for row in listing.rows}
     assert rows["weights"] == ("0 B", "1.00 GiB", "-100.0%")
@@ -76,10 +72,6 @@ def test_a_rank_is_compared_with_the_prediction_for_the_same_one() -> None:
     assert rows["memory"] == ("1.00 GiB", "4.00 GiB", "-75.0%")
     assert "of rank 0," in listing.notes[0] and "in the loss," in listing.notes[0]
     assert listing.notes[1] == "The planner predicts most, 3.00 GiB, on another pipeline rank."
-
-
-def test_of_ranks_that_reserve_as_much_the_one_with_the_higher_peak_is_compared() -> None:
-    assert fullest(document("pp2-mb1-ga1", reserved=(3, 3)))["rank"] == 4
 
 
 def test_several_layouts_have_a_row_each_and_no_times_where_one_has_none() -> None:

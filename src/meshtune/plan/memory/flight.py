@@ -71,10 +71,11 @@ def messages_of_stages(
     to_itself = layouts.runs(*V_SCHEDULES) & (stages.rank == layouts.pp - 1)
     sent = accounting.keeps_sent * (virtual - stages.has_head - to_itself)
     gradients = accounting.keeps_sent * (virtual - stages.has_embedding - to_itself)
-    looped = layouts.runs("interleaved1f1b", "loopedbfs", *ZERO_BUBBLE)
-    later = np.where(looped, steps - micro_batches, 0.0) * (sent + gradients)
-    kept = micro_batches * sent + later
-    if math.isinf(accounting.receive_buffers):  # fewer are used again, while blocks keep what was received
+    kept = micro_batches * sent
+    if math.isinf(accounting.receive_buffers):  # torch's stages
+        looped = layouts.runs("interleaved1f1b", "loopedbfs", *ZERO_BUBBLE)
+        kept = kept + np.where(looped, steps - micro_batches, 0.0) * (sent + gradients)
+        # Fewer are used again, while blocks keep what was received.
         kept = kept - np.where(keeps_input, micro_batches * (virtual - stages.has_embedding), 0.0)
         kept = kept + layouts.runs("1f1b")  # the one sent a pass ago
     return Messages(received, kept)

@@ -58,9 +58,9 @@ class Memory:
         return sum(getattr(self, name) for name in CATEGORIES)
 
     def as_dict(self) -> dict[str, Any]:
-        """Bytes by category, their sum as "peak", and the event as "moment", of one layout."""
+        """Bytes by category, their sum as "peak", and the "event" of that peak, of one layout."""
         sizes = {name: getattr(self, name) for name in CATEGORIES}
-        return {**sizes, "peak": self.peak, "moment": EVENTS[int(self.event)]}
+        return {**sizes, "peak": self.peak, "event": EVENTS[int(self.event)]}
 
 
 CATEGORIES = tuple(field.name for field in fields(Memory) if field.name not in ("event", "rank"))

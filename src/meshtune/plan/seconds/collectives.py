@@ -66,6 +66,19 @@ def tree_all_reduce(machine: Machine, size: Number, ranks: Number, in_node: Numb
     return 2 * ring_traffic(machine, size, ranks, in_node) + latency
 
 
+def all_to_alls(
+    machine: Machine, size: Number, ranks: Number, in_node: Number, *, count: Number = 1.0
+) -> Number:
+    """Seconds of `count` all-to-alls, one after the other; 0 for one rank.
+
+    Each rank sends to all others at once: the latency is a message's, the traffic a ring's.
+
+    size: bytes of a rank's tensors, summed over all `count`. ranks, in_node: as in `ring_collectives`.
+    """
+    latency = machine.link_latency + np.where(ranks > in_node, machine.network_latency, 0.0)
+    return ring_traffic(machine, size, ranks, in_node) + np.where(ranks > 1, count * latency, 0.0)
+
+
 def ranks_in_node(ranks: Number, stride: Number, machine: Machine) -> Number:
     """Ranks of a group of `ranks` that are in one node, at least 1.
 
@@ -78,12 +91,10 @@ def exposed(machine: Machine, computing: Number, collective: Number, overlap: Nu
     """Seconds that a collective adds to the computation beside it.
 
     computing, collective: seconds of each alone. overlap: share, 0 to 1, that runs beside the computation of
-    the time in which both could. What is longer than the computation is always exposed, and what is hidden
-    slows it down: collectives take multiprocessors, memory bandwidth and power from it.
+    the time in which both could. What is longer than the computation is always exposed, and beside it the
+    computation takes `contention` longer: collectives take multiprocessors, memory bandwidth and power.
     """
-    beside = np.minimum(computing, collective)
-    hidden = overlap * beside * (1 - machine.contention)
-    return collective - hidden
+    return collective - overlap * np.minimum(computing, collective / (1 + machine.contention))
 
 
 # of a block, for one micro-batch #
@@ -145,7 +156,8 @@ def context_collectives(
     gathered_bytes = machine.element * tokens * cp * (keys / shards)
     exchanged_bytes = machine.element * tokens * (heads / shards)
     all_gather = ring_collectives(machine, gathered_bytes, cp, in_node)
-    all_to_all = ring_collectives(machine, exchanged_bytes, cp, in_node)
+    # queries, keys, values and the output, one after the other
+    all_to_all = all_to_alls(machine, exchanged_bytes, cp, in_node, count=4.0)
     times = np.where(layouts.recomputation("block") | layouts.recomputation("attention"), 3, 2)
     beside = exposed(machine, attention, all_gather, machine.context_overlap)
     once = np.where(layouts.ulysses > 0, all_to_all, beside)

@@ -11,6 +11,7 @@ import numpy as np
 
 from meshtune.layout import ALL_AHEAD, V_SCHEDULES, ZERO_BUBBLE
 from meshtune.plan.seconds.collectives import ranks_in_node, ring_collectives
+from meshtune.plan.seconds.gpu import host_seconds
 from meshtune.units import Number
 
 if TYPE_CHECKING:
@@ -25,8 +26,10 @@ SEND_SHARE_OF_LINK = 0.5  # of the link's bandwidth, for one send to one neighbo
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Seconds that a pipeline costs a rank; all are 0 without one."""
+    """Seconds that a pipeline costs a rank, all 0 without one; and the host's."""
 
+    host: Number  # of one micro-batch: what the host's work adds to the rank's computation
+    host_step: Number  # of a step: what it adds once
     sends: Number  # of one micro-batch through the rank's stages, forward and backward
     bubble: Number  # of a step: waiting for the first and last micro-batches
     behind: Number  # of one micro-batch: the slowest rank's, with the head, beyond a mean one's blocks
@@ -44,11 +47,13 @@ def pipeline_seconds(
     gather = ring_collectives(machine, hidden_bytes, parts, ranks_in_node(parts, 1.0, machine))
     send = send + np.where(layouts.sp > 0, 0.0, gather)
     sends = 2 * send * layouts.virtual_stages * (layouts.pp > 1)
-    stage = blocks.total(on_rank) + sends + machine.host_micro_batch
+    stage = blocks.total(on_rank)
+    host, host_step = host_seconds(stage, machine)
+    stage = stage + sends + host
     slowest = _slowest_rank(work.blocks, layouts, blocks, ends, machine.balanced)
-    slowest = slowest + sends + machine.host_micro_batch
+    slowest = slowest + sends + host
     bubble = _bubble(layouts, stage, block.forward * on_rank, block.compute.weights * on_rank)
-    return Pipeline(sends, bubble, np.where(layouts.pp > 1, slowest - stage, 0.0))
+    return Pipeline(host, host_step, sends, bubble, np.where(layouts.pp > 1, slowest - stage, 0.0))
 
 
 def _slowest_rank(count: Number, layouts: Columns, blocks: Blocks, ends: Ends, balanced: Number) -> Number:

@@ -78,7 +78,7 @@ def step(
         optimizer=optimizer_update(work, layouts, machine),
         bubble=pipeline.bubble,
         imbalance=np.where(layouts.pp > 1, micro_batches * pipeline.behind - share * ends.total, 0.0),
-        host=blocks * block.launches + micro_batches * machine.host_micro_batch + machine.host_step,
+        host=blocks * block.launches + micro_batches * pipeline.host + pipeline.host_step,
     )
 
 

@@ -20,10 +20,8 @@ OVERHEAD = "overhead: memory that the allocator holds unused, CUDA and NCCL"
 
 
 def fullest(document: Document) -> dict[str, Any]:
-    """The traced rank whose allocator holds most in a later step; of several, the one with the highest peak
-    (an allocator reserves whole pages, so that ranks are often equal).
-    """
-    return max(document["ranks"], key=lambda rank: (rank["reserved_bytes"], rank["peak_bytes"]))
+    """The traced rank that needs most in a later step."""
+    return next(rank for rank in document["ranks"] if rank["rank"] == document["fullest_rank"])
 
 
 def simulated_memory(document: Document) -> dict[str, int]:
@@ -65,7 +63,7 @@ def _events(document: Document) -> Iterator[str]:
     """Yield sentences on the rank and the events of the peaks that are compared."""
     rank, whole = fullest(document), document["predicted"]["memory"]
     predicted = rank["predicted"]
-    yield peaks(rank["rank"], predicted["moment"], peak_event(rank))
+    yield peaks(rank["rank"], predicted["event"], peak_event(rank))
     if whole["peak"] > predicted["peak"]:
         yield f"The planner predicts most, {human(whole['peak'])}, on another pipeline rank."
 
