@@ -232,10 +232,11 @@ def _small_micro_batches(steps: Steps) -> Iterator[Cause]:
                 f"of {duration(passes)}: it waits for the host.",
                 remedy,
             )  # fmt: skip
-    elif launching := steps.rows[0].get("launching"):
-        busy = steps.median(lambda row: row["host_seconds"])
+    elif measured := [row for row in steps.rows if row.get("launching")]:
+        launching, busy = (median(row[name] for row in measured) for name in ("launching", "host_seconds"))
+        part = median(row["launching"] / row["host_seconds"] for row in measured)
         yield Cause(
-            "small micro-batches", min(1.0, launching / busy) * passes / steps.seconds,
+            "small micro-batches", min(1.0, part) * passes / steps.seconds,
             f"Starting operations takes {duration(launching)} of the {duration(busy)} that rank 0's "
             "processor works in a step, whatever they compute.",
             remedy,

@@ -16,7 +16,7 @@ from meshtune import compat
 from meshtune.data.batch import MicroBatch
 from meshtune.meter.clock import StepClock
 from meshtune.meter.driver import DriverWatch
-from meshtune.meter.host import seconds_per_operation
+from meshtune.meter.host import OperationCost
 from meshtune.meter.parts import AXIS_PARTS, MEASURED, step_time, time_row
 from meshtune.meter.phases import PhaseMemory, peak_resident_bytes
 from meshtune.meter.rows import memory_row
@@ -24,6 +24,7 @@ from meshtune.parallel.mesh import World
 from meshtune.rundir import Row
 from meshtune.train.heap import releasing
 
+LAUNCHES = 12  # steps of a start after each of which the cost of an operation is measured
 NEW_PEAK = 1.01  # times the rank's highest peak so far, from which a later step's has a row of its own
 
 
@@ -55,7 +56,7 @@ class Meter:
         self.phase = releasing(self._phase, world.device)
         self._compiled = compat.is_compiled(memory.model)
         self._on_cpu = world.device.type != "cuda"
-        self._operation = seconds_per_operation() if self._on_cpu and not self._compiled else 0.0
+        self._operation = OperationCost() if self._on_cpu and not self._compiled else None
         self._counts = 0, 0  # graphs compiled and retries of the allocator, before the step
         self._steps = 0
         self._began = self._began_busy = 0.0  # by the clock, and of this thread's own processor time
@@ -128,14 +129,23 @@ class Meter:
 
     def _facts(self) -> dict[str, Any]:
         """Columns of the step's row that tell why it is slow, from this rank's host."""
-        facts, operations = self.clock.take_facts(), self.memory.operations
+        facts, busy = self.clock.take_facts(), time.thread_time() - self._began_busy
         return {
             "traffic": {axis: [calls, facts.bytes[axis]] for axis, calls in facts.calls.items()} or None,
             "head_start": facts.head_start,
             "backlog": None if self._on_cpu else facts.backlog,
-            "launching": operations * self._operation if operations and self._operation else None,
-            "host_seconds": time.thread_time() - self._began_busy if self._on_cpu else None,
+            "launching": self._launching(),
+            "host_seconds": busy if self._on_cpu else None,
         }
+
+    def _launching(self) -> float | None:
+        """Seconds that starting the operations of the passes takes the host; None after the first LAUNCHES
+        steps, and where it is not known. Every rank measures, so that none waits for another.
+        """
+        operations = self.memory.operations
+        if self._operation is None or not operations or self._steps > LAUNCHES:
+            return None
+        return operations * self._operation.seconds()
 
     def _memory_rows(self, step: int, peaks: Sequence[float], *, watched: bool) -> list[Row]:
         if watched:

@@ -51,6 +51,21 @@ def test_healthy_steps_have_no_cause() -> None:
     assert causes([]) == []
 
 
+def test_launching_is_judged_by_the_steps_that_measured_it_beside_their_own_processor_time() -> None:
+    """A processor at half its clock takes twice as long for operations and for the step."""
+
+    def measured(share: float) -> list[Cause]:
+        clock = {4: 2.0, 5: 2.0, 6: 1.0}
+        return causes(
+            rows(
+                launching=lambda step: share * clock[step] if step in clock else None,
+                host_seconds=lambda step: clock.get(step, 4.0),
+            )
+        )
+
+    assert names(measured(0.4)) == ["small micro-batches"] and measured(0.2) == []
+
+
 SLOW = {
     "slow rank": {"busy": [0.6, 0.95]},
     "waiting for data": {"loading": [0.0, 0.3]},
