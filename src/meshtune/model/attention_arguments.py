@@ -108,10 +108,21 @@ class _Given:
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 
+_answers: dict[Any, str | None] = {}  # of `attention_problem`, which a run asks up to five times, by kind
+
+
 def attention_problem(model: PreTrainedModel, parts: Anatomy) -> str | None:
     """Return why meshtune's attention can't be that of `model`, as "it …"; None if it can, also where `model`
-    has no attention.
+    has no attention. Models of one class, configuration and structure are tried once in a process.
     """
+    modules = tuple((path, type(module)) for path, module in model.named_modules())
+    kind = type(model), model.config.to_json_string(use_diff=False), modules
+    if kind not in _answers:
+        _answers[kind] = _tried(model, parts)
+    return _answers[kind]
+
+
+def _tried(model: PreTrainedModel, parts: Anatomy) -> str | None:
     language: Any = model.get_submodule(parts.body)
     if outside := _mixing_outside(model, parts):
         return outside

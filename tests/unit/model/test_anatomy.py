@@ -8,6 +8,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.masking_utils import AttentionMaskInterface
 
 from meshtune.errors import UserError
+from meshtune.model import attention_arguments
 from meshtune.model.anatomy import anatomy, left_out_of_loss
 from meshtune.model.attention_arguments import attention_problem, mask_only_pattern
 from meshtune.model.capabilities import capabilities, traits
@@ -184,6 +185,18 @@ def test_packing_is_promised_where_each_layer_is_given_what_it_needs(model_type,
     (row,) = [row for row in capabilities(config) if row.feature == "packing"]
     assert row.supported == (why is None)
     assert why is None or why in row.why
+
+
+def test_models_of_one_kind_are_tried_once_and_another_configuration_again(monkeypatch):
+    tried = []
+    run = attention_arguments._forward
+    monkeypatch.setattr(attention_arguments, "_forward", lambda *given: (tried.append(1), run(*given)))
+    monkeypatch.setattr(attention_arguments, "_answers", {})
+    for window in (None, None, 4):
+        config = AutoConfig.for_model("mistral", **SMALL, sliding_window=window)
+        model = AutoModelForCausalLM.from_config(config)
+        assert attention_problem(model, anatomy(model)) is None
+    assert len(tried) == 2
 
 
 @pytest.mark.parametrize(
