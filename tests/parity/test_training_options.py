@@ -1,5 +1,7 @@
 """Options of the loss and the optimizer under the techniques: as on one rank."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,10 +39,10 @@ TECHNIQUES = [
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
-    """One rank's run with each option."""
+def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
+    """Function(option) -> one rank's run with it, made once."""
     runs = tmp_path_factory.mktemp("options")
-    return {name: trained(folder, runs / name, ONE, "fp64", *OPTIONS[name]) for name in OPTIONS}
+    return cache(lambda option: trained(folder, runs / option, ONE, "fp64", *OPTIONS[option]))
 
 
 @pytest.mark.parametrize(
@@ -55,10 +57,10 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, T
     ),
 )
 def test_options_give_the_numbers_of_one_rank(
-    option: str, layout: str, folder: Path, alone: dict[str, Trained], tmp_path: Path
+    option: str, layout: str, folder: Path, alone: Callable[[str], Trained], tmp_path: Path
 ) -> None:
     ours = trained(folder, tmp_path / "run", layout, "fp64", *OPTIONS[option])
-    check(ours, alone[option], "fp64")
+    check(ours, alone(option), "fp64")
 
 
 GOES_ON = {  # option -> (layout before, layout after)
