@@ -66,9 +66,20 @@ def guessed(row: Row) -> Accounting:
 def time_errors() -> Errors:
     """Errors of predicted speeds; it fits the constants once for each quarter and each cluster: minutes."""
     rows = fitted_on(FITTED_ON)
-    measured = np.array([throughput(row) for row in rows])
-    elsewhere = mean_errors(rows, unseen(rows, clusters(rows)), measured)[UNMEASURED]
-    return dict(mean_errors(rows, unseen(rows, parts(rows, QUARTERS)), measured)) | {UNMEASURED: elsewhere}
+    elsewhere = mean_errors(rows, unseen(rows, clusters(rows)), speeds(rows))[UNMEASURED]
+    return quarter_errors(rows) | {UNMEASURED: elsewhere}
+
+
+def quarter_errors(rows: Sequence[Row]) -> dict[tuple[str, str], tuple[float, int]]:
+    """Errors of predicted speeds of each stack on each GPU kind that has LEAST_ROWS rows: four fits."""
+    errors = dict(mean_errors(rows, unseen(rows, parts(rows, QUARTERS)), speeds(rows)))
+    del errors[UNMEASURED]
+    return errors
+
+
+def speeds(rows: Sequence[Row]) -> np.ndarray:
+    """Measured tokens/s/GPU."""
+    return np.array([throughput(row) for row in rows])
 
 
 def memory_errors() -> Errors:

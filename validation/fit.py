@@ -88,11 +88,14 @@ def spread(free: Mapping[str, float], start: Mapping[str, float]) -> dict[str, f
     free: fitted constants by their names in FREE, which may stand for several keys (`_bearers`). start: all
     constants, by key.
     """
-    found = dict(start)
-    for key in start:
-        if name := next((name for name in _bearers(key) if name in free), None):
-            found[key] = free[name]
-    return found
+    return dict(start) | {key: free[name] for key, name in _taken(tuple(start), tuple(free)).items()}
+
+
+@cache
+def _taken(keys: tuple[str, ...], free: tuple[str, ...]) -> dict[str, str]:
+    """Name of the fitted constant whose value each key takes, of those that take one."""
+    nearest = {key: next((name for name in _bearers(key) if name in free), None) for key in keys}
+    return {key: name for key, name in nearest.items() if name}
 
 
 @cache

@@ -200,8 +200,10 @@ def test_error_bars_of_memory_are_those_of_the_rows() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_error_bars_of_time_are_those_of_constants_fitted_without_the_rows() -> None:
-    computed, stored = error_bars("time_errors()"), error_bars("stored('time')")
-    assert computed.keys() == stored.keys()
+    """Those of measured stacks. That of all others takes a fit for each of 14 clusters: `make validation`."""
+    computed = error_bars("quarter_errors(accuracy.fitted_on(accuracy.FITTED_ON))")
+    stored = error_bars("stored('time')")
+    assert computed.keys() | {"unmeasured"} == stored.keys()
     for name, (error, rows) in computed.items():
         assert rows == stored[name][1]
         assert error == pytest.approx(stored[name][0], abs=0.3)
