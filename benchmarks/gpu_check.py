@@ -84,6 +84,8 @@ def run(given: argparse.Namespace, work: Path, here: dict[str, Any], deadline: f
         if given.part not in (None, number):
             continue
         for figure in figures:
+            if given.tiny and not figure.tiny:
+                continue
             left, started = deadline - time.monotonic(), time.monotonic()
             if reason := skipped(figure, here, left):
                 found: dict[str, Any] = {"skipped": reason}

@@ -20,6 +20,7 @@ class Figure:
     run: Callable[..., Result]  # with seconds=
     needs: Sequence[str] = MESHTUNE  # packages
     gpu: bool = False  # True: nothing to run without a GPU
+    tiny: bool = True  # False: with tiny models another figure tries the same commands
 
 
 def parts(check: Check) -> Mapping[str, Sequence[Figure]]:
@@ -45,11 +46,11 @@ def parts(check: Check) -> Mapping[str, Sequence[Figure]]:
             Figure("8b-lora", 140, eight_lora),
             Figure("1b-full", 110, partial(one_b, plain)),
             Figure("1b-compiled", 140, partial(one_b, plain, "train.compile=true")),
-            Figure("1b-selective", 90, partial(one_b, f"{plain}-selective")),
-            Figure("1b-recomputed", 90, partial(one_b, f"{plain}-full")),
+            Figure("1b-selective", 90, partial(one_b, f"{plain}-selective"), tiny=False),
+            Figure("1b-recomputed", 90, partial(one_b, f"{plain}-full"), tiny=False),
         ],
         "peers": [
-            Figure("1b-meshtune", 110, partial(one_b, plain)),
+            Figure("1b-meshtune", 110, partial(one_b, plain), tiny=False),
             Figure("1b-hand", 150, partial(peer, "hand", one, several), ("torch", "transformers")),
             Figure("1b-trainer", 100, partial(peer, "trainer", one, several), ("transformers", "accelerate")),
             Figure("1b-trl", 100, partial(peer, "trl", one, several), ("trl", "datasets", "accelerate")),

@@ -1,4 +1,4 @@
-"""Layouts as a user runs them: `meshtune train` on GSM8K under ten of them gives the losses of one rank."""
+"""Layouts as a user runs them: `meshtune train` on GSM8K under six of them gives the losses of one rank."""
 
 from pathlib import Path
 
@@ -10,10 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from meshtune.rundir import RunDir
 
-LAYOUTS = [
-    "dp2", "zero3x2", "tp2-sp", "cp2", "ulysses2", "pp2-1f1b", "zero1x2-pp2-zbv", "dp2-tp2-full",
-    "zero2x2-tp2-sp", "zero3x2-tp2-sp-pp2-1f1b",
-]  # fmt: skip
+LAYOUTS = ["zero3x2", "cp2", "ulysses2", "zero1x2-pp2-zbv", "dp2-tp2-full", "zero2x2-tp2-sp"]
 STEPS = 3
 
 

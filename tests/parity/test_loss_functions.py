@@ -9,10 +9,7 @@ from torch import Tensor
 
 from meshtune.rundir import RunDir
 
-TECHNIQUES = [
-    "dp2", "zero1x2", "zero3x2", "tp2", "tp2-sp", "cp2", "ulysses2", "pp2-1f1b", "pp2-zbv",
-    "zero3x2-tp2-sp-pp2-1f1b",
-]  # fmt: skip
+TECHNIQUES = ["dp2", "zero3x2", "tp2-sp", "cp2", "pp2-1f1b", "pp2-zbv", "zero3x2-tp2-sp-pp2-1f1b"]
 
 
 def focal(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

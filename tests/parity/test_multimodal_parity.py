@@ -25,6 +25,7 @@ from meshtune.train import build, loop
 Folder = Callable[..., Path]
 TRAINED = [family for family in MULTIMODAL if family != "paligemma"]  # whose prefix is not causal
 UNPACKED = ["llama4"]  # whose chunks are in the mask alone
+ROWS = ["gemma3", "qwen2_vl", *UNPACKED]  # without packing too: positions in one dimension, in three
 PLAIN = ["train.learning_rate=1e-3", "train.weight_decay=0"]
 # The first gradients are compared in this dtype, fp32 for other families: in fp32 rounding alone is 1.04e-5
 # of a gate in Gemma 4 and 2.2e-5 of Qwen3.5's A_log, four numbers. In fp64, which their code keeps in part,
@@ -93,8 +94,13 @@ def steps_of_transformers(model: Any, names: list[str], batches: list[Batch]) ->
     return rows
 
 
-@pytest.mark.parametrize("packing", ["true", pytest.param("false", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", cases(TRAINED, default=["gemma3"]))
+@pytest.mark.parametrize(
+    ("family", "packing"),
+    cases(
+        [*((family, "true") for family in TRAINED), *((family, "false") for family in ROWS)],
+        default=[("gemma3", "true")],
+    ),
+)
 def test_the_language_part_trains_as_in_the_whole_model_and_the_rest_is_kept(
     family: str, packing: str, folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

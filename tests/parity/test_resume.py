@@ -59,7 +59,11 @@ def test_fused_projections_go_on_in_another_layout(method: tuple[str, ...], tmp_
     config = FAMILIES["phi3"](vocab_size=301)
     make_folder(tmp_path, AutoModelForCausalLM.from_config(config))
     whole = trained(tmp_path, tmp_path / "whole", ONE, "fp64", "train.max_steps=4", *method)
-    for before, after in (("zero3x2-tp2-sp", ONE), (ONE, "zero1x2-tp2"), ("tp2-pp2-1f1b", "zero3x2-tp2-sp")):
+    layouts = [
+        ("tp2-pp2-1f1b", "zero3x2-tp2-sp"),
+        *([] if method else [("zero3x2-tp2-sp", ONE), (ONE, "zero1x2-tp2")]),
+    ]
+    for before, after in layouts:
         run = tmp_path / before.replace(ONE, "one")
         trained(tmp_path, run, before, "fp64", "train.max_steps=2", *method)
         check(trained(tmp_path, run, after, "fp64", "train.max_steps=4", *method), whole, "fp64")

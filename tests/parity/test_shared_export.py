@@ -106,7 +106,7 @@ def build_watched(warm: list[str], words: list[str]) -> tuple[int, int]:
     return sum(local(p).nbytes for p in run.passes.parallel.stages[0].parameters()), peak - before
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32 file", "bf16 file"])
+@pytest.fixture(scope="module")
 def large(request, tiny, tmp_path_factory) -> Path:
     """A Llama of 26 M parameters, 104 MB in fp32, with the tiny one's tokenizer."""
     folder = tmp_path_factory.mktemp("large") / "model"
@@ -121,7 +121,12 @@ def large(request, tiny, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["zero3x2", "tp2"])
+@pytest.mark.parametrize(
+    ("large", "layout"),
+    [(torch.float32, "zero3x2"), (torch.bfloat16, "tp2")],
+    indirect=["large"],
+    ids=["fp32 file-zero3x2", "bf16 file-tp2"],
+)
 def test_building_takes_little_more_memory_than_a_rank_keeps(layout, large, settings, tmp_path):
     words = settings(f"layout={layout}")
     large_ones = [*words, f"model.name={large}", f"output={tmp_path / 'large'}"]

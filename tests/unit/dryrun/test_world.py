@@ -61,28 +61,18 @@ def test_a_case_of_the_grid_is_equal(name: str) -> None:
     assert compare(case).differences == ()
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "zero3x3-mb1-ga1-full",  # shards of different sizes
-        pytest.param("tp2-sp-mb1-ga1", marks=pytest.mark.slow),
-        pytest.param("pp2-1f1b-mb1-ga4", marks=pytest.mark.slow),
-        pytest.param("zero3x2-mb2-ga2-full", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("layout", ["zero3x3-mb1-ga1-full"])  # shards of different sizes
 def test_fake_steps_have_the_bytes_and_messages_of_real_ones(layout: str) -> None:
     work = Case(layout=layout).job()
     simulated = traces(work)
     assert [*differences(real(work), [summary(trace.steps) for trace in simulated])] == []
     steps = simulated[0].steps
-    again = {RECOMPUTATION} if work.layout.recompute == "full" else set()
-    assert {operation.phase for operation in steps[1].operations} == {FORWARD, BACKWARD, UPDATE, *again}
+    phases = {operation.phase for operation in steps[1].operations}
+    assert phases == {FORWARD, BACKWARD, UPDATE, RECOMPUTATION}
     assert steps[0].peak()[0] < steps[1].peak()[0], "the first has no optimizer state yet"
     assert max(size for size, _ in steps[1].peaks.values()) == steps[1].peak()[0]
     states = {storage.state for storage in steps[1].storages if storage.category == OPTIMIZER}
     assert {"exp_avg", "exp_avg_sq"} <= states
-    if not work.layout.zero:
-        return
     gathered = {each.module for each in steps[1].storages if each.category == GATHERED}
     assert {f"model.layers.{block}" for block in range(4)} < gathered, "by FSDP2's hooks, in no operation"
     weight = next(each for each in steps[1].storages if each.name == "lm_head.weight" and not each.state)
