@@ -75,9 +75,10 @@ def check_contract(document: dict[str, Any], layout: str) -> None:
 
 
 def test_one_layout_as_json(dryrun: DryRun) -> None:
-    ended = dryrun("--gpu", "h100-sxm", "--layout", "zero3x8-mb1", "--json")
+    ended = dryrun("--gpu", "h100-sxm", "--layout", "zero3x8-mb1", "--json", "--top", "3")
     assert ended.code == 0, ended.err
     document = ended.json
+    assert len(document["ranks"][0]["largest"]) == 3
     check_contract(document, "zero3x8-mb1-ga1")
     (rank,) = document["ranks"]
     seconds = document["time"]["seconds"]

@@ -18,6 +18,7 @@ from meshtune.model.files import checked_weight_files
 from meshtune.model.hub import check_name, local_path
 from meshtune.model.load import load_config, quiet
 from meshtune.plan.cluster import cluster_here, unused_here
+from meshtune.report.dryrun.page import TOP
 from meshtune.train import output
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.choose import choose, device_of, gpus_of
@@ -62,7 +63,7 @@ class DryTraining:
 
     def as_dict(self) -> dict[str, Any]:
         """The document of `train --dry-run --json`: `dryrun --json`'s, and `run`."""
-        return self.simulation.as_dict() | {
+        return self.simulation.as_dict(TOP) | {
             "run": {
                 "output": self.output,
                 "start": self.start,

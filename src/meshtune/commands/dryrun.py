@@ -74,7 +74,7 @@ def dryrun(
     )
     pages = [page_of(simulation, top=top) for simulation in done] if plot or not as_json else []
     if as_json:
-        facts = [simulation.as_dict() for simulation in done]
+        facts = [simulation.as_dict(top) for simulation in done]
         show_json(facts[0] if len(facts) == 1 else {"layouts": facts})
     else:
         Console().print(answer(done, pages))

@@ -4,8 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshtune.dryrun.kernels import KernelTable
+from meshtune.layout import Layout
 from meshtune.meter.trace import PHASES, RankTrace, StepTrace
-from meshtune.report.dryrun.living import levels
+from meshtune.report.dryrun.living import Peak, alike, levels
+from meshtune.report.dryrun.remedies import remedy
+from meshtune.report.dryrun.tables import made_by
 
 EVENTS = 400  # entries of a timeline at most
 
@@ -33,6 +36,26 @@ def rank_facts(trace: RankTrace, stands_for: str, reserved: int, kernels: Kernel
         "trace_seconds": trace.seconds,
         "steps": [step_facts(first), step_facts(second)],
     }
+
+
+def largest(trace: RankTrace, layout: Layout, top: int) -> list[dict[str, Any]]:
+    """The `top` largest groups of tensors that are alike at the peak of later steps, with the setting that
+    removes or shrinks each; bytes are those of the whole group.
+    """
+    peak = Peak.of(trace.steps[-1])
+    return [
+        {
+            "bytes": tensors.bytes,
+            "count": tensors.count,
+            "tensor": tensors.name,
+            "made_by": made_by(tensors),
+            "shape": list(tensors.shape),
+            "dtype": tensors.dtype,
+            "category": tensors.category,
+            "setting": remedy(tensors, layout, peak.vocabulary),
+        }
+        for tensors in alike(peak.storages)[:top]
+    ]
 
 
 def phases(kernels: KernelTable) -> dict[str, dict[str, int]]:

@@ -1,4 +1,4 @@
-"""Seconds of a collective by NCCL's own tuning model: a second opinion beside the planner's rings.
+"""Seconds of a collective by NCCL's own tuning model: a second opinion beside the planner's formulas.
 
 NCCL predicts each of its algorithms and protocols from tables, and runs the fastest. The tables and formulas
 are those of NVIDIA/nccl src/tuning/cost_model.cc, ring.cc and nvls.cc (commit 1fc949c of 2026; 2.28 has the
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshtune.meter.trace import Collective
-from meshtune.units import counted, human
+from meshtune.units import counted, human, significant
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -280,10 +280,11 @@ def differences(
         timed, planned = nccl.collective(each), seconds(each)
         if timed is None or abs(planned / timed.seconds - 1) <= DIFFERS:
             continue
+        times = significant(planned / timed.seconds, 2)
         text = (
             f"{counted(count, each.op)} of {human(each.bytes)} over {each.axis} ({each.ranks:,} ranks) by "
             f"NCCL's tables {timed.seconds / MICRO:,.0f} µs ({timed.algorithm}, {timed.protocol}), by the "
-            f"planner's rings {planned / MICRO:,.0f} µs: {planned / timed.seconds:.2g} times as long."
+            f"planner's formula {planned / MICRO:,.0f} µs: {times} times as long."
         )
         named.append((count * max(planned, timed.seconds), text))
     return [text for _, text in sorted(named, reverse=True)]

@@ -32,6 +32,7 @@ from meshtune.meter.trace import RankTrace
 from meshtune.placement.census import Census
 from meshtune.placement.ranks import coordinates, rank_at
 from meshtune.placement.share import census_stages, stage_of_rank
+from meshtune.report.dryrun.living import ranges
 from meshtune.units import counted, duration
 
 SILENCE = 60.0  # seconds without CPU time after which a child counts as hung
@@ -78,21 +79,21 @@ def distinct_ranks(census: Census, layout: Layout, seq_len: int) -> dict[int, st
     for index in sorted({*copies.values()}):
         group = [other for other, like in copies.items() if like == index]
         middle = "those in the middle" if len(group) > 1 else "the one in the middle"
-        number = counted(sum(map(len, blocks[index])), "block")
-        text = f"{middle} with {number}" if several else middle
+        number = sum(map(len, blocks[index]))
+        text = f"{middle} with {counted(number, 'block')}" if several else middle
         place = dict.fromkeys(AXES, 0) | {"pp": index}
-        ranges = " and ".join(f"{stage.start}-{stage.stop - 1}" for stage in blocks[index])
-        found[rank_at(layout, place)] = f"{texts.get(index, text)} (blocks {ranges})"
+        numbers = " and ".join(ranges(stage) for stage in blocks[index])
+        found[rank_at(layout, place)] = f"{texts.get(index, text)} (block{'s' * (number != 1)} {numbers})"
     return found
 
 
 def _blocks(census: Census, layout: Layout, seq_len: int) -> list[list[range]]:
     """Blocks of each stage of every rank of the pipeline."""
-    ranges = census_stages(census, layout, seq_len)
+    by_stage = census_stages(census, layout, seq_len)
     ranks = (
         stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, index) for index in range(layout.pp)
     )
-    return [[ranges[stage] for stage in stages] for stages in ranks]
+    return [[by_stage[stage] for stage in stages] for stages in ranks]
 
 
 def ranks_to_trace(distinct: Mapping[int, str], layout: Layout, asked: Iterable[int]) -> dict[int, str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from meshtune.dryrun.allocator import Replay
 from meshtune.dryrun.costs import Costs
-from meshtune.dryrun.facts import rank_facts
+from meshtune.dryrun.facts import largest, rank_facts
 from meshtune.dryrun.kernels import KernelTable, kernel_table
 from meshtune.dryrun.nccl import Nccl, differences
 from meshtune.dryrun.requests import replay_steps
@@ -177,7 +177,7 @@ class Simulation:
 
     @cached_property
     def disagreements(self) -> list[str]:
-        """Sentences on collectives that NCCL's tables and the planner's rings predict differently."""
+        """Sentences on collectives that NCCL's tables and the planner's formulas predict differently."""
         nccl = Nccl.of(self.cluster)
         if self.costs is None or nccl is None:
             return []
@@ -196,9 +196,13 @@ class Simulation:
             "collectives": self.disagreements,
         }
 
-    def as_dict(self) -> dict[str, Any]:
-        """The document of `dryrun --json`; bytes and seconds."""
-        return dict(self._document)
+    def as_dict(self, top: int = 0) -> dict[str, Any]:
+        """The document of `dryrun --json`; bytes and seconds. top: groups of each rank's largest tensors."""
+        ranks = [
+            facts | {"largest": largest(trace, self.layout, top)}
+            for facts, trace in zip(self._document["ranks"], self.traces, strict=True)
+        ]
+        return self._document | {"ranks": ranks}
 
     @cached_property
     def _document(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """NCCL's tuning model: choices and predictions, against its formulas by hand and published bandwidths."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -100,9 +101,24 @@ def test_collectives_that_the_models_predict_differently_are_named() -> None:
     assert theirs is not None and others == []
     assert first == (
         "2 all_reduces of 64.0 MiB over tp (8 ranks) by NCCL's tables "
-        f"{1e6 * theirs.seconds:,.0f} µs (nvls, Simple), by the planner's rings {1e6 * mine:,.0f} µs: "
+        f"{1e6 * theirs.seconds:,.0f} µs (nvls, Simple), by the planner's formula {1e6 * mine:,.0f} µs: "
         f"{mine / theirs.seconds:.2g} times as long."
     )
+
+
+def test_how_many_times_as_long_is_written_without_an_exponent() -> None:
+    nccl = Nccl.of(cluster(8))
+    assert nccl is not None
+    (line,) = differences({Collective("all_reduce", "tp", 8, GIB): 1}, nccl, lambda _: 10.0)
+    assert re.search(r": [\d,]+ times as long\.$", line), line
+
+
+def test_the_norm_of_gradients_is_summed_in_a_tree_not_around_a_ring_of_all_ranks() -> None:
+    """A few bytes that the step waits for: around a ring of 512 ranks they would take 15 ms."""
+    costs, nccl = Costs.of(workload(), cluster(512)), Nccl.of(cluster(512))
+    norm = Collective("all_reduce", "dp_shard", 512, 40)
+    assert nccl is not None and (timed := nccl.collective(norm)) is not None
+    assert timed.algorithm == "tree" and costs.collective(norm) < 3 * timed.seconds
 
 
 def test_a_step_can_be_simulated_with_either_model() -> None:

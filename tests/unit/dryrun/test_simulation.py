@@ -100,6 +100,15 @@ def test_facts_of_the_allocator():
     assert (facts["reserved_bytes"], facts["allocator"]["expandable_segments"]) == (160 * MIB, False)
 
 
+def test_the_largest_tensors_are_listed_with_the_setting_that_shrinks_them():
+    one = simulation(*PIECES, memory=200)
+    (rank,) = one.as_dict(2)["ranks"]
+    assert [len(one.as_dict(number)["ranks"][0]["largest"]) for number in (0, 1)] == [0, 1]
+    first = rank["largest"][0]
+    assert first["bytes"] == max(each["bytes"] for each in rank["largest"]) > 0
+    assert first["category"] == "activations" and first["setting"]
+
+
 @pytest.mark.parametrize(("expandable", "other"), [(True, "without"), (False, "with")])
 def test_the_other_allocator_stands_below_the_one_of_the_verdict(expandable: bool, other: str):
     run = page_of(simulation(*PIECES, memory=200, expandable=expandable))

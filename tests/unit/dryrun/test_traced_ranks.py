@@ -50,10 +50,10 @@ def test_ranks_in_the_middle_stand_for_those_with_as_many_blocks(blocks: Census)
     layout = Layout.parse("pp7-1f1b-mb1-ga8")  # 1, 1, 1, 2, 2, 2 and 1 blocks
     assert pipeline_copies(blocks, layout, 128) == {0: 0, 1: 1, 2: 1, 3: 3, 4: 3, 5: 3, 6: 6}
     assert distinct_ranks(blocks, layout, 128) == {
-        0: "the first pipeline rank (blocks 0-0)",
-        1: "those in the middle with 1 block (blocks 1-1)",
+        0: "the first pipeline rank (block 0)",
+        1: "those in the middle with 1 block (block 1)",
         3: "those in the middle with 2 blocks (blocks 3-4)",
-        6: "the last one (blocks 9-9)",
+        6: "the last one (block 9)",
     }
 
 
