@@ -38,14 +38,18 @@ def parts_of_layouts(workload: Workload, layouts: Columns, machine: Machine) -> 
 
 
 def parts_of(seconds: Seconds, split: Mapping[str, Number]) -> dict[str, Number]:
-    """Seconds by part. split: of `compute` into forward, backward and recomputation."""
+    """Seconds by part.
+
+    split: of forward, backward and recomputation; what of `compute` and `host` is in none of them is the
+    rest: the host's work once a step.
+    """
     return dict(split) | {
         "communication": sum(getattr(seconds, name) for name in EXPOSED),
         "bubble": seconds.pipeline + seconds.bubble + seconds.imbalance,
         "waiting": 0.0,
         "optimizer": seconds.optimizer,
         "loading": 0.0,
-        "rest": seconds.host,
+        "rest": np.maximum(seconds.compute + seconds.host - sum(split.values()), 0.0),
     }
 
 
