@@ -104,6 +104,11 @@ class MeasuredRun:
         memory = fullest_memory([row for row in rows[starts[-1] :] if row.get("kind") == "memory"])
         return cls(name, facts, Layout.parse(facts["layout"]), len(warm), seconds, parts, memory)
 
+    @property
+    def nodes(self) -> int:
+        """Number of machines that it was on."""
+        return self.facts.get("nodes", 1)
+
     def as_dict(self) -> dict[str, Any]:
         """The run in a calibrated cluster file."""
         names = ("id", "started", "layout", "world", "data_digest", "meshtune", "torch")

@@ -12,7 +12,7 @@ from meshtune.plan.machine import machine_of
 from meshtune.plan.step_parts import parts_of, predicted_parts
 from meshtune.report.dryrun.beside import fullest, peak_event, simulated_memory
 
-PASSES = (FORWARD, BACKWARD, RECOMPUTATION)  # phases of a trace, and parts of a step
+PASSES: tuple[str, ...] = (FORWARD, BACKWARD, RECOMPUTATION)  # phases of a trace, and parts of a step
 
 
 def predicted(simulation: Simulation) -> dict[str, Any] | None:
@@ -60,7 +60,7 @@ def simulated(simulation: Simulation) -> dict[str, Any]:
     }  # fmt: skip
     if simulation.costs is None:
         return facts
-    later, kernels = simulation.times[-1], dict.fromkeys(PASSES, 0.0)
+    later, kernels = simulation.times[-1], dict[str, float].fromkeys(PASSES, 0.0)
     for table in simulation.kernels_of.values():
         for row in table.rows:
             if row.place not in (COMMUNICATION, UPDATES):
