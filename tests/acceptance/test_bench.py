@@ -3,6 +3,7 @@
 import json
 import pickle
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,12 @@ from command import Command
 from torch.cuda import _memory_viz
 
 from meshtune.meter.rows import fullest_memory
+from meshtune.rundir import RunDir
 
 pytestmark = pytest.mark.slow
+
+HIDDEN, WIDE, KEYS = 64, 128, 32  # of tiny.py's model
+BLOCK = HIDDEN * (2 * HIDDEN + 2 * KEYS + 3 * WIDE + 2)  # parameters
 
 
 def small(tiny: Path) -> list[str]:
@@ -55,6 +60,18 @@ def test_a_known_shape_is_benched_with_random_weights_and_cut(meshtune: Command)
     assert document["measured"]["memory"] == document["simulated"]["memory"]
 
 
+def test_models_of_other_depths_than_their_folder_s_are_benched(tiny: Path, meshtune: Command) -> None:
+    parameters = []
+    for blocks in (1, 8):
+        cut = f"model.overrides.num_hidden_layers={blocks}"
+        (document,) = meshtune("bench", *small(tiny), cut, "layout=mb1-ga1", "--steps", "1", "--json").json[
+            "layouts"
+        ]
+        assert document["measured"]["memory"] == document["simulated"]["memory"]
+        parameters.append(document["measured"]["run_row"]["parameters"])
+    assert parameters[1] - parameters[0] == 7 * BLOCK
+
+
 def test_a_layout_that_does_not_end_in_time_is_named_with_the_reason(tiny: Path, meshtune: Command) -> None:
     long = ("layout=mb1-ga1", "--limit", "1", "--steps", "100000")
     ended = meshtune("bench", *small(tiny), *long, "--json")
@@ -86,10 +103,16 @@ def test_with_data_the_simulation_has_its_batch_and_traces_are_written(
     words = settings("train.device=cpu", "data.eval=[]", f"output={tmp_path / 'unused'}")
     traces = tmp_path / "traces"
     options = ("--layouts", "zero3x2-mb1-ga1", "--steps", "2", "--json", "--profile", str(traces))
-    ended = meshtune("bench", *words, *options)
+    ended = meshtune("bench", *words, *options, "--out", str(tmp_path / "runs"))
     (document,) = ended.json["layouts"]
     assert document["measured"]["data"] == "data.train"
     assert document["measured"]["memory"] == document["simulated"]["memory"]
+    rows = RunDir(tmp_path / "runs" / "zero3x2-mb1-ga1").rows()
+    run, end = rows[0], rows[-1]
+    assert (run["kind"], end["kind"], end["step"]) == ("run", "end", 6)
+    assert datetime.fromisoformat(run["started"]) <= datetime.fromisoformat(end["ended"])
+    assert run["data_digest"] and run["parameters"] > 0
+    assert 0.3 < run["label_share"] < 0.9
     assert not (tmp_path / "unused").exists()
     files = sorted(path.name for path in (traces / "zero3x2-mb1-ga1").iterdir())
     assert files == ["rank-0.json", "rank-0.pickle", "rank-1.json", "rank-1.pickle"]
@@ -97,3 +120,13 @@ def test_with_data_the_simulation_has_its_batch_and_traces_are_written(
     assert any(event.get("name") == "aten::mm" for event in events)
     snapshot = pickle.loads((traces / "zero3x2-mb1-ga1" / "rank-1.pickle").read_bytes())
     assert "html" in _memory_viz.trace_plot(snapshot)
+
+
+def test_logits_are_planned_for_the_labels_of_the_data(
+    tiny: Path, settings: Callable[..., list[str]], meshtune: Command
+) -> None:
+    words = settings("train.device=cpu", "data.eval=[]", "data.seq_len=512")
+    (document,) = meshtune("bench", *words, "--layouts", "mb4-ga1", "--steps", "1", "--json").json["layouts"]
+    planned, measured = (document[name]["memory"] for name in ("predicted", "measured"))
+    assert planned["logits"] == pytest.approx(measured["logits"], rel=0.02), "60 % of the tokens"
+    assert planned["peak"] == pytest.approx(measured["peak"], rel=0.03)

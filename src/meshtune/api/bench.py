@@ -174,12 +174,14 @@ def check_new(folders: Sequence[Path]) -> None:
 
 def record(folder: RunDir, config: Config, document: Document) -> None:
     """Write a measured layout as a run folder: its settings, and its rows as `train` writes them."""
-    from meshtune.study.bench import run_row
-
     folder.create()
     write_text_atomically(folder.config_file, config.to_yaml())
-    measured = document["measured"]
-    for row in (run_row(config, document), *measured["memory_rows"], *measured["time_rows"]):
+    measured, predicted = document["measured"], document["predicted"] or {}
+    names = ("step_seconds", "time", "parts", "memory")
+    run = measured["run_row"] | {
+        "predicted": {name: predicted[name] for name in names if predicted.get(name)}
+    }
+    for row in (run, *measured["memory_rows"], *measured["time_rows"], measured["end_row"]):
         folder.append(row)
 
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from meshtune import __version__
-from meshtune.api.measured_runs import StrPath, folders_of, read_runs
+from meshtune.api.measured_runs import StrPath, cluster_of_run, folders_of, read_runs
 from meshtune.api.plan import Log, silent, workload_of_run
-from meshtune.config import load
+from meshtune.config import Config, load
 from meshtune.errors import UserError
-from meshtune.plan.calibration import CONSTANTS, Calibration, Planned, calibrated, check_one_machine
+from meshtune.plan.calibration import CAPPED, CONSTANTS, Calibration, Planned, calibrated, check_one_machine
 from meshtune.plan.cluster import Cluster, cluster_of
-from meshtune.plan.hardware import stacks
+from meshtune.plan.hardware import GIGA, catalogue, kind_table, stacks
 from meshtune.plan.kinds import cluster_table
+from meshtune.plan.step_parts import MeasuredRun
 from meshtune.rundir import RunDir, write_text_atomically
 from meshtune.sections import ClusterConfig
 from meshtune.units import counted
@@ -27,7 +29,7 @@ FILE = "calibrated.toml"
 def calibrate(
     runs: Sequence[StrPath],
     *,
-    cluster: StrPath,
+    cluster: StrPath | None = None,
     out: StrPath = FILE,
     hold_out: Sequence[StrPath] = (),
     log: Log = silent,
@@ -36,21 +38,23 @@ def calibrate(
 
     Returns what was fitted, what was left and why, and the errors before and after on runs that were left out
     of the fit. runs: run folders of train and of `bench --out`, or folders of them. cluster: the machine's
-    file, by `meshtune probe`. out: the file to write, which must not exist. hold_out: runs that no constant
-    is fitted to, for the errors; (): each quarter is predicted by constants fitted to the others. Raises
-    UserError, with every reason, for folders without timed steps, runs of several machines, and for too few.
+    file, by `meshtune probe`; None: that of the runs' settings, else the catalogue's kind of their GPU. out:
+    the file to write, which must not exist. hold_out: runs that no constant is fitted to, for the errors; ():
+    each quarter is predicted by constants fitted to the others. Raises UserError, with every reason, for
+    folders without timed steps, runs of several machines, and for too few; for processors without a file.
     """
     from meshtune.api.probe import check_writable
     from meshtune.study.probe_file import text_of
 
     file = Path(out).expanduser()
     check_writable(file)
-    document = cluster_table(str(cluster))
-    here = cluster_of(ClusterConfig(hardware=str(cluster), gpu=document["cluster"]["gpu"]))
     measured = read_runs([*runs, *hold_out])
     check_one_machine([run for run, _ in measured])
+    configs = [load(folder.config_file) for _, folder in measured]
+    document, here = start_of([run for run, _ in measured], configs, cluster and str(cluster))
     planned = [
-        Planned.of(run, workload_of_run(load(folder.config_file), run, log), here) for run, folder in measured
+        Planned.of(run, workload_of_run(config, run, log), here)
+        for (run, _), config in zip(measured, configs, strict=True)
     ]
     kept = {folder.resolve() for folder in folders_of(runs)}
     apart = [folder.path.resolve() for folder in map(RunDir, folders_of(hold_out))]
@@ -58,7 +62,7 @@ def calibrate(
     if doubled := sorted(str(path) for path in kept & set(apart)):
         raise UserError(f"{', '.join(doubled)}: named to be fitted and by --hold-out; name each once.")
     log(f"fitting constants to {counted(len(held) - sum(held), 'run')} …")
-    found = calibrated(planned, highest_shares(document), held if hold_out else None)
+    found = calibrated(planned, highest_shares(document, here), held if hold_out else None)
     changed = changed_constants(document, here, found)
     write_text_atomically(file, text_of(with_constants(document, changed, found), file.name))
     for name, facts in (result := found.as_dict())["fitted"].items():
@@ -66,10 +70,39 @@ def calibrate(
     return result | {"file": str(file), "runs": [run.as_dict() for run in found.fitted_on]}
 
 
-def highest_shares(document: Mapping[str, Any]) -> dict[str, float]:
-    """Largest value of each efficiency of a cluster file, with any number of ranks."""
-    tables = [document["kind"].get("efficiency", {}), *document["kind"].get("shared", ())]
-    names = {name for table in tables for name in table} & CONSTANTS.keys()
+def start_of(
+    runs: Sequence[MeasuredRun], configs: Sequence[Config], file: str | None
+) -> tuple[dict[str, Any], Cluster]:
+    """(Tables of the cluster file from which a fit starts, the cluster that it describes).
+
+    file: by `meshtune probe`; None: the one that all configs name, else a file of the kind and links of the
+    first run's GPUs. Raises UserError for devices that are in no file and not in the catalogue.
+    """
+    files = {config.cluster_config.hardware for config in configs}
+    if file := file or (files.pop() if len(files) == 1 else None):
+        document = cluster_table(file)
+        return document, cluster_of(ClusterConfig(hardware=file, gpu=document["cluster"]["gpu"]))
+    here = cluster_of_run(configs[0], runs[0])
+    here = replace(here, node=max(run.layout.world // run.nodes for run in runs))
+    if not here.timed or here.gpu.name not in catalogue():
+        raise UserError(
+            f"The speed of {runs[0].facts.get('device')} is in no catalogue: run `meshtune probe --out "
+            "my-cluster.toml` on its machine, and add --cluster my-cluster.toml."
+        )
+    kind = kind_table(here.gpu.name) | {
+        "link": here.link / GIGA, "network": here.network / GIGA, "node": here.node,
+        "efficiency": dict(here.gpu.efficiency),
+        "source": f"The catalogue's {here.gpu.name}, calibrated by runs.",
+    }  # fmt: skip
+    settings = {"gpu": f"this-{here.gpu.name}", "gpus_per_node": here.node}
+    return {"cluster": settings | {"network_share": here.network_share}, "kind": kind}, here
+
+
+def highest_shares(document: Mapping[str, Any], cluster: Cluster) -> dict[str, float]:
+    """Largest value of each constant that is at most 1, with any number of ranks."""
+    tables = [cluster.gpu.efficiency, *document["kind"].get("shared", ())]
+    tables.append({"network_share": cluster.network_share})
+    names = {name for table in tables for name in table} & CONSTANTS.keys() & CAPPED
     return {name: max(table[name] for table in tables if name in table) for name in names}
 
 
@@ -77,7 +110,8 @@ def changed_constants(
     document: Mapping[str, Any], cluster: Cluster, found: Calibration
 ) -> dict[str, tuple[float, float]]:
     """Value of each fitted constant before and after, for a rank alone where it differs with their number."""
-    usual = {"update_memory": 1.0} | stacks()["meshtune"] | dict(cluster.gpu.efficiency)
+    usual = {"update_memory": 1.0, "network_share": cluster.network_share}
+    usual |= stacks()["meshtune"] | dict(cluster.gpu.efficiency)
     return {name: (usual[name], significant(usual[name] * factor)) for name, factor in found.factors.items()}
 
 
@@ -93,6 +127,9 @@ def with_constants(
     made = deepcopy(dict(document))
     kind = made["kind"]
     for name, (_, after) in changed.items():
+        if name == "network_share":  # the cluster's, not the kind's
+            made["cluster"][name] = after
+            continue
         kind.setdefault("efficiency", {})[name] = after
         for table in kind.get("shared", ()):
             if name in table:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from meshtune.api.measured_runs import StrPath, read_runs
+from meshtune.api.measured_runs import StrPath, cluster_of_run, read_runs
 from meshtune.api.plan import Log, silent, workload_of_run
 from meshtune.config import Config, load
 from meshtune.errors import UserError
 from meshtune.plan.calibration import Planned
-from meshtune.plan.cluster import Cluster, cluster_here
 from meshtune.plan.comparison import parts_off
 from meshtune.plan.facts import tensors
-from meshtune.plan.hardware import named
 from meshtune.plan.search import explained
 from meshtune.plan.step_parts import MeasuredRun, predicted_parts
 from meshtune.rundir import RunDir
@@ -100,13 +98,3 @@ def _planned_today(config: Config, run: MeasuredRun, log: Log) -> Document:
         "memory": memory,
         "found": {"off": [group.as_dict() for group in parts_off(planned)]},
     }
-
-
-def cluster_of_run(config: Config, run: MeasuredRun) -> Cluster:
-    """The devices that a run was on, by its run row. Raises as `cluster_here`."""
-    if run.facts.get("device_type") != "cuda":
-        return cluster_here(config, run.layout.world, [])
-    device, ranks = str(run.facts["device"]), run.layout.world
-    kind = named(device)
-    here = ranks // run.facts.get("nodes", 1)
-    return cluster_here(config, ranks, [(device, kind.memory if kind else 0.0)] * here)

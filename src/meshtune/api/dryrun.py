@@ -240,14 +240,17 @@ class Subject:
                 *notes,
             ),
         )
-        return self.predicted(simulation)
+        return self.predicted(simulation, job.label_share)
 
-    def predicted(self, simulation: Simulation) -> Simulation:
-        """The simulation with what the planner knows: a prediction and, if it does not fit, what would."""
+    def predicted(self, simulation: Simulation, label_share: float | None) -> Simulation:
+        """The simulation with what the planner knows: a prediction and, if it does not fit, what would.
+
+        label_share: labelled tokens as a share of sequences that are all data.seq_len long; None: all.
+        """
         if self.workload is None:
             return replace(simulation, instead=() if simulation.fits else (SMALLER,))
         layout, cluster = simulation.layout, simulation.cluster
-        workload = self.workload.of_batch(layout.global_batch_size)
+        workload = self.workload.of_batch(layout.global_batch_size).of_labels(label_share)
         choice = explained(workload, cluster, layout)
         simulation = replace(simulation, predicted=choice, workload=workload)
         if simulation.fits:

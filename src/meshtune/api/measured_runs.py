@@ -1,4 +1,4 @@
-"""Finished runs as they were measured."""
+"""Finished runs as they were measured, and the devices that they were on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from meshtune.config import Config
 from meshtune.errors import UserError
+from meshtune.plan.cluster import Cluster, cluster_here
+from meshtune.plan.hardware import named
 from meshtune.plan.step_parts import MeasuredRun
 from meshtune.rundir import RunDir
 
@@ -42,3 +45,13 @@ def folders_of(paths: Sequence[StrPath]) -> list[Path]:
 
 def _runs_in(path: Path) -> Iterator[Path]:
     return (file.parent for file in path.glob("*/metrics.jsonl"))
+
+
+def cluster_of_run(config: Config, run: MeasuredRun) -> Cluster:
+    """The devices that a run was on, by its run row. Raises as `cluster_here`."""
+    if run.facts.get("device_type") != "cuda":
+        return cluster_here(config, run.layout.world, [])
+    device, ranks = str(run.facts["device"]), run.layout.world
+    kind = named(device)
+    here = ranks // run.nodes
+    return cluster_here(config, ranks, [(device, kind.memory if kind else 0.0)] * here)

@@ -130,4 +130,4 @@ def workload_of_run(config: Config, run: MeasuredRun, log: Log = silent) -> Work
     count.
     """
     with workloads(config, log=log) as (workload, _):
-        return workload.of_batch(run.layout.global_batch_size)
+        return workload.of_batch(run.layout.global_batch_size).of_labels(run.facts.get("label_share"))

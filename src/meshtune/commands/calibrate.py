@@ -14,7 +14,10 @@ def calibrate(
         list[Path],
         typer.Argument(metavar="RUN...", help="run folders of train and bench --out, or folders of them"),
     ],
-    cluster: Annotated[Path, typer.Option(help="the machine's file, as meshtune probe wrote it")],
+    cluster: Annotated[
+        Path | None,
+        typer.Option(help="the machine's file, by meshtune probe; default: the runs', else their GPU's kind"),
+    ] = None,
     out: Annotated[Path, typer.Option(help="file to write")] = Path("calibrated.toml"),
     hold_out: Annotated[
         list[Path] | None,

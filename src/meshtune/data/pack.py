@@ -60,6 +60,11 @@ class Dataset:
         return int(self.sequence_labels.sum())
 
     @property
+    def label_share(self) -> float:
+        """Labelled tokens as a share of sequences that are all `seq_len` long."""
+        return self.label_tokens / max(1, len(self) * self.seq_len)
+
+    @property
     def mean_document_tokens(self) -> float:
         """Length of a token's document, averaged over tokens: attention costs this much."""
         lengths = np.diff(self.offsets)[self.members].astype(float)

@@ -77,6 +77,10 @@ class Stream:
         """Tokens to which packed sequences are padded, so that shapes never change."""
         return self.seq_len
 
+    @property
+    def label_share(self) -> None:
+        """Labelled tokens as a share of full sequences: not known before it is read."""
+
     def start(self) -> Place:
         """The place of the first window."""
         nothing = [0] * len(self.sources)

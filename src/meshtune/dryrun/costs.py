@@ -96,7 +96,8 @@ class Costs:
         return cls(machine_of(workload, cluster), by_dtype)
 
     def compute(self, operation: Operation, storages: Sequence[Storage] = ()) -> float:
-        """Seconds of an operation on an idle GPU, without its launch; 0 if it has no kernel.
+        """Seconds of an operation on an idle device, without its launch, but on a processor, which launches
+        nothing ahead; 0 if it has no kernel.
 
         storages: of its step, by which a matmul of the backward is known to make the gradient of a weight.
         """
@@ -107,7 +108,7 @@ class Costs:
         alike = operation.name, operation.dtype, *sizes, of_weight
         if alike not in self._seconds:  # a step has many of each kind
             self._seconds[alike] = self._compute(operation, of_weight=of_weight)
-        return self._seconds[alike]
+        return self._seconds[alike] + self.blocking * self.machine.launch * operation.kernels
 
     def _compute(self, operation: Operation, *, of_weight: bool) -> float:
         machine = self.by_dtype.get(operation.dtype, self.machine)
@@ -143,8 +144,16 @@ class Costs:
                 return float(ring_collectives(machine, size, ranks, in_node))
 
     def launch(self, operation: Operation) -> float:
-        """Seconds of the host to launch an operation's kernels; a collective is one."""
-        return float(self.machine.launch * (operation.kernels or operation.collective is not None))
+        """Seconds in which the host, ahead of the device, launches an operation's kernels; a collective is
+        one.
+        """
+        collective = operation.collective is not None
+        return float(self.machine.launch * (collective or operation.kernels * (not self.blocking)))
+
+    @property
+    def blocking(self) -> bool:
+        """Whether the host waits for each kernel before it launches the next one, as a processor does."""
+        return self.machine.launch_blocking > 0
 
 
 def moved_bytes(operation: Operation) -> int:

@@ -72,6 +72,8 @@ class RankTime:
     trace: int  # rank in the world whose trace it is
     intervals: list[Interval]  # by their begin
     parts: Seconds  # of the compute stream; they add up to the step's seconds
+    # `parts.host` by the phase of the kernel that the compute stream waits for; without the step's first one
+    host: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,10 @@ class StepTime:
     def exposed(self) -> dict[str, float]:
         """Seconds in which the mean rank waits for collectives, by part."""
         return {part: getattr(self.parts, part) for part in ("tensor", "context", "pipeline", "data")}
+
+    def host(self, phase: str) -> float:
+        """Seconds in which the mean rank waits for its host in a phase of the step, but for its start."""
+        return sum(rank.host.get(phase, 0.0) for rank in self.ranks) / len(self.ranks)
 
 
 def simulate(
@@ -343,6 +349,7 @@ class _World:
         """Intervals and parts of one rank, after the run."""
         mine = [number for number, made in enumerate(self.made) if made.pp == pp]
         parts: defaultdict[str, float] = defaultdict(float)
+        host: defaultdict[str, float] = defaultdict(float)
         end = 0.0
         for number in mine:
             task, made = self.tasks[number], self.made[number]
@@ -350,6 +357,8 @@ class _World:
                 continue
             for part, waited in self._gap(pp, task, end):
                 parts[part] += waited
+                if part == "host" and end and made.of is not None:
+                    host[made.of.phase] += waited
             slowed = task.slowed or {}
             for beside, lost in slowed.items():
                 parts[self.made[beside].part] += lost
@@ -362,7 +371,7 @@ class _World:
         parts["bubble"] += max(0.0, seconds - end)
         intervals = sorted(self._intervals(mine), key=lambda interval: interval.begin)
         found = {name: parts.get(name, 0.0) for name in PARTS}
-        return RankTime(pp, self.traces[pp], intervals, Seconds(**found))
+        return RankTime(pp, self.traces[pp], intervals, Seconds(**found), dict(host))
 
     def _gap(self, pp: int, task: Task, end: float) -> Sequence[tuple[str, float]]:
         """(Part, seconds) of the time for which the compute stream has waited before a task.

@@ -61,6 +61,13 @@ class Job:
     every_micro_batch: bool = False  # False: of many, a few are traced (`traced`)
 
     @property
+    def label_share(self) -> float | None:
+        """Labelled tokens of the batch, as a share of full sequences; None: there is no batch."""
+        if self.batch is None:
+            return None
+        return self.batch.label_tokens / (self.layout.global_batch_size * self.seq_len)
+
+    @property
     def traced(self) -> Layout:
         """The layout with the micro-batches that are traced: the first, a steady one and the last; with a
         pipeline more, since its ranks have several at once.

@@ -136,10 +136,12 @@ class Steps:
     def on_gpu(self) -> bool:
         return self.run.get("device_type") == "cuda"
 
-    @property
-    def planned(self) -> Mapping[str, float]:
-        """The plan's seconds by part (plan.seconds.step.Seconds); empty without one."""
-        return (self.run.get("predicted") or {}).get("time") or {}
+    def prediction(self, name: str) -> Mapping[str, float]:
+        """The plan's seconds; empty without any.
+
+        name: "time", by the parts of plan.seconds.step.Seconds, or "parts", by those that are measured.
+        """
+        return (self.run.get("predicted") or {}).get(name) or {}
 
     def median(self, value: Callable[[Row], float]) -> float:
         return median(map(value, self.rows))
@@ -262,16 +264,16 @@ def _recompilation(steps: Steps) -> Iterator[Cause]:
 
 def _slow_collectives(steps: Steps) -> Iterator[Cause]:
     """Yield each axis whose collectives hold the step up for longer than their plan or any usual link."""
-    latency, rate = LINKS["cuda" if steps.on_gpu else "cpu"]
+    (latency, rate), plan = LINKS["cuda" if steps.on_gpu else "cpu"], steps.prediction("time")
     for axis in sorted({axis for row in steps.rows for axis in row.get("exposed", ())}):
         exposed = steps.median(lambda row, axis=axis: row["exposed"].get(axis, 0.0))
         calls, size = (
             steps.median(lambda row, axis=axis, place=place: row["traffic"].get(axis, (0, 0))[place])
             for place in (0, 1)
         )
-        expected = max(calls * latency + size / rate, steps.planned.get(axis, 0.0))
+        expected = max(calls * latency + size / rate, plan.get(axis, 0.0))
         if calls and exposed >= THRESHOLDS["slow collectives"].limit * expected:
-            planned = f"; planned: {duration(steps.planned[axis])}" if axis in steps.planned else ""
+            planned = f"; planned: {duration(plan[axis])}" if axis in plan else ""
             yield Cause(
                 "slow collectives", exposed / steps.seconds,
                 f"{counted(round(calls), 'collective')} of {AXES[axis]} with {human(size)} a step hold it "
@@ -357,18 +359,17 @@ def _slowed_gpu(steps: Steps) -> Iterator[Cause]:
 def _slower_than_planned(steps: Steps) -> Iterator[Cause]:
     """Yield parts that take a multiple of their plan."""
     compared = {
-        "the passes": (PASSES, ("compute",)),
-        "the optimizer": (("optimizer",), ("optimizer",)),
-        "the pipeline's bubble": (("bubble",), ("pipeline", "bubble", "imbalance")),
-    }
-    limit = THRESHOLDS["slower than planned"]
-    for name, (parts, predicted) in compared.items():
-        taken, planned = steps.part(*parts), sum(steps.planned.get(part, 0.0) for part in predicted)
+        "The passes take": PASSES, "The optimizer takes": ("optimizer",),
+        "The pipeline's bubble takes": ("bubble",),
+    }  # fmt: skip
+    limit, planned_parts = THRESHOLDS["slower than planned"], steps.prediction("parts")
+    for name, parts in compared.items():
+        taken, planned = steps.part(*parts), sum(planned_parts.get(part, 0.0) for part in parts)
         share = (taken - planned) / steps.seconds
         if planned and taken >= limit.limit * planned and share >= limit.share:
             yield Cause(
                 "slower than planned", share,
-                f"{name[0].upper()}{name[1:]} take {duration(taken)} a step, planned: {duration(planned)}.",
+                f"{name} {duration(taken)} a step, planned: {duration(planned)}.",
                 "`meshtune bench` has each part beside the plan and the dry run; other processes on the "
                 "devices and a low clock are the usual reasons.",
             )  # fmt: skip

@@ -7,8 +7,11 @@
 On a CPU by the host's clock. On CUDA by events on the stream that computes, so that a collective beside
 computation costs nothing, and the host is not held up; they are read when the step's work is done.
 
-A collective's time is that between the call of its `wait` and its return. torch has no hook there: the
-methods of ProcessGroup that start one, and Work.wait, are replaced while a `StepClock` runs.
+A collective's time is that between the call of its `wait` and its return. On CUDA, as the compute stream sees
+it, that between the call which starts one and its return too (NCCL runs a collective that is not asynchronous
+on the stream it is started from), and that of a `Stream.wait_event`, by which FSDP2 waits; what other streams
+run or wait for is not exposed. torch has no hook there: the methods of ProcessGroup that start one, Work.wait
+and Stream.wait_event are replaced while a `StepClock` runs.
 """
 
 import operator
@@ -75,12 +78,15 @@ class StepClock:
         self._inside = ""  # name of the part at hand
         self._in_flight: dict[int, Flight] = {}  # by id of their Work
         self._facts, self._passes_end = HostFacts(), 0.0
+        self._compute_stream: Any = None  # on CUDA, while it runs
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Measure waits and recomputation in this context; parts are measured in any case."""
         global _running
         before, _running = _running, self
+        if self.device.type == "cuda":
+            self._compute_stream = torch.cuda.current_stream(self.device)
         restore = self._watch_collectives() if dist.is_available() and dist.is_initialized() else lambda: None
         try:
             yield
@@ -153,6 +159,9 @@ class StepClock:
             if name in group_type.__dict__:
                 replace(group_type, name, self._starting(group_type.__dict__[name], name))
         replace(work_type, "wait", self._waiting(work_type.__dict__["wait"]))
+        if self.device.type == "cuda":
+            stream_type = torch.cuda.Stream
+            replace(stream_type, "wait_event", self._waiting_for_event(stream_type.wait_event))
 
         def restore() -> None:
             for owner, name, original in originals:
@@ -165,8 +174,10 @@ class StepClock:
         reduces = name.startswith("allreduce")
 
         def started(group: Any, *args: Any, **kwargs: Any) -> Any:
-            work = method(group, *args, **kwargs)
-            if part := self.groups.get(group.group_name, "data"):
+            part = self.groups.get(group.group_name, "data")
+            with self._stalling(part) if part and self.device.type == "cuda" else nullcontext():
+                work = method(group, *args, **kwargs)
+            if part:
                 self._in_flight[id(work)] = Flight(part, time.perf_counter(), reduces)
                 self._facts.calls[part] += 1
                 self._facts.bytes[part] += max(map(payload, args), default=0)
@@ -182,10 +193,28 @@ class StepClock:
             if flight.reduces and flight.part == "data":
                 hidden = time.perf_counter() - flight.started
                 self._facts.head_start = max(hidden, self._facts.head_start or 0.0)
-            with self.part(f"wait {flight.part}"):
+            with self._stalling(flight.part):
                 return method(work, *args, **kwargs)
 
         return waited
+
+    def _waiting_for_event(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `Stream.wait_event`: the compute stream waits for what FSDP2 runs on streams of its own."""
+
+        def waited(stream: Any, event: Any) -> None:
+            with self._stalling("data") if stream == self._compute_stream else nullcontext():
+                method(stream, event)
+
+        return waited
+
+    def _stalling(self, part: str) -> AbstractContextManager[object]:
+        """Return a context that is measured as waiting for a collective, where it is the compute stream's."""
+        if torch.compiler.is_compiling():
+            return nullcontext()
+        cuda = self.device.type == "cuda"
+        if cuda and torch.cuda.current_stream(self.device) != self._compute_stream:
+            return nullcontext()
+        return self.part(f"wait {part}")
 
 
 def payload(argument: Any) -> int:

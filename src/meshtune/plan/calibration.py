@@ -32,11 +32,13 @@ CONSTANTS = {  # field of Machine -> what it is
     "memory": "share of the memory's bandwidth",
     "update_memory": "factor on that in the optimizer's update",
     "link_share": "share of the links' bandwidth",
+    "network_share": "share of the network's bandwidth that collectives reach",
     "link_latency": "seconds of a ring's step inside a machine",
     "launch": "seconds in which the host launches a kernel",
     "host_micro_batch": "seconds of the host for each micro-batch",
     "host_step": "seconds of the host for each step",
 }
+CAPPED = SHARES | {"network_share"}  # constants that are at most 1
 GROUPS = (  # parts whose errors count; between the parts of one, clocks and formulas draw lines elsewhere
     ("forward", "backward", "recomputation", "rest"), ("communication", "bubble", "waiting"), ("optimizer",),
 )  # fmt: skip
@@ -59,8 +61,13 @@ class Planned:
 
     @classmethod
     def of(cls, measured: MeasuredRun, workload: Workload, cluster: Cluster) -> Planned:
-        """Return the run on a cluster of the same kind. cluster: of any size."""
-        here = cluster.of_size(measured.layout.world)
+        """Return the run on a cluster of the same kind. cluster: of any size; machines that a run was on
+        together have equal parts of its ranks.
+        """
+        world = measured.layout.world
+        if measured.nodes > 1:
+            cluster = replace(cluster, node=world // measured.nodes)
+        here = cluster.of_size(world)
         return cls(measured, workload, machine_of(workload, here))
 
 
@@ -223,7 +230,7 @@ def check_one_machine(runs: Sequence[MeasuredRun]) -> None:
         values = dict.fromkeys(str(run.facts.get(key)) for run in runs)
         if len(values) > 1:
             problems.append((what, values))
-    alone = dict.fromkeys(str(run.facts.get("host")) for run in runs if run.facts.get("nodes", 1) == 1)
+    alone = dict.fromkeys(str(run.facts.get("host")) for run in runs if run.nodes == 1)
     if len(alone) > 1:
         problems.append(("machine", alone))
     if problems:
@@ -247,7 +254,7 @@ def _determined(runs: Sequence[Planned]) -> tuple[list[str], dict[str, str], dic
         for name, slope in slopes.items()
     }
     left = {
-        name: "no run determines it" if not some else f"{counted(len(some), 'run')} of {RUNS_EACH} needed"
+        name: _undetermined(name, runs) if not some else f"{counted(len(some), 'run')} of {RUNS_EACH} needed"
         for name, some in runs_of.items()
         if len(some) < RUNS_EACH
     }
@@ -261,9 +268,15 @@ def _determined(runs: Sequence[Planned]) -> tuple[list[str], dict[str, str], dic
     return names, left, {name: runs_of[name] for name in names}
 
 
+def _undetermined(name: str, runs: Sequence[Planned]) -> str:
+    """Reason why no run changes with a constant."""
+    alone = name == "network_share" and all(run.measured.nodes == 1 for run in runs)
+    return "each run is on one machine" if alone else "no run determines it"
+
+
 def _range(name: str, highest: Mapping[str, float]) -> tuple[float, float, float]:
     """Bounds and guess of a constant's factor; a share stays at most 1."""
-    most = min(FACTOR, 1 / highest[name]) if name in SHARES and name in highest else FACTOR
+    most = min(FACTOR, 1 / highest[name]) if name in highest else FACTOR
     return 1 / FACTOR, 1.0, max(most, 1.0 + 1e-6)
 
 

@@ -15,8 +15,7 @@ import numpy as np
 
 from meshtune.meter.parts import PARTS
 from meshtune.placement.columns import Columns
-from meshtune.plan.calibration import CONSTANTS, FACTOR, GROUPS, Planned
-from meshtune.plan.hardware import SHARES
+from meshtune.plan.calibration import CAPPED, CONSTANTS, FACTOR, GROUPS, Planned
 from meshtune.plan.step_parts import parts_of_layouts, predicted_parts
 
 SWEPT = 257  # factors of a constant, from 1 / FACTOR to FACTOR
@@ -79,7 +78,7 @@ def _present(group: Sequence[str], *seconds: Mapping[str, float]) -> list[str]:
 def _swept(planned: Planned, name: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """(Logarithms of factors of a constant, predicted seconds by part with each). A share stays at most 1."""
     value = float(getattr(planned.machine, name))
-    most = max(1.0, min(FACTOR, 1 / value)) if name in SHARES else FACTOR
+    most = max(1.0, min(FACTOR, 1 / value)) if name in CAPPED else FACTOR
     factors = np.geomspace(1 / FACTOR, most, SWEPT)
     machine = replace(planned.machine, **{name: value * factors})
     parts = parts_of_layouts(planned.workload, Columns.of([planned.measured.layout] * SWEPT), machine)

@@ -93,6 +93,11 @@ def catalogue() -> dict[str, Gpu]:
     return {name: gpu_of(name, table, tables) for name, table in tables.items()}
 
 
+def kind_table(name: str) -> dict[str, Any]:
+    """Table of a kind in hardware.toml. name: of the catalogue."""
+    return _tables("hardware.toml")[name]
+
+
 @cache
 def stacks() -> dict[str, dict[str, float]]:
     """Constants of each software stack, by name. A table with `like` inherits from that one."""

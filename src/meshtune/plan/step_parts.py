@@ -38,14 +38,18 @@ def parts_of_layouts(workload: Workload, layouts: Columns, machine: Machine) -> 
 
 
 def parts_of(seconds: Seconds, split: Mapping[str, Number]) -> dict[str, Number]:
-    """Seconds by part. split: of `compute` into forward, backward and recomputation."""
+    """Seconds by part.
+
+    split: of forward, backward and recomputation; what of `compute` and `host` is in none of them is the
+    rest: the host's work once a step.
+    """
     return dict(split) | {
         "communication": sum(getattr(seconds, name) for name in EXPOSED),
         "bubble": seconds.pipeline + seconds.bubble + seconds.imbalance,
         "waiting": 0.0,
         "optimizer": seconds.optimizer,
         "loading": 0.0,
-        "rest": seconds.host,
+        "rest": np.maximum(seconds.compute + seconds.host - sum(split.values()), 0.0),
     }
 
 
@@ -99,6 +103,11 @@ class MeasuredRun:
         seconds, parts = median_parts(warm)
         memory = fullest_memory([row for row in rows[starts[-1] :] if row.get("kind") == "memory"])
         return cls(name, facts, Layout.parse(facts["layout"]), len(warm), seconds, parts, memory)
+
+    @property
+    def nodes(self) -> int:
+        """Number of machines that it was on."""
+        return self.facts.get("nodes", 1)
 
     def as_dict(self) -> dict[str, Any]:
         """The run in a calibrated cluster file."""

@@ -126,6 +126,7 @@ class Work:
     tied: Number = 0.0  # 1: the head is the embedding; a last pipeline stage of its own then has a copy
     trainable: Number = 1.0  # share of all parameters that is trained
     head_trainable: Number = 1.0  # 1 or 0
+    labelled: Number = 1.0  # share of a micro-batch's columns that have a label, for which there are logits
     kept: Mapping[int, Kept] = field(default_factory=dict)  # by element size: 2, 4, 8; without it: not traced
     ends: Mapping[int, EndBytes] = field(default_factory=dict)  # by element size; without it: not traced
     whole_heads: tuple[int, ...] | None = None  # of a block with attention, see census.Block

@@ -82,11 +82,16 @@ class Workload:
     @property
     def flops_per_token(self) -> float:
         """Model FLOPs per token, forward and backward, without recomputation."""
-        return float(self.work.blocks * self.block_flops(self.document_tokens) + self.head_flops)
+        blocks = self.work.blocks * self.block_flops(self.document_tokens)
+        return float(blocks + self.work.labelled * self.head_flops)
 
     def of_batch(self, size: int) -> Workload:
         """The same with a global batch of `size` sequences."""
         return replace(self, global_batch_size=size)
+
+    def of_labels(self, share: float | None) -> Workload:
+        """The same with labels on a share of a sequence's tokens; None: not known, on all of them."""
+        return replace(self, work=replace(self.work, labelled=1.0 if share is None else share))
 
     def compiled(self) -> Workload:
         """The same under train.compile: `work.kept` is what compiled blocks save."""

@@ -5,7 +5,6 @@
 Nothing is saved, evaluated or exported. Without data each sequence is random tokens, all of them labelled.
 """
 
-import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,6 @@ from meshtune.config import Config
 from meshtune.data.batch import Batch, micro_batch
 from meshtune.data.pack import LABELLED
 from meshtune.launch import Rank
-from meshtune.launch.rank import cores
 from meshtune.meter.mfu import flops_of, peak_flops
 from meshtune.meter.phases import WATCHED_STEPS
 from meshtune.meter.rows import fullest_memory, possible, share_of_peak, time_now
@@ -39,7 +37,8 @@ from meshtune.train.inputs import inputs_of, loader_of
 from meshtune.train.loop import seed_dropout
 from meshtune.train.measure import Meter
 from meshtune.train.model import RankModel, rank_model
-from meshtune.train.provenance import device_name, git_facts, versions
+from meshtune.train.provenance import device_name
+from meshtune.train.run_row import facts_of, hosts_of
 from meshtune.train.step import Counts
 
 WARM_UP = WATCHED_STEPS + 1  # steps before those that are timed: memory is watched, kernels are chosen
@@ -72,7 +71,8 @@ class Measured:
     memory: Sequence[Row]  # of kind "memory", of the watched steps, every rank
     flops: float | None  # that the model needs for a step
     peak_flops_per_second: float | None  # of one device; None: unknown
-    synthetic: bool  # random tokens
+    run: Row  # of kind "run", without a prediction
+    end: Row  # of kind "end"
 
     @property
     def step_seconds(self) -> float:
@@ -110,9 +110,11 @@ class Measured:
             "mfu": possible(share_of_peak(self.flops, step, self.world, self.peak_flops_per_second)),
             "parts": self.parts,
             "memory": {name: memory[name] for name in (*CATEGORIES, "peak") if memory.get(name)},
-            "data": "random tokens" if self.synthetic else "data.train",
-            "time_rows": list(self.time),
+            "data": "data.train" if self.run["data"] else "random tokens",
+            "run_row": dict(self.run),
             "memory_rows": list(self.memory),
+            "time_rows": list(self.time),
+            "end_row": dict(self.end),
         }
 
 
@@ -143,6 +145,8 @@ def bench_rank(rank: Rank, trial: Trial) -> Measured | None:
         batches = (batch for batch, _ in loader)
     else:
         batches = random_batches(model, world, config.data.seq_len, documents)
+    hosts = hosts_of(world)
+    facts = facts_of(config, model, inputs and inputs.prepared) | hosts if rank.main else {}
     meter = Meter(world, model.memory())
     flops = flops_of(model.census, config.data.seq_len, ranks=world.size // world.data_ranks)
     seconds, rows, memory, counts = [], [], [], []
@@ -168,16 +172,20 @@ def bench_rank(rank: Rank, trial: Trial) -> Measured | None:
             if step > WARM_UP:
                 seconds.append(found.time["seconds"])
                 rows.append(found.time)
-                counts.append((batch.tokens, done.flops))
+                counts.append((batch.tokens, batch.label_tokens, done.flops))
     if trial.profile:
         from meshtune.study.profile import write_profile  # here: the longest chain of imports ends in it
 
         write_profile(trial.profile, model, next(batches), config.train.max_grad_norm)
-    tokens, needed = (float(np.mean(column)) for column in zip(*counts, strict=True))
+    tokens, labels, needed = (float(np.mean(column)) for column in zip(*counts, strict=True))
+    run = {"kind": "run", "id": uuid.uuid4().hex, "start": 1, "bench": True, **facts}
+    if inputs:  # of the steps that were timed
+        run["label_share"] = labels / (config.data.seq_len * world.layout.global_batch_size)
+    end = {"kind": "end", "ended": time_now(), "step": WARM_UP + trial.steps, "status": "finished"}
     peak = peak_flops(device, config.train.precision, datasheet_flops)
     measured = Measured(
         str(world.layout), device_name(device), device.type, world.size, tokens, seconds, rows, memory,
-        None if np.isnan(needed) else needed, peak, inputs is None,
+        None if np.isnan(needed) else needed, peak, run, end,
     )  # fmt: skip
     return measured if rank.main else None
 
@@ -212,39 +220,3 @@ def random_documents(
         tokens = draw.integers(0, vocabulary, length, dtype=np.uint32)
         tokens[1:] |= LABELLED
         yield tokens
-
-
-def run_row(config: Config, document: Mapping[str, Any]) -> Row:
-    """The row that begins a benched layout's metrics.jsonl, as a run's (train/run_row.py).
-
-    config: with the layout. document: of `bench --json`.
-    """
-    measured, predicted = document["measured"], document["predicted"] or {}
-    return {
-        "kind": "run",
-        "id": uuid.uuid4().hex,
-        "start": 1,
-        "started": time_now(),
-        "bench": True,
-        "model": config.model.name,
-        "method": config.method,
-        "precision": config.train.precision,
-        "layout": document["layout"],
-        "world": document["world"],
-        "global_batch_size": config.global_batch_size,
-        "seq_len": config.data.seq_len,
-        "seed": config.train.seed,
-        "data": [source.path for source in config.data.train],
-        "host": socket.gethostname(),
-        "nodes": 1,
-        "device": measured["device"],
-        "device_type": measured["device_type"],
-        "cores": cores(),
-        **versions(),
-        **git_facts(),
-        "predicted": {
-            name: predicted[name]
-            for name in ("step_seconds", "time", "parts", "memory")
-            if predicted.get(name)
-        },
-    }

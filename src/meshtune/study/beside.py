@@ -6,11 +6,13 @@ from typing import Any
 from meshtune.dryrun.kernels import COMMUNICATION, UPDATES
 from meshtune.dryrun.simulation import Simulation
 from meshtune.meter.causes import causes
-from meshtune.meter.trace import BACKWARD, FORWARD
+from meshtune.meter.trace import BACKWARD, FORWARD, RECOMPUTATION
 from meshtune.plan.facts import tensors
 from meshtune.plan.machine import machine_of
 from meshtune.plan.step_parts import parts_of, predicted_parts
 from meshtune.report.dryrun.beside import fullest, peak_event, simulated_memory
+
+PASSES: tuple[str, ...] = (FORWARD, BACKWARD, RECOMPUTATION)  # phases of a trace, and parts of a step
 
 
 def predicted(simulation: Simulation) -> dict[str, Any] | None:
@@ -58,15 +60,14 @@ def simulated(simulation: Simulation) -> dict[str, Any]:
     }  # fmt: skip
     if simulation.costs is None:
         return facts
-    later, split = simulation.times[-1], {"forward": 0.0, "backward": 0.0, "recomputation": 0.0}
-    phases = {FORWARD: "forward", BACKWARD: "backward"}
+    later, kernels = simulation.times[-1], dict[str, float].fromkeys(PASSES, 0.0)
     for table in simulation.kernels_of.values():
         for row in table.rows:
             if row.place not in (COMMUNICATION, UPDATES):
-                split[phases.get(row.phase, "recomputation")] += row.seconds
-    scale = float(later.parts.compute) / (sum(split.values()) or 1.0)
-    scaled = {name: scale * value for name, value in split.items()}
+                kernels[row.phase] += row.seconds
+    scale = float(later.parts.compute) / (sum(kernels.values()) or 1.0)
+    split = {phase: scale * value + later.host(phase) for phase, value in kernels.items()}
     return facts | {
         "step_seconds": later.seconds,
-        "parts": {name: float(value) for name, value in parts_of(later.parts, scaled).items()},
+        "parts": {name: float(value) for name, value in parts_of(later.parts, split).items()},
     }

@@ -96,7 +96,9 @@ def assemble(
     prepared, world, steps = inputs.prepared, model.parallel.world, steps_of(config, inputs.prepared.train)
     notices = position_sentences(config, model.whole, model.parallel.anatomy, prepared)
     notices += unused_here(config, world.size, gpus_of(world.device))
-    run_folder, resumed, claim = claim_together(config, model, steps, notices.append)
+    run_folder, resumed, claim = claim_together(
+        config, model, steps, notices.append, prepared.train.label_share
+    )
     claimed(run_folder)
     training = Training(run_folder.path, steps) if callbacks else None
     metrics = Metrics.open(
@@ -192,21 +194,25 @@ def announce(
 
 
 def claim_together(
-    config: Config, model: RankModel, steps: int, report: Callable[[str], None]
+    config: Config,
+    model: RankModel,
+    steps: int,
+    report: Callable[[str], None],
+    label_share: float | None,
 ) -> tuple[RunDir, int | None, folder.Claim | None]:
     """(The run folder; the step to go on from, None without a checkpoint; the claim, None on other ranks).
 
     Every rank calls it; the main rank claims the folder, writes config.yaml and plan.yaml, and broadcasts it.
     steps: updates of the whole run. report: called, on the main rank, with a sentence for each damaged
-    checkpoint. Raises UserError as folder.choose_folder and folder.begin, if the run began with another loss
-    function, and if a rank does not see the folder.
+    checkpoint. label_share: as in `prediction`. Raises UserError as folder.choose_folder and folder.begin, if
+    the run began with another loss function, and if a rank does not see the folder.
     """
     claim, place, world = None, None, model.parallel.world
     if world.main:
         chosen, resumed = folder.choose_folder(config, steps, report)
         if resumed is not None:
             check_same(model.passes.token_loss, chosen.run)
-        plan = prediction(config, world.layout, gpus_of(world.device))
+        plan = prediction(config, world.layout, gpus_of(world.device), label_share)
         claim = folder.begin(chosen.run, config, plan, resumed, replace=chosen.start == "replace")
         place = chosen.run, resumed
     run_folder, resumed = world.broadcast_object(place)

@@ -26,11 +26,28 @@ def run_row(config: Config, run: Run, model: RankModel, prepared: Prepared, resu
 
     resumed: step of the checkpoint that the run goes on from, None for a new run.
     """
-    world, hosts = run.world, hosts_of(run.world)
-    if not world.main:
+    hosts = hosts_of(run.world)
+    if not run.world.main:
         return {}
     return {
         **identity(run.folder),
+        **facts_of(config, model, prepared),
+        "total_steps": run.steps,
+        "learning_rate": rate_in_words(config),
+        "schedule_steps": config.train.lr_decay_steps or run.steps,
+        "resumed_from": resumed,
+        **hosts,
+        **predicted(run.folder),
+    }
+
+
+def facts_of(config: Config, model: RankModel, prepared: Prepared | None) -> Row:
+    """What begins now and on what device, of a run and of a benched layout; the main rank's.
+
+    prepared: the data; None: random tokens.
+    """
+    world = model.parallel.world
+    return {
         "started": time_now(),
         "model": config.model.name,
         "method": config.method,
@@ -41,21 +58,16 @@ def run_row(config: Config, run: Run, model: RankModel, prepared: Prepared, resu
         "world": world.size,
         "global_batch_size": config.global_batch_size,
         "seq_len": config.data.seq_len,
-        "total_steps": run.steps,
-        "learning_rate": rate_in_words(config),
-        "schedule_steps": config.train.lr_decay_steps or run.steps,
         "seed": config.train.seed,
-        "resumed_from": resumed,
         "data": [source.path for source in config.data.train],
-        "data_digest": prepared.digest,
+        "data_digest": prepared and prepared.digest,
+        "label_share": prepared and prepared.train.label_share,
         "loss_function": model.passes.token_loss and model.passes.token_loss.name,
-        **hosts,
         "device": device_name(world.device),
         "device_type": world.device.type,
         "cores": cores(),
         **versions(),
         **git_facts(),
-        **predicted(run.folder),
     }
 
 

@@ -12,6 +12,7 @@ from meshtune.layout import Layout
 from meshtune.meter.trace import (
     BACKWARD,
     COMMUNICATION,
+    FORWARD,
     GRADIENTS,
     UPDATE,
     WEIGHTS,
@@ -52,6 +53,22 @@ def test_parts_add_up_to_the_step() -> None:
     run = one(operations, launch=5e-5)
     assert run.parts.total == pytest.approx(run.seconds)
     assert run.parts.tensor > 0 and run.parts.host > 0
+
+
+def test_what_the_host_adds_is_known_by_phase_but_for_the_step_s_start() -> None:
+    launch = 10 * seconds(matmul())
+    run = one([matmul(), matmul(), matmul(BACKWARD), matmul(UPDATE)], launch=launch)
+    alone = launch - seconds(matmul())
+    assert [run.host(phase) for phase in (FORWARD, BACKWARD, UPDATE)] == pytest.approx([alone] * 3)
+    assert run.parts.host == pytest.approx(launch + 3 * alone)
+
+
+def test_a_processor_runs_each_kernel_behind_its_launch() -> None:
+    """Nothing is hidden, and the launches are in the passes, where a processor's clock measures them."""
+    launch, alone = 1e-5, seconds(matmul())
+    run = one([matmul(), matmul(BACKWARD)], launch=launch, launch_blocking=1.0)
+    assert run.seconds == run.parts.compute == pytest.approx(2 * (launch + alone))
+    assert run.parts.host == 0
 
 
 def test_a_blocking_collective_stops_the_compute_stream() -> None:

@@ -137,9 +137,12 @@ def test_collectives_are_held_against_the_plan_and_the_slowest_usual_link() -> N
 
 
 def test_parts_that_take_twice_their_plan_are_named_where_nothing_else_is() -> None:
-    planned = {"predicted": {"time": {"compute": 0.4, "optimizer": 0.08}}}
+    """The plan's passes are with the host's launches, as the measured ones."""
+    parts = {"forward": 0.1, "backward": 0.3, "recomputation": 0.0, "optimizer": 0.08}
+    planned = {"predicted": {"time": {"compute": 0.2, "host": 0.2}, "parts": parts}}
     (cause,) = causes(rows(run=planned))
-    assert cause.name == "slower than planned" and "planned: 0.40 s" in cause.evidence
+    assert cause.name == "slower than planned" and "The passes take" in cause.evidence
+    assert "planned: 0.40 s" in cause.evidence
     assert names(causes(rows(run=planned, loading=[0.3, 0.3]))) == ["waiting for data"]
 
 

@@ -99,3 +99,66 @@ def test_stages_of_a_pipeline_are_compared_with_themselves() -> None:
     row = time_row(7, found, [2.0, 2.0, 1.0, 1.0])
     assert (row["kind"], row["step"], row["in_flight"]) == ("time", 7, [2.0, 2.0, 1.0, 1.0])
     assert "idle" not in time_row(7, found)
+
+
+class Queue:
+    """A CUDA stream as far as a clock sees it: when what was put into it so far has ended."""
+
+    def __init__(self) -> None:
+        self.end = 0.0
+
+    def wait_event(self, event: "Mark") -> None:
+        self.end = max(self.end, event.at)
+
+
+class Mark:
+    """A CUDA event, in seconds."""
+
+    def __init__(self, enable_timing: bool = True) -> None:
+        self.at = 0.0
+
+    def record(self, stream: Queue) -> None:
+        self.at = stream.end
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: "Mark") -> float:
+        return 1000 * (end.at - self.at)
+
+
+class Group:
+    """A process group whose all-reduce runs for 3 s on the stream from which it is started."""
+
+    group_name = "tp"
+
+    def allreduce(self, stream: Queue) -> object:
+        stream.end += 3.0
+        return object()
+
+
+def test_on_cuda_the_compute_stream_s_collectives_and_event_waits_count_and_no_other_stream_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compute, beside = Queue(), Queue()
+    current = [compute]
+    monkeypatch.setattr(torch.cuda, "Event", Mark)
+    monkeypatch.setattr(torch.cuda, "Stream", Queue)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(dist, "ProcessGroup", Group)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    original, clock = Queue.wait_event, StepClock(torch.device("cuda"), {"tp": "tensor"})
+    with clock.running(), clock.part("forward"):
+        compute.end += 1.0  # a kernel
+        Group().allreduce(compute)  # not asynchronous: on the compute stream
+        current.append(beside)  # FSDP2's streams: what they run and wait for holds nothing up
+        Group().allreduce(beside)
+        beside.end += 4.0
+        gathered = Mark()
+        gathered.record(beside)
+        beside.wait_event(gathered)
+        current.pop()
+        compute.end += 2.0
+        compute.wait_event(gathered)  # 7 s against 1 + 3 + 2
+    assert Queue.wait_event is original
+    assert clock.take() == {"forward": 3.0, "wait tensor": 3.0, "wait data": 1.0}

@@ -31,6 +31,20 @@ def test_bytes_outside_the_blocks_are_those_that_dry_runs_count(text: str) -> No
     assert found == pytest.approx(COUNTED[text], rel=0.02)
 
 
+def test_the_loss_is_of_the_labelled_tokens_alone() -> None:
+    """With half of the tokens labelled: that of half the tokens, and what the norm takes of all of them."""
+    layouts, machine = Columns.of([Layout.parse("mb1-ga1")]), Machine.of(catalogue()["h100-sxm"], "meshtune")
+
+    def loss(work: Work, tokens: int) -> float:
+        return float(np.ravel(end_seconds(work, layouts, machine, tokens).loss)[0])
+
+    hidden = 2 * SEQ_LEN / 2 * LLAMA_1B.hidden / (machine.bandwidth * machine.memory)
+    of_all = (float(machine.elementwise_norm) + 1) * hidden  # the norm, and the gradient's zeros
+    half = loss(replace(LLAMA_1B, labelled=0.5), SEQ_LEN)
+    assert half == pytest.approx(loss(LLAMA_1B, SEQ_LEN // 2) + of_all)
+    assert half < 0.55 * loss(LLAMA_1B, SEQ_LEN)
+
+
 def test_the_loss_of_this_engine_is_in_the_forward() -> None:
     layouts = Columns.of([Layout.parse("zero3x8-mb1-ga1")])
     for stack, least, most in (("meshtune", 0.9, 1.0), ("torchtitan", 1 / 3, 1 / 3)):

@@ -32,7 +32,7 @@ def measured(seconds: list[float], **changed: Any) -> Measured:
     facts: dict[str, Any] = {
         "layout": "dp2-mb1", "device": "a GPU", "device_type": "cuda", "world": 2, "tokens": 1000.0,
         "seconds": seconds, "time": rows, "memory": memory, "flops": 6e12, "peak_flops_per_second": 3e12,
-        "synthetic": True,
+        "run": {"kind": "run", "data": []}, "end": {"kind": "end"},
     }  # fmt: skip
     return Measured(**facts | changed)
 

@@ -208,7 +208,8 @@ def loss_bytes(work: Work, layouts: Columns, accounting: Accounting, sizes: Micr
     """
     precision, element = accounting.precision, accounting.element
     head_gradient = sizes.head_gradient * precision.gradient
-    chunk_tokens = np.ceil(sizes.tokens / np.maximum(np.ceil(sizes.tokens / accounting.loss_chunk), 1.0))
+    labels = sizes.tokens * work.labelled
+    chunk_tokens = np.ceil(labels / np.maximum(np.ceil(labels / accounting.loss_chunk), 1.0))
     one_copy = chunk_tokens * work.vocabulary / (1.0 if accounting.gathers_logits else layouts.tp)
     kept, changes = (ends.logit, ends.changes) if (ends := work.ends.get(int(element))) else (0.0, False)
     logits = one_copy * (accounting.logit + np.where(layouts.tp > 1, accounting.logit_split, 0.0) + kept)
@@ -224,7 +225,7 @@ def loss_bytes(work: Work, layouts: Columns, accounting: Accounting, sizes: Micr
         ends = in_matmul + copy + head_gradient > logits
         logits = np.where(ends, in_matmul, logits)
         hidden = copy + sizes.hidden_bytes + np.where(ends, copy, 0.0)
-        head_sum = np.where(chunk_tokens < sizes.tokens, 4.0 * sizes.head_gradient, 0.0)  # fp32, over chunks
+        head_sum = np.where(chunk_tokens < labels, 4.0 * sizes.head_gradient, 0.0)  # fp32, over chunks
         gradients = head_sum + np.where(ends, head_gradient, 0.0)
         in_flight, gradients_in_flight = sizes.hidden_bytes, head_gradient  # made in the forward
         wide = 2 * 4.0 * one_copy * (element < 4)  # the logits cast, and their softmax

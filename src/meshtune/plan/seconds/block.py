@@ -32,10 +32,18 @@ class Block:
     compute: BlockCompute
     forward: Number  # with launches and the collectives of tp and cp
     backward: Number  # with recomputation, launches and the collectives of tp and cp
-    launches: Number  # that the host's launches add to the computation
+    # What the host's launches add to the computation of each pass, to recomputation apart
+    forward_launches: Number
+    backward_launches: Number
+    repeated_launches: Number
     tensor: Number  # collectives of tp, forward and backward
     context: Number  # collectives of cp, forward and backward
     sharding: Number  # collectives of ZeRO-2 and -3, not in `forward` and `backward`
+
+    @property
+    def launches(self) -> Number:
+        """Seconds that all launches add to the computation."""
+        return self.forward_launches + self.backward_launches + self.repeated_launches
 
     @property
     def total(self) -> Number:
@@ -52,7 +60,8 @@ def block_seconds(
     """
     compute = block_compute(work, layouts, machine, seq_len, document_tokens)
     launches = launch_seconds(machine, work)
-    backward_launches = np.where(layouts.recomputation("block"), 3, 2) * launches
+    repeats = layouts.recomputation("block")
+    backward_launches = np.where(repeats, 3, 2) * launches
     tensor = tensor_collectives(work, layouts, machine, seq_len)
     context = context_collectives(work, layouts, machine, seq_len, compute.attention_forward)
     per_pass = (tensor + context) / 2
@@ -65,11 +74,15 @@ def block_seconds(
         launched(gpu - after, host, machine) + after
         for gpu, after, host in zip(on_gpu, behind, (launches, backward_launches), strict=True)
     )
+    in_backward = backward - on_gpu[1]
+    repeated = np.where(repeats, in_backward / 3, 0.0)
     return Block(
         compute=compute,
         forward=forward,
         backward=backward,
-        launches=forward + backward - sum(on_gpu),
+        forward_launches=forward - on_gpu[0],
+        backward_launches=in_backward - repeated,
+        repeated_launches=repeated,
         tensor=tensor + again,
         context=context,
         sharding=shard_collectives(work, layouts, machine, forward, backward),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # train/loss.py
 FP32 = 4  # bytes in which it sums the head's gradient over chunks, and a split vocabulary's sums over ranks
-SELECTED = 6  # tensors of hidden states that its forward moves: rows selected 2, gradient made 1, written 3
+SELECTED = 5  # tensors of labelled hidden states that its forward moves: rows selected 2, gradients written 3
 
 
 @dataclass(frozen=True)
@@ -73,15 +73,15 @@ def end_seconds(work: Work, layouts: Columns, machine: Machine, seq_len: Number)
     Other tools' loss has all logits at once, and a third of its time in each pass. This engine's computes
     chunk by chunk, and makes both gradients in the forward (train/loss.py).
     """
+    tokens, element = layouts.rank_tokens(seq_len), machine.element
+    labels = tokens * work.labelled
     if not np.any(machine.counted):  # arrays are of published rows, none of which is this engine's
         pass_seconds = (
-            head_matmuls(work, layouts, machine, layouts.rank_tokens(seq_len))
-            + logit_traffic(work, layouts, machine, seq_len)
+            head_matmuls(work, layouts, machine, labels) + logit_traffic(work, layouts, machine, labels)
         ) / 3
         return Ends(0.0, pass_seconds, pass_seconds, pass_seconds, 0.0, 0.0)
-    tokens, element = layouts.rank_tokens(seq_len), machine.element
     per_byte = 1 / (machine.bandwidth * machine.memory)
-    chunks = np.maximum(np.ceil(tokens / LOSS_CHUNK_TOKENS), 1.0)
+    chunks = np.maximum(np.ceil(labels / LOSS_CHUNK_TOKENS), 1.0)
     of_head = work.vocabulary * work.hidden / layouts.tp * work.head_trainable
     cast = np.where((chunks > 1) & (element < FP32), 2 * (element + FP32), 0.0)
     sums = (chunks - 1) * (element + 2 * np.maximum(FP32, element)) + cast
@@ -101,18 +101,18 @@ def end_seconds(work: Work, layouts: Columns, machine: Machine, seq_len: Number)
         + gradient_accumulation(machine, trained_first / layouts.tp, layouts)
         + gather_first
         + scatter_first,
-        loss=chunks * head_matmuls(work, layouts, machine, tokens / chunks)
-        + logit_traffic(work, layouts, machine, seq_len)
+        loss=chunks * head_matmuls(work, layouts, machine, labels / chunks)
+        + logit_traffic(work, layouts, machine, labels)
         + of_head * sums * per_byte
         + norm
-        + SELECTED * hidden
+        + (SELECTED * work.labelled + 1) * hidden  # 1: the gradient, made of zeros
         + gather_last,
         inputs=machine.hidden_backward * norm + 2 * hidden,
         weights=2 * element * of_head * per_byte
         + gradient_accumulation(machine, trained_last / layouts.tp, layouts)
         + scatter_last,
         exchange=hidden_exchange(work, layouts, machine, seq_len),
-        sums=chunks * loss_sums(layouts, machine, tokens / chunks),
+        sums=chunks * loss_sums(layouts, machine, labels / chunks),
     )
 
 
@@ -149,10 +149,10 @@ def loss_sums(layouts: Columns, machine: Machine, tokens: Number) -> Number:
     return sum(tree_all_reduce(machine, FP32 * n * tokens, layouts.tp, in_node) for n in (1, 2))
 
 
-def logit_traffic(work: Work, layouts: Columns, machine: Machine, seq_len: Number) -> Number:
-    """Seconds of the passes over a micro-batch's logits; of a split vocabulary there are more."""
+def logit_traffic(work: Work, layouts: Columns, machine: Machine, tokens: Number) -> Number:
+    """Seconds of the passes over the logits of `tokens` tokens; of a split vocabulary there are more."""
     moved = machine.logit_bytes + np.where(layouts.tp > 1, machine.split_logit_bytes, 0.0)
-    logits = layouts.rank_tokens(seq_len) * _head_rows(work, layouts)
+    logits = tokens * _head_rows(work, layouts)
     return logits * moved / (machine.bandwidth * machine.memory)
 
 

@@ -21,7 +21,7 @@ from meshtune.placement.columns import Columns, Number
 from meshtune.plan.seconds.block import Blocks
 from meshtune.plan.seconds.collectives import gradient_collectives, optimizer_update
 from meshtune.plan.seconds.ends import end_seconds
-from meshtune.plan.seconds.gpu import block_compute
+from meshtune.plan.seconds.gpu import block_compute, host_seconds
 from meshtune.plan.seconds.pipeline import pipeline_seconds
 
 if TYPE_CHECKING:
@@ -109,19 +109,25 @@ def compute_parts(
 def passes(
     work: Work, layouts: Columns, machine: Machine, seq_len: Number, document_tokens: Number | None = None
 ) -> dict[str, Number]:
-    """Seconds per step of `Seconds.compute`: forward, backward and recomputation, which add up to it.
+    """Seconds per step of forward, backward and recomputation: `Seconds.compute`, and of `Seconds.host` the
+    launches and, in the forward, the work for each micro-batch.
 
     document_tokens: as in `step`.
     """
     every = Blocks.of(work, layouts, machine, seq_len, _within(seq_len, document_tokens))
-    block = every.mean(work.blocks / layouts.pp).compute
+    on_rank = work.blocks / layouts.pp
+    block = every.mean(on_rank)
+    compute, host = block.compute, host_seconds(every.total(on_rank), machine)[0]
     ends = end_seconds(work, layouts, machine, seq_len)
     micro_batches = layouts.gradient_accumulation_steps
-    blocks, share = micro_batches * work.blocks / layouts.pp, micro_batches / layouts.pp
+    blocks, share = micro_batches * on_rank, micro_batches / layouts.pp
     return {
-        "forward": blocks * block.forward + share * ends.loss,
-        "backward": blocks * block.backward + share * (ends.compute - ends.loss),
-        "recomputation": blocks * block.recomputation,
+        "forward": blocks * (compute.forward + block.forward_launches)
+        + share * ends.loss
+        + micro_batches * host,
+        "backward": blocks * (compute.backward + block.backward_launches)
+        + share * (ends.compute - ends.loss),
+        "recomputation": blocks * (compute.recomputation + block.repeated_launches),
     }
 
 
