@@ -331,7 +331,7 @@ def step_timeline(
     """Bytes that each pipeline rank holds at each of EVENTS, by category: [RANKS, layouts] each.
 
     first_step: of a run's first step; before its update, of the optimizer state masters alone are allocated.
-    last_backward: True for an end of backward that is the step's last, when no other micro-batch is in flight.
+    last_backward: True for an end of backward that is the step's last: no other micro-batch is in flight.
     """
     precision, elements = accounting.precision, rank_elements(work, layouts, stages)
     states = held_states(precision, elements.total, layouts, shards_masters=accounting.shards_masters)
