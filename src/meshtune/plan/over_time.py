@@ -195,6 +195,8 @@ def _inputs(one: Pass, layout: Layout) -> list[list[Pass]]:
 
 # memory #
 
+END, LAST = "end of backward", "end of the last backward"  # the latter with no micro-batch in flight
+
 
 class Held(NamedTuple):
     """Bytes that a rank holds at one time, by category."""
@@ -214,7 +216,7 @@ def memory_over_time(workload: Workload, choice: Choice, drawn: StepOverTime) ->
     held, started, found = 0.0, False, []
     share = 1 / choice.layout.stages_per_rank
     last_stage, timed = drawn.layout.stages - 1, drawn.of_rank(at_rank.rank)
-    last_backward = max(place for place, one in enumerate(timed) if one.kind in "BI")
+    last = max(place for place, one in enumerate(timed) if one.kind in "BW")
     for place, one in enumerate(timed):
         ends_stage = one.stage == last_stage
         if one.kind == "F":
@@ -228,13 +230,13 @@ def memory_over_time(workload: Workload, choice: Choice, drawn: StepOverTime) ->
                 found.append(at_rank.held(one.start, "backward of the head", held, started))
             found.append(at_rank.held(one.start, "backward of a block", held, started))
             started = True
-            held -= share * (one.kind == "B")
-            event = "end of backward" if place == last_backward else "forward"
-            found.append(at_rank.held(one.end, event, held, started))
-        elif one.kind == "W":
+            if one.kind == "I":
+                found.append(at_rank.held(one.end, "forward", held, started))
+        if one.kind in "BW":
             held -= share
-            found.append(at_rank.held(one.end, "forward", held, started))
-        elif one.kind == "optimizer":
+            event = at_rank.end_of_backward(last=place == last)
+            found.append(at_rank.held(one.end, event, held, started))
+        if one.kind == "optimizer":
             found += [at_rank.held(time, "update", 0.0, started) for time in (one.start, one.end)]
     return at_rank.rank, found
 
@@ -244,7 +246,7 @@ class _RankMemory:
     """Bytes of one rank at each event, and how they change with the micro-batches in flight."""
 
     rank: int  # in the pipeline
-    events: dict[str, dict[str, float]]  # event -> category -> bytes
+    events: dict[str, dict[str, float]]  # event, or LAST -> category -> bytes
     in_flight: float  # activations of all micro-batches in flight at these events
     micro_batch: float  # of one of them
     no_gradients: float  # bytes of gradients before the first backward
@@ -267,12 +269,13 @@ class _RankMemory:
         def number(values: object) -> float:
             return float(np.broadcast_to(np.asarray(values), shape)[place, 0])
 
-        timeline = step_timeline(work, columns, accounting, tokens, stages)
+        alone = step_timeline(work, columns, accounting, tokens, stages, last_backward=True)
+        timeline = step_timeline(work, columns, accounting, tokens, stages) | {LAST: alone[END]}
         events = {
             event: {name: number(of) for name, of in parts.items()} for event, parts in timeline.items()
         }
         # Of a step of one micro-batch the last gradients are not reduced yet at the end of the backward.
-        flat = max(events["end of backward"]["gradients"] - number(states.gradients), 0.0)
+        flat = max(events[LAST]["gradients"] - number(states.gradients), 0.0)
         earlier = events["loss"]["gradients"] - number(stages.has_head * loss.gradients)
         before = earlier if accounting.precision.beside else flat
         return cls(
@@ -285,10 +288,18 @@ class _RankMemory:
             reserved=lambda parts: accounting.reserved * float(np.squeeze(transient(parts, columns))),
         )
 
+    def end_of_backward(self, *, last: bool) -> str:
+        """Name the event at the end of a backward. last: True for the step's; another one's holds more than
+        what is in flight where an embedding's gradient is whole by then.
+        """
+        if last:
+            return LAST
+        return END if self.events[END] != self.events[LAST] else "forward"
+
     def held(self, seconds: float, event: str, micro_batches: float, started: bool) -> Held:
         """Bytes at an event with so many micro-batches in flight.
 
-        event: of EVENTS, or "forward": none of them. started: whether a backward has made gradients.
+        event: of EVENTS, LAST, or "forward": none of them. started: whether a backward has made gradients.
         """
         at_event = self.events["loss" if event == "forward" else event]
         parts = dict(at_event)
@@ -297,8 +308,10 @@ class _RankMemory:
             parts |= {
                 "activations": in_flight, "logits": 0.0, "gradients": self.earlier_gradients,
             }  # fmt: skip
-        elif event == "end of backward":
+        elif event == LAST:
             parts["activations"] += in_flight
+        elif event == END:
+            parts["activations"] += in_flight + self.micro_batch - self.in_flight
         elif event != "update":
             parts["activations"] += in_flight - self.in_flight
         if not started:
@@ -306,4 +319,4 @@ class _RankMemory:
         elif event != "update":
             parts["gradients"] = max(parts["gradients"], self.earlier_gradients)
         parts["overhead"] += self.reserved(parts) - self.reserved(at_event)
-        return Held(seconds, event, parts)
+        return Held(seconds, END if event == LAST else event, parts)

@@ -298,6 +298,12 @@ class Work:
         return trained / np.maximum(self.outside_parameters, 1.0)
 
     @property
+    def last_norm_elements(self) -> Number:
+        """Elements of the vectors after the blocks; of a model whose ends were not traced, a Llama's norm."""
+        vectors = sum(w.elements for w in self.last_weights if np.all(w.cols == 1))
+        return vectors if self.ends else np.maximum(vectors, self.hidden)
+
+    @property
     def outside_parameters(self) -> Number:
         return sum(w.elements for w in (*self.first_weights, *self.last_weights))
 

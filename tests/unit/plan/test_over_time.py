@@ -21,6 +21,7 @@ PIPELINES = (
     "dp2-tp4-sp-pp8-interleaved1f1b-v4-mb1-ga16", "dp8-pp8-zb-mb1-ga16", "dp8-pp8-zbv-mb1-ga16",
     "dp8-pp8-gpipe-mb1-ga16", "dp16-pp4-1f1b-mb1-ga8-full8", "dp8-pp8-dualpipev-mb1-ga16",
 )  # fmt: skip
+ZERO_3 = "dp2-zero3x2-tp4-sp-pp4-1f1b-mb1-ga8", "zero3x8-pp8-1f1b-mb1-ga16-full"
 
 
 def planned(text: str) -> tuple[Workload, Choice]:
@@ -45,7 +46,7 @@ def test_a_pipelines_passes_take_about_as_long_as_the_closed_form_predicts(text)
     assert drawn.end == pytest.approx(choice.seconds.total, rel=0.03)
 
 
-@pytest.mark.parametrize("text", [*ALONE, *PIPELINES])
+@pytest.mark.parametrize("text", [*ALONE, *PIPELINES, *ZERO_3])
 def test_the_peak_of_the_curve_is_the_layouts(text):
     workload, choice = planned(text)
     drawn = step_over_time(workload, choice)
@@ -58,6 +59,19 @@ def test_the_peak_of_the_curve_is_the_layouts(text):
         assert top.parts[name] == pytest.approx(getattr(choice.memory, name), rel=1e-6, abs=1)
     assert [one.seconds for one in held] == sorted(one.seconds for one in held)
     assert min(min(one.parts.values()) for one in held) >= 0
+
+
+@pytest.mark.parametrize("text", [*PIPELINES, *ZERO_3])
+def test_no_micro_batch_is_in_flight_behind_the_last_backward(text):
+    """So it ends with no more than it begins with."""
+    workload, choice = planned(text)
+    drawn = step_over_time(workload, choice)
+    assert drawn is not None
+    _, held = memory_over_time(workload, choice, drawn)
+    last = next(place for place, one in enumerate(held) if one.event == "update") - 1
+    begin = [one for one in held[:last] if one.event == "backward of a block"][-1]
+    assert held[last].event == "end of backward"
+    assert held[last].parts["activations"] <= begin.parts["activations"]
 
 
 @pytest.mark.parametrize("text", PIPELINES)

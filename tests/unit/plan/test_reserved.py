@@ -10,7 +10,7 @@ import pytest
 from meshtune.layout import Layout
 from meshtune.placement.columns import Columns
 from meshtune.plan.accounting import stack_accounting
-from meshtune.plan.memory.reserved import stream_bytes
+from meshtune.plan.memory.reserved import gather_pool, stream_bytes
 from meshtune.plan.memory.stages import Stages
 from meshtune.plan.memory.states import rank_elements
 from meshtune.plan.memory.timeline import step_timeline
@@ -24,7 +24,6 @@ PAGE = (VALIDATION / "memory-reserved.md").read_text(encoding="utf-8")
 # Rows of models whose shape in plan/models.toml is the model: the others need their configuration.
 ROWS = re.findall(r"^\| (llama\S+|qwen3-32b) (\S+) \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \|", PAGE, re.M)
 LIMIT = 0.03
-BEYOND = {"tp8-sp-zero3x64-mb1-ga1-full"}  # of 405B: 3.8 % too low, 0.9 GiB of gaps between tensors
 EIGHT_B = models()["llama-3.1-8b"]
 
 
@@ -44,7 +43,7 @@ def reserved(model: str, layout: str) -> float:
 def test_the_page_has_all_its_rows_within_the_limit() -> None:
     differences = re.findall(r"^\| \S+ (\S+) \|.*\| ([+-][\d.]+)% \|$", PAGE, re.M)
     assert len(differences) == 17 and len(ROWS) == 13
-    assert {layout for layout, off in differences if abs(float(off)) > 100 * LIMIT} == BEYOND
+    assert all(abs(float(off)) <= 100 * LIMIT for _, off in differences)
 
 
 @pytest.mark.parametrize(("model", "layout", "simulated", "planned"), ROWS)
@@ -52,8 +51,7 @@ def test_reserved_bytes_are_those_of_the_replay(
     model: str, layout: str, simulated: str, planned: str
 ) -> None:
     found = reserved(model, layout)
-    if layout not in BEYOND:
-        assert found == pytest.approx(float(simulated), rel=LIMIT)
+    assert found == pytest.approx(float(simulated), rel=LIMIT)
     assert found == pytest.approx(float(planned), rel=2e-3)  # else the page is to be written again
 
 
@@ -66,6 +64,21 @@ def test_streams_hold_two_gathers_and_all_shards_of_gradients() -> None:
     assert streams.gather[0] == pytest.approx(2 * table * 2 + table / 8 * 2, rel=1e-3)  # and the cast shard
     of_all = elements.total.trained_shard[0] * 4
     assert streams.reduce[0] == pytest.approx([of_all[0], of_all[1] + table / 8 * 4], rel=1e-3)
+
+
+def test_a_last_block_in_the_lower_place_takes_a_third_one_with_its_norm() -> None:
+    """Blocks that have no room where the root's buffer lay: the second has the lower place, in front of the
+    third's. So every even number of blocks ends there, but if the last one is no larger.
+    """
+    columns = Columns.of([Layout.parse("zero3x8-mb1-ga1")])
+    stages = [replace(Stages.even(blocks, columns), has_head=1.0) for blocks in (126, 127)]
+    root, embedding, block = (500.0, 508.0), (500.0, 508.0), (760.0, 772.0)
+    sizes = [
+        float(np.max(gather_pool(root, embedding, block, stage, last_norm=norm)))
+        for stage in stages
+        for norm in (1.0, 0.0)
+    ]
+    assert sizes == [12 + 3 * 760 + 1, 508 + 500 + 760, 508 + 500 + 760, 508 + 500 + 760]
 
 
 @pytest.mark.parametrize("stack", ["torchtitan", "megatron-core", "trainer-fsdp2", "deepspeed"])

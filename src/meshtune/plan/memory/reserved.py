@@ -78,7 +78,8 @@ def stream_bytes(
     precision, block = accounting.precision, elements.block
     embedding, outside = elements.before_blocks, elements.outside
     sharded = accounting.gathers_shards(layouts) * np.asarray(accounting.own_streams) > 0
-    apart = (1 - work.tied) * np.asarray(accounting.ends_apart) * stages.has_embedding
+    ends_apart = np.asarray(accounting.ends_apart)
+    apart = (1 - work.tied) * ends_apart * stages.has_embedding
     cast = np.where(precision.trained != precision.weight, precision.weight, 0.0)
 
     def gathered(whole: Number, shard: Number) -> tuple[Number, Number]:
@@ -88,6 +89,7 @@ def stream_bytes(
 
     of_block = gathered(block.whole, block.shard)
     of_embedding = gathered(apart * embedding.whole, apart * embedding.shard)
+    norm = stages.has_head * ends_apart * precision.weight * work.last_norm_elements
     of_root = gathered(
         outside.whole - apart * embedding.whole, outside.shard - apart * embedding.shard
     )  # the head
@@ -99,6 +101,7 @@ def stream_bytes(
         np.where(of_embedding[1] > 0, behind_root + of_embedding[1], 0.0),
         behind_embedding + of_block[1],
         of_block[0] + of_block[1],
+        gather_pool(of_root, of_embedding, of_block, stages, last_norm=norm),
     ])  # fmt: skip
     # A new shard lies beside the sums until it is added, and beside its cast.
     shards = [block.trained_shard, apart * embedding.trained_shard]
@@ -109,6 +112,37 @@ def stream_bytes(
     beside = largest * (precision.trained * added + accounting.reduce_bytes * casts)
     reduce = elements.total.trained_shard * precision.sharded_gradient + beside
     return StreamBytes(np.where(sharded, gather, 0.0), np.where(sharded, reduce, 0.0))
+
+
+def gather_pool(
+    root: tuple[Number, Number],
+    embedding: tuple[Number, Number],
+    block: tuple[Number, Number],
+    stages: Stages,
+    *,
+    last_norm: Number,
+) -> Number:
+    """Bytes of memory in which a forward's gathers find room one after the other.
+
+    A gather takes its cast shards and its flat buffer, each in the smallest gap that has room, else at the
+    end; the shards are freed behind it, the flat buffer once the next one has been gathered. So the root's,
+    the embedding's and the first block's lie in a row, the latter in the root's place if it has room, and
+    blocks from then on in turn in two places, of which the lower one ends where the upper one begins. A last
+    block that comes to the lower place finds no room there, since it is gathered with the last norm.
+
+    root, embedding, block: (bytes of the flat buffer, the same with the cast shards). last_norm: its bytes.
+    """
+    cast_root, cast_embedding, cast = (with_cast - flat for flat, with_cast in (root, embedding, block))
+    next_cast = np.where(embedding[0] > 0, cast_embedding, cast)
+    before = root[1] + embedding[0]
+    before = before + np.where((before > 0) & (next_cast > cast_root), next_cast, 0.0)
+    in_place_of_root = (embedding[0] > 0) & (root[0] > 0) & (block[1] <= root[1])
+    behind = ~in_place_of_root & (before > 0)
+    has_room = behind & (before < block[1])  # the lower place begins where the first block lay
+    blocks = np.round(stages.blocks)
+    third = (last_norm > 0) & ~has_room & (blocks > 2) & (blocks % 2 == np.where(behind, 0, 1))
+    places = np.where(has_room, before, cast) + 2 * block[0] + np.where(third, block[0] + last_norm, 0.0)
+    return np.maximum(before + np.where(behind, block[0], 0.0), places)
 
 
 def with_overhead(

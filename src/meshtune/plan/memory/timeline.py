@@ -326,10 +326,12 @@ def step_timeline(
     stages: Stages,
     *,
     first_step: bool = False,
+    last_backward: bool = False,
 ) -> dict[str, dict[str, Number]]:
     """Bytes that each pipeline rank holds at each of EVENTS, by category: [RANKS, layouts] each.
 
     first_step: of a run's first step; before its update, of the optimizer state masters alone are allocated.
+    last_backward: True for an end of backward that is the step's last: no other micro-batch is in flight.
     """
     precision, elements = accounting.precision, rank_elements(work, layouts, stages)
     states = held_states(precision, elements.total, layouts, shards_masters=accounting.shards_masters)
@@ -357,7 +359,8 @@ def step_timeline(
     }
     once = sharded & (layouts.gradient_accumulation_steps == 1) & (layouts.zero < 3)
     first_whole = np.where(once, buffers.first_block_whole, states.gathered)
-    with_embedding = embedding_backward(accounting, elements, stages, flight)
+    at_end = flight._replace(total=flight.per_micro_batch) if last_backward else flight
+    with_embedding = embedding_backward(accounting, elements, stages, at_end)
     pending = stages.has_head * np.where(buffers.head_reduce > 0, 0.0, loss.gradients_pending)
     not_reduced = unreduced(layouts, accounting, buffers)
     first_block = steady | {
@@ -379,7 +382,7 @@ def step_timeline(
         "loss": loss_event(in_forward, flight, buffers, loss, stages),
         "backward of the head": head_backward_event(steady, states, flight, buffers, loss, stages),
         "backward of a block": block_backward_event(in_block, states, flight, buffers, accounting, sharded),
-        "end of backward": backward_end_event(first_block, states, flight, buffers, flat, once),
+        "end of backward": backward_end_event(first_block, states, at_end, buffers, flat, once),
         "update": steady | {
             "gathered_weights": nothing, "gradients": reduced + flat, "optimizer": optimizer,
             "activations": flight.input_gradients, "communication": flight.received,
