@@ -114,11 +114,12 @@ class PhaseMemory:
             weights = [parameter.sharded_param for parameter in self.sharded]
             gathered = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
         sums = (parameter.unsharded_accumulated_grad for parameter in self.sharded)
+        self.optimizer.add_up()
         return {
             COMMUNICATION: list(self.buffers()),
             OPTIMIZER: list(self.optimizer.state().values()),
             GRADIENTS: [
-                *self.optimizer.gradients(),
+                *self.optimizer.sums.values(),
                 *(p.grad for p in parameters if p.grad is not None),
                 *(gradient for gradient in sums if gradient is not None),
                 *chain.from_iterable(map(compat.partial_sums, sharded_modules(self.model))),
