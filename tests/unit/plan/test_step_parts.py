@@ -52,4 +52,6 @@ def test_the_rest_is_the_host_s_work_of_a_step() -> None:
     parts = parts_of_layouts(WORKLOAD, layouts, machine)
     assert list(np.asarray(parts["rest"])) == pytest.approx([0.25] * 3, abs=1e-3)
     total = step(WORK, layouts, machine, WORKLOAD.seq_len).total
-    assert list(np.sum([*parts.values()], axis=0)) == pytest.approx(list(np.asarray(total)))
+    assert list(np.sum(np.broadcast_arrays(*parts.values()), axis=0)) == pytest.approx(
+        list(np.asarray(total))
+    )
