@@ -51,7 +51,9 @@ def calibrate(
     measured = read_runs([*runs, *hold_out])
     check_one_machine([run for run, _ in measured])
     configs = [load(folder.config_file) for _, folder in measured]
-    document, here = start_of([run for run, _ in measured], configs, cluster and str(cluster))
+    document, here = start_of(
+        [run for run, _ in measured], configs, None if cluster is None else str(cluster)
+    )
     planned = [
         Planned.of(run, workload_of_run(config, run, log), here)
         for (run, _), config in zip(measured, configs, strict=True)

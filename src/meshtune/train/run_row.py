@@ -42,7 +42,7 @@ def run_row(config: Config, run: Run, model: RankModel, prepared: Prepared, resu
 
 
 def facts_of(config: Config, model: RankModel, prepared: Prepared | None) -> Row:
-    """What begins now and on what device, of a run and of a benched layout; the main rank's.
+    """Facts of a run, or of a benched layout, that begins now on this rank's device.
 
     prepared: the data; None: random tokens.
     """

@@ -32,7 +32,7 @@ def test_bytes_outside_the_blocks_are_those_that_dry_runs_count(text: str) -> No
 
 
 def test_the_loss_is_of_the_labelled_tokens_alone() -> None:
-    """With half of the tokens labelled: that of half the tokens, and what the norm takes of all of them."""
+    """Half of the tokens labelled cost as half the tokens do, and what the norm takes of all of them."""
     layouts, machine = Columns.of([Layout.parse("mb1-ga1")]), Machine.of(catalogue()["h100-sxm"], "meshtune")
 
     def loss(work: Work, tokens: int) -> float:
