@@ -55,7 +55,7 @@ class States(Protocol):
         ...
 
     def gradients(self) -> Sequence[Tensor]:
-        """Gradients of the step so far."""
+        """Gradients of the step so far; DTensors, or this rank's shards."""
         ...
 
 
@@ -114,12 +114,11 @@ class PhaseMemory:
             weights = [parameter.sharded_param for parameter in self.sharded]
             gathered = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
         sums = (parameter.unsharded_accumulated_grad for parameter in self.sharded)
-        self.optimizer.add_up()
         return {
             COMMUNICATION: list(self.buffers()),
             OPTIMIZER: list(self.optimizer.state().values()),
             GRADIENTS: [
-                *self.optimizer.sums.values(),
+                *self.optimizer.gradients(),
                 *(p.grad for p in parameters if p.grad is not None),
                 *(gradient for gradient in sums if gradient is not None),
                 *chain.from_iterable(map(compat.partial_sums, sharded_modules(self.model))),

@@ -172,7 +172,10 @@ class Optimizer:
         return {name: local(gradient) for name, gradient in gradients if gradient is not None}
 
     def gradients(self) -> list[Tensor]:
-        return list(self.named_gradients().values())
+        """The step's gradients so far as they are, under ZeRO and tensor parallelism DTensors."""
+        self.add_up()
+        every = (self.gradient(parameter) for bucket in self.buckets for parameter in bucket.parameters)
+        return [gradient for gradient in every if gradient is not None]
 
     def local_squared_norm(self) -> Tensor:
         """The sum of the squares of all gradients' elements, a scalar in fp64: this rank's share of it."""
@@ -186,7 +189,8 @@ class Optimizer:
 
     def scale(self, factor: float) -> None:
         """Multiply this rank's gradients by `factor`, in place."""
-        if gradients := self.gradients():  # none on a stage whose parameters are all frozen
+        gradients = list(self.named_gradients().values())
+        if gradients:  # none on a stage whose parameters are all frozen
             torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
 
     def clip(self, norm: float, max_norm: float) -> None:
