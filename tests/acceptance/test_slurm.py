@@ -186,8 +186,8 @@ def test_a_sweep_is_submitted_as_arrays_and_collected_after_a_kill(
     axes = {"layout": layouts}
     file.write_text(json.dumps({"base": base, "steps": 1, "axes": axes, "slurm": {"comment": "a study"}}))
     words = [sys.executable, "-m", "meshtune", "sweep", file, "--slurm", "--out", out, "--json"]
-    killed = slurm("timeout", "--signal=KILL", "25", *words)
-    assert killed.returncode in (0, 137), killed.stderr
+    killed = slurm("timeout", "--signal=KILL", "30", *words)
+    assert killed.returncode in (0, -9, 137), killed.stderr  # timeout kills itself, too
     database = sqlite3.connect(out / "sweep.db")
     statuses = [status for (status,) in database.execute("SELECT status FROM experiments ORDER BY number")]
     assert statuses[3] == "refused" and "waiting" not in statuses
