@@ -168,14 +168,15 @@ def largest_array() -> int:
 def collect(store: Store, folder: Path) -> dict[int, Outcome]:
     """Write the results that tasks have left into the database, and remove their files; returns them."""
     outcomes: dict[int, Outcome] = {}
-    keys = {row.number: row for row in store.rows(WAITING, RUNNING)}
-    for file in (folder / "results").glob("[0-9]*.json"):
+    open_rows = {row.number for row in store.rows(WAITING, RUNNING)}
+    files = [*(folder / "results").glob("[0-9]*.json")]  # more may come meanwhile
+    for file in files:
         with suppress(OSError, ValueError, TypeError, KeyError):
             result = json.loads(file.read_text("utf-8"))
-            if result["number"] in keys:
+            if result["number"] in open_rows:
                 outcomes[result["number"]] = Outcome(**result["outcome"])
     store.finish(outcomes)
-    for file in (folder / "results").glob("[0-9]*.json"):
+    for file in files:
         file.unlink(missing_ok=True)
     return outcomes
 
