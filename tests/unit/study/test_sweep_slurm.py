@@ -1,0 +1,166 @@
+"""Job arrays of a sweep, with scripts for Slurm's commands; tests/acceptance/test_slurm.py has a real one."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshtune.errors import UserError
+from meshtune.layout import Layout
+from meshtune.study import slurm
+from meshtune.study.children import Task
+from meshtune.study.packing import Devices
+from meshtune.study.runner import Progress
+from meshtune.study.slurm import (
+    check_sbatch,
+    collect,
+    ended_without,
+    follow,
+    read_task,
+    resources,
+    submit,
+    written,
+)
+from meshtune.study.store import CRASHED, DONE, RUNNING, TIMED_OUT, WAITING, Outcome, Store
+from meshtune.study.sweep_file import Experiment
+
+COMMANDS = {
+    "sbatch": (
+        'echo "$@" >> "$CALLS"; test -z "$FAIL" || { echo "invalid partition" >&2; exit 1; }; '
+        'echo "$(wc -l < "$CALLS");local"'
+    ),
+    "squeue": 'cat "$QUEUE" 2>/dev/null || { echo "Invalid job id specified" >&2; exit 1; }',
+    "scontrol": 'echo "scontrol $*" >> "$RELEASED"; echo "MaxArraySize = 4"; echo "JobState=$STATE Reason=x"',
+}  # fmt: skip
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Slurm's commands as shell scripts; returns the folder with what they were called with."""
+    folder = tmp_path / "commands"
+    folder.mkdir()
+    for name, text in COMMANDS.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    for name, value in {"CALLS": "calls", "QUEUE": "queue", "RELEASED": "released"}.items():
+        monkeypatch.setenv(name, str(folder / value))
+    monkeypatch.setattr(slurm, "LOOK", 0.01)
+    return folder
+
+
+def task(number: int, layout: str, **tree: Any) -> Task:
+    return Task(number, "bench", tree, Layout.parse(layout), 10, 600.0)
+
+
+def store_of(folder: Path, tasks: list[Task]) -> Store:
+    store = Store(folder / "sweep.db")
+    store.add([Experiment({"n": one.number}, {}, str(one.number)) for one in tasks], ("n",))
+    return store
+
+
+def test_each_number_of_ranks_is_an_array_and_large_ones_are_cut(commands: Path, tmp_path: Path) -> None:
+    tasks = [task(number, "zero3x8-mb1-ga1" if number % 2 else "mb1-ga1") for number in range(1, 9)]
+    with store_of(tmp_path, tasks) as store:
+        by_number = {one.number: one for one in tasks}
+        ids = submit(store, by_number, tmp_path, name="study", options={"partition": "gpu"}, jobs=2)
+        assert ids == ["1", "2", "3", "4"]  # of at most 3 tasks: MaxArraySize is 4
+        assert [row.job for row in store.rows(RUNNING)] == [
+            "3_0",
+            "1_0",
+            "3_1",
+            "1_1",
+            "3_2",
+            "1_2",
+            "4_0",
+            "2_0",
+        ]
+    lines = (commands / "calls").read_text().splitlines()
+    assert ["--array=0-2%2" in line for line in lines] == [True, False, True, False]
+    assert "--gpus-per-node=1" in lines[0] and "--gpus-per-node=8" in lines[2]
+    assert all("--hold" in line and "--partition=gpu" in line and "--time=15" in line for line in lines)
+    assert "scontrol release 4" in (commands / "released").read_text()
+    listing = Path(lines[0].split()[-1])
+    assert [read_task(tmp_path, int(number)).world for number in listing.read_text().split()] == [1, 1, 1]
+    assert '"$((SLURM_ARRAY_TASK_ID + 1))p"' in (tmp_path / "sweep.sbatch").read_text()
+
+
+def test_what_sbatch_refuses_is_said_and_the_experiment_still_waits(
+    commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAIL", "1")
+    with store_of(tmp_path, [task(1, "mb1-ga1")]) as store:
+        with pytest.raises(UserError, match="sbatch refused: invalid partition"):
+            submit(store, {1: task(1, "mb1-ga1")}, tmp_path, name="study", options={}, jobs=0)
+        assert store.counts() == {WAITING: 1}
+
+
+def test_results_are_collected_and_tasks_that_vanish_are_named(
+    commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = [task(number, "mb1-ga1") for number in (1, 2)]
+    lines: list[str] = []
+    monkeypatch.setenv("STATE", "TIMEOUT")
+    with store_of(tmp_path, tasks) as store:
+        store.start([1, 2], "7")
+        written(tasks[0], tmp_path, Outcome(DONE, None, {"step_seconds": 0.5}, {"a": [1]}, 3.0))
+        follow(store, tmp_path, Progress(store, 2, 0, Devices(), lines.append), lines.append)
+        assert store.counts() == {DONE: 1, TIMED_OUT: 1}
+        assert store.best("step_seconds", 1)[0]["seconds"] == 3.0
+    assert not [*(tmp_path / "results").iterdir()]
+    assert "2 of 2" in lines[-1] and "state TIMEOUT without a result; see slurm/7_1.out" in lines[-1]
+
+
+def test_a_result_that_comes_while_others_are_collected_is_kept(
+    commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = [task(number, "mb1-ga1") for number in (1, 2)]
+    with store_of(tmp_path, tasks) as store:
+        store.start([1, 2], "7")
+        written(tasks[0], tmp_path, Outcome(DONE))
+        finish = store.finish
+
+        def late(outcomes: dict[int, Outcome]) -> None:
+            finish(outcomes)
+            written(tasks[1], tmp_path, Outcome(DONE))
+
+        monkeypatch.setattr(store, "finish", late)
+        assert [*collect(store, tmp_path)] == [1]
+        monkeypatch.undo()
+        (tmp_path / "results" / "3.json").write_text("{half")
+        assert [*collect(store, tmp_path)] == [2] and store.counts() == {DONE: 2}
+
+
+@pytest.mark.parametrize(
+    ("state", "status"),
+    [("CANCELLED", None), ("NODE_FAIL", None), ("FAILED", CRASHED), ("TIMEOUT", TIMED_OUT)],
+)
+def test_the_state_of_a_task_decides(
+    commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, status: str | None
+) -> None:
+    monkeypatch.setenv("STATE", state)
+    with store_of(tmp_path, [task(1, "mb1-ga1")]) as store:
+        store.start([1], "7")
+        outcome = ended_without(store.rows(RUNNING)[0])
+    assert (outcome and outcome.status) == status
+
+
+def test_machines_follow_from_the_ranks_and_what_the_file_says_counts() -> None:
+    assert "--nodes=2" in resources(task(1, "zero3x16-mb1-ga1"), {"gpus-per-node": 8})
+    assert "--gpus-per-node=8" in resources(task(1, "zero3x16-mb1-ga1"), {"gpus-per-node": 8})
+    on_cpu = resources(task(1, "mb1-ga1", train={"device": "cpu"}), {"time": 3, "exclusive": True})
+    assert "--time=3" in on_cpu and "--exclusive" in on_cpu and "gpus" not in " ".join(on_cpu)
+    with pytest.raises(UserError) as error:
+        check_sbatch({"array": "1-3", "Parti tion": 1, "chdir": "/"})
+    assert len(error.value.problems) == 3
+
+
+def test_a_bench_on_several_machines_is_refused_in_its_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    outcome = slurm.run_in_job(task(5, "zero3x16-mb1-ga1"), tmp_path)
+    assert outcome.reason and "sweep with run: train" in outcome.reason
+    assert json.loads((tmp_path / "results" / "5.json").read_text())["outcome"]["status"] == "refused"
