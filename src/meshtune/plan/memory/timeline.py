@@ -360,12 +360,13 @@ def step_timeline(
     once = sharded & (layouts.gradient_accumulation_steps == 1) & (layouts.zero < 3)
     first_whole = np.where(once, buffers.first_block_whole, states.gathered)
     at_end = flight._replace(total=flight.per_micro_batch) if last_backward else flight
-    with_embedding = embedding_backward(accounting, elements, stages, at_end)
     pending = stages.has_head * np.where(buffers.head_reduce > 0, 0.0, loss.gradients_pending)
     not_reduced = unreduced(layouts, accounting, buffers)
     first_block = steady | {
         "gradients": states.gradients - not_reduced + flat + buffers.tied_head * pending,
-        "activations": np.maximum(flight.first_block, with_embedding),
+        "activations": np.maximum(
+            flight.first_block, embedding_backward(accounting, elements, stages, at_end)
+        ),
         "gathered_weights": first_whole + buffers.gathered_behind + buffers.gathered_block,
         "communication": flight.received + buffers.backward_end,
     }
@@ -376,8 +377,7 @@ def step_timeline(
         before_backward=earlier_gradients - flight.head_gradients,
         at_end=states.gradients - not_reduced, hole=stages.has_head * loss.hole,
     )  # fmt: skip
-    in_block = {"gradients": steady["gradients"] + pending, "overhead": idle["backward of a block"]}
-    in_block = steady | in_block
+    in_block = steady | {"gradients": steady["gradients"] + pending, "overhead": idle["backward of a block"]}
     events = {
         "loss": loss_event(in_forward, flight, buffers, loss, stages),
         "backward of the head": head_backward_event(steady, states, flight, buffers, loss, stages),
