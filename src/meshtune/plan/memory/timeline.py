@@ -360,20 +360,18 @@ def step_timeline(
     once = sharded & (layouts.gradient_accumulation_steps == 1) & (layouts.zero < 3)
     first_whole = np.where(once, buffers.first_block_whole, states.gathered)
     at_end = flight._replace(total=flight.per_micro_batch) if last_backward else flight
+    with_embedding = embedding_backward(accounting, elements, stages, at_end)
     pending = stages.has_head * np.where(buffers.head_reduce > 0, 0.0, loss.gradients_pending)
     not_reduced = unreduced(layouts, accounting, buffers)
     first_block = steady | {
         "gradients": states.gradients - not_reduced + flat + buffers.tied_head * pending,
-        "activations": np.maximum(
-            flight.first_block, embedding_backward(accounting, elements, stages, at_end)
-        ),
+        "activations": np.maximum(flight.first_block, with_embedding),
         "gathered_weights": first_whole + buffers.gathered_behind + buffers.gathered_block,
         "communication": flight.received + buffers.backward_end,
     }
     in_forward = steady | {"gradients": gradients_at_loss + flat}
     idle = stream_bytes(work, layouts, accounting, elements, stages).idle(
-        layouts, accounting, buffers,
-        at_loss=gradients_at_loss - flight.head_gradients,
+        layouts, accounting, buffers, at_loss=gradients_at_loss - flight.head_gradients,
         before_backward=earlier_gradients - flight.head_gradients,
         at_end=states.gradients - not_reduced, hole=stages.has_head * loss.hole,
     )  # fmt: skip
