@@ -25,6 +25,7 @@ from meshtune.commands.plan import plan
 from meshtune.commands.probe import probe
 from meshtune.commands.report import report
 from meshtune.commands.schema import schema
+from meshtune.commands.sweep import SimulateAlone, sweep
 from meshtune.commands.train import train
 from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError, memory_explained
 from meshtune.rundir import disk_is_full
@@ -41,6 +42,7 @@ app = typer.Typer(
 )
 for command in (config, data, plan, dryrun, probe, bench, calibrate, train):
     app.command()(command)
+app.command(cls=SimulateAlone)(sweep)
 app.command("eval")(evaluate)
 for command in (generate, chat, export, report, migrate, schema, env):
     app.command()(command)

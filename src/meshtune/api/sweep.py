@@ -1,0 +1,343 @@
+"""Sweep: many experiments from one file, run, predicted or simulated; the results in one database."""
+
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshtune.api.plan import Log, silent, workloads
+from meshtune.api.settings import plain
+from meshtune.config import Config, load
+from meshtune.errors import UserError, expanded
+from meshtune.nearest import did_you_mean, nearest
+from meshtune.plan.cluster import Cluster, cluster_for, cluster_here, gpus_here
+from meshtune.plan.fits import empty_plan_error
+from meshtune.plan.search import search
+from meshtune.plan.workload import Workload
+from meshtune.rundir import RunDir, write_text_atomically
+from meshtune.study.children import DRYRUN, Task, kill_marked
+from meshtune.study.judge import Here, Judged, judge
+from meshtune.study.outcomes import train_outcome
+from meshtune.study.packing import Devices
+from meshtune.study.runner import Progress, run_all
+from meshtune.study.slurm import check_sbatch, collect, follow, read_task, run_in_job, submit
+from meshtune.study.store import DOES_NOT_FIT, DONE, FINISHED, REFUSED, RUNNING, WAITING, Outcome, Store
+from meshtune.study.sweep_file import Experiment, SweepFile, read_sweep
+from meshtune.units import counted
+
+PLANNER = "planner"
+TIERS = (PLANNER, DRYRUN)  # values of --simulate
+DATABASE = "sweep.db"
+AGAIN = (*FINISHED, RUNNING)  # statuses that --retry takes
+BEST = 5  # experiments that a sweep's end names
+RANKED = {  # run or tier -> figures by which experiments are ranked, of the database
+    "bench": ("tokens_per_second_per_gpu DESC",),
+    "train": ("eval_loss", "loss"),
+    PLANNER: ("predicted_tokens_per_second_per_gpu DESC", "predicted_peak_bytes"),
+    DRYRUN: ("simulated_step_seconds", "simulated_peak_bytes"),
+}
+
+
+@dataclass(frozen=True)
+class Swept:
+    """A sweep that has ended, or was stopped."""
+
+    database: Path  # SQLite: the view `results` has a row an experiment
+    counts: Mapping[str, int]  # experiments by status
+    simulated: str | None  # planner or dryrun: nothing was measured; None: measured
+    axes: tuple[str, ...]  # dotted settings that experiments change
+    reasons: Mapping[str, str] = field(default_factory=dict)  # status -> the most frequent reason
+    best: Sequence[Mapping[str, Any]] = ()  # rows of `results`, the best first by the figure `ranked_by`
+    ranked_by: str = ""
+
+    @property
+    def total(self) -> int:
+        """Number of experiments."""
+        return sum(self.counts.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """The document of `sweep --json`."""
+        return {
+            "database": str(self.database),
+            "simulated": self.simulated,
+            "experiments": self.total,
+            "counts": dict(self.counts),
+            "axes": list(self.axes),
+            "reasons": dict(self.reasons),
+            "ranked_by": self.ranked_by,
+            "best": [dict(row) for row in self.best],
+        }
+
+
+def sweep(
+    file: Mapping[str, Any] | str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    *,
+    out: str | os.PathLike[str] | None = None,
+    everything: bool = False,
+    simulate: str | None = None,
+    jobs: int | None = None,
+    slurm: bool = False,
+    retry: Sequence[str] = (),
+    log: Log = silent,
+) -> Swept:
+    """Run the experiments of a sweep file that have no result yet, each in a process of its own.
+
+    file: a YAML file, or the mapping that it holds (docs/sweep.md). overrides: section.key=value each, laid
+    over its base. out: folder of the results; None: runs/<name of the file>. everything: run those too that
+    the planner says do not fit. simulate: "planner" or "dryrun" instead of running them. jobs: experiments at
+    once; None: one on a processor, as many as fit on GPUs. slurm: submit them as job arrays, and collect.
+    retry: statuses whose experiments are run again. Running out of memory, a crash, a refusal and a time-out
+    are results. Raises UserError for a bad file, and for a folder that another sweep writes; Interrupted at
+    Ctrl-C.
+    """
+    check_options(simulate, retry, slurm=slurm)
+    source = plain(file) if isinstance(file, Mapping) else expanded(str(file))
+    plan = read_sweep(source, overrides)
+    if slurm:
+        check_sbatch(plan.slurm)
+    folder = expanded(str(out)) if out else Path("runs") / plan.name
+    here = place_of(simulate, slurm=slurm)
+    with Store(folder / DATABASE) as store:
+        prepared = prepare(store, plan, folder, here, simulate, log)
+        if again := {*retry} | ({DOES_NOT_FIT} if everything else set()):
+            store.wait_again(row.number for row in store.rows(*again, keys=prepared))
+        in_jobs = [row for row in store.rows(RUNNING) if row.job]
+        if in_jobs and not slurm:
+            raise UserError(
+                f"Slurm's jobs have {counted(len(in_jobs), 'experiment')} of {folder}; collect them with "
+                "--slurm, or cancel the jobs and add --retry running."
+            )
+        tasks = pending(store, plan, prepared, here, simulate, everything=everything, log=log)
+        done = len(prepared) - len(tasks) - len(in_jobs)
+        gpus = () if simulate or slurm else gpus_for(tasks)
+        devices = Devices(gpus, jobs or len(gpus) or 1)
+        progress = Progress(store, len(prepared), done, devices, log)
+        if slurm:
+            run_by_slurm(store, plan, tasks, folder, jobs or 0, progress=progress, log=log)
+        elif tasks:
+            sweep_id = store.description()["id"]
+            run_all(store, tasks, folder, devices, sweep=sweep_id, progress=progress, log=log)
+        return swept(store, folder, plan, prepared, simulate)
+
+
+def check_options(simulate: str | None, retry: Sequence[str], *, slurm: bool) -> None:
+    """Raise UserError for values that the options can't have."""
+    problems = []
+    if simulate is not None and simulate not in TIERS:
+        near = did_you_mean(nearest(simulate, TIERS))
+        problems.append(f"--simulate {simulate}: write {' or '.join(TIERS)}{near}")
+    for word in retry:
+        if word not in AGAIN:
+            near = did_you_mean(nearest(word, AGAIN))
+            problems.append(f"--retry {word}: write one of {', '.join(AGAIN)}{near}")
+    if slurm and simulate:
+        problems.append("--slurm runs experiments on a cluster, --simulate runs none; leave one out.")
+    if problems:
+        raise UserError(problems)
+
+
+def place_of(simulate: str | None, *, slurm: bool) -> Here:
+    """The devices that experiments are planned for: those of the settings, or of this machine."""
+    seen = [] if simulate else gpus_here()
+
+    def of_settings(config: Config, world: int | None) -> Cluster:
+        cluster = cluster_for(config)
+        asked = config.cluster_config.gpus
+        if world is not None and asked not in (None, world):
+            raise UserError(
+                f"The layout has {counted(world, 'rank')}, but cluster.gpus is {asked}; change one of them."
+            )
+        return cluster if world is None else cluster.of_size(world)
+
+    def of_machine(config: Config, world: int | None) -> Cluster:
+        gpus = [] if config.train.device == "cpu" else seen
+        if gpus and world and world > len(gpus):
+            raise UserError(
+                f"The layout has {counted(world, 'rank')}, but this machine has {counted(len(gpus), 'GPU')}; "
+                "run it on several machines by --slurm, or leave it out by a condition in `where`."
+            )
+        return cluster_here(config, world or len(gpus) or 1, gpus)
+
+    def cluster(config: Config, world: int | None) -> Cluster:
+        settled = simulate or (slurm and config.train.device != "cpu")
+        return (of_settings if settled else of_machine)(config, world)
+
+    return Here(cluster, workload_of)
+
+
+def workload_of(config: Config) -> Workload:
+    with workloads(config) as (workload, _):
+        return workload
+
+
+def best_layouts(here: Here, tree: Mapping[str, Any], number: int) -> list[str]:
+    """The planner's best layouts of a config. Raises UserError, NothingFits among them, if there is none."""
+    config = load(defaults=tree)
+    partial_layout = config.partial_layout
+    workload = here.workload(config)
+    plan = search(workload, here.cluster(config, partial_layout.world), fixed=partial_layout.given)
+    if not len(plan):
+        raise empty_plan_error(plan)
+    return [str(choice.layout) for choice in plan.best(number)]
+
+
+def prepare(
+    store: Store, plan: SweepFile, folder: Path, here: Here, simulate: str | None, log: Log
+) -> dict[str, Experiment]:
+    """Make the database hold the experiments of the file, and settle what a killed sweep has left; returns
+    the experiments by key.
+    """
+    before = store.description()
+    if "id" in before and before["simulated"] != simulate:
+        kinds = {None: "measured", PLANNER: "predicted", DRYRUN: "dry-run"}
+        raise UserError(
+            f"{folder} holds {kinds[before['simulated']]} results, and these would be {kinds[simulate]}; "
+            "name another folder with --out."
+        )
+    experiments = {one.key: one for one in plan.experiments(partial(best_layouts, here))}
+    sweep_id = before.get("id") or uuid.uuid4().hex
+    if killed := kill_marked(sweep_id):
+        log(f"Ended what a killed sweep had left: {killed} processes.")
+    settle(store, folder)
+    new, unlisted = store.add([*experiments.values()], plan.axes)
+    store.describe(facts_of(plan, simulate, sweep_id, before))
+    text = yaml.safe_dump(plain(plan.document), sort_keys=False, allow_unicode=True)
+    write_text_atomically(folder / "sweep.yaml", text)
+    counts = store.counts(experiments)
+    done = sum(number for status, number in counts.items() if status in FINISHED)
+    log(f"{counted(len(experiments), 'experiment')} ({new:,} new, {done:,} with a result) in {store.file}")
+    if unlisted:
+        log(f"{counted(unlisted, 'result')} that the file no longer lists stay in the database.")
+    return experiments
+
+
+def facts_of(
+    plan: SweepFile, simulate: str | None, sweep_id: str, before: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Rows of the table `sweep`; those of the machine are of the first start."""
+    facts: dict[str, Any] = {
+        "id": sweep_id, "name": plan.name, "file": plain(plan.document), "axes": plan.axes, "run": plan.run,
+        "simulated": simulate,
+    }  # fmt: skip
+    if "started" not in before:
+        from meshtune.study.machine import machine_facts
+
+        facts |= machine_facts(simulate)
+    return facts
+
+
+def settle(store: Store, folder: Path) -> None:
+    """Set what a killed sweep was running to waiting, but for a training run that had finished; experiments
+    that Slurm runs are left to it.
+    """
+    for row in store.rows(RUNNING):
+        if row.job:
+            continue
+        run = RunDir(folder / "runs" / str(row.number))
+        if run.metrics_file.exists():
+            from meshtune.report.run.summary import summarise
+
+            summary = summarise(run)
+            if summary.status == "finished":
+                store.finish({row.number: train_outcome(summary.as_dict(), run, summary.seconds or 0.0)})
+                continue
+        store.wait_again([row.number])
+
+
+def pending(
+    store: Store,
+    plan: SweepFile,
+    experiments: Mapping[str, Experiment],
+    here: Here,
+    simulate: str | None,
+    *,
+    everything: bool,
+    log: Log,
+) -> dict[int, Task]:
+    """Judge the waiting experiments; write those that can't run as results, and, for the tier planner, the
+    predictions of the others; return the tasks of those that are to run, by number.
+    """
+    waiting = store.rows(WAITING, keys=experiments)
+    verdicts = judge([experiments[row.key] for row in waiting], plan.run, here)
+    outcomes, known, tasks = {}, {}, {}
+    for row, verdict in zip(waiting, verdicts, strict=True):
+        known[row.number] = verdict.columns
+        if verdict.status == WAITING and simulate == PLANNER:
+            outcomes[row.number] = of_planner(verdict)
+        elif verdict.status == WAITING or (everything and verdict.status == DOES_NOT_FIT and verdict.choice):
+            run = DRYRUN if simulate else plan.run
+            tree = experiments[row.key].tree
+            tasks[row.number] = Task(row.number, run, tree, verdict.layout, plan.steps, plan.limit)
+        else:
+            document = verdict.choice and verdict.choice.as_dict()
+            outcomes[row.number] = Outcome(verdict.status, verdict.reason, document=document)
+    store.judged(known)
+    store.finish(outcomes)
+    skipped = [outcome.status for outcome in outcomes.values() if outcome.status != DONE]
+    for status in dict.fromkeys(skipped):
+        log(f"{counted(skipped.count(status), 'experiment')} not run: {status}")
+    return tasks
+
+
+def of_planner(verdict: Judged) -> Outcome:
+    """The result of an experiment in the tier planner."""
+    if verdict.choice is None:
+        reason = "The planner can't count this model; use --simulate=dryrun, or run it."
+        return Outcome(REFUSED, reason)
+    return Outcome(DONE, document=verdict.choice.as_dict())
+
+
+def run_by_slurm(
+    store: Store,
+    plan: SweepFile,
+    tasks: Mapping[int, Task],
+    folder: Path,
+    jobs: int,
+    *,
+    progress: Progress,
+    log: Log,
+) -> None:
+    """Submit tasks, and collect the results of all that Slurm has."""
+    folder = folder.absolute()
+    collect(store, folder)
+    if tasks:
+        ids = submit(store, tasks, folder, name=plan.name, options=plan.slurm, jobs=jobs)
+        log(f"Submitted {counted(len(tasks), 'experiment')} to Slurm, in the arrays {', '.join(ids)}")
+    follow(store, folder, progress, log)
+
+
+def run_task(file: str, folder: Path | None, number: int) -> None:
+    """Run one experiment inside a task of Slurm, and write its result. file: sweep.yaml of the results'
+    folder.
+    """
+    at = (folder or Path(file).parent).absolute()
+    run_in_job(read_task(at, number), at)
+
+
+def gpus_for(tasks: Mapping[int, Task]) -> tuple[str, ...]:
+    """Ids of this machine's GPUs for CUDA_VISIBLE_DEVICES; none where all tasks are for the processor."""
+    if all(task.on_processor for task in tasks.values()):
+        return ()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    number = len(gpus_here())
+    ids = visible.split(",") if visible is not None else [str(index) for index in range(number)]
+    return tuple(word.strip() for word in ids[:number])
+
+
+def swept(
+    store: Store, folder: Path, plan: SweepFile, keys: Mapping[str, Experiment], simulate: str | None
+) -> Swept:
+    """The state of the sweep, with its best experiments by the first of RANKED that there are any of."""
+    best: Sequence[Mapping[str, Any]] = ()
+    ranked = ""
+    for order in RANKED[plan.run if simulate is None else simulate]:
+        if best := store.best(order, BEST):
+            ranked = order.split()[0]
+            break
+    return Swept(store.file, store.counts(keys), simulate, plan.axes, store.reasons(), best, ranked)

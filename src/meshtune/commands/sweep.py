@@ -1,0 +1,89 @@
+"""`meshtune sweep`: many experiments from one file, with their results in one database."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from meshtune.commands.options import AsJson, announce, folder_of, show, split
+from meshtune.errors import UserError
+from meshtune.units import notice
+
+SWEEP = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SWEEP.yaml [KEY=VALUE]...", help="a sweep file; section.key=value changes its base"
+    ),
+]
+
+
+class SimulateAlone(TyperCommand):
+    """A command whose --simulate may stand without a value, which then is planner."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        tiers = ("planner", "dryrun")
+        for place, word in enumerate(args):
+            if word == "--simulate" and args[place + 1 : place + 2] not in ([tier] for tier in tiers):
+                args = [*args[:place], f"--simulate={tiers[0]}", *args[place + 1 :]]
+        return super().parse_args(ctx, args)
+
+
+def sweep(
+    settings: SWEEP,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="folder of the results; default: runs/<name of the file>"),
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="run experiments too that the plan says do not fit")
+    ] = False,
+    simulate: Annotated[
+        str | None,
+        typer.Option(metavar="[planner|dryrun]", help="predict or dry-run them, running none"),
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, help="experiments at once; default: 1 on a processor, as many as fit on GPUs"),
+    ] = None,
+    slurm: Annotated[
+        bool, typer.Option(help="submit the experiments as Slurm job arrays, and collect")
+    ] = False,
+    retry: Annotated[
+        str | None,
+        typer.Option(metavar="STATUS,…", help="run again those that ended so, such as crashed,'timed out'"),
+    ] = None,
+    task: Annotated[
+        int | None, typer.Option(hidden=True, help="run this experiment of a Slurm array")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run many experiments from one file: a base config, axes of settings and layouts, conditions. Results
+    go to one SQLite database; stopped or killed, the same command goes on where it was.
+    """
+    file, overrides = split(settings)
+    if file is None:
+        raise UserError("Name a sweep file, such as meshtune sweep sweep.yaml (docs/sweep.md).")
+    announce(file)
+    folder = folder_of("--out", out)
+    from rich.console import Group
+
+    from meshtune.api import sweep as api
+    from meshtune.report.sweep import best_table, counts_table
+
+    def log(line: str) -> None:
+        notice(f"meshtune: {line}")
+
+    if task is not None:
+        api.run_task(file, folder, task)
+        return
+    words = [word.strip() for word in (retry or "").split(",") if word.strip()]
+    done = api.sweep(
+        file, overrides, out=folder, everything=everything, simulate=simulate, jobs=jobs, slurm=slurm,
+        retry=words, log=log,
+    )  # fmt: skip
+    tables = [counts_table(done.counts, done.reasons, done.simulated)]
+    if done.best:
+        tables.append(best_table(done.best, done.axes, done.ranked_by))
+    lines = [f"Results: {done.database} (view `results`)"]
+    show(done.as_dict(), Group(*(table.rendered() for table in tables), *lines), as_json=as_json)

@@ -1,0 +1,158 @@
+"""Run a sweep's waiting experiments on this machine: as many at once as its devices take."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from meshtune.errors import Interrupted
+from meshtune.launch.rank import cores
+from meshtune.study.children import TO_STOP, TO_STOP_OTHERS, Child, Task
+from meshtune.study.packing import Devices, Estimate
+from meshtune.study.store import DONE, FINISHED, REFUSED, Outcome, Row, Store
+from meshtune.units import counted, duration
+
+Log = Callable[[str], None]
+POLL = 0.1  # seconds between looks at the running experiments
+MOST_SAID = 120  # characters of an experiment's settings or reason in a line of progress
+
+
+class Running(NamedTuple):
+    """An experiment that runs."""
+
+    row: Row
+    child: Child
+    gpus: tuple[str, ...]
+
+
+class Progress:
+    """Lines on stderr: one for each experiment that has ended, with those that are left."""
+
+    def __init__(self, store: Store, total: int, done: int, devices: Devices, log: Log) -> None:
+        """total: experiments of the sweep. done: those that have ended before."""
+        self._store, self._total, self._done = store, total, done
+        self._devices, self._log = devices, log
+
+    def ended(self, row: Row, outcome: Outcome, waiting: list[Row], running: Mapping[Row, float]) -> None:
+        """Print how an experiment ended, and the time that the others take."""
+        self._done += 1
+        result = outcome.status
+        speed = (outcome.figures or {}).get("tokens_per_second_per_gpu")
+        if outcome.status == DONE and speed:
+            result += f", {speed:,.0f} tokens/s/{'GPU' if self._devices.gpus else 'rank'}"
+        elif outcome.reason:
+            result += f": {shortened(outcome.reason)}"
+        parts = [f"{self._done} of {self._total}", f"experiment {row.number} ({told(row)}) {result}"]
+        if outcome.seconds is not None:
+            parts.append(duration(outcome.seconds))
+        if waiting or running:
+            ended = [one for one in self._store.rows(*FINISHED) if one.status != REFUSED]
+            left = Estimate.of(ended).left(waiting, running, self._devices)
+            parts += [] if left is None else [f"{duration(left)} left"]
+        self._log(" · ".join(parts))
+
+
+def told(row: Row) -> str:
+    """The settings of an experiment, for a line of progress."""
+    return shortened(", ".join(f"{key}={value}" for key, value in row.settings.items())) or "as the base"
+
+
+def shortened(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= MOST_SAID else f"{line[: MOST_SAID - 1]}…"
+
+
+def run_all(
+    store: Store,
+    tasks: Mapping[int, Task],
+    folder: Path,
+    devices: Devices,
+    *,
+    sweep: str,
+    progress: Progress,
+    log: Log,
+) -> None:
+    """Run the experiments of `tasks`, by number, and write how each ended.
+
+    sweep: id of the sweep, the mark of its processes. Raises Interrupted at Ctrl-C or SIGTERM, after the
+    running experiments have been stopped and set to waiting.
+    """
+    waiting = [row for row in store.rows() if row.number in tasks]
+    running: list[Running] = []
+    try:
+        with sigterm_as_interrupt():
+            while waiting or running:
+                while choice := devices.next(waiting, [one.gpus for one in running]):
+                    row, gpus = choice
+                    waiting.remove(row)
+                    store.start([row.number])
+                    task = tasks[row.number]
+                    child = Child(task, folder, sweep, environment(task, devices, gpus))
+                    running.append(Running(row, child, gpus))
+                time.sleep(POLL)
+                for one in list(running):
+                    if outcome := one.child.outcome():
+                        running.remove(one)
+                        store.finish({one.row.number: outcome})
+                        so_far = {other.row: other.child.seconds for other in running}
+                        progress.ended(one.row, outcome, waiting, so_far)
+    except KeyboardInterrupt:
+        log(f"Stopping {counted(len(running), 'experiment')} …")
+        stop([one.child for one in running])
+        store.wait_again(one.row.number for one in running)
+        left = len(waiting) + len(running)
+        raise Interrupted(
+            f"Stopped with {counted(left, 'experiment')} to run; the same command goes on with them."
+        ) from None
+    except BaseException:
+        for one in running:
+            one.child.kill()
+        raise
+
+
+def stop(children: Sequence[Child]) -> None:
+    """End running experiments: training saves a checkpoint first. A second Ctrl-C kills them at once."""
+    try:
+        for child in children:
+            child.stop()
+        patience = max((TO_STOP.get(child.task.run, TO_STOP_OTHERS) for child in children), default=0.0)
+        until = time.monotonic() + patience
+        while time.monotonic() < until and not all(child.ended() for child in children):
+            time.sleep(POLL)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        for child in children:
+            child.kill()
+            child.discard()
+
+
+def environment(task: Task, devices: Devices, gpus: tuple[str, ...]) -> dict[str, str]:
+    """Variables that give an experiment its GPUs, or its part of the cores where several run at once."""
+    if gpus:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    if devices.jobs > 1 and "OMP_NUM_THREADS" not in os.environ:
+        return {"OMP_NUM_THREADS": str(max(1, cores() // devices.jobs // task.world))}
+    return {}
+
+
+@contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt in the block, as Ctrl-C does."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

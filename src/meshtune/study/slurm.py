@@ -1,0 +1,285 @@
+"""Run a sweep's experiments as Slurm job arrays: one array for each size, a task for each experiment.
+
+    sweep.sbatch          the batch script of all arrays; a task runs `meshtune sweep … --task NUMBER`
+    slurm/<number>.json   a task, which the job reads
+    slurm/<…>.txt         numbers of the experiments of an array, a line a task
+    results/<number>.json how an experiment ended, written atomically by its task
+
+Only the sweep writes the database. An array is submitted held, written down, then released: killed in
+between, no experiment runs twice.
+"""
+
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from meshtune.errors import Interrupted, UserError
+from meshtune.rundir import write_text_atomically
+from meshtune.study.children import Child, Task
+from meshtune.study.runner import POLL, Log, Progress, sigterm_as_interrupt, stop
+from meshtune.study.store import (
+    CRASHED,
+    OUT_OF_MEMORY,
+    REFUSED,
+    RUNNING,
+    TIMED_OUT,
+    WAITING,
+    Outcome,
+    Row,
+    Store,
+)
+from meshtune.units import counted
+
+LOOK = 5.0  # seconds between looks at Slurm's queue and the results
+MISSED = 3  # looks without the task and without its result, after which it has ended
+SPARE = 300.0  # seconds of a job beyond the experiment's limit
+STATES = {"TIMEOUT": TIMED_OUT, "OUT_OF_MEMORY": OUT_OF_MEMORY}  # Slurm's state -> status; others crashed
+AGAIN = ("CANCELLED", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL")  # states after which an experiment waits again
+OURS = ("array", "chdir", "hold", "output", "parsable", "job-name")  # options that the sweep sets itself
+
+
+def check_sbatch(options: Mapping[str, Any]) -> None:
+    """Raise UserError for options of sbatch that the sweep sets itself, and for names that are none."""
+    names = [str(name).lstrip("-").replace("_", "-") for name in options]
+    problems = [f"slurm.{name} is set by the sweep; leave it out." for name in names if name in OURS]
+    problems += [
+        f"slurm.{name} is no long option of sbatch; write it as in partition: gpu."
+        for name in names
+        if not re.fullmatch(r"[a-z][a-z-]+", name)
+    ]
+    if problems:
+        raise UserError(problems)
+
+
+def script_of(folder: Path, sweep: str) -> str:
+    """Text of the batch script. sweep: name of the sweep."""
+    command = [sys.executable, "-m", "meshtune", "sweep", str(folder / "sweep.yaml"), "--out", str(folder)]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            f"# Task of a job array of the sweep {sweep}, which `meshtune sweep --slurm` submits.",
+            "# $1: file with the numbers of the array's experiments, a line a task.",
+            'number=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" "$1")',
+            f'exec {shlex.join(command)} --task "$number"',
+            "",
+        ]
+    )
+
+
+def submit(
+    store: Store, tasks: Mapping[int, Task], folder: Path, *, name: str, options: Mapping[str, Any], jobs: int
+) -> list[str]:
+    """Submit tasks as arrays, one for each number of ranks; returns their ids. jobs: tasks of an array that
+    run at once, 0: as many as Slurm gives.
+    """
+    script = folder / "sweep.sbatch"
+    write_text_atomically(script, script_of(folder, name))
+    most, ids = largest_array(), []
+    for world in sorted({task.world for task in tasks.values()}):
+        several = [task for task in tasks.values() if task.world == world]
+        for start in range(0, len(several), most):
+            part = several[start : start + most]
+            ids.append(_submitted(store, part, script, name=name, options=options, jobs=jobs))
+    return ids
+
+
+def _submitted(
+    store: Store, tasks: Sequence[Task], script: Path, *, name: str, options: Mapping[str, Any], jobs: int
+) -> str:
+    """Submit one array, write its id down, release it; returns the id."""
+    folder = script.parent
+    for task in tasks:
+        write_text_atomically(task_file(folder, task.number), task.as_json())
+    listing = folder / "slurm" / f"{tasks[0].number}-{time.time_ns()}.txt"
+    write_text_atomically(listing, "".join(f"{task.number}\n" for task in tasks))
+    array = f"0-{len(tasks) - 1}" + (f"%{jobs}" if jobs else "")
+    words = [
+        "sbatch", "--parsable", "--hold", f"--array={array}", f"--job-name={name}", f"--chdir={os.getcwd()}",
+        f"--output={folder / 'slurm' / '%A_%a.out'}", *resources(tasks[0], options), str(script),
+        str(listing),
+    ]  # fmt: skip
+    job = asked(*words).split(";")[0].strip()
+    store.start([task.number for task in tasks], job)
+    asked("scontrol", "release", job)
+    return job
+
+
+def task_file(folder: Path, number: int) -> Path:
+    return folder / "slurm" / f"{number}.json"
+
+
+def read_task(folder: Path, number: int) -> Task:
+    """The task of an experiment as it was submitted. Raises UserError if there is none."""
+    file = task_file(folder, number)
+    try:
+        return Task.from_json(file.read_text("utf-8"))
+    except OSError as error:
+        raise UserError(f"{file} can't be read ({error.strerror}): submit it by sweep --slurm.") from None
+
+
+def resources(task: Task, options: Mapping[str, Any]) -> list[str]:
+    """Options of sbatch for an experiment: its time, its machines and GPUs; `options` go before these."""
+    given = {str(name).lstrip("-").replace("_", "-"): value for name, value in options.items()}
+    per_node = int(given.pop("gpus-per-node", 0)) or task.world
+    nodes = math.ceil(task.world / per_node)
+    minutes = math.ceil((task.limit + SPARE) / 60)
+    words = {"nodes": nodes, "ntasks-per-node": 1, "time": minutes}
+    if not task.on_processor:
+        words["gpus-per-node"] = min(task.world, per_node)
+    return [
+        f"--{name}" if value is True else f"--{name}={value}"
+        for name, value in {**words, **given}.items()
+        if value is not False
+    ]
+
+
+def asked(*words: str) -> str:
+    """Output of one of Slurm's commands. Raises UserError, with its words, if it is missing or fails."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"--slurm needs {words[0]}, which can't be run: {error}.") from None
+    if done.returncode:
+        raise UserError(f"{words[0]} refused: {' '.join(done.stderr.split())}")
+    return done.stdout
+
+
+def largest_array() -> int:
+    """Number of tasks that Slurm takes in one array."""
+    with suppress(UserError):
+        if found := re.search(r"MaxArraySize\s*=\s*(\d+)", asked("scontrol", "show", "config")):
+            return max(1, int(found[1]) - 1)
+    return 1000
+
+
+# collecting #
+
+
+def collect(store: Store, folder: Path) -> dict[int, Outcome]:
+    """Write the results that tasks have left into the database, and remove their files; returns them."""
+    outcomes: dict[int, Outcome] = {}
+    keys = {row.number: row for row in store.rows(WAITING, RUNNING)}
+    for file in (folder / "results").glob("[0-9]*.json"):
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            result = json.loads(file.read_text("utf-8"))
+            if result["number"] in keys:
+                outcomes[result["number"]] = Outcome(**result["outcome"])
+    store.finish(outcomes)
+    for file in (folder / "results").glob("[0-9]*.json"):
+        file.unlink(missing_ok=True)
+    return outcomes
+
+
+def alive(jobs: Sequence[str]) -> set[str]:
+    """Ids of the tasks of arrays that wait or run, as 12_3."""
+    if not jobs:
+        return set()
+    listing = ["squeue", "--noheader", "--array", "--format=%i", "--jobs"]
+    try:
+        return {line.strip() for line in asked(*listing, ",".join(jobs)).splitlines()}
+    except UserError as error:
+        if "Invalid job id" in str(error):  # Slurm has forgotten one: ask for each
+            return set() if len(jobs) == 1 else {task for job in jobs for task in alive([job])}
+        raise
+
+
+def ended_without(row: Row) -> Outcome | None:
+    """The outcome of a task that ended without a result, by its state; None: it is to be tried again."""
+    text = ""
+    with suppress(UserError):
+        text = asked("scontrol", "show", "job", str(row.job))
+    state = next(iter(re.findall(r"JobState=(\w+)", text)), "unknown")
+    if state in AGAIN:
+        return None
+    reason = f"Slurm's task {row.job} ended in state {state} without a result; see slurm/{row.job}.out."
+    return Outcome(STATES.get(state, CRASHED), reason)
+
+
+def follow(store: Store, folder: Path, progress: Progress, log: Log) -> None:
+    """Collect results until no task is left. Raises Interrupted at Ctrl-C; the jobs go on."""
+    missed: dict[int, int] = {}
+    jobs = job_ids(store)
+    for job in jobs:  # held, if the sweep was killed before it released them
+        with suppress(UserError):
+            asked("scontrol", "release", job)
+    try:
+        with sigterm_as_interrupt():
+            while rows := {row.number: row for row in store.rows(RUNNING) if row.job}:
+                tasks = alive(job_ids(store))
+                for number, outcome in collect(store, folder).items():
+                    row = rows.pop(number, None)
+                    if row:
+                        progress.ended(row, outcome, [], dict.fromkeys(rows.values(), 0.0))
+                for number, row in rows.items():
+                    missed[number] = 0 if row.job in tasks else missed.get(number, 0) + 1
+                    if missed[number] < MISSED:
+                        continue
+                    if outcome := ended_without(row):
+                        store.finish({number: outcome})
+                        progress.ended(row, outcome, [], {})
+                    else:
+                        log(f"Slurm's task {row.job} was cancelled; experiment {number} waits again.")
+                        store.wait_again([number])
+                if rows:
+                    time.sleep(LOOK)
+    except KeyboardInterrupt:
+        left = job_ids(store)
+        raise Interrupted(
+            f"Stopped collecting; the jobs go on. The same command collects their results, and `scancel "
+            f"{' '.join(left)}` ends them."
+        ) from None
+
+
+def job_ids(store: Store) -> list[str]:
+    """Ids of the arrays that the database has tasks of."""
+    jobs = (row.job.partition("_")[0] for row in store.rows(RUNNING) if row.job)
+    return list(dict.fromkeys(jobs))
+
+
+# in a task #
+
+
+def run_in_job(task: Task, folder: Path) -> Outcome:
+    """Run an experiment inside a task, and write its result. SIGTERM and Ctrl-C end it without a result."""
+    job = f"slurm-{os.environ.get('SLURM_JOB_ID', os.getpid())}"
+    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    if nodes > 1 and task.run != "train":
+        outcome = Outcome(
+            REFUSED,
+            f"{task.run} starts its ranks on one machine, and {counted(task.world, 'rank')} would need "
+            f"{nodes}; sweep with run: train.",
+        )
+        return written(task, folder, outcome)
+    each = task.world // nodes
+    prefix = ["srun", f"--nodes={nodes}", f"--ntasks-per-node={each}"] if nodes > 1 else []
+    # Without Slurm's variables the command starts its ranks itself; srun needs them.
+    hidden = () if prefix else ("SLURM_", "PMI")
+    environment = {
+        name: value for name, value in os.environ.items() if not (hidden and name.startswith(hidden))
+    }
+    child = Child(task, folder, job, environment, prefix, inherit=False)
+    try:
+        with sigterm_as_interrupt():
+            while (outcome := child.outcome()) is None:
+                time.sleep(POLL)
+    except KeyboardInterrupt:
+        stop([child])
+        raise Interrupted("Stopped; the experiment waits again.") from None
+    return written(task, folder, outcome)
+
+
+def written(task: Task, folder: Path, outcome: Outcome) -> Outcome:
+    """Write the result of a task for `collect`."""
+    result = {"number": task.number, "outcome": asdict(outcome)}
+    write_text_atomically(folder / "results" / f"{task.number}.json", json.dumps(result, default=str))
+    return outcome

@@ -1,0 +1,290 @@
+"""The database of a sweep: one SQLite file with every experiment, its settings and its result.
+
+    sweep        name -> value (JSON): the file, the axes in order, machine, device, versions, simulated …
+    experiments  one row an experiment: settings, status, reason, the figures, the command's whole document
+    results      a view of it with a column for each axis
+
+Each change is one transaction with the rollback journal synced, so that a kill at any moment loses nothing
+that was finished. One process writes: it holds `sweep.lock` beside the file.
+"""
+
+import fcntl
+import json
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from meshtune.errors import UserError
+from meshtune.meter.rows import time_now
+from meshtune.study.sweep_file import Experiment
+
+FORM = 1  # version of the tables
+WAITING, RUNNING, DONE = "waiting", "running", "done"
+OUT_OF_MEMORY, CRASHED, REFUSED = "out of memory", "crashed", "refused"
+TIMED_OUT, DOES_NOT_FIT, DIVERGED = "timed out", "does not fit", "diverged"
+STATUSES = (
+    WAITING, RUNNING, DONE, OUT_OF_MEMORY, CRASHED, REFUSED, TIMED_OUT, DOES_NOT_FIT, DIVERGED
+)  # fmt: skip
+FINISHED = STATUSES[2:]
+FIGURES = {  # column -> its type
+    "step_seconds": "REAL",  # median
+    "spread": "REAL",  # distance of the quartiles of the steps, of the median
+    "tokens_per_second_per_gpu": "REAL",
+    "mfu": "REAL",
+    "tokens": "REAL",  # of a step (bench) or of the run (train)
+    "peak_memory_bytes": "REAL",
+    "loss": "REAL",  # the last one of training
+    "eval_loss": "REAL",
+    "gradient_noise_scale": "REAL",
+    "predicted_step_seconds": "REAL",
+    "predicted_peak_bytes": "REAL",
+    "predicted_mfu": "REAL",
+    "predicted_tokens_per_second_per_gpu": "REAL",
+    "simulated_step_seconds": "REAL",
+    "simulated_peak_bytes": "REAL",
+    "parameters": "INTEGER",
+    "global_batch_size": "INTEGER",  # sequences
+    "seq_len": "INTEGER",  # tokens
+    "model": "TEXT",
+    "gpus": "INTEGER",
+}
+SCHEMA = f"""
+CREATE TABLE sweep (name TEXT PRIMARY KEY, value TEXT);
+CREATE TABLE experiments (
+    key TEXT PRIMARY KEY, number INTEGER UNIQUE, settings TEXT, layout TEXT, world INTEGER, status TEXT,
+    reason TEXT, started TEXT, ended TEXT, seconds REAL, attempts INTEGER DEFAULT 0, job TEXT,
+    {", ".join(f"{name} {kind}" for name, kind in FIGURES.items())}, document TEXT
+);
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an experiment ended."""
+
+    status: str  # of STATUSES
+    reason: str | None = None  # a sentence; None: done
+    figures: Mapping[str, Any] | None = None  # of FIGURES
+    document: Any = None  # of the command, for JSON
+    seconds: float | None = None  # that it took
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One row of `experiments`, as far as the runner needs it."""
+
+    number: int
+    key: str
+    settings: Mapping[str, Any]
+    layout: str | None
+    world: int | None
+    status: str
+    seconds: float | None
+    predicted_step_seconds: float | None
+    job: str | None  # Slurm's id of the task that runs it
+
+
+class Store:
+    """The database of one sweep, open for writing; use as a context manager."""
+
+    def __init__(self, file: Path) -> None:
+        """Lock and open the file, or make it. Raises UserError if another process sweeps there, and for a
+        file that is no such database.
+        """
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self.file = file
+        self._lock = locked(file.with_name("sweep.lock"), file.parent)
+        try:
+            self._database = sqlite3.connect(file, isolation_level=None, timeout=60)
+            self._database.execute("PRAGMA synchronous = FULL")
+            tables = {name for (name,) in self._database.execute("SELECT name FROM sqlite_master")}
+            if not tables:
+                self._database.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
+                self.describe({"form": FORM})
+            elif "experiments" not in tables or self.description().get("form") != FORM:
+                raise UserError(f"{file} is no sweep of this version; name another folder with --out.")
+        except sqlite3.DatabaseError as error:
+            self._lock.close()
+            raise UserError(
+                f"{file} can't be read as a database ({error}); name another folder with --out."
+            ) from None
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._database.close()
+        self._lock.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        self._database.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._database
+        except BaseException:
+            self._database.execute("ROLLBACK")
+            raise
+        self._database.execute("COMMIT")
+
+    # the sweep #
+
+    def description(self) -> dict[str, Any]:
+        """The table `sweep`."""
+        rows = self._database.execute("SELECT name, value FROM sweep")
+        return {name: json.loads(value) for name, value in rows}
+
+    def describe(self, facts: Mapping[str, Any]) -> None:
+        """Set rows of the table `sweep`."""
+        with self._transaction() as database:
+            database.executemany(
+                "INSERT OR REPLACE INTO sweep VALUES (?, ?)",
+                [(name, json.dumps(value, default=str)) for name, value in facts.items()],
+            )
+
+    def add(self, experiments: Sequence[Experiment], axes: Sequence[str]) -> tuple[int, int]:
+        """Make the experiments of the file rows, in its order, and the view with its axes.
+
+        Rows of the same key stay as they are. Rows that the file no longer lists are removed where they have
+        no result. Returns (number of new rows, number of results that the file no longer lists).
+        """
+        listed = {experiment.key for experiment in experiments}
+        with self._transaction() as database:
+            there = dict(database.execute("SELECT key, status FROM experiments"))
+            stale = [key for key, status in there.items() if key not in listed and status == WAITING]
+            database.executemany("DELETE FROM experiments WHERE key = ?", [(key,) for key in stale])
+            (number,) = database.execute("SELECT coalesce(max(number), 0) FROM experiments").fetchone()
+            new = [experiment for experiment in experiments if experiment.key not in there]
+            database.executemany(
+                "INSERT INTO experiments (key, number, settings, status) VALUES (?, ?, ?, ?)",
+                [
+                    (one.key, number + place, json.dumps(one.settings, default=str), WAITING)
+                    for place, one in enumerate(new, 1)
+                ],
+            )
+            database.execute("DROP VIEW IF EXISTS results")
+            database.execute(view(axes))
+        return len(new), len(there) - len(stale) - len(listed & there.keys())
+
+    # experiments #
+
+    def rows(self, *statuses: str, keys: Iterable[str] | None = None) -> list[Row]:
+        """The experiments with one of these statuses (none: all) by number. keys: only these."""
+        columns = "number, key, settings, layout, world, status, seconds, predicted_step_seconds, job"
+        query = f"SELECT {columns} FROM experiments"
+        if statuses:
+            query += f" WHERE status IN ({', '.join('?' * len(statuses))})"
+        wanted = None if keys is None else set(keys)
+        return [
+            Row(number, key, json.loads(settings), *rest)
+            for number, key, settings, *rest in self._database.execute(f"{query} ORDER BY number", statuses)
+            if wanted is None or key in wanted
+        ]
+
+    def judged(self, facts: Mapping[int, Mapping[str, Any]]) -> None:
+        """Write what is known of waiting experiments before they run: number -> columns and values."""
+        with self._transaction() as database:
+            for number, values in facts.items():
+                if values:
+                    self._set(database, number, values)
+
+    def start(self, numbers: Iterable[int], job: str | None = None) -> None:
+        """Set experiments to running. job: Slurm's id of the array, to which the place in it is added."""
+        with self._transaction() as database:
+            for place, number in enumerate(numbers):
+                database.execute(
+                    "UPDATE experiments SET status = ?, started = ?, ended = NULL, reason = NULL, "
+                    "seconds = NULL, attempts = attempts + 1, job = ? WHERE number = ?",
+                    (RUNNING, time_now(), job and f"{job}_{place}", number),
+                )
+
+    def finish(self, outcomes: Mapping[int, Outcome]) -> None:
+        """Write how experiments ended: number -> outcome. All in one transaction."""
+        with self._transaction() as database:
+            for number, outcome in outcomes.items():
+                text = None if outcome.document is None else json.dumps(outcome.document, default=str)
+                values = {
+                    **(outcome.figures or {}), "status": outcome.status, "reason": outcome.reason,
+                    "seconds": outcome.seconds, "ended": time_now(), "document": text, "job": None,
+                }  # fmt: skip
+                self._set(database, number, values)
+
+    def wait_again(self, numbers: Iterable[int]) -> None:
+        """Set experiments that were stopped, or are to be tried again, to waiting."""
+        with self._transaction() as database:
+            for number in numbers:
+                values = {"status": WAITING, "reason": None, "job": None, "seconds": None, "ended": None}
+                self._set(database, number, values)
+
+    def counts(self, keys: Iterable[str] | None = None) -> dict[str, int]:
+        """Number of experiments by status, in the order of STATUSES; those without any are left out."""
+        found = [row.status for row in self.rows(keys=keys)]
+        return {status: found.count(status) for status in STATUSES if status in found}
+
+    def reasons(self) -> dict[str, str]:
+        """The most frequent reason of each status."""
+        query = (
+            "SELECT status, reason, count(*) FROM experiments WHERE reason IS NOT NULL "
+            "GROUP BY status, reason ORDER BY count(*), number DESC"
+        )
+        return {status: reason for status, reason, _ in self._database.execute(query)}
+
+    def best(self, order: str, most: int) -> list[dict[str, Any]]:
+        """The first rows of the view `results` that have the figure `order`: a column, with " DESC" for the
+        largest first.
+        """
+        column = order.split()[0]
+        query = f"SELECT * FROM results WHERE {column} IS NOT NULL AND status = ? ORDER BY {order} LIMIT ?"
+        found = self._database.execute(query, (DONE, most))
+        names = [name for name, *_ in found.description]
+        return [dict(zip(names, values, strict=True)) for values in found]
+
+    @staticmethod
+    def _set(database: sqlite3.Connection, number: int, values: Mapping[str, Any]) -> None:
+        columns = ", ".join(f"{name} = ?" for name in values)
+        database.execute(f"UPDATE experiments SET {columns} WHERE number = ?", (*values.values(), number))
+
+
+def view(axes: Sequence[str]) -> str:
+    """The statement that makes the view `results`: the table's columns but the document, then the axes."""
+    columns = ["key", "number", "layout", "world", "status", "reason", "started", "ended", "seconds"]
+    columns += ["attempts", *FIGURES]
+    selected = [f'"{name}"' for name in columns]
+    for axis in axes:
+        name = axis if axis not in columns else f"{axis} (axis)"
+        path = '$."{}"'.format(axis.replace("'", "''").replace('"', ""))
+        quoted = name.replace('"', "")
+        selected.append(f"json_extract(settings, '{path}') AS \"{quoted}\"")
+    return f"CREATE VIEW results AS SELECT {', '.join(selected)} FROM experiments ORDER BY number"
+
+
+def locked(file: Path, folder: Path) -> IO[str]:
+    """The file, locked by this process until it is closed, with the process id in it.
+
+    Raises UserError, with the id, if another process has the lock.
+    """
+    handle = open(file, "a+", encoding="utf-8")  # noqa: SIM115
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        handle.seek(0)
+        holder = handle.read().strip() or "unknown"
+        handle.close()
+        if isinstance(error, BlockingIOError):
+            raise UserError(
+                f"{folder} is being swept by process {holder}; wait for its end, stop it with Ctrl-C, or "
+                "name another folder with --out."
+            ) from None
+        raise UserError(
+            f"{file} can't be locked ({error.strerror}); choose a folder on another disk."
+        ) from None
+    handle.truncate(0)
+    handle.write(f"{os.getpid()}\n")
+    handle.flush()
+    return handle

@@ -1,0 +1,312 @@
+"""The file of a sweep: a base config, axes, conditions; and the experiments that it stands for.
+
+    base + axes (product) + together + experiments ──> where ──> Experiment, each once
+
+An axis is a setting of the config or a field of the layout (`layout.tp`). Reading is strict, as a config's:
+all problems at once, an unknown key with the nearest one.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from meshtune.config import laid_over
+from meshtune.errors import UserError, written
+from meshtune.layout import AUTO, AXES, DATA_AXES, Layout, parse_fields
+from meshtune.nearest import did_you_mean, nearest
+from meshtune.study.axes import Best, Change, changes_of, values_of
+from meshtune.study.conditions import Condition
+from meshtune.study.sweep_settings import (
+    LAYOUT_FIELDS,
+    SETTINGS,
+    base_problems,
+    default_of,
+    key_problems,
+)
+from meshtune.yaml_tree import merge, nested, read_yaml, undotted, without
+
+Tree = dict[str, Any]
+BestOf = Callable[[Tree, int], Sequence[str]]  # returns the planner's best layouts of a config
+
+RUNS = ("bench", "train")  # commands that an experiment may be
+STEPS, LIMIT = 10, 600.0  # defaults of `steps` and `limit`
+KEYS = {
+    "base": "a config file, or a mapping of sections",
+    "run": "bench or train",
+    "steps": "timed steps of a bench",
+    "limit": "seconds for one experiment",
+    "axes": "settings with their values",
+    "together": "a list of mappings of settings that change together",
+    "experiments": "a list of mappings of settings",
+    "where": "a list of conditions",
+    "slurm": "options of sbatch, such as {partition: gpu}",
+}
+MOST = 100_000  # experiments of a sweep
+MOST_COMBINATIONS = 2_000_000  # of the axes, before the conditions
+OWN = ("output", "output_exists")  # settings that the sweep sets itself
+DERIVED = ("layout.world", "layout.data_ranks")  # further names that a condition may have
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One experiment: what is changed of the base, and the settings that this makes."""
+
+    settings: Change  # dotted key -> value
+    tree: Tree  # the base with the settings laid over it
+    key: str  # digest of all that decides the result
+
+
+@dataclass(frozen=True)
+class SweepFile:
+    """A sweep as its file says it."""
+
+    name: str  # of the file, without its suffix
+    base: Tree
+    run: str  # of RUNS
+    steps: int  # timed steps of a bench
+    limit: float  # seconds for one experiment
+    factors: tuple[tuple[Change, ...], ...]  # changes of each axis; their product is the grid
+    explicit: tuple[Change, ...]  # experiments beside the grid
+    where: tuple[Condition, ...]
+    slurm: Mapping[str, Any]  # long options of sbatch
+    document: Mapping[str, Any]  # the file, with its base written out
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """Dotted keys of all settings that experiments change, in the order of the file."""
+        changes = [change for factor in (*self.factors, self.explicit) for change in factor]
+        return tuple(dict.fromkeys(key for change in changes for key in change))
+
+    def experiments(self, best_of: BestOf) -> list[Experiment]:
+        """All experiments that hold the conditions, each once, in the order of the file.
+
+        best_of: called for each combination of the other axes where the layouts are the planner's best ones.
+        Raises UserError for more than MOST of them, for none, and as `Condition.holds`.
+        """
+        found: dict[str, Experiment] = {}
+        for change in self._changes():
+            for experiment in self._expanded(change, best_of):
+                found.setdefault(experiment.key, experiment)
+            if len(found) > MOST:
+                raise UserError(
+                    f"The sweep has more than {MOST:,} experiments; shorten its axes, or add a condition to "
+                    "`where`."
+                )
+        if not found:
+            texts = "; ".join(condition.text for condition in self.where)
+            raise UserError(f"No experiment is left: none holds all conditions ({texts}); change `where`.")
+        return list(found.values())
+
+    def _changes(self) -> Iterator[Change]:
+        """Yield the changes of the grid, the first axis changing slowest, then the explicit ones."""
+        if self.factors:
+            for combination in product(*self.factors):
+                yield {key: value for change in combination for key, value in change.items()}
+        yield from self.explicit
+
+    def _expanded(self, change: Change, best_of: BestOf) -> Iterator[Experiment]:
+        """Yield the experiments of one change that hold the conditions: several for the planner's best."""
+        best = change.get("layout")
+        if not isinstance(best, Best):
+            if all(self._holds(condition, change) for condition in self.where):
+                yield self._experiment(change)
+            return
+        later = [condition for condition in self.where if any(map(of_layout, condition.names))]
+        if not all(self._holds(condition, change) for condition in self.where if condition not in later):
+            return
+        for layout in best_of(self._tree(change | {"layout": AUTO}), best.number):
+            named = {key: value for key, value in change.items() if not key.startswith("layout.")}
+            if all(self._holds(condition, named | {"layout": layout}) for condition in later):
+                yield self._experiment(named | {"layout": layout})
+
+    def _experiment(self, change: Change) -> Experiment:
+        tree = self._tree(change)
+        decisive: Any = [tree, self.run, self.steps if self.run == "bench" else None]
+        text = json.dumps(decisive, sort_keys=True, default=str)
+        return Experiment(change, tree, hashlib.sha256(text.encode()).hexdigest()[:32])
+
+    def _tree(self, change: Change) -> Tree:
+        """The base with a change laid over it; fields of the layout are laid over its layout."""
+        tree, layout = self.base, {}
+        for key, value in change.items():
+            if key in LAYOUT_FIELDS:
+                layout[key.removeprefix("layout.")] = value
+            else:
+                tree = merge(tree, nested(key.split("."), value))
+        if layout:
+            tree = {**tree, "layout": with_fields(tree.get("layout", AUTO), layout)}
+        return tree
+
+    def _holds(self, condition: Condition, change: Change) -> bool:
+        tree = self._tree(change)
+        return condition.holds(lambda name: setting_of(tree, name))
+
+
+def of_layout(name: str) -> bool:
+    return name.split(".")[0] == "layout"
+
+
+def with_fields(layout: Any, changed: Mapping[str, Any]) -> Tree:
+    """A layout as a mapping, with other values of some fields. layout: auto, a layout string or a mapping."""
+    if layout == AUTO:
+        return {row.name: AUTO for row in fields(Layout)} | dict(changed)
+    return {**(parse_fields(layout) if isinstance(layout, str) else layout), **changed}
+
+
+def setting_of(tree: Mapping[str, Any], name: str) -> Any:
+    """The value of a setting in a tree, or its default; names in DERIVED are of the layout.
+
+    Raises UserError for a field of the layout that the planner is to choose.
+    """
+    if of_layout(name) and name != "layout":
+        field = name.removeprefix("layout.")
+        layout = with_fields(tree.get("layout", AUTO), {})
+        axes = {"world": AXES, "data_ranks": DATA_AXES}.get(field)
+        return math.prod(_field(layout, axis) for axis in axes) if axes else _field(layout, field)
+    value: Any = tree
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return default_of(name)
+        value = value[part]
+    return value
+
+
+def _field(layout: Mapping[str, Any], name: str) -> Any:
+    value = layout.get(name, getattr(Layout, name))
+    if value == AUTO or (name not in layout and name in ("micro_batch_size", "gradient_accumulation_steps")):
+        raise UserError(
+            f"where: layout.{name} is left to the planner in some experiments; fix it in each, or leave it "
+            "out of the condition."
+        )
+    return value
+
+
+# reading #
+
+
+def read_sweep(
+    source: Mapping[str, Any] | str | Path, overrides: Sequence[str] = (), *, name: str = "sweep"
+) -> SweepFile:
+    """Read a sweep from its YAML file, or from the mapping that such a file holds.
+
+    overrides: section.key=value each, laid over the base. name: of a sweep that is given as a mapping. Raises
+    UserError with every problem.
+    """
+    if isinstance(source, Mapping):
+        document, folder = dict(source), Path()
+    else:
+        document, folder = read_yaml(Path(source)), Path(source).parent
+        name = Path(source).name.partition(".")[0] or name
+    problems = [unknown_key(key) for key in document if key not in KEYS]
+    base = _base(document.get("base"), folder, overrides, problems)
+    factors, explicit = _factors(document, problems), _experiments(document, problems)
+    where = [*_conditions(document.get("where"), problems)]
+    run = document.get("run", RUNS[0])
+    if run not in RUNS:
+        near = did_you_mean(nearest(str(run), RUNS))
+        problems.append(f"run = {written(run)}: write {' or '.join(RUNS)}{near}")
+    steps = _number(document, "steps", STEPS, problems, whole=True)
+    limit = _number(document, "limit", LIMIT, problems)
+    slurm = document.get("slurm") or {}
+    if not isinstance(slurm, Mapping) or any(isinstance(value, Mapping | list) for value in slurm.values()):
+        problems.append(f"slurm = {written(slurm)}: write options of sbatch, such as {{partition: gpu}}.")
+        slurm = {}
+    if not (factors or explicit) and not problems:
+        problems.append("The sweep has no experiments: add `axes`, such as {train.seed: [1, 2, 3]}.")
+    if (combinations := math.prod(map(len, factors))) > MOST_COMBINATIONS:
+        problems.append(
+            f"The axes have {combinations:,} combinations; at most {MOST_COMBINATIONS:,} are looked at: "
+            "shorten them."
+        )
+    if problems:
+        raise UserError(problems)
+    written_out = {**document, "base": base} if base else document
+    return SweepFile(
+        name, base, run, int(steps), limit, tuple(factors), tuple(explicit), tuple(where), slurm, written_out
+    )
+
+
+def unknown_key(key: Any) -> str:
+    """Sentence on a key of the file that is none of KEYS."""
+    known = ", ".join(KEYS)
+    if near := nearest(str(key), KEYS):
+        return f"{key} is no key of a sweep{did_you_mean(near)}"
+    if not key_problems(str(key)) or str(key).split(".")[0] in SETTINGS:
+        return f"{key} is no key of a sweep: settings go into `base` or `axes`. Its keys: {known}."
+    return f"{key} is no key of a sweep; its keys: {known}."
+
+
+def _base(value: Any, folder: Path, overrides: Sequence[str], problems: list[str]) -> Tree:
+    """The base as a tree of sections, with overrides laid over it; without the settings in OWN."""
+    try:
+        if isinstance(value, str):
+            tree = read_yaml(folder / Path(value).expanduser(), SETTINGS)
+        elif isinstance(value, Mapping) or value is None:
+            tree = undotted(dict(value or {}), SETTINGS, name="base")
+        else:
+            problems.append(f"base = {written(value)}: write {KEYS['base']}.")
+            tree = {}
+        tree = laid_over(tree, overrides)
+    except UserError as error:
+        problems += error.problems
+        return {}
+    for key in OWN:
+        tree = without(tree, [key])
+    problems += base_problems(tree)
+    return tree
+
+
+def _factors(document: Mapping[str, Any], problems: list[str]) -> list[tuple[Change, ...]]:
+    """The changes of each axis, and those that change together."""
+    axes, factors = document.get("axes") or {}, []
+    if not isinstance(axes, Mapping):
+        problems.append(f"axes = {written(axes)}: write settings with their values, {{train.seed: [1, 2]}}.")
+        axes = {}
+    for key, value in axes.items():
+        factors.append(tuple({str(key): one} for one in values_of(str(key), value, problems)))
+    together = document.get("together") or []
+    several = isinstance(together, list) and together and all(isinstance(one, list) for one in together)
+    for group in together if several else [together] if together else []:
+        factors.append(tuple(changes_of("together", group, problems)))
+    seen: set[str] = set()
+    for factor in factors:
+        named = {key for change in factor for key in change}
+        problems += [f"{key} is changed by two axes; keep one." for key in sorted(named & seen)]
+        seen |= named
+    return factors
+
+
+def _experiments(document: Mapping[str, Any], problems: list[str]) -> list[Change]:
+    given = document.get("experiments")
+    return changes_of("experiments", given, problems) if given else []
+
+
+def _conditions(value: Any, problems: list[str]) -> Iterator[Condition]:
+    """Yield the conditions, and add a sentence for each that can't be read or names no setting."""
+    for text in [] if value is None else value if isinstance(value, list) else [value]:
+        try:
+            condition = Condition.parse(text)
+        except UserError as error:
+            problems += error.problems
+            continue
+        for name in condition.names:
+            if name not in DERIVED:
+                problems += [f"where: {problem}" for problem in key_problems(name)]
+        yield condition
+
+
+def _number(
+    document: Mapping[str, Any], key: str, default: float, problems: list[str], *, whole: bool = False
+) -> float:
+    value = document.get(key, default)
+    kinds = int if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 10**9:
+        problems.append(f"{key} = {written(value)}: write a {'whole ' * whole}number above 0.")
+        return default
+    return value

@@ -1,0 +1,132 @@
+"""The settings that a sweep may change: those of the config, and the fields of the layout."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel
+
+from meshtune.config import Config, keys
+from meshtune.errors import UserError, written
+from meshtune.layout import AUTO, CHOICES, Layout, PartialLayout
+from meshtune.nearest import did_you_mean, nearest
+from meshtune.setting_types import unusable
+from meshtune.trainers.pasted import unknown_setting
+from meshtune.yaml_tree import leaves, merge, nested
+
+SETTINGS = tuple(keys(Config))
+LAYOUT_FIELDS = tuple(f"layout.{row.name}" for row in fields(Layout))
+LEFT_TO_THE_SWEEP = ("output", "output_exists")
+ANY_MODEL = {"model": {"name": "any"}}  # beside one setting that is checked alone
+
+
+def section_of(path: str) -> type[BaseModel] | None:
+    """The class of the section at a dotted path; None for a setting."""
+    section: type[BaseModel] | None = Config
+    for part in path.split("."):
+        info = section.model_fields.get(part) if section else None
+        kinds = (info.annotation, *get_args(info.annotation)) if info else ()
+        section = next(
+            (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None
+        )
+    return section
+
+
+def key_problems(key: str) -> list[str]:
+    """Sentences on a dotted key that is no setting, or one that the sweep sets itself; none: it is one."""
+    if key in LEFT_TO_THE_SWEEP:
+        return [f"{key}: each experiment has a folder of its own; leave it out."]
+    if key in SETTINGS or key in LAYOUT_FIELDS or _entry_of_a_table(key):
+        return []
+    path = key.split(".")
+    return [unknown_setting(path, [*SETTINGS, *LAYOUT_FIELDS], list(Config.model_fields))]
+
+
+def _entry_of_a_table(key: str) -> bool:
+    """True for a key below a setting that holds names with values, such as model.overrides.num_layers."""
+    path = key.split(".")
+    return any(_is_table(".".join(path[:end])) for end in range(1, len(path)))
+
+
+def _is_table(key: str) -> bool:
+    before, _, name = key.rpartition(".")
+    section = section_of(before) if before else Config
+    info = section.model_fields.get(name) if section else None
+    kinds = (info.annotation, *get_args(info.annotation)) if info else ()
+    return any(get_origin(kind) is dict or kind is dict for kind in kinds)
+
+
+def default_of(key: str) -> Any:
+    """The default of a setting; None where it has none, and for an entry of a table."""
+    before, _, name = key.rpartition(".")
+    section = section_of(before) if before else Config
+    info = section.model_fields.get(name) if section else None
+    return None if info is None or info.is_required() else info.default
+
+
+def value_problems(key: str, value: Any) -> list[str]:
+    """Sentences on a value that a setting can't have, whatever the other settings are."""
+    if key in LAYOUT_FIELDS:
+        return [*_field_problems(key, value)]
+    if key == "layout":
+        return _problems_of(lambda: PartialLayout.parse(value))
+    if _entry_of_a_table(key):
+        return []
+    return [*_wrong_values(nested(key.split("."), value))]
+
+
+def base_problems(base: Mapping[str, Any]) -> list[str]:
+    """Sentences on the keys of a base that are no settings, and on values that they can't have."""
+    names = [".".join(map(str, leaf.path)) for leaf in leaves(base, SETTINGS)]
+    names = ["layout" if name.split(".")[0] == "layout" else name for name in names]
+    unknown = [problem for name in dict.fromkeys(names) for problem in key_problems(_setting_in(name))]
+    wrong = [problem for problem in _wrong_values(base) if not (unknown and "is no setting" in problem)]
+    return list(dict.fromkeys([*unknown, *wrong]))
+
+
+def _setting_in(name: str) -> str:
+    """The setting that a leaf belongs to: a list of sources has keys below it."""
+    parts = name.split(".")
+    return next((key for end in range(len(parts), 0, -1) if (key := ".".join(parts[:end])) in SETTINGS
+                 and section_of(key) is None), name)  # fmt: skip
+
+
+def _wrong_values(tree: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the sentences on values of a wrong type; those on values that contradict each other are left to
+    the experiments.
+    """
+    whole = merge(ANY_MODEL, tree)
+    if problems := [*unusable(whole)]:
+        yield from problems
+        return
+    names = tuple(f"{'.'.join(map(str, leaf.path))} = " for leaf in leaves(tree, SETTINGS))
+    for problem in _problems_of(lambda: Config(**whole)):
+        if problem.startswith(names) or "is no setting" in problem:
+            yield problem
+
+
+def _field_problems(key: str, value: Any) -> Iterator[str]:
+    """Yield sentences on a value that a field of the layout can't have."""
+    name = key.removeprefix("layout.")
+    default = getattr(Layout, name)
+    if value == AUTO:
+        return
+    if name in CHOICES:
+        if value not in CHOICES[name]:
+            near = did_you_mean(nearest(str(value), CHOICES[name]))
+            yield f"{key} = {written(value)}: write {', '.join(CHOICES[name])}{near}"
+    elif isinstance(default, bool):
+        if not isinstance(value, bool):
+            yield f"{key} = {written(value)}: write true or false."
+    elif not (type(value) is int and value >= (0 if name == "zero" else 1)) and not (
+        value is None and default is None
+    ):
+        yield f"{key} = {written(value)}: write a whole number."
+
+
+def _problems_of(check: Any) -> list[str]:
+    try:
+        check()
+    except UserError as error:
+        return [*error.problems]
+    return []
