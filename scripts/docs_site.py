@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[1]
 # Files beside docs/ that pages link to; those not in the navigation are reached by links.
 OUTSIDE = (
     *("CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "LICENSE", "quickstart/README.md"),
-    *("examples/*.yaml", "examples/*.toml", "src/meshtune/plan/*.toml", "src/meshtune/plan/typical.py"),
+    *("examples/*.yaml", "examples/sweeps/*.yaml", "examples/*.toml"),
+    *("src/meshtune/plan/*.toml", "src/meshtune/plan/typical.py"),
     *("src/meshtune/dryrun/*.toml", "src/meshtune/dryrun/allocator.py", "src/meshtune/dryrun/streams.py"),
     *("validation/*", "validation/data/*.md"),
     *("benchmarks/**/*.md", "benchmarks/results/*"),

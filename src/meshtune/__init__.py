@@ -20,6 +20,7 @@ HOMES = {
     "Result": "meshtune.api.train",
     "Training": "meshtune.train.callbacks",
     "generate": "meshtune.api.generate",
+    "sweep": "meshtune.api.sweep",
 }  # name -> the module that defines it; __init__.pyi says the same to type checkers
 PACKAGES = ("dryrun", "plan", "train")  # packages whose modules are callable: CallablePackage
 

@@ -1,4 +1,4 @@
-"""What the planner says of a sweep's experiments before they run: layouts, refusals, memory, seconds.
+"""The planner on a sweep's experiments before they run: layouts, refusals, memory, seconds.
 
     experiments ──> groups of one model, workload and cluster ──> layouts as columns ──> Judged, each
 
@@ -57,7 +57,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Here:
-    """Where the experiments run: the devices of this machine, or those that the settings name."""
+    """The place of the experiments: devices of this machine, or those that the settings name."""
 
     cluster: Callable[[Config, int | None], Cluster]  # of a number of ranks; None: of all devices
     workload: Callable[[Config], Workload]  # raises Uncounted for a model that can't be planned
@@ -74,7 +74,7 @@ class Asked:
 
 
 def judge(experiments: Sequence[Experiment], run: str, here: Here) -> list[Judged]:
-    """What the planner says of each experiment, in their order. run: as of the sweep."""
+    """Judge each experiment by the planner, in their order. run: as of the sweep."""
     result: dict[int, Judged] = {}
     groups: dict[tuple[str, str], list[Asked]] = {}
     configs: dict[str, Config | UserError] = {}
@@ -137,24 +137,27 @@ def _judged(
         yield from ((asked.place, Judged(REFUSED, " ".join(found.problems))) for asked in group)
         return
     workload = None if isinstance(found, UserError) else found
+    facts = {"seq_len": group[0].config.data.seq_len, "model": group[0].config.model.name}
+    if workload is not None:
+        facts["parameters"] = model_facts(workload)["parameters"]
     completed: dict[tuple[Any, ...], Layout | UserError] = {}
     of_world: dict[int, list[tuple[Asked, Layout]]] = {}
     for asked in group:
         try:
             layout = _completed(asked, workload, run, here, completed)
             of_world.setdefault(layout.world, []).append((asked, layout))
-        except NothingFits as error:
-            yield asked.place, Judged(DOES_NOT_FIT, " ".join(error.problems))
         except UserError as error:
-            yield asked.place, Judged(REFUSED, " ".join(error.problems))
+            status = DOES_NOT_FIT if isinstance(error, NothingFits) else REFUSED
+            gpus = asked.partial.world or asked.config.cluster_config.gpus
+            yield asked.place, Judged(status, " ".join(error.problems), figures=facts | {"gpus": gpus})
     for world, several in of_world.items():
         try:
             cluster = here.cluster(group[0].config, world)
         except UserError as error:
             for asked, layout in several:
-                yield asked.place, Judged(REFUSED, " ".join(error.problems), layout)
+                reason = " ".join(error.problems)
+                yield asked.place, Judged(REFUSED, reason, layout, facts | {"gpus": world})
             continue
-        facts = {"seq_len": group[0].config.data.seq_len, "model": group[0].config.model.name}
         verdicts = (
             (Judged(WAITING, layout=layout) for _, layout in several)
             if workload is None
@@ -238,11 +241,10 @@ def predicted(workload: Workload, cluster: Cluster, layouts: Sequence[Layout]) -
         for place in np.flatnonzero(np.broadcast_to(rule.refuses(columns), len(layouts))):
             against[int(place)].append(rule.sentence(layouts[int(place)]))
     allowed = np.array([not sentences for sentences in against])
-    facts = {"parameters": model_facts(workload)["parameters"]}
     choices = iter(_choices(workload, cluster, columns, layouts, allowed))
     for place, layout in enumerate(layouts):
         if against[place]:
-            yield Judged(REFUSED, " ".join(against[place]), layout, facts)
+            yield Judged(REFUSED, " ".join(against[place]), layout)
             continue
         choice = next(choices)
         reason = None
@@ -250,7 +252,7 @@ def predicted(workload: Workload, cluster: Cluster, layouts: Sequence[Layout]) -
             need, limit = choice.memory.peak, cluster.usable_memory
             reason = f"It needs {human(need)}, {human(need - limit)} too much: {memory_limit(cluster)}."
         timed = cluster.timed
-        figures = facts | {
+        figures = {
             "predicted_step_seconds": choice.seconds.total if timed else None,
             "predicted_peak_bytes": choice.memory.peak,
             "predicted_mfu": choice.mfu if timed else None,

@@ -9,7 +9,7 @@ from meshtune.study.store import Row
 
 @dataclass(frozen=True)
 class Devices:
-    """What experiments run on."""
+    """Devices that experiments run on."""
 
     gpus: tuple[str, ...] = ()  # ids for CUDA_VISIBLE_DEVICES; (): the processor
     jobs: int = 1  # experiments at once, at most

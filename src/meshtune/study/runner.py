@@ -4,10 +4,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from meshtune.errors import Interrupted
 from meshtune.launch.rank import cores
@@ -83,52 +82,51 @@ def run_all(
     """
     waiting = [row for row in store.rows() if row.number in tasks]
     running: list[Running] = []
-    try:
-        with sigterm_as_interrupt():
-            while waiting or running:
-                while choice := devices.next(waiting, [one.gpus for one in running]):
+    with Signals() as signals:
+        try:
+            while (waiting or running) and not signals.count:
+                while (choice := devices.next(waiting, [one.gpus for one in running])) and not signals.count:
                     row, gpus = choice
                     waiting.remove(row)
                     store.start([row.number])
                     task = tasks[row.number]
                     child = Child(task, folder, sweep, environment(task, devices, gpus))
                     running.append(Running(row, child, gpus))
-                time.sleep(POLL)
+                signals.sleep(POLL)
                 for one in list(running):
                     if outcome := one.child.outcome():
                         running.remove(one)
                         store.finish({one.row.number: outcome})
                         so_far = {other.row: other.child.seconds for other in running}
                         progress.ended(one.row, outcome, waiting, so_far)
-    except KeyboardInterrupt:
-        log(f"Stopping {counted(len(running), 'experiment')} …")
-        stop([one.child for one in running])
-        store.wait_again(one.row.number for one in running)
-        left = len(waiting) + len(running)
-        raise Interrupted(
-            f"Stopped with {counted(left, 'experiment')} to run; the same command goes on with them."
-        ) from None
-    except BaseException:
-        for one in running:
-            one.child.kill()
-        raise
+            if not (waiting or running):
+                return
+            log(f"Stopping {counted(len(running), 'experiment')} …")
+            stop([one.child for one in running], signals)
+            store.wait_again(one.row.number for one in running)
+        except BaseException:
+            for one in running:
+                one.child.kill()
+            raise
+    left = len(waiting) + len(running)
+    raise Interrupted(
+        f"Stopped with {counted(left, 'experiment')} to run; the same command goes on with them."
+    )
 
 
-def stop(children: Sequence[Child]) -> None:
-    """End running experiments: training saves a checkpoint first. A second Ctrl-C kills them at once."""
-    try:
-        for child in children:
-            child.stop()
-        patience = max((TO_STOP.get(child.task.run, TO_STOP_OTHERS) for child in children), default=0.0)
-        until = time.monotonic() + patience
-        while time.monotonic() < until and not all(child.ended() for child in children):
-            time.sleep(POLL)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        for child in children:
-            child.kill()
-            child.discard()
+def stop(children: Sequence[Child], signals: "Signals") -> None:
+    """End running experiments: training saves a checkpoint first. One more signal kills them at once."""
+    for child in children:
+        child.stop()
+    patience = max((TO_STOP.get(child.task.run, TO_STOP_OTHERS) for child in children), default=0.0)
+    until, before = time.monotonic() + patience, signals.count
+    while time.monotonic() < until and signals.count == before:
+        if all(child.ended() for child in children):
+            break
+        signals.sleep(POLL)
+    for child in children:
+        child.kill()
+        child.discard()
 
 
 def environment(task: Task, devices: Devices, gpus: tuple[str, ...]) -> dict[str, str]:
@@ -140,19 +138,31 @@ def environment(task: Task, devices: Devices, gpus: tuple[str, ...]) -> dict[str
     return {}
 
 
-@contextmanager
-def sigterm_as_interrupt() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt in the block, as Ctrl-C does."""
+class Signals:
+    """Counts Ctrl-C and SIGTERM in a `with` block, so that they never come between two lines that belong
+    together, such as starting a process and keeping it. In another thread than the main one none come.
+    """
 
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
+    count = 0
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
+    def __enter__(self) -> "Signals":
+        self._before = {}
+        if threading.current_thread() is threading.main_thread():
+            numbers = (signal.SIGTERM, signal.SIGINT)
+            self._before = {number: signal.signal(number, self._came) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def _came(self, *_: object) -> None:
+        self.count += 1
+
+    def sleep(self, seconds: float) -> bool:
+        """Sleep, not longer than until the next signal; True if there was one since the block began."""
+        until = time.monotonic() + seconds
+        before = self.count
+        while self.count == before and (left := until - time.monotonic()) > 0:
+            time.sleep(min(POLL, left))
+        return self.count > 0

@@ -26,7 +26,7 @@ from typing import Any
 from meshtune.errors import Interrupted, UserError
 from meshtune.rundir import write_text_atomically
 from meshtune.study.children import Child, Task
-from meshtune.study.runner import POLL, Log, Progress, sigterm_as_interrupt, stop
+from meshtune.study.runner import POLL, Log, Progress, Signals, stop
 from meshtune.study.store import (
     CRASHED,
     OUT_OF_MEMORY,
@@ -146,7 +146,7 @@ def resources(task: Task, options: Mapping[str, Any]) -> list[str]:
 def asked(*words: str) -> str:
     """Output of one of Slurm's commands. Raises UserError, with its words, if it is missing or fails."""
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120, start_new_session=True)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"--slurm needs {words[0]}, which can't be run: {error}.") from None
     if done.returncode:
@@ -212,32 +212,33 @@ def follow(store: Store, folder: Path, progress: Progress, log: Log) -> None:
     for job in jobs:  # held, if the sweep was killed before it released them
         with suppress(UserError):
             asked("scontrol", "release", job)
-    try:
-        with sigterm_as_interrupt():
-            while rows := {row.number: row for row in store.rows(RUNNING) if row.job}:
-                tasks = alive(job_ids(store))
-                for number, outcome in collect(store, folder).items():
-                    row = rows.pop(number, None)
-                    if row:
-                        progress.ended(row, outcome, [], dict.fromkeys(rows.values(), 0.0))
-                for number, row in rows.items():
-                    missed[number] = 0 if row.job in tasks else missed.get(number, 0) + 1
-                    if missed[number] < MISSED:
-                        continue
-                    if outcome := ended_without(row):
-                        store.finish({number: outcome})
-                        progress.ended(row, outcome, [], {})
-                    else:
-                        log(f"Slurm's task {row.job} was cancelled; experiment {number} waits again.")
-                        store.wait_again([number])
-                if rows:
-                    time.sleep(LOOK)
-    except KeyboardInterrupt:
-        left = job_ids(store)
+    with Signals() as signals:
+        while rows := {row.number: row for row in store.rows(RUNNING) if row.job}:
+            tasks = alive(job_ids(store))
+            for number, outcome in collect(store, folder).items():
+                if row := rows.pop(number, None):
+                    progress.ended(row, outcome, [], dict.fromkeys(rows.values(), 0.0))
+            for number, row in rows.items():
+                missed[number] = 0 if row.job in tasks else missed.get(number, 0) + 1
+                if missed[number] >= MISSED:
+                    settle(store, row, progress, log)
+            if rows and signals.sleep(LOOK):
+                break
+    if left := job_ids(store):
         raise Interrupted(
             f"Stopped collecting; the jobs go on. The same command collects their results, and `scancel "
             f"{' '.join(left)}` ends them."
-        ) from None
+        )
+
+
+def settle(store: Store, row: Row, progress: Progress, log: Log) -> None:
+    """Write how a task ended that has left no result."""
+    if outcome := ended_without(row):
+        store.finish({row.number: outcome})
+        progress.ended(row, outcome, [], {})
+    else:
+        log(f"Slurm's task {row.job} was cancelled; experiment {row.number} waits again.")
+        store.wait_again([row.number])
 
 
 def job_ids(store: Store) -> list[str]:
@@ -268,13 +269,11 @@ def run_in_job(task: Task, folder: Path) -> Outcome:
         name: value for name, value in os.environ.items() if not (hidden and name.startswith(hidden))
     }
     child = Child(task, folder, job, environment, prefix, inherit=False)
-    try:
-        with sigterm_as_interrupt():
-            while (outcome := child.outcome()) is None:
-                time.sleep(POLL)
-    except KeyboardInterrupt:
-        stop([child])
-        raise Interrupted("Stopped; the experiment waits again.") from None
+    with Signals() as signals:
+        while (outcome := child.outcome()) is None:
+            if signals.sleep(POLL):
+                stop([child], signals)
+                raise Interrupted("Stopped; the experiment waits again.")
     return written(task, folder, outcome)
 
 

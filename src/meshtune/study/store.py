@@ -16,11 +16,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from meshtune.errors import UserError
 from meshtune.meter.rows import time_now
-from meshtune.study.sweep_file import Experiment
+
+if TYPE_CHECKING:
+    from meshtune.study.sweep_file import Experiment
 
 FORM = 1  # version of the tables
 WAITING, RUNNING, DONE = "waiting", "running", "done"
@@ -148,7 +150,7 @@ class Store:
                 [(name, json.dumps(value, default=str)) for name, value in facts.items()],
             )
 
-    def add(self, experiments: Sequence[Experiment], axes: Sequence[str]) -> tuple[int, int]:
+    def add(self, experiments: Sequence["Experiment"], axes: Sequence[str]) -> tuple[int, int]:
         """Make the experiments of the file rows, in its order, and the view with its axes.
 
         Rows of the same key stay as they are. Rows that the file no longer lists are removed where they have

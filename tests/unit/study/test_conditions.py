@@ -46,7 +46,8 @@ def test_a_part_that_is_not_reached_is_not_evaluated() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "__import__('os').system('true')", "open('x')", "[one for one in (1, 2)]", "lambda: 1", "layout.tp ** 9",
+        "__import__('os').system('true')", "open('x')", "[one for one in (1, 2)]", "lambda: 1",
+        "layout.tp ** 9",
         "model.name[0] == 'm'", "f'{layout.tp}'", "(tp := 2)", "layout.tp if 1 else 2", "1 << 40", "{1: 2}",
         "layout.tp is 4", "model.name.upper() == 'X'", "b'x' == model.name", "1j == 1",
     ],
@@ -62,7 +63,9 @@ def test_what_is_no_expression_is_refused_with_a_sentence(text: Any) -> None:
         Condition.parse(text)
 
 
-@pytest.mark.parametrize("text", ["model.name < 3", "layout.tp % 0 == 1", "model.name * 9 == 1", "1 in layout.tp"])
+@pytest.mark.parametrize(
+    "text", ["model.name < 3", "layout.tp % 0 == 1", "model.name * 9 == 1", "1 in layout.tp"]
+)
 def test_values_that_can_t_be_compared_are_named(text: str) -> None:
-    with pytest.raises(UserError, match="has no answer with .*(model.name = models/5M|layout.tp = 4)"):
+    with pytest.raises(UserError, match=r"has no answer with .*(model.name = models/5M|layout.tp = 4)"):
         holds(text)

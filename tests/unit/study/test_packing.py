@@ -44,7 +44,9 @@ def test_the_time_left_is_by_the_number_of_ranks_where_no_plan_is_known() -> Non
 
 
 def test_with_plans_the_time_left_is_what_a_start_takes_and_a_part_that_grows_with_the_step() -> None:
-    ended = [row(number, 1, 20.0 + 30.0 * plan, plan) for number, plan in enumerate((0.1, 0.2, 0.4, 0.8, 1.6))]
+    ended = [
+        row(number, 1, 20.0 + 30.0 * plan, plan) for number, plan in enumerate((0.1, 0.2, 0.4, 0.8, 1.6))
+    ]
     estimate = Estimate.of(ended)
     assert estimate.seconds(row(9, 1, None, 3.2)) == pytest.approx(116)
     assert estimate.seconds(row(9, 1)) == pytest.approx(estimate.of_world[1])

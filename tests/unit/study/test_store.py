@@ -37,13 +37,15 @@ def test_rows_keep_their_number_and_result_when_the_file_changes(tmp_path: Path)
 
 def test_the_view_has_a_column_for_each_axis_and_one_line_reads_it(tmp_path: Path) -> None:
     with Store(tmp_path / "sweep.db") as store:
-        store.add(listed(1, 2), ("train.seed", "layout", 'odd"\'name'))
+        store.add(listed(1, 2), ("train.seed", "layout", "odd\"'name"))
         store.judged({1: {"layout": "mb1-ga8", "world": 1, "predicted_peak_bytes": 7.0}, 2: {}})
         store.finish({2: Outcome(CRASHED, "It ended.", {"mfu": 0.25})})
         assert store.best("mfu DESC", 3) == []  # it has no result
         assert store.reasons() == {CRASHED: "It ended."}
     database = sqlite3.connect(tmp_path / "sweep.db")
-    query = 'SELECT number, "train.seed", "layout (axis)", layout, mfu, predicted_peak_bytes, status FROM results'
+    query = (
+        'SELECT number, "train.seed", "layout (axis)", layout, mfu, predicted_peak_bytes, status FROM results'
+    )
     assert database.execute(query).fetchall() == [
         (1, 1, "mb1", "mb1-ga8", None, 7.0, WAITING), (2, 2, "mb1", None, 0.25, None, CRASHED)
     ]  # fmt: skip

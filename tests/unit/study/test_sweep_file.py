@@ -135,7 +135,8 @@ def test_every_mistake_is_named_at_once_with_the_nearest() -> None:
         "base": {"model": {"name": "a"}, "train": {"learning_rat": 1, "seed": "x"}},
         "axes": {
             "train.lr": [1], "tp": [2], "train.seed": [1, 1], "train.precision": ["fp8"], "data.seq_len": 4,
-            "layout": ["zero9x2"], "layout.schedule": ["1fb1"], "output": ["a"], "train.max_steps": {"from": 1},
+            "layout": ["zero9x2"], "layout.schedule": ["1fb1"], "output": ["a"],
+            "train.max_steps": {"from": 1},
         },
         "where": ["layout.tpp < 2", "open('x')"],
     })  # fmt: skip
@@ -192,5 +193,5 @@ def test_a_file_names_its_base_beside_it_and_key_value_changes_that(tmp_path: Pa
     assert plan.base == {"model": {"name": "a"}, "train": {"seed": 8}}
     assert read_sweep(plan.document).experiments(none_best) == plan.experiments(none_best)
     file.write_text("base: confg.yaml\naxes: {data.seq_len: [64]}\n")
-    with pytest.raises(UserError, match="config.yaml"):
+    with pytest.raises(UserError, match=r"config\.yaml"):
         read_sweep(file)
