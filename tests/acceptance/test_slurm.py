@@ -6,6 +6,7 @@ import re
 import shlex
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -170,3 +171,32 @@ def test_a_job_stops_before_its_time_limit_is_requeued_and_goes_on_bit_for_bit(
     uninterrupted.send_signal(signal.SIGTERM)
     assert end(uninterrupted).code == 75
     assert seen == losses(whole)[: len(seen)]
+
+
+def test_a_sweep_is_submitted_as_arrays_and_collected_after_a_kill(
+    slurm: Run, tiny: Path, tmp_path: Path
+) -> None:
+    """One array for each number of ranks; the sweep is killed while its jobs run, and collects later."""
+    out, file = tmp_path / "out", tmp_path / "sweep.yaml"
+    base = {
+        "model": {"name": str(tiny / "model"), "init": "random"}, "data": {"seq_len": 64},
+        "train": {"precision": "fp32", "device": "cpu"},
+    }  # fmt: skip
+    layouts = ["mb1-ga2", "mb2-ga1", "zero3x2-mb1-ga1", "tp3-mb1-ga1"]
+    axes = {"layout": layouts}
+    file.write_text(json.dumps({"base": base, "steps": 1, "axes": axes, "slurm": {"comment": "a study"}}))
+    words = [sys.executable, "-m", "meshtune", "sweep", file, "--slurm", "--out", out, "--json"]
+    killed = slurm("timeout", "--signal=KILL", "25", *words)
+    assert killed.returncode in (0, 137), killed.stderr
+    database = sqlite3.connect(out / "sweep.db")
+    statuses = [status for (status,) in database.execute("SELECT status FROM experiments ORDER BY number")]
+    assert statuses[3] == "refused" and "waiting" not in statuses
+    if "running" in statuses:
+        elsewhere = slurm(*[word for word in words if word != "--slurm"])
+        assert elsewhere.returncode == 2 and "collect them with --slurm" in elsewhere.stderr
+    done = slurm(*words)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["counts"] == {"done": 3, "refused": 1}
+    attempts = "SELECT attempts, peak_memory_bytes > 0 FROM results WHERE status = 'done'"
+    assert database.execute(attempts).fetchall() == [(1, 1)] * 3
+    assert len({*(out / "slurm").glob("*.txt")}) == 2 and not [*(out / "results").glob("*.json")]

@@ -54,6 +54,7 @@ class Swept:
     reasons: Mapping[str, str] = field(default_factory=dict)  # status -> the most frequent reason
     best: Sequence[Mapping[str, Any]] = ()  # rows of `results`, the best first by the figure `ranked_by`
     ranked_by: str = ""
+    on_processor: bool = False  # measured without a GPU: speeds are a rank's
 
     @property
     def total(self) -> int:
@@ -340,4 +341,7 @@ def swept(
         if best := store.best(order, BEST):
             ranked = order.split()[0]
             break
-    return Swept(store.file, store.counts(keys), simulate, plan.axes, store.reasons(), best, ranked)
+    processor = simulate is None and not plan.slurm and not store.description()["gpus"]
+    return Swept(
+        store.file, store.counts(keys), simulate, plan.axes, store.reasons(), best, ranked, processor
+    )

@@ -84,6 +84,6 @@ def sweep(
     )  # fmt: skip
     tables = [counts_table(done.counts, done.reasons, done.simulated)]
     if done.best:
-        tables.append(best_table(done.best, done.axes, done.ranked_by))
+        tables.append(best_table(done.best, done.axes, done.ranked_by, on_processor=done.on_processor))
     lines = [f"Results: {done.database} (view `results`)"]
     show(done.as_dict(), Group(*(table.rendered() for table in tables), *lines), as_json=as_json)

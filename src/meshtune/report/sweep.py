@@ -34,12 +34,18 @@ def counts_table(counts: Mapping[str, int], reasons: Mapping[str, str], simulate
     return Listing("Sweep", heads, rows, ("status", "most frequent reason"), note)
 
 
-def best_table(best: Sequence[Mapping[str, Any]], axes: Sequence[str], ranked_by: str) -> Listing:
+def best_table(
+    best: Sequence[Mapping[str, Any]], axes: Sequence[str], ranked_by: str, *, on_processor: bool = False
+) -> Listing:
     """The best experiments by one figure: their number, layout, axes and the figures that they have."""
+
+    def head(name: str) -> str:
+        return UNITS[name][0].replace("/GPU", "/rank") if on_processor else UNITS[name][0]
+
     figures = [ranked_by, *(name for name in UNITS if name != ranked_by)]
     shown = [name for name in figures if any(row.get(name) is not None for row in best)]
     varied = [axis for axis in axes if axis != "layout" and len({str(row.get(axis)) for row in best}) > 1]
-    heads = ("number", "layout", *varied, *(UNITS[name][0] for name in shown))
+    heads = ("number", "layout", *varied, *map(head, shown))
     rows = tuple(
         (
             str(row["number"]),
@@ -49,7 +55,7 @@ def best_table(best: Sequence[Mapping[str, Any]], axes: Sequence[str], ranked_by
         )
         for row in best
     )
-    return Listing(f"Best by {UNITS[ranked_by][0]}", heads, rows, ("layout", *varied))
+    return Listing(f"Best by {head(ranked_by)}", heads, rows, ("layout", *varied))
 
 
 def _short(text: str) -> str:
