@@ -90,11 +90,23 @@ def _group(
             tooltip("y:Q", panel.y.title, format=panel.y.form),
         ],
     )
-    if group.joined == "no":
-        return dots
-    interpolate = "step-after" if group.joined == "steps" else "linear"
-    line = base.mark_line(interpolate=interpolate, strokeWidth=2).encode(x=across, y=up, color=colour)
-    return layered([line, dots])
+    layers: list[alt.Chart | alt.LayerChart] = [dots]
+    if ends := [(point.x, *point.ends) for point in group.points if point.ends]:
+        bars = table(dict(zip(("x", "low", "high"), zip(*ends, strict=True), strict=True)))
+        rule = alt.Chart(bars).transform_calculate(group=json.dumps(group.name)).mark_rule(strokeWidth=1.5)
+        layers.append(rule.encode(x=across, y=_of_field(up, "low:Q"), y2="high:Q", color=colour))
+    if group.joined != "no":
+        interpolate = "step-after" if group.joined == "steps" else "linear"
+        line = base.mark_line(interpolate=interpolate, strokeWidth=2).encode(x=across, y=up, color=colour)
+        layers.insert(0, line)
+    return layered(layers) if len(layers) > 1 else dots
+
+
+def _of_field(up: alt.Y, field: str) -> alt.Y:
+    """The encoding with its scale and axis, of another field."""
+    other = up.copy(deep=False)
+    other.shorthand = field
+    return other
 
 
 def _guide(guide: Guide, across: alt.X, up: alt.Y) -> list[alt.Chart]:

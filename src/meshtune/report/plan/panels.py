@@ -257,7 +257,7 @@ def cell_of(choice: Choice | None) -> Cell:
     return Cell(speed, (number(speed), *short(choice.layout)), str(choice.layout))
 
 
-def short(layout: Layout) -> tuple[str, ...]:
+def short(layout: Layout | str) -> tuple[str, ...]:
     """(its axes, its micro-batch and recomputation): `short(…) == ("zero3x4 tp2 pp2", "mb2 full8")`."""
     words = str(layout).split("-")
     inner = [word for word in words if re.fullmatch(rf"mb\d+|({'|'.join(RECOMPUTE)})\d*", word)]
