@@ -2,8 +2,8 @@
 
 The JavaScript of Vega is inside it, once, however many charts there are. All text from data, settings or a
 model's answers is escaped by `text` or `script_json`. Light or dark follows the reader's system. The page's
-content security policy forbids it to load anything and to make code from text: Vega interprets its expressions
-(`ast`) where it would compile them otherwise.
+content security policy forbids it to load anything and to make code from text, so Vega interprets its
+expressions (`ast`) and the page reads its tables itself.
 """
 
 import html
@@ -169,8 +169,12 @@ table { border-collapse: collapse; }
 th { text-align: left; font-weight: 500; color: var(--soft); font-size: 13px; }
 .wide.tall { max-height: 75vh; overflow: auto; border: 1px solid var(--line); border-radius: 8px; }
 .tall table { min-width: 100%; }
-.tall thead th { position: sticky; top: 0; background: var(--card); padding: 6px 12px; vertical-align: bottom; }
-.tall td { padding: 5px 12px; white-space: nowrap; max-width: 420px; overflow: hidden; text-overflow: ellipsis; }
+.tall thead th {
+  position: sticky; top: 0; background: var(--card); padding: 6px 12px; vertical-align: bottom;
+}
+.tall td {
+  padding: 5px 12px; white-space: nowrap; max-width: 420px; overflow: hidden; text-overflow: ellipsis;
+}
 .tall tr > :first-child { width: 28px; padding: 0 0 0 12px; }
 th button { all: unset; cursor: pointer; overflow-wrap: normal; }
 th button:focus-visible { outline: 2px solid var(--right); }
@@ -179,8 +183,8 @@ th[aria-sort=descending] button::after { content: " ▼"; }
 .filters { display: flex; flex-wrap: wrap; gap: 8px 18px; margin-bottom: 8px; }
 .filters label { margin: 0; }
 .filters input, .filters select, #chosen button {
-  font: inherit; color: var(--ink); background: var(--card); border: 1px solid var(--line); border-radius: 6px;
-  padding: 3px 8px; max-width: 240px;
+  font: inherit; color: var(--ink); background: var(--card); border: 1px solid var(--line);
+  border-radius: 6px; padding: 3px 8px; max-width: 240px;
 }
 #chosen button { margin: 8px 0 12px; cursor: pointer; }
 .samples { width: 100%; }

@@ -92,33 +92,60 @@ def memory_stacks(choices: Sequence[Choice], *, chosen: int | None = None) -> St
 
     choices: at least one, all of the same GPU kind. chosen: place of the bold one; None: none is.
     """
-    capacity = choices[0].cluster.memory / GIB
-    names = nonzero(MEMORY_PARTS, map(memory_parts, choices))
-    return Stacks(
-        "memory",
+    return memory_bars(
+        [str(choice.layout) for choice in choices],
+        [memory_parts(choice) for choice in choices],
+        choices[0].cluster.memory,
         f"Peak memory of a GPU {common_error(choices, 'memory')}"
         + ("" if any(choice.fits for choice in choices) else ": nothing fits"),
+        chosen=chosen,
+    )
+
+
+def memory_bars(
+    names: Sequence[str],
+    parts: Sequence[Mapping[str, float]],
+    capacity: float | None,
+    title: str,
+    *,
+    chosen: int | None = None,
+) -> Stacks:
+    """Peak memory in GiB, a bar for each name. parts: of each, bytes by MEMORY_PARTS. capacity: a GPU's."""
+    limit = Mark(capacity / GIB, f"capacity {capacity / GIB:.1f}") if capacity else None
+    return Stacks(
+        "memory",
+        title,
         "GiB",
-        tuple(str(choice.layout) for choice in choices),
-        {name: tuple(memory_parts(choice)[name] / GIB for choice in choices) for name in names},
-        tuple(f"{choice.memory.peak / GIB:.1f}" for choice in choices),
-        Mark(capacity, f"capacity {capacity:.1f}"),
+        tuple(names),
+        {name: tuple(one[name] / GIB for one in parts) for name in nonzero(MEMORY_PARTS, parts)},
+        tuple(f"{sum(one.values()) / GIB:.1f}" for one in parts),
+        limit,
         chosen=chosen,
     )
 
 
 def time_stacks(choices: Sequence[Choice], *, chosen: int | None = None) -> Stacks:
     """Step time in seconds of each layout by part, in the order given. chosen: place of the bold one."""
-    names = nonzero(PARTS, map(time_parts, choices))
-    return Stacks(
-        "time",
+    return time_bars(
+        [str(choice.layout) for choice in choices],
+        [time_parts(choice) for choice in choices],
+        [f"{seconds(choice.seconds.total)} · MFU {choice.mfu:.0%}" for choice in choices],
         f"Time of a step {common_error(choices, 'time')}".rstrip(),
-        "seconds",
-        tuple(str(choice.layout) for choice in choices),
-        {name: tuple(time_parts(choice)[name] for choice in choices) for name in names},
-        tuple(f"{seconds(choice.seconds.total)} · MFU {choice.mfu:.0%}" for choice in choices),
         chosen=chosen,
     )
+
+
+def time_bars(
+    names: Sequence[str],
+    parts: Sequence[Mapping[str, float]],
+    ends: Sequence[str],
+    title: str,
+    *,
+    chosen: int | None = None,
+) -> Stacks:
+    """Time of a step, a bar for each name. parts: of each, seconds by PARTS. ends: a text behind each bar."""
+    shown = {name: tuple(one[name] for one in parts) for name in nonzero(PARTS, parts)}
+    return Stacks("time", title, "seconds", tuple(names), shown, tuple(ends), chosen=chosen)
 
 
 def time_against_memory(plan: Plan, chosen: Choice) -> Scatter:
