@@ -9,10 +9,10 @@ from typing import Any
 
 COLUMNS = (
     "key", "number", "settings", "layout", "world", "status", "reason", "started", "ended", "seconds",
-    "attempts", "step_seconds", "spread", "tokens_per_second_per_gpu", "mfu", "tokens", "peak_memory_bytes", "loss",
-    "eval_loss", "gradient_noise_scale", "predicted_step_seconds", "predicted_peak_bytes", "predicted_mfu",
-    "predicted_tokens_per_second_per_gpu", "simulated_step_seconds", "simulated_peak_bytes", "parameters",
-    "global_batch_size", "seq_len", "model", "gpus", "document",
+    "attempts", "step_seconds", "spread", "tokens_per_second_per_gpu", "mfu", "tokens", "peak_memory_bytes",
+    "loss", "eval_loss", "gradient_noise_scale", "predicted_step_seconds", "predicted_peak_bytes",
+    "predicted_mfu", "predicted_tokens_per_second_per_gpu", "simulated_step_seconds", "simulated_peak_bytes",
+    "parameters", "global_batch_size", "seq_len", "model", "gpus", "document",
 )  # fmt: skip
 MODELS = {"small": 5_000_000, "large <b>": 28_000_000}  # name -> parameters
 Row = dict[str, Any]
