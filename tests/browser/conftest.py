@@ -3,6 +3,7 @@
 A page may print nothing on the browser's console, fail in no script and ask for nothing but its own file.
 """
 
+import json
 import os
 import shutil
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from sweeps import bench_rows, write_sweep
 from tiny import short_run
 
 CHROMIUM = "chromium"  # of Debian, which playwright drives as it is: its own browsers are downloads
@@ -117,6 +119,12 @@ def meshtune(*words: object) -> None:
     assert not ended.value.code, words
 
 
+@pytest.fixture
+def command() -> Callable[..., None]:
+    """`command("report", folder)` runs meshtune."""
+    return meshtune
+
+
 class Pages:
     """Pages of each kind, written by their commands when they are first asked for."""
 
@@ -157,8 +165,33 @@ class Pages:
         meshtune("dryrun", *settings, *simulated, "--plot", self._folder / "dryrun")
         return next((self._folder / "dryrun").rglob("*.html"))
 
+    def sweep(self) -> Path:
+        """Experiments of known numbers, as a measured sweep has them."""
+        folder = self._folder / "measured"
+        folder.mkdir()
+        facts = {"machine": {"cores": 2, "processor": "a processor"}, "axes": ["model.name", "layout"]}
+        meshtune("report", write_sweep(folder, bench_rows(), **facts))
+        return folder / "report.html"
+
+    def simulated(self) -> Path:
+        """A sweep that the planner has predicted."""
+        file, folder = self._folder / "sweep.yaml", self._folder / "simulated"
+        layout = {"dp_replicate": "auto", "dp_shard": "auto"}  # what the other axes leave of the GPUs
+        base = {"train": {"global_batch_size": 64}, "cluster": {"gpu": "h100-sxm"}, "layout": layout}
+        axes = {
+            "model.name": ["llama-3.2-1b", "llama-3.1-8b"],
+            "cluster.gpus": {"from": 4, "to": 16, "times": 2},
+            "layout.zero": [0, 3],
+            "layout.micro_batch_size": [1, 2],
+            "layout.tp": [1, 3],
+        }
+        file.write_text(json.dumps({"base": base, "axes": axes}))
+        meshtune("sweep", file, "--simulate", "--out", folder)
+        meshtune("report", folder)
+        return folder / "report.html"
+
 
 @pytest.fixture(scope="session")
 def pages(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Pages:
-    """`pages["run"]`, "comparison", "plan" or "dryrun" is that page's file."""
+    """`pages["run"]`, "comparison", "plan", "dryrun", "sweep" or "simulated" is that page's file."""
     return Pages(tiny, tmp_path_factory.mktemp("pages"))

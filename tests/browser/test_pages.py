@@ -1,13 +1,14 @@
 """Every page as a reader sees it: charts drawn, nothing wider than the window, no complaint, no request."""
 
 import pytest
+from sweeps import bench_row, write_sweep
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", ["desktop", "phone"])
-@pytest.mark.parametrize("kind", ["run", "comparison", "plan", "dryrun"])
+@pytest.mark.parametrize("kind", ["run", "comparison", "plan", "dryrun", "sweep", "simulated"])
 def test_a_page_draws_its_charts_and_asks_for_nothing(opened, pages, kind, size, scheme):
     window = opened(pages[kind], size, scheme)
     assert window.charts > 1
@@ -54,3 +55,76 @@ def test_sliders_of_a_plan_show_another_plan(opened, pages):
         "input => { input.value = 0; input.dispatchEvent(new Event('input')); }"
     )
     assert window.texts("#what-if-tiles dd") != before
+
+
+def shown(window) -> list[list[str]]:
+    """Cells of the rows that the table of a sweep shows, without the box to choose the row."""
+    rows = "[...document.querySelectorAll('#experiments tbody tr')]"
+    return window.page.evaluate(f"{rows}.map(row => [...row.cells].slice(1).map(cell => cell.textContent))")
+
+
+def column(window, name: str) -> list[str]:
+    """Cells of one column of the table of a sweep."""
+    names = window.page.locator("#experiments th button").all_text_contents()
+    return [row[names.index(name)] for row in shown(window)]
+
+
+def test_a_sweeps_table_is_sorted_by_speed_at_first_and_by_any_column(opened, pages):
+    window = opened(pages["sweep"])
+    speeds = [float(text.replace(",", "")) for text in column(window, "tokens/s/rank") if text]
+    assert len(speeds) == 18 and speeds == sorted(speeds, reverse=True)
+    assert column(window, "tokens/s/rank")[-2:] == ["", ""]  # those that failed are last
+    head = window.page.locator("#experiments th button", has_text="layout").first
+    head.click()
+    layouts = column(window, "layout")
+    head.click()
+    assert column(window, "layout")[0] == [text for text in layouts if text][-1]
+    assert window.page.locator("#experiments th[aria-sort=descending]").count() == 1
+
+
+def test_a_sweeps_table_is_filtered_by_words_and_by_the_values_of_an_axis(opened, pages):
+    window = opened(pages["sweep"])
+    window.page.get_by_label("status", exact=True).select_option("out of memory")
+    (row,) = shown(window)
+    assert "Out of <memory> on rank 3." in row
+    assert "1 of 20 experiments" in window.texts("#experiments .note")[0]
+    window.page.get_by_label("status", exact=True).select_option("all")
+    window.page.get_by_label("words").fill("dp2 large")
+    assert set(column(window, "model")) == {"large <b>"} and len(shown(window)) == 3
+    window.page.get_by_label("words").fill("no such word")
+    assert shown(window) == []
+
+
+@pytest.mark.parametrize("size", ["desktop", "phone"])
+def test_chosen_experiments_stand_side_by_side(opened, pages, size):
+    window = opened(pages["sweep"], size)
+    boxes = window.page.locator("#experiments tbody input")
+    boxes.nth(0).check()
+    assert window.page.locator("#chosen").is_hidden()
+    boxes.nth(1).check()
+    heads = window.texts("#chosen thead th")
+    assert len(heads) == 3 and all(head.startswith("experiment ") for head in heads[1:])
+    names = window.texts("#chosen tbody th")
+    assert {"layout", "step", "time of a step, measured", "backward", "peak memory, measured"} <= {*names}
+    assert "status" not in names  # both are done
+    window.page.locator("#chosen button").click()
+    assert window.page.locator("#chosen").is_hidden() and not boxes.nth(0).is_checked()
+
+
+def test_a_thousand_experiments_are_sorted_and_filtered_at_once(opened, command, tmp_path):
+    rows = [bench_row("small", 1 + n % 8, 1 + n // 8) for n in range(1000)]
+    write_sweep(tmp_path, rows)
+    command("report", tmp_path)
+    window = opened(tmp_path / "report.html")
+    assert len(shown(window)) == 100  # the others come as they are scrolled to
+    window.page.locator("#experiments .tall").evaluate("box => { box.scrollTop = box.scrollHeight }")
+    window.wait_for("document.querySelectorAll('#experiments tbody tr').length === 200")
+    seconds = window.page.evaluate(
+        """() => {
+          const search = document.querySelector("#experiments input[type=search]"), start = performance.now();
+          search.value = "dp3"; search.dispatchEvent(new Event("input"));
+          document.querySelector("#experiments th button").click();
+          return (performance.now() - start) / 1000;
+        }"""
+    )
+    assert seconds < 2 and "125 of 1,000" in window.texts("#experiments .note")[0]

@@ -110,10 +110,9 @@ def holds_run(folder: RunDir) -> bool:
 
 
 def of_run(run: RunDir) -> Made:
-    from meshtune.report.run.panels import panels
-    from meshtune.report.run.report import report_page
+    from meshtune.report.run.report import report_page, run_panels
 
-    return Made(run.path.resolve().name, run.report_file, report_page(run), panels(run.rows()), {})
+    return Made(run.path.resolve().name, run.report_file, report_page(run), run_panels(run), {})
 
 
 def of_runs(paths: Sequence[Path]) -> Made:

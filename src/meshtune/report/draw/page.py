@@ -24,8 +24,8 @@ def page(
 
     name, kind: plain text of the page's title, such as "my-run" and "" or "plan"; `name` is the heading too.
     subtitle, before, after, footer: HTML that is inserted as it is, so the caller escapes it; `before` and
-    `after` stand above and below the charts. If all panels are `Lines`, the first one takes the whole width
-    and the others stand two a row; else each panel takes the whole width.
+    `after` stand above and below the charts. `Lines` stand two a row, but for the first, which takes the
+    whole width as all other panels do.
     """
     return PAGE.format(
         title=" · ".join(text(part) for part in (name, kind, "meshtune") if part),
@@ -55,16 +55,16 @@ def _figures(panels: Sequence[Panel]) -> str:
     if not panels:
         return ""
     cells = "".join(
-        f"<figure><figcaption>{text(panel.title)} <small>{text(panel.unit)}</small></figcaption>"
+        f"<figure{'' if isinstance(panel, Lines) else ' class=whole'}>"
+        f"<figcaption>{text(panel.title)} <small>{text(panel.unit)}</small></figcaption>"
         f"<div class='chart' id='chart-{panel.key}'></div></figure>"
         for panel in panels
     )
-    in_pairs = all(isinstance(panel, Lines) for panel in panels)
     long = [
         one for panel in panels if isinstance(panel, Lines) for one in panel.series if len(one.x) > MOST_ROWS
     ]
     note = f"<p class='note'>{THINNED}</p>" if long else ""
-    return f"<section class='plots{'' if in_pairs else ' wide-only'}'>{cells}</section>{note}"
+    return f"<section class='plots'>{cells}</section>{note}"
 
 
 def _scripts(panels: Sequence[Panel]) -> str:
@@ -155,9 +155,8 @@ pre.command { white-space: pre-wrap; overflow-wrap: anywhere; }
 .plots {
   display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 28px 36px; margin-top: 36px;
 }
-.plots.wide-only { grid-template-columns: minmax(0, 1fr); }
 .plots figure { margin: 0; min-width: 0; overflow-x: auto; }
-.plots figure:first-child { grid-column: 1 / -1; }
+.plots figure:first-child, .plots .whole { grid-column: 1 / -1; }
 .plots .chart { width: 100%; }
 figcaption { font-weight: 600; margin-bottom: 6px; }
 figcaption small { margin-left: 6px; }

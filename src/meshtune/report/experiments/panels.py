@@ -252,6 +252,8 @@ def beside(sweep: Sweep) -> list[Panel]:
                 notes.append(f"{other}: {errors([y / x - 1 for x, y, _ in pairs])}")
         if not groups:
             continue
+        if field == "peak_bytes" and sweep.source.facts.get("run") == "train":
+            notes.append("predicted is all that a device needs, measured is tensors alone")
         both = axis(f"{truth}, {unit}", [*values(groups, "x"), *values(groups, "y")])
         y = replace(both, title=f"{' or '.join(group.name for group in groups)}, {unit}")
         diagonal = Guide(both.ends, both.ends, "equal")
