@@ -45,11 +45,7 @@ def stacks(panel: Stacks, *, named: bool = True, narrow: bool = False) -> alt.La
     y = alt.Y(
         "name:N",
         sort=None,
-        scale=alt.Scale(
-            domain=list(panel.names),
-            paddingInner=inner,
-            paddingOuter=outer,
-        ),
+        scale=alt.Scale(domain=list(panel.names), paddingInner=inner, paddingOuter=outer),
         axis=alt.Axis(
             labels=named and not narrow, labelFont=MONO, labelFontSize=11, labelLimit=0,
             labelFontWeight=_bold_at(panel.chosen),
@@ -91,11 +87,16 @@ def stacks(panel: Stacks, *, named: bool = True, narrow: bool = False) -> alt.La
         layers.append(texts.mark_text(align="left", dx=6).encode(y=y, x=x, text="text:N"))
     if panel.mark:
         layers += _mark(panel.mark, x)
-    # px, and no step: with steps Vega-Lite warns on every page that the height can't fit
+    return layered(layers).properties(height=_height(panel, narrow=narrow))
+
+
+def _height(panel: Stacks, *, narrow: bool) -> int:
+    """Px of all bars together: with a height in steps Vega-Lite warns on every page that it can't fit."""
+    inner, outer = NARROW_PADDING if narrow else PADDING
     step = NARROW_BAR if narrow else BAR
     if not panel.stacked:
-        step = step / 2 * len(parts) / (1 - inner)
-    return layered(layers).properties(height=round(step * (len(panel.names) - inner + 2 * outer)))
+        step = step / 2 * len(panel.parts) / (1 - inner)
+    return round(step * (len(panel.names) - inner + 2 * outer))
 
 
 def _names_above(panel: Stacks) -> alt.Chart:

@@ -119,7 +119,7 @@ def _leaves(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]
 
 
 def _footer(sweep: Sweep) -> str:
-    """What the numbers are, as HTML."""
+    """How the numbers were made, as HTML."""
     done, seeds = sum(one.status == DONE for one in sweep.experiments), _seeds(sweep.done)
     what = (
         "Figures of an experiment are those that were simulated."

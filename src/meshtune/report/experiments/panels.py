@@ -12,6 +12,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from meshtune.report.draw.kinds import Axis, Cell, Group, Guide, HeatMap, Panel, Point, Scatter
+from meshtune.report.draw.words import short
 from meshtune.report.experiments.axes import (
     DOT,
     ROOM,
@@ -26,7 +27,6 @@ from meshtune.report.experiments.axes import (
 from meshtune.report.experiments.batch import batch_panels
 from meshtune.report.experiments.rows import Experiment, Sweep, best
 from meshtune.report.plan.numbers import number
-from meshtune.report.plan.panels import short
 from meshtune.units import GIB
 
 CELLS_WIDTH, CHARACTER = 860, 6.3  # px of a heat map's cells together on a page, and of a character in one

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from meshtune import units
-from meshtune.report.plan.page import model_title
+from meshtune.report.draw.words import model_title
 from meshtune.sweep_rows import SweepRows
 
 DONE = "done"
@@ -85,7 +85,7 @@ class Sweep:
 
     @property
     def simulated(self) -> str:
-        """What stands for a measurement: "planner" or "dryrun"; "" where experiments ran."""
+        """The tier that stands for a measurement, "planner" or "dryrun"; "" where experiments ran."""
         return str(self.source.facts.get("simulated") or "")
 
     @cached_property
@@ -222,21 +222,19 @@ def medians(experiments: Iterable[Experiment]) -> list[Experiment]:
 
 
 def _median(group: Sequence[Experiment]) -> Experiment:
-    def of(get: Callable[[Any], float | None], values: Iterable[Any]) -> float | None:
-        known = [value for value in map(get, values) if value is not None]
+    def middle(several: Sequence[Any], name: str) -> float | None:
+        known = [value for one in several if (value := getattr(one, name)) is not None]
         return median(known) if known else None
 
     def figures(which: str) -> Figures:
         several = [getattr(one, which) for one in group]
-        return Figures(
-            *(of(lambda one, n=name: getattr(one, n), several) for name in Figures.__annotations__)
-        )
+        return Figures(*(middle(several, name) for name in Figures.__annotations__))
 
     names = ("spread", "loss", "eval_loss", "noise_scale", "seconds")
     return replace(
         group[0],
         **{which: figures(which) for which in (*SOURCES, "shown")},
-        **{name: of(lambda one, n=name: getattr(one, n), group) for name in names},
+        **{name: middle(group, name) for name in names},
         repeats=len(group),
     )
 

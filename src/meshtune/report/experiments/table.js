@@ -121,6 +121,7 @@
 
   const labelled = (name, control) => {
     const label = made("label", name + " ");
+    control.ariaLabel = name;
     label.append(control);
     filters.append(label);
     return control;

@@ -17,8 +17,9 @@ from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.seconds.step import PARTS
 from meshtune.report.draw.kinds import Panel
 from meshtune.report.draw.page import page, text
+from meshtune.report.draw.words import model_title
 from meshtune.report.plan.numbers import named, number, seconds
-from meshtune.report.plan.page import FOOTER, model_title, sentences, table
+from meshtune.report.plan.page import FOOTER, sentences, table
 from meshtune.report.plan.panels import memory_bars, time_bars
 from meshtune.units import GIB
 from meshtune.yaml_tree import read_yaml

@@ -5,13 +5,12 @@ Everything shown was predicted for a layout that the search listed; what was not
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshtune.layout import RECOMPUTE, SCHEDULES, Layout
+from meshtune.layout import Layout
 from meshtune.placement.columns import layout_at
 from meshtune.plan.search import Choice, Plan
 from meshtune.plan.seconds.step import PARTS
@@ -29,6 +28,7 @@ from meshtune.report.draw.kinds import (
     Scatter,
     Stacks,
 )
+from meshtune.report.draw.words import short
 from meshtune.report.plan.numbers import (
     common_error,
     memory_parts,
@@ -282,12 +282,3 @@ def cell_of(choice: Choice | None) -> Cell:
         return Cell(None, (NO_LAYOUT,))
     speed = choice.tokens_per_second_per_gpu
     return Cell(speed, (number(speed), *short(choice.layout)), str(choice.layout))
-
-
-def short(layout: Layout | str) -> tuple[str, ...]:
-    """(its axes, its micro-batch and recomputation): `short(…) == ("zero3x4 tp2 pp2", "mb2 full8")`."""
-    words = str(layout).split("-")
-    inner = [word for word in words if re.fullmatch(rf"mb\d+|({'|'.join(RECOMPUTE)})\d*", word)]
-    left_out = [word for word in words if re.fullmatch(r"sp|regather|v\d+|ga\d+", word) or word in SCHEDULES]
-    axes = [word for word in words if word not in (*inner, *left_out)]
-    return (*([" ".join(axes)] if axes else []), " ".join(inner))

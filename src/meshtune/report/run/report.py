@@ -15,7 +15,6 @@ from meshtune.report.draw.page import page, text
 from meshtune.report.draw.picture import write
 from meshtune.report.draw.vega import NotDrawn
 from meshtune.report.run.panels import panels
-from meshtune.report.run.parts import part_panels
 from meshtune.report.run.samples import Asked, samples_section
 from meshtune.report.run.summary import Summary, facts_of, samples_of, summarise
 from meshtune.rundir import Row, RunDir, write_text_atomically
@@ -79,6 +78,8 @@ def write_picture(run: RunDir, file: Path, *, dark: bool = False) -> Path:
 
 def run_panels(run: RunDir) -> list[Panel]:
     """The pictures of the report: curves over steps, then time by part and memory by category."""
+    from meshtune.report.run.parts import part_panels  # it brings numpy, which a run's other files don't need
+
     rows = run.rows()
     return [*panels(rows), *part_panels(rows)]
 
